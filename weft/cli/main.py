@@ -26,6 +26,7 @@ _COMMANDS = {
     "verify": "weft.cli.verify.verify:verify",
     "models": "weft.cli.models:models",
     "sim": "weft.cli.sim.sim:sim",
+    "plan": "weft.cli.plan.plan:plan",
     "bench": "weft.cli.bench.bench:bench",
     "status": "weft.cli.admin:status",
     "scale": "weft.cli.admin:scale",

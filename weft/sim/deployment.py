@@ -266,10 +266,8 @@ class Deployment:
                 for pool in kv.pools
             ),
         )
-
         self.transfers = SimulatedTransfers(self.timeline, wire, self.groups, dims)
-        costs = images or ImageCosts(1, 0.0, 1)
-        rows = wire._replace(position_bytes=costs.row_bytes)
+        rows = wire._replace(position_bytes=(costs := images or ImageCosts(1, 0.0, 1)).row_bytes)
         self.images = SimulatedTransfers(self.timeline, rows, self.groups, costs.dims(), "embeddings")
 
     @property
@@ -324,20 +322,22 @@ class Deployment:
         self._feed(e.Opened((submit,)))
 
     def _feed(self, event: e.Event) -> None:
-        """Pass an event to the fleet, execute the actions and schedule the fleet's next deadline.
+        """Pass an event to the fleet, execute the actions and schedule the next deadline.
 
-        Raises the error of a failed fleet.
-        """
+        Raises the error of a failed fleet."""
         for action in self.fleet.on(event, self.now):
-            if isinstance(action, e.Send):
-                self.timeline.at(self.now, None, self.groups[action.instance].receive, action.message)
-            elif isinstance(action, e.Deliver):
-                self._deliver(action.events)
-            elif isinstance(action, e.Failed):
-                raise action.error
+            self._act(action)
         due = self.fleet.next_deadline()
         if due < math.inf:
             self.timeline.at(due, None, self._tick)
+
+    def _act(self, action: e.Action) -> None:
+        if isinstance(action, e.Send):
+            self.timeline.at(self.now, None, self.groups[action.instance].receive, action.message)
+        elif isinstance(action, e.Deliver):
+            self._deliver(action.events)
+        elif isinstance(action, e.Failed):
+            raise action.error
 
     def _tick(self) -> None:
         if self.fleet.next_deadline() <= self.now:
@@ -376,7 +376,7 @@ class Deployment:
         streams = list(self.streams.values())
         started = [stream for stream in streams if stream.times]
         waits = [stream.times[0] - stream.arrival.at for stream in started]
-        paces = [_pace(stream) for stream in started]
+        paces = [pace(stream) for stream in started]
         # A refused request has no stream, so the request counts against the share of good requests.
         good = sum(wait <= limits[0] and pace <= limits[1] for wait, pace in zip(waits, paces, strict=True))
         now = max((stream.times[-1] for stream in started), default=0.0)
@@ -411,7 +411,7 @@ def _sees(kv: KVConfig, role: m.Role, groups: Groups, images: ImageCosts | None,
     return msgspec.structs.replace(kv, media=images.limits(max(most, 1), tower=tower, takes=takes))
 
 
-def _pace(stream: Stream) -> float:
+def pace(stream: Stream) -> float:
     """Return the mean seconds between two tokens; 0 with fewer than two tokens."""
     times = stream.times
     return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from weft.common.errors import ErrorInfo
+from weft.common.errors import ErrorInfo, PeerEnded
 from weft.disagg.protocol.sender import not_needed
 from weft.sim.timeline import Timeline
 from weft.types import transfer as r
@@ -199,6 +199,12 @@ class SimulatedTransfers:
             if group is not None:
                 self._said(group, r.TransferFailed(key, why))
                 self._said(group, r.TransferFreed(key))
+
+    def lose(self, group: Receives) -> None:
+        """End the transfers of ``group``, a process that has ended."""
+        for key, transfer in list(self._open.items()):
+            if group in (transfer.sender, transfer.receiver):
+                self._fail(transfer, key, PeerEnded("the other end of the transfer was lost").info())
 
     def _said(self, group: Receives, event: r.TransferEvent) -> None:
         """Deliver ``event`` of the other engine to ``group``, after the latency."""

@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from weft.cli import options
 from weft.cli.sim.sim_agents import agents_command
+from weft.cli.sim.sim_day import day_command
 from weft.cli.sim.sim_plan import plan_command
 from weft.common import log
 from weft.common.errors import ConfigError
@@ -353,5 +354,6 @@ def _moved(name: str) -> click.Command:
 
 sim.add_command(agents_command)
 sim.add_command(plan_command)
+sim.add_command(day_command)
 sim.add_command(_moved("explore"))
 sim.add_command(_moved("replay"))

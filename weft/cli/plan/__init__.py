@@ -1,0 +1,1 @@
+"""``weft plan``: a planner that watches a running server and scales its groups."""

@@ -1,0 +1,112 @@
+"""``weft sim day``: a day with changing load, with a planner and with fixed fleets of the same mean size."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from weft.common.errors import ConfigError
+from weft.control.planner.capacity import Limits
+from weft.sim.day import Bench, Outcome, divisions_of, draw_day, encode
+from weft.sim.deployment import Groups
+from weft.sim.presets import PRESETS, load
+
+_POSITIVE = click.FloatRange(0, min_open=True)
+
+
+@click.command("day")
+@click.option(
+    "--seed", "seeds", type=click.IntRange(0), multiple=True, default=(0,), show_default=True, help="The day."
+)
+@click.option(
+    "--cost-model", "cost_name", default=next(iter(PRESETS)), show_default=True, metavar="NAME|FILE"
+)
+@click.option(
+    "--slower",
+    type=_POSITIVE,
+    default=12.0,
+    show_default=True,
+    help="Seconds of a step, relative to the cost model.",
+)
+@click.option(
+    "--believed",
+    type=_POSITIVE,
+    default=1.0,
+    show_default=True,
+    help="Seconds of a step in the planner's cost model, relative to the groups' steps.",
+)
+@click.option(
+    "--rate", type=_POSITIVE, default=0.8, show_default=True, help="Requests per second of the morning."
+)
+@click.option("--ttft-ms", type=_POSITIVE, default=6000.0, show_default=True)
+@click.option("--tpot-ms", type=_POSITIVE, default=180.0, show_default=True)
+@click.option(
+    "--load-s", type=_POSITIVE, default=30.0, show_default=True, help="Seconds until a new group serves."
+)
+@click.option("--max-groups", type=click.IntRange(2), default=8, show_default=True, help="Of each role.")
+@click.option(
+    "--shorter", type=_POSITIVE, default=1.0, show_default=True, help="Divisor of the length of the day."
+)
+@click.option("--fixed/--no-fixed", default=True, help="Also play fixed fleets.")
+@click.option("--log", "logged", is_flag=True, help="Print each change of the planner.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write all outcomes to this file.")
+def day_command(
+    seeds: tuple[int, ...],
+    cost_name: str,
+    slower: float,
+    believed: float,
+    rate: float,
+    ttft_ms: float,
+    tpot_ms: float,
+    load_s: float,
+    max_groups: int,
+    shorter: float,
+    fixed: bool,
+    logged: bool,
+    json_file: str | None,
+) -> int:
+    """Play a day of half an hour: the load doubles, prompts and outputs change places, a host is lost.
+
+    Each seed is one day. The planner of `weft plan` scales prefill and decode groups. Then fixed fleets of
+    as many groups as the planner had on average, rounded up, play the same day: every division with two or
+    more groups of each role. Counts the requests outside their limits.
+    """
+    if json_file is not None and not Path(json_file).absolute().parent.is_dir():
+        raise ConfigError("--json must name a file in an existing folder")
+    logging.getLogger("weft").setLevel(logging.CRITICAL)  # losses of hosts are part of the day
+    limits = Limits(ttft_ms / 1e3, tpot_ms / 1e3)
+    cost = load(cost_name).scaled(slower)
+    bench = Bench(cost, limits, most=max_groups, load_s=load_s, believed=believed)
+    outcomes = []
+    for seed in seeds:
+        for outcome in _day(bench, seed, rate, shorter, fixed):
+            outcomes.append(outcome)
+            click.echo(line(seed, outcome))
+            for text in outcome.log if logged else ():
+                click.echo(f"    {text}")
+    if json_file is not None:
+        Path(json_file).write_bytes(encode(outcomes))
+    return 0
+
+
+def _day(bench: Bench, seed: int, rate: float, shorter: float, fixed: bool) -> Iterator[Outcome]:
+    """Yield the outcome of the planner, then of each fixed fleet of the same mean size."""
+    day = draw_day(seed, rate, shorter)
+    planned = bench.play(day, Groups(prefill=2, decode=2), planned=True, seed=seed)
+    yield planned
+    for groups in divisions_of(max(math.ceil(planned.size), 4)) if fixed else ():
+        yield bench.play(day, groups, seed=seed)
+
+
+def line(seed: int, one: Outcome) -> str:
+    """Return the outcome as one line."""
+    share = one.outside / max(one.requests, 1)
+    return (
+        f"day {seed:<6} {one.fleet:20} mean groups {one.size:4.1f} ({one.prefill:.1f} prefill, "
+        f"{one.decode:.1f} decode)  outside {one.outside:5} of {one.requests} ({share:.1%}; TTFT "
+        f"{one.ttft_outside}, TPOT {one.tpot_outside})  changes {one.changes}"
+    )
