@@ -91,8 +91,8 @@ def test_nothing_is_lost_when_groups_scale_die_and_restart(node: RayNode, tmp_pa
     until(lambda: not engines_of(node) and not node.actors())
 
 
-def test_a_group_that_cannot_start_is_given_up_and_revived(node: RayNode, tmp_path: Path) -> None:
-    """A decode group whose settings are wrong on its host uses up its restarts; `weft revive` tries again."""
+def test_a_group_that_dies_too_often_is_given_up_and_revived(node: RayNode, tmp_path: Path) -> None:
+    """An engine that dies more often than `engine-restarts` allows is given up; `weft revive` tries again."""
     file = tmp_path / "poor.yaml"
     file.write_text(TOPOLOGY.replace("port: 0", "port: 0, engine-restarts: 1"))
     file.chmod(0o600)
@@ -100,11 +100,10 @@ def test_a_group_that_cannot_start_is_given_up_and_revived(node: RayNode, tmp_pa
     try:
         base = server.url()
         due = ask(base)
-        for _ in range(2):  # one restart, then none
-            pid = engines_of(node)["decode0"]
-            os.kill(pid, signal.SIGKILL)
-            until(lambda pid=pid: engines_of(node).get("decode0") != pid)  # type: ignore[misc]
-            until(lambda: groups(base)["decode0"] in ("running", "retired"))
+        first = engines_of(node)["decode0"]
+        os.kill(first, signal.SIGKILL)  # Ray starts the group once more
+        until(lambda: engines_of(node).get("decode0", first) != first)
+        os.kill(engines_of(node)["decode0"], signal.SIGKILL)  # and not again
         until(lambda: groups(base)["decode0"] == "retired", 90)
         assert httpx.get(f"{base}/health", timeout=deadline(30)).json()["status"] != "alive"
         weft(base, "revive", "decode0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import secrets
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +27,8 @@ from weft.parallel.secret import read_keys
 
 log = get_logger(__name__)
 
+REACH_S = 5.0
+"""Maximum seconds for a connection to the cluster."""
 PLACE_S = 30.0
 """Maximum seconds until the fleet actor runs."""
 
@@ -110,6 +113,10 @@ def _connect(address: str) -> None:
     if ray.is_initialized():
         return
     try:
+        if ":" in address and "://" not in address:
+            # Ray itself would wait for minutes.
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
         ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except Exception as error:
         raise EngineDead(

@@ -15,7 +15,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from weft.common import env
@@ -87,7 +87,8 @@ class SpanPush:
         self._wake.set()
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._exporter.shutdown()  # interrupts the pauses between attempts
+            exporter: Any = self._exporter
+            exporter.shutdown()  # interrupts the pauses between attempts
         with self._lock:
             self.dropped += len(self._waiting)
             self._waiting.clear()
