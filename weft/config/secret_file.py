@@ -5,6 +5,7 @@ A process with the group secret can join the groups of a server.
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,7 +51,8 @@ def check_secret(secret: bytes) -> None:
 def read_secret(file: str | None, transport: str = TCP) -> bytes:
     """Return the secret in ``file``, of any length. ``transport`` needs the secret: its name is for errors.
 
-    Raise ConfigError for a missing file, or a file with access for other users.
+    Raise ConfigError for a missing file, or a file with access for other users. Exception: a file of root that
+    the group of this process may read, as Kubernetes mounts secrets.
     """
     if file is None:
         raise ConfigError(
@@ -60,13 +62,13 @@ def read_secret(file: str | None, transport: str = TCP) -> bytes:
         )
     path = Path(file)
     try:
-        mode = path.stat().st_mode
+        found = path.stat()
         secret = path.read_bytes().strip()
     except OSError as error:
         raise ConfigError(
             f"{_FLAG} {file}: the file can't be read ({error.strerror}): {_MAKE}", param=_FLAG
         ) from error
-    if _opened(mode):
+    if _opened(found.st_mode) and not _lent_by_root(found.st_mode, found.st_uid, os.geteuid()):
         raise ConfigError(
             f"{_FLAG} {file}: other users of this host can read or change the file: run `chmod 600 {file}`",
             param=_FLAG,
@@ -95,3 +97,13 @@ def warn_of_readable_keys(file: str | Path | None) -> None:
 def _opened(mode: int) -> bool:
     """Return True if users other than the owner have any access under ``mode``."""
     return bool(mode & (stat.S_IRWXG | stat.S_IRWXO))
+
+
+def _lent_by_root(mode: int, owner: int, user: int) -> bool:
+    """Return True for a file of root that its group may read, and nobody else may read or change.
+
+    Kubernetes mounts a secret for a user other than root in this way: owner root, group ``fsGroup``, mode 0440.
+    Root chose the group, so root has chosen the readers. ``user``: the user of this process; root itself can
+    always use a private file.
+    """
+    return owner == 0 and user != 0 and stat.S_IMODE(mode) & ~(stat.S_IRUSR | stat.S_IRGRP) == 0
