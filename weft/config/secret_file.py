@@ -51,8 +51,8 @@ def check_secret(secret: bytes) -> None:
 def read_secret(file: str | None, transport: str = TCP) -> bytes:
     """Return the secret in ``file``, of any length. ``transport`` needs the secret: its name is for errors.
 
-    Raise ConfigError for a missing file, or a file with access for other users. Exception: a file of root that
-    the group of this process may read, as Kubernetes mounts secrets.
+    Raise ConfigError for a missing file, or a file with access for other users. Exception: a file of root
+    with read access for the group, as Kubernetes mounts secrets.
     """
     if file is None:
         raise ConfigError(
@@ -102,8 +102,8 @@ def _opened(mode: int) -> bool:
 def _lent_by_root(mode: int, owner: int, user: int) -> bool:
     """Return True for a file of root that its group may read, and nobody else may read or change.
 
-    Kubernetes mounts a secret for a user other than root in this way: owner root, group ``fsGroup``, mode 0440.
-    Root chose the group, so root has chosen the readers. ``user``: the user of this process; root itself can
-    always use a private file.
+    Kubernetes mounts a secret for a user other than root in this way: owner root, group ``fsGroup``, mode
+    0440. Root chose the group, so root has chosen the readers. ``user``: the user of this process; root
+    itself can always use a private file.
     """
     return owner == 0 and user != 0 and stat.S_IMODE(mode) & ~(stat.S_IRUSR | stat.S_IRGRP) == 0
