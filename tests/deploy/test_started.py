@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.cli.test_engine_front import get, until
 from tests.cli.test_serve import Server
-from tests.cli.test_up import ask
 from tests.deploy.manifests import ROOT, golden, named
 from tests.deploy.test_docker import SERVICES
 from tests.support.secret import write_secret
@@ -30,6 +30,15 @@ def start(servers: list[Server], folder: Path, command: str, words: list[str], *
     place.mkdir()
     servers.append(Server(place, *words, command=command, **variables))
     return servers[-1]
+
+
+def assert_an_answer(base: str) -> None:
+    """Check one request to the bundled model."""
+    question = "Tom has 12 apples and buys 7 more. How many apples does he have?"
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 64, "temperature": 0}
+    answer = httpx.post(f"{base}/v1/chat/completions", json=body, timeout=deadline(120))
+    assert answer.status_code == 200, answer.text
+    assert "19" in answer.json()["choices"][0]["message"]["content"]
 
 
 def test_the_services_of_the_compose_file_answer(started: list[Server], tmp_path: Path) -> None:
@@ -58,7 +67,7 @@ def test_the_services_of_the_compose_file_answer(started: list[Server], tmp_path
         command, *words = here(name)
         start(started, tmp_path, command, words)
     command, *words = here("front")
-    assert ask(start(started, tmp_path, command, words).url())
+    assert_an_answer(start(started, tmp_path, command, words).url())
 
 
 def test_the_pods_of_an_overlay_answer(started: list[Server], tmp_path: Path) -> None:
@@ -91,7 +100,7 @@ def test_the_pods_of_an_overlay_answer(started: list[Server], tmp_path: Path) ->
     words = [word.replace("kubernetes:weft-groups", ",".join(urls)) for word in container["args"]]
     words[words.index("--host") + 1], words[words.index("--port") + 1] = "127.0.0.1", "0"
     front = start(started, tmp_path, "front", [str(file), *words], WEFT_ADMIN_KEY="admin")
-    assert ask(front.url())
+    assert_an_answer(front.url())
     assert get(f"{urls[1]}/ready") == (200, {"status": "serving", "engines": {"decode3": True}})
     started[1].process.terminate()
     assert started[1].process.wait(deadline(30)) == 0
