@@ -81,6 +81,7 @@ def test_the_wheel_needs_no_file_that_is_not_copied() -> None:
 
 
 def test_stages_and_arguments_exist() -> None:
+    # In order: a step may use only the arguments and the stages of earlier steps.
     declared, known, defaults = set(), set(), {}
     for step in steps():
         if step.word == "ARG":

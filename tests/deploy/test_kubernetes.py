@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import click
 import httpx
 import pytest
+from packaging.requirements import Requirement
 
 from tests.deploy.manifests import (
     GOLDEN,
@@ -39,6 +41,8 @@ from weft.front.http.access import PROBES
 OF_OTHERS = {"HOME", "POD_INDEX"}
 """Variables of manifests that Weft does not read: of libraries, and of the manifests themselves."""
 COMPONENTS = [("pd", "autoscale"), ("pd", "inference-pool"), ("epd", "models"), ("unified", "gpu")]
+
+OLDEST, VERSIONS = "1.30", 4
 
 every_overlay = pytest.mark.parametrize("overlay", OVERLAYS)
 
@@ -77,12 +81,13 @@ def test_kubectl_renders_the_golden_file(overlay: str) -> None:
 
 
 def validate(manifests: list[Manifest]) -> int:
-    """Check all manifests of Kubernetes' own kinds against three versions, strictly. Return their number."""
+    """Check all manifests of Kubernetes' own kinds strictly against ``VERSIONS`` versions: the three newest,
+    and the oldest that the guide promises. Return the number of checks."""
     checker: Any = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate is not installed: requirements/deploy.txt"
     )
     checked = 0
-    for version in checker.utils.all_versions()[-3:]:
+    for version in [OLDEST, *checker.utils.all_versions()[-3:]]:
         for one in manifests:
             if one["kind"] != "InferencePool":  # a kind of an extension, without a schema
                 checker.validate(one, version, strict=True)
@@ -91,9 +96,9 @@ def validate(manifests: list[Manifest]) -> int:
 
 
 @every_overlay
-def test_manifests_are_valid_for_three_versions_of_kubernetes(overlay: str) -> None:
+def test_manifests_are_valid_for_old_and_new_versions_of_kubernetes(overlay: str) -> None:
     manifests = golden(overlay)
-    assert validate(manifests) == 3 * len(manifests)
+    assert validate(manifests) == VERSIONS * len(manifests)
 
 
 def test_the_check_refuses_an_unknown_field() -> None:
@@ -107,7 +112,19 @@ def test_the_check_refuses_an_unknown_field() -> None:
 def test_components_are_valid(overlay: str, component: str, tmp_path: Path) -> None:
     manifests = with_component(tmp_path, overlay, component)
     assert by_name(manifests) != by_name(golden(overlay))
-    assert validate(manifests) >= 3 * len(golden(overlay))
+    assert validate(manifests) > VERSIONS * (len(golden(overlay)) - 1)
+
+
+def test_the_pin_of_the_checker_satisfies_the_extra() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (asked,) = map(Requirement, extras["deploy"])
+    pins = (ROOT / "requirements/deploy.txt").read_text().splitlines()
+    (pin,) = (line.partition("==")[2] for line in pins if line.startswith(f"{asked.name}=="))
+    assert asked.specifier.contains(pin)
+
+
+def test_the_guide_names_the_oldest_version() -> None:
+    assert f"need Kubernetes {OLDEST} or later" in (ROOT / "docs/guides/kubernetes.md").read_text()
 
 
 # --- the commands ---
@@ -254,6 +271,7 @@ def selects(selector: dict[str, str], workload: Manifest) -> bool:
 
 @every_overlay
 def test_services_budgets_and_rights_find_their_pods(overlay: str) -> None:
+    # Labels join everything: each selector must match its own pods, and no others.
     manifests = golden(overlay)
     workloads = [workload for workload, _, _ in pods(manifests)]
     for workload in workloads:
