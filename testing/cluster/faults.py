@@ -42,7 +42,7 @@ def plan(cluster: Cluster) -> int:
         else:
             cluster.at(at, None, _fire, cluster, KINDS[kind][1], kind)
             planned += 1
-    return planned + _plan_leave(cluster)
+    return planned + _plan_leave(cluster) + _plan_lapse(cluster)
 
 
 def _plan_leave(cluster: Cluster) -> int:
@@ -54,6 +54,15 @@ def _plan_leave(cluster: Cluster) -> int:
     times = [rng.uniform(0.4, 1.5) for _ in range(rng.choice((1, 1, 2)))] if rng.random() < 0.2 else []
     for at in times:
         cluster.at(at, None, _fire, cluster, _leave, "instance left")
+    return len(times)
+
+
+def _plan_lapse(cluster: Cluster) -> int:
+    """Let leases end in some schedules while their engines live. Return the number of planned changes."""
+    rng = random.Random(f"leases of {cluster.seed}")
+    times = [rng.uniform(0.4, 1.5) for _ in range(rng.choice((1, 2, 3)))] if rng.random() < 0.15 else []
+    for at in times:
+        cluster.at(at, None, _fire, cluster, _lapse, "lease lapsed")
     return len(times)
 
 
@@ -312,6 +321,12 @@ def _leave(cluster: Cluster) -> bool:
     """Let an instance leave the server. Return True if it leaves."""
     engine_process = _engine_process(cluster)
     return engine_process is not None and cluster.supervisor.remove(engine_process.instance)
+
+
+def _lapse(cluster: Cluster) -> bool:
+    """Let the lease of an engine end at one API server. Return True if the lease ends."""
+    engine_process = _engine_process(cluster)
+    return engine_process is not None and cluster.supervisor.lapse(engine_process.instance)
 
 
 def _slow_upgrade(cluster: Cluster) -> bool:

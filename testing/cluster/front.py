@@ -57,6 +57,8 @@ class FrontProcess:
         """Links for which the fleet has requested a replacement."""
         self.retired_instances: set[str] = set()
         self.left_instances: set[str] = set()
+        self.lapsed: set[str] = set()
+        """Instances whose lease has ended here, while their engines live."""
         self.registry_at = 0.0
         """Arrival time of the latest event of the registry."""
         self._ticks_at = float("inf")
@@ -349,7 +351,11 @@ class FrontProcess:
         self.feed(e.Lost(link.engine_process.instance, link.number, EngineDead(why)))
 
     def started(self, engine_process: EngineProcess) -> None:
-        """Learn from the registry of a newly started process: make and connect a link."""
+        """Learn from the registry of a newly started process: make and connect a link. A process whose lease
+        has ended is found later."""
+        found = any(one.engine_process is engine_process and not one.unlinked for one in self.links.values())
+        if found or engine_process.instance in self.lapsed:
+            return
         self.retired_instances.discard(engine_process.instance)
         link = self.cluster.new_link(self, engine_process)
         self.links[link.number] = link
@@ -366,6 +372,10 @@ class FrontProcess:
 
     def retired(self, instance: str, error: WeftError) -> None:
         """Learn from the registry of the retirement of an instance."""
+        if instance in self.lapsed:
+            return
+        for other in sorted(self.lapsed):  # a server with an unknown engine is never at its end
+            self.renew(other)
         self.retired_instances.add(instance)
         self.feed(e.Retired(instance, error))
 
@@ -376,8 +386,33 @@ class FrontProcess:
 
     def left(self, instance: str) -> None:
         """Learn from the registry of an instance that leaves the server."""
+        if instance in self.cluster.supervisor.removed:
+            self.lapsed.discard(instance)
         self.left_instances.add(instance)
         self.feed(e.Left(instance))
+
+    def lapse(self, instance: str) -> None:
+        """Find that the lease of an instance has ended."""
+        if instance not in self.left_instances:
+            self.lapsed.add(instance)
+            self.left(instance)
+
+    def renew(self, instance: str) -> None:
+        """Find the record of an instance again. The present process may be another one, and a link to the
+        process may be gone."""
+        if instance not in self.lapsed:
+            return
+        self.lapsed.discard(instance)
+        supervisor = self.cluster.supervisor
+        if instance in supervisor.removed:
+            return
+        self.joined(instance)
+        engine_process = supervisor.engine_processes[instance]
+        self.started(engine_process)
+        if instance in supervisor.retired:
+            self.retired(instance, EngineDead("it died too often"))
+        elif engine_process.replaced:
+            self.ended(engine_process)
 
     def draining(self, instance: str) -> None:
         """Learn from the registry of an instance about to drain."""

@@ -120,6 +120,31 @@ class Supervisor:
         self._drain(instance)
         return True
 
+    def lapse(self, instance: str) -> bool:
+        """Let the lease of an instance end at one API server, which forgets the instance, although the engine
+        lives. The lease is renewed a moment later. Return False if not possible now.
+
+        Another instance of the role stays.
+        """
+        cluster = self._cluster
+        roles = cluster.transfers.roles
+        fronts = [one for one in cluster.fronts if instance not in one.lapsed]
+        left = {name for name in roles if name not in self.retired | self.removed | {instance}}
+        alone = roles[instance] not in {roles[name] for name in left} or bool(self._expert_groups[instance])
+        if alone or not fronts or not self._can_drain(instance):
+            return False
+        front = cluster.rng.choice(fronts)
+        self.tell(front, front.lapse, instance)
+        cluster.pending_faults += 1
+        cluster.at(cluster.now + cluster.rng.uniform(0.05, 1.0), None, self._renew, front, instance)
+        return True
+
+    def _renew(self, front: FrontProcess, instance: str) -> None:
+        """Renew a lease that ended: the API server finds the present process of the instance."""
+        self._cluster.pending_faults -= 1
+        if front in self._cluster.fronts:
+            self.tell(front, front.renew, instance)
+
     def _can_drain(self, instance: str) -> bool:
         """Return True if the process of ``instance`` serves and does not drain yet."""
         engine_process = self.engine_processes[instance]

@@ -24,9 +24,11 @@ class EnginePort:
     """An HTTP server in a thread of its own. Answers while the engines load and while they drain."""
 
     def __init__(self, server: HostServer, model: str, host: str, port: int, key: str | None) -> None:
-        """Start to listen. ``key``: admin key for /drain; without a key, /drain refuses. Raise ConfigError
+        """Start to listen. ``key``: admin keys for /drain, separated by commas; without a
+        key, /drain refuses. Raise ConfigError
         for an address that cannot be used."""
-        self._server, self._model, self._key = server, model, key
+        self._server, self._model = server, model
+        self._keys = [one.strip() for one in (key or "").split(",")]
         listener = bind(host, port)
         name, number = listener.getsockname()[:2]
         self.address = f"[{name}]:{number}" if ":" in name else f"{name}:{number}"
@@ -73,9 +75,9 @@ class EnginePort:
     async def _drain(self, request: Request) -> Response:
         """Drain and end the group. Needs the admin key."""
         said = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not self._key:
+        if not any(self._keys):
             return _error("set WEFT_ADMIN_KEY for the command to allow /drain, or send SIGTERM", 403)
-        if not hmac.compare_digest(said.encode(), self._key.encode()):
+        if not any(hmac.compare_digest(said.encode(), key.encode()) for key in self._keys if key):
             return _error("this route needs the admin key: Authorization: Bearer KEY", 401)
         self._server.drain()
         return JSONResponse({"status": "the group drains and ends"})

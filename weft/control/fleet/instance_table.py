@@ -110,7 +110,10 @@ class InstanceTable:
 
     @property
     def over(self) -> bool:
-        """True if the remaining (not retired) instances can never serve a request."""
+        """True if the remaining (not retired) instances can never serve a request. Never true if unknown
+        instances may join."""
+        if self._elastic:
+            return False
         left = [one for one in self.instances.values() if one.state is not InstanceState.RETIRED]
         # `None` is the role before the first answer: any role is still possible.
         roles = {one.role for one in left}
