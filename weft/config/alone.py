@@ -66,9 +66,8 @@ def _settings(topology: Topology, name: str) -> GroupSettings:
     groups = {group.name: group for group in topology.groups}
     if name in groups:
         return groups[name]
-    base = re.sub(r"[0-9]+$", "", name)
     for group in topology.groups:
-        if base != name and group.base == base:
+        if group.base and re.fullmatch(re.escape(group.base) + "[0-9]{1,4}", name):
             return group
     raise ConfigError(
         f"--group {name}: the file has the groups {', '.join(groups)}.{suggest(name, groups)}",

@@ -10,8 +10,8 @@ import pytest
 
 from tests.control.directory.test_leases import record
 from weft.common.clock import VirtualClock
-from weft.common.errors import InvalidRequest, NotFound, Unavailable
-from weft.control.directory.directory_owner import READ_S, DirectoryOwner
+from weft.common.errors import EngineDead, InvalidRequest, NotFound, Unavailable
+from weft.control.directory.directory_owner import FIRST_WAIT_S, READ_S, DirectoryOwner
 from weft.control.directory.folder import FolderDirectory
 from weft.control.directory.record import LEASE_S, EngineRecord
 from weft.control.links.link import Address
@@ -119,6 +119,22 @@ def test_new_weights_may_come_when_the_last_engine_with_old_ones_has_gone(seen: 
     assert seen.present().keys() == {"decode1"}
 
 
+def test_an_engine_that_was_lost_and_lives_is_connected_again(seen: Seen) -> None:
+    """A network that was broken for a while: the record stays, with the same incarnation."""
+    seen.directory.publish(record(incarnation=3))
+    numbers = [seen.present()["decode0"].incarnation]
+    for times in range(1, 4):
+        seen.owner.replace("decode0", numbers[-1], EngineDead("no answer"))
+        assert seen.present()["decode0"].incarnation == numbers[-1]  # not at once
+        for beat in range(round(FIRST_WAIT_S * 2 ** (times - 1) / READ_S)):
+            seen.directory.publish(record(incarnation=3, beat=100 * times + beat))
+            now = seen.present()["decode0"].incarnation
+        assert now not in numbers
+        numbers.append(now)
+    seen.directory.publish(record(incarnation=4))
+    assert seen.present()["decode0"].incarnation == 4
+
+
 def test_a_removal_is_left_in_the_directory(seen: Seen) -> None:
     for one in (record("prefill0", role="prefill"), record(role="decode"), record("decode1", role="decode")):
         seen.directory.publish(one)
@@ -130,7 +146,7 @@ def test_a_removal_is_left_in_the_directory(seen: Seen) -> None:
     with pytest.raises(NotFound):
         asyncio.run(seen.owner.remove("decode7"))
     seen.directory.away = True
-    with pytest.raises(Unavailable, match="cannot be written"):
+    with pytest.raises(Unavailable, match="cannot be asked to drain"):
         asyncio.run(seen.owner.remove("decode0"))
 
 

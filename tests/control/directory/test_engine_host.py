@@ -104,8 +104,16 @@ def test_a_signal_while_the_engines_load_ends_the_group() -> None:
 
 def test_an_order_while_the_engines_load_ends_the_group_too() -> None:
     played = Played("a", "b")
-    played.on(h.Seen("a", True), h.Drain())
-    assert h.Quit() in played.pass_time(0.4)
+    assert h.Quit() in played.on(h.Drain()) + played.pass_time(0.4)
+
+
+@pytest.mark.parametrize("order", [h.Stop(), h.Drain()])
+def test_an_engine_that_serves_while_another_loads_finishes_its_requests(order: h.Event) -> None:
+    played = Played("a", "b")
+    played.on(h.Seen("a", True))
+    assert played.on(order) == [h.Publish(draining=True)]
+    assert h.Quit() not in played.pass_time(h.SETTLE_S + 1, [h.Seen("a", False)])
+    assert h.Quit() in played.pass_time(0.4, [h.Seen("a", True)])
 
 
 def test_engines_that_do_not_end_are_given_up() -> None:

@@ -208,7 +208,7 @@ def urls(groups: KubernetesGroups) -> list[str]:
 
 def test_a_watch_goes_on_through_everything_that_api_servers_do(api: Api, account: Path) -> None:
     api.slices = [slice_of("a", 90, "10.0.0.1")]
-    groups = KubernetesGroups("engines", server=api.url, account=account)
+    groups = KubernetesGroups("engines", server=api.url, account=account, again=0.05)
     try:
         until(lambda: urls(groups) == ["http://10.0.0.1:9000"])
         # an event in two pieces, then the end of the watch: the next watch begins at the last version
@@ -250,7 +250,7 @@ def test_a_watch_goes_on_through_everything_that_api_servers_do(api: Api, accoun
 def test_a_list_that_is_forbidden_is_tried_again(api: Api, account: Path) -> None:
     api.list_status = 403
     api.slices = [slice_of("a", 90, "10.0.0.1")]
-    groups = KubernetesGroups("engines", server=api.url, account=account)
+    groups = KubernetesGroups("engines", server=api.url, account=account, again=0.05)
     until(lambda: api.lists >= 1)
     with pytest.raises(OSError, match="has not listed"):
         groups.urls()
@@ -292,6 +292,33 @@ class Group:
         self.http.server_close()
 
 
+def test_of_two_groups_with_one_name_the_one_that_answers_counts() -> None:
+    dead, alive = Group(record(incarnation=1)), Group(record(incarnation=2))
+    directory = PolledDirectory(lambda: [alive.url, dead.url], poll=0.02)
+    try:
+        until(lambda: len(directory._found) == 2)
+        dead.away = True
+        until(lambda: directory.read()["decode0"].incarnation == 2)
+        time.sleep(0.2)
+        assert directory.read()["decode0"].incarnation == 2
+    finally:
+        directory.close()
+        dead.close()
+        alive.close()
+
+
+def test_a_refused_or_failed_order_to_drain_is_an_error() -> None:
+    group = Group(record())
+    for key in ("", "key"):
+        directory = PolledDirectory(lambda: [group.url], key, poll=0.02)
+        until(lambda directory=directory: bool(directory._found))  # type: ignore[misc]
+        if key:
+            group.close()
+        with pytest.raises(OSError, match="does not answer" if key else "no admin key"):
+            directory.ask_drain(record())
+        directory.close()
+
+
 def test_groups_are_asked_for_their_records() -> None:
     first, second = Group(record("prefill0")), Group(record("decode0", beat=1), record("decode1"))
     places = [first.url, second.url, "http://127.0.0.1:1"]
@@ -306,7 +333,7 @@ def test_groups_are_asked_for_their_records() -> None:
         until(lambda: directory.read().keys() == {"prefill0"})
         directory.ask_drain(record("prefill0", incarnation=8))  # of an earlier process
         directory.ask_drain(record("prefill0"))
-        until(lambda: first.drained == ["Bearer key"])
+        assert first.drained == ["Bearer key"]
         places.remove(first.url)
         until(lambda: directory.read() == {})
     finally:

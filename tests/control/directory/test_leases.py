@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tests.support.slowness import deadline
 from weft.common.errors import ConfigError
 from weft.control.directory.backends import directory_for_engine, directory_for_front
+from weft.control.directory.cached import CachedDirectory
 from weft.control.directory.folder import FolderDirectory
+from weft.control.directory.host_server import check_names
 from weft.control.directory.leases import Leases
 from weft.control.directory.polled import PortDirectory
 from weft.control.directory.record import LEASE_S, EngineRecord
@@ -87,6 +93,92 @@ def test_a_file_that_is_no_record_hides_no_other(tmp_path: Path, content: str) -
     assert folder.read().keys() == {"prefill0"}
 
 
+def test_a_folder_that_has_gone_is_no_server_without_engines(tmp_path: Path) -> None:
+    """An unmounted share leaves an empty folder."""
+    folder = FolderDirectory(tmp_path / "share")
+    folder.publish(record())
+    (tmp_path / "share").rename(tmp_path / "away")
+    with pytest.raises(OSError, match="gone, or is not mounted"):
+        folder.read()
+    (tmp_path / "share").mkdir(mode=0o700)
+    with pytest.raises(OSError, match="gone, or is not mounted"):
+        folder.read()
+    (tmp_path / "share").rmdir()
+    (tmp_path / "away").rename(tmp_path / "share")
+    assert folder.read().keys() == {"decode0"}
+
+
+def test_entries_that_are_no_files_hide_no_other(tmp_path: Path) -> None:
+    folder = FolderDirectory(tmp_path)
+    folder.publish(record())
+    (tmp_path / "a.engine.json").mkdir()
+    os.mkfifo(tmp_path / "b.engine.json")
+    (tmp_path / "c.engine.json").symlink_to("/dev/zero")
+    assert folder.read().keys() == {"decode0"}
+
+
+class Slow(FolderDirectory):
+    """A folder whose reads take as long as the test wants, or fail."""
+
+    failure: OSError | None = None
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.go = threading.Event()
+
+    def read(self) -> Mapping[str, EngineRecord]:
+        self.go.wait(10)
+        if self.failure is not None:
+            raise self.failure
+        return super().read()
+
+
+def test_a_slow_directory_stops_no_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(tmp_path)
+    slow.publish(record())
+    slow.go.set()
+    cached = CachedDirectory(slow, 0.01)
+    assert cached.read().keys() == {"decode0"}
+    monkeypatch.setattr("weft.control.directory.cached.STALE_S", 0.2)
+    slow.go.clear()
+    assert "no answer" in said(cached, "no answer")
+    slow.failure = OSError(5, "Input/output error")
+    slow.go.set()
+    assert "Input/output" in said(cached, "Input/output")
+    slow.failure = None
+    assert said(cached, "") == ""
+    cached.close()
+
+
+def said(cached: CachedDirectory, wanted: str) -> str:
+    """Read until an error says ``wanted``, or for "" until there is no error. Return the last error."""
+    end, text = time.monotonic() + deadline(10), ""
+    while time.monotonic() < end:
+        try:
+            cached.read()
+            text = ""
+        except OSError as error:
+            text = str(error)
+        if text == "" if wanted == "" else wanted in text:
+            break
+        time.sleep(0.01)
+    return text
+
+
+def test_a_name_that_lives_is_refused_and_that_of_a_dead_engine_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.control.directory.host_server.RENEW_S", 0.3)
+    folder = FolderDirectory(tmp_path)
+    check_names(folder, ["decode0"])
+    folder.publish(record())
+    check_names(folder, ["decode0"])  # its beat stands still
+    check_names(folder, ["decode1"])
+    threading.Timer(0.1, folder.publish, [record(beat=1)]).start()
+    with pytest.raises(ConfigError, match="lives already"):
+        check_names(folder, ["decode0", "decode1"])
+
+
 def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o755)
     with pytest.raises(ConfigError, match="chmod 700"):
@@ -94,7 +186,9 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_place_is_a_folder_or_has_a_known_scheme(tmp_path: Path) -> None:
-    assert isinstance(directory_for_front(f"folder:{tmp_path / 'a'}"), FolderDirectory)
+    front = directory_for_front(f"folder:{tmp_path / 'a'}")
+    assert isinstance(front, CachedDirectory)
+    front.close()
     assert isinstance(directory_for_engine(str(tmp_path / "b:c"), False), FolderDirectory)
     assert isinstance(directory_for_engine("port", True), PortDirectory)
     with pytest.raises(ConfigError, match="give --port"):
@@ -104,6 +198,8 @@ def test_a_place_is_a_folder_or_has_a_known_scheme(tmp_path: Path) -> None:
             one("etcd:somewhere")
         with pytest.raises(ConfigError, match="give --directory"):
             one("")
+    with pytest.raises(ConfigError, match="is for engines"):
+        directory_for_front("port")
     with pytest.raises(ConfigError, match="runs in no pod"):
         directory_for_front("kubernetes:weft")
     (tmp_path / "file").write_text("")

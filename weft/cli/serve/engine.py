@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 
@@ -90,8 +89,9 @@ def run(config: EngineConfig, front: FrontSection, place: str, http: tuple[str, 
     """
     from weft.cli.serve.server import Operations
     from weft.config.fingerprint import fingerprint
+    from weft.config.names import instance_name
     from weft.control.directory.backends import directory_for_engine
-    from weft.control.directory.host_server import HostServer
+    from weft.control.directory.host_server import HostServer, check_names
     from weft.control.directory.record import EngineRecord
     from weft.engine.ranks.processes import start_process
     from weft.engine.server.engine_processes import EngineProcesses
@@ -102,6 +102,12 @@ def run(config: EngineConfig, front: FrontSection, place: str, http: tuple[str, 
     signal.signal(signals.RESTART, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
     directory = directory_for_engine(place, http is not None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
+    try:
+        check_names(directory, [instance_name(config, n) for n in range(config.parallel.data_parallel_size)])
+    except OSError as error:
+        raise ConfigError(f"--directory {place}: {error}", param="--directory") from error
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
     folder = private_folder()
     operations = Operations((config,), False, start_process)
     server_port = None
@@ -117,14 +123,12 @@ def run(config: EngineConfig, front: FrontSection, place: str, http: tuple[str, 
             role=config.transfer.role,
         )
         group = EngineProcesses(config, folder, front.log_settings, operations.start)
-        server = HostServer(group, directory, facts, front.drain_timeout)
+        server = HostServer(group, directory, facts, front.drain_timeout, front.engine_timeout)
         if http is not None:
             server_port = EnginePort(server, config.served_names[0], *http, key=env.get("WEFT_ADMIN_KEY"))
             server.announce(server_port.address)
             click.echo(f"Weft engine {config.group}: http://{server_port.address}", err=True)
         return server.run()
-    except OSError as error:
-        raise ConfigError(f"the group cannot start: {os.strerror(error.errno or 0)}") from error
     finally:
         signals.ignore()
         if server_port is not None:

@@ -55,7 +55,7 @@ def front(file: str, directory: str, **given: Any) -> int:
     signal.signal(signals.RESTART, signal.SIG_IGN)
     secret = config.parallel.group_secret
     owner = DirectoryOwner(
-        directory_for_front(directory),
+        directory_for_front(directory, next(iter(section.admin_key), "")),
         config.served_names[0],
         None if secret is None else read_keys(secret),
         functools.partial(serves, fallback=config.transfer.prefill_fallback),

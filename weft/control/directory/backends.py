@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.common import env
 from weft.common.errors import ConfigError
+from weft.control.directory.cached import CachedDirectory
 from weft.control.directory.folder import FolderDirectory
 from weft.control.directory.kubernetes import KubernetesGroups
 from weft.control.directory.polled import PolledDirectory, PortDirectory
@@ -26,16 +26,18 @@ def directory_for_engine(place: str, has_port: bool) -> Directory:
     return _folder(place, _ENGINES)
 
 
-def directory_for_front(place: str) -> Directory:
-    """Return the directory at ``place`` for an API server, which reads. Raise ConfigError."""
-    key = env.get("WEFT_ADMIN_KEY").partition(",")[0]
+def directory_for_front(place: str, key: str = "") -> Directory:
+    """Return the directory at ``place`` for an API server, which reads. ``key``: admin key of the groups.
+    Raise ConfigError."""
+    if place == "port":
+        raise ConfigError(f"--directory port is for engines; use {_FRONTS}", param="--directory")
     if place.startswith("http://"):
         urls = [url.strip().rstrip("/") for url in place.split(",")]
         return PolledDirectory(lambda: urls, key)
     if place.startswith("kubernetes:"):
         service, _, namespace = place.removeprefix("kubernetes:").partition("/")
         return PolledDirectory(KubernetesGroups(service, namespace).urls, key)
-    return _folder(place, _FRONTS)
+    return CachedDirectory(_folder(place, _FRONTS))
 
 
 def _folder(place: str, known: str) -> Directory:

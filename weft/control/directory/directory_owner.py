@@ -4,7 +4,9 @@ and starts or ends none.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from weft.common.clock import Clock, SystemClock
 from weft.common.counted_log import CountedLog
@@ -22,6 +24,10 @@ log = get_logger(__name__)
 
 READ_S = 0.5
 """Seconds between two reads of the directory."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 60.0
+"""Seconds before the first and the last of several connections to an engine that was lost."""
+_ATTEMPT = 1 << 64
+"""Added to an incarnation for each further connection."""
 _STARTED_ELSEWHERE = (
     "the engines of this server run alone (`weft engine`), and this API server starts none: start or restart "
     "them where they run"
@@ -34,6 +40,14 @@ class _Elsewhere:
     def poll(self) -> int | None:
         """Return None: the process counts as running."""
         return None
+
+
+class _Loss(NamedTuple):
+    incarnation: int
+    times: int
+    """Connections lost in a row of the incarnation."""
+    due: float
+    """Time of the next connection."""
 
 
 class DirectoryOwner:
@@ -66,6 +80,8 @@ class DirectoryOwner:
         self._good_at = self._clock.now()
         """Time of the last read that succeeded."""
         self._refused: set[tuple[str, int]] = set()
+        self._losses: dict[str, _Loss] = {}
+        """Engine -> lost connections to its present process."""
         self._trouble = CountedLog(log)
 
     def present(self, kept: int = 0) -> Mapping[str, Address | WeftError | None]:
@@ -77,7 +93,12 @@ class DirectoryOwner:
         return {name: self._address(record) for name, record in self._records.items()}
 
     def replace(self, instance: str, incarnation: int, error: WeftError) -> None:
-        """Do nothing: whoever started the engine restarts the engine, under a new incarnation."""
+        """Plan another connection: the engine may live, beyond a network that was broken. An engine that has
+        died is started again by others, under a new incarnation."""
+        past = self._losses.get(instance)
+        times = past.times + 1 if past is not None and past.incarnation == incarnation % _ATTEMPT else 1
+        wait = min(FIRST_WAIT_S * 2 ** (times - 1), LONGEST_WAIT_S)
+        self._losses[instance] = _Loss(incarnation % _ATTEMPT, times, self._clock.now() + wait)
 
     def drain(self) -> None:
         """Do nothing: the engines outlive the API server."""
@@ -97,9 +118,9 @@ class DirectoryOwner:
         names = plan_removal(name, members, leaving, frozenset(), self._serves)
         try:
             for one in names:
-                self._directory.ask_drain(self._records[one])
+                await asyncio.to_thread(self._directory.ask_drain, self._records[one])
         except OSError as error:
-            raise Unavailable(f"the directory cannot be written ({error.strerror}); try again") from error
+            raise Unavailable(f"the engine cannot be asked to drain ({error}); try again") from error
         return names
 
     async def scale(self, base: str, groups: int) -> Scaled:
@@ -129,6 +150,8 @@ class DirectoryOwner:
         if all(record.fingerprint != self._fingerprint for record in fresh.values()):
             self._fingerprint = ""  # the last engine with these weights has gone: others may come
         self._records = {name: record for name, record in fresh.items() if self._fits(record)}
+        self._losses = {name: loss for name, loss in self._losses.items() if name in found}
+        self._refused = {one for one in self._refused if one[0] in found}
 
     def _fits(self, record: EngineRecord) -> bool:
         """Return True if the engine serves this server's model; another engine is logged once."""
@@ -146,13 +169,22 @@ class DirectoryOwner:
             self._fingerprint = self._fingerprint or record.fingerprint
         return not why
 
+    def _attempt(self, record: EngineRecord) -> int:
+        """Return a number of the connection to the engine of ``record``: links tell connections apart by the
+        number. A connection that was lost gets the next number after a wait."""
+        loss = self._losses.get(record.name)
+        if loss is None or loss.incarnation != record.incarnation:
+            return record.incarnation
+        times = loss.times if self._clock.now() >= loss.due else loss.times - 1
+        return record.incarnation + times * _ATTEMPT
+
     def _address(self, record: EngineRecord) -> Address:
         keys = self._keys if record.endpoint.startswith("tcp:") else None
         return Address(
             record.endpoint,
             _Elsewhere(),
             keys,
-            record.incarnation,
+            self._attempt(record),
             record.draining,
             record.expert_group,
             leaving=record.draining,

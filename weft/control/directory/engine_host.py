@@ -113,9 +113,10 @@ class EngineHost:
                 self._see(name, idle, now)
             case Ended(name, status):
                 return self._end(name, status, now)
-            case Stop() if self.phase in (HostPhase.STARTING, HostPhase.DRAINING, HostPhase.ENDING):
-                # Nothing to wait for, or a second signal.
-                return self._exit(0 if self.phase is HostPhase.STARTING else 130, now)
+            case Stop() if self.phase is HostPhase.STARTING and not self._answered:
+                return self._exit(0, now)  # no engine has ever had a request
+            case Stop() if self.phase in (HostPhase.DRAINING, HostPhase.ENDING):
+                return self._exit(130, now)  # a second signal
             case Stop() | Drain() if self.phase in (HostPhase.STARTING, HostPhase.SERVING):
                 self._enter(HostPhase.DRAINING, now)
                 return [self._publish(now)]
@@ -141,9 +142,9 @@ class EngineHost:
         """Return what is due: the renewal of records, the end of a drain, or the end of patience."""
         waited = now - self._since
         if self.phase is HostPhase.DRAINING:
-            idle = waited >= SETTLE_S and self._idle >= self._names
             # Engines that never answered have no work.
-            if idle or self._answered != self._names or waited >= self._drain_timeout:
+            idle = waited >= SETTLE_S and self._idle >= self._answered
+            if idle or not self._answered or waited >= self._drain_timeout:
                 self._enter(HostPhase.ENDING, now)
                 return [Quit()]
         if self.phase is HostPhase.ENDING and waited >= QUIT_S:

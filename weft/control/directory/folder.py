@@ -17,6 +17,10 @@ from weft.control.directory.record import EngineRecord
 log = get_logger(__name__)
 
 _RECORD, _DRAIN = ".engine.json", ".drain"
+_MOST_BYTES = 1 << 16
+"""Maximum size of a record."""
+_MARK = "weft-directory"
+"""A file that each directory has."""
 
 
 class FolderDirectory:
@@ -33,6 +37,7 @@ class FolderDirectory:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = self._folder.stat()
+            (self._folder / _MARK).touch(mode=0o600)
         except OSError as error:
             raise ConfigError(
                 f"--directory {folder}: the folder cannot be used ({error.strerror})", param="--directory"
@@ -60,7 +65,12 @@ class FolderDirectory:
 
     def read(self) -> Mapping[str, EngineRecord]:
         """See ``Directory``."""
-        found = (self._read(path) for path in self._folder.glob(f"*{_RECORD}"))
+        # An unmounted file system leaves an empty folder, which must not look like a server without engines.
+        if not (self._folder / _MARK).exists():
+            raise FileNotFoundError(2, "the folder is gone, or is not mounted", str(self._folder))
+        with os.scandir(self._folder) as entries:
+            paths = [Path(entry.path) for entry in entries if entry.name.endswith(_RECORD)]
+        found = (self._read(path) for path in paths)
         return {record.name: record for record in found if record is not None}
 
     def ask_drain(self, record: EngineRecord) -> None:
@@ -85,10 +95,12 @@ class FolderDirectory:
     def _read(self, path: Path) -> EngineRecord | None:
         """Return the record in ``path``. None if the file has gone meanwhile, or is no record."""
         try:
-            record = msgspec.json.decode(path.read_bytes(), type=EngineRecord)
+            # Without a wait: the entry may be a pipe.
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
+                record = msgspec.json.decode(file.read(_MOST_BYTES), type=EngineRecord)
         except FileNotFoundError:
             return None
-        except msgspec.MsgspecError as error:
+        except (OSError, TypeError, msgspec.MsgspecError) as error:
             self._strangers.say("ignored a file of the directory that is no record (%s)", error)
             return None
         return record if path.name == record.name + _RECORD else None

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import signal
 import time
@@ -18,9 +19,10 @@ import msgspec
 
 from weft.common import signals
 from weft.common.counted_log import CountedLog
+from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.control.directory import engine_host as h
-from weft.control.directory.record import Directory, EngineRecord
+from weft.control.directory.record import RENEW_S, Directory, EngineRecord
 from weft.control.links.link import Address
 from weft.control.links.probe import EngineProbe
 from weft.control.processes.table import Member
@@ -28,6 +30,8 @@ from weft.types.messages import EngineStats, Role
 
 log = get_logger(__name__)
 
+STALL_S = 5.0
+"""Seconds between two turns after which this process stood still."""
 TURN_S = 0.2
 """Seconds between two looks at all engine processes."""
 
@@ -58,10 +62,18 @@ class HostServer:
     """Runs an ``EngineHost``. Use from the main thread: all processes end with the calling thread."""
 
     def __init__(
-        self, group: GroupStarter, directory: Directory, facts: EngineRecord, drain_timeout: float
+        self,
+        group: GroupStarter,
+        directory: Directory,
+        facts: EngineRecord,
+        drain_timeout: float,
+        engine_timeout: float,
     ) -> None:
         """Set up the group; start nothing. ``facts``: a record with the values that all engines of the group
-        share; name, incarnation, endpoint and expert group are replaced."""
+        share; name, incarnation, endpoint and expert group are replaced. ``engine_timeout``: seconds without
+        progress after which an engine counts as dead."""
+        self._timeout = engine_timeout
+        self._turned = time.monotonic()
         self._group, self._directory, self._facts = group, directory, facts
         self._host = h.EngineHost(group.members, drain_timeout)
         self._records: dict[str, EngineRecord] = {}
@@ -127,10 +139,17 @@ class HostServer:
         for name, address in self._addresses.items():
             if (status := address.process.poll()) is not None:
                 self._on(h.Ended(name, status))
+        now = time.monotonic()
+        stood_still, self._turned = now - self._turned > STALL_S, now
         for name, probe in self._probes.items():
             probe.look()
             if probe.answers:
                 self._on(h.Seen(name, probe.idle))
+            if stood_still:  # messages of the meantime may still be under way
+                probe.moved = now
+            elif probe.answers and now - probe.moved > self._timeout:
+                log.error("engine %s has made no progress for %g seconds", name, self._timeout)
+                self._on(h.Ended(name, 1))
         if any(self._asked(record) for record in self._records.values()):
             self._on(h.Drain())
         self._on(h.Tick())
@@ -191,6 +210,27 @@ class HostServer:
         for probe in self._probes.values():
             probe.close()
         self._group.close(0.0)
+
+
+def check_names(directory: Directory, names: Iterable[str]) -> None:
+    """Raise ConfigError if living engines in the directory have one of ``names``.
+
+    A record whose beat stands still is that of a dead engine. The check takes two renewals if there is such
+    a record, else no time.
+    """
+    before = {name: record for name, record in directory.read().items() if name in set(names)}
+    until = time.monotonic() + 2 * RENEW_S if before else -math.inf
+    while time.monotonic() < until:
+        time.sleep(TURN_S)
+        now = directory.read()
+        for name, record in before.items():
+            found = now.get(name)
+            if found is not None and (found.incarnation, found.beat) != (record.incarnation, record.beat):
+                raise ConfigError(
+                    f"--group: an engine {name!r} lives already in this directory (release {found.release}, "
+                    f"{found.endpoint}): give another group, or another directory",
+                    param="--group",
+                )
 
 
 def describe(engines: Iterable[HostedEngine], phase: h.HostPhase) -> Mapping[str, object]:

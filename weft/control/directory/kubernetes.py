@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -34,11 +35,17 @@ class KubernetesGroups:
     """The URLs of the groups of a service. A thread watches; readers get the last state."""
 
     def __init__(
-        self, service: str, namespace: str = "", server: str = "", account: Path = ACCOUNT, port: str = PORT
+        self,
+        service: str,
+        namespace: str = "",
+        server: str = "",
+        account: Path = ACCOUNT,
+        port: str = PORT,
+        again: float = AGAIN_S,
     ) -> None:
         """Start to watch. ``namespace``: default: that of the service account. ``server``: URL of the API
         server; default: from the environment of a pod. Raise ConfigError outside a pod."""
-        self._account = account
+        self._account, self._again = account, again
         try:
             namespace = namespace or (account / "namespace").read_text().strip()
             server = server or _server()
@@ -54,6 +61,7 @@ class KubernetesGroups:
         self._client = httpx.Client(
             base_url=f"{server}/apis/discovery.k8s.io/v1/namespaces/{namespace}",
             verify=str(authority) if authority.exists() else True,
+            trust_env=False,
             timeout=httpx.Timeout(10.0, read=WATCH_S + SILENCE_S),
         )
         self._selector = f"kubernetes.io/service-name={service}"
@@ -77,16 +85,18 @@ class KubernetesGroups:
     def _run(self) -> None:
         """List and watch until ``close``. The body of a thread. Errors are logged; the last state stays."""
         while not self._over.is_set():
+            began = time.monotonic()
             try:
                 if not self._slices.version:
                     self._list()
                 self._watch()
             except Expired:
                 self._slices.version = ""
-            except (httpx.HTTPError, OSError, ValueError, KeyError, RuntimeError) as error:
+            except Exception as error:  # of the network, or in what the API server sends
                 if not self._over.is_set():
                     self._trouble.say("the watch over the groups broke (%s)", error)
-                self._over.wait(AGAIN_S)
+            # Also after a watch that ended at once.
+            self._over.wait(max(0.0, began + self._again - time.monotonic()))
 
     def _list(self) -> None:
         answer = self._client.get(

@@ -5,11 +5,11 @@ For hosts without a shared file system. An engine needs no place to publish.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -25,37 +25,55 @@ POLL_S = 1.0
 ANSWER_S = 2.0
 """Maximum seconds for an answer. A group that does not answer delays no other."""
 ASKED_AT_ONCE = 16
+SILENCE_S = 5.0
+"""Seconds without any answer after which this host counts as cut off."""
 MOST_BYTES = 1 << 20
 """Maximum size of an answer."""
 _records = msgspec.json.Decoder(list[EngineRecord])
 
 
+class _Answer(NamedTuple):
+    at: float
+    records: list[EngineRecord]
+
+
 class PolledDirectory:
     """Implementation of ``Directory`` for readers: asks the groups at some URLs.
 
-    A thread asks; readers get the last answers and never wait. A group that does not answer keeps its last
-    records, whose leases then end.
+    Threads ask; readers get the last answers and never wait. A group that does not answer keeps its last
+    records, whose leases then end, and delays no other group.
     """
 
     def __init__(self, urls: Callable[[], Iterable[str]], key: str = "", poll: float = POLL_S) -> None:
         """``urls``: returns the present URLs of groups, ``http://HOST:PORT``; may raise OSError. ``key``:
         admin key of the groups, for orders to drain."""
         self._urls, self._key, self._poll = urls, key, poll
-        self._found: dict[str, list[EngineRecord]] = {}
-        """URL -> records of the group."""
+        self._found: dict[str, _Answer] = {}
+        """URL -> last answer of the group."""
+        self._listed: set[str] = set()
+        self._asking: set[str] = set()
+        """URLs whose answer is awaited."""
+        self._answered = time.monotonic()
+        """Time of the last answer of any group."""
         self._failed: OSError | None = None
         self._trouble = CountedLog(log)
-        self._client = httpx.Client(timeout=ANSWER_S)
+        # Groups are reached directly: a proxy of the environment must not see keys.
+        self._client = httpx.Client(timeout=ANSWER_S, trust_env=False)
         self._pool = ThreadPoolExecutor(ASKED_AT_ONCE, thread_name_prefix="weft-directory")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-directory", daemon=True)
         self._thread.start()
 
     def read(self) -> Mapping[str, EngineRecord]:
-        """See ``Directory``. Of two groups with one engine name the later process counts."""
-        if self._failed is not None:
-            raise self._failed
-        return {record.name: record for records in list(self._found.values()) for record in records}
+        """See ``Directory``. Of two groups with one engine name the group that answered last counts. Raise
+        OSError if no group answers: then the trouble is on this side."""
+        failed = self._failed
+        if failed is not None:
+            raise failed
+        if self._listed and time.monotonic() - self._answered > SILENCE_S:
+            raise OSError(f"no group has answered for {SILENCE_S:g} seconds")
+        answers = sorted(self._found.copy().values(), key=lambda answer: answer.at)
+        return {record.name: record for answer in answers for record in answer.records}
 
     def publish(self, record: EngineRecord) -> None:
         """Raise OSError: engines publish at their own HTTP port."""
@@ -64,17 +82,19 @@ class PolledDirectory:
     withdraw = publish
 
     def ask_drain(self, record: EngineRecord) -> None:
-        """See ``Directory``. Does not wait for the answer, which only the log shows."""
-        for url, records in list(self._found.items()):
-            if any((one.name, one.incarnation) == (record.name, record.incarnation) for one in records):
-                self._pool.submit(self._drain, url)
+        """See ``Directory``. Waits for the group's answer. Raise OSError if the group refuses."""
+        for url, answer in self._found.copy().items():
+            if any(
+                (one.name, one.incarnation) == (record.name, record.incarnation) for one in answer.records
+            ):
+                self._drain(url)
 
     def asked_to_drain(self, record: EngineRecord) -> bool:
         """Return False: a group hears orders at its own port."""
         return False
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """End the threads. Idempotent."""
         self._over.set()
         self._thread.join()
         self._pool.shutdown(cancel_futures=True)
@@ -83,43 +103,53 @@ class PolledDirectory:
     def _run(self) -> None:
         """Ask all groups again and again. The body of a thread."""
         while not self._over.is_set():
-            began = time.monotonic()
             try:
-                urls = dict.fromkeys(self._urls())
+                self._listed = set(self._urls())
                 self._failed = None
             except OSError as error:
                 self._failed = error
-                urls = dict.fromkeys(self._found)
-            answers = self._pool.map(self._ask, urls)
-            fresh = dict(zip(urls, answers, strict=True))
-            # A group that does not answer keeps its records; a group that is not listed any more has none.
-            self._found = {
-                url: self._found.get(url, []) if records is None else records
-                for url, records in fresh.items()
-            }
-            self._over.wait(max(0.0, began + self._poll - time.monotonic()))
+            for url in self._found.keys() - self._listed:
+                self._found.pop(url, None)
+            for url in self._listed - self._asking:
+                self._asking.add(url)
+                self._pool.submit(self._ask, url)
+            self._over.wait(self._poll)
 
-    def _ask(self, url: str) -> list[EngineRecord] | None:
-        """Return the records of the group at ``url``; None without an answer."""
+    def _ask(self, url: str) -> None:
+        """Store the records of the group at ``url``. A group without an answer is logged."""
         try:
-            with self._client.stream("GET", f"{url}/records") as answer:
-                data = b""
-                for piece in answer.iter_bytes():
-                    data += piece
-                    if len(data) > MOST_BYTES:
-                        raise ValueError("the answer is too large")
-                if answer.status_code != 200:
-                    raise ValueError(f"status {answer.status_code}")
-            return _records.decode(data)
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, msgspec.MsgspecError) as error:
+            records = self._records_of(url)
+            self._answered = time.monotonic()
+            if url in self._listed:
+                self._found[url] = _Answer(self._answered, records)
+        except Exception as error:  # of the network, or in what a stranger at the URL answers
             self._trouble.say("the group at %s does not answer (%s)", url, error)
-            return None
+        finally:
+            self._asking.discard(url)
+
+    def _records_of(self, url: str) -> list[EngineRecord]:
+        until = time.monotonic() + ANSWER_S
+        with self._client.stream("GET", f"{url}/records") as answer:
+            data = b""
+            for piece in answer.iter_bytes():
+                data += piece
+                if len(data) > MOST_BYTES or time.monotonic() > until:
+                    raise ValueError("the answer is too large, or takes too long")
+            if answer.status_code != 200:
+                raise ValueError(f"status {answer.status_code}")
+        here = httpx.URL(url).host in ("127.0.0.1", "::1", "localhost")
+        # A group of another host must not name a socket of this host, which would be used without keys.
+        return [one for one in _records.decode(data) if here or one.endpoint.startswith("tcp:")]
 
     def _drain(self, url: str) -> None:
-        with contextlib.suppress(httpx.HTTPError):
+        if not self._key:
+            raise OSError("this API server has no admin key for the group: set WEFT_ADMIN_KEY")
+        try:
             answer = self._client.post(f"{url}/drain", headers={"Authorization": f"Bearer {self._key}"})
-            if answer.status_code != 200:
-                log.error("the group at %s does not drain: %s", url, answer.text[:200])
+        except httpx.HTTPError as error:
+            raise OSError(f"{url} does not answer: {type(error).__name__}") from error
+        if answer.status_code != 200:
+            raise OSError(f"{url} refuses: {answer.text[:200]}")
 
 
 class PortDirectory:

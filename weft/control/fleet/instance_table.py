@@ -302,7 +302,11 @@ class InstanceTable:
         instance.fresh = False
         # A joining API server starts as soon as the present instances can serve.
         all_up = all(other.alive for other in self.wanted)
-        self.complete = self.complete or all_up or (self._joining and self.serve(self._serving()))
+        serve = self.serve(self._serving())
+        # In an elastic fleet all present instances may be encode groups.
+        self.complete = (
+            self.complete or (all_up and (serve or not self._elastic)) or (self._joining and serve)
+        )
         self._look_for_path(now)
         self._changed(now)
         self._say_who_is_lonely()

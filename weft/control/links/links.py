@@ -171,6 +171,11 @@ class Links:
         return self._fleet.table.serve(one for one in self.instances if one.progressing(window, now))
 
     @property
+    def elastic(self) -> bool:
+        """True if unknown instances may join at any time."""
+        return self._owner.elastic
+
+    @property
     def open_sequences(self) -> int:
         return len(self._fleet.entries)
 

@@ -36,6 +36,8 @@ class EngineProbe:
         """
         self.stats = m.EngineStats()
         """Counters of the last heartbeat."""
+        self.moved = time.monotonic()
+        """Time of the last proof of progress: a changed step counter, or an idle heartbeat."""
         self._ends = False
         self._greeted = 0.0
 
@@ -98,7 +100,10 @@ class EngineProbe:
         if isinstance(message, m.Welcome):
             self.answers = True
         elif isinstance(message, m.Heartbeat):
-            stats = self.stats = message.stats
+            stats = message.stats
+            if message.idle or stats.steps != self.stats.steps:
+                self.moved = time.monotonic()
+            self.stats = stats
             moving = (stats.transfers, stats.embedding_transfers)
             count = sum(transfers.open for transfers in moving if transfers is not None)
             self.idle = not (stats.running or stats.waiting or count)

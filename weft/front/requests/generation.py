@@ -394,8 +394,12 @@ class Generation:
 
 async def probe(front: Front) -> None:
     """Generate a token in every live engine process, to prove readiness. A model without an output head
-    makes an embedding. Waits for all answers. Raises ReportedError for an error of an engine, and
-    EngineDead after ``engine_timeout`` seconds."""
+    makes an embedding. Raises ReportedError for an error of an engine, and EngineDead after
+    ``engine_timeout`` seconds.
+
+    Waits for all answers. Where engines come and go, one good answer is enough: one bad engine must not keep
+    a new API server from starting.
+    """
     pooling: Pooling = "" if front.config.spec.head else "last"
     # Two ids per instance: a sequence and a request.
     ids = [front.ids.mint() for _ in range(2 * len(front.links.instances))]
@@ -412,11 +416,14 @@ async def probe(front: Front) -> None:
         for sequence, request in zip(ids[::2], ids[1::2], strict=True)
     ]
     flow = front.links.submit_each(submits)
+    elastic, good = front.links.elastic, False
     try:
         async with asyncio.timeout(front.section.engine_timeout):
-            while flow.open:
+            while flow.open and not (elastic and good):
                 for event in await flow.next():
-                    if event.error is not None:
+                    if event.error is None:
+                        good = good or event.finish is not None
+                    elif not elastic or not (flow.open or good):
                         raise ReportedError(event.error)
     except TimeoutError:
         raise EngineDead("the engine did not generate a first token in time") from None
