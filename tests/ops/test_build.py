@@ -174,6 +174,7 @@ USES_OPS = (
     "test-slow",
     "test-levels",
     "test-grid",
+    "test-ray",
     "test-clients",
     "soak",
     "bench",

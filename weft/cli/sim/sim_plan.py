@@ -264,7 +264,7 @@ def _section(given: dict[str, Any], requests: int) -> SchedulerSection:
     asked = SchedulerSection(
         max_num_seqs=given["max_num_seqs"],
         max_num_batched_tokens=given["max_num_batched_tokens"],
-        itl_target_ms=given["itl_target_ms"],
+        itl_target_ms=given["itl_target_ms"] or 0.0,
         max_queued_requests=max(requests, 1),
     )
     return with_budget(asked, "cuda")
