@@ -22,10 +22,10 @@ from testing.cluster.cluster import simulate_cluster
 from testing.cluster.explore import CHUNK, Exploration, explore, run_schedules
 from testing.cluster.faults import KINDS
 from testing.cluster.transfers.wires import SimTransport
-from weft.common.errors import EndedElsewhere
+from weft.common.errors import EndedElsewhere, EngineDead
 from weft.control.fleet import fleet_events as e
 from weft.control.fleet.engine_protocol import EngineProtocol
-from weft.control.fleet.fleet import Fleet
+from weft.control.fleet.fleet import _HANDLERS, Fleet
 from weft.control.fleet.instance_table import InstanceTable
 from weft.control.fleet.instances import Instance, InstanceState
 from weft.control.fleet.ledger import LedgerEntry
@@ -70,6 +70,7 @@ FOUND_BY = {
     "free_before_a_writer_ended": 33,
     "the_peer_is_not_told": 22,
     "reuse_before_the_fence": 349,
+    "a_lease_that_ends_is_a_loss": 8,
 }
 """Bug -> the schedule that detected the bug, which runs first."""
 
@@ -428,6 +429,17 @@ def who_leaves_is_forgotten_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InstanceTable, "departed", departed)
 
 
+def a_lease_that_ends_is_a_loss(patch: pytest.MonkeyPatch) -> None:
+    """An engine whose lease ends is taken for dead, although the link to it lives."""
+
+    def left(self: Fleet, event: e.Left) -> None:
+        if (instance := self.table.instances.get(event.instance)) is not None:
+            self.table.leave(instance, self._now)
+            self._lose(instance, EngineDead("the lease has ended"))
+
+    patch.setitem(_HANDLERS, e.Left, left)
+
+
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -457,6 +469,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
         (a_digest_of_the_wrong_attempt, "digests of .* were wrong, and nobody had changed"),
         (who_leaves_gets_work, "was sent to one that has left"),
         (who_leaves_is_forgotten_at_once, "and sequences .* are there|'head"),
+        (a_lease_that_ends_is_a_loss, "up, and nothing had happened to it"),
     ],
 )
 def test_a_planted_bug_is_found(plant: Plant, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
