@@ -219,3 +219,46 @@ def test_a_directory_is_required(fleet: Fleet) -> None:
     ran = subprocess.run(words, capture_output=True, text=True, timeout=deadline(60), env=environment)
     assert ran.returncode == 2
     assert "--directory" in ran.stderr
+
+
+@pytest.mark.slow
+def test_an_engine_that_was_given_up_and_lives_is_used_again(fleet: Fleet) -> None:
+    """The API server gives a silent engine up. Nobody restarts the engine, which goes on later."""
+    front = fleet.run("front", "--engine-timeout", "3")
+    fleet.engine("prefill0")
+    decode = fleet.engine("decode0")
+    base = front.url()
+    due = ask(base)
+    first, engine = fleet.incarnation("decode0"), decode.engine()
+    os.kill(engine, signal.SIGSTOP)
+    until(lambda: not alive(base, "decode0"), 30)
+    time.sleep(3)  # further connections fail, too
+    os.kill(engine, signal.SIGCONT)
+    until(lambda: alive(base, "decode0"), 90)
+    assert ask(base) == due
+    assert (fleet.incarnation("decode0"), decode.engine()) == (first, engine)
+
+
+@pytest.mark.slow
+def test_a_hung_engine_ends_its_group(fleet: Fleet) -> None:
+    fleet.file.write_text(TOPOLOGY.replace("port: 0", "port: 0, engine-timeout: 3"))
+    decode = fleet.engine("decode0", "--port", "0")
+    port = port_of(fleet, "decode0")
+    until(lambda: get(f"{port}/ready")[0] == 200)
+    os.kill(decode.engine(), signal.SIGSTOP)
+    assert decode.process.wait(deadline(30)) == 1
+    assert "has made no progress for 3 seconds" in decode.log.read_text()
+
+
+def test_two_groups_with_one_name_are_refused(fleet: Fleet) -> None:
+    fleet.engine("decode0")
+    until(lambda: bool(fleet.incarnation("decode0")))
+    twice = fleet.engine("decode0")
+    assert twice.process.wait(deadline(60)) == 2
+    assert "'decode0' lives already in this directory" in twice.log.read_text()
+
+
+def alive(base: str, name: str) -> bool:
+    """Return True if the API server has the engine for alive."""
+    answer = httpx.get(f"{base}/admin/groups", headers=ADMIN, timeout=deadline(30)).json()
+    return any(one["alive"] for one in answer["engines"] if one["name"] == name)
