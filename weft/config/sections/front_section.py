@@ -170,7 +170,7 @@ class FrontSection(Section, frozen=True, kw_only=True):
         Meta(
             ge=1024,
             description="Maximum bytes of logprobs and echoed prompts in one response without "
-            "streaming. Larger responses must be streamed.",
+            "streaming, and of rendered parameters. Larger responses must be streamed.",
         ),
     ] = 64 << 20
     responses_store_bytes: Annotated[
