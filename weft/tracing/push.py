@@ -232,12 +232,10 @@ def _reason_against(url: str) -> str:
     """Return the reason of the environment for no push to ``url``; "" for a push."""
     if env.get("OTEL_TRACES_EXPORTER").strip().lower() == "none":
         return "OTEL_TRACES_EXPORTER is none"
-    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
-        protocol = env.get(name).strip().lower()
-        if protocol and protocol != _PROTOCOL:
-            return f"{name} is {protocol!r}, and Weft speaks only {_PROTOCOL}"
-        if protocol:
-            break  # the variable for traces wins
+    general = env.get("OTEL_EXPORTER_OTLP_PROTOCOL").strip()
+    protocol = env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL").strip() or general
+    if protocol.lower() not in ("", _PROTOCOL):
+        return f"the protocol of the environment is {protocol!r}, and Weft speaks only {_PROTOCOL}"
     return "" if _is_http(url) else "the URL is not of the form http://HOST:PORT"
 
 
