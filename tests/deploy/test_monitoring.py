@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib.util
 import json
 import re
@@ -211,4 +213,42 @@ def test_codes_of_failures_exist() -> None:
         for code in group.split("|")
     }
     assert named
-    assert named <= codes
+    assert named <= codes | codes_of_server_faults()
+
+
+@functools.cache
+def codes_of_server_faults() -> frozenset[str]:
+    """Return the codes of all answers with status 5xx: of the error classes, and of constructors that name a
+    code. Left out: codes that some answers have with another status, codes that blame the client, and codes
+    of the scripted engine."""
+    kinds: dict[str, Any] = {name: kind for name, kind in vars(errors).items() if hasattr(kind, "blame")}
+    kinds = {name: kind for name, kind in kinds.items() if isinstance(kind.blame, str)}
+    found = [(kind.code, kind) for kind in kinds.values()]
+    for file in (ROOT / "weft").rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        if "code=" not in text or "scripted" in file.parts:
+            continue
+        for call in ast.walk(ast.parse(text)):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in kinds:
+                found += [
+                    (key.value.value, kinds[call.func.id])
+                    for key in call.keywords
+                    if key.arg == "code" and isinstance(key.value, ast.Constant)
+                ]
+    others = {code for code, kind in found if kind.http_status < 500 or kind.blame == "client"}
+    return frozenset(code for code, _ in found) - others
+
+
+def test_the_alert_of_failures_has_all_codes_of_the_server() -> None:
+    (rule,) = [rule for rule in RULES if rule["alert"] == "WeftRequestsFail"]
+    (listed,) = re.findall(r'code=~"([^"]*)"', rule["expr"])
+    assert set(listed.split("|")) == codes_of_server_faults()
+    # A server without any success has no series of successes, so the sum needs a default.
+    assert re.search(r"success_total\[5m\]\)\)\s*or sum ", rule["expr"])
+
+
+def test_dropped_spans_of_engines_count() -> None:
+    (rule,) = [rule for rule in RULES if rule["alert"] == "WeftSpansDropped"]
+    assert {"weft:front_spans_dropped_total", "weft:engine_spans_dropped_total"} <= {
+        name for name, *_ in SERIES.findall(rule["expr"])
+    }

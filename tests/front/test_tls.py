@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -22,6 +23,7 @@ from tests.support.certificates import HAVE_OPENSSL, Authority, Pair
 from tests.support.servers import Servers, events
 from tests.support.slowness import deadline
 from weft.cli.main import main
+from weft.common.client_tls import verification
 from weft.common.errors import ConfigError
 from weft.config.sections.front_section import FrontSection
 from weft.config.sections.tls import server_context
@@ -165,6 +167,37 @@ def test_certificates_of_clients(
     assert status(None) == (200 if required == 1 else None)
 
 
+def test_a_withdrawn_authority_is_not_trusted_through_a_kept_session(
+    start_fake: Any, tmp_path: Path, authority: Authority, pair: Pair
+) -> None:
+    """A client may keep a session of TLS 1.3. The next connection checks the certificate again."""
+    first, second = Authority(tmp_path / "first"), Authority(tmp_path / "second")
+    trusted = tmp_path / "trusted.pem"
+    shutil.copy(first.certificate, trusted)
+    server = start_fake(**flags(pair, ssl_ca_certs=str(trusted), ssl_cert_reqs=2))
+    context, port = trusting(authority, first.issue("client")), httpx.URL(server.url).port or 0
+
+    def ask(session: ssl.SSLSession | None) -> tuple[bytes, ssl.SSLSession | None]:
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=20) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as secure,
+        ):
+            secure.sendall(b"GET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            return secure.recv(12), secure.session
+
+    answer, session = ask(None)
+    assert answer == b"HTTP/1.1 200"
+    assert session is not None
+    assert not session.has_ticket
+    shutil.copy(second.certificate, trusted)
+    with contextlib.suppress(OSError):  # the end of the connection comes as an error, or as an empty answer
+        answer, _ = ask(session)
+        assert answer == b""
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(OSError, match=r"."):  # the text depends on who closes first
+        ask(None)
+
+
 def test_several_api_servers(servers: Servers, tmp_path: Path, authority: Authority, pair: Pair) -> None:
     script = [{"match": "hello", "text": "Hi.", "repeat": True}]
     pems = ["--ssl-certfile", str(pair.certificate), "--ssl-keyfile", str(pair.key)]
@@ -259,6 +292,45 @@ def test_good_files(tmp_path: Path, authority: Authority, pair: Pair) -> None:
         context = server_context(FrontSection(**given))
         assert context is not None
         assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
+
+
+@pytest.mark.parametrize("name", ["load_cert_chain", "load_verify_locations"])
+def test_a_file_that_vanishes_during_the_read(
+    authority: Authority, pair: Pair, monkeypatch: Any, caplog: Any, name: str
+) -> None:
+    """The start ends with an error that names a flag. A handshake keeps the last good files."""
+    ca = {"ssl_ca_certs": str(authority.certificate), "ssl_cert_reqs": 1}
+    section = FrontSection(**flags(pair, **ca))
+    opened = tls.open_tls(section)
+    assert opened is not None
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(ssl.SSLContext, name, gone)
+    with pytest.raises(ConfigError, match=r"^--ssl-.*No such file") as failed:
+        tls.open_tls(section)
+    assert failed.value.param in ("--ssl-certfile", "--ssl-ca-certs")
+    opened._reload()
+    assert opened._newest is opened.context
+    assert "the last good files stay" in caplog.text
+
+
+def test_a_readable_key_is_reported(authority: Authority, caplog: Any) -> None:
+    own = authority.issue("readable")
+    own.key.chmod(0o600)
+    assert tls.open_tls(FrontSection(**flags(own))) is not None
+    assert "chmod" not in caplog.text
+    own.key.chmod(0o644)
+    assert tls.open_tls(FrontSection(**flags(own))) is not None
+    assert f"run `chmod 600 {own.key}`" in caplog.text
+
+
+def test_an_encrypted_client_key_does_not_ask(tmp_path: Path, authority: Authority) -> None:
+    locked, both = authority.issue("locked client", "sesame"), tmp_path / "both.pem"
+    both.write_bytes(locked.certificate.read_bytes() + locked.key.read_bytes())
+    with pytest.raises(ConfigError, match=r"--client-cert.*the key is encrypted"):
+        verification("https://127.0.0.1", str(both))
 
 
 @pytest.mark.parametrize("command", ["serve", "up"])

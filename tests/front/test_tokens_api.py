@@ -233,6 +233,18 @@ def test_completions_are_rendered_one_by_one(fake: Any) -> None:
     assert alone[0]["sampling_params"] == {"max_tokens": 16}
 
 
+def test_copies_of_parameters_are_bounded(start_fake: Any) -> None:
+    """Each prompt gets a copy of the parameters, so a small body could ask for a large answer."""
+    server = start_fake(max_response_bytes=20_000)
+    body = {"allowed_token_ids": list(range(256))}
+    answer = server.http.post("/v1/completions/render", json={**body, "prompt": ["a"] * 40})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "response_too_large")
+    assert answer.json()["error"]["param"] == "prompt"
+    got = server.http.post("/v1/completions/render", json={**body, "prompt": ["a"] * 10}).json()
+    assert len(got) == 10
+    assert got[9]["sampling_params"]["allowed_token_ids"] == list(range(256))
+
+
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
 
 

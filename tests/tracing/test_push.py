@@ -19,6 +19,7 @@ from tests.support.slowness import deadline
 from weft.cli.main import main
 from weft.common import env
 from weft.common.errors import ConfigError
+from weft.front.monitoring.request_trace import RequestTrace
 from weft.tracing import push as pushing
 from weft.tracing import writer as writing
 from weft.tracing.merge_traces import read_folder
@@ -171,6 +172,46 @@ def test_variables_of_opentelemetry(collector: Collector, monkeypatch: Any) -> N
     assert collector.resources[0]["deployment.environment"] == "test"
 
 
+@packages
+def test_a_trace_that_the_caller_does_not_sample_is_only_filed(collector: Collector, tmp_path: Path) -> None:
+    writer = open_writer(str(tmp_path), "front", collector.url)
+    assert writer is not None
+    for flags in ("00", "01", "03"):
+        trace = RequestTrace(writer, "chat", f"00-{TRACE}-{CLIENT}-{flags}")
+        assert trace.context.traceparent().endswith(f"-{flags}")
+        trace.end()
+    writer.close()
+    assert writer.dropped == 0
+    assert len(collector.spans) == 2
+    assert len(read_folder(tmp_path)[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "pushed"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", False),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", True),
+        ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json", False),
+        ("OTEL_TRACES_EXPORTER", "none", False),
+        ("OTEL_TRACES_EXPORTER", "otlp", True),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://[::1:4318", False),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://c:99999/v1/traces", False),
+    ],
+)
+def test_variables_against_a_push(
+    name: str, value: str, pushed: bool, monkeypatch: Any, warnings: list[str]
+) -> None:
+    """Wrong variables cost a warning; the flag does not depend on the variables."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://base:4318")
+    monkeypatch.setenv(name, value)
+    assert (endpoint_of(None) is not None) is pushed
+    assert ["no spans are pushed" in text for text in warnings] == ([] if pushed else [True])
+    assert endpoint_of("http://flag:1") == "http://flag:1/v1/traces"
+    if name == "OTEL_EXPORTER_OTLP_PROTOCOL":
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+        assert endpoint_of(None) is not None
+
+
 def test_the_url(monkeypatch: Any) -> None:
     assert endpoint_of(None) is None
     assert endpoint_of("http://c:4318") == endpoint_of("http://c:4318/") == "http://c:4318/v1/traces"
@@ -284,10 +325,23 @@ def test_missing_packages_are_named(monkeypatch: Any, warnings: list[str], capsy
     assert "no spans are pushed" in warnings[0]
 
 
-@pytest.mark.parametrize("wrong", ["127.0.0.1:4318", "grpc://collector:4317", "http://", "file:///tmp/x"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "127.0.0.1:4318",
+        "grpc://collector:4317",
+        "http://",
+        "file:///tmp/x",
+        "http://[::1:4318",
+        "http://c:99999",
+        "http://c:0",
+        "http://c:port",
+    ],
+)
 def test_wrong_urls(wrong: str) -> None:
-    with pytest.raises(ConfigError, match="--otlp-traces-endpoint"):
-        check_endpoint(wrong)
+    for check in (check_endpoint, lambda url: open_push(url, "front")):
+        with pytest.raises(ConfigError, match="--otlp-traces-endpoint must be"):
+            check(wrong)
 
 
 def test_no_package_is_imported_without_a_push() -> None:

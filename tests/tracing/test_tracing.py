@@ -24,7 +24,10 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 def test_a_traceparent_is_read_back() -> None:
     context = SpanContext.root()
     assert parse_traceparent(context.traceparent()) == context
-    assert parse_traceparent(f" 00-{TRACE}-{SPAN}-00 ") == SpanContext(TRACE, SPAN)
+    unsampled = parse_traceparent(f" 00-{TRACE}-{SPAN}-00 ")
+    assert unsampled == SpanContext(TRACE, SPAN, 0)
+    assert unsampled.child().traceparent().endswith("-00"), "the engines get the client's flags"
+    assert [SpanContext(TRACE, SPAN, flags).sampled for flags in (0, 1, 2, 3)] == [False, True, False, True]
     assert parse_traceparent(f"cc-{TRACE}-{SPAN}-01-what-comes-later") == SpanContext(TRACE, SPAN)
     child = context.child()
     assert (child.trace, child.span != context.span) == (context.trace, True)

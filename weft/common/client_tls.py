@@ -23,12 +23,26 @@ def verification(url: str, client_cert: str | None = None) -> ssl.SSLContext | b
     except (OSError, ValueError) as error:
         raise ConfigError(f"SSL_CERT_FILE: the trusted authorities cannot be read ({error})") from None
     if client_cert is not None:
-        try:
-            context.load_cert_chain(client_cert)
-        except OSError as error:  # ssl.SSLError is an OSError
-            reason = getattr(error, "reason", None) or error.strerror
-            raise ConfigError(
-                f"--client-cert {client_cert}: no certificate with an unencrypted key can be read ({reason})",
-                param="--client-cert",
-            ) from None
+        _load_pair(context, client_cert)
     return context
+
+
+def _load_pair(context: ssl.SSLContext, file: str) -> None:
+    """Load the certificate and the key of ``file``. Raise ConfigError, also for an encrypted key."""
+    encrypted = False
+
+    def password() -> str:
+        nonlocal encrypted
+        encrypted = True
+        return ""  # without this function OpenSSL would ask at the terminal
+
+    try:
+        context.load_cert_chain(file, password=password)
+    except OSError as error:  # ssl.SSLError is an OSError
+        reason = getattr(error, "reason", None) or error.strerror or "unknown reason"
+        if encrypted:
+            reason = "the key is encrypted: decrypt the key with `openssl pkey`"
+        raise ConfigError(
+            f"--client-cert {file}: no certificate with an unencrypted key can be read ({reason})",
+            param="--client-cert",
+        ) from None

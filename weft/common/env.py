@@ -34,7 +34,10 @@ VARIABLES = {
     "OMP_WAIT_POLICY": "active or passive: how waiting CPU threads wait, in place of the default above",
     "OTEL_EXPORTER_OTLP_ENDPOINT": "URL of a collector that gets request traces, if no flag names one",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "the same, with the path; wins over the variable before",
-    "OTEL_SDK_DISABLED": "true ignores the two variables before",
+    "OTEL_EXPORTER_OTLP_PROTOCOL": "other values than http/protobuf ignore the two variables before",
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "the same; wins over the variable before",
+    "OTEL_TRACES_EXPORTER": "none ignores the variables of the collector",
+    "OTEL_SDK_DISABLED": "true ignores the variables of the collector",
     "HF_HUB_OFFLINE": "1 forbids the hub client to use the network",
 }
 

@@ -94,6 +94,22 @@ def warn_of_readable_keys(file: str | Path | None) -> None:
         )
 
 
+def warn_of_readable_key(file: str) -> None:
+    """Log a warning if users other than the owner can access the private key in ``file``. Exception: a file
+    of root that its group may read, as systems with a group for certificates have."""
+    try:
+        found = os.stat(file)
+    except OSError:  # the file has vanished since the key was read
+        return
+    lent = found.st_uid == 0 != os.geteuid() and not found.st_mode & (0o030 | stat.S_IRWXO)
+    if _opened(found.st_mode) and not lent:
+        log.warning(
+            "%s holds a private key, and other users of this host can read or change it: run `chmod 600 %s`",
+            file,
+            file,
+        )
+
+
 def _opened(mode: int) -> bool:
     """Return True if users other than the owner have any access under ``mode``."""
     return bool(mode & (stat.S_IRWXG | stat.S_IRWXO))

@@ -39,6 +39,7 @@ EVERY_S = 1.0
 """Seconds between two requests, unless a whole batch waits."""
 _EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 _SERVICE = "service.name"
+_PROTOCOL = "http/protobuf"
 
 
 class SpanPush:
@@ -71,8 +72,9 @@ class SpanPush:
         self._thread.start()
 
     def take(self, spans: Sequence[Span], origin: int) -> None:
-        """Queue finished spans; drop and count the spans above the limit. ``origin``: nanoseconds since 1970
-        at time 0 of the spans' clock."""
+        """Queue finished spans; drop and count the spans above the limit. Ignore spans of traces that the
+        caller does not sample. ``origin``: nanoseconds since 1970 at time 0 of the spans' clock."""
+        spans = [span for span in spans if span.context.sampled]
         with self._lock:
             room = 0 if self._over.is_set() else MOST_WAITING - len(self._waiting)
             self._waiting.extend((span, origin) for span in spans[:room])
@@ -133,7 +135,7 @@ class SpanPush:
         from opentelemetry.sdk.trace import Event, ReadableSpan
 
         ids = int(span.context.trace, 16), int(span.context.span, 16)
-        flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
+        flags = trace.TraceFlags(span.context.flags)
         parent = None
         if span.parent:
             remote = span.name == "request"  # the parent is the client's span
@@ -190,34 +192,61 @@ def check_packages() -> None:
 
 def check_endpoint(url: str) -> None:
     """Raise ConfigError unless ``url`` is an http(s) URL and the packages of the extra ``otel`` are there."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not _is_http(url):
         raise ConfigError(
             f"{FLAG} must be the URL of an OTLP/HTTP collector, e.g. http://127.0.0.1:4318", param=FLAG
         )
     check_packages()
 
 
+def _is_http(url: str) -> bool:
+    """Return True for an http(s) URL with a host and, if any, a port from 1 to 65535."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an open bracket, or a port out of range
+        return False
+
+
 def endpoint_of(flag: str | None) -> str | None:
     """Return the URL for spans; None for no push.
 
     ``flag``: value of the flag, which wins over OpenTelemetry's variables. A URL without a path gets the path
-    of traces. The variables are ignored if OTEL_SDK_DISABLED is true.
+    of traces. The variables are ignored if OTEL_SDK_DISABLED is true, if OTEL_TRACES_EXPORTER is none, or if
+    the variables of the protocol name another protocol than http/protobuf. The last two are logged.
     """
     if flag is not None:
         return flag if urlsplit(flag).path.strip("/") else flag.rstrip("/") + PATH
     if env.get("OTEL_SDK_DISABLED").strip().lower() == "true":
         return None
     base = env.get("OTEL_EXPORTER_OTLP_ENDPOINT").strip()
-    return env.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT").strip() or (base and base.rstrip("/") + PATH) or None
+    url = env.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT").strip() or (base and base.rstrip("/") + PATH)
+    reason = _reason_against(url) if url else ""
+    if reason:
+        log.warning("an OpenTelemetry variable names a collector, but no spans are pushed: %s", reason)
+        return None
+    return url or None
+
+
+def _reason_against(url: str) -> str:
+    """Return the reason of the environment for no push to ``url``; "" for a push."""
+    if env.get("OTEL_TRACES_EXPORTER").strip().lower() == "none":
+        return "OTEL_TRACES_EXPORTER is none"
+    general = env.get("OTEL_EXPORTER_OTLP_PROTOCOL").strip()
+    protocol = env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL").strip() or general
+    if protocol.lower() not in ("", _PROTOCOL):
+        return f"the protocol of the environment is {protocol!r}, and Weft speaks only {_PROTOCOL}"
+    return "" if _is_http(url) else "the URL is not of the form http://HOST:PORT"
 
 
 def open_push(flag: str | None, process: str) -> SpanPush | None:
     """Return the push of a process; None for no push.
 
-    Raise ConfigError if the packages are missing and the flag is given. If only a variable of OpenTelemetry
-    asks for the push, a missing package is logged, and nothing is pushed.
+    Raise ConfigError if the flag is given, and the URL is wrong or the packages are missing. If only a
+    variable of OpenTelemetry asks for the push, the mistake is logged, and nothing is pushed.
     """
+    if flag is not None:
+        check_endpoint(flag)
     endpoint = endpoint_of(flag)
     if endpoint is None:
         return None

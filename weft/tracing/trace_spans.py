@@ -25,6 +25,13 @@ class SpanContext:
 
     trace: str
     span: str
+    flags: int = 1
+    """Flags of the ``traceparent``. Bit 0: the caller samples the trace."""
+
+    @property
+    def sampled(self) -> bool:
+        """True for a trace that goes to the collector."""
+        return bool(self.flags & 1)
 
     @classmethod
     def root(cls) -> SpanContext:
@@ -32,12 +39,12 @@ class SpanContext:
         return cls(secrets.token_hex(16), secrets.token_hex(8))
 
     def child(self) -> SpanContext:
-        """Return the context of a new span in the same trace."""
-        return SpanContext(self.trace, secrets.token_hex(8))
+        """Return the context of a new span in the same trace, with the same flags."""
+        return SpanContext(self.trace, secrets.token_hex(8), self.flags)
 
     def traceparent(self) -> str:
-        """Return the W3C form: version 00, sampled."""
-        return f"00-{self.trace}-{self.span}-01"
+        """Return the W3C form, version 00."""
+        return f"00-{self.trace}-{self.span}-{self.flags:02x}"
 
 
 def parse_traceparent(text: str) -> SpanContext | None:
@@ -47,10 +54,10 @@ def parse_traceparent(text: str) -> SpanContext | None:
     found = _TRACEPARENT.fullmatch(text.strip())
     if found is None:
         return None
-    version, trace, span, _, more = found.groups()
+    version, trace, span, flags, more = found.groups()
     if version == "ff" or (version == "00" and more) or not int(trace, 16) or not int(span, 16):
         return None
-    return SpanContext(trace, span)
+    return SpanContext(trace, span, int(flags, 16))
 
 
 @dataclass(slots=True)

@@ -107,7 +107,7 @@ class SpanWriter:
             with contextlib.suppress(OSError):
                 self._file.close()
         if self._lost:
-            log.warning("--trace-requests: %d spans were dropped", self._lost)
+            log.warning("request traces are incomplete: %d spans were dropped", self._lost)
 
     def _flush(self) -> None:
         """Write all queued spans as one line.

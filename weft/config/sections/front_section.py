@@ -53,7 +53,7 @@ class FrontSection(Section, frozen=True, kw_only=True):
             ge=0,
             le=2,
             description="Certificates of clients. 0: not requested. 1: checked if the client sends a "
-            "certificate. 2: required, also for probes and metrics.",
+            "certificate. 2: required, also for probes and metrics. With 1 or 2: TLS 1.3 without resumption.",
         ),
     ] = 0
     fronts: Annotated[
@@ -170,7 +170,7 @@ class FrontSection(Section, frozen=True, kw_only=True):
         Meta(
             ge=1024,
             description="Maximum bytes of logprobs and echoed prompts in one response without "
-            "streaming. Larger responses must be streamed.",
+            "streaming, and of rendered parameters. Larger responses must be streamed.",
         ),
     ] = 64 << 20
     responses_store_bytes: Annotated[

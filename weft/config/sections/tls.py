@@ -59,13 +59,25 @@ def server_context(front: FrontSection) -> ssl.SSLContext | None:
     context.set_alpn_protocols(["http/1.1"])
     _load_key_pair(context, front)
     if front.ssl_ca_certs is not None:
-        _read("--ssl-ca-certs", front.ssl_ca_certs, _BEGIN_CERTIFICATE)
-        try:
-            context.load_verify_locations(cafile=front.ssl_ca_certs)
-        except ssl.SSLError:
-            _refuse("--ssl-ca-certs", f"--ssl-ca-certs: {front.ssl_ca_certs} has an invalid certificate")
+        _load_authorities(context, front.ssl_ca_certs)
         context.verify_mode = ssl.VerifyMode(front.ssl_cert_reqs)
+        # A resumed session skips the check of the client's certificate, so an authority that left the file
+        # would stay trusted. Python cannot switch off the session cache of TLS 1.2.
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.options |= ssl.OP_NO_TICKET
+        context.num_tickets = 0
     return context
+
+
+def _load_authorities(context: ssl.SSLContext, path: str) -> None:
+    """Load the authorities of the clients. Raise ConfigError."""
+    _read("--ssl-ca-certs", path, _BEGIN_CERTIFICATE)
+    try:
+        context.load_verify_locations(cafile=path)
+    except ssl.SSLError:
+        _refuse("--ssl-ca-certs", f"--ssl-ca-certs: {path} has an invalid certificate")
+    except OSError as error:  # the file has vanished since the read above
+        _refuse("--ssl-ca-certs", f"--ssl-ca-certs: {path} cannot be read ({error.strerror})")
 
 
 def _load_key_pair(context: ssl.SSLContext, front: FrontSection) -> None:
@@ -105,6 +117,11 @@ def _load_key_pair(context: ssl.SSLContext, front: FrontSection) -> None:
             "--ssl-certfile",
             f"--ssl-certfile, --ssl-keyfile: OpenSSL cannot use {certificate} with the key in {key} "
             f"({error.reason or 'unknown reason'})",
+        )
+    except OSError as error:  # a file has vanished since the reads above
+        _refuse(
+            "--ssl-certfile",
+            f"--ssl-certfile, --ssl-keyfile: {certificate} and {key} cannot be read ({error.strerror})",
         )
 
 

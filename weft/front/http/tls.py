@@ -17,6 +17,7 @@ import uvloop
 
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
+from weft.config.secret_file import warn_of_readable_key
 from weft.config.sections.front_section import FrontSection
 from weft.config.sections.tls import server_context, tls_files
 
@@ -33,13 +34,14 @@ _Stamps: TypeAlias = tuple[tuple[int, ...] | None, ...]
 class ServerTls:
     """The TLS context of one API server process. Used from the event loop."""
 
-    def __init__(self, front: FrontSection, context: ssl.SSLContext) -> None:
-        """``context``: made from the present files of ``front``."""
+    def __init__(self, front: FrontSection) -> None:
+        """Read the files of ``front``, which has a certificate. Raise ConfigError that names a flag."""
         self._front = front
+        self._seen = _stamps(front)  # before the read: a change during the read is seen by the next handshake
+        context = _context(front)
         self.context = context
         """Context for the listening socket. Each handshake changes to the context of the newest files."""
         self._newest = context
-        self._seen = _stamps(front)
         context.sni_callback = self._choose
 
     def _choose(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
@@ -54,19 +56,24 @@ class ServerTls:
     def _reload(self) -> None:
         """Read the files again. After an error, keep the last context and log a warning."""
         try:
-            context = server_context(self._front)
+            self._newest = _context(self._front)
         except ConfigError as error:
             log.warning("the changed TLS files are not used, and the last good files stay: %s", error.message)
             return
-        assert context is not None
-        self._newest = context
         log.info("the TLS files have changed: new connections use the new files")
 
 
 def open_tls(front: FrontSection) -> ServerTls | None:
     """Return the TLS context of a server; None for plain HTTP. Raise ConfigError that names a flag."""
+    return None if front.ssl_certfile is None and server_context(front) is None else ServerTls(front)
+
+
+def _context(front: FrontSection) -> ssl.SSLContext:
+    """Return the context of the present files. Log a warning if other users can read the private key."""
     context = server_context(front)
-    return None if context is None else ServerTls(front, context)
+    assert context is not None
+    warn_of_readable_key(front.ssl_keyfile or front.ssl_certfile or "")
+    return context
 
 
 def _stamps(front: FrontSection) -> _Stamps:

@@ -86,16 +86,33 @@ def render_chat(reader: Reader, body: bytes) -> bytes:
 
 def render_completions(reader: Reader, body: bytes) -> bytes:
     """Return the JSON of a completions request as token ids: an array with one request per prompt. Raises
-    WeftError and NeedsProof as ``Reader.completions`` does."""
+    WeftError and NeedsProof as ``Reader.completions`` does, and InvalidRequest for an answer above
+    ``max_response_bytes``."""
     asked = reader.named(parse(body, CompletionRequest))
     if asked.echo:
         raise InvalidRequest("echo cannot be rendered to token ids", param="echo")
     job = reader.completions(body)
     params = asked.sampling()
-    made = [_rendered(asked, "cmpl-", prompt, params, {}) for prompt in job.prompts]
+    first, *others = job.prompts
+    made = [_rendered(asked, "cmpl-", first, params, {})]
+    _check_copies(made[0], len(job.prompts), reader.max_response_bytes)
+    made += [_rendered(asked, "cmpl-", prompt, params, {}) for prompt in others]
     if job.grammar is not None:  # a format of a completion applies from the first token
         made = [msgspec.structs.replace(one, reasoning_ended=True) for one in made]
     return to_json(made)
+
+
+def _check_copies(first: Rendered, count: int, limit: int) -> None:
+    """Raise InvalidRequest if ``count`` rendered requests have more than ``limit`` bytes without their token
+    ids, e.g. with a large schema in each. Runs before the other requests are made."""
+    size = count * len(to_json(msgspec.structs.replace(first, token_ids=[])))
+    if count > 1 and size > limit:
+        raise InvalidRequest(
+            f"the answer would repeat the parameters for each of the {count} prompts, in {size} bytes; this "
+            f"server's limit is {limit} (--max-response-bytes): send fewer prompts, or a smaller schema",
+            param="prompt",
+            code="response_too_large",
+        )
 
 
 def _rendered(

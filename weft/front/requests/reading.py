@@ -120,7 +120,7 @@ class Reader:
         self.text = text
         self.limits = limits
         self._names = names
-        self._max_response_bytes = max_response_bytes
+        self.max_response_bytes = max_response_bytes
         self._grammars: Grammars | None = None
         self.keep_attribution = keep_attribution
         self._pictures = pictures
@@ -408,7 +408,7 @@ class Reader:
                 shown += tokens * (TOKEN_BYTES + ECHO_BYTES * width) if width else 0
             # Every choice of a completion repeats the prompt; a chat answer shows the prompt once.
             size = max(size, shown * (params.n if param == "prompt" else 1))
-        if size > self._max_response_bytes:
+        if size > self.max_response_bytes:
             wanted = {
                 "prompt_logprobs": asked.prompt_logprobs,
                 "logprobs": bool(width),
@@ -416,7 +416,7 @@ class Reader:
             }
             raise InvalidRequest(
                 f"the answer would repeat about {size} bytes of prompts and their logprobs; this server's "
-                f"limit is {self._max_response_bytes} (--max-response-bytes): request fewer prompts, choices "
+                f"limit is {self.max_response_bytes} (--max-response-bytes): request fewer prompts, choices "
                 "or logprobs" + ("" if asked.stream else ", or stream the answer"),
                 param=next((name for name, asks in wanted.items() if asks), "echo"),
                 code="response_too_large",
