@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests.support.slow import mostly_slow
-from weft.scheduler.policy.draft_policy import DraftPolicy
+from weft.scheduler.policy.draft_policy import SETTLED, DraftPolicy
 from weft.scheduler.policy.step_cost import NAMES, CostModel, shape_of
 from weft.scheduler.slot_columns import SlotColumns
 from weft.types.plan import Segment, StepPlan, column
@@ -274,6 +275,56 @@ def test_it_comes_back_soon(rows: int) -> None:
     world.right = np.full(rows, 0.95)
     world.run(900)
     assert np.mean(world.chosen[-100:]) > 2
+
+
+@dataclass
+class StallingWorld(World):
+    """The machine stalls for ``stall`` seconds in the first step of each try, at most ``stalls`` times."""
+
+    stall: float = 10.0
+    stalls: int = 1
+    tries: int = 0
+    """Number of tries so far, the present try included."""
+
+    def _commit(self, plan: StepPlan, accepted: np.ndarray, seconds: float) -> None:
+        verifies = plan.decode.tokens > plan.decode.rows
+        first = verifies and not any(chosen.any() for chosen in self.chosen[-10:-1])
+        self.tries += bool(first)
+        super()._commit(plan, accepted, seconds + self.stall * (first and self.tries <= self.stalls))
+
+
+def test_a_stall_of_the_machine_is_no_price_of_drafts() -> None:
+    world = StallingWorld(machine(MEMORY), np.full(1, 0.9))
+    world.run(400)
+    assert world.tries == 1
+    assert np.mean(world.chosen[-300:]) > 1.5
+
+
+def test_a_pause_ends_after_a_minute_at_most() -> None:
+    """Steps of 50 ms, drafts that are never accepted, and a stall in each try."""
+    world = StallingWorld(machine({**MEMORY, "step": 0.05, "tokens_to_16": 0.05}), np.zeros(1), stalls=99)
+    world.run(4500)
+    tried = np.flatnonzero([chosen.any() for chosen in world.chosen])
+    assert world.tries >= 3
+    assert np.diff([0, *tried, len(world.chosen)]).max() * 0.05 < 66
+
+
+def test_plain_steps_are_interpolated_between_measured_sizes() -> None:
+    policy = DraftPolicy(MOST, True, SlotColumns(40))
+    assert policy.plain(8) == 0.0
+    for rows, times in ((32, [9.0]), (4, [5.0, 1.0, 3.0]), (16, [6.0, 7.0])):
+        zeros = np.zeros(rows)
+        decode = Segment(
+            slot=column(zeros), start=column(zeros), count=column(zeros + 1), next_k=column(zeros)
+        )
+        policy.observe(
+            StepPlan(step=0, decode=msgspec.structs.replace(decode, next_k=column(zeros + 1))), 9.0
+        )
+        for seconds in [50.0] * SETTLED + times:
+            policy.observe(StepPlan(step=0, decode=decode), seconds)
+    assert [policy.plain(rows) for rows in (1, 4, 8, 16, 20, 32, 33)] == np.interp(
+        [1, 4, 8, 16, 20, 32, 33], [4, 16, 32], [3.0, 6.5, 9.0]
+    ).tolist()
 
 
 def test_what_it_costs_to_look_is_little() -> None:

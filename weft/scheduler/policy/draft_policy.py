@@ -18,13 +18,16 @@ The first try has the maximum number of drafts, each further try half as many, a
 the maximum again.
 
 A pause is so long that the time lost since the try is ``SHARE`` of the pause. Captures of new steps count as
-lost time, too. Pauses double while tries fail. Pure: no clock, no randomness.
+lost time, too. Pauses double while tries fail. A stall of the machine is no price of drafts: ``STALL`` bounds
+the lost time of one step, and ``LONGEST_PAUSE`` bounds a pause. Pure: no clock, no randomness.
 """
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 
@@ -45,6 +48,11 @@ SHARE = 0.0075
 """Time lost by a failed try, as a share of the pause behind the try."""
 SHORTEST_PAUSE = 32
 """Minimum length of a pause, in plain steps."""
+LONGEST_PAUSE, LONGEST_PAUSE_STEPS = 60.0, 1024
+"""Maximum length of a pause: seconds or plain steps, whichever is longer."""
+STALL = 100
+"""A step that loses more than so many plain steps is a stall. Only so many plain steps count as lost, and the
+time of the step is not usable."""
 DOUBLINGS = 2
 """Number of failed tries in a row after which pauses grow no longer."""
 PLAIN_EVERY, PLAIN_STEPS = 512, 9
@@ -108,6 +116,10 @@ class DraftPolicy:
         """Batch size class -> state."""
         self._plain: dict[int, deque[float]] = {}
         """Number of rows -> seconds of the latest plain steps."""
+        self._medians: dict[int, float] = {}
+        """Number of rows -> median of the latest plain steps."""
+        self._measured: list[int] = []
+        """Keys of ``_medians``, in rising order."""
         self._now = 0
         """Number of drafts of a sequence without history."""
         self._accepted = 0
@@ -175,8 +187,9 @@ class DraftPolicy:
 
     def _pause(self, size: _Size, rows: int) -> None:
         """Begin a pause. The first choice after the pause begins a try."""
-        pause = max(size.lost / SHARE, SHORTEST_PAUSE * self.plain(rows))
-        size.until = self._time + pause * 2**size.failed
+        plain = self.plain(rows)
+        pause = max(size.lost / SHARE, SHORTEST_PAUSE * plain) * 2**size.failed
+        size.until = self._time + min(pause, max(LONGEST_PAUSE, LONGEST_PAUSE_STEPS * plain))
         size.failed = min(size.failed + 1, DOUBLINGS)
         size.lost = 0.0
         size.tried = size.rows = size.accepted = 0
@@ -229,29 +242,42 @@ class DraftPolicy:
             self._behind += 1
             if self._behind > SETTLED and seconds > 0.0 and not uncaptured:
                 size.plains += 1
-                self._plain.setdefault(rows, deque(maxlen=LATEST)).append(seconds)
+                self._measure(rows, seconds)
             return
         self._behind = 0
         plain = self.plain(rows)
-        size.lost += seconds - plain * (1.0 + accepted / rows)
+        lost = seconds - plain * (1.0 + accepted / rows)
+        stalled = lost > STALL * plain
+        size.lost += min(lost, STALL * plain)
         verified = plan.decode.tokens - rows
         size.rows += int((plan.decode.count > 1).sum())
         size.accepted += accepted
         if size.rows >= ENOUGH and size.accepted < HOPELESS * size.rows:
             size.tried = LONGEST_TRY
-        if verified and plan.decode.next_k.any() and not uncaptured:
+        if verified and plan.decode.next_k.any() and not uncaptured and not stalled:
             extra = size.extra.setdefault(int(plan.decode.count.max()) - 1, deque(maxlen=LATEST))
             extra.append((seconds - plain) / verified)
             if len(extra) >= TRY:
                 size.tried = LONGEST_TRY
 
+    def _measure(self, rows: int, seconds: float) -> None:
+        """Record the time of a plain step of ``rows``."""
+        times = self._plain.get(rows)
+        if times is None:
+            times = self._plain[rows] = deque(maxlen=LATEST)
+            insort(self._measured, rows)
+        times.append(seconds)
+        self._medians[rows] = median(times)
+
     def plain(self, rows: int) -> float:
         """Return the seconds of a plain step of ``rows``, interpolated between measured sizes; 0 before the
         first."""
-        times = self._plain.get(rows)
-        if times is not None:
-            return float(np.median(times))
-        if not self._plain:
-            return 0.0
-        sizes = sorted(self._plain)
-        return float(np.interp(rows, sizes, [float(np.median(self._plain[size])) for size in sizes]))
+        medians, measured = self._medians, self._measured
+        if rows in medians or not measured:
+            return medians.get(rows, 0.0)
+        place = bisect(measured, rows)
+        if place in (0, len(measured)):  # outside the measured sizes: the nearest size
+            return medians[measured[max(place - 1, 0)]]
+        below, above = measured[place - 1], measured[place]
+        slope = (medians[above] - medians[below]) / (above - below)
+        return medians[below] + slope * (rows - below)
