@@ -23,7 +23,7 @@ from weft.config.families import load_spec
 from weft.config.families.facts import read_json
 from weft.config.families.weight_files import check_weight_files, refuse_adapter
 from weft.config.gpus import gpus_here, gpus_of_group
-from weft.config.hosts import check_hosts
+from weft.config.hosts import check_hosts, engines_on
 from weft.config.names import accepted_names, served_names
 from weft.config.resolved import EngineConfig, HostShare
 from weft.config.sections.all import (
@@ -78,7 +78,8 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     check_checkpoint(model, path, tokenizer_path)
     check_ngram(speculation)
     check_grammar(config.grammar)
-    check_events(config.events)
+    numbers = engines_on(config.parallel, config.parallel.node_rank)
+    check_events(config.events, host.first + max(numbers, default=0))
     spec = read_spec(config, path)
     check_weight_files(Path(path), model.load_format, _prefixes(spec, transfer.role))
     # With several groups on the host, the topology checks the cores of all groups together.

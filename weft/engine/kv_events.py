@@ -47,12 +47,17 @@ END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 """Number of the message after the last batch of a replay."""
 REPLAY_BYTES = 64 << 20
 """Maximum bytes of the batches kept for replay."""
-HWM = 100_000
-"""Maximum messages queued for one router. Further messages to the router are dropped."""
+REQUEST_BYTES = 4096
+"""Maximum bytes of a frame from a router. zmq ends the connection of a router that sends more."""
+LOST_S = 60
+"""Seconds after which a router that takes nothing is disconnected, and its queue is freed."""
+WARN_S = 60.0
+"""Seconds between two warnings about an address in use."""
 RETRY_MS = 1000
 """Milliseconds between two attempts to bind an address that the previous engine process still uses."""
 CLOSE_S = 2.0
 """Maximum seconds to send the last batches at the end."""
+IN_USE = "the address %s of KV cache events is in use; trying again"
 _HASH_MASK = (1 << 64) - 1
 
 
@@ -174,15 +179,20 @@ class KVEventPublisher:
         self._closing = False
         self._bell = WakeupDescriptor()
         self._context = zmq.Context()
+        self._dead = False
+        """True after the end of the thread: nobody takes batches from the queue."""
         self._unbound: list[tuple[zmq.Socket[bytes], str]] = []
         """Sockets whose address another process still uses."""
+        self._warned = time.monotonic()
+        """Time of the last warning about an address in use."""
         self._replay: zmq.Socket[bytes] | None = None
         try:
-            self._pub = self._socket(zmq.PUB, HWM)
+            self._pub = self._socket(zmq.PUB, self._most)
             self._open(self._pub, address_of(section.kv_events_endpoint, number))
             if section.kv_events_replay_endpoint is not None:
                 # Room for two whole replays: ROUTER drops messages beyond the limit.
                 self._replay = self._socket(zmq.ROUTER, 2 * self._most + 2)
+                self._replay.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
                 self._bind(self._replay, address_of(section.kv_events_replay_endpoint, number))
         except ConfigError:
             self._context.destroy(linger=0)
@@ -192,7 +202,9 @@ class KVEventPublisher:
         self.publish([Cleared()])
 
     def publish(self, events: Sequence[BlockEvent]) -> None:
-        """Send ``events`` as the next batch."""
+        """Send ``events`` as the next batch. Does nothing after the end of the thread."""
+        if self._dead:
+            return
         # The number is given here, so a batch that the full queue drops leaves a gap that routers see.
         self._queue.append((self._next, time.time(), events))
         self._next += 1
@@ -207,9 +219,16 @@ class KVEventPublisher:
     # ---- sockets, opened by the engine's thread, used by the publisher's thread
 
     def _socket(self, kind: int, most: int) -> zmq.Socket[bytes]:
-        """Return a socket that queues at most ``most`` messages for one peer."""
+        """Return a socket that queues at most ``most`` messages for one peer, and disconnects lost peers."""
         made = self._context.socket(kind)
+        made.setsockopt(zmq.IPV6, 1)  # ``*`` then means IPv4 and IPv6
         made.setsockopt(zmq.SNDHWM, most)
+        # TCP finds lost peers. Heartbeats of zmq would disconnect routers whose library has no heartbeats.
+        made.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        made.setsockopt(zmq.TCP_KEEPALIVE_IDLE, LOST_S // 2)
+        made.setsockopt(zmq.TCP_KEEPALIVE_INTVL, LOST_S // 6)
+        made.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+        made.setsockopt(zmq.TCP_MAXRT, LOST_S * 1000)
         made.setsockopt(zmq.LINGER, round(CLOSE_S * 500))
         return made
 
@@ -221,7 +240,7 @@ class KVEventPublisher:
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
-            raise _unusable(endpoint, error) from None
+            raise self._unusable(socket, endpoint, error) from None
         log.info("KV cache events go to %s", endpoint)
 
     def _bind(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
@@ -231,22 +250,32 @@ class KVEventPublisher:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             if error.errno != errno.EADDRINUSE:
-                raise _unusable(endpoint, error) from None
+                raise self._unusable(socket, endpoint, error) from None
             # After a restart the previous engine process may still be ending.
-            log.warning("the address %s of KV cache events is in use; trying again", endpoint)
+            log.warning(IN_USE, endpoint)
             self._unbound.append((socket, endpoint))
             return
         log.info("KV cache events: listening at %s", endpoint)
 
     def _bind_again(self) -> None:
-        """Try all addresses in use once more."""
+        """Try all addresses in use once more. Warn each minute."""
         waiting, self._unbound = self._unbound, []
+        warn = time.monotonic() - self._warned >= WARN_S
+        if warn:
+            self._warned = time.monotonic()
         for socket, endpoint in waiting:
             try:
                 socket.bind(endpoint)
                 log.info("KV cache events: listening at %s", endpoint)
             except zmq.ZMQError:
                 self._unbound.append((socket, endpoint))
+                if warn:
+                    log.warning(IN_USE, endpoint)
+
+    def _unusable(self, socket: zmq.Socket[bytes], endpoint: str, error: zmq.ZMQError) -> ConfigError:
+        """Return the error for an address that a socket cannot bind or connect to."""
+        flag = "--kv-events-replay-endpoint" if socket is self._replay else "--kv-events-endpoint"
+        return ConfigError(f"{flag}: {endpoint} can't be used: {error.strerror}", param=flag)
 
     # ---- the thread
 
@@ -261,11 +290,13 @@ class KVEventPublisher:
                 self._bell.hear()
                 self._bind_again()
                 self._send_all()
-                self._answer_replays()
+                self._answer_replay()
             self._send_all()
         except Exception:
             log.exception("KV cache events end")
         finally:
+            self._dead = True
+            self._queue.clear()
             self._context.destroy()
             self._bell.close()
 
@@ -287,26 +318,23 @@ class KVEventPublisher:
         while len(self._kept) > self._most or self._kept_bytes > REPLAY_BYTES:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
-    def _answer_replays(self) -> None:
-        """Answer all requests for past batches. Requests in a wrong form are dropped."""
+    def _answer_replay(self) -> None:
+        """Answer one request for past batches; new batches go out before the next request. Requests in a
+        wrong form are dropped."""
         if self._replay is None:
             return
-        while True:
-            try:
-                router, *request = self._replay.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+        try:
+            router, *request = self._replay.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        if len(request) != 2 or len(request[1]) != NUMBER_BYTES:
+            return
+        for place, payload in self._kept:
+            if self._closing:
                 return
-            if len(request) != 2 or len(request[1]) != NUMBER_BYTES:
-                continue
-            for place, payload in self._kept:
-                if place >= request[1]:  # big-endian, so the order of bytes is the order of numbers
-                    self._replay.send_multipart([router, b"", place, payload], zmq.NOBLOCK)
-            self._replay.send_multipart([router, b"", END, b""], zmq.NOBLOCK)
-
-
-def _unusable(endpoint: str, error: zmq.ZMQError) -> ConfigError:
-    flag = "--kv-events-endpoint"
-    return ConfigError(f"{flag}: {endpoint} can't be used: {error.strerror}", param=flag)
+            if place >= request[1]:  # big-endian, so the order of bytes is the order of numbers
+                self._replay.send_multipart([router, b"", place, payload], zmq.NOBLOCK)
+        self._replay.send_multipart([router, b"", END, b""], zmq.NOBLOCK)
 
 
 class KVEventSource:

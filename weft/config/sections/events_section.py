@@ -59,8 +59,10 @@ def is_bound(endpoint: str) -> bool:
     return "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")
 
 
-def check_events(events: EventsSection) -> None:
-    """Raise ConfigError for an address in a wrong form, and for a setting without an address of events."""
+def check_events(events: EventsSection, highest: int = 0) -> None:
+    """Raise ConfigError for an address in a wrong form, for a setting without an address of events, and for
+    two addresses that meet when engines 0 to ``highest`` of the host bind their own addresses.
+    """
     for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
         endpoint, flag = getattr(events, name), "--" + name.replace("_", "-")
         if endpoint is None:
@@ -71,9 +73,37 @@ def check_events(events: EventsSection) -> None:
                 f"{flag} must be an address such as tcp://*:5557 or ipc:///run/weft/events", param=flag
             )
         # zmq would take port 0 as any free port, and no router could know the port.
-        if found is not None and not 0 < int(found[1]) < 1 << 16:
-            raise ConfigError(f"{flag} needs a port from 1 to 65535", param=flag)
+        if found is not None and not 0 < int(found[1]) < (1 << 16) - highest:
+            raise ConfigError(f"{flag} needs a port from 1 to {65535 - highest}", param=flag)
+        if name == "kv_events_endpoint" and endpoint.startswith("tcp://0.0.0.0:"):
+            raise ConfigError(
+                f"{flag} {endpoint} would be connected to; write tcp://*:{endpoint.rpartition(':')[2]} to "
+                "listen at all addresses",
+                param=flag,
+            )
     if events.kv_events_replay_endpoint is not None and events.kv_events_endpoint is None:
         raise ConfigError(
             "--kv-events-replay-endpoint needs --kv-events-endpoint", param="--kv-events-replay-endpoint"
         )
+    _check_apart(events, highest)
+
+
+def _check_apart(events: EventsSection, highest: int) -> None:
+    """Raise ConfigError if an engine's address of events is any engine's address of replays."""
+    first, second = events.kv_events_endpoint, events.kv_events_replay_endpoint
+    if first is None or second is None or not is_bound(first):
+        return
+    places = [[_place(address_of(one, number)) for number in range(highest + 1)] for one in (first, second)]
+    if set(places[0]) & set(places[1]):
+        flag = "--kv-events-replay-endpoint"
+        raise ConfigError(
+            f"{flag} {second} meets --kv-events-endpoint {first}: engine N adds N to both, and the highest N "
+            f"of this host is {highest}. Choose ports that are further apart, e.g. 5557 and 5657",
+            param=flag,
+        )
+
+
+def _place(endpoint: str) -> str:
+    """Return the part of an address that two sockets of a host cannot share: the port, or the whole address."""
+    found = _TCP.fullmatch(endpoint)
+    return endpoint if found is None else found[1]
