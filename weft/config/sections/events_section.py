@@ -104,6 +104,6 @@ def _check_apart(events: EventsSection, highest: int) -> None:
 
 
 def _place(endpoint: str) -> str:
-    """Return the part of an address that two sockets of a host cannot share: the port, or the whole address."""
+    """Return what two sockets of a host cannot share: the port, or the whole address."""
     found = _TCP.fullmatch(endpoint)
     return endpoint if found is None else found[1]
