@@ -15,7 +15,7 @@ class WakeupDescriptor:
 
     def ring(self) -> None:
         """Make the descriptor readable. Does not block."""
-        with contextlib.suppress(OSError):  # closed, or the counter is full
+        with contextlib.suppress(OSError, ValueError):  # the counter is full, or closed
             os.eventfd_write(self.descriptor, 1)
 
     def hear(self) -> None:
