@@ -6,6 +6,7 @@ SentencePiece trains small models here. A library that is not installed is the r
 from __future__ import annotations
 
 import io
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.support.vocabularies import (
 )
 from weft.common.errors import ConfigError
 from weft.text.tokenizer import Tokenizer
+from weft.text.vocabularies.sentencepiece import read_model
 
 EXACT = {
     "model_type": "bpe",
@@ -104,6 +106,14 @@ def _differences(file: bytes, path: Path, texts: list[str]) -> list[str]:
 @pytest.mark.parametrize("kind", READ)
 def test_a_model_that_sentencepiece_trains_gives_its_ids(tmp_path: Path, kind: str) -> None:
     assert not _differences(_trained(READ[kind]), tmp_path / "x", [*fuzzed(200, seed=3), *AROUND])
+
+
+def test_a_piece_with_a_plain_space_that_the_configuration_names_is_found(tmp_path: Path) -> None:
+    file = _trained(READ["user-defined pieces with plain spaces"])
+    number = [piece.text for piece in read_model(file).pieces].index("a b")
+    named = {"added_tokens_decoder": {str(number): {"content": "a b", "special": False}}}
+    path = folder(tmp_path / "x", tokenizer__model=file, tokenizer_config__json=json.dumps(named).encode())
+    assert number in Tokenizer.load(path).encode("xa b")
 
 
 @pytest.mark.parametrize("kind", REFUSED)

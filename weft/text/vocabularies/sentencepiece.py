@@ -258,6 +258,9 @@ def _add_tokens(pieces: list[Piece], config: dict[str, Any], added: Mapping[str,
                     f"token {number} is {pieces[number].text!r} in the model and {piece.text!r} in the files "
                     "beside the model",
                 )
+            # transformers finds such a token in raw text, with its plain space.
+            if pieces[number].type == _UNUSED:
+                pieces[number].type = piece.type
             continue
         # Fill a gap of ids, because the position of a piece is its id.
         pieces += [Piece(f"<unused_{n}>", 0.0, _UNUSED) for n in range(len(pieces), number)]
