@@ -204,7 +204,7 @@ def test_the_first_steps_lose_little_where_drafts_do_not_pay(rows: int, right: f
     token = 1.0 / fixed(world.cost, world.right, 0)
     dear = world.times * (1 + MOST) * rows * token
     for steps, lost in enumerate(world.lost, 1):
-        assert lost <= max(0.02 * (steps * rows * token + lost), GRANT * token) + 3 * dear
+        assert lost <= max(0.02 * (steps * rows * token + lost), GRANT * token) + 4 * dear
     assert world.lost[-1] <= 0.03 * world.seconds + GRANT * token
 
 
@@ -215,14 +215,16 @@ def test_the_first_steps_lose_little_where_drafts_do_not_pay(rows: int, right: f
 def test_of_slow_steps_few_are_lost_where_no_draft_is_ever_right(
     rows: int, most: float, step: float, more: float, lag: int
 ) -> None:
-    """Bounds the loss after 512 steps and more. ``more``: time of a further token, in plain steps."""
+    """Bounds the loss after 512 steps and more, with short steps after 1,024: the captures of the first tries
+    take longer than five short steps each. ``more``: time of a further token, in plain steps."""
+    first = 1024 if step < 0.02 else 512
     cost = machine({"step": step, "tokens_to_16": more * step, "draft_pass": 1e-4})
     world = CountedWorld(cost, np.zeros(rows), times=1.2, capture=0.05, noise=0.02, lag=lag)
     world.run(4096)
     plain = 1.0 / fixed(cost, world.right, 0)
     assert any(chosen.any() for chosen in world.chosen)
     for steps, lost in enumerate(world.lost, 1):
-        assert steps < 512 or lost <= most * steps * rows * plain, steps
+        assert steps < first or lost <= most * steps * rows * plain, steps
 
 
 @pytest.mark.parametrize("right", [0.5, 0.8])
