@@ -16,7 +16,7 @@ from tests.support.slowness import deadline
 
 pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
 
-from weft.on_ray import actors  # noqa: E402
+from weft.on_ray import actors
 
 SLOW_DRAIN = """
 import pathlib, signal, sys, time

@@ -53,7 +53,7 @@ def group_name(server: str, group: str) -> str:
 
 
 def insist(call: Callable[[], Answer], seconds: float) -> Answer:
-    """Return the answer of ``call``. Failures are tried again for ``seconds``; then the last one is raised."""
+    """Return the answer of ``call``. Try again after failures, for ``seconds``; then raise the last one."""
     until = time.monotonic() + seconds
     while True:
         try:
