@@ -32,7 +32,7 @@ groups:
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[RayNode]:
-    made = RayNode()
+    made = RayNode(cpus=5)
     try:
         yield made
     finally:
@@ -122,23 +122,22 @@ def test_orders_hold_after_the_same_command_and_the_loss_of_the_fleet_actor(
 ) -> None:
     """Groups wait without a place, also over the loss of the fleet actor, and can be removed then."""
     file = tmp_path / "held.yaml"
-    topology = TOPOLOGY.replace("threads: 1", "threads: 3")  # two groups fill the cluster of 8 CPUs
-    file.write_text(topology)
+    file.write_text(TOPOLOGY)
     file.chmod(0o600)
     server = up(node, file, tmp_path / "first")
     again = other = None
     try:
         base = server.url()
         due = ask(base)
-        weft(base, "scale", "decode", "3")
-        until(lambda: sorted(groups(base).values()) == ["running", "running", "waiting", "waiting"])
+        weft(base, "scale", "decode", "6")  # the cluster has 5 CPUs
+        until(lambda: sorted(groups(base).values()) == ["running"] * 5 + ["waiting"] * 2)
         engines = engines_of(node)
         fleet = node.actors("FleetActor")
         os.kill(fleet[0], signal.SIGKILL)
         until(lambda: node.actors("FleetActor") not in ([], fleet))
         again = up(node, file, tmp_path / "again")
         assert ask(again.url()) == due
-        assert sorted(groups(base)) == [*decodes(3), "prefill0"]  # the same file undoes no order
+        assert sorted(groups(base)) == [*decodes(6), "prefill0"]  # the same file undoes no order
         assert engines_of(node) == engines
         until(lambda: httpx.get(f"{base}/ready", timeout=deadline(30)).status_code == 200)
         weft(base, "scale", "decode", "1")
@@ -148,7 +147,7 @@ def test_orders_hold_after_the_same_command_and_the_loss_of_the_fleet_actor(
 
         twin = tmp_path / "twin" / "held.yaml"
         twin.parent.mkdir()
-        twin.write_text(topology.replace("threads: 3", "threads: 3\nserved-model-name: [other]"))
+        twin.write_text(TOPOLOGY.replace("threads: 1", "threads: 1\nserved-model-name: [other]"))
         twin.chmod(0o600)
         other = up(node, twin, tmp_path / "other")
         assert other.process.wait(deadline(60)) == 2
