@@ -57,9 +57,9 @@ class RayNode:
             own |= more
         return [(pid, lines[pid]) for pid in sorted(own)]
 
-    def actors(self) -> list[int]:
-        """Return the process ids of the actors of groups."""
-        return [pid for pid, line in self.processes() if line.startswith("ray::GroupActor")]
+    def actors(self, kind: str = "GroupActor") -> list[int]:
+        """Return the process ids of the actors of a class."""
+        return [pid for pid, line in self.processes() if line.startswith(f"ray::{kind}")]
 
     def close(self) -> None:
         """Kill all processes of the cluster: `ray stop` would end other clusters of this machine, too."""

@@ -1,39 +1,154 @@
-"""What the fleet actor keeps, without Ray."""
+"""The state of the fleet actor, without Ray."""
 
 from __future__ import annotations
 
+import msgspec
+
 from tests.control.directory.test_leases import record
-from weft.on_ray.fleet_state import FleetState, GroupPlan
+from weft.control.directory.record import EngineRecord
+from weft.on_ray.fleet_state import GRACE_S, SILENT_S, FleetState, GroupPlan, Kept, Offer
 
 
 def plan(group: str) -> GroupPlan:
     return GroupPlan(group=group, base="decode", role="decode", engines=(group,))
 
 
-def test_a_known_group_keeps_its_place() -> None:
-    state = FleetState()
-    state.want([plan("decode0"), plan("decode1")])
+def offer(*groups: str, topology: str = "text", model: str = "m", named: bool = False) -> Offer:
+    plans = tuple(plan(group) for group in groups)
+    return Offer(topology=topology, model=model, named=named, restarts=1, drain_timeout=5, plans=plans)
+
+
+def made(*groups: str) -> FleetState:
+    """Return a state at time 0 after one offer, with all groups placed."""
+    state = FleetState(Kept(secret="secret"), 0.0)
+    assert state.offer(offer(*groups)) == ""
+    assert [one.group for one in state.due([], 0.0)] == list(groups)
+    return state
+
+
+def wanted(state: FleetState) -> list[str]:
+    return [one.group for one in state.snapshot().plans]
+
+
+def attempt(state: FleetState, group: str = "decode0") -> int:
+    return state.plans[group].attempt
+
+
+def test_a_known_group_keeps_its_place_and_its_attempt() -> None:
+    state = made("decode0", "decode1")
+    first = attempt(state)
     state.want([plan("decode0")])
-    assert [one.group for one in state.snapshot().plans] == ["decode0", "decode1"]
+    assert (wanted(state), attempt(state)) == (["decode0", "decode1"], first)
     state.unwant("decode0")
     state.unwant("decode0")
-    assert [one.group for one in state.snapshot().plans] == ["decode1"]
+    assert wanted(state) == ["decode1"]
+    state.want([plan("decode0")])
+    assert attempt(state) != first
+
+
+def test_the_same_topology_again_undoes_no_order_of_the_operator() -> None:
+    state = made("decode0", "decode1")
+    state.want([plan("decode2")])
+    state.unwant("decode0")
+    assert state.offer(offer("decode0", "decode1")) == ""
+    assert wanted(state) == ["decode1", "decode2"]
+    assert state.offer(offer("decode0", topology="other")) == ""
+    assert wanted(state) == ["decode1", "decode2", "decode0"]
+
+
+def test_another_model_needs_a_name() -> None:
+    state = made("decode0")
+    assert state.offer(offer("decode9", topology="other", model="n")) == "m"
+    assert (wanted(state), state.kept.topology, state.kept.model) == (["decode0"], "text", "m")
+    assert state.offer(offer("decode9", topology="other", model="n", named=True)) == ""
+    assert (state.kept.topology, state.kept.model) == ("other", "n")
 
 
 def test_records_are_replaced_and_withdrawn_by_incarnation() -> None:
-    state = FleetState()
-    state.publish([record(incarnation=1), record("prefill0")])
-    state.publish([record(incarnation=2)])
-    state.withdraw("decode0", 1)
-    assert {one.name: one.incarnation for one in state.snapshot().records} == {"decode0": 2, "prefill0": 7}
-    state.withdraw("decode0", 2)
-    assert [one.name for one in state.snapshot().records] == ["prefill0"]
+    state = made("decode0", "prefill0")
+
+    def records(group: str, *found: EngineRecord) -> dict[str, int]:
+        assert state.publish(group, attempt(state, group), 1, found, 0.0)
+        return {one.name: one.incarnation for one in state.snapshot().records}
+
+    records("decode0", record(incarnation=1))
+    records("prefill0", record("prefill0"))
+    assert records("decode0", record(incarnation=2)) == {"decode0": 2, "prefill0": 7}
+    assert records("decode0") == {"prefill0": 7}
 
 
-def test_an_order_to_drain_reaches_one_incarnation() -> None:
-    state = FleetState()
-    state.drain("decode0", 1)
-    assert state.publish([record(incarnation=1)]) == {"decode0"}
-    assert state.publish([record(incarnation=2)]) == set()
-    state.withdraw("decode0", 1)
-    assert state.publish([record(incarnation=1)]) == set()
+def test_restarts_have_a_budget_of_ten_minutes_and_a_revival_renews_the_budget() -> None:
+    state = made("decode0")
+    first = attempt(state)
+    assert state.admit("decode0", first, 1, 0.0)
+    assert state.admit("decode0", first, 1, 0.0)  # a lost answer, or a rolling restart
+    assert state.admit("decode0", first, 2, 1.0)
+    assert state.admit("decode0", first, 3, 700.0)
+    assert not state.admit("decode0", first, 4, 701.0)
+    assert not state.admit("decode0", first, 4, 2000.0)
+    assert state.snapshot().retired == ("decode0",)
+    assert state.due([], 2000.0) == []
+    state.left("decode0", first)
+    assert wanted(state) == ["decode0"]
+    state.revive("decode0")
+    assert [one.group for one in state.due([], 2000.0)] == ["decode0"]
+    assert state.admit("decode0", attempt(state), 5, 2000.0)
+    assert not state.admit("decode0", first, 4, 2000.0)
+
+
+def test_an_actor_that_is_lost_for_good_counts_as_a_restart() -> None:
+    state = made("decode0")
+    assert state.due(["decode0"], 1.0) == []
+    assert [one.group for one in state.due([], 2.0)] == ["decode0"]
+    assert state.due([], 3.0) == []
+    assert state.snapshot().retired == ("decode0",)
+
+
+def test_a_removed_group_is_not_admitted_and_drains() -> None:
+    state = made("decode0", "decode1")
+    first = attempt(state)
+    assert state.publish("decode0", first, 1, [record()], 0.0)
+    state.unwant("decode0")
+    assert not state.publish("decode0", first, 1, [record()], 1.0)
+    assert not state.admit("decode0", first, 2, 1.0)
+
+
+def test_a_group_that_is_wanted_again_while_it_drains_survives_its_end() -> None:
+    state = made("decode0")
+    first = attempt(state)
+    state.publish("decode0", first, 1, [record()], 0.0)
+    state.unwant("decode0")
+    state.want([plan("decode0")])
+    assert not state.publish("decode0", first, 1, [record()], 1.0)  # the old one still drains
+    assert state.due(["decode0"], 1.0) == []
+    state.left("decode0", first)
+    assert state.snapshot().records == ()
+    assert [one.group for one in state.due([], 2.0)] == ["decode0"]
+    state.left("decode0", attempt(state))
+    assert wanted(state) == []
+
+
+def test_unwanted_actors_without_a_place_are_killed_and_others_drain() -> None:
+    state = made("decode0", "decode1")
+    first = attempt(state)
+    late = GRACE_S + 1
+    assert state.admit("decode0", first, 1, late)
+    state.unwant("decode0")
+    state.unwant("decode1")
+    living = ["decode0", "decode1"]
+    assert state.abandoned(living, GRACE_S - 1) == []  # perhaps this is a restarted fleet actor
+    assert state.admit("decode0", first, 1, late) is False
+    assert state.abandoned(living, late) == ["decode1"]
+    assert state.abandoned(living, late + SILENT_S + 1) == living
+
+
+def test_a_restarted_fleet_actor_has_the_groups_and_the_secret() -> None:
+    state = made("decode0", "decode1")
+    state.unwant("decode1")
+    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(state.kept), type=Kept)
+    again = FleetState(kept, 50.0)
+    assert (again.kept.secret, again.kept.topology, wanted(again)) == ("secret", "text", ["decode0"])
+    assert again.publish("decode0", attempt(state), 1, [record()], 51.0)
+    assert again.due(["decode0"], 51.0) == []
+    assert again.offer(offer("decode0", "decode1")) == ""
+    assert wanted(again) == ["decode0"]

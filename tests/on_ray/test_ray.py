@@ -32,7 +32,7 @@ groups:
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[RayNode]:
-    made = RayNode()
+    made = RayNode(cpus=5)
     try:
         yield made
     finally:
@@ -105,7 +105,7 @@ def test_a_group_that_dies_too_often_is_given_up_and_revived(node: RayNode, tmp_
         until(lambda: engines_of(node).get("decode0", first) != first)
         os.kill(engines_of(node)["decode0"], signal.SIGKILL)  # and not again
         until(lambda: groups(base)["decode0"] == "retired", 90)
-        assert httpx.get(f"{base}/health", timeout=deadline(30)).json()["status"] != "alive"
+        until(lambda: httpx.get(f"{base}/health", timeout=deadline(30)).json()["status"] != "alive", 5)
         weft(base, "revive", "decode0")
         until(lambda: groups(base)["decode0"] == "running")
         assert ask(base) == due
@@ -115,6 +115,51 @@ def test_a_group_that_dies_too_often_is_given_up_and_revived(node: RayNode, tmp_
     ended = up(node, file, tmp_path / "stop", "--stop")
     assert ended.process.wait(deadline(90)) == 0, ended.log.read_text()
     ended.close()
+
+
+def test_orders_hold_after_the_same_command_and_the_loss_of_the_fleet_actor(
+    node: RayNode, tmp_path: Path
+) -> None:
+    """Groups wait without a place, also over the loss of the fleet actor, and can be removed then."""
+    file = tmp_path / "held.yaml"
+    file.write_text(TOPOLOGY)
+    file.chmod(0o600)
+    server = up(node, file, tmp_path / "first")
+    again = other = None
+    try:
+        base = server.url()
+        due = ask(base)
+        weft(base, "scale", "decode", "6")  # the cluster has 5 CPUs
+        until(lambda: sorted(groups(base).values()) == ["running"] * 5 + ["waiting"] * 2)
+        engines = engines_of(node)
+        fleet = node.actors("FleetActor")
+        os.kill(fleet[0], signal.SIGKILL)
+        until(lambda: node.actors("FleetActor") not in ([], fleet))
+        again = up(node, file, tmp_path / "again")
+        assert ask(again.url()) == due
+        assert sorted(groups(base)) == [*decodes(6), "prefill0"]  # the same file undoes no order
+        assert engines_of(node) == engines
+        until(lambda: httpx.get(f"{base}/ready", timeout=deadline(30)).status_code == 200)
+        weft(base, "scale", "decode", "1")
+        until(lambda: sorted(groups(base)) == ["decode0", "prefill0"])
+        until(lambda: sorted(engines_of(node)) == ["decode0", "prefill0"])
+        assert ask(base) == due
+
+        twin = tmp_path / "twin" / "held.yaml"
+        twin.parent.mkdir()
+        twin.write_text(TOPOLOGY.replace("threads: 1", "threads: 1\nserved-model-name: [other]"))
+        twin.chmod(0o600)
+        other = up(node, twin, tmp_path / "other")
+        assert other.process.wait(deadline(60)) == 2
+        assert "give this server another name with --name" in other.log.read_text()
+    finally:
+        for one in (server, again, other):
+            if one is not None:
+                one.close()
+    ended = up(node, file, tmp_path / "stop", "--stop")
+    assert ended.process.wait(deadline(90)) == 0, ended.log.read_text()
+    ended.close()
+    until(lambda: not engines_of(node) and not node.actors() and not node.actors("FleetActor"))
 
 
 def test_without_a_cluster_the_message_says_what_to_start(tmp_path: Path) -> None:

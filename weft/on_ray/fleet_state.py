@@ -1,12 +1,20 @@
-"""What the fleet actor keeps: wanted groups, records of engines, and orders to drain. Pure."""
+"""The state of the fleet actor: wanted groups, records of engines, and budgets of restarts. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import secrets
+from collections.abc import Collection, Iterable
 
 import msgspec
 
+from weft.common.restarts import RestartBudget
 from weft.control.directory.record import EngineRecord
+from weft.control.processes.table import WINDOW
+
+GRACE_S = 10.0
+"""Seconds after the start of the fleet actor in which a silent group actor does not count as pending."""
+SILENT_S = 20.0
+"""Seconds without a call of an unwanted group actor until the fleet actor kills the group actor."""
 
 
 class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +28,38 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     expert_group: str = ""
     gpus: int = 0
     cpus: float = 1.0
+    attempt: int = 0
+    """Random number of the order to run the group. A later order for the same group has another number."""
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``weft up`` wants of the fleet."""
+
+    topology: str
+    """Text of the topology file."""
+    model: str
+    """Served model."""
+    named: bool
+    """True if the operator gave the name of the server."""
+    restarts: int
+    """Maximum restarts of a group in 10 minutes."""
+    drain_timeout: float
+    plans: tuple[GroupPlan, ...]
+
+
+class Kept(msgspec.Struct, kw_only=True):
+    """The part of the state that outlives the process of the fleet actor."""
+
+    secret: str
+    topology: str = ""
+    model: str = ""
+    """"" until the first offer."""
+    restarts: int = 0
+    drain_timeout: float = 0.0
+    plans: dict[str, GroupPlan] = {}
+    """Group -> plan, in the order of the start."""
+    retired: set[str] = set()
+    """Groups without a further restart."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,49 +68,166 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     plans: tuple[GroupPlan, ...]
     records: tuple[EngineRecord, ...]
     retired: tuple[str, ...] = ()
-    """Groups that Ray does not restart any more."""
+    """Groups without a further restart."""
 
 
 class FleetState:
     """The wanted groups and the published engines of one server."""
 
-    def __init__(self) -> None:
-        self.plans: dict[str, GroupPlan] = {}
-        """Group -> plan, in the order of the start."""
+    def __init__(self, kept: Kept, now: float) -> None:
+        self.kept = kept
+        self._begun = now
         self._records: dict[str, EngineRecord] = {}
-        self._drains: set[tuple[str, int]] = set()
-        """(engine, incarnation) with the order to drain."""
+        self._published: dict[tuple[str, int], dict[str, int]] = {}
+        """(group, attempt) -> engine -> incarnation, as last published."""
+        self._processes: dict[tuple[str, int], int] = {}
+        """(group, attempt) -> number of the group actor's process."""
+        self._placed: dict[str, int] = {}
+        """Group -> attempt of the group actor that the fleet actor started."""
+        self._heard: dict[str, float] = {}
+        """Group -> time of the last call of a group actor."""
+        self._budgets: dict[str, RestartBudget] = {}
+
+    @property
+    def plans(self) -> dict[str, GroupPlan]:
+        """Group -> plan of the wanted groups, in the order of the start."""
+        return self.kept.plans
+
+    # -- orders
+
+    def offer(self, offer: Offer) -> str:
+        """Use the topology of an offer, and add the groups of a new topology. Groups that the operator has
+        added or removed since the last offer with this topology stay so. Return "", or the model of the
+        fleet, which refuses an offer of another model without a name."""
+        kept = self.kept
+        if kept.model and kept.model != offer.model and not offer.named:
+            return kept.model
+        if kept.restarts != offer.restarts:
+            self._budgets.clear()
+        if not kept.model or kept.topology != offer.topology:
+            self.want(offer.plans)
+        kept.topology, kept.model = offer.topology, offer.model
+        kept.restarts, kept.drain_timeout = offer.restarts, offer.drain_timeout
+        return ""
 
     def want(self, plans: Iterable[GroupPlan]) -> None:
-        """Add groups. A known group keeps its place."""
-        self.plans.update({plan.group: plan for plan in plans})
+        """Add groups. A known group keeps the place and the attempt."""
+        for plan in plans:
+            known = self.plans.get(plan.group)
+            attempt = secrets.randbits(63) if known is None else known.attempt
+            self.plans[plan.group] = msgspec.structs.replace(plan, attempt=attempt)
 
     def unwant(self, group: str) -> None:
         """Drop a group. Its records stay until the engines withdraw them, or the leases end."""
         self.plans.pop(group, None)
+        self.kept.retired.discard(group)
+        self._budgets.pop(group, None)
 
-    def publish(self, records: Iterable[EngineRecord]) -> set[str]:
-        """Store records of one group. Return the engines among them that have the order to drain."""
-        found = set()
-        for record in records:
-            self._records[record.name] = record
-            if (record.name, record.incarnation) in self._drains:
-                found.add(record.name)
+    def revive(self, group: str) -> None:
+        """Want a retired group again, with a new budget of restarts."""
+        if group in self.kept.retired:
+            self.kept.retired.discard(group)
+            self._budgets.pop(group, None)
+            self.plans[group] = msgspec.structs.replace(self.plans[group], attempt=secrets.randbits(63))
+
+    # -- calls of group actors
+
+    def admit(self, group: str, attempt: int, process: int, now: float) -> bool:
+        """Return True if the group actor may start engines. A second process of one attempt is a restart;
+        without a restart in the budget the group is retired."""
+        self._heard[group] = now
+        if not self._wanted(group, attempt):
+            return False
+        before = self._processes.get((group, attempt), process)
+        if before != process and not self._grant(group, now):
+            return False
+        self._processes[group, attempt] = process
+        return True
+
+    def publish(
+        self, group: str, attempt: int, process: int, records: Iterable[EngineRecord], now: float
+    ) -> bool:
+        """Store the records of a group actor; engines that are gone are withdrawn. Return True if the group
+        is wanted; else the group must drain."""
+        self._heard[group] = now
+        self._processes[group, attempt] = process
+        found = {record.name: record for record in records}
+        for name, incarnation in self._published.get((group, attempt), {}).items():
+            if name not in found or found[name].incarnation != incarnation:
+                self._withdraw(name, incarnation)
+        self._published[group, attempt] = {name: record.incarnation for name, record in found.items()}
+        self._records.update(found)
+        return self._wanted(group, attempt)
+
+    def left(self, group: str, attempt: int) -> None:
+        """Note the end of a group actor for good. The group stays wanted if a later order wants the group."""
+        for name, incarnation in self._published.pop((group, attempt), {}).items():
+            self._withdraw(name, incarnation)
+        self._processes.pop((group, attempt), None)
+        if self._wanted(group, attempt):
+            self.unwant(group)
+
+    # -- what the fleet actor must do
+
+    def due(self, living: Collection[str], now: float) -> list[GroupPlan]:
+        """Return the groups whose actors the fleet actor must start. ``living``: groups with an actor. An
+        actor that is lost for good counts as a restart; without a restart in the budget the group is
+        retired."""
+        found = []
+        for group, plan in self.plans.items():
+            if group in living or group in self.kept.retired:
+                continue
+            if self._placed.get(group) == plan.attempt and not self._grant(group, now):
+                continue
+            self._placed[group] = plan.attempt
+            found.append(plan)
         return found
 
-    def withdraw(self, name: str, incarnation: int) -> None:
+    def abandoned(self, living: Collection[str], now: float) -> list[str]:
+        """Return the groups of ``living`` whose actors the fleet actor must kill: unwanted groups that wait
+        for a place, or whose actor is silent. Other unwanted groups drain."""
+        self._heard = {group: at for group, at in self._heard.items() if group in living}
+        found = []
+        for group in living:
+            at = self._heard.get(group)
+            silent = now - self._begun > GRACE_S if at is None else now - at > SILENT_S
+            if silent and group not in self.plans:
+                found.append(group)
+        return found
+
+    def incarnations(self, group: str) -> dict[str, int]:
+        """Return engine -> incarnation of all records of ``group``."""
+        return {one.name: one.incarnation for one in self._records.values() if one.group == group}
+
+    def is_new(self, group: str, before: dict[str, int]) -> bool:
+        """Return True if all engines of ``group`` are processes that answer and are not in ``before``."""
+        records = [one for one in self._records.values() if one.group == group]
+        return bool(records) and all(
+            one.ready and not one.draining and before.get(one.name) != one.incarnation for one in records
+        )
+
+    def snapshot(self) -> Snapshot:
+        """Return everything that a reader needs."""
+        return Snapshot(
+            plans=tuple(self.plans.values()),
+            records=tuple(self._records.values()),
+            retired=tuple(sorted(self.kept.retired)),
+        )
+
+    def _wanted(self, group: str, attempt: int) -> bool:
+        plan = self.plans.get(group)
+        return plan is not None and plan.attempt == attempt and group not in self.kept.retired
+
+    def _withdraw(self, name: str, incarnation: int) -> None:
         """Remove a record, unless another incarnation has replaced the record."""
         record = self._records.get(name)
         if record is not None and record.incarnation == incarnation:
             del self._records[name]
-        self._drains.discard((name, incarnation))
 
-    def drain(self, name: str, incarnation: int) -> None:
-        """Leave the order to drain for one process."""
-        self._drains.add((name, incarnation))
-
-    def snapshot(self, retired: Iterable[str] = ()) -> Snapshot:
-        """Return everything that a reader needs."""
-        return Snapshot(
-            plans=tuple(self.plans.values()), records=tuple(self._records.values()), retired=tuple(retired)
-        )
+    def _grant(self, group: str, now: float) -> bool:
+        """Return True for a permitted restart of ``group``; else retire the group."""
+        budget = self._budgets.setdefault(group, RestartBudget(self.kept.restarts, WINDOW))
+        if budget.grant(now):
+            return True
+        self.kept.retired.add(group)
+        return False

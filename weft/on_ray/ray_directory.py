@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import ray
 
+from weft.common.counted_log import CountedLog
 from weft.common.errors import EngineDead, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.control.directory.directory_owner import DirectoryOwner
@@ -24,6 +25,9 @@ from weft.parallel.secret import CurveKeys
 
 log = get_logger(__name__)
 
+STALE_S = 3.0
+"""Maximum seconds without an answer of the fleet actor until the directory counts as unreachable."""
+
 
 class RayDirectory:
     """Implementation of ``Directory`` over the fleet actor. Engines publish through their group actors, so
@@ -36,7 +40,9 @@ class RayDirectory:
         """Find the fleet actor, and read once. Raise Unavailable if there is none."""
         self._server = server
         self._snapshot = self._ask()
-        self._failed: str | None = None
+        self._good_at = time.monotonic()
+        """Time of the last answer."""
+        self._trouble = CountedLog(log)
         threading.Thread(target=self._read_on, name="weft-ray", daemon=True).start()
 
     @property
@@ -45,9 +51,9 @@ class RayDirectory:
         return self._snapshot
 
     def read(self) -> Mapping[str, EngineRecord]:
-        """See ``Directory``."""
-        if self._failed is not None:
-            raise OSError(self._failed)
+        """See ``Directory``. Raise OSError if the last answer is older than ``STALE_S``."""
+        if (age := time.monotonic() - self._good_at) > STALE_S:
+            raise OSError(f"Ray has not shown the fleet of {self._server} for {age:.0f} s")
         return {record.name: record for record in self._snapshot.records}
 
     def publish(self, record: EngineRecord) -> None:
@@ -61,7 +67,7 @@ class RayDirectory:
         self.tell("remove", record.group)
 
     def asked_to_drain(self, record: EngineRecord) -> bool:
-        """Return False: group actors hear orders."""
+        """Return False: group actors get the orders."""
         return False
 
     def tell(self, order: str, *arguments: Any) -> None:
@@ -86,9 +92,11 @@ class RayDirectory:
         while True:
             time.sleep(LOOK_S)
             try:
-                self._snapshot, self._failed = self._ask(), None
-            except Unavailable as error:
-                self._failed = error.message
+                self._snapshot = self._ask()
+            except Exception as error:  # of Ray, or of another release's answer
+                self._trouble.say("Ray does not show the fleet (%s)", error)
+            else:
+                self._good_at = time.monotonic()
 
 
 class RayOwner(DirectoryOwner):

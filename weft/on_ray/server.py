@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import secrets
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,11 @@ import ray
 
 from weft.common.errors import ConfigError, EngineDead
 from weft.common.log import get_logger
-from weft.config.alone import face_alone
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import FrontSection
 from weft.config.topology import Topology, serves
 from weft.on_ray.actors import CALL_S, NAMESPACE, FleetActor, fleet_name
-from weft.on_ray.fleet_state import GroupPlan
+from weft.on_ray.fleet_state import GroupPlan, Offer
 from weft.on_ray.ray_directory import RayDirectory, RayOwner
 from weft.parallel.secret import read_keys
 
@@ -33,52 +34,81 @@ PLACE_S = 30.0
 """Maximum seconds until the fleet actor runs."""
 
 
-def up(text: str, name: str, topology: Topology, address: str) -> tuple[EngineConfig, RayOwner]:
-    """Start the groups of a topology, or find the running ones. Return the API server's configuration, and
-    the owner of the groups.
+def up(
+    text: str, name: str, named: bool, front: FrontSection, config: EngineConfig, plans: Sequence[GroupPlan]
+) -> RayOwner:
+    """Start the groups of a topology, or find the running ones. Return the owner of the groups. Call
+    ``connect`` first.
 
-    ``text``: the topology file. ``name``: of the server. ``address``: of the Ray cluster; "" for the cluster
-    of this host, or of the environment. Raise ConfigError, or EngineDead if Ray does not answer.
+    ``text``: the topology file. ``name``: of the server. ``named``: True if the operator gave the name.
+    ``config``: of the API server. ``plans``: of the groups. Raise ConfigError if the name belongs to a server
+    of another model, or EngineDead if Ray does not answer.
     """
-    config = face_alone(topology)
-    _connect(address)
-    actor = _fleet(name, text, topology.front)
+    offer = Offer(
+        topology=text,
+        model=config.served_names[0],
+        named=named,
+        restarts=front.engine_restarts,
+        drain_timeout=front.drain_timeout,
+        plans=tuple(plans),
+    )
     try:
-        ray.get(actor.want.remote(msgspec.msgpack.encode(plans_of(topology, config))), timeout=PLACE_S)
-        _, secret = ray.get(actor.settings.remote(), timeout=CALL_S)
+        actor = _fleet(name)
+        refused: str = ray.get(actor.offer.remote(msgspec.msgpack.encode(offer)), timeout=PLACE_S)
+        secret: str = ray.get(actor.secret.remote(), timeout=CALL_S)
     except Exception as error:
-        raise EngineDead(f"Ray does not run the fleet of {name} ({type(error).__name__})") from error
-    folder = tempfile.TemporaryDirectory(prefix="weft-ray-")  # removed at the end of the process
-    key = Path(folder.name) / "secret"
-    key.touch(mode=0o600)
-    key.write_text(secret)
+        raise EngineDead(f"the fleet actor of {name} does not answer ({type(error).__name__})") from error
+    if refused:
+        raise ConfigError(
+            f"the server {name} runs on this cluster with the model {refused}, and FILE has the model "
+            f"{offer.model}: give this server another name with --name, or give --name {name} to replace the "
+            "topology",
+            param="--name",
+        )
+    folder = tempfile.TemporaryDirectory(prefix="weft-ray-")
     with folder:
+        key = Path(folder.name) / "secret"
+        key.touch(mode=0o600)
+        key.write_text(secret)
         keys = read_keys(str(key))
     served = functools.partial(serves, fallback=config.transfer.prefill_fallback)
-    return config, RayOwner(RayDirectory(name), config.served_names[0], keys, served)
+    return RayOwner(RayDirectory(name), config.served_names[0], keys, served)
 
 
-def down(name: str, address: str, drain_timeout: float) -> int:
-    """Drain and end all groups of a server, and forget the server. Return 0. Blocks until then.
+def down(name: str, drain_timeout: float) -> int:
+    """Drain and end all groups of a server, and forget the server. Call ``connect`` first. Blocks until then.
 
-    Raise EngineDead without such a server.
+    Return 0, or 1 if groups live at the deadline; then the server is not forgotten. Raise EngineDead without
+    such a server, or without an answer.
     """
-    _connect(address)
     try:
         actor = ray.get_actor(fleet_name(name), namespace=NAMESPACE)
-        groups: list[str] = ray.get(actor.stop.remote(), timeout=CALL_S)
+    except ValueError as error:
+        raise EngineDead(f"Ray has no server {name!r}") from error
+    try:
+        groups: list[str] = ray.get(actor.stop.remote(), timeout=PLACE_S)
         log.info("draining %s", ", ".join(groups))
         until = time.monotonic() + drain_timeout + PLACE_S
-        while ray.get(actor.living.remote(groups), timeout=CALL_S) and time.monotonic() < until:
+        while groups and time.monotonic() < until:
             time.sleep(0.5)
+            # One late answer is no reason to give up.
+            with contextlib.suppress(ray.exceptions.GetTimeoutError):
+                groups = ray.get(actor.living.remote(), timeout=CALL_S)
+        if groups:
+            log.error("not ended in time: %s; the same command waits again", ", ".join(groups))
+            return 1
+        ray.get(actor.forget.remote(), timeout=CALL_S)
         ray.kill(actor)
     except Exception as error:
-        raise EngineDead(f"Ray has no server {name!r} ({type(error).__name__})") from error
+        raise EngineDead(
+            f"the fleet actor of {name} does not answer ({type(error).__name__}), so groups may still run"
+        ) from error
     return 0
 
 
-def plans_of(topology: Topology, face: EngineConfig) -> list[GroupPlan]:
-    """Return the groups of a topology for Ray: one GPU per rank with ``device: cuda``, else one CPU."""
+def plans_of(topology: Topology) -> list[GroupPlan]:
+    """Return the groups of a topology for Ray: one GPU and one CPU per rank with ``device: cuda``, else
+    ``threads`` CPUs. Raise ConfigError for a group of several hosts."""
     made = []
     for group in topology.groups:
         parallel, device = group.config.parallel, group.config.runner.device
@@ -104,12 +134,13 @@ def plans_of(topology: Topology, face: EngineConfig) -> list[GroupPlan]:
 
 
 def server_name(file: str) -> str:
-    """Return the name of a server: the file's name in letters that Ray's names may have."""
+    """Return the name of a server without ``--name``: the file's name in lower case, digits and -."""
     return re.sub(r"[^a-z0-9-]+", "-", Path(file).stem.lower()).strip("-") or "server"
 
 
-def _connect(address: str) -> None:
-    """Connect this process to Ray. Raise EngineDead if no cluster answers."""
+def connect(address: str) -> None:
+    """Connect this process to Ray. ``address``: of the cluster; "" for the cluster of this host, or of the
+    environment. Raise EngineDead if no cluster answers."""
     if ray.is_initialized():
         return
     try:
@@ -124,17 +155,18 @@ def _connect(address: str) -> None:
         ) from error
 
 
-def _fleet(name: str, text: str, front: FrontSection) -> Any:
-    """Return the fleet actor of a server: the running one, with the present topology, or a new one."""
-    made = ray.remote(FleetActor).options(
-        name=fleet_name(name),
-        namespace=NAMESPACE,
-        lifetime="detached",
-        get_if_exists=True,
-        max_restarts=-1,
-        max_concurrency=8,
-        num_cpus=0,
+def _fleet(name: str) -> Any:
+    """Return the fleet actor of a server: the running one, or a new one."""
+    return (
+        ray.remote(FleetActor)
+        .options(
+            name=fleet_name(name),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_concurrency=16,
+            num_cpus=0,
+        )
+        .remote(name, secrets.token_hex(32))
     )
-    actor: Any = made.remote(name, text, secrets.token_hex(32), front.engine_restarts)
-    actor.change.remote(text)
-    return actor

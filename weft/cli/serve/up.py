@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import signal
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from weft.cli import options
+from weft.cli.serve.on_ray import RayOptions, check_place, up_on_ray
 from weft.cli.serve.serve import with_keys
-from weft.common import signals
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import Config, FrontSection
-
-if TYPE_CHECKING:
-    from weft.config.topology import Topology
 
 
 @click.command(cls=options.Command)
@@ -46,13 +41,14 @@ def up(file: str, place: str, ray_address: str, name: str, stop: bool, check: bo
     from weft.config.sections.tls import server_context
     from weft.config.topology import on_host, read_topology, resolve_groups
 
+    check_place(place, {"--ray-address": ray_address, "--name": name, "--stop": stop}, given)
     node = given.pop("node_rank") or 0
     topology = on_host(read_topology(file, options.given_values(given)), node)
     front = with_keys(Config(front=topology.front)).front
     configure_log(front, node)
     warn_of_readable_keys(file)
     if place == "ray":
-        return _up_on_ray(file, name, topology._replace(front=front), ray_address, stop)
+        return up_on_ray(file, topology._replace(front=front), RayOptions(ray_address, name, stop, check))
     groups = resolve_groups(topology._replace(front=front))
     check_secrets(groups)
     if check:
@@ -60,25 +56,6 @@ def up(file: str, place: str, ray_address: str, name: str, stop: bool, check: bo
         click.echo(describe(groups, front))
         return 0
     return run(groups, front)
-
-
-def _up_on_ray(file: str, name: str, topology: Topology, address: str, stop: bool) -> int:
-    """Start the groups as Ray actors, and serve them in this process. Return the exit status. The end of this
-    process ends no group. ``stop``: only end all groups. Raise ConfigError without Ray."""
-    from weft.common.errors import ConfigError
-    from weft.front.front_server import serve
-
-    try:
-        from weft.on_ray.server import down, server_name, up
-    except ImportError as error:
-        raise ConfigError(f"--on ray: {error}; install weft[ray]", param="--on") from error
-    name = name or server_name(file)
-    if stop:
-        return down(name, address, topology.front.drain_timeout)
-    text = Path(file).read_text(encoding="utf-8")
-    config, owner = up(text, name, topology, address)
-    signal.signal(signals.RESTART, signal.SIG_IGN)
-    return serve(config, topology.front, owner)
 
 
 def describe(groups: tuple[EngineConfig, ...], front: FrontSection) -> str:

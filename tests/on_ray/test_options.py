@@ -1,0 +1,59 @@
+"""Flags of ``weft up`` with and without ``--on ray``. Nothing starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from weft.cli.serve.up import up
+
+TOPOLOGY = """
+model: spool-text
+threads: 2
+groups:
+  - {role: prefill}
+  - {role: decode, count: 2}
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--stop",), "--stop needs --on ray"),
+        (("--name", "shop"), "--name needs --on ray"),
+        (("--ray-address", "auto"), "--ray-address needs --on ray"),
+        (("--on", "ray", "--node-rank", "0"), "--node-rank is not for --on ray"),
+        (("--on", "ray", "--name", "shop/prod"), "--name must have"),
+    ],
+)
+def test_flags_of_another_place_are_refused(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    refused = run(tmp_path, *arguments)
+    assert message in refused
+
+
+def test_several_api_servers_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
+    assert "--fronts is not for --on ray" in run(tmp_path, "--on", "ray", "--fronts", "2", "--check")
+
+
+def test_a_check_starts_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
+    # No cluster is at the address, so a connection would fail.
+    shown = run(tmp_path, "--on", "ray", "--ray-address", "127.0.0.1:1", "--check")
+    lines = [line.split() for line in shown.splitlines()]
+    assert lines[-3:] == [
+        ["prefill0", "prefill", "2", "CPU"],
+        ["decode0", "decode", "2", "CPU"],
+        ["decode1", "decode", "2", "CPU"],
+    ]
+
+
+def run(folder: Path, *arguments: str) -> str:
+    """Run ``weft up``. Return its output, with the message of an error."""
+    file = folder / "shop.yaml"
+    file.write_text(TOPOLOGY)
+    file.chmod(0o600)
+    ran = CliRunner().invoke(up, [str(file), *arguments])
+    return ran.output + str(ran.exception or "")

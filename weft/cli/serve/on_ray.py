@@ -1,0 +1,98 @@
+"""``weft up FILE --on ray``: the groups as Ray actors, and the API server in this process."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from weft.cli.processes import child
+from weft.common import signals
+from weft.common.errors import ConfigError
+from weft.common.title import set_title
+
+if TYPE_CHECKING:
+    from weft.config.topology import Topology
+    from weft.on_ray.fleet_state import GroupPlan
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class RayOptions(NamedTuple):
+    """Options of ``weft up`` that need ``--on ray``, and ``--check``."""
+
+    address: str
+    name: str
+    stop: bool
+    check: bool
+
+
+def check_place(place: str, of_ray: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for flags that do not fit ``--on PLACE``. ``of_ray``: flag -> value of the flags for
+    Ray alone. ``given``: all other flags of the command line."""
+    if place != "ray":
+        for flag in (flag for flag, value in of_ray.items() if value):
+            raise ConfigError(f"{flag} needs --on ray", param=flag)
+        return
+    if given["node_rank"] is not None:
+        raise ConfigError("--node-rank is not for --on ray: Ray places the groups", param="--node-rank")
+    name = of_ray["--name"]
+    if name and not _NAME.fullmatch(name):
+        raise ConfigError(
+            "--name must have at most 64 letters, digits, dots, - and _, and begin with a letter or a digit",
+            param="--name",
+        )
+
+
+def up_on_ray(file: str, topology: Topology, chosen: RayOptions) -> int:
+    """Start the groups as Ray actors, and serve them in this process. Return the exit status.
+
+    The end of this process ends no group. With ``check``, only print the groups. With ``stop``, only end all
+    groups. Everything is checked before this process connects to Ray. Raise ConfigError without Ray.
+    """
+    from weft.config.alone import face_alone
+    from weft.config.file_limits import ask_for_files
+    from weft.config.sections.tls import server_context
+    from weft.front.front_server import serve
+
+    try:
+        from weft.on_ray.server import connect, down, plans_of, server_name, up
+    except ImportError as error:
+        raise ConfigError(f"--on ray: {error}; install weft[ray]", param="--on") from error
+    front = topology.front
+    if front.fronts > 1:
+        raise ConfigError(
+            "--fronts is not for --on ray: start the command several times, each with its own port",
+            param="--fronts",
+        )
+    name = chosen.name or server_name(file)
+    if chosen.stop and not chosen.check:
+        connect(chosen.address)
+        return down(name, front.drain_timeout)
+    config, plans = face_alone(topology), plans_of(topology)
+    server_context(front)
+    if chosen.check:
+        click.echo(_describe(name, config.served_names[0], plans))
+        return 0
+    text = Path(file).read_text(encoding="utf-8")
+    ask_for_files((config,), front)
+    set_title("front", config.served_names[0])
+    child.forbid_core_dumps()
+    signal.signal(signals.RESTART, signal.SIG_IGN)
+    connect(chosen.address)
+    owner = up(text, name, bool(chosen.name), front, config, plans)
+    return serve(config, front, owner)
+
+
+def _describe(name: str, model: str, plans: list[GroupPlan]) -> str:
+    """Return the plan of the server as text: a line for the server, and a line per group."""
+    lines = [f"{model} as server {name} on Ray:"]
+    width = max(len(plan.group) for plan in plans)
+    for plan in plans:
+        gpus = f", {plan.gpus} GPU" if plan.gpus else ""
+        lines.append(f"  {plan.group:<{width}}  {plan.role:<7}  {plan.cpus:g} CPU{gpus}")
+    return "\n".join(lines)
