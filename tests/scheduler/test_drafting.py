@@ -205,8 +205,8 @@ def test_the_first_steps_lose_little_where_drafts_do_not_pay(rows: int, right: f
     dear = world.times * (1 + MOST) * rows * token
     for steps, lost in enumerate(world.lost, 1):
         assert lost <= max(0.02 * (steps * rows * token + lost), GRANT * token) + 5 * dear
-    # Many rows that drafts neither help nor hurt much are the hardest case: 5.1% after 3,000 steps, 3.3% after
-    # 6,000, 1.8% after 12,000. Each new number of rows costs a capture of 8 steps.
+    # Many rows that drafts neither help nor hurt much are the hardest case: 5.1% after 3,000 steps, 3.3%
+    # after 6,000, 1.8% after 12,000. Each new number of rows costs a capture of 8 steps.
     share = 0.055 if (rows, right) == (32, 0.5) else 0.03
     assert world.lost[-1] <= share * world.seconds + GRANT * token
 
