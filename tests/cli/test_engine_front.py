@@ -102,7 +102,8 @@ def test_engines_outlive_api_servers_and_leave_and_join_without_a_lost_request(f
     due = ask(base)
     port = port_of(fleet, "decode0")
     assert get(f"{port}/live") == (200, {"status": "alive"})
-    assert get(f"{port}/ready") == (200, {"status": "serving", "engines": {"decode0": True}})
+    # The command's own look at the engine may come after the API server's.
+    until(lambda: get(f"{port}/ready") == (200, {"status": "serving", "engines": {"decode0": True}}))
     assert 'weft:engine_up{head="decode0"' in httpx.get(f"{port}/metrics").text
     assert httpx.post(f"{port}/drain").status_code == 401
 
