@@ -34,13 +34,13 @@ def tools(hosts: Hosts) -> None:
         pytest.skip(f"this machine has no firewall rules in network namespaces: {error}")
 
 
-def processes(server: Server) -> list[int]:
+def processes(server: Server, roles: tuple[str, ...] = ("head", "rank")) -> list[int]:
     """Return the process ids of all engines and ranks."""
     roots = [server.process, *server.others]
-    found = {pid for root in roots for role in ("head", "rank") for pid in with_role(root.pid, role)}
+    found = {pid for root in roots for role in roles for pid in with_role(root.pid, role)}
     for root in roots:
         for part in children_of(root):
-            found |= {pid for role in ("head", "rank") for pid in with_role(part, role)}
+            found |= {pid for role in roles for pid in with_role(part, role)}
     return sorted(found)
 
 
@@ -72,18 +72,21 @@ def test_connections_of_front_engines_transfers_and_board(cluster: Cluster, alon
 
 
 def test_connections_of_an_engine_and_its_rank(cluster: Cluster, alone: Alone) -> None:
-    """The group forms again with the same processes: the engine may give up a disconnected rank, which then
+    """The group forms again with the same engine: the engine may give up a disconnected rank, which then
     rejoins.
+
+    On a busy machine the engine's patience may end before the rank is back. Then another process takes the
+    place of the rank, as after the rank's death.
     """
     server = cluster.start(tensor_parallel_size=2)
-    there = processes(server)
+    there = processes(server, ("head",))
     for deed in ("reset", "refused", "reset", "half open"):
         server.ask()
         time.sleep(0.4)
         disturb(cluster.hosts, deed)
         assert server.told() == alone.texts, deed
         cluster.hosts.pass_again()
-        assert processes(server) == there, deed
+        assert processes(server, ("head",)) == there, deed
     assert server.metrics()["engine_restarts_total"] == 0
     server.stop()
 
