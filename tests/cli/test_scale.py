@@ -52,6 +52,7 @@ def stream(base: str) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fronts", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_no_request_is_lost_while_groups_join_and_leave(start: Any, tmp_path: Path, fronts: int) -> None:
     """Decode groups go from one to three and back to one under requests. No answer fails or changes."""

@@ -113,6 +113,7 @@ def test_a_group_of_either_role_may_die(start: Any, pools: str, monkeypatch: pyt
     ends_in_order(server)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("E19")
 def test_the_short_form_with_several_fronts_and_a_rolling_restart(start: Any, due: list[Any]) -> None:
     server = start(

@@ -70,6 +70,7 @@ def test_the_services_of_the_compose_file_answer(started: list[Server], tmp_path
     assert_an_answer(start(started, tmp_path, command, words).url())
 
 
+@pytest.mark.slow
 def test_the_pods_of_an_overlay_answer(started: list[Server], tmp_path: Path) -> None:
     """Each pod has the container's words and variables. The front gets the addresses of the pods, because no
     Kubernetes runs here (tests/control/directory/test_kubernetes.py has the watch)."""

@@ -148,6 +148,7 @@ def test_the_make_block_serves(tmp_path: Path) -> None:
         check_answer(ready, "spool-text")
 
 
+@pytest.mark.slow
 def test_the_package_block_serves(servers: Servers, hub: Path) -> None:
     """The last command of the block serves. The first two run in a fresh environment (slow)."""
     ready = servers.weft(*words(PACKAGE[-1])[1:], HF_HOME=str(hub))

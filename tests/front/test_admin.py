@@ -88,6 +88,7 @@ def test_a_group_that_drains_is_taken_back(start_fake: Any, script: Any) -> None
         assert states(server) == {"unified0": "running", "unified1": "running"}
 
 
+@pytest.mark.slow
 def test_commands_wait_for_the_end_of_the_change(start_fake: Any, script: Any) -> None:
     server = start_fake(engines=2, most_engines=3, admin_key=["admin"], drain_timeout=300.0)
     weft(server, "scale", "unified", "3", "--wait", "60")
@@ -107,6 +108,7 @@ def test_commands_wait_for_the_end_of_the_change(start_fake: Any, script: Any) -
         assert "the change is not complete after 1 seconds: unified1 leaving" in said
 
 
+@pytest.mark.slow
 def test_a_restart_that_fails_is_reported(start_fake: Any, tmp_path: Any) -> None:
     """The next process of the engine does not come up."""
     loaded = tmp_path / "loaded"

@@ -383,6 +383,7 @@ def test_a_client_that_reads_nothing_is_cut_off(start_fake: Any) -> None:
         server.wait(lambda: server.metric("front_sequences") == 0, 20)
 
 
+@pytest.mark.slow
 def test_a_paused_stream_ends_at_its_deadline(start_fake: Any) -> None:
     server = start_fake(
         request_timeout=deadline(2.0), constants={"weft.front.requests.serving.SEND_GRACE": 0.5}

@@ -80,6 +80,7 @@ def test_a_mistake_in_a_script_ends_the_server_with_its_line(tmp_path: Path) -> 
     assert "weft: --scripted bad.yaml, entry 2 (line 2): Invalid enum value 'later'" in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("F47")
 @pytest.mark.parametrize("fronts", ["1", "2"])
 def test_sigterm_while_the_only_engine_drains_cuts_no_request_that_waits(
