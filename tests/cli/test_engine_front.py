@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.cli.test_serve import Server
 from tests.cli.test_up import Clients, ask
 from tests.support.processes import is_alive
 from tests.support.secret import write_secret
-from tests.support.slowness import deadline
+from tests.support.slowness import deadline, until
 from weft.control.directory.folder import FolderDirectory
 
 TOPOLOGY = """
@@ -74,14 +74,6 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         yield made
     finally:
         made.close()
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait until ``condition``, at most ``seconds`` of a fast machine."""
-    end = time.monotonic() + deadline(seconds)
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.05)
 
 
 def port_of(fleet: Fleet, name: str) -> str:

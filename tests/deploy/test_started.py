@@ -9,12 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cli.test_engine_front import get, until
+from tests.cli.test_engine_front import get
 from tests.cli.test_serve import Server
 from tests.deploy.manifests import ROOT, golden, named
 from tests.deploy.test_docker import SERVICES
 from tests.support.secret import write_secret
-from tests.support.slowness import deadline
+from tests.support.slowness import deadline, until
 
 
 @pytest.fixture
@@ -102,6 +102,7 @@ def test_the_pods_of_an_overlay_answer(started: list[Server], tmp_path: Path) ->
     words[words.index("--host") + 1], words[words.index("--port") + 1] = "127.0.0.1", "0"
     front = start(started, tmp_path, "front", [str(file), *words], WEFT_ADMIN_KEY="admin")
     assert_an_answer(front.url())
-    assert get(f"{urls[1]}/ready") == (200, {"status": "serving", "engines": {"decode3": True}})
+    # The command's own look at the engine may come after the API server's.
+    until(lambda: get(f"{urls[1]}/ready") == (200, {"status": "serving", "engines": {"decode3": True}}))
     started[1].process.terminate()
     assert started[1].process.wait(deadline(30)) == 0

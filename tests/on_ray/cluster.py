@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,14 +80,6 @@ def up(node: RayNode, file: Path, folder: Path, *arguments: str) -> Server:
     folder.mkdir()
     where = ("--on", "ray", "--ray-address", node.address)
     return Server(folder, str(file), *where, *arguments, command="up", RAY_USAGE_STATS_ENABLED="0")
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait until ``condition``, at most ``seconds`` of a fast machine."""
-    end = time.monotonic() + deadline(seconds)
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.1)
 
 
 def _free_port() -> int:

@@ -12,11 +12,11 @@ import pytest
 
 from tests.cli.test_scale import ADMIN, Streams, decodes, groups, incarnations, stream, weft
 from tests.cli.test_up import Clients, ask
-from tests.support.slowness import deadline
+from tests.support.slowness import deadline, until
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
 
-from tests.on_ray.cluster import RayNode, until, up  # noqa: E402
+from tests.on_ray.cluster import RayNode, up  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

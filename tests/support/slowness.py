@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections.abc import Callable
 
 from weft.common.cores import usable_cores
 
@@ -20,6 +21,14 @@ MOST = 10.0
 def deadline(seconds: float) -> float:
     """Return ``seconds`` of a fast idle machine, converted to the current speed of the local machine."""
     return seconds * slowness()
+
+
+def until(condition: Callable[[], object], seconds: float = 60.0, every: float = 0.05) -> None:
+    """Wait until ``condition``, at most ``seconds`` of a fast machine, with looks ``every`` seconds."""
+    end = time.monotonic() + deadline(seconds)
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(every)
 
 
 def slowness() -> float:

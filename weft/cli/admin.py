@@ -40,11 +40,7 @@ class Server(NamedTuple):
 
         from weft.common.client_tls import verification
 
-        key = self.key or env.get("WEFT_ADMIN_KEY")
-        if not key:
-            raise ConfigError(
-                "an admin key is required: give --admin-key or set WEFT_ADMIN_KEY", param="--admin-key"
-            )
+        key = required_key(self.key)
         page = f"{self.url.rstrip('/').removesuffix('/v1')}{path}"
         headers = {"Authorization": f"Bearer {key}"}
         verify = verification(page, client_cert())
@@ -62,6 +58,17 @@ class Server(NamedTuple):
     def engines(self) -> dict[str, Any]:
         """Return the engines of the server by name. Raise as ``call``."""
         return {one["name"]: one for one in self.call("GET", "/admin/groups")["engines"]}
+
+
+def required_key(given: str | None) -> str:
+    """Return the admin key for a server: ``given``, or the first key in WEFT_ADMIN_KEY. Raise ConfigError
+    without a key."""
+    key = given or env.get("WEFT_ADMIN_KEY").partition(",")[0]
+    if not key:
+        raise ConfigError(
+            "an admin key is required: give --admin-key or set WEFT_ADMIN_KEY", param="--admin-key"
+        )
+    return key
 
 
 def _server(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import threading
 
 import msgspec
@@ -15,9 +14,11 @@ from starlette.routing import Route
 from weft.control.directory.engine_host import HostPhase
 from weft.control.directory.host_server import HostServer, describe
 from weft.front.front_server import bind
+from weft.front.http.access import ApiKeys
 from weft.front.monitoring.metrics import CONTENT_TYPE, engine_page
 
-_STARTS_S = 10.0
+_ENDS_S = 10.0
+"""Maximum seconds for open answers at the end."""
 
 
 class EnginePort:
@@ -28,7 +29,7 @@ class EnginePort:
         key, /drain refuses. Raise ConfigError
         for an address that cannot be used."""
         self._server, self._model = server, model
-        self._keys = [one.strip() for one in (key or "").split(",")]
+        self._keys = ApiKeys(one.strip() for one in (key or "").split(",") if one.strip())
         listener = bind(host, port)
         name, number = listener.getsockname()[:2]
         self.address = f"[{name}]:{number}" if ":" in name else f"{name}:{number}"
@@ -50,9 +51,9 @@ class EnginePort:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop to listen. Waits up to ``_STARTS_S`` seconds for open answers."""
+        """Stop to listen. Waits up to ``_ENDS_S`` seconds for open answers."""
         self._http.should_exit = True
-        self._thread.join(_STARTS_S)
+        self._thread.join(_ENDS_S)
 
     async def _live(self, request: Request) -> Response:
         """Liveness: 200 while the command runs."""
@@ -74,10 +75,9 @@ class EnginePort:
 
     async def _drain(self, request: Request) -> Response:
         """Drain and end the group. Needs the admin key."""
-        said = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not any(self._keys):
+        if not self._keys:
             return _error("set WEFT_ADMIN_KEY for the command to allow /drain, or send SIGTERM", 403)
-        if not any(hmac.compare_digest(said.encode(), key.encode()) for key in self._keys if key):
+        if self._keys.find(request.headers.get("authorization", "").encode()) is None:
             return _error("this route needs the admin key: Authorization: Bearer KEY", 401)
         self._server.drain()
         return JSONResponse({"status": "the group drains and ends"})

@@ -2,73 +2,54 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 import ray
 
-from weft.common.counted_log import CountedLog
 from weft.common.errors import EngineDead, Unavailable, WeftError
-from weft.common.log import get_logger
+from weft.control.directory.cached import CachedDirectory
 from weft.control.directory.directory_owner import DirectoryOwner
 from weft.control.directory.record import EngineRecord
 from weft.control.links.link import Address
 from weft.control.links.owner import EngineInfo, Scaled
-from weft.control.processes.scaling import plan_removal, plan_restart, plan_scale, to_revive
+from weft.control.processes.scaling import plan_restart, plan_scale, to_revive
 from weft.control.processes.table import Member
-from weft.on_ray.actors import CALL_S, LOOK_S, NAMESPACE, fleet_name
-from weft.on_ray.fleet_state import GroupPlan, Snapshot
+from weft.on_ray.actors import CALL_S, NAMESPACE, fleet_name
+from weft.on_ray.fleet_state import Snapshot
 from weft.parallel.secret import CurveKeys
-
-log = get_logger(__name__)
-
-STALE_S = 3.0
-"""Maximum seconds without an answer of the fleet actor until the directory counts as unreachable."""
 
 
 class RayDirectory:
-    """Implementation of ``Directory`` over the fleet actor. Engines publish through their group actors, so
-    only readers use this class.
-
-    A thread asks the actor; readers get the last answer and never wait.
-    """
+    """Implementation of ``DirectoryReader`` over the fleet actor. ``read`` waits for the actor's answer.
+    Engines publish through their group actors."""
 
     def __init__(self, server: str) -> None:
         """Find the fleet actor, and read once. Raise Unavailable if there is none."""
         self._server = server
-        self._snapshot = self._ask()
-        self._good_at = time.monotonic()
-        """Time of the last answer."""
-        self._trouble = CountedLog(log)
-        threading.Thread(target=self._read_on, name="weft-ray", daemon=True).start()
+        try:
+            self.read()
+        except OSError as error:
+            raise Unavailable(str(error)) from error
 
     @property
     def snapshot(self) -> Snapshot:
-        """The last known state of the fleet."""
+        """The state of the fleet at the last read. Safe from any thread."""
         return self._snapshot
 
     def read(self) -> Mapping[str, EngineRecord]:
-        """See ``Directory``. Raise OSError if the last answer is older than ``STALE_S``."""
-        if (age := time.monotonic() - self._good_at) > STALE_S:
-            raise OSError(f"Ray has not shown the fleet of {self._server} for {age:.0f} s")
+        """See ``DirectoryReader``. Waits up to ``CALL_S`` seconds."""
+        try:
+            data = ray.get(self._actor().snapshot.remote(), timeout=CALL_S)
+            self._snapshot = msgspec.msgpack.decode(data, type=Snapshot)
+        except Exception as error:  # of Ray, or of another release's answer
+            raise OSError(f"Ray has no server {self._server!r} ({type(error).__name__})") from error
         return {record.name: record for record in self._snapshot.records}
 
-    def publish(self, record: EngineRecord) -> None:
-        """Raise OSError: engines publish through their group actors."""
-        raise OSError("engines publish through Ray actors")
-
-    withdraw = publish
-
     def ask_drain(self, record: EngineRecord) -> None:
-        """See ``Directory``. The whole group drains and ends."""
+        """See ``DirectoryReader``. The whole group drains and ends."""
         self.tell("remove", record.group)
-
-    def asked_to_drain(self, record: EngineRecord) -> bool:
-        """Return False: group actors get the orders."""
-        return False
 
     def tell(self, order: str, *arguments: Any) -> None:
         """Send an order to the fleet actor without a wait. Raise OSError if there is no actor."""
@@ -79,24 +60,6 @@ class RayDirectory:
 
     def _actor(self) -> Any:
         return ray.get_actor(fleet_name(self._server), namespace=NAMESPACE)
-
-    def _ask(self) -> Snapshot:
-        try:
-            data = ray.get(self._actor().snapshot.remote(), timeout=CALL_S)
-        except Exception as error:
-            raise Unavailable(f"Ray has no server {self._server!r} ({type(error).__name__})") from error
-        return msgspec.msgpack.decode(data, type=Snapshot)
-
-    def _read_on(self) -> None:
-        """Read again and again. The body of a thread."""
-        while True:
-            time.sleep(LOOK_S)
-            try:
-                self._snapshot = self._ask()
-            except Exception as error:  # of Ray, or of another release's answer
-                self._trouble.say("Ray does not show the fleet (%s)", error)
-            else:
-                self._good_at = time.monotonic()
 
 
 class RayOwner(DirectoryOwner):
@@ -110,7 +73,7 @@ class RayOwner(DirectoryOwner):
         keys: CurveKeys,
         serves: Callable[[set[str]], bool],
     ) -> None:
-        super().__init__(directory, model, keys, serves)
+        super().__init__(CachedDirectory(directory), model, keys, serves)
         self._ray = directory
 
     def present(self, kept: int = 0) -> Mapping[str, Address | WeftError | None]:
@@ -149,17 +112,8 @@ class RayOwner(DirectoryOwner):
                 for group, engines in change.new.items()
             ]
             self._order("want", msgspec.msgpack.encode(plans))
-        for group in dict.fromkeys(members[name].group for name in change.leaving):
-            self._order("remove", group)
+        await self._ask_to_leave(change.leaving)
         return Scaled(change.starting, tuple(change.leaving))
-
-    async def remove(self, name: str) -> list[str]:
-        """See ``Owner``."""
-        members = self._members()
-        names = plan_removal(name, members, self._leaving(), self._retired(), self._serves)
-        for group in dict.fromkeys(members[one].group for one in names):
-            self._order("remove", group)
-        return names
 
     async def restart(self, name: str = "") -> list[str]:
         """See ``Owner``."""
@@ -178,29 +132,30 @@ class RayOwner(DirectoryOwner):
 
     def _members(self) -> dict[str, Member]:
         """Return all engines, wanted or present."""
-        found = {
+        wanted = {
             name: Member(plan.expert_group, plan.group, plan.role, plan.base)
             for plan in self._ray.snapshot.plans
             for name in plan.engines
         }
-        for name, record in self._records.items():
-            found.setdefault(name, Member(record.expert_group, record.group, record.role, record.base))
-        return found
+        return wanted | {name: one for name, one in super()._members().items() if name not in wanted}
 
     def _leaving(self) -> frozenset[str]:
         """Return engines that drain, or whose group is not wanted any more."""
         wanted = {name for plan in self._ray.snapshot.plans for name in plan.engines}
-        return frozenset(n for n, record in self._records.items() if record.draining or n not in wanted)
+        return super()._leaving() | (self._records.keys() - wanted)
 
     def _retired(self) -> frozenset[str]:
         snapshot = self._ray.snapshot
         return frozenset(n for plan in snapshot.plans if plan.group in snapshot.retired for n in plan.engines)
+
+    async def _ask_to_leave(self, names: Iterable[str]) -> None:
+        """Order the groups of engines to drain and end, also groups without a record."""
+        members = self._members()
+        for group in dict.fromkeys(members[name].group for name in names):
+            self._order("remove", group)
 
     def _order(self, order: str, *arguments: Any) -> None:
         try:
             self._ray.tell(order, *arguments)
         except OSError as error:
             raise Unavailable(f"{error}; try again") from error
-
-
-__all__ = ["GroupPlan", "RayDirectory", "RayOwner"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.control.directory.test_leases import record
-from tests.support.slowness import deadline
+from tests.support import slowness
 from weft.control.directory.endpoint_slices import Endpoint, EndpointSlices, Expired
 from weft.control.directory.kubernetes import KubernetesGroups
 from weft.control.directory.polled import PolledDirectory
@@ -51,6 +52,8 @@ def bookmark(version: int) -> bytes:
 def listed(version: int, *slices: dict[str, Any]) -> bytes:
     return json.dumps({"metadata": {"resourceVersion": str(version)}, "items": list(slices)}).encode()
 
+
+until = functools.partial(slowness.until, seconds=20.0, every=0.01)
 
 GONE = {"kind": "Status", "status": "Failure", "reason": "Expired", "code": 410}
 WATCH = (
@@ -190,13 +193,6 @@ def account(tmp_path: Path) -> Path:
     (tmp_path / "token").write_text("t1\n")
     (tmp_path / "namespace").write_text("prod")
     return tmp_path
-
-
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + deadline(seconds)
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.01)
 
 
 def urls(groups: KubernetesGroups) -> list[str]:

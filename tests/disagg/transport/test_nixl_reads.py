@@ -125,14 +125,20 @@ def test_a_killed_target_is_a_lost_peer(target: Target) -> None:
     target.progress(lambda ended: target.reads.free == SLOTS)
 
 
-@pytest.mark.requirement("E8")
-def test_a_stopped_target_holds_its_read_and_the_landing_memory(over_tcp: Target) -> None:
-    target = over_tcp
-    target.whole(0)
-    target.signal(signal.SIGSTOP)
+@pytest.fixture
+def stopped(over_tcp: Target) -> Target:
+    """Return a target that is stopped during a read of transfer 1."""
+    over_tcp.whole(0)
+    over_tcp.signal(signal.SIGSTOP)
     time.sleep(0.1)
-    assert target.begin(1) is PENDING
-    target.progress(lambda ended: target.reads.free < SLOTS)
+    assert over_tcp.begin(1) is PENDING
+    over_tcp.progress(lambda ended: over_tcp.reads.free < SLOTS)
+    return over_tcp
+
+
+@pytest.mark.requirement("E8")
+def test_a_stopped_target_holds_its_read_and_the_landing_memory(stopped: Target) -> None:
+    target = stopped
     target.reads.cancel(TransferKey(1, 0, 1))
     (ended,) = target.progress(len)
     assert ended.error is not None
@@ -148,13 +154,8 @@ def test_a_stopped_target_holds_its_read_and_the_landing_memory(over_tcp: Target
 
 
 @pytest.mark.requirement("E8")
-def test_a_target_that_is_killed_during_a_read_ends_the_read(over_tcp: Target) -> None:
-    target = over_tcp
-    target.whole(0)
-    target.signal(signal.SIGSTOP)
-    time.sleep(0.1)
-    assert target.begin(1) is PENDING
-    target.progress(lambda ended: target.reads.free < SLOTS)
+def test_a_target_that_is_killed_during_a_read_ends_the_read(stopped: Target) -> None:
+    target = stopped
     target.signal(signal.SIGKILL)
     (ended,) = target.progress(len)
     assert ended.error is not None

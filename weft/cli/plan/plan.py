@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import click
 
+from weft.cli.admin import required_key
 from weft.cli.client_cert import client_cert, client_cert_option
 from weft.cli.plan.live_server import AdminRoutes, LiveServer, WantedNumbers
 from weft.common import env, log
@@ -139,11 +140,7 @@ def plan(
     limits = Limits(ttft_ms / 1e3, tpot_ms / 1e3, goal)
     capacity = Capacity(load(cost_name), limits, max_num_batched_tokens, max_num_seqs)
     planner = FleetPlanner(capacity, ranges(most, least), Settings(calm_s=calm))
-    key = admin_key or env.get("WEFT_ADMIN_KEY").split(",")[0]
-    if not key:
-        raise ConfigError(
-            "an admin key is required: give --admin-key or set WEFT_ADMIN_KEY", param="--admin-key"
-        )
+    key = required_key(admin_key)
     base = url.rstrip("/").removesuffix("/v1")
     with (
         httpx.Client(base_url=base, verify=verification(base, client_cert())) as client,

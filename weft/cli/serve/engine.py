@@ -100,9 +100,7 @@ def run(config: EngineConfig, front: FrontSection, place: str, http: tuple[str, 
     set_title(f"host of {config.group}", config.served_names[0])
     child.forbid_core_dumps()
     signal.signal(signals.RESTART, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
     directory = directory_for_engine(place, http is not None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
     try:
         check_names(directory, [instance_name(config, n) for n in range(config.parallel.data_parallel_size)])
     except OSError as error:

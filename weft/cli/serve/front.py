@@ -15,7 +15,8 @@ from weft.cli.serve.serve import with_keys
 from weft.common import signals
 from weft.common.errors import ConfigError
 from weft.common.title import set_title
-from weft.config.sections.all import Config
+from weft.config.resolved import EngineConfig
+from weft.config.sections.all import Config, FrontSection
 
 
 @click.command(cls=options.Command)
@@ -31,7 +32,6 @@ def front(file: str, directory: str, **given: Any) -> int:
     """
     from weft.cli.serve.server import configure_log
     from weft.config.alone import face_alone
-    from weft.config.file_limits import ask_for_files
     from weft.config.secret_file import warn_of_readable_keys
     from weft.config.topology import read_topology, serves
     from weft.control.directory.backends import directory_for_front
@@ -49,10 +49,7 @@ def front(file: str, directory: str, **given: Any) -> int:
     configure_log(section, 0)
     warn_of_readable_keys(file)
     config = face_alone(topology._replace(front=section))
-    ask_for_files((config,), section)
-    set_title("front", config.served_names[0])
-    child.forbid_core_dumps()
-    signal.signal(signals.RESTART, signal.SIG_IGN)
+    begin(config, section)
     secret = config.parallel.group_secret
     owner = DirectoryOwner(
         directory_for_front(directory, next(iter(section.admin_key), "")),
@@ -61,3 +58,13 @@ def front(file: str, directory: str, **given: Any) -> int:
         functools.partial(serves, fallback=config.transfer.prefill_fallback),
     )
     return serve(config, section, owner)
+
+
+def begin(config: EngineConfig, section: FrontSection) -> None:
+    """Prepare this process to be an API server whose engines belong to others."""
+    from weft.config.file_limits import ask_for_files
+
+    ask_for_files((config,), section)
+    set_title("front", config.served_names[0])
+    child.forbid_core_dumps()
+    signal.signal(signals.RESTART, signal.SIG_IGN)

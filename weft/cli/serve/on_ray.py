@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from weft.cli.processes import child
-from weft.common import signals
+from weft.cli.serve.front import begin
 from weft.common.errors import ConfigError
-from weft.common.title import set_title
 
 if TYPE_CHECKING:
     from weft.config.topology import Topology
@@ -55,7 +52,6 @@ def up_on_ray(file: str, topology: Topology, chosen: RayOptions) -> int:
     groups. Everything is checked before this process connects to Ray. Raise ConfigError without Ray.
     """
     from weft.config.alone import face_alone
-    from weft.config.file_limits import ask_for_files
     from weft.config.sections.tls import server_context
     from weft.front.front_server import serve
 
@@ -79,10 +75,7 @@ def up_on_ray(file: str, topology: Topology, chosen: RayOptions) -> int:
         click.echo(_describe(name, config.served_names[0], plans))
         return 0
     text = Path(file).read_text(encoding="utf-8")
-    ask_for_files((config,), front)
-    set_title("front", config.served_names[0])
-    child.forbid_core_dumps()
-    signal.signal(signals.RESTART, signal.SIG_IGN)
+    begin(config, front)
     connect(chosen.address)
     owner = up(text, name, bool(chosen.name), front, config, plans)
     return serve(config, front, owner)

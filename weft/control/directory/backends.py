@@ -7,7 +7,7 @@ from weft.control.directory.cached import CachedDirectory
 from weft.control.directory.folder import FolderDirectory
 from weft.control.directory.kubernetes import KubernetesGroups
 from weft.control.directory.polled import PolledDirectory, PortDirectory
-from weft.control.directory.record import Directory
+from weft.control.directory.record import DirectoryReader, DirectoryWriter
 
 _ENGINES = "the path of a folder, or `port` to publish at the group's own HTTP port (--port)"
 _FRONTS = (
@@ -16,7 +16,7 @@ _FRONTS = (
 )
 
 
-def directory_for_engine(place: str, has_port: bool) -> Directory:
+def directory_for_engine(place: str, has_port: bool) -> DirectoryWriter:
     """Return the directory at ``place`` for a group that publishes. ``has_port``: True if the group has an
     HTTP port. Raise ConfigError."""
     if place == "port":
@@ -26,7 +26,7 @@ def directory_for_engine(place: str, has_port: bool) -> Directory:
     return _folder(place, _ENGINES)
 
 
-def directory_for_front(place: str, key: str = "") -> Directory:
+def directory_for_front(place: str, key: str = "") -> DirectoryReader:
     """Return the directory at ``place`` for an API server, which reads. ``key``: admin key of the groups.
     Raise ConfigError."""
     if place == "port":
@@ -40,7 +40,7 @@ def directory_for_front(place: str, key: str = "") -> Directory:
     return CachedDirectory(_folder(place, _FRONTS))
 
 
-def _folder(place: str, known: str) -> Directory:
+def _folder(place: str, known: str) -> FolderDirectory:
     if not place:
         raise ConfigError(f"give --directory, or set WEFT_DIRECTORY: {known}", param="--directory")
     scheme, colon, rest = place.partition(":")

@@ -1,4 +1,4 @@
-"""A directory that is read in a thread, so that a slow file system stops no event loop."""
+"""A directory that is read in a thread, so that a slow directory stops no event loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 
-from weft.control.directory.record import Directory, EngineRecord
+from weft.control.directory.record import DirectoryReader, EngineRecord
 
 READ_S = 0.5
 """Seconds between two reads."""
@@ -15,9 +15,9 @@ STALE_S = 3.0
 
 
 class CachedDirectory:
-    """Implementation of ``Directory`` for readers, over another directory. ``read`` never waits."""
+    """Implementation of ``DirectoryReader`` for readers, over another directory. ``read`` never waits."""
 
-    def __init__(self, directory: Directory, interval: float = READ_S) -> None:
+    def __init__(self, directory: DirectoryReader, interval: float = READ_S) -> None:
         """Read ``directory`` once, then again every ``interval`` seconds in a thread."""
         self._directory, self._interval = directory, interval
         self._last: Mapping[str, EngineRecord] = {}
@@ -29,7 +29,7 @@ class CachedDirectory:
         self._thread.start()
 
     def read(self) -> Mapping[str, EngineRecord]:
-        """See ``Directory``. Raise OSError if the last read failed, or takes longer than ``STALE_S``."""
+        """See ``DirectoryReader``. Raise OSError if the last read failed, or takes over ``STALE_S``."""
         failed = self._failed
         if failed is not None:
             raise failed
@@ -37,21 +37,9 @@ class CachedDirectory:
             raise OSError(f"no answer for {STALE_S:g} seconds")
         return self._last
 
-    def publish(self, record: EngineRecord) -> None:
-        """See ``Directory``."""
-        self._directory.publish(record)
-
-    def withdraw(self, record: EngineRecord) -> None:
-        """See ``Directory``."""
-        self._directory.withdraw(record)
-
     def ask_drain(self, record: EngineRecord) -> None:
-        """See ``Directory``."""
+        """See ``DirectoryReader``."""
         self._directory.ask_drain(record)
-
-    def asked_to_drain(self, record: EngineRecord) -> bool:
-        """See ``Directory``."""
-        return self._directory.asked_to_drain(record)
 
     def close(self) -> None:
         """End the thread after its present read. Idempotent."""

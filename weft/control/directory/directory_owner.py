@@ -5,7 +5,7 @@ and starts or ends none.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from weft.common.clock import Clock, SystemClock
@@ -13,8 +13,8 @@ from weft.common.counted_log import CountedLog
 from weft.common.errors import Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.control.directory.leases import Leases
-from weft.control.directory.record import Directory, EngineRecord
-from weft.control.links.link import Address
+from weft.control.directory.record import DirectoryReader, EngineRecord
+from weft.control.links.link import Address, ProcessElsewhere
 from weft.control.links.owner import EngineInfo, Scaled
 from weft.control.processes.scaling import plan_removal
 from weft.control.processes.table import Member
@@ -32,14 +32,6 @@ _STARTED_ELSEWHERE = (
     "the engines of this server run alone (`weft engine`), and this API server starts none: start or restart "
     "them where they run"
 )
-
-
-class _Elsewhere:
-    """Stand-in for a process of another owner. The link, not ``poll``, finds the end."""
-
-    def poll(self) -> int | None:
-        """Return None: the process counts as running."""
-        return None
 
 
 class _Loss(NamedTuple):
@@ -62,7 +54,7 @@ class DirectoryOwner:
 
     def __init__(
         self,
-        directory: Directory,
+        directory: DirectoryReader,
         model: str,
         keys: CurveKeys | None,
         serves: Callable[[set[str]], bool] = bool,
@@ -113,14 +105,8 @@ class DirectoryOwner:
     async def remove(self, name: str) -> list[str]:
         """See ``Owner``. The engines drain and end by themselves. Raise Unavailable if the directory cannot
         be reached."""
-        members = {n: Member(r.expert_group, r.group, r.role, r.base) for n, r in self._records.items()}
-        leaving = frozenset(n for n, record in self._records.items() if record.draining)
-        names = plan_removal(name, members, leaving, frozenset(), self._serves)
-        try:
-            for one in names:
-                await asyncio.to_thread(self._directory.ask_drain, self._records[one])
-        except OSError as error:
-            raise Unavailable(f"the engine cannot be asked to drain ({error}); try again") from error
+        names = plan_removal(name, self._members(), self._leaving(), self._retired(), self._serves)
+        await self._ask_to_leave(names)
         return names
 
     async def scale(self, base: str, groups: int) -> Scaled:
@@ -134,6 +120,26 @@ class DirectoryOwner:
     async def revive(self, name: str) -> list[str]:
         """Raise Unavailable: the API server starts no engine."""
         raise Unavailable(_STARTED_ELSEWHERE)
+
+    def _members(self) -> dict[str, Member]:
+        """Return all engines of the server by name."""
+        return {n: Member(r.expert_group, r.group, r.role, r.base) for n, r in self._records.items()}
+
+    def _leaving(self) -> frozenset[str]:
+        """Return the engines that leave."""
+        return frozenset(name for name, record in self._records.items() if record.draining)
+
+    def _retired(self) -> frozenset[str]:
+        """Return the engines that nobody starts again."""
+        return frozenset()
+
+    async def _ask_to_leave(self, names: Iterable[str]) -> None:
+        """Ask engines to drain and end. Raise Unavailable if an engine cannot be asked."""
+        try:
+            for name in names:
+                await asyncio.to_thread(self._directory.ask_drain, self._records[name])
+        except OSError as error:
+            raise Unavailable(f"the engine cannot be asked to drain ({error}); try again") from error
 
     def _read(self, now: float) -> None:
         """Read the directory. Time in which the directory was not read does not count for the leases."""
@@ -182,7 +188,7 @@ class DirectoryOwner:
         keys = self._keys if record.endpoint.startswith("tcp:") else None
         return Address(
             record.endpoint,
-            _Elsewhere(),
+            ProcessElsewhere(),
             keys,
             self._attempt(record),
             record.draining,

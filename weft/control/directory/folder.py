@@ -24,7 +24,7 @@ _MARK = "weft-directory"
 
 
 class FolderDirectory:
-    """Implementation of ``Directory`` over a folder that only one user can enter.
+    """Implementation of ``DirectoryReader`` and ``DirectoryWriter`` over a folder of one user alone.
 
     Each write replaces a whole file, so a reader sees the old or the new record. A file that is no record is
     counted, logged and ignored.
@@ -52,11 +52,11 @@ class FolderDirectory:
         self._strangers = CountedLog(log)
 
     def publish(self, record: EngineRecord) -> None:
-        """See ``Directory``."""
+        """See ``DirectoryWriter``."""
         self._write(record.name + _RECORD, msgspec.json.encode(record))
 
     def withdraw(self, record: EngineRecord) -> None:
-        """See ``Directory``."""
+        """See ``DirectoryWriter``."""
         path = self._folder / (record.name + _RECORD)
         stored = self._read(path)
         if stored is not None and stored.incarnation == record.incarnation:
@@ -64,7 +64,7 @@ class FolderDirectory:
         self._drain_file(record).unlink(missing_ok=True)
 
     def read(self) -> Mapping[str, EngineRecord]:
-        """See ``Directory``."""
+        """See ``DirectoryReader``."""
         # An unmounted file system leaves an empty folder, which must not look like a server without engines.
         if not (self._folder / _MARK).exists():
             raise FileNotFoundError(2, "the folder is gone, or is not mounted", str(self._folder))
@@ -74,11 +74,11 @@ class FolderDirectory:
         return {record.name: record for record in found if record is not None}
 
     def ask_drain(self, record: EngineRecord) -> None:
-        """See ``Directory``."""
+        """See ``DirectoryReader``."""
         self._write(self._drain_file(record).name, b"")
 
     def asked_to_drain(self, record: EngineRecord) -> bool:
-        """See ``Directory``."""
+        """See ``DirectoryWriter``."""
         return self._drain_file(record).exists()
 
     def _drain_file(self, record: EngineRecord) -> Path:

@@ -22,7 +22,7 @@ from weft.common.counted_log import CountedLog
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.control.directory import engine_host as h
-from weft.control.directory.record import RENEW_S, Directory, EngineRecord
+from weft.control.directory.record import RENEW_S, DirectoryWriter, EngineRecord
 from weft.control.links.link import Address
 from weft.control.links.probe import EngineProbe
 from weft.control.processes.table import Member
@@ -64,7 +64,7 @@ class HostServer:
     def __init__(
         self,
         group: GroupStarter,
-        directory: Directory,
+        directory: DirectoryWriter,
         facts: EngineRecord,
         drain_timeout: float,
         engine_timeout: float,
@@ -212,7 +212,7 @@ class HostServer:
         self._group.close(0.0)
 
 
-def check_names(directory: Directory, names: Iterable[str]) -> None:
+def check_names(directory: DirectoryWriter, names: Iterable[str]) -> None:
     """Raise ConfigError if living engines in the directory have one of ``names``.
 
     A record whose beat stands still is that of a dead engine. The check takes two renewals if there is such

@@ -38,7 +38,7 @@ class _Answer(NamedTuple):
 
 
 class PolledDirectory:
-    """Implementation of ``Directory`` for readers: asks the groups at some URLs.
+    """Implementation of ``DirectoryReader``: asks the groups at some URLs.
 
     Threads ask; readers get the last answers and never wait. A group that does not answer keeps its last
     records, whose leases then end, and delays no other group.
@@ -65,8 +65,8 @@ class PolledDirectory:
         self._thread.start()
 
     def read(self) -> Mapping[str, EngineRecord]:
-        """See ``Directory``. Of two groups with one engine name the group that answered last counts. Raise
-        OSError if no group answers: then the trouble is on this side."""
+        """See ``DirectoryReader``. Of two groups with one engine name the group that answered last counts.
+        Raise OSError if no group answers: then the trouble is on this side."""
         failed = self._failed
         if failed is not None:
             raise failed
@@ -75,23 +75,13 @@ class PolledDirectory:
         answers = sorted(self._found.copy().values(), key=lambda answer: answer.at)
         return {record.name: record for answer in answers for record in answer.records}
 
-    def publish(self, record: EngineRecord) -> None:
-        """Raise OSError: engines publish at their own HTTP port."""
-        raise OSError("engines publish at their HTTP port")
-
-    withdraw = publish
-
     def ask_drain(self, record: EngineRecord) -> None:
-        """See ``Directory``. Waits for the group's answer. Raise OSError if the group refuses."""
+        """See ``DirectoryReader``. Waits for the group's answer. Raise OSError if the group refuses."""
         for url, answer in self._found.copy().items():
             if any(
                 (one.name, one.incarnation) == (record.name, record.incarnation) for one in answer.records
             ):
                 self._drain(url)
-
-    def asked_to_drain(self, record: EngineRecord) -> bool:
-        """Return False: a group hears orders at its own port."""
-        return False
 
     def close(self) -> None:
         """End the threads. Idempotent."""
@@ -153,26 +143,19 @@ class PolledDirectory:
 
 
 class PortDirectory:
-    """Implementation of ``Directory`` for one group: keeps the records for the group's own HTTP port."""
-
-    def __init__(self) -> None:
-        self._records: dict[str, EngineRecord] = {}
+    """Implementation of ``DirectoryWriter`` for a group whose HTTP port shows the records and hears orders:
+    there is no other place."""
 
     def publish(self, record: EngineRecord) -> None:
-        """See ``Directory``."""
-        self._records[record.name] = record
+        """Do nothing."""
 
     def withdraw(self, record: EngineRecord) -> None:
-        """See ``Directory``."""
-        self._records.pop(record.name, None)
+        """Do nothing."""
 
     def read(self) -> Mapping[str, EngineRecord]:
-        """See ``Directory``."""
-        return dict(self._records)
-
-    def ask_drain(self, record: EngineRecord) -> None:
-        """Do nothing: the HTTP port hears orders."""
+        """Return nothing: other groups are unknown."""
+        return {}
 
     def asked_to_drain(self, record: EngineRecord) -> bool:
-        """Return False: the HTTP port hears orders."""
+        """Return False."""
         return False

@@ -53,24 +53,32 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Number of renewals. A reader compares beats, not clocks of two hosts."""
 
 
-class Directory(Protocol):
-    """A place where engines publish records. No method blocks for long. All raise OSError for a directory
-    that cannot be reached.
+class DirectoryReader(Protocol):
+    """A directory, as an API server sees the directory. All methods raise OSError for a directory that cannot
+    be reached."""
+
+    def read(self) -> Mapping[str, EngineRecord]:
+        """Return all records by name. Expired records may be included."""
+
+    def ask_drain(self, record: EngineRecord) -> None:
+        """Leave the request to drain for the engine process of ``record``. May wait for an answer."""
+
+
+class DirectoryWriter(Protocol):
+    """A directory, as a group sees the directory. All methods raise OSError for a directory that cannot be
+    reached.
 
     One process publishes a name at a time. A record of another incarnation replaces the earlier record.
     """
+
+    def read(self) -> Mapping[str, EngineRecord]:
+        """Return all records by name. Expired records may be included."""
 
     def publish(self, record: EngineRecord) -> None:
         """Store ``record`` in place of the earlier record of the name."""
 
     def withdraw(self, record: EngineRecord) -> None:
         """Remove the record, unless another incarnation has replaced the record."""
-
-    def read(self) -> Mapping[str, EngineRecord]:
-        """Return all records by name. Expired records may be included."""
-
-    def ask_drain(self, record: EngineRecord) -> None:
-        """Leave the request to drain for the engine process of ``record``."""
 
     def asked_to_drain(self, record: EngineRecord) -> bool:
         """Return True if somebody left the request to drain for the engine process of ``record``."""

@@ -58,6 +58,14 @@ class Process(Protocol):
     def poll(self) -> int | None: ...
 
 
+class ProcessElsewhere:
+    """Stand-in for a process of another owner. The owner, or the link itself, finds the end."""
+
+    def poll(self) -> int | None:
+        """Return None: the process counts as running."""
+        return None
+
+
 Endpoint: TypeAlias = str | Callable[[], str | None]
 """Address of an engine process, or a function where the address is known only after the engine has started.
 The function returns None before.

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from weft.common.errors import EngineDead, ErrorInfo, ReportedError, WeftError
-from weft.control.links.link import Address
+from weft.control.links.link import Address, ProcessElsewhere
 from weft.control.links.owner import EngineInfo, Scaled
 from weft.control.processes.table import Condition, Role
 from weft.parallel.secret import CurveKeys, read_keys
@@ -93,14 +93,6 @@ class RegistryReader:
         except OSError:
             pass
         return self._registry
-
-
-class _Elsewhere:
-    """Stand-in for a process of another owner. The registry, not ``poll``, reports the end."""
-
-    def poll(self) -> int | None:
-        """Return None: the process counts as running."""
-        return None
 
 
 class Commands(Protocol):
@@ -189,7 +181,7 @@ class RegistryOwner:
         leaving = record.state == "leaving"
         draining = leaving or record.state == "draining"
         return Address(
-            endpoint, _Elsewhere(), keys, record.incarnation, draining, record.expert_group, leaving
+            endpoint, ProcessElsewhere(), keys, record.incarnation, draining, record.expert_group, leaving
         )
 
     def _keys_of(self, secret: str) -> CurveKeys:
