@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench import record
-from bench.gemm import codes_of
+from bench import gpu_products, record
 from bench.load import engine
 from weft.bench.checkpoints import RECIPES, make
 from weft.bench.offline import Ids, headline, measure
@@ -56,12 +55,6 @@ LLAMA_3_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-
-
-#: (outputs, inputs) of a layer's products.
-LAYER = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-PACKED = ("int8", "int4", "fp8", "mxfp4", "nvfp4")
-PRODUCT_ROWS = (1, 16, 64, 128, 256, 512, 4096)
 
 
 def head_bytes(spec: ModelSpec, dtype: str) -> int:
@@ -122,52 +115,6 @@ def ceilings(rounds: int) -> dict[str, Any]:
         "copy_bytes_per_second": 2 * (4 << 30) / copy,
         "product_flops_per_second": 2 * side**3 / product,
     }
-
-
-def packed_products(tick: Any) -> dict[str, dict[str, float]]:
-    """Microseconds of one layer's products in each format, by rows: replayed, so without launching."""
-    import triton
-
-    from weft.ops.registry import choose
-
-    linear = choose("linear", torch.bfloat16, torch.device("cuda")).run
-    found: dict[str, dict[str, float]] = {}
-    for name in ("bfloat16", *PACKED):
-        matrices = [torch.randn(n, k, device="cuda").bfloat16() for n, k in LAYER]
-        weights = matrices if name == "bfloat16" else [codes_on_gpu(matrix, name) for matrix in matrices]
-        found[name] = {}
-        for rows in PRODUCT_ROWS:
-            xs = [torch.randn(rows, k, device="cuda").bfloat16() for _, k in LAYER]
-            calls = [partial(linear, x, weight) for x, weight in zip(xs, weights, strict=True)]
-            # Launch once before the capture: the first launch compiles.
-            for call in calls:
-                call()
-            seconds = [triton.testing.do_bench_cudagraph(call, rep=40) for call in calls]
-            found[name][str(rows)] = 1e3 * sum(seconds)
-        tick(f"products, {name}")
-    return found
-
-
-def codes_on_gpu(matrix: torch.Tensor, name: str) -> Any:
-    """``matrix`` packed, as a checkpoint's would be."""
-    from weft.ops.coded import Codes
-    from weft.ops.triton import coded
-
-    if name == "int8":
-        return coded.pack_int8(matrix)
-    codes = codes_of(matrix.cpu() if name in ("mxfp4", "nvfp4") else matrix, name)
-    assert isinstance(codes, Codes)
-    return coded.pack(codes.to(torch.device("cuda")))
-
-
-def product_table(found: dict[str, dict[str, float]]) -> str:
-    """The times, and how many times as fast as bfloat16."""
-    rows = []
-    for number in map(str, PRODUCT_ROWS):
-        plain = found["bfloat16"][number]
-        cells = {name: f"{us[number]:.0f} ({plain / us[number]:.2f})" for name, us in found.items()}
-        rows.append({"rows": f"{int(number):,}", **cells})
-    return record.markdown(rows)
 
 
 def model_table(models: dict[str, Any]) -> str:
@@ -356,7 +303,7 @@ def page(found: dict[str, Any]) -> str:
         "TFLOP/s.\n\n"
         f"{model_table(found['models'])}\n\n"
         "Products of one layer of llama-3-8b, microseconds (times as fast as bfloat16), by rows:\n\n"
-        f"{product_table(found['products'])}"
+        f"{gpu_products.table(found['products'])}"
     )
 
 
@@ -368,12 +315,12 @@ def main() -> None:
     print(json.dumps(found["ceilings"]))
     with tempfile.TemporaryDirectory() as scratch, tqdm(unit="part") as bar:
 
-        def tick(what: str) -> None:
+        def tick(what: str, _: object = None) -> None:
             bar.set_description(what)
             bar.update()
 
-        found["products"] = packed_products(tick)
-        print(product_table(found["products"]))
+        found["products"], _ = gpu_products.measure(gpu_products.OURS, gpu_products.ROWS, float("inf"), tick)
+        print(gpu_products.table(found["products"]))
         for name in args.model or ("qwen3-dense-s", "llama-3-8b"):
             folder = Path(scratch) / name
             if name in RECIPES:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu
+from bench import gpu, gpu_products, gpu_steps
 from tests.e0.rig import make_engine
 from tests.support.checkpoints import make_checkpoint
 from weft.config.families import load_spec
@@ -47,10 +47,17 @@ def test_the_driver_makes_as_many_tokens_as_asked(tmp_path: Path) -> None:
     core.close()
 
 
-def test_help_and_settings() -> None:
-    made = subprocess.run([sys.executable, "-m", "bench.gpu", "--help"], capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("module", "flag"), [("gpu", "--transformers"), ("gpu_products", "--column"), ("gpu_steps", "--kind")]
+)
+def test_help(module: str, flag: str) -> None:
+    command = [sys.executable, "-m", f"bench.{module}", "--help"]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
-    assert "--transformers" in made.stdout
+    assert flag in made.stdout
+
+
+def test_settings() -> None:
     args = gpu.parser().parse_args(["--set", "decode-graphs=false", "--model", "llama-3-8b"])
     assert dict(args.set) == {"decode_graphs": "false"}
     with pytest.raises(SystemExit):
@@ -66,7 +73,7 @@ def test_a_result_is_a_page() -> None:
         "prefill_flops_per_second": 4e14,
         "prefill_share_of_product": 0.75,
     }
-    times = {str(rows): 10.0 for rows in gpu.PRODUCT_ROWS}
+    times = {str(rows): 10.0 for rows in gpu_products.ROWS}
     found = {
         "ceilings": {"copy_bytes_per_second": 4e12, "product_flops_per_second": 8e14},
         "products": {"bfloat16": times, "int4": dict.fromkeys(times, 5.0)},
@@ -83,3 +90,31 @@ def test_without_a_gpu_it_says_so() -> None:
     made = subprocess.run([sys.executable, "-m", "bench.gpu"], capture_output=True, text=True)
     assert made.returncode == 1
     assert "needs a CUDA GPU" in made.stderr
+
+
+def test_copies_of_a_matrix_do_not_fit_into_the_cache() -> None:
+    """The copies hold more than 60 MB, the L2 of an H200, also in 4 bits."""
+    for n, k in gpu_products.LAYER:
+        assert gpu_products.copies(n, k) * n * k / 2 >= 150_000_000
+
+
+def test_a_column_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that fails costs its own column only; a column of Weft ends the run."""
+
+    def column(_: object, counts: list[int]) -> dict[str, float]:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(gpu_products, "column", column)
+    ticks: list[str] = []
+    found, failed = gpu_products.measure(["DeepGEMM"], [1], 60.0, lambda what, _: ticks.append(what))
+    assert (found, failed) == ({}, {"DeepGEMM": "RuntimeError: no such kernel"})
+    assert gpu_products.measure(["DeepGEMM"], [1], -1.0, lambda *_: None)[1] == {
+        "DeepGEMM": "no time was left"
+    }
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        gpu_products.measure(["int4"], [1], 60.0, lambda *_: None)
+
+
+def test_steps_are_a_table() -> None:
+    figures = {"ms_per_step": 4.9, "gpu_ms": 4.71, "host_calls": 25.0, "kernels": 434.0}
+    assert gpu_steps.table({"1 greedy": figures}).splitlines()[-1] == "| 1 greedy | 4.90 | 4.71 | 25 | 434 |"

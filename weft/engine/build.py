@@ -194,6 +194,10 @@ def load(
 def release_unused() -> None:
     """Free GPU memory of closed engines in the process."""
     gc.collect()
+    # torch keeps a workspace of cuBLAS (32 MiB on Hopper) for every stream that ever ran a product.
+    clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear_workspaces is not None:
+        clear_workspaces()
     torch.cuda.empty_cache()
 
 

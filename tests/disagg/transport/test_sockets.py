@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import random
 import socket
 import struct
 import threading
@@ -363,7 +364,7 @@ def hello(
     [
         b"",
         b"GET / HTTP/1.1\r\n\r\n",
-        os.urandom(4096),
+        random.Random(0).randbytes(4096),
         struct.pack("<II16s", 1 << 31, 0, b""),
         struct.pack("<II16s", 10, 1 << 31, b""),
         f.pack(hello(version=99), 0, f.NO_KEY),

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Container
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,14 @@ _MARK = re.compile(
 """Matches texts that are single tokens in the tokenizers of the templates."""
 
 
-def template_names() -> list[Any]:
-    """Parameters of a test over all templates: skipped without the variable."""
+def template_names(wanted: Container[str] | None = None) -> list[Any]:
+    """Parameters of a test over all templates, or over the ``wanted`` ones: skipped without the variable."""
     where = os.environ.get(VARIABLE)
     if where is None:
         reason = f"{VARIABLE} names no folder of published files"
         return [pytest.param("", marks=pytest.mark.skip(reason=reason))]
-    return [path.stem for path in sorted((Path(where) / "templates").glob("*.jinja"))]
+    names = [path.stem for path in sorted((Path(where) / "templates").glob("*.jinja"))]
+    return [name for name in names if wanted is None or name in wanted]
 
 
 def source(name: str) -> str:

@@ -12,6 +12,7 @@ the device gathers the spans into one piece of device memory, and one copy moves
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -31,6 +32,11 @@ _MOST_UNIT = 4096
 """Maximum bytes of a row in a gather."""
 _SMALL_UNIT = 64
 """Smallest row, in bytes, for whose index pinned memory is allocated at the start."""
+_COUNTS, _WIDTHS = (1, 64), (1, 2)
+"""Rows and elements per row that are gathered at the start. torch has kernels of their own for up to 16 rows,
+and for rows of one element."""
+_MANY_ROWS = 1 << 31
+"""Rows of a region for which torch's gather counts with 64 bits, in a kernel of its own."""
 
 
 class Copies(Protocol):
@@ -174,11 +180,13 @@ class CudaCopies:
             sizes = [8 << power for power in range((self._most // _SMALL_UNIT).bit_length())]
             kept = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
             del kept  # the allocator keeps the freed blocks
-            index = torch.zeros(1, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
-            for dtype in (torch.uint8, torch.int64):
-                rows = torch.zeros((1, 1), dtype=dtype, device=self._device)
-                torch.index_select(rows, 0, index, out=torch.empty_like(rows))
-                rows.index_copy_(0, index, torch.zeros_like(rows))
+            for dtype, count, width in itertools.product((torch.uint8, torch.int64), _COUNTS, _WIDTHS):
+                index = torch.zeros(count, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
+                rows = torch.zeros((2, width), dtype=dtype, device=self._device)
+                moved = torch.empty((count, width), dtype=dtype, device=self._device)
+                torch.index_select(rows, 0, index, out=moved)
+                torch.index_select(rows[:1].expand(_MANY_ROWS, width), 0, index, out=moved)
+                rows.index_copy_(0, index, moved)
 
     def _checked(self, size: int) -> Tensor:
         """Return the device memory for a copy of ``size`` bytes. Raises EngineDead for more than ``most``

@@ -1,0 +1,284 @@
+"""Time the matrix products of one layer of llama-3-8b on a GPU, in bfloat16 and packed, with peers.
+
+python -m bench.gpu_products --json products.json
+
+A time is the median over ``ROUNDS`` replays of a CUDA graph. The graph runs over copies of the weights that
+hold ``ROTATED`` weights together, more than the GPU's L2 cache holds. A model also reads each matrix from
+memory. Peers that are not installed, or that fail, are listed with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from bench import record
+from bench.gemm import codes_of
+
+Call = Callable[[torch.Tensor], object]
+"""A product of x, bfloat16 [rows, K]."""
+Table = dict[str, dict[str, float]]
+"""Column -> number of rows -> microseconds."""
+
+LAYER = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+"""(outputs, inputs) of a layer's products."""
+PACKED = ("int8", "int4", "fp8", "mxfp4", "nvfp4")
+ROWS = (1, 16, 64, 128, 256, 512, 4096)
+ROTATED = 300_000_000
+"""Weights in the copies of one matrix: 150 MB of 4-bit codes."""
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+
+def dense(matrix: torch.Tensor) -> Callable[[], Call]:
+    """Products by torch (cuBLAS)."""
+
+    def again() -> Call:
+        weight = matrix.clone()
+        return lambda x: torch.nn.functional.linear(x, weight)
+
+    return again
+
+
+def invariant(matrix: torch.Tensor) -> Callable[[], Call]:
+    """Products of the deterministic mode: bits of a row do not depend on other rows."""
+    from weft.ops.triton import matmul
+
+    def again() -> Call:
+        return partial(_swapped, matmul.linear, matrix.clone())
+
+    return again
+
+
+def _swapped(linear: Any, weight: Any, x: torch.Tensor) -> object:
+    return linear(x, weight)
+
+
+def packed(name: str, matrix: torch.Tensor) -> Callable[[], Call]:
+    """Weft's products of a packed matrix."""
+    from weft.ops.registry import choose
+
+    linear = choose("linear", torch.bfloat16, torch.device("cuda")).run
+    codes = codes_on_gpu(matrix, name)
+
+    def again() -> Call:
+        tensors = {
+            field.name: getattr(codes, field.name).clone()
+            for field in fields(codes)
+            if isinstance(getattr(codes, field.name), torch.Tensor)
+        }
+        return partial(_swapped, linear, replace(codes, **tensors))
+
+    return again
+
+
+def codes_on_gpu(matrix: torch.Tensor, name: str) -> Any:
+    """``matrix`` packed, as a checkpoint's would be."""
+    from weft.ops.coded import Codes
+    from weft.ops.triton import coded
+
+    if name == "int8":
+        return coded.pack_int8(matrix)
+    codes = codes_of(matrix.cpu() if name in ("mxfp4", "nvfp4") else matrix, name)
+    assert isinstance(codes, Codes)
+    return coded.pack(codes.to(torch.device("cuda")))
+
+
+def scaled_mm(rounded: bool, matrix: torch.Tensor) -> Callable[[], Call]:
+    """torch's FP8 products with a scale per row; with ``rounded`` the time includes rounding x to FP8."""
+    scale = matrix.abs().amax(1, keepdim=True).float() / FP8_MAX
+    codes = (matrix / scale).to(FP8)
+    scales = scale.t().contiguous()
+
+    def again() -> Call:
+        weight = codes.clone().t()
+        ones = torch.ones(max(ROWS), 1, device=matrix.device)
+
+        def call(x: torch.Tensor) -> object:
+            if rounded:
+                given = x.abs().amax(1, keepdim=True).float() / FP8_MAX
+                numbers = (x / given).to(FP8)
+            else:
+                # Any bytes of the right size: only the time counts.
+                given, numbers = ones[: len(x)], x.view(torch.uint8)[:, : x.shape[1]].view(FP8)
+            return torch._scaled_mm(
+                numbers, weight, scale_a=given, scale_b=scales, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+
+        return call
+
+    return again
+
+
+def humming(dtype: str, group: int, matrix: torch.Tensor) -> Callable[[], Call]:
+    """Products of the package humming-kernels."""
+    from humming.layer import HummingLayer
+
+    n, k = matrix.shape
+    config = {"dtype": dtype, "group_size": group}
+    layer = HummingLayer(shape_n=n, shape_k=k, weight_config=config, torch_dtype=torch.bfloat16).cuda()
+    layer.load_from_unquantized(matrix)
+    layer.transform()
+    return partial(copy.deepcopy, layer)
+
+
+def deep_gemm(matrix: torch.Tensor) -> Callable[[], Call]:
+    """DeepGEMM's FP8 products with scales of 128 x 128 weights; x is given in FP8."""
+    import deep_gemm as package
+
+    n, k = matrix.shape
+    blocks = matrix.view(n // 128, 128, k // 128, 128)
+    scale = blocks.abs().amax((1, 3)).float() / FP8_MAX
+    codes = (blocks / scale[:, None, :, None]).to(FP8).view(n, k)
+
+    def again() -> Call:
+        weight = codes.clone()
+
+        def call(x: torch.Tensor) -> object:
+            scales = torch.ones(len(x), k // 128, device=x.device)
+            out = torch.empty(len(x), n, device=x.device, dtype=torch.bfloat16)
+            numbers = x.view(torch.uint8)[:, :k].contiguous().view(FP8)
+            package.fp8_gemm_nt((numbers, scales), (weight, scale), out)
+            return out
+
+        return call
+
+    return again
+
+
+COLUMNS: dict[str, Callable[[torch.Tensor], Callable[[], Call]]] = {
+    "bfloat16": dense,
+    **{name: partial(packed, name) for name in PACKED},
+    "invariant": invariant,
+    "FP8 rows": partial(scaled_mm, False),
+    "FP8 rows, rounding x": partial(scaled_mm, True),
+    "humming int4": partial(humming, "int4", 128),
+    "humming int8": partial(humming, "int8", 0),
+    "DeepGEMM": deep_gemm,
+}
+"""Name -> maker of products: from a matrix to a function that makes one more copy with its product."""
+OURS = ("bfloat16", *PACKED)
+
+
+def copies(n: int, k: int) -> int:
+    return -(-ROTATED // (n * k))
+
+
+def microseconds(calls: list[Callable[[], object]]) -> float:
+    """Time of one call, with all ``calls`` one after the other in a graph."""
+    import triton
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    run()  # The first launch compiles, so it stands before the capture.
+    torch.cuda.synchronize()
+    return 1e3 * float(triton.testing.do_bench_cudagraph(run, rep=25)) / len(calls)
+
+
+def column(make: Callable[[torch.Tensor], Callable[[], Call]], counts: Sequence[int]) -> dict[str, float]:
+    """Microseconds of a layer's products, by the number of rows."""
+    found: dict[str, float] = dict.fromkeys(map(str, counts), 0.0)
+    for n, k in LAYER:
+        again = make(torch.randn(n, k, device="cuda").bfloat16())
+        calls = [again() for _ in range(copies(n, k))]
+        for rows in counts:
+            x = torch.randn(rows, k, device="cuda").bfloat16()
+            found[str(rows)] += microseconds([partial(call, x) for call in calls])
+        del calls, again
+        torch.cuda.empty_cache()
+    return found
+
+
+def copy_rate() -> float:
+    """Bytes per second of a copy, read and written."""
+    import triton
+
+    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    milliseconds = float(triton.testing.do_bench(lambda: target.copy_(source)))
+    return 2e3 * source.nbytes / milliseconds
+
+
+def measure(
+    names: Sequence[str], counts: Sequence[int], budget: float, tick: Callable[[str, Table], None]
+) -> tuple[Table, dict[str, str]]:
+    """Return (times by column, reasons of columns that failed). No column starts after ``budget`` seconds.
+
+    ``tick`` is called after every column, with the times so far.
+    """
+    began = time.monotonic()
+    found: Table = {}
+    failed: dict[str, str] = {}
+    for name in names:
+        if time.monotonic() - began > budget:
+            failed[name] = "no time was left"
+            continue
+        try:
+            found[name] = column(COLUMNS[name], counts)
+        except Exception as error:
+            if name in OURS:
+                raise
+            failed[name] = f"{type(error).__name__}: {str(error)[:200]}"
+        tick(f"products, {name}", found)
+    return found, failed
+
+
+def table(found: Table) -> str:
+    """The times, and how many times as fast as the first column."""
+    rows = []
+    for count, plain in next(iter(found.values())).items():
+        row: dict[str, Any] = {"rows": f"{int(count):,}"}
+        for name, times in found.items():
+            row[name] = f"{times[count]:.0f} ({plain / times[count]:.2f})"
+        rows.append(row)
+    return record.markdown(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--column", action="append", choices=tuple(COLUMNS), help="may be repeated; all by default"
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="numbers of rows of x")
+    parser.add_argument("--seconds", type=float, default=600.0, help="no column starts later")
+    parser.add_argument("--json", type=Path, help="write everything to this file")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("bench.gpu_products needs a CUDA GPU, and this torch sees none")
+    rate, device = copy_rate(), torch.cuda.get_device_name()
+    with tqdm(unit="column") as bar:
+
+        def tick(what: str, found: Table) -> None:
+            bar.set_description(what)
+            bar.update()
+            tqdm.write(table(found).splitlines()[-1])
+
+        found, failed = measure(args.column or tuple(COLUMNS), args.rows, args.seconds, tick)
+    page = (
+        f"A copy moves {rate / 1e12:.2f} TB/s (read and written).\n\n"
+        "Microseconds of the products of a layer of llama-3-8b (times as fast as the first column), by rows. "
+        f"Weights come from memory, not from the L2 cache.\n\n{table(found)}"
+    )
+    if failed:
+        page += "\n\n" + "\n".join(f"* {name}: {reason}" for name, reason in failed.items())
+    print(page)
+    if args.json:
+        numbers = {"device": device, "copy_bytes_per_second": rate, "microseconds": found, "failed": failed}
+        record.write(args.json, "bench.gpu_products", f"Products, {device}", page, numbers)
+
+
+if __name__ == "__main__":
+    main()
