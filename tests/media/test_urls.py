@@ -197,6 +197,8 @@ def test_redirects_are_checked_like_urls() -> None:
         "https://127.1/",
         "data:image/png;base64,AAAA",
         "//2130706433/",
+        "http://[",
+        "//]/x",
     ):
         with pytest.raises(BadMedia):
             redirected(start, location, allowed)

@@ -233,6 +233,21 @@ def test_planted_faults() -> None:
         engine.send(b"2", b"x")
 
 
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_fault_planted_later_applies_once(connected: bool) -> None:
+    """Whether the link has carried frames before or not."""
+    wires, _ = net()
+    engine, rank = wires.engine(), wires.rank(b"1")
+    if connected:
+        rank.send(b"first")
+        assert engine.receive(0) == (b"1", b"first")
+    twice = loopback.LinkFault(b"1", to_rank=False, at=int(connected), deed=loopback.repeat)
+    wires.plant(twice)
+    rank.send(b"x")
+    assert [engine.receive(0) for _ in range(3)] == [(b"1", b"x"), (b"1", b"x"), None]
+    assert twice.hits == 1
+
+
 def test_a_rank_that_connects_again_is_heard_before_its_first_connection_ends() -> None:
     """As after a break that only the rank has noticed."""
     engine = ZmqEngineChannel("tcp://127.0.0.1:*")

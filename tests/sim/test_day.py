@@ -73,6 +73,16 @@ def test_groups_join_after_their_load_and_leave_after_their_requests() -> None:
     assert 2 * fleet.now + 2 * 5.0 <= fleet.size() < 2 * fleet.now + 2 * 9.0
 
 
+def test_the_time_of_a_lost_group_counts_once() -> None:
+    """Also if the group is scaled away while its host is down."""
+    fleet = ChangingDeployment(Groups(prefill=1, decode=2), SETTINGS, arrivals(), seed=1)
+    fleet.timeline.at(3.0, None, fleet.lose, "decode1", 60.0)
+    fleet.timeline.at(4.0, None, fleet.scale, "decode", 1)
+    fleet.run()
+    assert set(fleet.records) == {"prefill0", "decode0"}
+    assert fleet.size() == pytest.approx(2 * fleet.now + 3.0)
+
+
 def test_no_request_is_lost_with_a_host() -> None:
     for name in ("prefill0", "decode0"):
         fleet = ChangingDeployment(PAIR, SETTINGS, arrivals(), seed=1)

@@ -390,7 +390,8 @@ class Membership:
     def _again(self) -> None:
         """Use up one attempt: replace the ranks at fault and enter phase ``gathering``.
 
-        Without an attempt left, or without other ranks, end the group.
+        End the group instead without an attempt left, without other ranks, or as long as no rank has been in
+        any epoch (``Tries.fresh``): a failed first start is not repeated.
         """
         lost = self.lost
         assert lost is not None

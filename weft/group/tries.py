@@ -37,6 +37,7 @@ class Tries:
             self._left = 0
 
     def again(self) -> bool:
-        """Use one attempt. Return True if the attempt is allowed."""
+        """Use one attempt. Return True if an attempt was left, and a rank has been in an epoch (not
+        ``fresh``)."""
         self._left -= 1
         return self._left >= 0 and not self.fresh

@@ -140,7 +140,10 @@ def web_address(url: str, allowed: Sequence[str]) -> WebAddress:
 def redirected(start: WebAddress, location: str, allowed: Sequence[str]) -> WebAddress:
     """Return the target of a redirect from ``start``, with the usual checks. ``location`` may be relative.
     Raises BadMedia, also for a redirect from https to http."""
-    url = urljoin(f"{start.scheme}://{start.netloc}{start.target}", location)
+    try:
+        url = urljoin(f"{start.scheme}://{start.netloc}{start.target}", location)
+    except ValueError:  # brackets without an address: http://[
+        raise BadMedia("is redirected to an invalid URL", REFUSED) from None
     if not is_web(url):
         raise BadMedia("is redirected to a URL that is not http(s)", REFUSED)
     found = web_address(url, allowed)

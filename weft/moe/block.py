@@ -89,6 +89,11 @@ class RoutedMLP(FeedForward, Packs):
     """
 
     def __init__(self, hidden: int, spec: MoESpec, activation: str, build: Build, *, hashed: int = 0) -> None:
+        """``hashed``: size of the vocabulary for a table of experts by token id; 0 for none.
+
+        Raises ConfigError if no implementation of the op fits, ValueError for too many redundant copies of
+        experts.
+        """
         super().__init__()
         self.reads_ids = hashed > 0
         self.router = ExpertRouter(hidden, spec, build, hashed)

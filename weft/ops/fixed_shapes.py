@@ -37,9 +37,8 @@ _product_shapes: dict[tuple[object, ...], ProductShapes] = {}
 
 
 def aligned(matrix: Tensor) -> Tensor:
-    """Return ``matrix`` [R, K], padded with zero columns until each row begins at a multiple of 64 bytes.
-
-    Returns the matrix itself if all rows are aligned.
+    """Return ``matrix`` [R, K], contiguous, with zero columns added until each row begins at a multiple of 64
+    bytes. Copies, unless the matrix is so already.
     """
     unit = ALIGNMENT // matrix.element_size()
     missing = -matrix.shape[1] % unit

@@ -279,7 +279,7 @@ FORMS: dict[str, Experts] = {"loop": by_expert, "gather": by_gather, "grouped": 
 
 
 def usable(weights: Routed) -> tuple[str, ...]:
-    """Return True if ``torch._grouped_mm`` supports the weights without a wait for the GPU."""
+    """Return the names of ``FORMS`` that support the weights: "grouped" only with ``_groups``."""
     return ("loop", "gather", "grouped") if _groups(weights) else ("loop", "gather")
 
 

@@ -96,7 +96,9 @@ class Loopback:
     def plant(self, fault: LinkFault) -> None:
         """Add a fault. ``at`` counts frames since the link's first frame."""
         self._faults.append(fault)
-        self._link(fault.peer, fault.to_rank).faults.append(fault)
+        link = self._links.get((fault.peer, fault.to_rank))
+        if link is not None:  # a later link begins with its faults
+            link.faults.append(fault)
 
     def sent(self, peer: bytes, to_rank: bool) -> int:
         """Return the number of frames sent over a link so far, which is the number of the next frame."""

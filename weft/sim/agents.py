@@ -83,7 +83,11 @@ class _Session:
 
 
 class AgentSimulation(Simulation):
-    """One run. ``retention`` is the session retention in seconds; with 0, engines do not know of sessions."""
+    """One run. ``retention`` is the session retention in seconds; with 0, engines do not know of sessions.
+
+    Other arguments: see ``Simulation``. Raises ConfigError if a first or an unrelated prompt, with its
+    output, exceeds the maximum model length. Later turns are not checked: give at least ``Agents.longest``.
+    """
 
     def __init__(
         self,

@@ -78,6 +78,8 @@ class _GroupRecord:
     state: str
     """loading, running, leaving or retired."""
     began: float
+    counted: bool = False
+    """True after the time of the process was added to ``group_seconds``."""
 
 
 class ChangingDeployment(Deployment):
@@ -111,9 +113,12 @@ class ChangingDeployment(Deployment):
     # -- changes of groups
 
     def scale(self, base: str, number: int) -> tuple[tuple[str, ...], list[str]]:
-        """Start or end groups until ``base`` has a ``number`` of groups. Return who starts and who leaves.
+        """Start or end groups until the role ``base`` has a ``number`` of groups. Return who starts and who
+        leaves.
 
-        Raises InvalidRequest for the last group of a role.
+        Leaving groups do not count. Lost groups count, and leave first. Raises NotFound if no group has the
+        role, InvalidRequest if the number is out of range or the other groups could not do all work, and the
+        error of a failed fleet.
         """
         members = {name: Member("", name, one.role, one.role) for name, one in self.records.items()}
         change = plan_scale(base, number, members, self._named("leaving"), self._named("retired"), _serves)
@@ -131,10 +136,16 @@ class ChangingDeployment(Deployment):
         record = self.records[name]
         process = self._end(name)
         record.state = "retired"
-        self.group_seconds += self.now - record.began
+        self._count(record)
         self.transfers.lose(process)
         self._feed(e.Lost(name, record.link, EngineDead("the host is lost")))
         self.timeline.at(self.now + seconds, None, self._revive, name, record)
+
+    def _count(self, record: _GroupRecord) -> None:
+        """Add the time of a process that has ended to ``group_seconds``, once."""
+        if not record.counted:
+            record.counted = True
+            self.group_seconds += self.now - record.began
 
     def _revive(self, name: str, record: _GroupRecord) -> None:
         """Start the group again, unless the group has left the server meanwhile."""
@@ -184,8 +195,7 @@ class ChangingDeployment(Deployment):
             record = self.records.pop(action.instance)
             if action.instance in self.groups:
                 self._end(action.instance)
-            if record.state != "retired":
-                self.group_seconds += self.now - record.began
+            self._count(record)
         else:
             super()._act(action)
 

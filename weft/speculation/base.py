@@ -104,8 +104,8 @@ class Drafter(ABC):
         return
 
     def is_idle(self, plan: StepPlan) -> bool:
-        """Return True if nothing remains to do after a step handled by ``hidden_sink``. Else ``propose`` is
-        called."""
+        """Return True if nothing remains to do after a step handled by ``hidden_sink``; the step then counts
+        as done. Call at most once per step. If False, call ``propose``."""
         return False
 
     @abstractmethod
@@ -113,6 +113,6 @@ class Drafter(ABC):
         """Return the drafts, int64 [wanted rows, most ``next_k``]; None if no row wants drafts.
 
         In a row with fewer wanted drafts, the last drafts are arbitrary. May write cache entries and the
-        history behind the newest tokens. Call once for every step, in order. Launches work on the device and
-        does not wait.
+        history behind the newest tokens. Call once for every step, in order, except steps skipped by
+        ``rests`` or ``is_idle``. Launches work on the device and does not wait.
         """

@@ -86,6 +86,8 @@ MENDED: list[tuple[str, str, Any]] = [
     ("hermes", hermes('{"city": "a\nb\tc\x07"}'), {"city": "a\nb\tc\x07"}),
     ("hermes", hermes('{"city": "Oslo",}'), CITY),
     ("hermes", hermes('{"tags": ["a", ], "city": "Oslo" , }'), {"tags": ["a"], "city": "Oslo"}),
+    ("hermes", '<tool_call>\n{"name": "get", "arguments": {\n</tool_call>', {}),
+    ("hermes", '<tool_call>\n{"name": "get", "arguments": {"tags": [\n</tool_call>', {"tags": []}),
     ("hermes", hermes('{{"city": "Oslo"}}'), CITY),
     ("hermes", hermes('{{"city": "Oslo"}'), CITY),
     ("hermes", "<tool_call>\n{" + '{"name": "get", "arguments": {"city": "Oslo"}}' + "}\n</tool_call>", CITY),

@@ -112,4 +112,5 @@ class Transport(Protocol):
         """Make ``poll`` return. Callable from any thread."""
 
     def close(self) -> None:
-        """Free all resources. Writes under way end without a ``Written``."""
+        """Free all resources. Writes under way end without a ``Written``. Raises EngineDead if a GPU does not
+        finish a copy of staged caches in time."""

@@ -159,7 +159,11 @@ class NixlTransport(TcpTransport):
         return super().quiet(key) and (self._reads is None or self._reads.quiet(key))
 
     def close(self) -> None:
-        """Free all resources. A read that does not end keeps the engine and its landing memory."""
+        """Free all resources. Idempotent.
+
+        A read that does not end keeps the engine and its landing memory, the slots of ``ReadWrites``. Raises
+        EngineDead if a GPU does not finish a copy of staged caches in time.
+        """
         if self._closed:
             return
         self._closed = True

@@ -82,7 +82,8 @@ def pack_gated_w8a8(weight: Tensor) -> PackedMatrix:
 
 
 def pack_codes(codes: Codes | MixedCodes) -> PackedMatrix | PackedRows:
-    """Pack a matrix [N, K] of codes for ``linear``. Mapped pages of the codes are released."""
+    """Pack a matrix [N, K] of codes for ``linear``. Mapped pages of the codes are released; the codes stay
+    usable."""
     if isinstance(codes, Codes):
         return _packed_codes(codes, gated=False)
     blocks = [code_blocks(part, gated=False) for part in codes.parts]

@@ -46,6 +46,7 @@ def serve(
     """Register ``run`` as the invariant implementation of ``op`` on CPUs, with priority 10.
 
     Default: available wherever the extension is built. The other arguments: see ``Implementation``.
+    Raises ValueError if ``op`` has a ``cpu`` implementation already.
     """
     implementation = Implementation(
         name="cpu",

@@ -93,9 +93,11 @@ class JsonObjectScanner:
 
         Return False, and write nothing, if more than closing brackets is missing.
         """
-        # Only a complete number, a complete value or a trailing comma may stand before the closing brackets.
+        # Only an opening bracket, a complete number, a complete value or a comma may stand before the closing
+        # brackets.
         after_number = self._state == "number" and self._number in _NUMBER_ENDS
-        if not self._stack or not (after_number or self._state == "after" or self._behind_comma):
+        ends = self._state in ("after", "first", "first key") or self._behind_comma
+        if not self._stack or not (after_number or ends):
             return False
         self._drop_comma()
         self._written += ["}" if char == "{" else "]" for char in reversed(self._stack)]
