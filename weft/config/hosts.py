@@ -36,8 +36,8 @@ def check_hosts(parallel: ParallelSection) -> ParallelSection:
     each = ranks // hosts
     if each % tensor and tensor % each:
         raise ConfigError(
-            f"--hosts {hosts}: a host has {each} ranks, which are neither whole replicas of {tensor} ranks nor "
-            "an equal part of one replica",
+            f"--hosts {hosts}: a host has {each} ranks, which are neither whole replicas of {tensor} ranks "
+            "nor an equal part of one replica",
             param="--hosts",
         )
     return parallel

@@ -87,8 +87,8 @@ def check_transfer(transfer: TransferSection, parallel: ParallelSection) -> Tran
     flag = named.partition(" ")[0]
     if parallel.hosts > 1:
         raise ConfigError(
-            f"{named} and --hosts {parallel.hosts}: a group with a role runs on one host. Run several groups, "
-            "each on its own host",
+            f"{named} and --hosts {parallel.hosts}: a group with a role runs on one host. Run several "
+            "groups, each on its own host",
             param=flag,
         )
     return transfer

@@ -192,7 +192,8 @@ def _channels(
     if not replica_spans(parallel, replica):
         ranks = rank_address(config) if config.socket_folder else f"ipc://{folder}/ranks"
         return ZmqEngineChannel(ranks), ZmqEngineChannel(f"{ranks}.heartbeats")
-    assert client is not None and parallel.advertise is not None, "a group over several hosts"
+    assert client is not None, "a group over several hosts"
+    assert parallel.advertise is not None, "a host of several has an address"
     keys, place = _keys(config), tcp(parallel.advertise, "*")
     channel, heartbeats = ZmqEngineChannel(place, keys), ZmqEngineChannel(place, keys)
     client.post(control_key(replica), channel.address.encode())

@@ -36,12 +36,9 @@ class HostPlace(NamedTuple):
         Raise ConfigError if the options do not fit the group.
         """
         if parallel.hosts == 1:
-            for flag, given in (
-                ("--join", self.join),
-                ("--host-index", self.index),
-                ("--join-port", self.port),
-            ):
-                if given:
+            given = {"--join": self.join, "--host-index": self.index, "--join-port": self.port}
+            for flag, value in given.items():
+                if value:
                     raise ConfigError(f"{flag}: the group lies on one host; set `hosts` in FILE", param=flag)
             return advertise
         if self.join is None:
@@ -62,8 +59,8 @@ class HostPlace(NamedTuple):
         if self.port is None or advertise is None:
             flag = "--join-port" if self.port is None else "--advertise"
             raise ConfigError(
-                f"the group lies on {parallel.hosts} hosts: the head needs --advertise ADDRESS and --join-port PORT; "
-                "another host needs --join HOST:PORT and --host-index N",
+                f"the group lies on {parallel.hosts} hosts: the head needs --advertise ADDRESS and --join-port "
+                "PORT; another host needs --join HOST:PORT and --host-index N",
                 param=flag,
             )
         return advertise
@@ -85,7 +82,8 @@ def open_gate(config: EngineConfig, place: HostPlace) -> tuple[EngineConfig, Hea
     parallel = config.parallel
     if parallel.hosts == 1:
         return config, None
-    assert parallel.group_secret is not None and parallel.advertise is not None, "checked before"
+    assert parallel.group_secret is not None, "checked when the configuration was resolved"
+    assert parallel.advertise is not None, "checked by HostPlace.address"
     keys, settings = read_keys(parallel.group_secret), host_settings(config)
     if place.join is None:
         store = RendezvousStore(tcp(parallel.advertise, place.port or 0), keys, PORT_S)

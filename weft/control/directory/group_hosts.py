@@ -1,6 +1,8 @@
 """The hosts that join the head of a group, as the head sees the hosts: a pure state machine.
 
-    absent ──settings are equal──► present ──silent for AWAY_S──► away ──the same process, or another──► present
+    absent ──settings are equal──► present ──silent for AWAY_S──► away
+       │                             ▲                              │
+       │                             ╰── the same process, or another one
        ╰─────other settings, a number in use, or no such number──► refused
 
 A refused process ends. The number of the process stays free for a process with other settings.

@@ -32,8 +32,8 @@ REFUSED = 2
 
 
 class EngineProcesses:
-    """The processes of one group on this host: an engine process for each replica. An engine process ends with the
-    starting thread: the main thread, or a thread of ``Spares`` for an engine started in advance.
+    """The processes of one group on this host: an engine process for each replica. An engine process ends
+    with the starting thread: the main thread, or a thread of ``Spares`` for an engine started in advance.
 
     ``weft.control.processes`` decides when an engine process is started again.
     """
