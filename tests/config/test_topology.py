@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from weft.parallel.remote import host_settings
 
 from tests.config.test_resolve import GIB, MIB, checkpoint
 from tests.support.seen import SeeingModels
@@ -25,7 +26,6 @@ from weft.config.topology import (
     short_form,
 )
 from weft.engine.ranks.ranks import threads_each
-from weft.parallel.remote import host_settings
 
 
 @pytest.fixture

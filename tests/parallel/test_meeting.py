@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from weft.parallel.board import Board, BoardClient
 
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.group.meeting import Meeting, complete, propose
 from weft.group.types import Connect, Lease
-from weft.parallel.board import Board, BoardClient
 from weft.parallel.leases import BoardLeases, FolderLeases, Leases
 from weft.parallel.secret import derive
 
