@@ -108,13 +108,12 @@ class Server:
     def until_whole(self, engines: int = 2) -> dict[str, float]:
         """Wait until ``engines`` engines are up. Return the metrics."""
         until = time.monotonic() + ANSWER
-        while (
-            sum(value for name, value in (counted := self.metrics()).items() if name[:9] == "engine_up")
-            < engines
-        ):
+        while True:
+            counted = self.metrics()
+            if sum(value for name, value in counted.items() if name.startswith("engine_up:")) >= engines:
+                return counted
             assert time.monotonic() < until, "an engine does not come back"
             time.sleep(0.2)
-        return counted
 
     def restarts(self) -> int:
         """Return how often the commands were started again."""
@@ -204,7 +203,8 @@ class Cluster:
         return Server([one.process for one in lines], clients, engines)
 
     def start(self, hosts: int = 2, **settings: Any) -> Server:
-        """Start one group with ``settings`` over ``hosts`` hosts, and an API server. Return the ready server."""
+        """Start one group with ``settings`` over ``hosts`` hosts, and an API server. Return the ready
+        server."""
         self.write({}, hosts=hosts, **settings)
         return self.front(self.spread(hosts))
 

@@ -59,8 +59,8 @@ class HostPlace(NamedTuple):
         if self.port is None or advertise is None:
             flag = "--join-port" if self.port is None else "--advertise"
             raise ConfigError(
-                f"the group lies on {parallel.hosts} hosts: the head needs --advertise ADDRESS and --join-port "
-                "PORT; another host needs --join HOST:PORT and --host-index N",
+                f"the group lies on {parallel.hosts} hosts: the head needs --advertise ADDRESS and "
+                "--join-port PORT; another host needs --join HOST:PORT and --host-index N",
                 param=flag,
             )
         return advertise

@@ -23,6 +23,7 @@ from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.control.directory import engine_host as h
 from weft.control.directory.record import RENEW_S, DirectoryWriter, EngineRecord
+from weft.control.fleet.instance_table import LISTEN_S
 from weft.control.links.link import Address
 from weft.control.links.probe import EngineProbe
 from weft.control.processes.table import Member
@@ -110,6 +111,8 @@ class HostServer:
         self._records: dict[str, EngineRecord] = {}
         """Records of the engines whose address is known."""
         self._addresses: dict[str, Address] = {}
+        self._started = math.inf
+        """Start time of the engines."""
         self._probes: dict[str, EngineProbe] = {}
         self._waiting: deque[h.Event] = deque()
         """Events of signal handlers and of other threads."""
@@ -165,7 +168,7 @@ class HostServer:
         """Start all engine processes."""
         for name in self._group.members:
             address = self._group.start(name, secrets.randbits(63))
-            self._addresses[name] = address
+            self._addresses[name], self._started = address, time.monotonic()
             self._probes[name] = EngineProbe(address)
 
     def _turn(self) -> None:
@@ -183,7 +186,10 @@ class HostServer:
             probe.look()
             if probe.answers:
                 self._on(h.Seen(name, probe.idle))
-            if stood_still:  # messages of the meantime may still be under way
+            if not probe.connected and now - self._started > LISTEN_S:
+                log.error("engine %s did not listen within %g seconds", name, LISTEN_S)
+                self._on(h.Ended(name, 1))
+            elif stood_still:  # messages of the meantime may still be under way
                 probe.moved = now
             elif probe.answers and now - probe.moved > self._timeout:
                 log.error("engine %s has made no progress for %g seconds", name, self._timeout)
