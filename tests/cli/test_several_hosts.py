@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
 from tests.cli.test_engine_front import Fleet, get
 from tests.cli.test_scale import load, stream
@@ -21,6 +20,11 @@ from tests.cli.test_up import ask
 from tests.support.processes import is_alive, with_role
 from tests.support.secret import write_secret
 from tests.support.slowness import deadline, until
+from weft.cli.serve.serve import serve
+from weft.cli.serve.several_hosts import HostPlace
+from weft.cli.serve.up import up
+from weft.common.errors import ConfigError
+from weft.config.sections.all import ParallelSection
 
 TOPOLOGY = """
 model: spool-text
@@ -120,49 +124,50 @@ def _answers(port: int) -> bool:
         return False
 
 
+WIDE = ParallelSection(tensor_parallel_size=2, hosts=2, group_secret="x")
+
+
 @pytest.mark.parametrize(
-    ("group", "arguments", "says"),
+    ("parallel", "place", "says"),
     [
-        ("near", ("--join", "a:1"), "--join: the group lies on one host"),
-        ("near", ("--host-index", "1"), "--host-index: the group lies on one host"),
-        ("wide", (), "the head needs --advertise ADDRESS and --join-port PORT"),
-        ("wide", ("--join-port", "5000"), "the head needs --advertise ADDRESS and --join-port PORT"),
-        ("wide", ("--host-index", "1"), "--host-index 1 needs --join HOST:PORT of the head"),
-        ("wide", ("--join", "a:1"), "--host-index: a host that joins has a number from 1 to 1"),
-        ("wide", ("--join", "a:1", "--host-index", "2"), "has a number from 1 to 1"),
-        ("wide", ("--join", "nowhere", "--host-index", "1"), "--join: expected HOST:PORT"),
-        ("wide", ("--join", "a:1", "--join-port", "5"), "--join-port is for the head"),
+        (ParallelSection(), HostPlace(join="a:1"), "--join: the group lies on one host"),
+        (ParallelSection(), HostPlace(1), "--host-index: the group lies on one host"),
+        (ParallelSection(), HostPlace(port=5), "--join-port: the group lies on one host"),
+        (WIDE, HostPlace(), "the head needs --advertise ADDRESS and --join-port PORT"),
+        (WIDE, HostPlace(port=5000), "the head needs --advertise ADDRESS and --join-port PORT"),
+        (WIDE, HostPlace(1), "--host-index 1 needs --join HOST:PORT of the head"),
+        (WIDE, HostPlace(0, "a:1"), "--host-index: a host that joins has a number from 1 to 1"),
+        (WIDE, HostPlace(2, "a:1"), "has a number from 1 to 1"),
+        (WIDE, HostPlace(1, "nowhere"), "--join: expected HOST:PORT"),
+        (WIDE, HostPlace(1, "a:0"), "--join: expected HOST:PORT"),
+        (WIDE, HostPlace(1, "a:1", 5), "--join-port is for the head"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
-    fleet: Fleet, group: str, arguments: tuple[str, ...], says: str
-) -> None:
-    assert says in refused("engine", str(fleet.file), "--group", group, *arguments)
+def test_options_that_do_not_fit_are_refused(parallel: ParallelSection, place: HostPlace, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        place.address(parallel, None)
+    assert says in refused.value.message
+
+
+def test_the_address_of_each_host() -> None:
+    assert HostPlace().address(ParallelSection(), None) is None
+    assert HostPlace(port=5).address(WIDE, "10.0.0.1") == "10.0.0.1"
+    assert HostPlace(1, "[::1]:5").address(WIDE, "10.0.0.2") == "10.0.0.2"
+    assert HostPlace(1, "[::1]:5").head() == ("::1", 5)
+    assert HostPlace(1, "127.0.0.1:5").address(WIDE, None) == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("serve", "spool-text", "--nnodes", "2"), "run `weft engine FILE --group NAME` on each host"),
-        (("serve", "spool-text", "-r", "1"), "there is no flag --node-rank"),
-        (("serve", "spool-text", "--rdzv", "a:1"), "all hosts except the first with --join"),
-        (("serve", "spool-text", "--only-host", "1"), "on the host of the group"),
-        (("serve", "spool-text", "--tp", "2", "--hosts", "2", "--group-secret", "x"), "--hosts 2: run `weft"),
-        (("up", "FILE", "--node-rank", "1"), "run `weft engine FILE --group NAME` on each host"),
-        (("up", "FILE"), "group wide: hosts 2: run `weft engine FILE --group NAME`"),
+        (("--nnodes", "2"), "no such setting: set `hosts` for the group in a topology file"),
+        (("-r", "1"), "run `weft engine FILE --group NAME` on each host"),
+        (("--rdzv", "a:1"), "all hosts except the first with --join"),
+        (("--only-host", "1"), "on the host of the group"),
     ],
 )
-def test_flags_of_the_old_launcher_name_the_new_command(
-    fleet: Fleet, words: tuple[str, ...], says: str
-) -> None:
-    assert says in refused(*(str(fleet.file) if word == "FILE" else word for word in words))
-
-
-def refused(*words: str) -> str:
-    """Run the command, which must refuse. Return the error."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "weft", *words], capture_output=True, text=True, timeout=deadline(60)
-    )
-    assert ran.returncode == 2, ran.stderr
-    assert "Traceback" not in ran.stderr
-    return " ".join(ran.stderr.split())
+def test_flags_of_the_old_launcher_name_the_new_command(words: tuple[str, ...], says: str) -> None:
+    for command, model in ((serve, "spool-text"), (up, "file.yaml")):
+        ran = CliRunner().invoke(command, [model, *words])
+        assert ran.exit_code == 2
+        assert says in " ".join((ran.output + str(ran.exception or "")).split())
