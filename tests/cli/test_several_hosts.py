@@ -31,8 +31,7 @@ model: spool-text
 threads: 1
 dtype: float64
 rank-timeout: 4
-kv-cache-memory: 8M
-max-model-len: 512
+kv-cache-memory: 32M
 group-secret: {secret}
 front: {{port: 0, admin-key: [secret]}}
 groups:

@@ -117,9 +117,8 @@ class GroupHosts:
     def _meet(self, host: HostSeen, ages: Mapping[str, float], now: float) -> list[Action]:
         """Return the answer to a process without an answer; [] while the number of the process is in use."""
         if host.index not in self._hosts:
-            return [
-                self._answer(host, f"--host-index {host.index}: the group has hosts 0 to {self._hosts[-1]}")
-            ]
+            last = self._hosts[-1]
+            return [self._answer(host, f"--host-index {host.index}: the last host of the group is {last}")]
         present = self._present.get(host.index)
         # A silent process may be dead. Only then may another process take the number.
         if present is not None and ages.get(present, AWAY_S) < AWAY_S:
