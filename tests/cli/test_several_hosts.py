@@ -142,7 +142,7 @@ WIDE = ParallelSection(tensor_parallel_size=2, hosts=2, group_secret="x")
         (ParallelSection(), HostPlace(port=5), "--join-port: the group lies on one host"),
         (WIDE, HostPlace(), "the head needs --advertise ADDRESS and --join-port PORT"),
         (WIDE, HostPlace(port=5000), "the head needs --advertise ADDRESS and --join-port PORT"),
-        (WIDE, HostPlace(1), "--host-index 1 needs --join HOST:PORT of the head"),
+        (WIDE, HostPlace(1), "--host-index 1 needs --join HOST:PORT"),
         (WIDE, HostPlace(0, "a:1"), "--host-index: a host that joins has a number from 1 to 1"),
         (WIDE, HostPlace(2, "a:1"), "has a number from 1 to 1"),
         (WIDE, HostPlace(1, "nowhere"), "--join: expected HOST:PORT"),

@@ -55,7 +55,7 @@ class HostPlace(NamedTuple):
     def _address_of_head(self, parallel: ParallelSection, advertise: str | None) -> str:
         """Return ``advertise``. Raise ConfigError for an option that the head lacks, or must not have."""
         if self.number:
-            raise ConfigError(f"--host-index {self.number} needs --join HOST:PORT of the head", param="--join")
+            raise ConfigError(f"--host-index {self.number} needs --join HOST:PORT", param="--join")
         if self.port is None or advertise is None:
             flag = "--join-port" if self.port is None else "--advertise"
             raise ConfigError(

@@ -125,7 +125,8 @@ class GroupHosts:
             since = self._waiting.setdefault(host.mark, now)
             if host.age >= AWAY_S / 2 or now - since <= 2 * AWAY_S:
                 return []
-            return [self._answer(host, f"another host has --host-index {host.number}: give each host its own")]
+            why = f"another host has --host-index {host.number}: give each host its own"
+            return [self._answer(host, why)]
         if host.settings is None:
             return [self._answer(host, f"host {host.number} runs another version of weft")]
         try:
