@@ -26,6 +26,11 @@ def check_hosts(parallel: ParallelSection) -> ParallelSection:
             f"{parallel.nnodes - 1}",
             param="--only-host",
         )
+    if parallel.ray_labels:
+        raise ConfigError(
+            "--ray-labels: labels choose among nodes of Ray: start the groups with `weft up FILE --on ray`",
+            param="--ray-labels",
+        )
     # A single host needs no rendezvous.
     if parallel.nnodes == 1:
         return parallel

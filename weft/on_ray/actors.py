@@ -367,4 +367,7 @@ class FleetActor:
             max_concurrency=4,
             num_gpus=plan.gpus,
             num_cpus=plan.cpus,
+            label_selector=plan.labels or None,
+            # The loss of one node should leave groups of each role.
+            scheduling_strategy="SPREAD",
         ).remote(self._server, plan.group, plan.attempt)

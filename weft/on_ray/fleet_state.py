@@ -28,6 +28,8 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     expert_group: str = ""
     gpus: int = 0
     cpus: float = 1.0
+    labels: dict[str, str] = {}
+    """Labels of the nodes that may run the group; see Ray's ``label_selector``."""
     attempt: int = 0
     """Random number of the order to run the group. A later order for the same group has another number."""
 
@@ -60,6 +62,8 @@ class Kept(msgspec.Struct, kw_only=True):
     """Group -> plan, in the order of the start."""
     retired: set[str] = set()
     """Groups without a further restart."""
+    shapes: dict[str, GroupPlan] = {}
+    """Base name -> plan of the first group that was wanted last. A name outlives its groups."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +73,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     records: tuple[EngineRecord, ...]
     retired: tuple[str, ...] = ()
     """Groups without a further restart."""
+    shapes: tuple[GroupPlan, ...] = ()
+    """One plan per base name, also of a name without groups."""
 
 
 class FleetState:
@@ -76,6 +82,8 @@ class FleetState:
 
     def __init__(self, kept: Kept, now: float) -> None:
         self.kept = kept
+        for plan in kept.plans.values():
+            kept.shapes.setdefault(plan.base, plan)
         self._begun = now
         self._records: dict[str, EngineRecord] = {}
         self._published: dict[tuple[str, int], dict[str, int]] = {}
@@ -112,7 +120,9 @@ class FleetState:
 
     def want(self, plans: Iterable[GroupPlan]) -> None:
         """Add groups. A known group keeps the place and the attempt."""
-        for plan in plans:
+        given = list(plans)
+        self.kept.shapes |= {plan.base: plan for plan in reversed(given)}
+        for plan in given:
             known = self.plans.get(plan.group)
             attempt = secrets.randbits(63) if known is None else known.attempt
             self.plans[plan.group] = msgspec.structs.replace(plan, attempt=attempt)
@@ -212,6 +222,7 @@ class FleetState:
             plans=tuple(self.plans.values()),
             records=tuple(self._records.values()),
             retired=tuple(sorted(self.kept.retired)),
+            shapes=tuple(self.kept.shapes.values()),
         )
 
     def _wanted(self, group: str, attempt: int) -> bool:

@@ -17,7 +17,7 @@ from weft.control.links.owner import EngineInfo, Scaled
 from weft.control.processes.scaling import plan_restart, plan_scale, to_revive
 from weft.control.processes.table import Member
 from weft.on_ray.actors import CALL_S, NAMESPACE, fleet_name
-from weft.on_ray.fleet_state import Snapshot
+from weft.on_ray.fleet_state import GroupPlan, Snapshot
 from weft.parallel.secret import CurveKeys
 
 
@@ -97,11 +97,21 @@ class RayOwner(DirectoryOwner):
         return list(known.values())
 
     async def scale(self, base: str, groups: int) -> Scaled:
-        """See ``Owner``. Ray finds a place for new groups; without a place they wait."""
-        members = self._members()
-        change = plan_scale(base, groups, members, self._leaving(), self._retired(), self._serves)
+        """See ``Owner``. Ray finds a place for new groups; without a place they wait. With 0 groups, requests
+        wait."""
+        members, snapshot = self._members(), self._ray.snapshot
+        change = plan_scale(
+            base,
+            groups,
+            members,
+            self._leaving(),
+            self._retired(),
+            self._serves,
+            first=_members_of(snapshot.shapes),
+            empty=True,
+        )
         if change.new:
-            like = next(plan for plan in self._ray.snapshot.plans if plan.group == change.like)
+            like = next(plan for plan in snapshot.plans + snapshot.shapes if plan.group == change.like)
             plans = [
                 msgspec.structs.replace(
                     like,
@@ -132,11 +142,7 @@ class RayOwner(DirectoryOwner):
 
     def _members(self) -> dict[str, Member]:
         """Return all engines, wanted or present."""
-        wanted = {
-            name: Member(plan.expert_group, plan.group, plan.role, plan.base)
-            for plan in self._ray.snapshot.plans
-            for name in plan.engines
-        }
+        wanted = _members_of(self._ray.snapshot.plans)
         return wanted | {name: one for name, one in super()._members().items() if name not in wanted}
 
     def _leaving(self) -> frozenset[str]:
@@ -159,3 +165,12 @@ class RayOwner(DirectoryOwner):
             self._ray.tell(order, *arguments)
         except OSError as error:
             raise Unavailable(f"{error}; try again") from error
+
+
+def _members_of(plans: Iterable[GroupPlan]) -> dict[str, Member]:
+    """Return the engines of ``plans``."""
+    return {
+        name: Member(plan.expert_group, plan.group, plan.role, plan.base)
+        for plan in plans
+        for name in plan.engines
+    }

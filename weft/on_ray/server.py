@@ -32,6 +32,7 @@ REACH_S = 5.0
 """Maximum seconds for a connection to the cluster."""
 PLACE_S = 30.0
 """Maximum seconds until the fleet actor runs."""
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*=!?[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def up(
@@ -128,9 +129,21 @@ def plans_of(topology: Topology) -> list[GroupPlan]:
                 expert_group=group.name if several and parallel.enable_expert_parallel else "",
                 gpus=ranks if device == "cuda" else 0,
                 cpus=float(ranks if device == "cuda" else group.config.runner.threads or 1),
+                labels=_labels(group.name, parallel.ray_labels),
             )
         )
     return made
+
+
+def _labels(group: str, given: str) -> dict[str, str]:
+    """Return ``given``, NAME=VALUE,.., as labels of nodes. Raise ConfigError."""
+    labels = [entry.strip() for entry in given.split(",") if entry.strip()]
+    for wrong in (label for label in labels if not _LABEL.fullmatch(label)):
+        raise ConfigError(
+            f"group {group}: --ray-labels {wrong}: write NAME=VALUE, or NAME=!VALUE for all other nodes",
+            param="--ray-labels",
+        )
+    return dict(label.split("=", 1) for label in labels)
 
 
 def server_name(file: str) -> str:

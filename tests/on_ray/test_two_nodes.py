@@ -1,0 +1,80 @@
+"""Drills on two Ray nodes in two network namespaces: no request is lost or changed. `make test-ray` runs all
+drills, `make test-slow` a few.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
+
+from tests.on_ray.drills import BASE, IMAGE_FAULTS, IMAGES, TEXT, TEXT_FAULTS, Fleet, run
+from tests.on_ray.streams import Clients
+from tests.on_ray.two_nodes import TwoNodes
+
+SHORT = ("partition of 4 s", "loss of a Ray node", "decode groups: 2, 0, 2")
+
+
+def drills(names: Iterable[str], short: tuple[str, ...] = ()) -> list[Any]:
+    """Return the drills; those of ``short`` are slow tests, the others tests of the grid."""
+    marks = {name: pytest.mark.slow if name in short else pytest.mark.grid for name in names}
+    return [pytest.param(name, id=name.replace(" ", "-"), marks=mark) for name, mark in marks.items()]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[TwoNodes]:
+    try:
+        made = TwoNodes()
+    except (OSError, subprocess.CalledProcessError, RuntimeError) as error:
+        pytest.skip(f"this machine makes no two Ray nodes: {error}")
+    yield made
+    made.close()
+
+
+def served(cluster: TwoNodes, topology: str, folder: Path) -> Iterator[tuple[Fleet, Clients]]:
+    """Yield a server and its clients."""
+    fleet = Fleet(cluster, topology, folder)
+    try:
+        yield fleet, Clients(BASE, images=fleet.images)
+    finally:
+        fleet.close()
+
+
+@pytest.mark.real_processes  # processes must begin in the namespace of the test
+@pytest.mark.timeout(600)
+class TestTextGroups:
+    @pytest.fixture(scope="class")
+    def server(
+        self, cluster: TwoNodes, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[tuple[Fleet, Clients]]:
+        yield from served(cluster, TEXT, tmp_path_factory.mktemp("text"))
+
+    @pytest.mark.slow
+    def test_groups_spread_over_the_nodes(self, server: tuple[Fleet, Clients]) -> None:
+        """The prefill group has the node of its label. Engines of the other node are reached at its address."""
+        placed = server[0].cluster.placed()
+        assert placed["prefill0"] == 0
+        assert {placed["decode0"], placed["decode1"]} == {0, 1}
+
+    @pytest.mark.parametrize("fault", drills(TEXT_FAULTS, SHORT))
+    def test_no_request_is_lost_or_changed(self, fault: str, server: tuple[Fleet, Clients]) -> None:
+        run(server[0], TEXT_FAULTS[fault], server[1]).check()
+
+
+@pytest.mark.real_processes
+@pytest.mark.timeout(600)
+class TestImageGroups:
+    @pytest.fixture(scope="class")
+    def server(
+        self, cluster: TwoNodes, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[tuple[Fleet, Clients]]:
+        yield from served(cluster, IMAGES, tmp_path_factory.mktemp("images"))
+
+    @pytest.mark.parametrize("fault", drills(IMAGE_FAULTS))
+    def test_no_request_is_lost_or_changed(self, fault: str, server: tuple[Fleet, Clients]) -> None:
+        run(server[0], IMAGE_FAULTS[fault], server[1]).check()
