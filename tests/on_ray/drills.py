@@ -125,14 +125,25 @@ def run(fleet: Fleet, fault: Fault, clients: Clients) -> Outcome:
 # -- faults
 
 
-def lose_node(fleet: Fleet) -> None:
-    """Kill the raylet, all its workers and the engines of host 1. Then start the Ray node again."""
-    before = incarnations(BASE)
-    lost = [name for name, host in fleet.cluster.placed().items() if host == 1]
-    assert lost
-    fleet.cluster.kill(1)
-    fleet.cluster.start(1)
-    until(lambda: fleet.whole() and _new(before, lost), 180)
+def lose_node(silent: float = 0.0) -> Fault:
+    """Return a fault that kills the raylet, all its workers and the engines of host 1. Then the Ray node starts
+    again. ``silent``: seconds in which the host is off, and sends no packet, not even about closed connections.
+    """
+
+    def fault(fleet: Fleet) -> None:
+        before = incarnations(BASE)
+        lost = [name for name, host in fleet.cluster.placed().items() if host == 1]
+        assert lost
+        if silent:
+            with fleet.cluster.cut():
+                fleet.cluster.kill(1)
+                time.sleep(silent)
+        else:
+            fleet.cluster.kill(1)
+        fleet.cluster.start(1)
+        until(lambda: fleet.whole() and _new(before, lost), 180)
+
+    return fault
 
 
 def lose_actor(fleet: Fleet) -> None:
@@ -240,8 +251,9 @@ TEXT_FAULTS: dict[str, Fault] = {
     "loss of a group actor": lose_actor,
     "loss of the fleet actor": lose_fleet_actor,
     "loss of the API server": lose_front,
-    "loss of a Ray node": lose_node,
+    "loss of a Ray node": lose_node(),
     "decode groups: 2, 1, 3, 2": scale,
+    "loss of a host without a packet": lose_node(20),
     "decode groups: 2, 0, 2": scale_to_zero,
     "loss of a Ray node while groups start": lose_node_while_scaling,
     "rolling restart with new settings": restart,
@@ -254,7 +266,8 @@ IMAGE_FAULTS: dict[str, Fault] = {
     "loss of the decode engine": lose_engine("decode"),
     "loss of a group actor": lose_actor,
     "loss of the API server": lose_front,
-    "loss of a Ray node": lose_node,
+    "loss of a Ray node": lose_node(),
+    "loss of a host without a packet": lose_node(20),
     "rolling restart with new settings": restart,
 }
 """The same, on one encode, one prefill and one decode group."""

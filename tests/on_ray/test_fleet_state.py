@@ -56,6 +56,15 @@ def test_the_same_topology_again_undoes_no_order_of_the_operator() -> None:
     assert wanted(state) == ["decode1", "decode2", "decode0"]
 
 
+def test_a_name_outlives_its_groups_and_the_process() -> None:
+    state = made("decode0", "decode1")
+    state.unwant("decode0")
+    state.unwant("decode1")
+    again = FleetState(msgspec.msgpack.decode(msgspec.msgpack.encode(state.kept), type=Kept), 50.0)
+    assert again.snapshot().plans == ()
+    assert [one.group for one in again.snapshot().shapes] == ["decode0"]
+
+
 def test_another_model_needs_a_name() -> None:
     state = made("decode0")
     assert state.offer(offer("decode9", topology="other", model="n")) == "m"

@@ -87,5 +87,6 @@ def _describe(name: str, model: str, plans: list[GroupPlan]) -> str:
     width = max(len(plan.group) for plan in plans)
     for plan in plans:
         gpus = f", {plan.gpus} GPU" if plan.gpus else ""
-        lines.append(f"  {plan.group:<{width}}  {plan.role:<7}  {plan.cpus:g} CPU{gpus}")
+        labels = "".join(f", {name}={value}" for name, value in plan.labels.items())
+        lines.append(f"  {plan.group:<{width}}  {plan.role:<7}  {plan.cpus:g} CPU{gpus}{labels}")
     return "\n".join(lines)
