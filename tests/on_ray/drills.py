@@ -126,8 +126,8 @@ def run(fleet: Fleet, fault: Fault, clients: Clients) -> Outcome:
 
 
 def lose_node(silent: float = 0.0) -> Fault:
-    """Return a fault that kills the raylet, all its workers and the engines of host 1. Then the Ray node starts
-    again. ``silent``: seconds in which the host is off, and sends no packet, not even about closed connections.
+    """Return a fault that kills the raylet, all its workers and the engines of host 1, and starts the Ray node
+    again. ``silent``: seconds in which the host sends no packet, not even about closed connections.
     """
 
     def fault(fleet: Fleet) -> None:
@@ -156,7 +156,7 @@ def lose_fleet_actor(fleet: Fleet) -> None:
     found = [pid for number in range(2) for pid in fleet.cluster.actors(number, "FleetActor")]
     os.kill(found[0], signal.SIGKILL)
     until(lambda: [pid for n in range(2) for pid in fleet.cluster.actors(n, "FleetActor")] not in ([], found))
-    until(fleet.whole)
+    until(fleet.whole, 120)
 
 
 def lose_engine(role: str) -> Fault:
@@ -231,14 +231,18 @@ def lose_node_while_scaling(fleet: Fleet) -> None:
     until(fleet.whole, 120)
 
 
-def restart(fleet: Fleet) -> None:
-    """Restart all groups in turn, with a changed file: a second API server brings the file."""
+def restart(fleet: Fleet, strike: Fault | None = None) -> None:
+    """Restart all groups in turn, with a changed file: a second API server brings the file. ``strike``: fault
+    after the first group."""
     text = fleet.file.read_text()
     changed = re.sub(r"max-num-seqs: \d+\n", "", text)
     fleet.write(f"max-num-seqs: {24 if changed == text else 25}\n{changed}")
     second = fleet.up("--port", "8001")
     before = incarnations(BASE)
     weft(BASE, "restart")
+    if strike is not None:
+        until(lambda: _new(before))
+        strike(fleet)
     until(lambda: fleet.whole() and _new(before, fleet.names), 180)
     second.process.kill()
 
@@ -257,6 +261,7 @@ TEXT_FAULTS: dict[str, Fault] = {
     "decode groups: 2, 0, 2": scale_to_zero,
     "loss of a Ray node while groups start": lose_node_while_scaling,
     "rolling restart with new settings": restart,
+    "loss of the fleet actor in a rolling restart": lambda fleet: restart(fleet, lose_fleet_actor),
 }
 """Name of the row -> fault, on one prefill and two decode groups."""
 IMAGE_FAULTS: dict[str, Fault] = {

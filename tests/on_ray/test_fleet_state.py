@@ -86,6 +86,25 @@ def test_records_are_replaced_and_withdrawn_by_incarnation() -> None:
     assert records("decode0") == {"prefill0": 7}
 
 
+def test_a_process_on_a_node_that_ray_has_given_up_publishes_nothing() -> None:
+    state = made("decode0")
+    first = attempt(state)
+    assert state.admit("decode0", first, 1, 0.0)
+    assert state.admit("decode0", first, 2, 1.0)  # Ray has started the actor elsewhere
+    assert state.publish("decode0", first, 2, [record(incarnation=2)], 2.0)
+    assert state.publish("decode0", first, 1, [record(incarnation=1)], 3.0)
+    assert [one.incarnation for one in state.snapshot().records] == [2]
+
+
+def test_a_rolling_restart_outlives_the_process() -> None:
+    state = made("decode0", "decode1")
+    state.restart(["decode0", "decode1"])
+    state.restart(["decode1"])
+    state.restarted("decode0")
+    again = FleetState(msgspec.msgpack.decode(msgspec.msgpack.encode(state.kept), type=Kept), 50.0)
+    assert again.kept.restarting == ["decode1"]
+
+
 def test_restarts_have_a_budget_of_ten_minutes_and_a_revival_renews_the_budget() -> None:
     state = made("decode0")
     first = attempt(state)

@@ -56,7 +56,7 @@ class TestTextGroups:
 
     @pytest.mark.slow
     def test_groups_spread_over_the_nodes(self, server: tuple[Fleet, Clients]) -> None:
-        """The prefill group has the node of its label. The engines of host 1 advertise an address of host 1."""
+        """The prefill group has the node of its label. Engines of host 1 advertise the address of host 1."""
         placed = server[0].cluster.placed()
         assert placed["prefill0"] == 0
         assert {placed["decode0"], placed["decode1"]} == {0, 1}

@@ -23,7 +23,7 @@ from weft.common.folder import open_private, private_folder
 from weft.common.log import get_logger
 from weft.control.directory.folder import FolderDirectory
 from weft.control.directory.record import EngineRecord
-from weft.on_ray.fleet_state import FleetState, GroupPlan, Kept, Offer
+from weft.on_ray.fleet_state import GRACE_S, FleetState, GroupPlan, Kept, Offer
 
 log = get_logger(__name__)
 
@@ -213,6 +213,8 @@ class FleetActor:
         self._lock, self._looks, self._turn = threading.Lock(), threading.Lock(), threading.Lock()
         """For the state; for one look at a time; for one rolling restart at a time."""
         threading.Thread(target=self._look_on, name="weft-fleet", daemon=True).start()
+        if self._state.kept.restarting:
+            self._begin_restart(GRACE_S)  # the records of all groups come first
 
     # -- calls of `weft up` and of API servers
 
@@ -267,8 +269,10 @@ class FleetActor:
         self._look()
 
     def restart(self, groups: list[str]) -> None:
-        """Restart ``groups`` in turn. Returns at once."""
-        threading.Thread(target=self._restart, args=(groups,), name="weft-restart", daemon=True).start()
+        """Restart ``groups`` in turn. Returns at once. A restarted fleet actor goes on with the rest."""
+        with self._changed():
+            self._state.restart(groups)
+        self._begin_restart(0.0)
 
     def snapshot(self) -> bytes:
         """Return a msgpack of Snapshot."""
@@ -327,23 +331,38 @@ class FleetActor:
                 if (actor := self._actor(group)) is not None:
                     ray.kill(actor)
 
-    def _restart(self, groups: list[str]) -> None:
+    def _begin_restart(self, wait: float) -> None:
+        """Start the thread of the rolling restart, which begins after ``wait`` seconds."""
+        threading.Thread(target=self._restart, args=(wait,), name="weft-restart", daemon=True).start()
+
+    def _restart(self, wait: float) -> None:
         """Restart one group after the other: each must answer again before the next one drains."""
+        time.sleep(wait)
         with self._turn:
-            for group in groups:
-                actor = self._actor(group)
-                with self._lock:
-                    before = self._state.incarnations(group)
-                    seconds = START_S + self._state.kept.drain_timeout
-                if actor is None:
-                    continue
-                actor.restart.remote()
-                until = time.monotonic() + seconds
-                while group in self._state.plans and not self._is_new(group, before):
-                    if time.monotonic() > until:
-                        log.error("the rolling restart stops: group %s does not answer", group)
-                        return
-                    time.sleep(LOOK_S)
+            while self._state.kept.restarting:
+                group = self._state.kept.restarting[0]
+                good = self._restart_one(group)
+                with self._changed():
+                    self._state.restarted(group)
+                    if not good:
+                        self._state.kept.restarting.clear()
+
+    def _restart_one(self, group: str) -> bool:
+        """Restart a group. Return False if the group does not answer in time."""
+        actor = self._actor(group)
+        with self._lock:
+            before = self._state.incarnations(group)
+            seconds = START_S + self._state.kept.drain_timeout
+        if actor is None:
+            return True
+        actor.restart.remote()
+        until = time.monotonic() + seconds
+        while group in self._state.plans and not self._is_new(group, before):
+            if time.monotonic() > until:
+                log.error("the rolling restart stops: group %s does not answer", group)
+                return False
+            time.sleep(LOOK_S)
+        return True
 
     def _is_new(self, group: str, before: dict[str, int]) -> bool:
         with self._lock:

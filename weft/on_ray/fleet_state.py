@@ -62,6 +62,8 @@ class Kept(msgspec.Struct, kw_only=True):
     """Group -> plan, in the order of the start."""
     retired: set[str] = set()
     """Groups without a further restart."""
+    restarting: list[str] = []
+    """Groups of a rolling restart that have yet to restart, in order."""
     shapes: dict[str, GroupPlan] = {}
     """Base name -> plan of the first group that was wanted last. A name outlives its groups."""
 
@@ -140,6 +142,14 @@ class FleetState:
             self._budgets.pop(group, None)
             self.plans[group] = msgspec.structs.replace(self.plans[group], attempt=secrets.randbits(63))
 
+    def restart(self, groups: Iterable[str]) -> None:
+        """Add groups to the rolling restart."""
+        self.kept.restarting += [one for one in groups if one not in self.kept.restarting]
+
+    def restarted(self, group: str) -> None:
+        """Note the end of the restart of a group."""
+        self.kept.restarting = [one for one in self.kept.restarting if one != group]
+
     # -- calls of group actors
 
     def admit(self, group: str, attempt: int, process: int, now: float) -> bool:
@@ -159,8 +169,9 @@ class FleetState:
     ) -> bool:
         """Store the records of a group actor; engines that are gone are withdrawn. Return True if the group
         is wanted; else the group must drain."""
+        if self._processes.setdefault((group, attempt), process) != process:
+            return True  # a process on a node that Ray has given up: another process has the group
         self._heard[group] = now
-        self._processes[group, attempt] = process
         found = {record.name: record for record in records}
         for name, incarnation in self._published.get((group, attempt), {}).items():
             if name not in found or found[name].incarnation != incarnation:
