@@ -126,7 +126,7 @@ def run(fleet: Fleet, fault: Fault, clients: Clients) -> Outcome:
 
 
 def lose_node(silent: float = 0.0) -> Fault:
-    """Return a fault that kills the raylet, all its workers and the engines of host 1, and starts the Ray node
+    """Return a fault that kills all processes of host 1 (raylet, actors, engines), and starts the Ray node
     again. ``silent``: seconds in which the host sends no packet, not even about closed connections.
     """
 
