@@ -97,7 +97,15 @@ class Outcome(NamedTuple):
     """The result of one drill."""
 
     clients: Clients
+    begun: float
+    """Time at which the fault began."""
     seconds: float
+    """Time until the fleet was whole again."""
+
+    @property
+    def hit(self) -> list[float]:
+        """The longest gap of each stream that was open at the fault, in seconds."""
+        return [one.gap for one in self.clients.streams if one.sent <= self.begun <= one.arrivals[-1]]
 
     def check(self) -> None:
         """Assert that no request was lost or changed."""
@@ -119,7 +127,7 @@ def run(fleet: Fleet, fault: Fault, clients: Clients) -> Outcome:
         seconds = time.monotonic() - begun
         ends = len(clients.streams)
         until(lambda: len(clients.streams) >= ends + 3 or clients.lost)
-    return Outcome(clients, seconds)
+    return Outcome(clients, begun, seconds)
 
 
 # -- faults
@@ -281,18 +289,18 @@ SERVERS = {"1P2D": (TEXT, TEXT_FAULTS), "1E1P1D": (IMAGES, IMAGE_FAULTS)}
 
 def row(server: str, name: str, outcome: Outcome) -> dict[str, Any]:
     """Return the row of a drill."""
-    streams = outcome.clients.streams
-    gaps = [one.gap for one in streams]
+    streams, hit = outcome.clients.streams, outcome.hit
     return {
         "groups": server,
         "fault": name,
         "streams": len(streams),
         "lost": len(outcome.clients.lost),
         "other tokens": outcome.clients.different,
-        "sent again": sum(one.tries - 1 for one in streams),
-        "gap median s": round(statistics.median(gaps), 2),
-        "gap longest s": round(max(gaps), 2),
-        "first token longest s": round(max(one.wait for one in streams), 2),
+        "sent again": sum(one.tries > 1 for one in streams),
+        "open at the fault": len(hit),
+        "their gap, median s": round(statistics.median(hit), 2) if hit else None,
+        "longest gap of all s": round(max(one.gap for one in streams), 2),
+        "longest wait for the first token s": round(max(one.wait for one in streams), 2),
         "whole after s": round(outcome.seconds, 1),
     }
 
@@ -315,8 +323,9 @@ def main() -> None:
                     if args.only not in name:
                         continue
                     outcome = run(fleet, fault, clients)
+                    print(*outcome.clients.lost, flush=True)
                     rows.append(row(server, name, outcome))
-                    print(rows[-1], *outcome.clients.lost, flush=True)
+                    print(rows[-1], flush=True)
                 fleet.close()
     finally:
         cluster.close()

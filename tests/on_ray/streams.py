@@ -42,7 +42,7 @@ class Stream(NamedTuple):
 class Clients:
     """Threads that stream one answer after the other within the context, and compare each text."""
 
-    def __init__(self, base: str, count: int = 3, tokens: int = 300, images: bool = False) -> None:
+    def __init__(self, base: str, count: int = 3, tokens: int = 600, images: bool = False) -> None:
         """Learn the undisturbed answers. ``images``: each request has one of ``PICTURES`` images per client,
         more than the server's caches have room for."""
         self._base, self._count, self._tokens, self._images = base, count, tokens, images
@@ -102,6 +102,8 @@ class Clients:
         body = {"max_tokens": self._tokens, "temperature": 0, "ignore_eos": True, "stream": True, **asked}
         limit = httpx.Timeout(deadline(150), connect=5.0)
         with httpx.stream("POST", f"{self._base}/v1/{path}", json=body, timeout=limit) as answer:
+            if answer.status_code == 503 and stream.tries > 1:  # the next API server is starting
+                raise httpx.ConnectError("not ready")
             if answer.status_code != 200:
                 raise RuntimeError(f"status {answer.status_code}: {answer.read()[:200]!r}")
             for line in answer.iter_lines():

@@ -83,7 +83,13 @@ def test_records_are_replaced_and_withdrawn_by_incarnation() -> None:
     records("decode0", record(incarnation=1))
     records("prefill0", record("prefill0"))
     assert records("decode0", record(incarnation=2)) == {"decode0": 2, "prefill0": 7}
+    assert state.snapshot().ended == {"decode0": 1}
     assert records("decode0") == {"prefill0": 7}
+    assert state.snapshot().ended == {"decode0": 2}
+    assert records("decode0", record(incarnation=3)) == {"decode0": 3, "prefill0": 7}
+    # Another process of the actor: the engines of the one before have ended.
+    assert state.admit("decode0", attempt(state), 2, 1.0)
+    assert state.snapshot().ended == {"decode0": 3}
 
 
 def test_a_process_on_a_node_that_ray_has_given_up_publishes_nothing() -> None:

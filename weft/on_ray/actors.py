@@ -155,7 +155,8 @@ class GroupActor:
         """Publish the records of the group until the end of the command. Return its status."""
         while True:
             status = process.poll()
-            records = msgspec.msgpack.encode([*directory.read().values()])
+            # The engines end with the command. A killed command leaves its records.
+            records = msgspec.msgpack.encode([*directory.read().values()] if status is None else [])
             wanted = True
             # The fleet actor restarts, or its node is away. The next look tries again.
             with contextlib.suppress(Exception):

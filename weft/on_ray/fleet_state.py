@@ -77,6 +77,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Groups without a further restart."""
     shapes: tuple[GroupPlan, ...] = ()
     """One plan per base name, also of a name without groups."""
+    ended: dict[str, int] = {}
+    """Engine -> incarnation of the last process that is known to have ended."""
 
 
 class FleetState:
@@ -88,6 +90,8 @@ class FleetState:
             kept.shapes.setdefault(plan.base, plan)
         self._begun = now
         self._records: dict[str, EngineRecord] = {}
+        self._ended: dict[str, int] = {}
+        """Engine -> incarnation of the last process that has ended."""
         self._published: dict[tuple[str, int], dict[str, int]] = {}
         """(group, attempt) -> engine -> incarnation, as last published."""
         self._processes: dict[tuple[str, int], int] = {}
@@ -161,6 +165,8 @@ class FleetState:
         before = self._processes.get((group, attempt), process)
         if before != process and not self._grant(group, now):
             return False
+        if before != process:  # the engines end with the process of their actor
+            self._replace(group, attempt, {})
         self._processes[group, attempt] = process
         return True
 
@@ -173,17 +179,14 @@ class FleetState:
             return True  # a process on a node that Ray has given up: another process has the group
         self._heard[group] = now
         found = {record.name: record for record in records}
-        for name, incarnation in self._published.get((group, attempt), {}).items():
-            if name not in found or found[name].incarnation != incarnation:
-                self._withdraw(name, incarnation)
-        self._published[group, attempt] = {name: record.incarnation for name, record in found.items()}
+        self._replace(group, attempt, {name: record.incarnation for name, record in found.items()})
         self._records.update(found)
         return self._wanted(group, attempt)
 
     def left(self, group: str, attempt: int) -> None:
         """Note the end of a group actor for good. The group stays wanted if a later order wants the group."""
-        for name, incarnation in self._published.pop((group, attempt), {}).items():
-            self._withdraw(name, incarnation)
+        self._replace(group, attempt, {})
+        del self._published[group, attempt]
         self._processes.pop((group, attempt), None)
         if self._wanted(group, attempt):
             self.unwant(group)
@@ -234,14 +237,23 @@ class FleetState:
             records=tuple(self._records.values()),
             retired=tuple(sorted(self.kept.retired)),
             shapes=tuple(self.kept.shapes.values()),
+            ended=dict(self._ended),
         )
 
     def _wanted(self, group: str, attempt: int) -> bool:
         plan = self.plans.get(group)
         return plan is not None and plan.attempt == attempt and group not in self.kept.retired
 
+    def _replace(self, group: str, attempt: int, found: dict[str, int]) -> None:
+        """Note the engines of a group actor, engine -> incarnation, and withdraw all earlier engines."""
+        for name, incarnation in self._published.get((group, attempt), {}).items():
+            if found.get(name) != incarnation:
+                self._withdraw(name, incarnation)
+        self._published[group, attempt] = found
+
     def _withdraw(self, name: str, incarnation: int) -> None:
-        """Remove a record, unless another incarnation has replaced the record."""
+        """Note the end of an engine, and remove its record, unless the record is of another incarnation."""
+        self._ended[name] = incarnation
         record = self._records.get(name)
         if record is not None and record.incarnation == incarnation:
             del self._records[name]

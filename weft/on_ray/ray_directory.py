@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import ray
@@ -12,7 +12,7 @@ from weft.common.errors import EngineDead, Unavailable, WeftError
 from weft.control.directory.cached import CachedDirectory
 from weft.control.directory.directory_owner import DirectoryOwner
 from weft.control.directory.record import EngineRecord
-from weft.control.links.link import Address
+from weft.control.links.link import Address, Process
 from weft.control.links.owner import EngineInfo, Scaled
 from weft.control.processes.scaling import plan_restart, plan_scale, to_revive
 from weft.control.processes.table import Member
@@ -60,6 +60,18 @@ class RayDirectory:
 
     def _actor(self) -> Any:
         return ray.get_actor(fleet_name(self._server), namespace=NAMESPACE)
+
+
+class RayProcess(NamedTuple):
+    """An engine process. The group actor of the engine reports the end, long before a link gives up."""
+
+    directory: RayDirectory
+    engine: str
+    incarnation: int
+
+    def poll(self) -> int | None:
+        """Return 1 after the end, else None. The exit status is not known."""
+        return 1 if self.directory.snapshot.ended.get(self.engine) == self.incarnation else None
 
 
 class RayOwner(DirectoryOwner):
@@ -139,6 +151,9 @@ class RayOwner(DirectoryOwner):
         for group in dict.fromkeys(members[one].group for one in names):
             self._order("revive", group)
         return names
+
+    def _process(self, record: EngineRecord) -> Process:
+        return RayProcess(self._ray, record.name, record.incarnation)
 
     def _members(self) -> dict[str, Member]:
         """Return all engines, wanted or present."""
