@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import threading
 from pathlib import Path
 from typing import Any, Self
@@ -209,78 +207,3 @@ def test_a_group_that_is_given_up_leaves_the_others(start: Any, tmp_path: Path) 
             assert ask(base) == due
     assert server.process.wait(deadline(60)) == 1, server.log.read_text()
     assert os.listdir(server.temporary) == []
-
-
-@pytest.mark.requirement("E1")
-@pytest.mark.parametrize(
-    ("here", "there"),
-    [
-        pytest.param(
-            "name: here", "name: there, count: 2", marks=[pytest.mark.real_processes, pytest.mark.slow]
-        ),
-        ("role: prefill", "role: decode, count: 2"),
-        pytest.param("role: decode", "role: prefill, count: 2", marks=pytest.mark.grid),
-    ],
-)
-def test_groups_on_two_hosts(here: str, there: str, start: Any, tmp_path: Path) -> None:
-    """Both hosts are this machine. Either group may die, and all end with the server. With roles, every
-    sequence moves from one host to the other.
-    """
-    write_secret(tmp_path)
-    file = tmp_path / "topology.yaml"
-    file.write_text(
-        f"model: spool-text\nnnodes: 2\nrdzv: 127.0.0.1:{free_ports(3)}\ngroup-secret: {tmp_path}/secret\n"
-        "kv-cache-memory: 8M\nmax-model-len: 512\nmax-num-seqs: 4\n"
-        f"groups: [{{{here}, only-host: 0}}, {{{there}, only-host: 1}}]"
-    )
-    (tmp_path / "other").mkdir()
-    other = Server(tmp_path / "other", str(file), "--node-rank", "1", command="up")
-    try:
-        server = start(str(file), "--port", "0", command="up")
-        base = server.url()
-        due = ask(base)
-        with Clients(base) as clients:
-            until(server, lambda: len(clients.texts) > 3)
-            engine = next(pid for part in children_of(other.process.pid) for pid in with_role(part, "head"))
-            os.kill(engine, signal.SIGKILL)
-            until(server, lambda: " is back" in server.log.read_text())
-        assert not clients.errors
-        assert set(clients.texts) == {due}
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(deadline(60)) == 0, server.log.read_text()
-        assert other.process.wait(deadline(60)) == 0, other.log.read_text()
-        assert [os.listdir(one.temporary) for one in (server, other)] == [[], []]
-    finally:
-        other.close()
-
-
-def test_another_host_ends_by_a_signal_though_host_0_never_came(start: Any, tmp_path: Path) -> None:
-    write_secret(tmp_path)
-    file = tmp_path / "topology.yaml"
-    file.write_text(
-        f"nnodes: 2\nrdzv: 127.0.0.1:{free_ports(2)}\ngroup-secret: {tmp_path}/secret\nonly-host: 1\n"
-        "kv-cache-memory: 8M\nmax-model-len: 512\ngroups: [{count: 2}]"
-    )
-    other = start(str(file), "--node-rank", "1", command="up")
-    until(other, lambda: other.log.read_text().count("host 1 of 2") == 2)
-    parts = children_of(other.process.pid)
-    assert len(parts) == 2
-    other.process.send_signal(signal.SIGTERM)
-    assert other.process.wait(deadline(60)) == 0, other.log.read_text()
-    assert not any(is_alive(pid) for pid in parts)
-    assert os.listdir(other.temporary) == []
-
-
-def children_of(parent: int) -> list[int]:
-    """Return the processes of groups on another host, with any title."""
-    return list(support.commands(parent))
-
-
-def free_ports(count: int) -> int:
-    """Return the first of ``count`` consecutive ports that were free a moment ago."""
-    for first in range(20_000 + os.getpid() % 9_000, 30_000, count):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
-            for port in range(first, first + count):
-                held.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
-    raise AssertionError("no free ports")

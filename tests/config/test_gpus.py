@@ -12,10 +12,11 @@ from tests.config.test_resolve import GIB, checkpoint
 from weft.common.errors import ConfigError
 from weft.config import devices
 from weft.config.flags import from_keywords
-from weft.config.gpus import engine_rank, gpu_environment
+from weft.config.gpus import engine_rank, gpu_environment, gpus_here, gpus_of_group
 from weft.config.group_settings import compare, shared_settings
 from weft.config.resolve import resolve
-from weft.config.resolved import EngineConfig
+from weft.config.resolved import EngineConfig, HostShare
+from weft.config.sections.all import ParallelSection
 
 
 def resolved(folder: Path, **settings: Any) -> EngineConfig:
@@ -53,8 +54,10 @@ def test_replicas_have_gpus_of_their_own_and_one_process_keeps_all_it_sees(tmp_p
 @pytest.mark.usefixtures("two_gpus")
 def test_ranks_are_counted_by_host(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
-    hosts = {"nnodes": 2, "rdzv": "10.0.0.1:999", "group_secret": str(secret), "tensor_parallel_size": 4}
-    config = resolved(tmp_path, **hosts, node_rank=1)
+    parallel = ParallelSection(tensor_parallel_size=4, hosts=2, group_secret=str(secret))
+    share, alone = HostShare(ranks=2, index=1), resolved(tmp_path)
+    gpus = gpus_of_group(gpus_here(parallel, "cuda", 1), parallel, share)
+    config = msgspec.structs.replace(alone, parallel=parallel, host=share, gpus=gpus)
     assert [seen(config, rank) for rank in (2, 3)] == ["4", "GPU-77"]
 
 

@@ -20,7 +20,7 @@ from weft.config.flags import from_keywords
 from weft.config.group_settings import shared_settings
 from weft.config.names import accepted_names, served_names
 from weft.config.resolve import resolve
-from weft.config.resolved import EngineConfig
+from weft.config.resolved import EngineConfig, HostShare
 from weft.config.sections.all import ModelSection, SchedulerSection
 from weft.config.sizing import cache_sizes, memory
 from weft.config.spec import CacheSpec, ModelSpec, MoESpec, QuantizedSpec, RopeSpec
@@ -514,11 +514,6 @@ def test_more_ranks_than_cores_are_told_of_and_far_more_refused(
     assert "--tensor-parallel-size 2 x --data-parallel-size 5: 10 ranks" in message
     assert "2 CPU cores" in message
     assert "at most 8" in message
-    several: dict[str, Any] = {"nnodes": 2, "rdzv": "10.0.0.1:7000", "group_secret": "secret"}
-    resolved(folder, data_parallel_size=16, **several)
-    message = refused(folder, data_parallel_size=18, **several)
-    assert "9 ranks on each of 2 hosts" in message
-    assert "at most 16" in message
 
 
 def test_ranks_have_their_share_of_caches_and_memory(tmp_path: Path) -> None:
@@ -548,5 +543,11 @@ def test_ranks_of_a_host_share_its_memory(tmp_path: Path, monkeypatch: pytest.Mo
     resolved(folder, kv_cache_memory="32M", tensor_parallel_size=2)
     message = refused(folder, kv_cache_memory="33M", tensor_parallel_size=2)
     assert "--kv-cache-memory 33M is more than the 32M that the device has for each of 2 ranks" in message
-    hosts = {"nnodes": 2, "rdzv": "10.0.0.1:7000", "group_secret": "secret"}
-    resolved(folder, kv_cache_memory="33M", tensor_parallel_size=2, **hosts)
+    several = {"tensor_parallel_size": 2, "hosts": 2, "group_secret": "secret"}
+    hosts = from_keywords({"model": folder, "kv_cache_memory": "33M", **several})
+    assert resolve(hosts, group="g", host=HostShare(ranks=1, index=1)).ranks_beside == 1
+
+
+def test_a_group_over_several_hosts_needs_its_own_command(tmp_path: Path) -> None:
+    message = refused(checkpoint(tmp_path), tensor_parallel_size=2, hosts=2, group_secret="secret")
+    assert message.startswith("--hosts 2: run `weft engine FILE --group NAME` on each host of the group")

@@ -25,8 +25,7 @@ def test_groups_that_speak_over_tcp_need_a_secret(tmp_path: Path) -> None:
 
 
 def test_a_secret_that_cannot_serve_is_refused_with_a_way_out(tmp_path: Path) -> None:
-    hosts = {"nnodes": 2, "rdzv": "127.0.0.1:5799", "data_parallel_size": 2, "kv_cache_memory": "8MiB"}
-    config = config_of(**hosts, group_secret=str(tmp_path / "secret"))
+    config = config_of(advertise="127.0.0.1", kv_cache_memory="8MiB", group_secret=str(tmp_path / "secret"))
     with pytest.raises(ConfigError, match=r"can't be read .No such file or directory.: make one"):
         check_secrets([config])
     file = write_secret(tmp_path, "x" * (LEAST_BYTES - 1))

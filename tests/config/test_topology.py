@@ -8,24 +8,25 @@ from typing import Any
 import pytest
 
 from tests.config.test_resolve import GIB, MIB, checkpoint
+from tests.support.secret import write_secret
 from tests.support.seen import SeeingModels
 from weft.common.errors import ConfigError
 from weft.config import devices, topology
+from weft.config.alone import group_alone
 from weft.config.flags import from_keywords
 from weft.config.gpus import gpu_environment
-from weft.config.hosts import engines_on, has_ranks, replica_spans, uses_board
-from weft.config.resolved import EngineConfig, HostShare
+from weft.config.group_settings import host_settings
+from weft.config.hosts import engines_on, replica_spans
+from weft.config.resolved import EngineConfig
 from weft.config.topology import (
     Topology,
     face,
-    on_host,
     read_topology,
     resolve_groups,
     serves,
     short_form,
 )
 from weft.engine.ranks.ranks import threads_each
-from weft.parallel.remote import host_settings
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_groups_have_roles_names_and_flags_of_their_own(written: Any) -> None:
         ("groups: [{port: 1}]", r"groups\[0\]: 'port' is a setting of the server: write 'port' under front"),
         ("groups: [{prefill: 1}]", r"groups\[0\]: 'prefill' is not allowed in a topology: list groups"),
         ("groups: [{encode: 1}]", r"groups\[0\]: 'encode' is not allowed in a topology: list groups"),
-        ("groups: [{node-rank: 1}]", "'node-rank' is not allowed in a topology: start each host with"),
+        ("groups: [{node-rank: 1}]", "unknown key 'node-rank'. Weft has no such setting: set `hosts`"),
         ("role: decode\ngroups: [{}]", "role is a setting of a group: write role under groups"),
         ("grups: [{}]\ngroups: [{}]", "unknown key 'grups'. Did you mean groups"),
         ("front: [1]\ngroups: [{}]", "front must be a mapping"),
@@ -376,31 +377,17 @@ def test_which_roles_serve() -> None:
     assert not serves({"prefill"}, "local")
 
 
-def test_groups_on_hosts(written: Any, tmp_path: Path) -> None:
+def test_a_group_over_hosts_runs_alone(written: Any, tmp_path: Path) -> None:
+    write_secret(tmp_path)
     file = written(
-        f"nnodes: 2\nrdzv: 10.0.0.1:7000\ngroup-secret: {tmp_path}/secret\n"
-        "groups:\n"
-        "  - {name: far, only-host: 1, count: 2}\n"
-        "  - {name: near, only-host: 0}\n"
-        "  - {name: both, tp: 2}\n"
+        f"group-secret: {tmp_path}/secret\nkv-cache-memory: 8M\n"
+        "groups:\n  - {name: both, tp: 2, hosts: 2}\n  - {name: near}\n"
     )
     found = read_topology(file)
-    zero = {group.group: group for group in resolve_groups(found)}
-    one = {group.group: group for group in resolve_groups(on_host(found, 1))}
-    assert [group.parallel.rdzv for group in zero.values()] == [f"10.0.0.1:{7000 + n}" for n in range(4)]
-    assert [uses_board(group.parallel) for group in zero.values()] == [True, True, False, False]
-    assert [has_ranks(group.parallel) for group in zero.values()] == [False, False, True, True]
-    assert [has_ranks(group.parallel) for group in one.values()] == [True, True, False, True]
-    assert engines_on(one["far1"].parallel, 1) == [0]
-    assert engines_on(one["both"].parallel, 1) == []
-    assert not replica_spans(one["far0"].parallel, 0)
-    for name in zero:  # the settings that host 0 compares with another host's
-        assert host_settings(zero[name]) == host_settings(one[name])
-    assert zero["both"].host.ranks == 2
-    assert one["both"].host == HostShare(ranks=3, first=2)
-    wrong = written(f"nnodes: 2\nrdzv: a:1\ngroup-secret: {tmp_path}/secret\ngroups: [{{only-host: 2}}]")
-    with pytest.raises(ConfigError, match="--only-host 2: with --nnodes 2 the last host is 1"):
-        resolved(wrong)
-    high = written("nnodes: 2\nrdzv: a:65535\ngroup-secret: x\ngroups: [{count: 2, only-host: 1}]")
-    with pytest.raises(ConfigError, match="2 ports, beginning with this port: use a port of at most 65534"):
-        resolved(high)
+    with pytest.raises(ConfigError, match="group both: hosts 2: run `weft engine FILE --group NAME`"):
+        resolve_groups(found)
+    zero, one = (group_alone(found, "both", f"10.0.0.{index}", None, index) for index in (0, 1))
+    assert [(config.host.index, config.host.ranks) for config in (zero, one)] == [(0, 1), (1, 1)]
+    assert host_settings(zero) == host_settings(one)
+    assert [engines_on(one.parallel, index) for index in (0, 1)] == [[0], []]
+    assert replica_spans(one.parallel, 0)

@@ -47,11 +47,11 @@ def weights(folder: Path, tensors: list[bytes]) -> None:
     file.write_bytes(struct.pack("<Q", len(packed)) + packed + b"".join(tensors))
 
 
-HOSTS = {"nnodes": 2, "rdzv": "h:1", "group_secret": "file"}
+HOSTS = {"hosts": 2, "group_secret": "file"}
 
 
 def test_a_group_with_a_role_may_be_on_another_host(folder: str) -> None:
-    config = resolved(folder, role="decode", only_host=1, **HOSTS)
+    config = resolved(folder, role="decode", advertise="10.0.0.2", group_secret="file")
     assert transport_of(config) == "tcp"
 
 
@@ -68,11 +68,7 @@ def test_the_role_of_a_group_is_in_its_configuration(folder: str) -> None:
         ({"prefill": 2}, ("--prefill 2", "--decode")),
         ({"decode": 2}, ("--decode 2", "--prefill")),
         ({"role": "prefill", "prefill": 1, "decode": 1}, ("--role prefill", "--prefill 1", "--decode 1")),
-        ({"role": "decode", **HOSTS, "tensor_parallel_size": 2}, ("--role", "--nnodes 2", "only-host: N")),
-        (
-            {"role": "decode", **HOSTS, "only_host": 1, "transfer": "shm"},
-            ("--transfer shm", "--nnodes 2", "tcp"),
-        ),
+        ({"role": "decode", **HOSTS, "tensor_parallel_size": 2}, ("--role", "--hosts 2", "several groups")),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

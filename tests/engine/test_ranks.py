@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -19,7 +18,6 @@ from msgspec.structs import replace
 
 from tests.faults.rig import config_of
 from tests.support.checkpoints import make_checkpoint
-from tests.support.secret import write_secret
 from tests.support.slowness import deadline
 from weft import LLM, SamplingParams
 from weft.api.settings import read_settings
@@ -48,7 +46,7 @@ def test_cores_are_divided_among_all_ranks_of_the_host() -> None:
     assert threads(8) == 8
     assert threads(8, data_parallel_size=2) == 4
     assert threads(8, data_parallel_size=2, tensor_parallel_size=2) == 2
-    assert threads(8, data_parallel_size=4, tensor_parallel_size=2, nnodes=4) == 4
+    assert threads(8, data_parallel_size=4, tensor_parallel_size=2, hosts=4) == 4
     assert threads(2, data_parallel_size=2, enable_expert_parallel=True) == 1
     assert threads(2, data_parallel_size=8) == 1
     set_by_hand = replace(config_of(), parallel=ParallelSection(data_parallel_size=2))
@@ -213,21 +211,6 @@ def test_ranks_end_with_their_engine_however_it_ends() -> None:
     while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
         assert time.monotonic() < until, "the rank outlived its head"
         time.sleep(0.05)
-
-
-def test_an_engine_waits_for_the_port_of_the_one_before_it(tmp_path: Path) -> None:
-    """A killed engine may hold the port until its end, while the next engine starts at once."""
-    write_secret(tmp_path)
-    dying = socket.create_server(("127.0.0.1", 0))
-    port = dying.getsockname()[1]
-    hosts = {"nnodes": 2, "rdzv": f"127.0.0.1:{port}", "group_secret": str(tmp_path / "secret")}
-    late = threading.Timer(0.5, dying.close)
-    late.start()
-    channel, heartbeats = start._channels(config_of(tensor_parallel_size=2, **hosts), tmp_path)
-    late.join()
-    assert channel.address == f"tcp://127.0.0.1:{port}"
-    channel.close()
-    heartbeats.close()
 
 
 @pytest.mark.requirement("A18")

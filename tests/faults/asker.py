@@ -14,15 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from tests.faults.host_zero import PROMPTS
-
+PROMPTS = ["Tom has 12 apples", "Ann buys 7 more. " * 4, "Bob"]
 TIMES = 6
 """Repetitions of each prompt, so that every replica has work and some requests wait for a slot."""
 
 
 def metrics(text: str) -> dict[str, float]:
     """Return metrics as name:head -> value where labelled by engine, otherwise name -> value."""
-    found = re.findall(r'^weft:(\w+)(?:{(?:head="(\d+)")?[^}]*})? (\S+)$', text, re.M)
+    found = re.findall(r'^weft:(\w+)(?:{(?:head="([^"]*)")?[^}]*})? (\S+)$', text, re.M)
     return {f"{name}:{engine}" if engine else name: float(value) for name, engine, value in found}
 
 

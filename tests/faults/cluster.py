@@ -1,15 +1,20 @@
-"""Servers over several hosts, which are network namespaces."""
+"""Servers of ``weft engine`` and ``weft front`` over several hosts, which are network namespaces."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import subprocess
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.faults.netns import ANSWER, Hosts, Lines
+from tests.support.processes import with_role
 from tests.support.secret import write_secret
 from tests.support.slowness import deadline
 
@@ -19,121 +24,196 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 4,
     "kv_cache_memory": "8MiB",
     "rank_timeout": deadline(8.0),
+    "threads": 1,
 }
+PORT = 5799
+"""``--join-port`` of the head."""
+ENDED = (0, 2)
+"""Exit statuses after which nobody starts ``weft engine`` again."""
 
 
-class Program(Lines):
-    """Host 0's script, and the other host."""
+class Engine:
+    """``weft engine`` on a host. A thread starts the command again, as systemd or Kubernetes do."""
 
-    def __init__(self, process: subprocess.Popen[str], other: subprocess.Popen[str]) -> None:
-        super().__init__(process)
-        self.other = other
+    def __init__(self, hosts: Hosts, namespace: int, words: Sequence[str], log: Path) -> None:
+        self.hosts, self.namespace, self.words, self.log = hosts, namespace, words, log
+        self.restarts = 0
+        self._over = False
+        self.process = self._run()
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+        self._thread.start()
 
-    def ask(self, tokens: int = 60) -> None:
-        self.send(str(tokens))
+    def _run(self) -> subprocess.Popen[str]:
+        with self.log.open("a") as log:
+            return self.hosts.run(self.namespace, "-m", "weft", *self.words, log=log)
 
-    def told(self) -> tuple[list[list[int]], int]:
-        """(tokens, recoveries so far)."""
-        tokens, _, recoveries = self.line().rpartition(" ")
-        return json.loads(tokens), int(recoveries)
+    def _keep(self) -> None:
+        while self.process.wait() not in ENDED and not self._over:
+            time.sleep(0.2)
+            self.restarts += 1
+            self.process = self._run()
 
-    def stop(self) -> None:
-        """Both end in order."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        assert self.process.wait(deadline(60)) == 0
-        assert self.other.wait(deadline(60)) == 0
+    def ranks(self, role: str) -> list[int]:
+        """Return the processes with ``role`` (``head`` or ``rank``), children of children too."""
+        engines = with_role(self.process.pid, "head")
+        if role == "head":
+            return engines
+        return [rank for pid in (self.process.pid, *engines) for rank in with_role(pid, "rank")]
+
+    def one(self, role: str) -> int:
+        """Return the youngest process with ``role``. Wait for a process if necessary."""
+        until = time.monotonic() + deadline(60)
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                if found := self.ranks(role):
+                    return found[-1]
+            time.sleep(0.05)
+        raise AssertionError(f"no {role}: {self.log.read_text()}")
+
+    def kill(self) -> None:
+        """Kill the command, and start no other."""
+        self._over = True
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        """Send SIGTERM. Return the exit status."""
+        self._over = True
+        self.process.terminate()
+        return self.process.wait(deadline(60))
 
 
 @dataclass
 class Server:
-    """Hold ``weft serve`` on host 0 with the other hosts' processes and a client."""
+    """API servers and clients on host 0, and the engines of all hosts."""
 
-    process: subprocess.Popen[str]
-    others: list[subprocess.Popen[str]]
-    client: Lines
+    fronts: list[subprocess.Popen[str]]
+    clients: list[Lines]
+    engines: list[Engine] = field(default_factory=list)
 
     def ask(self, tokens: int = 60) -> None:
-        self.client.send(str(tokens))
+        for client in self.clients:
+            client.send(str(tokens))
 
     def told(self) -> list[str]:
-        return list(json.loads(self.client.line()))
+        """Return the answers, which are equal at all API servers."""
+        answers = [list(json.loads(client.line())) for client in self.clients]
+        assert all(answer == answers[0] for answer in answers)
+        return answers[0]
 
     def metrics(self) -> dict[str, float]:
-        self.client.send("metrics")
-        return dict(json.loads(self.client.line()))
+        self.clients[0].send("metrics")
+        return dict(json.loads(self.clients[0].line()))
 
-    def until_whole(self) -> dict[str, float]:
-        """The metrics when both heads are there."""
+    def until_whole(self, engines: int = 2) -> dict[str, float]:
+        """Wait until ``engines`` engines are up. Return the metrics."""
         until = time.monotonic() + ANSWER
-        while (counted := self.metrics())["engine_up:0"] + counted["engine_up:1"] < 2:
-            assert time.monotonic() < until, "a head does not come back"
+        while True:
+            counted = self.metrics()
+            if sum(value for name, value in counted.items() if name.startswith("engine_up:")) >= engines:
+                return counted
+            assert time.monotonic() < until, "an engine does not come back"
             time.sleep(0.2)
-        return counted
+
+    def restarts(self) -> int:
+        """Return how often the commands were started again."""
+        return sum(engine.restarts for engine in self.engines)
 
     def stop(self) -> None:
-        """Stop all processes and assert status 0."""
-        assert self.client.process.stdin is not None
-        self.client.process.stdin.close()
-        self.process.terminate()
-        assert self.process.wait(deadline(60)) == 0
-        assert [other.wait(deadline(60)) for other in self.others] == [0] * len(self.others)
+        """Stop all processes, API servers first, and assert status 0. The engines of one group drain
+        together."""
+        for client in self.clients:
+            assert client.process.stdin is not None
+            client.process.stdin.close()
+        for front in self.fronts:
+            front.terminate()
+            assert front.wait(deadline(60)) == 0
+        for engine in self.engines:
+            engine._over = True
+            engine.process.send_signal(signal.SIGTERM)
+        assert [engine.process.wait(deadline(60)) for engine in self.engines] == [0] * len(self.engines)
 
 
 class Cluster:
-    """Start hosts that serve one model together with the same ``flags``."""
+    """Start groups and API servers of one topology file."""
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
-        secret = write_secret(folder)
-        self.hosts = hosts
-        self.folder = folder
-        self.flags: dict[str, Any] = {
-            "nnodes": 2,
-            "rdzv": f"{hosts.addresses[0]}:5799",
-            "group_secret": str(secret),
+        self.hosts, self.folder = hosts, folder
+        self.secret = write_secret(folder)
+        self.file = folder / "topology.yaml"
+        self.started = 0
+
+    def write(self, *groups: dict[str, Any], file: Path | None = None, **settings: Any) -> Path:
+        """Write the topology file, for the groups ``groups``. Return the file."""
+        given = {name.replace("_", "-"): value for name, value in {**SETTINGS, **settings}.items()}
+        front = {"engine-timeout": deadline(25), "drain-timeout": deadline(10)}
+        file = file or self.file
+        groups = tuple({name.replace("_", "-"): value for name, value in group.items()} for group in groups)
+        whole = {
+            "model": "spool-text",
+            "group-secret": str(self.secret),
+            **given,
+            "front": front,
+            "groups": groups,
         }
+        file.write_text(json.dumps(whole))
+        file.chmod(0o600)
+        return file
 
-    def start(self, **flags: Any) -> Server:
-        """Start ``weft serve`` on all hosts. Return the ready server."""
-        self.flags |= flags
-        return self.front([self.serve(number) for number in range(1, self.flags["nnodes"])])
-
-    def front(self, others: list[subprocess.Popen[str]]) -> Server:
-        """Start ``weft serve`` on host 0 beside ``others``. Return the ready server."""
-        return self.ready(self.serve(0), others)
-
-    def ready(self, process: subprocess.Popen[str], others: list[subprocess.Popen[str]]) -> Server:
-        """Wait until ``process`` on host 0 is ready. Return the server."""
-        zero = Lines(process)
-        ready = zero.line()
-        assert ready.startswith("weft is ready: "), ready
-        client = Lines(self.hosts.run(0, "-m", "tests.faults.asker", ready.split()[3]))
-        return Server(zero.process, others, client)
-
-    def up(self, groups: str) -> Server:
-        """Start ``weft up`` with a topology of ``groups`` on both hosts. Return the ready server."""
-        given = {name.replace("_", "-"): value for name, value in (SETTINGS | self.flags).items()}
-        file = self.folder / "topology.yaml"
-        file.write_text(json.dumps({"model": "spool-text", **given, "groups": json.loads(groups)}))
-        other = self.hosts.run(1, "-m", "weft", "up", str(file), "--node-rank", "1")
-        return self.ready(self.hosts.run(0, "-m", "weft", "up", str(file), "--port", "0"), [other])
-
-    def program(self, **flags: Any) -> Program:
-        """``LLM`` in a script on host 0, and ``weft serve`` on host 1."""
-        self.flags |= flags
-        other = self.serve(1)
-        told = json.dumps({**SETTINGS, **self.flags})
-        program = Program(self.hosts.run(0, "-m", "tests.faults.host_zero", told), other)
-        assert program.line() == "ready"
-        return program
-
-    def serve(self, number: int, log: Path | None = None, **flags: Any) -> subprocess.Popen[str]:
-        """``weft serve`` with ``--node-rank NUMBER``. Of more hosts than two, each second pair lies the other
-        way round in the two namespaces: neighbours are apart.
-        """
-        settings = {**SETTINGS, **self.flags, **flags, "node_rank": number, "port": "0"}
-        settings = {name.replace("_", "-"): value for name, value in settings.items()}
-        given = [
-            f"--{name}" if value is True else f"--{name}={value}" for name, value in settings.items() if value
+    def engine(
+        self,
+        group: str,
+        *more: str,
+        namespace: int = 0,
+        index: int | None = None,
+        port: int = PORT,
+        file: Path | None = None,
+    ) -> Engine:
+        """Start ``weft engine``. ``index``: number of the host in a group over several hosts."""
+        words = [
+            "engine",
+            str(file or self.file),
+            "--group",
+            group,
+            "--directory",
+            str(self.folder / "directory"),
         ]
-        return self.hosts.run((0, 1, 1, 0)[number], "-m", "weft", "serve", "spool-text", *given, log=log)
+        words += ["--advertise", self.hosts.addresses[namespace]]
+        if index == 0:
+            words += ["--join-port", str(port)]
+        elif index is not None:
+            words += ["--join", f"{self.hosts.addresses[0]}:{port}", "--host-index", str(index)]
+        self.started += 1
+        return Engine(self.hosts, namespace, [*words, *more], self.folder / f"engine{self.started}.log")
+
+    def spread(self, hosts: int = 2, group: str = "unified0") -> list[Engine]:
+        """Start all hosts of one group. Of four hosts, each second pair lies the other way round in the two
+        namespaces: neighbours are apart."""
+        return [self.engine(group, namespace=(0, 1, 1, 0)[number], index=number) for number in range(hosts)]
+
+    def front(self, engines: list[Engine], count: int = 1) -> Server:
+        """Start ``count`` API servers on host 0 beside ``engines``. Return the ready server."""
+        words = ["front", str(self.file), "--directory", str(self.folder / "directory"), "--port", "0"]
+        lines = [Lines(self.hosts.run(0, "-m", "weft", *words)) for _ in range(count)]
+        clients = []
+        for one in lines:
+            ready = one.line()
+            assert ready.startswith("weft is ready: "), ready
+            clients.append(Lines(self.hosts.run(0, "-m", "tests.faults.asker", ready.split()[3])))
+        return Server([one.process for one in lines], clients, engines)
+
+    def start(self, hosts: int = 2, **settings: Any) -> Server:
+        """Start one group with ``settings`` over ``hosts`` hosts, and an API server. Return the ready
+        server."""
+        self.write({}, hosts=hosts, **settings)
+        return self.front(self.spread(hosts))
+
+    def groups(self, *groups: dict[str, Any], count: int = 1, **settings: Any) -> Server:
+        """Start ``groups``, each on the host of its key ``namespace``, and ``count`` API servers. Return the
+        ready server."""
+        places = [group.pop("namespace") for group in groups]
+        self.write(*groups, **settings)
+        roles = [group.get("role", "unified") for group in groups]
+        names = [f"{role}{roles[:number].count(role)}" for number, role in enumerate(roles)]
+        pairs = zip(names, places, strict=True)
+        return self.front([self.engine(name, namespace=place) for name, place in pairs], count)

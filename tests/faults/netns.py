@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TextIO
 
 from tests.support.processes import with_role
 from tests.support.slowness import deadline
@@ -90,20 +91,19 @@ class Hosts:
         _ip(*nft, "chain", "inet", "weft", "in", "{ type filter hook input priority 0; }")
         _ip(*nft, "rule", "inet", "weft", "in", *rule)
 
-    def run(self, host: int, *command: str, log: Path | None = None) -> subprocess.Popen[str]:
+    def run(self, host: int, *command: str, log: TextIO | None = None) -> subprocess.Popen[str]:
         """Run ``python COMMAND`` on a host. ``log`` receives its standard error."""
         whole = ["ip", "netns", "exec", self.names[host], sys.executable, *command]
         variables = env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-        with open(log, "w") if log is not None else contextlib.nullcontext() as stderr:
-            process = subprocess.Popen(
-                whole,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env=variables,
-                cwd=ROOT,
-            )
+        process = subprocess.Popen(
+            whole,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=variables,
+            cwd=ROOT,
+        )
         self.processes.append(process)
         return process
 

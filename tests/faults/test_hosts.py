@@ -1,32 +1,38 @@
-"""Groups and replicas over several hosts, which are network namespaces; the cable between them can be cut."""
+"""Groups over several hosts, which are network namespaces; the cable between the hosts can be cut."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
-from tests.faults.asker import TIMES
-from tests.faults.cluster import SETTINGS, Cluster
-from tests.faults.host_zero import PROMPTS
-from tests.faults.netns import child_of, children_of
+from tests.faults.asker import PROMPTS, TIMES
+from tests.faults.cluster import SETTINGS, Cluster, Server
 from tests.faults.rig import config_of
-from tests.support.slowness import deadline
+from tests.support.processes import is_alive
+from tests.support.slowness import deadline, until
 from weft import LLM, SamplingParams
-from weft.cli.processes.host import LISTEN_S
 from weft.common.errors import ConfigError
 from weft.config import hosts as over
 from weft.config.group_settings import compare, shared_settings
 from weft.config.sections.all import ParallelSection
+from weft.control.fleet.instance_table import LISTEN_S
 
 KILL, STOP, CABLE = "it is killed", "is stopped", "the cable is cut"
-ZERO = "head 0 is killed"
+ZERO = "the engine of host 0 is killed"
+HEAD = "the command of host 0 is killed"
+HOST = "the command of host 1 is killed"
 CUT_S = 1.5 * SETTINGS["rank_timeout"]
 """Seconds that the cable stays cut, long enough for ranks to notice."""
+TENSOR = {"tensor_parallel_size": 2}
+EXPERTS = {"data_parallel_size": 2, "enable_expert_parallel": True}
+PAIR = ({"namespace": 0}, {"namespace": 1})
+"""Two groups that share nothing, each on its own host."""
 
 
 class Alone(NamedTuple):
@@ -45,109 +51,119 @@ def alone() -> Alone:
     return Alone([list(one.token_ids) for one in made], [one.text for one in made for _ in range(TIMES)])
 
 
-@pytest.mark.parametrize(
-    "deeds",
-    [pytest.param((), marks=pytest.mark.slow), pytest.param((KILL, STOP, CABLE), marks=pytest.mark.grid)],
-    ids=["quiet", "faults"],
-)
-def test_two_hosts_and_what_befalls_the_second(
-    cluster: Cluster, alone: Alone, deeds: tuple[str, ...]
-) -> None:
-    wanted = alone.tokens
-    zero = cluster.program(tensor_parallel_size=2)
-    zero.ask()
-    assert zero.told() == (wanted, 0)
+def pair_or_group(cluster: Cluster, shared: bool) -> Server:
+    """Start two engines on two hosts: of one expert-parallel group, or of two groups."""
+    return cluster.start(**EXPERTS) if shared else cluster.groups(*map(dict, PAIR))
 
-    for deed in deeds:
-        kept = child_of(zero.other)
+
+@pytest.mark.slow
+def test_two_hosts_and_the_loss_of_the_second(cluster: Cluster, alone: Alone) -> None:
+    """Streams wait for the host, and continue with the same tokens. The head restarts no process of its
+    host."""
+    server = cluster.start(**TENSOR)
+    there = server.engines[1]
+    server.ask()
+    assert server.told() == alone.texts
+    head = server.engines[0].one("head")
+    server.ask()
+    time.sleep(0.5)
+    there.kill()
+    server.engines[1] = cluster.engine("unified0", namespace=1, index=1)
+    assert server.told() == alone.texts
+    assert server.engines[0].one("head") == head
+    assert server.restarts() == 0
+    assert "host 1 is away" in server.engines[0].log.read_text()
+    server.stop()
+
+
+@pytest.mark.grid
+def test_two_hosts_and_what_befalls_either(cluster: Cluster, alone: Alone) -> None:
+    server = cluster.start(**TENSOR)
+    recoveries = 0.0
+    for deed in (KILL, STOP, CABLE, ZERO, HEAD, HOST):
+        kept, there = server.engines[1].one("rank"), server.engines[1]
+        server.ask()
+        time.sleep(0.3)
         if deed == CABLE:
             cluster.hosts.cable("down")
-        zero.ask()
-        if deed == CABLE:
             time.sleep(CUT_S)
             cluster.hosts.cable("up")
+        elif deed in (HEAD, HOST):  # another process of the command follows
+            server.engines[deed == HOST].process.kill()
         else:
-            time.sleep(0.3)
-            os.kill(child_of(zero.other), signal.SIGKILL if deed == KILL else signal.SIGSTOP)
-        assert zero.told()[0] == wanted
-        if deed == CABLE:
-            assert child_of(zero.other) == kept, "a rank that lost its head keeps its weights"
-    zero.ask()
-    told, recoveries = zero.told()
-    assert told == wanted
-    assert recoveries >= (2 if deeds else 0)  # a fault between two rounds is found in the next round
-    zero.stop()
-
-
-# ---- several replicas
+            rank = server.engines[0].one("head") if deed == ZERO else kept
+            os.kill(rank, signal.SIGSTOP if deed == STOP else signal.SIGKILL)
+        assert server.told() == alone.texts, deed
+        if deed in (CABLE, ZERO, HEAD):
+            assert there.one("rank") == kept, "a rank that lost its engine keeps its weights"
+        if deed in (KILL, STOP, CABLE):
+            counted = server.metrics()["group_recoveries_total:unified0"]
+            assert counted > recoveries, deed
+            recoveries = counted
+    server.ask()
+    assert server.told() == alone.texts
+    assert [engine.restarts for engine in server.engines] == [2, 1]
+    server.stop()
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("hosts", "layout"),
     [
-        pytest.param({"enable_expert_parallel": True}, marks=pytest.mark.slow),
-        pytest.param({}, marks=pytest.mark.grid),
-        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.grid),
-        pytest.param({"tensor_parallel_size": 2, "enable_expert_parallel": True}, marks=pytest.mark.grid),
-        pytest.param({"tensor_parallel_size": 2, "nnodes": 4}, marks=pytest.mark.grid),
-        pytest.param(
-            {"tensor_parallel_size": 2, "nnodes": 4, "enable_expert_parallel": True}, marks=pytest.mark.grid
-        ),
+        pytest.param(2, EXPERTS, marks=pytest.mark.slow),
+        pytest.param(2, {**TENSOR, **EXPERTS}, marks=pytest.mark.grid),
+        pytest.param(4, {**TENSOR, **EXPERTS}, marks=pytest.mark.grid),
+        pytest.param(1, {}, marks=pytest.mark.grid),
+        pytest.param(1, TENSOR, marks=pytest.mark.grid),
     ],
-    ids=lambda layout: "-".join(layout) or "independent",
+    ids=["experts", "experts-tensor", "experts-tensor-four", "groups", "groups-tensor"],
 )
-def test_replicas_over_hosts(cluster: Cluster, alone: Alone, layout: dict[str, Any]) -> None:
-    """With four hosts each replica spans two hosts."""
-    wanted = alone.texts
-    server = cluster.start(data_parallel_size=2, **layout)
+def test_engines_on_two_hosts(cluster: Cluster, alone: Alone, hosts: int, layout: dict[str, Any]) -> None:
+    """With four hosts each replica spans two hosts. With 1, each group has one host."""
+    server = cluster.start(hosts, **layout) if hosts > 1 else cluster.groups(*map(dict, PAIR), **layout)
     server.ask()
-    assert server.told() == wanted
+    assert server.told() == alone.texts
     counted = server.metrics()
-    assert min(counted[f"generation_tokens_total:{engine}"] for engine in (0, 1)) > 0
+    made = [value for name, value in counted.items() if name.startswith("generation_tokens_total:")]
+    assert len(made) == 2
+    assert min(made) > 0
     assert counted["front_failovers_total"] == 0
     server.stop()
 
 
 @pytest.mark.grid
-def test_ranks_of_another_host_outlive_their_engine(cluster: Cluster, alone: Alone) -> None:
-    """The engine of ``weft serve`` is killed, stopped, and killed again on its return; the other host's rank
-    survives.
-    """
-    server = cluster.start(tensor_parallel_size=2)
-    kept = child_of(server.others[0])
-    for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
-        server.ask()
-        time.sleep(1.5)
-        os.kill(child_of(server.process, "head"), number)
-        assert server.told() == alone.texts
-    assert child_of(server.others[0]) == kept
-    server.stop()
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("shared", [False, True], ids=["independent", "domain"])
-def test_workers_outlive_their_engine_on_its_host(cluster: Cluster, alone: Alone, shared: bool) -> None:
-    server = cluster.start(data_parallel_size=2, tensor_parallel_size=2, enable_expert_parallel=shared)
-    kept = child_of(server.others[0], "rank")
-    for number in (signal.SIGKILL, signal.SIGSTOP):
-        server.ask()
-        time.sleep(0.3)
-        os.kill(child_of(server.others[0], "head"), number)
-        assert server.told() == alone.texts
-        server.until_whole()
-    assert child_of(server.others[0], "rank") == kept
+def test_two_groups_that_span_the_same_two_hosts(cluster: Cluster, alone: Alone) -> None:
+    cluster.write({"count": 2}, hosts=2, **TENSOR)
+    places = [("unified0", 0, 5799), ("unified0", 1, 5799), ("unified1", 0, 5800), ("unified1", 1, 5800)]
+    engines = [cluster.engine(name, namespace=host, index=host, port=port) for name, host, port in places]
+    server = cluster.front(engines)
+    server.until_whole()
     server.ask()
     assert server.told() == alone.texts
     server.stop()
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("shared", [False, True], ids=["independent", "domain"])
+def test_ranks_of_another_host_outlive_their_engine(cluster: Cluster, alone: Alone) -> None:
+    """The engine is killed, stopped, and killed again on its return; the other host's rank survives."""
+    server = cluster.start(**TENSOR)
+    kept = server.engines[1].one("rank")
+    for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
+        server.ask()
+        time.sleep(1.5)
+        os.kill(server.engines[0].one("head"), number)
+        assert server.told() == alone.texts
+    assert server.engines[1].one("rank") == kept
+    assert [engine.restarts for engine in server.engines] == [3, 0]
+    server.stop()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("shared", [False, True], ids=["groups", "experts"])
 def test_what_befalls_engines_of_another_host(cluster: Cluster, alone: Alone, shared: bool) -> None:
-    wanted = alone.texts
-    server = cluster.start(data_parallel_size=2, enable_expert_parallel=shared)
+    server = pair_or_group(cluster, shared)
+    server.until_whole()
     server.ask()
-    assert server.told() == wanted
+    assert server.told() == alone.texts
     failovers = 0.0
     for deed in (KILL, STOP, CABLE, ZERO):
         server.ask()
@@ -157,92 +173,93 @@ def test_what_befalls_engines_of_another_host(cluster: Cluster, alone: Alone, sh
             time.sleep(CUT_S)
             cluster.hosts.cable("up")
         else:
-            host = server.process if deed == ZERO else server.others[0]
-            os.kill(child_of(host, "head"), signal.SIGSTOP if deed == STOP else signal.SIGKILL)
-        assert server.told() == wanted
+            host = server.engines[deed != ZERO]
+            os.kill(host.one("head"), signal.SIGSTOP if deed == STOP else signal.SIGKILL)
+        assert server.told() == alone.texts, deed
         counted = server.until_whole()
         assert counted["front_failovers_total"] > failovers, deed
         failovers = counted["front_failovers_total"]
-    assert counted["engine_restarts_total"] == 4
+    assert [engine.restarts for engine in server.engines] == [1, 2]
     server.ask()
-    assert server.told() == wanted
+    assert server.told() == alone.texts
     server.stop()
 
 
 @pytest.mark.grid
-def test_an_engine_of_another_host_that_stops_before_it_listens(cluster: Cluster, alone: Alone) -> None:
-    """The engine's own host gives it up after ``LISTEN_S``; no other process can see the engine."""
-    server = cluster.start(data_parallel_size=2)
-    host = server.others[0]
-    killed = child_of(host, "head")
-    os.kill(killed, signal.SIGKILL)
+def test_an_engine_that_stops_before_it_listens(cluster: Cluster, alone: Alone) -> None:
+    """The engine's own host gives the engine up after ``LISTEN_S``; no other process can see the engine."""
+    server = cluster.groups(*map(dict, PAIR))
+    server.until_whole()
+    host = server.engines[1]
+    os.kill(killed := host.one("head"), signal.SIGKILL)
     server.ask()
-    until = time.monotonic() + deadline(60)
-    while (found := children_of(host, "head")) in ([], [killed]):
-        assert time.monotonic() < until, "no head follows"
-    os.kill(found[0], signal.SIGSTOP)
-    assert server.told() == alone.texts
+    until(lambda: any(pid != killed for pid in host.ranks("head")))
+    os.kill(found := host.ranks("head")[0], signal.SIGSTOP)
     stopped = time.monotonic()
-    while found[0] in children_of(host, "head"):
-        assert time.monotonic() < stopped + LISTEN_S + 10, "it is still there"
-        time.sleep(0.5)
+    assert server.told() == alone.texts
+    until(lambda: not is_alive(found), LISTEN_S + 30)
     server.until_whole()
     assert time.monotonic() > stopped + LISTEN_S / 2, "it was to be stopped before it listened"
     server.ask()
     assert server.told() == alone.texts
-    assert server.metrics()["engine_restarts_total"] == 2
+    assert host.restarts == 2
     server.stop()
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("shared", [False, True], ids=["independent", "domain"])
+@pytest.mark.parametrize("shared", [False, True], ids=["groups", "experts"])
 def test_a_host_that_dies_and_returns(cluster: Cluster, alone: Alone, shared: bool) -> None:
     """Other hosts serve meanwhile, or wait for the host if experts are missing."""
-    wanted = alone.texts
-    server = cluster.start(data_parallel_size=2, enable_expert_parallel=shared)
+    server = pair_or_group(cluster, shared)
+    server.until_whole()
     server.ask()
     time.sleep(0.3)
-    server.others[0].kill()
-    server.others[0].wait(10)
+    server.engines[1].kill()
     if not shared:
-        assert server.told() == wanted
-        assert server.metrics()["engine_up:1"] == 0
-    server.others[0] = cluster.serve(1)
+        assert server.told() == alone.texts
+        assert server.metrics()["engine_up:unified1"] == 0
+    again = {"namespace": 1, "index": 1} if shared else {"namespace": 1}
+    name = "unified0" if shared else "unified1"
+    server.engines[1] = cluster.engine(name, **again)
     if shared:
-        assert server.told() == wanted
+        assert server.told() == alone.texts
     server.until_whole()
-    twin = cluster.serve(1)  # a second host with the same --node-rank, as after a copied command
-    assert twin.wait(deadline(60)) == 2
+    twin = cluster.engine(name, **again)  # the same command again, as after a copy
+    assert twin.process.wait(deadline(60)) == 2
     server.ask()
-    assert server.told() == wanted
-    assert server.metrics()["engine_restarts_total"] == 1
+    assert server.told() == alone.texts
+    assert server.restarts() == 0
     server.stop()
 
 
 @pytest.mark.grid
-def test_a_front_that_is_started_again(cluster: Cluster, alone: Alone) -> None:
-    """Other hosts stay, and work for the next one."""
-    wanted = alone.texts
-    server = cluster.start(data_parallel_size=2)
-    server.process.kill()
-    again = cluster.front(server.others)
+def test_an_api_server_that_is_started_again(cluster: Cluster, alone: Alone) -> None:
+    """The engines stay, and work for the next API server."""
+    server = cluster.start(**TENSOR)
+    kept = [server.engines[0].one("head"), server.engines[1].one("rank")]
+    server.fronts[0].kill()
+    again = cluster.front(server.engines)
     again.ask()
-    assert again.told() == wanted
+    assert again.told() == alone.texts
+    assert [again.engines[0].one("head"), again.engines[1].one("rank")] == kept
     again.stop()
 
 
 @pytest.mark.grid
-def test_replicas_over_hosts_behind_a_program(cluster: Cluster, alone: Alone) -> None:
-    """``LLM`` on host 0 works; a host with different settings is refused before serving."""
-    wanted = alone.tokens
-    zero = cluster.program(data_parallel_size=2, enable_expert_parallel=True)
-    zero.ask()
-    assert zero.told() == (wanted, 0)
-    zero.stop()
-
-    differs = cluster.serve(1, max_num_seqs=5)
-    assert cluster.serve(0).wait(60) == 2
-    assert differs.wait(deadline(60)) == 2
+def test_a_head_with_other_settings(cluster: Cluster, alone: Alone, tmp_path: Path) -> None:
+    """The host ends with status 2 and names the setting. With the same file the host joins."""
+    server = cluster.start(**TENSOR)
+    assert server.engines[0].stop() == 0
+    file = cluster.write({}, file=tmp_path / "other.yaml", hosts=2, max_num_seqs=5, **TENSOR)
+    server.engines[0] = cluster.engine("unified0", index=0, file=file)
+    assert server.engines[1].process.wait(deadline(60)) == 2
+    told = server.engines[1].log.read_text()
+    assert "the head has 5, host 1 has 4" in told
+    assert "--max-num-seqs" in told
+    server.engines[1] = cluster.engine("unified0", namespace=1, index=1, file=file)
+    server.ask()
+    assert server.told() == alone.texts
+    server.stop()
 
 
 # ---- settings
@@ -256,48 +273,47 @@ def test_what_ranks_have_in_common_says_nothing_of_folders() -> None:
 
 
 def test_what_hosts_need() -> None:
-    good = ParallelSection(tensor_parallel_size=4, nnodes=2, rdzv="[fd00::1]:5000", group_secret="x")
+    good = ParallelSection(tensor_parallel_size=4, hosts=2, group_secret="x")
     over.check_hosts(good)
     over.check_hosts(ParallelSection())
-    assert over.meeting_place(good) == ("fd00::1", 5000)
-    assert [list(over.ranks_on(good, node)) for node in (0, 1)] == [[0, 1], [2, 3]]
-    there = {"rdzv": "a:1", "group_secret": "x"}
+    over.refuse_hosts(ParallelSection())
+    assert [list(over.ranks_on(good, host)) for host in (0, 1)] == [[0, 1], [2, 3]]
+    there = {"hosts": 2, "group_secret": "x"}
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"nnodes": 2}, "--rdzv"),
-        ({"nnodes": 2, "rdzv": "a:1"}, "--group-secret"),
-        ({"nnodes": 2, "rdzv": "a", "group_secret": "x"}, "HOST:PORT"),
-        ({"nnodes": 2, **there}, "--tensor-parallel-size"),
-        ({"nnodes": 2, **there, "data_parallel_size": 3}, "--data-parallel-size"),
-        ({"nnodes": 4, **there, "data_parallel_size": 2}, "--nnodes 4 does not divide the 2 ranks"),
-        ({"node_rank": 1}, "--node-rank"),
+        ({"hosts": 2}, "--group-secret"),
+        (there, "--tensor-parallel-size"),
+        ({**there, "data_parallel_size": 2}, "count: N"),
+        ({**there, "data_parallel_size": 3, "enable_expert_parallel": True}, "--data-parallel-size"),
+        ({**there, **EXPERTS, "hosts": 4}, "--hosts 4 does not divide the 2 ranks"),
+        (
+            {**there, "data_parallel_size": 3, "tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "3 ranks",
+        ),
     ]
     for fields, named in bad:
         with pytest.raises(ConfigError, match=named):
             over.check_hosts(ParallelSection(**fields))
+    with pytest.raises(ConfigError, match="weft engine FILE --group NAME"):
+        over.refuse_hosts(good)
 
 
-def lying(**fields: Any) -> list[tuple[list[int], list[int]]]:
-    """Return (replicas whose engine runs there, ranks whose engine is elsewhere) for each host."""
-    parallel = over.check_hosts(ParallelSection(rdzv="a:1", group_secret="x", **fields))
-    return [(over.engines_on(parallel, n), over.workers_on(parallel, n)) for n in range(parallel.nnodes)]
+def lying(hosts: int, **fields: Any) -> list[tuple[list[int], list[int]]]:
+    """Return (replicas whose engine runs there, ranks) for each host."""
+    parallel = over.check_hosts(ParallelSection(hosts=hosts, group_secret="x", **fields))
+    return [(over.engines_on(parallel, n), list(over.ranks_on(parallel, n))) for n in range(hosts)]
 
 
 def test_where_engines_and_ranks_lie() -> None:
     """Each host has the same number of ranks, in order. A replica may fit on a host or span several."""
-    assert lying(nnodes=2, data_parallel_size=4) == [([0, 1], []), ([2, 3], [])]
-    assert lying(nnodes=2, data_parallel_size=2, tensor_parallel_size=2) == [([0], []), ([1], [])]
-    assert lying(nnodes=2, data_parallel_size=3, tensor_parallel_size=2) == [([0, 1], []), ([2], [3])]
-    assert lying(nnodes=4, data_parallel_size=2, tensor_parallel_size=2) == [
-        ([0], []),
-        ([], [1]),
-        ([1], []),
-        ([], [3]),
-    ]
-    three = ParallelSection(nnodes=2, data_parallel_size=3, tensor_parallel_size=2)
-    assert [over.replica_spans(three, replica) for replica in range(3)] == [False, True, False]
-    assert [over.expert_group_spans(three, replica) for replica in range(3)] == [False, True, False]
-    shared = ParallelSection(nnodes=2, data_parallel_size=2, enable_expert_parallel=True)
+    experts: dict[str, Any] = {"enable_expert_parallel": True}
+    four = {**experts, "data_parallel_size": 4}
+    assert lying(2, **four) == [([0, 1], [0, 1]), ([2, 3], [2, 3])]
+    both = {**experts, "data_parallel_size": 2, "tensor_parallel_size": 2}
+    assert lying(2, **both) == [([0], [0, 1]), ([1], [2, 3])]
+    assert lying(4, **both) == [([0], [0]), ([], [1]), ([1], [2]), ([], [3])]
+    assert lying(2, tensor_parallel_size=4) == [([0], [0, 1]), ([], [2, 3])]
+    spans = ParallelSection(hosts=4, **both)
+    assert [over.replica_spans(spans, replica) for replica in range(2)] == [True, True]
+    shared = ParallelSection(hosts=2, **EXPERTS)
     assert (over.replica_spans(shared, 0), over.expert_group_spans(shared, 0)) == (False, True)
-    assert not over.expert_group_spans(ParallelSection(data_parallel_size=2, enable_expert_parallel=True), 1)
-    assert over.uses_board(shared)
-    assert not over.uses_board(ParallelSection(nnodes=2, tensor_parallel_size=2))
+    assert not over.expert_group_spans(ParallelSection(**EXPERTS), 1)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.faults.cluster import Cluster
-from tests.faults.test_hosts import Alone, alone
+from tests.faults.test_hosts import TENSOR, Alone, alone
 from tests.support.secret import write_secret
 from tests.support.slowness import deadline
-from weft.parallel import remote
+from weft.control.directory import group_hosts
 from weft.parallel.handshakes import NOTHING, STRANGER
 
 __all__ = ["alone"]
@@ -27,32 +27,48 @@ def until_told(*logs: tuple[Path, str], seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def test_a_wrong_secret_a_wrong_port_and_a_late_host(cluster: Cluster, alone: Alone, tmp_path: Path) -> None:
-    cluster.flags["data_parallel_size"] = 2
-    logs = {name: tmp_path / name for name in ("zero", "stranger", "lost")}
-    zero = cluster.serve(0, log=logs["zero"])
-    (other := tmp_path / "other").mkdir()
-    stranger = cluster.serve(1, log=logs["stranger"], group_secret=str(write_secret(other)))
-    lost = cluster.serve(1, log=logs["lost"], rdzv=f"{cluster.hosts.addresses[0]}:5798")
+def test_a_wrong_secret_a_wrong_port_other_settings_and_a_late_host(
+    cluster: Cluster, alone: Alone, tmp_path: Path
+) -> None:
+    file = cluster.write({}, hosts=2, **TENSOR)
+    other = cluster.write({}, file=tmp_path / "other.yaml", hosts=2, max_num_seqs=5, **TENSOR)
+    (folder := tmp_path / "other").mkdir()
+    head = cluster.engine("unified0", index=0)
+    here = {"namespace": 1, "index": 1}
+    stranger = cluster.engine("unified0", "--group-secret", str(write_secret(folder)), **here)
+    lost = cluster.engine("unified0", port=5798, **here)
     until_told(
-        (
-            logs["zero"],
-            f"rejected a connection from {cluster.hosts.addresses[1]}: wrong --group-secret",
-        ),
-        (logs["stranger"], STRANGER),
-        (logs["lost"], NOTHING),
+        (head.log, f"rejected a connection from {cluster.hosts.addresses[1]}: wrong --group-secret"),
+        (stranger.log, STRANGER),
+        (lost.log, NOTHING),
     )
-    until_told((logs["zero"], "waiting for host 1"), seconds=remote.REMIND_S + 30)
-    for process in (stranger, lost):
-        process.terminate()
-        assert process.wait(deadline(30)) == 0
-    server = cluster.ready(zero, [])  # one path is complete
-    server.ask()
-    assert server.told() == alone.texts
-    server.others.append(cluster.serve(1))
-    server.until_whole()
+    until_told((head.log, "waiting for host 1"), seconds=group_hosts.REMIND_S + 30)
+    differs = cluster.engine("unified0", file=other, **here)
+    assert differs.process.wait(deadline(60)) == 2
+    assert "differ in scheduler.max_num_seqs (--max-num-seqs)" in differs.log.read_text()
+    outside = cluster.engine(
+        "unified0",
+        namespace=1,
+        index=1,
+        file=cluster.write({}, file=tmp_path / "three.yaml", hosts=2, tensor_parallel_size=4),
+    )
+    assert outside.process.wait(deadline(60)) == 2
+    assert [process.stop() for process in (stranger, lost)] == [0, 0]
+    assert head.restarts == 0
+    late = cluster.engine("unified0", file=file, **here)
+    server = cluster.front([head, late])
     server.ask()
     assert server.told() == alone.texts
     # the message is rate-limited, however often the host retries
-    assert logs["zero"].read_text().count("was refused") <= 3
+    assert head.log.read_text().count("rejected a connection") <= 3
     server.stop()
+
+
+def test_a_signal_before_the_hosts_have_met(cluster: Cluster) -> None:
+    cluster.write({}, hosts=2, **TENSOR)
+    head, host = (
+        cluster.engine("unified0", index=0),
+        cluster.engine("unified0", namespace=1, index=1, port=5798),
+    )
+    until_told((host.log, "the head does not answer"))
+    assert [one.stop() for one in (head, host)] == [0, 0]

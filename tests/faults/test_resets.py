@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import time
@@ -10,16 +9,15 @@ import time
 import pytest
 
 from tests.faults.cluster import SETTINGS, Cluster, Server
-from tests.faults.netns import Hosts, children_of
+from tests.faults.netns import Hosts
 from tests.faults.test_hosts import Alone, alone
-from tests.support.processes import with_role
 
 __all__ = ["alone"]
 
 pytestmark = pytest.mark.slow
 REFUSED_S = SETTINGS["rank_timeout"] / 3
 """A firewall refuses everything for so long."""
-PAIR = [{"role": "prefill", "only-host": 0}, {"role": "decode", "only-host": 1}]
+PAIR = ({"role": "prefill", "namespace": 0}, {"role": "decode", "namespace": 1})
 
 
 @pytest.fixture(autouse=True)
@@ -36,12 +34,7 @@ def tools(hosts: Hosts) -> None:
 
 def processes(server: Server, roles: tuple[str, ...] = ("head", "rank")) -> list[int]:
     """Return the process ids of all engines and ranks."""
-    roots = [server.process, *server.others]
-    found = {pid for root in roots for role in roles for pid in with_role(root.pid, role)}
-    for root in roots:
-        for part in children_of(root):
-            found |= {pid for role in roles for pid in with_role(part, role)}
-    return sorted(found)
+    return sorted(pid for engine in server.engines for role in roles for pid in engine.ranks(role))
 
 
 def disturb(hosts: Hosts, deed: str) -> None:
@@ -56,9 +49,9 @@ def disturb(hosts: Hosts, deed: str) -> None:
         assert hosts.forget()
 
 
-def test_connections_of_front_engines_transfers_and_board(cluster: Cluster, alone: Alone) -> None:
+def test_connections_of_api_server_engines_and_transfers(cluster: Cluster, alone: Alone) -> None:
     """A prefill group on one host and a decode group on the other survive broken connections."""
-    server = cluster.up(json.dumps(PAIR))
+    server = cluster.groups(*map(dict, PAIR))
     there = processes(server)
     for deed in ("reset", "reset", "refused", "reset", "half open"):
         server.ask()
@@ -67,11 +60,11 @@ def test_connections_of_front_engines_transfers_and_board(cluster: Cluster, alon
         assert server.told() == alone.texts, deed
         cluster.hosts.pass_again()
     assert processes(server) == there
-    assert server.metrics()["engine_restarts_total"] == 0
+    assert server.restarts() == 0
     server.stop()
 
 
-def test_connections_of_an_engine_and_its_rank(cluster: Cluster, alone: Alone) -> None:
+def test_connections_of_an_engine_its_rank_and_the_rendezvous_store(cluster: Cluster, alone: Alone) -> None:
     """The group forms again with the same engine: the engine may give up a disconnected rank, which then
     rejoins.
 
@@ -87,12 +80,27 @@ def test_connections_of_an_engine_and_its_rank(cluster: Cluster, alone: Alone) -
         assert server.told() == alone.texts, deed
         cluster.hosts.pass_again()
         assert processes(server, ("head",)) == there, deed
-    assert server.metrics()["engine_restarts_total"] == 0
+    assert server.restarts() == 0
     server.stop()
 
 
-def test_connections_of_several_fronts(cluster: Cluster, alone: Alone) -> None:
-    server = cluster.start(data_parallel_size=2, fronts=2)
+def test_connections_of_an_expert_parallel_group(cluster: Cluster, alone: Alone) -> None:
+    """The engines of two hosts find each other again in the rendezvous store."""
+    server = cluster.start(data_parallel_size=2, enable_expert_parallel=True)
+    there = processes(server)
+    for deed in ("reset", "half open"):
+        server.ask()
+        time.sleep(0.4)
+        disturb(cluster.hosts, deed)
+        assert server.told() == alone.texts, deed
+        cluster.hosts.pass_again()
+    assert processes(server) == there
+    assert server.restarts() == 0
+    server.stop()
+
+
+def test_connections_of_several_api_servers(cluster: Cluster, alone: Alone) -> None:
+    server = cluster.groups({"namespace": 0}, {"namespace": 1}, count=2)
     there = processes(server)
     for deed in ("reset", "refused"):
         server.ask()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -10,16 +9,14 @@ import time
 import pytest
 
 from tests.faults.cluster import Cluster
-from tests.faults.netns import children_of
 from tests.faults.test_hosts import Alone, alone
-from tests.support.processes import with_role
 
 __all__ = ["alone"]
 
-PREFILL, HERE, THERE = (
-    {"role": "prefill", "only-host": 0},
-    {"role": "decode", "only-host": 0},
-    {"role": "decode", "only-host": 1},
+GROUPS = (
+    {"role": "prefill", "namespace": 0},
+    {"role": "decode", "namespace": 0},
+    {"role": "decode", "namespace": 1},
 )
 
 
@@ -27,16 +24,12 @@ PREFILL, HERE, THERE = (
 @pytest.mark.grid
 def test_caches_cross_the_network_and_what_befalls_it(cluster: Cluster, alone: Alone) -> None:
     """Sequences of the other host continue here when its engine is killed, stopped or unreachable."""
-    server = cluster.up(json.dumps([PREFILL, HERE, THERE]))
+    server = cluster.groups(*map(dict, GROUPS))
     for deed in ("quiet", "killed", "cable", "quiet"):
         server.ask()
         time.sleep(0.5)
         if deed == "killed":
-            host = server.others[0]
-            engines = with_role(host.pid, "head") or [
-                engine for part in children_of(host) for engine in with_role(part, "head")
-            ]
-            os.kill(engines[0], signal.SIGKILL)
+            os.kill(server.engines[2].one("head"), signal.SIGKILL)
         if deed == "cable":
             cluster.hosts.cable("down")
             time.sleep(12)

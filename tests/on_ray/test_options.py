@@ -28,7 +28,6 @@ groups:
         (("--stop",), "--stop needs --on ray"),
         (("--name", "shop"), "--name needs --on ray"),
         (("--ray-address", "auto"), "--ray-address needs --on ray"),
-        (("--on", "ray", "--node-rank", "0"), "--node-rank is not for --on ray"),
         (("--on", "ray", "--name", "shop/prod"), "--name must have"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -137,42 +136,6 @@ def test_frames_over_the_limit_end_the_connection_and_nothing_else() -> None:
     finally:
         for end in (rank, other, engine):
             end.close()
-
-
-def test_a_port_that_is_still_held_is_waited_for() -> None:
-    """A killed engine that has not ended yet holds the port."""
-    dying = ZmqEngineChannel(endpoint("tcp"))
-    late = threading.Timer(0.5, dying.close)
-    late.start()
-    try:
-        engine = ZmqEngineChannel(dying.address, patience=SECONDS)
-    finally:
-        late.join()
-    assert joins(engine, lambda: ZmqRank(engine.address, 1), SECONDS)
-    engine.close()
-
-
-def test_a_port_that_stays_taken_is_named_with_its_flag() -> None:
-    holder = ZmqEngineChannel(endpoint("tcp"))
-    keys = derive(b"a secret of enough bytes")
-    began = time.monotonic()
-    try:
-        with pytest.raises(ConfigError) as refused:
-            ZmqEngineChannel(holder.address, keys, 0.4)
-        assert refused.value.param == "--rdzv"
-        why = f"cannot listen at {holder.address} (Address already in use) for 0.4 s: choose another port"
-        assert refused.value.message == f"--rdzv: {why}"
-    finally:
-        holder.close()
-    assert time.monotonic() - began > 0.4
-    ZmqEngineChannel(holder.address, keys).close()
-
-
-def test_an_address_that_can_never_be_had_is_not_waited_for() -> None:
-    began = time.monotonic()
-    with pytest.raises(ConfigError, match=r"--rdzv: cannot listen at tcp://192\.0\.2\.1:5799"):
-        ZmqEngineChannel("tcp://192.0.2.1:5799", patience=SECONDS)
-    assert time.monotonic() - began < SECONDS / 2
 
 
 # ---- loopback

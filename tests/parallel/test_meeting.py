@@ -14,8 +14,8 @@ from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.group.meeting import Meeting, complete, propose
 from weft.group.types import Connect, Lease
-from weft.parallel.board import Board, BoardClient
-from weft.parallel.leases import BoardLeases, FolderLeases, Leases
+from weft.parallel.leases import FolderLeases, Leases, RendezvousLeases
+from weft.parallel.rendezvous import RendezvousClient, RendezvousStore
 from weft.parallel.secret import derive
 
 DEADLINE = deadline(60.0)
@@ -51,7 +51,7 @@ MeetingOf = Callable[[int, int], Engine]
 """(replica, replicas) -> a new incarnation of the engine."""
 
 
-@pytest.fixture(params=["folder", "board"])
+@pytest.fixture(params=["folder", "store"])
 def meeting_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MeetingOf]:
     if request.param == "folder":
         yield lambda replica, count: Engine(
@@ -60,18 +60,20 @@ def meeting_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Meeti
         )
         return
     keys = derive(b"0123456789abcdef")
-    board = Board("tcp://127.0.0.1:*", keys)
-    clients: list[BoardClient] = []
+    store = RendezvousStore("tcp://127.0.0.1:*", keys)
+    clients: list[RendezvousClient] = []
 
     def joined(replica: int, count: int) -> Engine:
-        clients.append(BoardClient(board.address, keys))
+        clients.append(RendezvousClient(store.address, keys))
         stores = "" if replica else f"file://{tmp_path}"
-        return Engine(BoardLeases(clients[-1], replica, count), Meeting(replica, stores, f"wakeup{replica}"))
+        return Engine(
+            RendezvousLeases(clients[-1], replica, count), Meeting(replica, stores, f"wakeup{replica}")
+        )
 
     yield joined
     for client in clients:
         client.close()
-    board.close()
+    store.close()
 
 
 def test_proposals() -> None:

@@ -12,32 +12,34 @@ import msgspec
 
 from weft.common.errors import ConfigError
 from weft.config.flags import suggest
+from weft.config.hosts import check_hosts, ranks_on
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig, HostShare
 from weft.config.topology import GroupSettings, Topology, face, serves
 
 
 def group_alone(
-    topology: Topology, name: str, advertise: str | None = None, secret: str | None = None
+    topology: Topology,
+    name: str,
+    advertise: str | None = None,
+    secret: str | None = None,
+    index: int = 0,
 ) -> EngineConfig:
     """Return the configuration of group ``name``, which has this host for itself. ``advertise``: address of
     this host for other hosts, or None. ``secret``: file in place of the topology's ``group-secret``.
+    ``index``: number of this host among the hosts of the group.
 
     ``name`` may have a number that the topology does not list: ``decode7`` has the settings of ``decode0``.
     Raise ConfigError for an unknown name, and for a group that cannot work.
     """
-    group = _settings(topology, name)
+    group = settings_of(topology, name)
     parallel = group.config.parallel
-    if parallel.nnodes > 1:
-        raise ConfigError(
-            f"group {name} spans {parallel.nnodes} hosts; a group of `weft engine` has one host"
-        )
     if advertise is not None:
         parallel = msgspec.structs.replace(parallel, advertise=advertise)
     parallel = msgspec.structs.replace(parallel, ray_labels="")  # for the owner of the group
     if secret is not None:
         parallel = msgspec.structs.replace(parallel, group_secret=secret)
-    share = HostShare(ranks=parallel.layout.ranks)
+    share = HostShare(ranks=len(ranks_on(check_hosts(parallel), index)), index=index)
     config = msgspec.structs.replace(group.config, front=topology.front, parallel=parallel)
     return msgspec.structs.replace(resolve(config, group=name, host=share), base=group.base)
 
@@ -63,8 +65,9 @@ def face_alone(topology: Topology) -> EngineConfig:
     return face(tuple(found))
 
 
-def _settings(topology: Topology, name: str) -> GroupSettings:
-    """Return the settings of group ``name``, or of the first group with the same base name."""
+def settings_of(topology: Topology, name: str) -> GroupSettings:
+    """Return the settings of group ``name``, or of the first group with the same base name. Raise
+    ConfigError for an unknown name."""
     groups = {group.name: group for group in topology.groups}
     if name in groups:
         return groups[name]

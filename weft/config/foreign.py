@@ -52,6 +52,10 @@ _ALWAYS = "this is always on: leave the flag out"
 _OWN_FORMAT = "Weft reads the checkpoint's config.json only: leave the flag out"
 _LORA = "Weft serves no LoRA adapters: merge the adapter into the checkpoint"
 _PIPELINE = "Weft has no pipeline parallelism: use --tensor-parallel-size, or --data-parallel-size with --ep"
+_HOSTS = (
+    "set `hosts` for the group in a topology file, and run `weft engine FILE --group NAME` on each host, all "
+    "hosts except the first with --join (docs/parallel.md)"
+)
 _TIERS = "Weft has no second tier of KV cache: set --kv-cache-memory"
 _COMPILE = "Weft compiles no model graphs; --decode-graphs replays decode steps"
 
@@ -88,7 +92,7 @@ INSTEAD: dict[str, str] = {
     "cuda_graph_sizes": _COMPILE,
     "distributed_executor_backend": "Weft starts its own processes: leave the flag out",
     "worker_use_ray": "Weft starts its own processes: leave the flag out",
-    "data_parallel_size_local": "use --nnodes and --node-rank",
+    "data_parallel_size_local": _HOSTS,
     "api_server_count": "use --fronts",
     "disable_log_stats": "use --log-level warning",
     "disable_uvicorn_access_log": "use --log-requests for an access log; the default is none",
@@ -105,8 +109,10 @@ INSTEAD: dict[str, str] = {
     "disable_frontend_multiprocessing": "leave the flag out; --fronts sets the number of API servers",
     "download_dir": "set HF_HOME",
     "tokenizer_revision": "--revision also applies to the tokenizer",
-    "master_addr": "use --rdzv",
-    "master_port": "use --rdzv",
+    "master_addr": _HOSTS,
+    "master_port": _HOSTS,
+    "nnodes": _HOSTS,
+    "node_rank": _HOSTS,
     "code_revision": "Weft runs no code of checkpoints",
     "enable_ssl_refresh": _ALWAYS,
     "ssl_ciphers": "OpenSSL's configuration of the host sets the ciphers: leave the flag out",
@@ -147,11 +153,14 @@ INSTEAD: dict[str, str] = {
     "sampling_backend": "leave the flag out",
     "enable_deterministic_inference": "use --deterministic",
     "load_balance_method": "use --routing-policy",
-    "dist_init_addr": "use --nnodes, --node-rank and --rdzv",
+    "dist_init_addr": _HOSTS,
     "tool_server": "clients run the tools, not the server",
     "is_embedding": "checkpoints without an output head serve embeddings only: leave the flag out",
     "log_level_http": "use --log-level",
     "json_model_override_args": _OWN_FORMAT,
+    # Weft, earlier releases
+    "rdzv": _HOSTS,
+    "only_host": "run `weft engine FILE --group NAME` on the host of the group, and `weft front FILE`",
 }
 """Foreign field name to the hint at the replacement in Weft."""
 

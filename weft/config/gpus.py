@@ -15,8 +15,8 @@ from weft.config.resolved import EngineConfig, HostShare
 from weft.config.sections.all import ParallelSection
 
 
-def gpus_here(parallel: ParallelSection, device: str) -> tuple[str, ...]:
-    """Return the GPUs of this host for ranks on ``device``; () for a CPU.
+def gpus_here(parallel: ParallelSection, device: str, index: int = 0) -> tuple[str, ...]:
+    """Return the GPUs of this host for ranks on ``device``; () for a CPU. ``index``: number of this host.
 
     Raise ConfigError with the flags if the ranks cannot run on the GPUs.
     """
@@ -28,7 +28,7 @@ def gpus_here(parallel: ParallelSection, device: str) -> tuple[str, ...]:
             )
         return ()
     gpus = devices.gpus()
-    ranks = len(ranks_on(parallel, parallel.node_rank))
+    ranks = len(ranks_on(parallel, index))
     if ranks <= max(len(gpus), 1) or parallel.collectives == "gloo":
         return gpus
     flag = "--tensor-parallel-size"
@@ -50,7 +50,7 @@ def gpus_of_group(gpus: Sequence[str], parallel: ParallelSection, host: HostShar
     """
     if not host.ranks:
         return tuple(gpus)
-    mine = min(len(gpus), len(ranks_on(parallel, parallel.node_rank)))
+    mine = min(len(gpus), len(ranks_on(parallel, host.index)))
     return tuple(gpus[(host.first + number) % len(gpus)] for number in range(mine))
 
 
@@ -58,12 +58,12 @@ def sharers(parallel: ParallelSection, gpus: Sequence[str], host: HostShare = Ho
     """Return the maximum number of ranks per GPU on this host. ``gpus``: the group's GPUs."""
     if host.ranks:
         return -(-host.ranks // max(host.gpus, 1))
-    return -(-len(ranks_on(parallel, parallel.node_rank)) // max(len(gpus), 1))
+    return -(-len(ranks_on(parallel, host.index)) // max(len(gpus), 1))
 
 
-def gpu_of(parallel: ParallelSection, gpus: Sequence[str], rank: int) -> str:
-    """Return the GPU of ``rank`` among ``gpus``."""
-    return gpus[(rank - ranks_on(parallel, parallel.node_rank).start) % len(gpus)]
+def gpu_of(parallel: ParallelSection, gpus: Sequence[str], rank: int, index: int = 0) -> str:
+    """Return the GPU of ``rank`` among ``gpus``. ``index``: number of this host."""
+    return gpus[(rank - ranks_on(parallel, index).start) % len(gpus)]
 
 
 def gpu_environment(config: EngineConfig, rank: int) -> dict[str, str]:
@@ -71,7 +71,7 @@ def gpu_environment(config: EngineConfig, rank: int) -> dict[str, str]:
     alone = config.parallel.layout.ranks == 1 and not config.host.ranks
     if config.device != "cuda" or not config.gpus or alone:
         return {}
-    return {"CUDA_VISIBLE_DEVICES": gpu_of(config.parallel, config.gpus, rank)}
+    return {"CUDA_VISIBLE_DEVICES": gpu_of(config.parallel, config.gpus, rank, config.host.index)}
 
 
 def engine_rank(config: EngineConfig) -> int:

@@ -29,15 +29,14 @@ _OWN = (
     "runner.otlp_traces_endpoint",
     "runner.threads",
     "gpus",
-    "parallel.node_rank",
-    "parallel.rdzv",
     "parallel.group_secret",
     "parallel.advertise",
-    "incarnation",
     "address_file",
+    "rendezvous",
     "host.ranks",
     "host.first",
     "host.gpus",
+    "host.index",
 )
 _LONGEST = 120
 """Maximum length of a value; longer values are replaced by a hash."""
@@ -52,6 +51,14 @@ def shared_settings(config: EngineConfig) -> dict[str, str]:
             del pool["num_blocks"]  # depends on free memory: ranks agree on the minimum
     _flatten(facts, "", found)
     return {name: value for name, value in found.items() if name not in _OWN}
+
+
+def host_settings(config: EngineConfig) -> dict[str, str]:
+    """Return name -> value of all settings that must be equal on all hosts of a group.
+
+    Excludes the KV cache: each replica has a cache of the size for which its hosts have memory.
+    """
+    return {name: value for name, value in shared_settings(config).items() if not name.startswith("kv.")}
 
 
 def _flatten(value: Any, name: str, found: dict[str, str]) -> None:

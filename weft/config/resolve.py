@@ -23,7 +23,7 @@ from weft.config.families import load_spec
 from weft.config.families.facts import read_json
 from weft.config.families.weight_files import check_weight_files, refuse_adapter
 from weft.config.gpus import gpus_here, gpus_of_group
-from weft.config.hosts import check_hosts, engines_on
+from weft.config.hosts import check_hosts, engines_on, refuse_hosts
 from weft.config.names import accepted_names, served_names
 from weft.config.resolved import EngineConfig, HostShare
 from weft.config.sections.all import (
@@ -78,14 +78,15 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     check_checkpoint(model, path, tokenizer_path)
     check_ngram(speculation)
     check_grammar(config.grammar)
-    numbers = engines_on(config.parallel, config.parallel.node_rank)
+    numbers = engines_on(config.parallel, host.index)
     check_events(config.events, host.first + max(numbers, default=0))
     spec = read_spec(config, path)
     check_weight_files(Path(path), model.load_format, _prefixes(spec, transfer.role))
     # With several groups on the host, the topology checks the cores of all groups together.
     if not host.ranks:
+        refuse_hosts(config.parallel)
         check_cores(config.parallel, device)
-    here = () if host.elsewhere else gpus_here(config.parallel, device)
+    here = () if host.elsewhere else gpus_here(config.parallel, device, host.index)
     host = msgspec.structs.replace(host, gpus=len(here)) if host.ranks else host
     gpus = gpus_of_group(here, config.parallel, host)
     dtype = choose_dtype(model, spec, device, path)
@@ -296,15 +297,14 @@ def check_cores(parallel: ParallelSection, device: str) -> None:
     tensor = parallel.tensor_parallel_size
     data = parallel.data_parallel_size
     sizes = f"--tensor-parallel-size {tensor} x --data-parallel-size {data}"
-    here = f"{ranks} ranks" if parallel.nnodes == 1 else f"{ranks} ranks on each of {parallel.nnodes} hosts"
     if ranks > RANKS_EACH_CORE * cores:
         raise ConfigError(
-            f"{sizes}: {here} are too many for the {cores} CPU cores of this process (at most "
+            f"{sizes}: {ranks} ranks are too many for the {cores} CPU cores of this process (at most "
             f"{RANKS_EACH_CORE} ranks per core): lower the product to at most "
-            f"{RANKS_EACH_CORE * cores * parallel.nnodes}",
+            f"{RANKS_EACH_CORE * cores}",
             param="--data-parallel-size" if data > 1 else "--tensor-parallel-size",
         )
-    log.warning("%s: %s, with at least one thread each, share %d CPU cores", sizes, here, cores)
+    log.warning("%s: %d ranks, with at least one thread each, share %d CPU cores", sizes, ranks, cores)
 
 
 def choose_device(runner: RunnerSection) -> str:

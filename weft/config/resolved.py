@@ -148,6 +148,8 @@ class HostShare(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of the groups before the group. Earlier ranks take GPUs first."""
     gpus: int = 0
     """GPUs of the host."""
+    index: int = 0
+    """Number of the host among the hosts of the group; the head is host 0."""
     elsewhere: bool = False
     """True if the group runs on another host, so that memory and devices of this host do not matter."""
 
@@ -187,8 +189,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Further model names for requests, besides ``served_names``; never listed."""
     socket_folder: str = ""
     """Folder of sockets on one host, for ranks and for the rendezvous of an expert-parallel group."""
-    incarnation: int = 0
-    """Start number of the engine process if the API server is on another host; see weft/types/board.py."""
+    rendezvous: str = ""
+    """Address of the rendezvous store of a group over several hosts; "" for a group on one host."""
     address_file: str = ""
     """File in which the engine process writes the address of its socket; "" for a known address."""
     group: str = ""

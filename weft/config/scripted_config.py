@@ -69,7 +69,7 @@ def _check_flags(config: Config) -> None:
     given = {
         f"--tensor-parallel-size {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
         "--enable-expert-parallel": parallel.enable_expert_parallel,
-        f"--nnodes {parallel.nnodes}": parallel.nnodes > 1,
+        f"--hosts {parallel.hosts}": parallel.hosts > 1,
         f"--prefill {transfer.prefill} --decode {transfer.decode}": transfer.prefill or transfer.decode,
         f"--role {transfer.role}": transfer.role != "unified",
         f"--speculative-method {config.speculation.speculative_method}": config.speculation.drafts,

@@ -39,7 +39,7 @@ def needs_secret(parallel: ParallelSection, transfer: TransferSection) -> bool:
     secret."""
     moves = transfer.role != "unified" or transfer.take_embeddings
     proves = moves and proves_secret(transfer.transfer)
-    return parallel.nnodes > 1 or parallel.advertise is not None or proves
+    return parallel.hosts > 1 or parallel.advertise is not None or proves
 
 
 def check_secret(secret: bytes) -> None:

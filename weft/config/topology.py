@@ -29,7 +29,7 @@ from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.file import field_of, load_yaml, parse_values
 from weft.config.flags import SETTINGS, from_values, suggest
-from weft.config.hosts import check_hosts, meeting_place, ranks_on
+from weft.config.hosts import refuse_hosts
 from weft.config.resolve import RANKS_EACH_CORE, resolve
 from weft.config.resolved import EngineConfig, HostShare
 from weft.config.sections.all import Config, FrontSection, ModelSection, ParallelSection, TransferSection
@@ -42,7 +42,7 @@ ROLES: tuple[str, ...] = get_args(Role)
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,23}")
 _OWN_KEYS = ("role", "count", "name")
 """Keys of a group besides the flags."""
-_NOT_IN_FILES = ("prefill", "decode", "encode", "node_rank")
+_NOT_IN_FILES = ("prefill", "decode", "encode")
 _OF_ALL = tuple(
     name
     for name in TransferSection.__struct_fields__
@@ -183,8 +183,7 @@ def _check_fields(given: Mapping[Any, Any], where: str, others: tuple[str, ...])
         if setting.section == "front":
             raise ConfigError(f"{where}: {key!r} is a setting of the server: write {key!r} under front")
         if field in _NOT_IN_FILES:
-            instead = "start each host with --node-rank" if field == "node_rank" else "list groups instead"
-            raise ConfigError(f"{where}: {key!r} is not allowed in a topology: {instead}")
+            raise ConfigError(f"{where}: {key!r} is not allowed in a topology: list groups instead")
         if field == "role":
             raise ConfigError(f"{where}: role is a setting of a group: write role under groups")
 
@@ -237,8 +236,9 @@ def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
     groups serve nothing.
     """
     _check_roles(topology)
-    topology = _over_hosts(topology)
-    here = [len(ranks_on(one.config.parallel, one.config.parallel.node_rank)) for one in topology.groups]
+    for one in topology.groups:
+        refuse_hosts(one.config.parallel, f"group {one.name}: hosts")
+    here = [one.config.parallel.layout.ranks for one in topology.groups]
     found: dict[int, EngineConfig] = {}
     # Resolve encode groups first: for a model without a tower their error is the clearest.
     order = sorted(range(len(here)), key=lambda number: _role(topology.groups[number]) != "encode")
@@ -259,37 +259,6 @@ def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
 def _role(group: GroupSettings) -> Role:
     """Return the role of a group."""
     return group.config.transfer.role
-
-
-def _over_hosts(topology: Topology) -> Topology:
-    """Return ``topology`` with a separate rendezvous port for each group, counted from --rdzv.
-
-    Raise ConfigError.
-    """
-    groups = []
-    for number, group in enumerate(topology.groups):
-        parallel = check_hosts(group.config.parallel)
-        if parallel.nnodes > 1:
-            host, port = meeting_place(parallel)
-            if port + number > 65535:
-                raise ConfigError(
-                    f"--rdzv {parallel.rdzv}: the groups use {len(topology.groups)} ports, beginning "
-                    f"with this port: use a port of at most {65536 - len(topology.groups)}",
-                    param="--rdzv",
-                )
-            place = f"[{host}]:{port + number}" if ":" in host else f"{host}:{port + number}"
-            parallel = msgspec.structs.replace(parallel, rdzv=place)
-        groups.append(group._replace(config=msgspec.structs.replace(group.config, parallel=parallel)))
-    return topology._replace(groups=tuple(groups))
-
-
-def on_host(topology: Topology, node: int) -> Topology:
-    """Return the topology as seen from host ``node``. Raise no error: ``resolve_groups`` checks the host."""
-    groups = []
-    for group in topology.groups:
-        parallel = msgspec.structs.replace(group.config.parallel, node_rank=node)
-        groups.append(group._replace(config=msgspec.structs.replace(group.config, parallel=parallel)))
-    return topology._replace(groups=tuple(groups))
 
 
 def serves(roles: set[str], fallback: str = "none") -> bool:

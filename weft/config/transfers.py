@@ -85,16 +85,10 @@ def check_transfer(transfer: TransferSection, parallel: ParallelSection) -> Tran
     # From here on the group has a role, or takes embeddings: transfers limit the use of hosts.
     named = groups or (f"--role {role}" if role != "unified" else takes)
     flag = named.partition(" ")[0]
-    if parallel.nnodes > 1 and parallel.only_host is None:
+    if parallel.hosts > 1:
         raise ConfigError(
-            f"{named} and --nnodes {parallel.nnodes}: a group with a role runs on one host. Use "
-            "--nnodes 1, or a topology (weft up FILE) in which the group has only-host: N",
+            f"{named} and --hosts {parallel.hosts}: a group with a role runs on one host. Run several "
+            "groups, each on its own host",
             param=flag,
-        )
-    if parallel.nnodes > 1 and transfer.transfer == "shm":
-        raise ConfigError(
-            f"--transfer shm and --nnodes {parallel.nnodes}: groups on different hosts share no memory; "
-            "use --transfer tcp or auto",
-            param="--transfer",
         )
     return transfer

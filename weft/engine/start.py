@@ -16,7 +16,7 @@ from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
 from weft.common.log import get_logger, settings
 from weft.config.group_settings import shared_settings
-from weft.config.hosts import expert_group_spans, meeting_place, ranks_on, replica_spans, uses_board
+from weft.config.hosts import expert_group_spans, ranks_on, replica_spans
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.engine.build import rank_mesh
 from weft.engine.build_encoder import load_rank
@@ -29,22 +29,20 @@ from weft.engine.ranks.ranks import RankProcesses, rank_address, ranks_of, threa
 from weft.engine.ranks.supervised_ranks import SupervisedRanks
 from weft.group.meeting import Meeting
 from weft.group.membership import Membership
-from weft.group.waits import HELLO_S
-from weft.parallel.address import own_address, tcp
+from weft.parallel.address import tcp
 from weft.parallel.agreement import AgreementGroup
-from weft.parallel.board import BoardClient, board_place
 from weft.parallel.control import ZmqEngineChannel
-from weft.parallel.leases import BoardLeases, FolderLeases, Leases
+from weft.parallel.leases import FolderLeases, Leases, RendezvousLeases
+from weft.parallel.rendezvous import RendezvousClient
+from weft.parallel.secret import CurveKeys, read_keys
 from weft.parallel.store import host_store
 from weft.parallel.wakeup import WakeupSocket
-from weft.types.board import control_key
 from weft.types.layout import Layout
+from weft.types.rendezvous import control_key
 
 log = get_logger(__name__)
 
 CLOSE_S = 5.0
-PORT_S = 30.0
-"""Maximum seconds to wait for the port of ``--rdzv``, which a killed engine process may still occupy."""
 STORE_S = 30.0
 """Timeout in seconds of each operation on the communicator store of the first engine process. Clients have
 separate timeouts.
@@ -103,14 +101,15 @@ def start_executor(
     with ExitStack() as resources:
         folder = _folder(config)
         resources.callback(shutil.rmtree, folder, ignore_errors=True)
-        channel, heartbeats = _channels(config, folder)
+        client = _rendezvous(config, resources)
+        channel, heartbeats = _channels(config, folder, client)
         processes = supervised or RankProcesses(config, channel.address, settings())
         resources.callback(processes.close, CLOSE_S)
         resources.callback(channel.close)
         host = mesh_host(config)
         mesh = faults.within(rank_mesh(config, engine, host))
         stores = _stores(config, folder, host, resources)
-        expert_group, meeting, leases = _expert_group(config, layout, host, stores)
+        expert_group, meeting, leases = _expert_group(config, layout, host, stores, client)
 
         def load_share() -> Share:
             faults.reach("load")
@@ -119,7 +118,7 @@ def start_executor(
 
         membership = Membership(
             engine,
-            {rank: rank in ranks_on(config.parallel, config.parallel.node_rank) for rank in workers},
+            {rank: rank in ranks_on(config.parallel, config.host.index) for rank in workers},
             settings=shared_settings(config),
             rank_timeout=timeout,
             incarnation=secrets.token_hex(8),
@@ -161,13 +160,31 @@ def mesh_host(config: EngineConfig) -> str | None:
     """
     if not expert_group_spans(config.parallel, config.replica):
         return None
-    return own_address(*meeting_place(config.parallel))
+    assert config.parallel.advertise is not None, "a host of several has an address"
+    return config.parallel.advertise
 
 
-def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqEngineChannel, ZmqEngineChannel]:
+def _keys(config: EngineConfig) -> CurveKeys:
+    """Return the keys of a group over several hosts."""
+    assert config.parallel.group_secret is not None, "checked when the configuration was resolved"
+    return read_keys(config.parallel.group_secret)
+
+
+def _rendezvous(config: EngineConfig, resources: ExitStack) -> RendezvousClient | None:
+    """Connect to the rendezvous store of the group, and return the client; None for a group on one host."""
+    if not config.rendezvous:
+        return None
+    client = RendezvousClient(config.rendezvous, _keys(config))
+    resources.callback(client.close)
+    return client
+
+
+def _channels(
+    config: EngineConfig, folder: Path, client: RendezvousClient | None
+) -> tuple[ZmqEngineChannel, ZmqEngineChannel]:
     """Open the control channels of the engine process. Return (channel for frames, channel for heartbeats).
 
-    Raises ConfigError or EngineDead when an address cannot be opened or published.
+    With ranks on other hosts, ``client`` publishes the address. Raises zmq.ZMQError.
     """
     parallel = config.parallel
     replica = config.replica
@@ -175,18 +192,11 @@ def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqEngineChannel, Zmq
     if not replica_spans(parallel, replica):
         ranks = rank_address(config) if config.socket_folder else f"ipc://{folder}/ranks"
         return ZmqEngineChannel(ranks), ZmqEngineChannel(f"{ranks}.heartbeats")
-    place, keys = board_place(parallel)
-    where, port = meeting_place(parallel)
-    host = own_address(where, port)
-    if not uses_board(parallel):  # the only engine process, so the address is known in advance
-        return ZmqEngineChannel(rank_address(config), keys, PORT_S), ZmqEngineChannel(tcp(host, "*"), keys)
-    channel = ZmqEngineChannel(tcp(host, "*"), keys)
-    heartbeats = ZmqEngineChannel(tcp(host, "*"), keys)
-    board = BoardClient(place, keys)
-    try:
-        board.tell(control_key(replica), channel.address.encode(), HELLO_S)
-    finally:
-        board.close()
+    assert client is not None, "a group over several hosts"
+    assert parallel.advertise is not None, "a host of several has an address"
+    keys, place = _keys(config), tcp(parallel.advertise, "*")
+    channel, heartbeats = ZmqEngineChannel(place, keys), ZmqEngineChannel(place, keys)
+    client.post(control_key(replica), channel.address.encode())
     return channel, heartbeats
 
 
@@ -207,7 +217,7 @@ def _stores(config: EngineConfig, folder: Path, host: str | None, resources: Exi
 
 
 def _expert_group(
-    config: EngineConfig, layout: Layout, host: str | None, stores: str
+    config: EngineConfig, layout: Layout, host: str | None, stores: str, client: RendezvousClient | None
 ) -> tuple[ExpertGroup | None, Meeting | None, Leases | None]:
     """Open the wake-up socket and the leases of an expert-parallel group.
 
@@ -219,9 +229,9 @@ def _expert_group(
     if layout.expert_ranks == layout.tensor:
         return None, None, None
     if host is not None:
-        place, keys = board_place(config.parallel)
-        wakeup = WakeupSocket(tcp(host, "*"), replica, keys)
-        leases: Leases = BoardLeases(BoardClient(place, keys), replica, layout.data)
+        assert client is not None, "a group over several hosts"
+        wakeup = WakeupSocket(tcp(host, "*"), replica, _keys(config))
+        leases: Leases = RendezvousLeases(client, replica, layout.data)
     elif config.socket_folder:
         wakeup = WakeupSocket(f"ipc://{config.socket_folder}/wake{replica}", replica)
         leases = FolderLeases(config.socket_folder, replica, layout.data)

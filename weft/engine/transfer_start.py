@@ -11,14 +11,13 @@ from pathlib import Path
 from weft.common.clock import Clock
 from weft.common.errors import EngineDead
 from weft.common.folder import private_folder
-from weft.config.hosts import meeting_place
 from weft.config.resolved import EngineConfig
 from weft.engine.disagg.engine_transfers import EngineTransfers
 from weft.engine.disagg.group_transfers import GroupTransfers
 from weft.engine.disagg.rank_transfers import embeddings_of
 from weft.engine.disagg.transfer_channel import ZmqTransferChannel
 from weft.engine.group import GroupExecutor
-from weft.parallel.address import own_address, tcp
+from weft.parallel.address import tcp
 from weft.parallel.secret import read_keys
 
 
@@ -64,7 +63,7 @@ def _made(
     """
     if ranks is None:
         raise EngineDead(f"the ranks of a group of role {config.transfer.role} have no KV transfers")
-    if config.parallel.nnodes > 1 or config.parallel.advertise is not None:
+    if config.parallel.advertise is not None:
         return EngineTransfers(
             sends, ranks, _over_hosts(config, incarnation), incarnation=incarnation, clock=clock
         )
@@ -87,5 +86,5 @@ def _over_hosts(config: EngineConfig, incarnation: int) -> ZmqTransferChannel:
     """Return a channel at a TCP port of the local host, chosen by the system."""
     assert config.parallel.group_secret is not None, "checked when the configuration was resolved"
     keys = read_keys(config.parallel.group_secret)
-    host = config.parallel.advertise or own_address(*meeting_place(config.parallel))
-    return ZmqTransferChannel(tcp(host, "*"), incarnation, keys)
+    assert config.parallel.advertise is not None
+    return ZmqTransferChannel(tcp(config.parallel.advertise, "*"), incarnation, keys)

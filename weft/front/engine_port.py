@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from weft.control.directory.engine_host import HostPhase
-from weft.control.directory.host_server import HostServer, describe
+from weft.control.directory.host_server import HostView, describe
 from weft.front.front_server import bind
 from weft.front.http.access import ApiKeys
 from weft.front.monitoring.metrics import CONTENT_TYPE, engine_page
@@ -24,7 +24,7 @@ _ENDS_S = 10.0
 class EnginePort:
     """An HTTP server in a thread of its own. Answers while the engines load and while they drain."""
 
-    def __init__(self, server: HostServer, model: str, host: str, port: int, key: str | None) -> None:
+    def __init__(self, server: HostView, model: str, host: str, port: int, key: str | None) -> None:
         """Start to listen. ``key``: admin keys for /drain, separated by commas; without a
         key, /drain refuses. Raise ConfigError
         for an address that cannot be used."""

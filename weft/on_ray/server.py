@@ -113,7 +113,7 @@ def plans_of(topology: Topology) -> list[GroupPlan]:
     made = []
     for group in topology.groups:
         parallel, device = group.config.parallel, group.config.runner.device
-        if parallel.nnodes > 1:
+        if parallel.hosts > 1:
             raise ConfigError(f"group {group.name} spans several hosts, which --on ray does not place yet")
         several = parallel.data_parallel_size > 1
         engines = (

@@ -28,7 +28,7 @@ def own_address(host: str, port: int) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"--rdzv: {host} cannot be reached ({error.strerror})", param="--rdzv") from error
+        raise ConfigError(f"--join: {host} cannot be reached ({error.strerror})", param="--join") from error
 
 
 def tcp(host: str, port: int | str) -> str:
@@ -37,7 +37,7 @@ def tcp(host: str, port: int | str) -> str:
 
 
 def listen_at(socket: zmq.Socket[Any], address: str, patience: float) -> None:
-    """Bind ``socket`` to ``address``, the address of ``--rdzv``. Raise ConfigError.
+    """Bind ``socket`` to ``address``, where other hosts of a group join. Raise ConfigError.
 
     Block up to ``patience`` seconds, with a warning, for a port in use: a killed process keeps its ports
     until its end, and its successor may start earlier.
@@ -48,8 +48,8 @@ def listen_at(socket: zmq.Socket[Any], address: str, patience: float) -> None:
         if number != errno.EADDRINUSE or time.monotonic() >= until:
             hint = f" for {patience:g} s" if waits else ""
             hint += ": choose another port" if number == errno.EADDRINUSE else ""
-            why = f"--rdzv: cannot listen at {address} ({zmq.strerror(number)}){hint}"
-            raise ConfigError(why, param="--rdzv")
+            why = f"--join-port: cannot listen at {address} ({zmq.strerror(number)}){hint}"
+            raise ConfigError(why, param="--join-port")
         if not waits:
             log.warning("%s is in use: waiting up to %g s", address, patience)
         waits = True

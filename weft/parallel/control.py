@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import zmq
 
 from weft.common.errors import EngineDead
-from weft.parallel.address import listen_at
 from weft.parallel.secret import CurveKeys, admit_ranks
 from weft.types.frames import MAX_FRAME
 
@@ -108,13 +107,11 @@ class EngineLink(NamedTuple):
 class ZmqEngineChannel(EngineChannel):
     """The engine's end: a listening zmq ROUTER."""
 
-    def __init__(self, endpoint: str, keys: CurveKeys | None = None, patience: float = 0.0) -> None:
+    def __init__(self, endpoint: str, keys: CurveKeys | None = None) -> None:
         """Listen at ``endpoint``.
 
         ``endpoint`` is ``ipc://path`` in a private folder of this user, or ``tcp://address:port`` (port ``*``
         takes a free port). Beyond loopback ``keys`` must be given: ranks without the keys are refused.
-        ``patience`` is the number of seconds to wait for the port of ``--rdzv`` while another process has the
-        port; afterwards raise ConfigError.
         """
         self._context = zmq.Context()
         self._doorman = admit_ranks(self._context, keys) if keys is not None else None
@@ -128,10 +125,7 @@ class ZmqEngineChannel(EngineChannel):
             keys.guard_engine(socket)
         self._socket, self._inbox = socket, _Inbox(socket)
         try:
-            if patience:
-                listen_at(socket, endpoint, patience)
-            else:
-                socket.bind(endpoint)
+            socket.bind(endpoint)
         except BaseException:
             self.close()
             raise

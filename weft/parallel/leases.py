@@ -10,11 +10,8 @@ from typing import Protocol
 import msgspec
 
 from weft.group.types import Lease
-from weft.parallel.board import BoardClient
-from weft.types.board import lease_key
-
-ANSWER_S = 0.5
-"""Seconds to wait for the rendezvous store after writing a lease; later reads send the lease again."""
+from weft.parallel.rendezvous import RendezvousClient
+from weft.types.rendezvous import lease_key
 
 
 class Leases(Protocol):
@@ -54,20 +51,18 @@ class FolderLeases:
         os.replace(new, self._mine)
 
 
-class BoardLeases:
-    """Leases as entries of the rendezvous store. A read returns the answer to the previous query."""
+class RendezvousLeases:
+    """Leases as entries of the rendezvous store. A read returns the table of the last poll."""
 
-    def __init__(self, client: BoardClient, replica: int, replicas: int) -> None:
+    def __init__(self, client: RendezvousClient, replica: int, replicas: int) -> None:
         self._client = client
         self._keys = [lease_key(number) for number in range(replicas)]
         self._mine = self._keys[replica]
 
     def read(self) -> list[Lease | None]:
-        self._client.look(0.0)
-        found = [self._client.entries.get(key) for key in self._keys]
+        entries = self._client.entries
+        found = [entries.get(key) for key in self._keys]
         return [None if data is None else msgspec.msgpack.decode(data, type=Lease) for data in found]
 
     def write(self, lease: Lease) -> None:
         self._client.post(self._mine, msgspec.msgpack.encode(lease))
-        # An earlier query may be unanswered. A wait of 0 would then send nothing.
-        self._client.look(ANSWER_S)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 
 from weft import __version__
 from weft.cli.processes import child
@@ -19,14 +20,15 @@ from weft.common.title import set_title
 from weft.config.group_settings import shared_settings
 from weft.config.names import instance_name, process_name
 from weft.config.resolved import EngineConfig
+from weft.control.directory.joined_host import NO_ENGINE
 from weft.parallel.control import EngineLink, RankChannel, ZmqRank
-from weft.parallel.secret import read_keys
+from weft.parallel.rendezvous import RendezvousClient
+from weft.parallel.secret import CurveKeys, read_keys
 from weft.types import frames as f
+from weft.types.rendezvous import control_key
 
 WELCOME_S = 120.0
 """Seconds to wait for the welcome of an engine, at the start and after each loss of an engine."""
-NO_ENGINE = 4
-"""Exit status of a rank without an answer from any engine. The rank is not faulty."""
 AGAIN_S = 1.0
 """Seconds between two hellos. An engine may die after a hello and before its answer."""
 
@@ -65,19 +67,17 @@ def work(arguments: list[str]) -> int:
 
 
 def serve(config: EngineConfig, address: str, rank: int) -> None:
-    """Join the group of the engine at ``address`` and run as a rank. Raise ConfigError or EngineDead."""
-    secret = config.parallel.group_secret if address.startswith("tcp://") else None
+    """Join the group of the engine at ``address`` and run as a rank. Raise ConfigError or EngineDead.
+
+    ``address``: "" for the engine of another host, whose address is in the rendezvous store.
+    """
+    secret = None if address.startswith("ipc://") else config.parallel.group_secret
     keys = read_keys(secret) if secret is not None else None
 
     def join(epoch: int) -> EngineLink:
-        channel = ZmqRank(address, rank, keys)  # a new channel has no messages of an earlier engine
-        try:
-            welcome = say_hello(channel, config, rank, epoch)
-        except BaseException:
-            channel.close(deliver=False)
-            raise
-        heartbeats = ZmqRank(welcome.heartbeats, rank, keys) if welcome.heartbeats else None
-        return EngineLink(channel, heartbeats, welcome.incarnation)
+        if address:
+            return _link(config, address, rank, keys, epoch)
+        return _follow(config, rank, keys, epoch)
 
     link = join(-1)
     from weft.engine.rank import run_rank
@@ -85,8 +85,58 @@ def serve(config: EngineConfig, address: str, rank: int) -> None:
     run_rank(config, rank, link, join)
 
 
-def say_hello(channel: RankChannel, config: EngineConfig, rank: int, epoch: int = -1) -> f.RankWelcome:
-    """Return the engine's welcome; blocks for at most ``WELCOME_S``.
+def _follow(config: EngineConfig, rank: int, keys: CurveKeys | None, epoch: int) -> EngineLink:
+    """Return the link to the engine of another host, at the address in the rendezvous store.
+
+    The next engine has another address, so the address is read again while the rank waits for the welcome.
+    """
+    assert keys is not None, "a group over several hosts has a secret"
+    key, until = control_key(config.replica), time.monotonic() + WELCOME_S
+    client = RendezvousClient(config.rendezvous, keys)
+    try:
+        while (found := client.wait(key, max(until - time.monotonic(), 0.0))) is not None:
+            place = found
+
+            def stays(place: bytes = place) -> bool:
+                return client.entries.get(key, place) == place and time.monotonic() < until
+
+            try:
+                return _link(config, place.decode(), rank, keys, epoch, stays)
+            except NoEngine:
+                if time.monotonic() >= until:
+                    raise
+        raise NoEngine(f"no engine published an address within {WELCOME_S:g} s")
+    finally:
+        client.close()
+
+
+def _link(
+    config: EngineConfig,
+    address: str,
+    rank: int,
+    keys: CurveKeys | None,
+    epoch: int,
+    stays: Callable[[], bool] = lambda: True,
+) -> EngineLink:
+    """Return the link to the engine at ``address``. Raise the errors of ``say_hello``."""
+    channel = ZmqRank(address, rank, keys)  # a new channel has no messages of an earlier engine
+    try:
+        welcome = say_hello(channel, config, rank, epoch, stays)
+    except BaseException:
+        channel.close(deliver=False)
+        raise
+    heartbeats = ZmqRank(welcome.heartbeats, rank, keys) if welcome.heartbeats else None
+    return EngineLink(channel, heartbeats, welcome.incarnation)
+
+
+def say_hello(
+    channel: RankChannel,
+    config: EngineConfig,
+    rank: int,
+    epoch: int = -1,
+    stays: Callable[[], bool] = lambda: True,
+) -> f.RankWelcome:
+    """Return the engine's welcome; blocks for at most ``WELCOME_S``, and only while ``stays()``.
 
     ``epoch``: the rank's last epoch, -1 for none. Raise FrameError if the engine refuses, NoEngine if no
     engine answers in time; both are EngineDead.
@@ -100,7 +150,7 @@ def say_hello(channel: RankChannel, config: EngineConfig, rank: int, epoch: int 
         settings=shared_settings(config),
     )
     until = time.monotonic() + WELCOME_S
-    while (left := until - time.monotonic()) > 0:
+    while stays() and (left := until - time.monotonic()) > 0:
         # An answer may already wait from the last round: do not send another hello then.
         if (data := channel.receive(0)) is None:
             channel.send(f.encode(hello))

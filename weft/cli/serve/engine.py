@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +18,11 @@ from weft.common.folder import private_folder
 from weft.common.title import set_title
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import FrontSection
+
+if TYPE_CHECKING:
+    from weft.cli.serve.several_hosts import HostPlace
+    from weft.control.directory.host_server import HostGate, HostView
+    from weft.control.directory.record import DirectoryWriter
 
 directory_option = click.option(
     "--directory",
@@ -35,12 +43,31 @@ directory_option = click.option(
     default=lambda: env.get("WEFT_ADVERTISE") or None,
     metavar="ADDRESS",
     help="Address of this host for other hosts. Needs group-secret in FILE. Default: only processes of this "
-    "host reach the group.",
+    "host reach the group; with --join the address on the route to the head.",
 )
 @click.option(
     "--group-secret",
     type=click.Path(),
     help="File with the secret that all hosts share, in place of group-secret of FILE.",
+)
+@click.option(
+    "--join-port",
+    type=click.IntRange(1, 65535),
+    metavar="PORT",
+    help="Port at --advertise, where the other hosts of the group join. For the head of a group with `hosts` "
+    "above 1.",
+)
+@click.option(
+    "--join",
+    metavar="HOST:PORT",
+    help="Run the ranks of another host of the group. HOST:PORT is --advertise and --join-port of the head.",
+)
+@click.option(
+    "--host-index",
+    type=click.IntRange(0, 1023),
+    default=0,
+    metavar="N",
+    help="With --join: number of this host, from 1 on.",
 )
 @click.option("--parent", type=int, hidden=True, help="End when this process ends.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the HTTP port.")
@@ -55,6 +82,9 @@ def engine(
     directory: str,
     advertise: str | None,
     group_secret: str | None,
+    join_port: int | None,
+    join: str | None,
+    host_index: int,
     parent: int | None,
     host: str,
     port: int | None,
@@ -66,8 +96,13 @@ def engine(
     decode0. SIGTERM drains the group: the engines finish their requests, within front.drain-timeout of FILE.
     When an engine process dies, the command ends with a status that is not 0. Let Kubernetes, systemd or a
     loop start the command again.
+
+    The ranks of a group with `hosts: 2` in FILE lie on two hosts. Host 0 is the head, and needs --advertise
+    and --join-port. Host 1 runs the same command with --join and --host-index 1, waits for the head, and
+    outlives the head.
     """
-    from weft.config.alone import group_alone
+    from weft.cli.serve.several_hosts import HostPlace
+    from weft.config.alone import group_alone, settings_of
     from weft.config.secret_file import check_secrets, warn_of_readable_keys
     from weft.config.topology import read_topology
 
@@ -76,60 +111,116 @@ def engine(
     topology = read_topology(file)
     log.configure(topology.front.log_settings, f"host {group}")
     warn_of_readable_keys(file)
-    config = group_alone(topology, group, advertise, group_secret)
+    place = HostPlace(host_index, join, join_port)
+    address = place.address(settings_of(topology, group).config.parallel, advertise)
+    config = group_alone(topology, group, address, group_secret, host_index)
     check_secrets([config])
-    return run(config, topology.front, directory, None if port is None else (host, port))
+    return run(config, topology.front, directory, None if port is None else (host, port), place)
 
 
-def run(config: EngineConfig, front: FrontSection, place: str, http: tuple[str, int] | None) -> int:
-    """Run the group until it has drained, or an engine process ends. Return the exit status.
+def run(
+    config: EngineConfig,
+    front: FrontSection,
+    directory: str,
+    http: tuple[str, int] | None,
+    place: HostPlace,
+) -> int:
+    """Run this host's share of the group until the group has drained, or an engine process ends. Return the
+    exit status.
 
-    ``place``: see ``directory_for_engine``. ``http``: address of the HTTP port, or None. Installs signal
-    handlers; call from the main thread. Raise ConfigError.
+    ``directory``: see ``directory_for_engine``. ``http``: address of the HTTP port, or None. ``place``: place
+    of this host among the hosts of the group. Installs signal handlers; call from the main thread. Raise
+    ConfigError.
     """
-    from weft.cli.serve.server import Operations
-    from weft.config.fingerprint import fingerprint
+    from weft.cli.processes.joined_ranks import JoinedRanks
+    from weft.cli.serve.several_hosts import open_gate
+    from weft.config.hosts import engines_on
+    from weft.control.directory.host_gates import JoinGate
+    from weft.front.engine_port import EnginePort
+
+    share = f"host {place.index}" if place.index else "host"
+    set_title(f"{share} of {config.group}", config.served_names[0])
+    child.forbid_core_dumps()
+    signal.signal(signals.RESTART, signal.SIG_IGN)
+    has_engines = bool(engines_on(config.parallel, place.index))
+    writer = _directory(config, directory, http is not None) if has_engines else None
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
+    config, gate = open_gate(config, place)
+    folder = private_folder()
+    port: EnginePort | None = None
+    try:
+
+        def opened(view: HostView) -> str:
+            """Open the HTTP port, and return the address; "" without a port."""
+            nonlocal port
+            if http is None:
+                return ""
+            port = EnginePort(view, config.served_names[0], *http, key=env.get("WEFT_ADMIN_KEY"))
+            click.echo(f"Weft engine {config.group}: http://{port.address}", err=True)
+            return port.address
+
+        if writer is not None:
+            return _run_engines(config, front, writer, gate, folder, opened)
+        assert isinstance(gate, JoinGate), "the head has an engine"
+        ranks = JoinedRanks(config, gate, front.log_settings)
+        opened(ranks)
+        return ranks.run()
+    finally:
+        signals.ignore()
+        if port is not None:
+            port.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _directory(config: EngineConfig, place: str, has_port: bool) -> DirectoryWriter:
+    """Return the directory of the group. Raise ConfigError if the directory has living engines of the same
+    names."""
+    from weft.config.hosts import engines_on
     from weft.config.names import instance_name
     from weft.control.directory.backends import directory_for_engine
-    from weft.control.directory.host_server import HostServer, check_names
+    from weft.control.directory.host_server import check_names
+
+    directory = directory_for_engine(place, has_port)
+    mine = engines_on(config.parallel, config.host.index)
+    try:
+        check_names(directory, [instance_name(config, replica) for replica in mine])
+    except OSError as error:
+        raise ConfigError(f"--directory {place}: {error}", param="--directory") from error
+    return directory
+
+
+def _run_engines(
+    config: EngineConfig,
+    front: FrontSection,
+    directory: DirectoryWriter,
+    gate: HostGate | None,
+    folder: Path,
+    opened: Callable[[HostView], str],
+) -> int:
+    """Run the engines of this host. Return the exit status. ``opened`` opens the HTTP port, and returns the
+    address."""
+    from weft.cli.serve.server import Operations
+    from weft.config.fingerprint import fingerprint
+    from weft.control.directory.host_server import HostServer
     from weft.control.directory.record import EngineRecord
     from weft.engine.ranks.processes import start_process
     from weft.engine.server.engine_processes import EngineProcesses
-    from weft.front.engine_port import EnginePort
 
-    set_title(f"host of {config.group}", config.served_names[0])
-    child.forbid_core_dumps()
-    signal.signal(signals.RESTART, signal.SIG_IGN)
-    directory = directory_for_engine(place, http is not None)
-    try:
-        check_names(directory, [instance_name(config, n) for n in range(config.parallel.data_parallel_size)])
-    except OSError as error:
-        raise ConfigError(f"--directory {place}: {error}", param="--directory") from error
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
-    folder = private_folder()
     operations = Operations((config,), False, start_process)
-    server_port = None
+    facts = EngineRecord(
+        name="",
+        incarnation=0,
+        endpoint="",
+        model=config.served_names[0],
+        fingerprint="" if config.transfer.role == "encode" else fingerprint(config),
+        group=config.group,
+        base=config.base,
+        role=config.transfer.role,
+    )
     try:
-        facts = EngineRecord(
-            name="",
-            incarnation=0,
-            endpoint="",
-            model=config.served_names[0],
-            fingerprint="" if config.transfer.role == "encode" else fingerprint(config),
-            group=config.group,
-            base=config.base,
-            role=config.transfer.role,
-        )
         group = EngineProcesses(config, folder, front.log_settings, operations.start)
-        server = HostServer(group, directory, facts, front.drain_timeout, front.engine_timeout)
-        if http is not None:
-            server_port = EnginePort(server, config.served_names[0], *http, key=env.get("WEFT_ADMIN_KEY"))
-            server.announce(server_port.address)
-            click.echo(f"Weft engine {config.group}: http://{server_port.address}", err=True)
+        server = HostServer(group, directory, facts, front.drain_timeout, front.engine_timeout, gate)
+        server.announce(opened(server))
         return server.run()
     finally:
-        signals.ignore()
-        if server_port is not None:
-            server_port.close()
         operations.close()
-        shutil.rmtree(folder, ignore_errors=True)

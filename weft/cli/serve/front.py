@@ -46,7 +46,7 @@ def front(file: str, directory: str, **given: Any) -> int:
             "--fronts is for `weft serve` and `weft up`: start several `weft front`, each with its own port",
             param="--fronts",
         )
-    configure_log(section, 0)
+    configure_log(section)
     warn_of_readable_keys(file)
     config = face_alone(topology._replace(front=section))
     begin(config, section)

@@ -28,15 +28,13 @@ class RayOptions(NamedTuple):
     check: bool
 
 
-def check_place(place: str, of_ray: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def check_place(place: str, of_ray: Mapping[str, Any]) -> None:
     """Raise ConfigError for flags that do not fit ``--on PLACE``. ``of_ray``: flag -> value of the flags for
-    Ray alone. ``given``: all other flags of the command line."""
+    Ray alone."""
     if place != "ray":
         for flag in (flag for flag, value in of_ray.items() if value):
             raise ConfigError(f"{flag} needs --on ray", param=flag)
         return
-    if given["node_rank"] is not None:
-        raise ConfigError("--node-rank is not for --on ray: Ray places the groups", param="--node-rank")
     name = of_ray["--name"]
     if name and not _NAME.fullmatch(name):
         raise ConfigError(

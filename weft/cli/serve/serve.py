@@ -33,7 +33,7 @@ def serve(model_name: str | None, **given: Any) -> int:
     from weft.config.topology import resolve_groups, short_form
 
     config = with_keys(options.build(given, model_name))
-    configure_log(config.front, config.parallel.node_rank)
+    configure_log(config.front)
     warn_of_readable_keys(given.get("config"))
     if config.front.scripted is not None:
         return run((resolve_scripted(config),), config.front)

@@ -40,28 +40,20 @@ _SECONDS_TO_CLOSE = 5.0
 _log = get_logger(__name__)
 
 
-def configure_log(front: FrontSection, host: int) -> None:
-    """Configure the log. Lines name the process: the role, or the host number."""
-    process = "front" if front.fronts == 1 else "supervisor"
-    log.configure(front.log_settings, f"host {host}" if host else process)
+def configure_log(front: FrontSection) -> None:
+    """Configure the log. Lines name the role of the process."""
+    log.configure(front.log_settings, "front" if front.fronts == 1 else "supervisor")
 
 
 def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
     """Serve until a stop signal, or until no request can be served any more.
 
-    Return the exit status; 2 if the server failed and an engine had a configuration error. On a host other
-    than the first, run the host's share of engines and ranks for the first host. Installs signal handlers;
-    call from the main thread.
+    Return the exit status; 2 if the server failed and an engine had a configuration error. Installs signal
+    handlers; call from the main thread.
     """
     resolved = face(groups)
     ask_for_files(groups, front)
-    # Ignored from the start: only the first host handles restarts.
     signal.signal(signals.RESTART, signal.SIG_IGN)
-    if resolved.parallel.node_rank:
-        from weft.cli.processes.other_host import serve_groups
-
-        child.forbid_core_dumps()
-        return serve_groups(groups, front.log_settings)
     server_context(front)  # a wrong TLS file ends the start here, before any process loads a model
     from weft.engine.ranks.processes import Spares
     from weft.engine.server.engine_processes import EngineGroups
@@ -97,7 +89,7 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
         if operations is not None:
             operations.close()
         if engines is not None:
-            ends = engines.close(patience, 0 if status > 128 else status)
+            ends = engines.close(patience)
         spares.close()
         shutil.rmtree(folder, ignore_errors=True)
     # An engine with a configuration error makes the status 2, but only if the server failed.

@@ -27,7 +27,7 @@ from weft.config.sections.all import Config, FrontSection
 @click.option("--name", default="", help="With --on ray: name of the server. Default: that of FILE.")
 @click.option("--stop", is_flag=True, help="With --on ray: drain and end all groups of the server.")
 @click.option("--check", is_flag=True, help="Only check FILE, and print the groups that would start.")
-@options.settings(("front",), ("node_rank",), file=False)
+@options.settings(("front",), file=False)
 def up(file: str, place: str, ray_address: str, name: str, stop: bool, check: bool, **given: Any) -> int:
     """Serve the groups of the topology FILE over an OpenAI-compatible API.
 
@@ -39,13 +39,12 @@ def up(file: str, place: str, ray_address: str, name: str, stop: bool, check: bo
     from weft.cli.serve.server import configure_log, run
     from weft.config.secret_file import check_secrets, warn_of_readable_keys
     from weft.config.sections.tls import server_context
-    from weft.config.topology import on_host, read_topology, resolve_groups
+    from weft.config.topology import read_topology, resolve_groups
 
-    check_place(place, {"--ray-address": ray_address, "--name": name, "--stop": stop}, given)
-    node = given.pop("node_rank") or 0
-    topology = on_host(read_topology(file, options.given_values(given)), node)
+    check_place(place, {"--ray-address": ray_address, "--name": name, "--stop": stop})
+    topology = read_topology(file, options.given_values(given))
     front = with_keys(Config(front=topology.front)).front
-    configure_log(front, node)
+    configure_log(front)
     warn_of_readable_keys(file)
     if place == "ray":
         return up_on_ray(file, topology._replace(front=front), RayOptions(ray_address, name, stop, check))
@@ -73,9 +72,6 @@ def describe(groups: tuple[EngineConfig, ...], front: FrontSection) -> str:
         layout += [f"tp {parallel.tensor_parallel_size}"] if parallel.tensor_parallel_size > 1 else []
         layout += [f"dp {parallel.data_parallel_size}"] if parallel.data_parallel_size > 1 else []
         layout += ["ep"] if parallel.enable_expert_parallel else []
-        if parallel.nnodes > 1:
-            alone = parallel.only_host
-            layout += [f"{parallel.nnodes} hosts" if alone is None else f"host {alone}"]
         layout += [f"GPUs {','.join(group.gpus)}"] if group.gpus else []
         # Encode groups have no pools.
         pools = "; ".join(pool.describe(group.dtype) for pool in group.kv.pools) or "no cache"

@@ -56,7 +56,7 @@ def topology_of(file: str, given: Mapping[str, Any], model: str | None) -> Topol
             f"{flag} and --topology exclude each other: write {flag} in {Path(file).name}", param=flag
         )
     topology = read_topology(file, given)
-    if any(group.config.parallel.nnodes > 1 for group in topology.groups):
+    if any(group.config.parallel.hosts > 1 for group in topology.groups):
         raise ConfigError(
             f"{Path(file).name} has several hosts, and verify runs on one host", param="--topology"
         )

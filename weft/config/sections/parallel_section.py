@@ -29,9 +29,7 @@ class ParallelSection(Section, frozen=True, kw_only=True):
     @property
     def ranks_here(self) -> int:
         """Maximum number of ranks on one host."""
-        if self.only_host is not None:
-            return self.layout.ranks
-        return -(-self.layout.ranks // self.nnodes)
+        return -(-self.layout.ranks // self.hosts)
 
     tensor_parallel_size: Annotated[
         int,
@@ -99,20 +97,15 @@ class ParallelSection(Section, frozen=True, kw_only=True):
     rank_timeout: Annotated[
         float, Meta(gt=0, le=3600, description="Seconds without a message until a rank counts as dead.")
     ] = 10.0
-    nnodes: Annotated[int, Meta(ge=1, le=1024, description="Number of hosts that hold the ranks.")] = 1
-    node_rank: Annotated[
-        int, Meta(ge=0, le=1023, description="Number of this host. Host 0 runs the API server.")
-    ] = 0
-    only_host: Annotated[
-        Annotated[int, Meta(ge=0, le=1023)] | None,
+    hosts: Annotated[
+        int,
         Meta(
-            description="Number of the host that holds all ranks. Default: the ranks are spread over all "
-            "hosts."
+            ge=1,
+            le=1024,
+            description="Number of hosts over which the ranks of a group lie, equally many on each. Every "
+            "host runs `weft engine`.",
         ),
-    ] = None
-    rdzv: Annotated[
-        str | None, Meta(description="HOST:PORT of host 0, where the ranks of several hosts connect.")
-    ] = None
+    ] = 1
     group_secret: Annotated[
         str | None, Meta(description="File with a secret that all hosts share. Required with several hosts.")
     ] = None

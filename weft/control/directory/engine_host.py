@@ -1,8 +1,12 @@
 """One group that runs alone, as a pure state machine: ``weft engine``.
 
+    waiting ──all hosts are present──► starting
     starting ──all engines answer──► serving ──signal, or an order──► draining ──all idle──► ending ──► ended
         │ an engine ends                │ an engine ends                 ╰── --drain-timeout ──╯  ▲
         ╰───────────────────────────────┴─────────────────────────────────────────────────────────╯
+
+Only a group over several hosts begins with ``waiting``: the head waits for the other hosts, and another host
+waits for the head.
 
 The machine publishes the engines in the directory, and renews the records. The machine restarts nothing: when
 an engine process ends, the group ends with a status, and whoever started the group starts the group again.
@@ -27,6 +31,7 @@ QUIT_S = 10.0
 class HostPhase(Enum):
     """States of a group that runs alone, in order."""
 
+    WAITING = "waiting for hosts"
     STARTING = "starting"
     SERVING = "serving"
     DRAINING = "draining"
@@ -49,6 +54,16 @@ class Ended(NamedTuple):
     status: int
 
 
+class Admitted(NamedTuple):
+    """The engines of this host may start: all hosts are present, or the head accepts this host."""
+
+
+class Refused(NamedTuple):
+    """The head refuses this host."""
+
+    why: str
+
+
 class Stop(NamedTuple):
     """A stop signal."""
 
@@ -61,7 +76,11 @@ class Tick(NamedTuple):
     """Nothing has happened; time has passed."""
 
 
-Event: TypeAlias = Seen | Ended | Stop | Drain | Tick
+Event: TypeAlias = Seen | Ended | Admitted | Refused | Stop | Drain | Tick
+
+
+class Start(NamedTuple):
+    """Start all engines."""
 
 
 class Publish(NamedTuple):
@@ -80,15 +99,16 @@ class Exit(NamedTuple):
     status: int
 
 
-Action: TypeAlias = Publish | Quit | Exit
+Action: TypeAlias = Start | Publish | Quit | Exit
 
 
 class EngineHost:
     """All engine processes of one group. Times are seconds of one monotonic clock."""
 
-    def __init__(self, names: Iterable[str], drain_timeout: float) -> None:
-        """``drain_timeout``: maximum seconds for the requests of a draining group."""
-        self.phase = HostPhase.STARTING
+    def __init__(self, names: Iterable[str], drain_timeout: float, waits: bool = False) -> None:
+        """``drain_timeout``: maximum seconds for the requests of a draining group. ``waits``: True for a
+        group over several hosts. Otherwise the caller starts the engines."""
+        self.phase = HostPhase.WAITING if waits else HostPhase.STARTING
         self._names = frozenset(names)
         self._answered: set[str] = set()
         self._idle: set[str] = set()
@@ -113,6 +133,13 @@ class EngineHost:
                 self._see(name, idle, now)
             case Ended(name, status):
                 return self._end(name, status, now)
+            case Refused():
+                return self._exit(2, now)
+            case Admitted() if self.phase is HostPhase.WAITING:
+                self._enter(HostPhase.STARTING, now)
+                return [Start(), *self._pass_time(now)]
+            case Stop() | Drain() if self.phase is HostPhase.WAITING:
+                return self._exit(0, now)
             case Stop() if self.phase is HostPhase.STARTING and not self._answered:
                 return self._exit(0, now)  # no engine has ever had a request
             case Stop() if self.phase in (HostPhase.DRAINING, HostPhase.ENDING):
@@ -141,6 +168,8 @@ class EngineHost:
     def _pass_time(self, now: float) -> list[Action]:
         """Return what is due: the renewal of records, the end of a drain, or the end of patience."""
         waited = now - self._since
+        if self.phase is HostPhase.WAITING:
+            return []  # there is nothing to publish
         if self.phase is HostPhase.DRAINING:
             # Engines that never answered have no work.
             idle = waited >= SETTLE_S and self._idle >= self._answered

@@ -12,7 +12,7 @@ import secrets
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -23,6 +23,7 @@ from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.control.directory import engine_host as h
 from weft.control.directory.record import RENEW_S, DirectoryWriter, EngineRecord
+from weft.control.fleet.instance_table import LISTEN_S
 from weft.control.links.link import Address
 from weft.control.links.probe import EngineProbe
 from weft.control.processes.table import Member
@@ -45,8 +46,18 @@ class GroupStarter(Protocol):
     def start(self, name: str, incarnation: int) -> Address:
         """Start the process and return its address, without a wait for readiness."""
 
-    def close(self, seconds: float, status: int = 0) -> list[int]:
+    def close(self, seconds: float) -> list[int]:
         """Wait up to ``seconds`` for the engine processes, and kill the rest. Return the exit statuses."""
+
+
+class HostGate(Protocol):
+    """Connects a host of several to the others. Used from one thread."""
+
+    def look(self) -> h.Admitted | h.Refused | None:
+        """Return what the other hosts say now; None if the engines of this host must wait. Never waits."""
+
+    def close(self) -> None:
+        """Leave the other hosts."""
 
 
 class HostedEngine(NamedTuple):
@@ -56,6 +67,24 @@ class HostedEngine(NamedTuple):
     role: Role
     alive: bool
     stats: EngineStats
+
+
+class HostView(Protocol):
+    """A host of a group, as the HTTP port sees the host. Safe from any thread."""
+
+    @property
+    def phase(self) -> h.HostPhase: ...
+
+    @property
+    def instances(self) -> Sequence[HostedEngine]:
+        """The engines of this host with their last counters."""
+
+    @property
+    def records(self) -> Sequence[EngineRecord]:
+        """The records as last published."""
+
+    def drain(self) -> None:
+        """Order the host to drain and end."""
 
 
 class HostServer:
@@ -68,17 +97,22 @@ class HostServer:
         facts: EngineRecord,
         drain_timeout: float,
         engine_timeout: float,
+        gate: HostGate | None = None,
     ) -> None:
         """Set up the group; start nothing. ``facts``: a record with the values that all engines of the group
         share; name, incarnation, endpoint and expert group are replaced. ``engine_timeout``: seconds without
-        progress after which an engine counts as dead."""
+        progress after which an engine counts as dead. ``gate``: of a group over several hosts, closed at the
+        end of ``run``."""
         self._timeout = engine_timeout
         self._turned = time.monotonic()
         self._group, self._directory, self._facts = group, directory, facts
-        self._host = h.EngineHost(group.members, drain_timeout)
+        self._host = h.EngineHost(group.members, drain_timeout, gate is not None)
+        self._gate = gate
         self._records: dict[str, EngineRecord] = {}
         """Records of the engines whose address is known."""
         self._addresses: dict[str, Address] = {}
+        self._started = math.inf
+        """Start time of the engines."""
         self._probes: dict[str, EngineProbe] = {}
         self._waiting: deque[h.Event] = deque()
         """Events of signal handlers and of other threads."""
@@ -120,10 +154,8 @@ class HostServer:
             signal.signal(number, lambda *_: self._waiting.append(h.Stop()))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
         try:
-            for name in self._group.members:
-                address = self._group.start(name, secrets.randbits(63))
-                self._addresses[name] = address
-                self._probes[name] = EngineProbe(address)
+            if self._gate is None:
+                self._start()
             while self._status is None:
                 self._turn()
                 time.sleep(TURN_S)
@@ -132,8 +164,17 @@ class HostServer:
             signals.ignore()
             self._end()
 
+    def _start(self) -> None:
+        """Start all engine processes."""
+        for name in self._group.members:
+            address = self._group.start(name, secrets.randbits(63))
+            self._addresses[name], self._started = address, time.monotonic()
+            self._probes[name] = EngineProbe(address)
+
     def _turn(self) -> None:
         """Pass everything that has happened since the last turn to the machine."""
+        if self._gate is not None and (said := self._gate.look()) is not None:
+            self._on(said)
         while self._waiting:
             self._on(self._waiting.popleft())
         for name, address in self._addresses.items():
@@ -145,7 +186,10 @@ class HostServer:
             probe.look()
             if probe.answers:
                 self._on(h.Seen(name, probe.idle))
-            if stood_still:  # messages of the meantime may still be under way
+            if not probe.connected and now - self._started > LISTEN_S:
+                log.error("engine %s did not listen within %g seconds", name, LISTEN_S)
+                self._on(h.Ended(name, 1))
+            elif stood_still:  # messages of the meantime may still be under way
                 probe.moved = now
             elif probe.answers and now - probe.moved > self._timeout:
                 log.error("engine %s has made no progress for %g seconds", name, self._timeout)
@@ -167,8 +211,12 @@ class HostServer:
             log.info("group %s: %s", self._facts.group, self._host.phase.value)
         if isinstance(event, h.Ended) and before is not h.HostPhase.ENDING:
             log.error("engine %s ended with status %d, so the group ends", event.name, event.status)
+        if isinstance(event, h.Refused) and before is not h.HostPhase.ENDED:
+            log.error("the head refused this host: %s", event.why)
         for action in actions:
             match action:
+                case h.Start():
+                    self._start()
                 case h.Publish(draining):
                     self._publish(draining)
                 case h.Quit():
@@ -210,6 +258,8 @@ class HostServer:
         for probe in self._probes.values():
             probe.close()
         self._group.close(0.0)
+        if self._gate is not None:
+            self._gate.close()
 
 
 def check_names(directory: DirectoryWriter, names: Iterable[str]) -> None:

@@ -59,6 +59,11 @@ class EngineProbe:
                     (frame,) = frames
                     self._take(m.decode_to_front(frame))
 
+    @property
+    def connected(self) -> bool:
+        """True if the address of the engine process is known."""
+        return self._socket is not None
+
     def quit(self) -> None:
         """Make the engine process finish the step and end."""
         self._ends = True

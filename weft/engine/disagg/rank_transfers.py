@@ -18,7 +18,6 @@ import torch
 from weft.common import env
 from weft.common.folder import private_folder
 from weft.config.cache_layout import TensorLayout
-from weft.config.hosts import meeting_place
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.secret_file import check_secret, read_secret
 from weft.config.transfers import check_installed, proves_secret
@@ -32,7 +31,6 @@ from weft.disagg.transport.staging_memory import Sizes, Staged
 from weft.disagg.transport.transfer_thread import RankTransfer
 from weft.disagg.transport.transport_registry import TransportPlace, open_transport, transport_kind
 from weft.engine.ranks.ranks import ranks_of
-from weft.parallel.address import own_address
 from weft.runner.exports import RankTransfers
 from weft.runner.kv_tensors import zeros
 from weft.types.transfer import GroupDims
@@ -47,7 +45,7 @@ def transport_of(config: EngineConfig) -> str:
     asked = config.transfer.transfer
     if asked != "auto":
         return asked
-    return "shm" if config.parallel.nnodes == 1 and config.parallel.advertise is None else "tcp"
+    return "shm" if config.parallel.advertise is None else "tcp"
 
 
 def check_transfers(config: EngineConfig) -> None:
@@ -218,11 +216,6 @@ def _transport(
     """
     parallel, name = config.parallel, transport_of(config)
 
-    def host() -> str:
-        if parallel.rdzv is not None:
-            return own_address(*meeting_place(parallel))
-        return parallel.advertise or LOOPBACK
-
     def folder() -> str:
         if config.socket_folder:
             return config.socket_folder
@@ -233,7 +226,7 @@ def _transport(
     place = TransportPlace(
         rank=number,
         incarnation=secrets.randbits(63),
-        host=host,
+        host=lambda: parallel.advertise or LOOPBACK,
         secret=lambda: read_secret(parallel.group_secret, name),
         folder=folder,
         sends=sends,

@@ -13,11 +13,10 @@ import msgspec
 from weft.common.errors import EngineDead
 from weft.common.log import get_logger
 from weft.config.gpus import gpu_environment
-from weft.config.hosts import meeting_place, replica_spans, uses_board
+from weft.config.hosts import replica_spans
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import ParallelSection
 from weft.engine.ranks.processes import ProcessCommand, Start, start_process
-from weft.parallel.address import own_address, tcp
 
 log = get_logger(__name__)
 
@@ -168,23 +167,15 @@ def threads_each(config: EngineConfig, cores: int) -> int:
 
 def rank_address(config: EngineConfig) -> str:
     """Return the address at which supervised ranks say hello, equal for all successive engine processes of
-    the replica.
-
-    Not for one of several replicas spanning hosts: each successive engine process has another address,
-    published in the rendezvous store.
-    """
-    if not replica_spans(config.parallel, config.replica):
-        return f"ipc://{config.socket_folder}/ranks{config.replica}"
-    host, port = meeting_place(config.parallel)
-    return tcp(own_address(host, port), port)
+    the replica. A replica over several hosts has no such address (see ``weft.types.rendezvous``)."""
+    return f"ipc://{config.socket_folder}/ranks{config.replica}"
 
 
 def are_supervised(parallel: ParallelSection, replica: int) -> bool:
     """Return True if the server's rank supervisor owns the workers on the engine's host. Such workers outlive
     an engine process.
     """
-    moves = uses_board(parallel) and replica_spans(parallel, replica)
-    return parallel.tensor_parallel_size > 1 and not moves
+    return parallel.tensor_parallel_size > 1 and not replica_spans(parallel, replica)
 
 
 def ranks_of(replica: int, tensor: int) -> Sequence[int]:

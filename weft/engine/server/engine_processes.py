@@ -15,7 +15,7 @@ import msgspec
 from weft.common.cores import usable_cores
 from weft.common.errors import Unavailable
 from weft.config.gpus import engine_rank, gpu_environment, gpus_here
-from weft.config.hosts import uses_board
+from weft.config.hosts import engines_on
 from weft.config.names import instance_name
 from weft.config.resolve import RANKS_EACH_CORE
 from weft.config.resolved import EngineConfig
@@ -25,16 +25,15 @@ from weft.engine.ranks.processes import ProcessCommand, Start, start_process
 from weft.engine.ranks.rank_supervisor import RankSupervisor
 from weft.engine.ranks.ranks import RankProcesses, are_supervised, rank_address
 from weft.parallel.address import tcp
-from weft.parallel.remote import REFUSED, RemoteEngine, RemoteEngines
 from weft.parallel.secret import read_keys
 
-LEAVE_S = 3.0
-"""Minimum seconds for other hosts to read the end of the server from the rendezvous store."""
+REFUSED = 2
+"""Exit status of a process with a configuration error."""
 
 
 class EngineProcesses:
-    """The processes of one group: an engine process for each replica. An engine process ends with the
-    starting thread: the main thread, or a thread of ``Spares`` for an engine started in advance.
+    """The processes of one group on this host: an engine process for each replica. An engine process ends
+    with the starting thread: the main thread, or a thread of ``Spares`` for an engine started in advance.
 
     ``weft.control.processes`` decides when an engine process is started again.
     """
@@ -46,13 +45,10 @@ class EngineProcesses:
 
         No other user may have access to ``folder``. ``log_level``: of the processes. ``start``: starts a
         process.
-
-        Raises ConfigError when other hosts cannot reach the local host.
         """
         parallel = config.parallel
-        self._replicas = {
-            instance_name(config, replica): replica for replica in range(parallel.data_parallel_size)
-        }
+        mine = engines_on(parallel, config.host.index)
+        self._replicas = {instance_name(config, replica): replica for replica in mine}
         together = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
         member = Member(
             expert_group=(config.group or "all") if together else "",
@@ -65,9 +61,8 @@ class EngineProcesses:
         """Settings of the group."""
         self.members = dict.fromkeys(self._replicas, member)
         """Name of each engine process, in order, with the facts for the owner of the engines."""
-        self._remote = RemoteEngines(config) if uses_board(config.parallel) else None
-        self._running: dict[str, subprocess.Popen[bytes] | RemoteEngine] = {}
-        self._ended: list[subprocess.Popen[bytes] | RemoteEngine] = []
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._ended: list[subprocess.Popen[bytes]] = []
         self._folder = group_folder(folder)
         self._local = LocalEngines(config, self._folder, log_level, start)
 
@@ -80,10 +75,6 @@ class EngineProcesses:
         """
         replica = self._replicas[name]
         expert_group = self.members[name].expert_group
-        if self._remote is not None and replica in self._remote:
-            remote = self._remote.start(replica)
-            self._running[name] = remote
-            return Address(remote.endpoint, remote, self._remote.keys, incarnation, expert_group=expert_group)
         if (host := self.config.parallel.advertise) is not None:
             return self._start_for_hosts(name, incarnation, host)
         endpoint = f"ipc://{self._folder}/head-{replica}-{incarnation}"
@@ -116,30 +107,18 @@ class EngineProcesses:
             self._ended = [one for one in self._ended if one.poll() in (None, REFUSED)]
             self._ended.append(old)
 
-    def close(self, seconds: float, status: int = 0) -> list[int]:
+    def close(self, seconds: float) -> list[int]:
         """End the processes of the group. The engine processes have received a shutdown.
 
-        Wait up to ``seconds`` for the local engine processes and kill the rest. Then end the workers. Last,
-        give other hosts the rest of the time, at least ``LEAVE_S`` seconds, to read ``status``: the exit
-        status of the server.
+        Wait up to ``seconds`` for the engine processes and kill the rest. Then end the workers.
 
-        Return the exit status of each local engine process, and each known non-zero status of an engine
-        process on another host. Statuses of replaced engine processes may be included.
+        Return the exit status of each engine process. Statuses of replaced engine processes may be included.
         """
         until = time.monotonic() + seconds
         engines = [*self._running.values(), *self._ended]
-        ends = [
-            close_engine(engine, max(until - time.monotonic(), 0))
-            for engine in engines
-            if not isinstance(engine, RemoteEngine)
-        ]
+        ends = [close_engine(engine, max(until - time.monotonic(), 0)) for engine in engines]
         # Workers end last: an engine process sends its workers the shutdown.
         self._local.close(max(until - time.monotonic(), 0))
-        if self._remote is not None:
-            ends += [
-                ended for engine in engines if isinstance(engine, RemoteEngine) and (ended := engine.poll())
-            ]
-            self._remote.close(max(until - time.monotonic(), LEAVE_S), status)
         return ends
 
 
@@ -153,8 +132,7 @@ class EngineGroups:
 
         Each group gets a new subfolder of ``folder``. No other user may have access to ``folder``. ``groups``
         need distinct names, and nobody checks the names. A single group may have no name. ``log_level``: of
-        the processes. ``start``: starts a process. Raises ConfigError when other hosts cannot reach the local
-        host. After an error, the groups made so far are closed.
+        the processes. ``start``: starts a process. After an error, the groups made so far are closed.
         """
         self._of: dict[str, EngineProcesses] = {}
         self._groups: list[EngineProcesses] = []
@@ -169,11 +147,11 @@ class EngineGroups:
             for config in groups:
                 self._open(config)
         except BaseException:
-            self.close(0.0, 2)
+            self.close(0.0)
             raise
 
     def _open(self, config: EngineConfig) -> None:
-        """Add a group. Raises ConfigError: see ``EngineProcesses``."""
+        """Add a group."""
         group = EngineProcesses(config, *self._setup)
         self._known[config.group] = config
         self._groups.append(group)
@@ -183,13 +161,10 @@ class EngineGroups:
     def add(self, groups: Sequence[str], like: str) -> None:
         """Prepare ``groups`` with the settings of the group ``like``, which may have left. Start nothing.
 
-        Raises Unavailable, without a change, if the group runs over several hosts, or if GPUs or cores are
-        too few for all ``groups``.
+        Raises Unavailable, without a change, if GPUs or cores are too few for all ``groups``.
         """
         config = self._known[like]
         ranks = config.parallel.layout.ranks
-        if config.parallel.nnodes > 1:
-            raise Unavailable(f"group {like} runs over several hosts, so no group can be added")
         used = {gpu for one in self._groups for gpu in one.config.gpus}
         free = [gpu for gpu in gpus_here(config.parallel, config.device) if gpu not in used]
         if config.device == "cuda" and len(free) < len(groups) * ranks:
@@ -220,14 +195,12 @@ class EngineGroups:
         """Kill a dead or hung engine process, before the next engine starts."""
         self._of[name].kill(name, incarnation)
 
-    def close(self, seconds: float, status: int = 0) -> list[int]:
+    def close(self, seconds: float) -> list[int]:
         """Call ``EngineProcesses.close`` for all groups, within ``seconds`` in total. Return the exit
         statuses of the engine processes.
         """
         until = time.monotonic() + seconds
-        closed = [
-            end for group in self._groups for end in group.close(max(until - time.monotonic(), 0.0), status)
-        ]
+        closed = [end for group in self._groups for end in group.close(max(until - time.monotonic(), 0.0))]
         return [*self._ends, *closed]
 
 
@@ -262,15 +235,13 @@ class LocalEngines:
         self._rank_supervisor: RankSupervisor | None = None
         """Created when the first engine process with supervised workers starts."""
 
-    def start(
-        self, replica: int, endpoint: str, incarnation: int = 0, address_file: str = ""
-    ) -> subprocess.Popen[bytes]:
+    def start(self, replica: int, endpoint: str, address_file: str = "") -> subprocess.Popen[bytes]:
         """Start an engine process at ``endpoint`` and return the process.
 
         Does not wait for the start. Raises OSError.
 
-        The first start of a replica with supervised workers creates the rank supervisor. ``incarnation``,
-        ``address_file``: see ``EngineConfig``.
+        The first start of a replica with supervised workers creates the rank supervisor. ``address_file``:
+        see ``EngineConfig``.
         """
         pipe = None
         parallel = self._config.parallel
@@ -279,7 +250,7 @@ class LocalEngines:
                 parallel.data_parallel_size, self._workers
             )
             pipe = self._rank_supervisor.link(replica)
-        own = msgspec.structs.replace(self._of(replica), incarnation=incarnation, address_file=address_file)
+        own = msgspec.structs.replace(self._of(replica), address_file=address_file)
         return start_engine(own, endpoint, self._level, pipe, self._start)
 
     def close(self, seconds: float) -> None:

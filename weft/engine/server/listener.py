@@ -7,20 +7,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 
 from weft.common.errors import ConfigError
 from weft.config.resolved import EngineConfig
-from weft.parallel.board import BoardClient, board_place
 from weft.parallel.secret import CurveKeys, admit_ranks, read_keys
 from weft.types import messages as m
-from weft.types.board import Listening, engine_key
 
 SEND_QUEUE = 10_000
 """Maximum unread messages of an API server. Beyond the limit the API server counts as gone."""
-TELL_S = 120.0
-"""Maximum seconds to publish the engine's address to an API server on another host."""
 
 
 class Listener:
@@ -69,27 +64,11 @@ class Listener:
 
 
 def listen(config: EngineConfig, endpoint: str) -> Listener:
-    """Open the socket at ``endpoint`` and return the listener. For an API server on another host, publish the
-    address in the rendezvous store, or write the address to the file that the configuration names.
-
-    Raises ConfigError, and EngineDead when the rendezvous store does not answer.
-    """
+    """Open the socket at ``endpoint`` and return the listener. For API servers on other hosts, write the
+    address to the file that the configuration names. Raises ConfigError."""
     if config.address_file:
         return _listen_for_hosts(config, endpoint)
-    if not config.incarnation:
-        return Listener(endpoint)
-    place, keys = board_place(config.parallel)
-    listener = Listener(endpoint, keys)
-    listening = Listening(incarnation=config.incarnation, address=listener.address)
-    board = BoardClient(place, keys)
-    try:
-        board.tell(engine_key(config.replica), msgspec.msgpack.encode(listening), TELL_S)
-    except BaseException:
-        listener.close()
-        raise
-    finally:
-        board.close()
-    return listener
+    return Listener(endpoint)
 
 
 def _listen_for_hosts(config: EngineConfig, endpoint: str) -> Listener:

@@ -26,8 +26,7 @@ from weft.control.links.links import Links
 from weft.control.links.thread import LinksThread
 from weft.control.processes.engine_owner import EngineOwner
 from weft.engine.core import EngineCore
-from weft.engine.server.engine_processes import EngineGroups
-from weft.parallel.remote import REFUSED
+from weft.engine.server.engine_processes import REFUSED, EngineGroups
 from weft.types import messages as m
 from weft.types.messages import Measures
 

@@ -1,0 +1,106 @@
+"""How the hosts of one group meet in the rendezvous store: the head's side, and the side of another host.
+
+head: HeadGate over RendezvousStore ◄──────── another host: JoinGate over RendezvousClient
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from weft.common.log import get_logger
+from weft.control.directory import engine_host as h
+from weft.control.directory import group_hosts as g
+from weft.control.directory import joined_host as j
+from weft.parallel.rendezvous import RENEW_S, RendezvousClient, RendezvousStore
+from weft.types.rendezvous import HOSTS, answer_key, control_key, host_key
+
+log = get_logger(__name__)
+
+REMIND_S = 30.0
+"""Seconds between two log lines about a head that does not answer."""
+
+
+class HeadGate:
+    """The head's view of the other hosts. Carries out the decisions of ``GroupHosts``."""
+
+    def __init__(self, store: RendezvousStore, settings: Mapping[str, str], hosts: int) -> None:
+        """``settings``: those that all hosts must share. ``hosts``: number of hosts with the head."""
+        self._store = store
+        self._machine = g.GroupHosts(settings, hosts, time.monotonic())
+
+    def look(self) -> h.Admitted | None:
+        """Meet new processes. Return Admitted if all hosts are present."""
+        seen = [_seen(key, *found) for key, found in self._store.look(HOSTS).items()]
+        for action in self._machine.on(g.Looked(seen, self._store.refused), time.monotonic()):
+            match action:
+                case g.Answer(index, mark, why):
+                    if why:
+                        log.error("host %d is rejected: %s", index, why)
+                    else:
+                        log.info("host %d has joined", index)
+                    self._store.post(answer_key(mark), why.encode())
+                case g.Forget(index, mark):
+                    self._store.drop(host_key(index, mark))
+                    self._store.drop(answer_key(mark))
+                case g.Away(index):
+                    log.warning("host %d is away", index)
+                case g.Missing(index, why):
+                    log.info("waiting for host %d: %s", index, why)
+        return h.Admitted() if self._machine.whole else None
+
+    def close(self) -> None:
+        """Close the store. Other hosts wait for the next head."""
+        self._store.close()
+
+
+def _seen(key: str, data: bytes, age: float) -> g.HostSeen:
+    """Return the process of an entry of the store."""
+    index, _, mark = key.removeprefix(HOSTS).partition("/")
+    try:
+        settings = msgspec.msgpack.decode(data, type=dict[str, str])
+    except msgspec.MsgspecError:
+        settings = None
+    return g.HostSeen(int(index) if index.isdecimal() else -1, mark, settings, age)
+
+
+class JoinGate:
+    """Another host's view of the head."""
+
+    def __init__(self, client: RendezvousClient, settings: Mapping[str, str], index: int) -> None:
+        """``settings``: those that all hosts must share. ``index``: number of this host."""
+        self._client = client
+        self._mark = secrets.token_hex(8)
+        self._remind = time.monotonic() + RENEW_S
+        client.post(host_key(index, self._mark), msgspec.msgpack.encode(dict(settings)))
+
+    def answer(self, replica: int = 0) -> j.Answered | j.Silent:
+        """Return the last answer of the head, with the engine of ``replica``. Log a silent head from time to
+        time."""
+        now = time.monotonic()
+        if self._client.silent > RENEW_S:
+            if now >= self._remind:
+                self._remind = now + REMIND_S
+                log.warning("the head does not answer: %s", self._client.why)
+            return j.Silent()
+        self._remind = now
+        entries, head = self._client.entries, self._client.head
+        said = entries.get(answer_key(self._mark))
+        why = None if said is None else said.decode()
+        return j.Answered(head, why, entries.get(control_key(replica), b"").decode())
+
+    def look(self) -> h.Admitted | h.Refused | None:
+        """Return Admitted if the head accepts this host, and Refused if the head refuses this host."""
+        match self.answer():
+            case j.Answered(why=""):
+                return h.Admitted()
+            case j.Answered(why=str(why)):
+                return h.Refused(why)
+        return None
+
+    def close(self) -> None:
+        """Leave the head."""
+        self._client.close()

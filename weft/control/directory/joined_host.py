@@ -1,0 +1,158 @@
+"""A host that has ranks of a group, and no engine: a pure state machine of ``weft engine --join``.
+
+    calling ──the head accepts this host, and the engine listens──► serving ──a signal──► ended
+       ▲                                                               │
+       ╰────────────────── the head is silent ◄────────────────────────╯
+
+A rank process follows the engine by itself: the process keeps the weights when the engine dies, says hello to
+the next engine, and ends when no engine comes. This machine decides when a rank needs a new process. The host
+outlives the head, and serves the next head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+from weft.common.restarts import RestartBudget
+
+RESTARTS, WINDOW_S = 20, 600.0
+"""Maximum number of restarts of failed ranks per window of seconds, before the host ends with status 1."""
+NO_ENGINE = 4
+"""Exit status of a rank without an answer from any engine. The rank is not faulty."""
+
+
+class JoinPhase(Enum):
+    """States of a host that joins, in order."""
+
+    CALLING = "waits for the head"
+    SERVING = "serving"
+    ENDED = "ended"
+
+
+class Answered(NamedTuple):
+    """The head answers."""
+
+    head: int
+    """Random number of the head's process."""
+    why: str | None
+    """Empty: the host may work. A text: the reason of a refusal. None: no decision so far."""
+    engine: str = ""
+    """Address at which the engine waits for ranks; "" without an engine."""
+
+
+class Silent(NamedTuple):
+    """The head does not answer."""
+
+
+class RankEnded(NamedTuple):
+    """The process of a rank has ended."""
+
+    rank: int
+    status: int
+
+
+class RankSuspended(NamedTuple):
+    """The process of a rank is stopped (SIGSTOP). The shell repeats the event while the stop lasts."""
+
+    rank: int
+
+
+class Stop(NamedTuple):
+    """A stop signal."""
+
+
+Event: TypeAlias = Answered | Silent | RankEnded | RankSuspended | Stop
+
+
+class StartRank(NamedTuple):
+    """Start a process for a rank. ``why``: reason of a restart, for the log; "" for a normal start."""
+
+    rank: int
+    why: str = ""
+
+
+class KillRank(NamedTuple):
+    """Kill the process of a rank. The end is reported as ``RankEnded``."""
+
+    rank: int
+
+
+class Exit(NamedTuple):
+    """End the host: kill all ranks and end with ``status``. ``why``: for the log; "" after a signal."""
+
+    status: int
+    why: str = ""
+
+
+Action: TypeAlias = StartRank | KillRank | Exit
+
+
+class JoinedHost:
+    """All ranks of one group on one host. Times are seconds of one monotonic clock."""
+
+    def __init__(self, ranks: Iterable[int], rank_timeout: float) -> None:
+        """``rank_timeout``: seconds after which a suspended rank counts as dead."""
+        self.phase = JoinPhase.CALLING
+        self._due: dict[int, str] = dict.fromkeys(ranks, "")
+        """Rank without a process -> reason of the restart."""
+        self._served: dict[int, tuple[int, str]] = {}
+        """Rank that ended in order -> the engine that ended the rank. The rank waits for another engine."""
+        self._engine = 0, ""
+        """The present or last engine: number of the head, and address."""
+        self._suspended: dict[int, tuple[float, float]] = {}
+        """Rank -> times of the first and the last report of the present stop."""
+        self._timeout = rank_timeout
+        self._budget = RestartBudget(RESTARTS, WINDOW_S)
+
+    def on(self, event: Event, now: float) -> list[Action]:
+        """Apply ``event``, which happened at ``now``, and return the actions to carry out, in order."""
+        if self.phase is JoinPhase.ENDED:
+            return []
+        match event:
+            case Stop():
+                return self._exit(0)
+            case Answered(why=str(why)) if why:
+                return self._exit(2, f"the head refused this host: {why}")
+            case Answered(head, "", engine) if engine:
+                self.phase, self._engine = JoinPhase.SERVING, (head, engine)
+            case Answered() | Silent():
+                self.phase = JoinPhase.CALLING
+            case RankEnded(rank, status):
+                return self._end(rank, status, now)
+            case RankSuspended(rank):
+                return self._suspend(rank, now)
+        return self._start()
+
+    def _start(self) -> list[Action]:
+        """Start the ranks without a process, if an engine waits for the ranks."""
+        if self.phase is not JoinPhase.SERVING:
+            return []
+        ready = [rank for rank in self._due if self._served.get(rank) != self._engine]
+        for rank in ready:
+            self._served.pop(rank, None)
+        return [StartRank(rank, self._due.pop(rank)) for rank in ready]
+
+    def _end(self, rank: int, status: int, now: float) -> list[Action]:
+        """Note the end of a rank. Too many failures end the host."""
+        self._suspended.pop(rank, None)
+        self._due[rank] = "" if status in (0, NO_ENGINE) else f"its process ended with status {status}"
+        if status == 0:  # the engine has ended in order, and no engine follows in this process of the head
+            self._served[rank] = self._engine
+        elif status != NO_ENGINE and not self._budget.grant(now):
+            return self._exit(1, f"{RESTARTS + 1} ranks ended within {WINDOW_S / 60:g} minutes")
+        return self._start()
+
+    def _suspend(self, rank: int, now: float) -> list[Action]:
+        """Kill a rank that was suspended for longer than ``rank_timeout``: no engine waits longer."""
+        first, last = self._suspended.get(rank, (now, -math.inf))
+        if now - last > self._timeout / 2:  # the process ran in between
+            first = now
+        self._suspended[rank] = first, now
+        return [KillRank(rank)] if now - first > self._timeout else []
+
+    def _exit(self, status: int, why: str = "") -> list[Action]:
+        self.phase = JoinPhase.ENDED
+        return [Exit(status, why)]

@@ -1,0 +1,56 @@
+"""Messages and entries of the rendezvous store, in which the hosts of one group meet.
+
+    key                 written by             value
+    host/INDEX/MARK     a host that joins      settings that all hosts must share; one entry per process
+    control/REPLICA     an engine process      the address at which ranks of other hosts say hello
+    lease/REPLICA       an engine process      see weft/group/meeting.py
+    answer/MARK         the head               empty: the host may work; else the reason why not
+
+Entries are states, not orders: an entry cannot be lost, arrive twice or arrive late.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MOST_BYTES = 16 << 20
+"""Maximum bytes of one frame."""
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Client to store, at every poll."""
+
+    number: int
+    """Number of the poll; repeated in the answer."""
+    entries: dict[str, bytes]
+    """All entries of the client."""
+
+
+class Table(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Store to client: the answer to one ``Ask``."""
+
+    number: int
+    head: int
+    """Random number of the head's process."""
+    entries: dict[str, bytes]
+    """All entries."""
+
+
+HOSTS = "host/"
+
+
+def host_key(index: int, mark: str) -> str:
+    """Return the key of one host process. ``mark``: random text of the process."""
+    return f"{HOSTS}{index}/{mark}"
+
+
+def answer_key(mark: str) -> str:
+    return f"answer/{mark}"
+
+
+def control_key(replica: int) -> str:
+    return f"control/{replica}"
+
+
+def lease_key(replica: int) -> str:
+    return f"lease/{replica}"
