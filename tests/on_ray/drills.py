@@ -139,9 +139,8 @@ def lose_node(silent: float = 0.0) -> Fault:
     """
 
     def fault(fleet: Fleet) -> None:
+        lost = balance(fleet)
         before = incarnations(BASE)
-        lost = [name for name, host in fleet.cluster.placed().items() if host == 1]
-        assert lost
         if silent:
             with fleet.cluster.cut():
                 fleet.cluster.kill(1)
@@ -154,8 +153,18 @@ def lose_node(silent: float = 0.0) -> Fault:
     return fault
 
 
+def balance(fleet: Fleet) -> list[str]:
+    """Return the groups of host 1. Without one, replace the newest decode group until Ray chooses host 1."""
+    while not (found := [name for name, host in fleet.cluster.placed().items() if host == 1]):
+        weft(BASE, "scale", "decode", "1", "--wait", "60")
+        weft(BASE, "scale", "decode", "2", "--wait", "60")
+    until(fleet.whole)
+    return found
+
+
 def lose_actor(fleet: Fleet) -> None:
     """Kill a group actor of host 1: the kernel kills the group with the actor."""
+    balance(fleet)
     _kill(fleet, fleet.cluster.actors(1)[0])
 
 
@@ -255,6 +264,47 @@ def restart(fleet: Fleet, strike: Fault | None = None) -> None:
     second.process.kill()
 
 
+SPLIT = f"""model: spool-text
+dtype: float64
+max-num-seqs: 4
+kv-cache-memory: 16M
+{FRONT}groups:
+  - {{role: unified, tp: 2, hosts: 2}}
+"""
+"""One group with a rank on each node."""
+
+
+def rank_there(fleet: Fleet) -> int:
+    """Return the process id of the rank on the node without the engine."""
+    ((host, _),) = fleet.cluster.engines().values()
+    found = fleet.cluster.processes(1 - host).items()
+    return next(pid for pid, line in found if line.startswith("weft: worker "))
+
+
+def lose_rank(fleet: Fleet) -> None:
+    """Kill the rank of the other node. The engine and its rank keep the process."""
+    before, engines = rank_there(fleet), fleet.cluster.engines()
+    os.kill(before, signal.SIGKILL)
+    until(lambda: rank_there(fleet) != before, 120)
+    until(fleet.whole, 120)
+    assert fleet.cluster.engines() == engines
+
+
+def lose_node_of_rank(fleet: Fleet) -> None:
+    """Kill all processes of host 1, and start the Ray node again."""
+    fleet.cluster.kill(1)
+    fleet.cluster.start(1)
+    until(lambda: fleet.whole() and rank_there(fleet), 180)
+
+
+SPLIT_FAULTS: dict[str, Fault] = {
+    "partition of 4 s": partition(4),
+    "loss of the rank on the other node": lose_rank,
+    "loss of the engine": lose_engine("unified"),
+    "loss of the second Ray node": lose_node_of_rank,
+    "rolling restart with new settings": restart,
+}
+"""Faults of a group with ranks on both nodes."""
 TEXT_FAULTS: dict[str, Fault] = {
     "partition of 4 s": partition(4),
     "partition of 14 s": partition(14),
@@ -284,7 +334,11 @@ IMAGE_FAULTS: dict[str, Fault] = {
     "rolling restart with new settings": restart,
 }
 """The same, on one encode, one prefill and one decode group."""
-SERVERS = {"1P2D": (TEXT, TEXT_FAULTS), "1E1P1D": (IMAGES, IMAGE_FAULTS)}
+SERVERS = {
+    "1P2D": (TEXT, TEXT_FAULTS),
+    "1E1P1D": (IMAGES, IMAGE_FAULTS),
+    "TP 2 over both nodes": (SPLIT, SPLIT_FAULTS),
+}
 
 
 def row(server: str, name: str, outcome: Outcome) -> dict[str, Any]:
@@ -307,7 +361,7 @@ def row(server: str, name: str, outcome: Outcome) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--servers", default=",".join(SERVERS))
+    parser.add_argument("--servers", default=",".join(SERVERS), help="of " + ", ".join(SERVERS))
     parser.add_argument("--only", default="", help="parts of the names of faults, with commas")
     parser.add_argument("--name", help="of the result in bench/results")
     args = parser.parse_args()

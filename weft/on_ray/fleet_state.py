@@ -28,6 +28,9 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     expert_group: str = ""
     gpus: int = 0
     cpus: float = 1.0
+    """Resources on each host."""
+    hosts: int = 1
+    """Number of nodes with ranks of the group."""
     labels: dict[str, str] = {}
     """Labels of the nodes that may run the group; see Ray's ``label_selector``."""
     attempt: int = 0
@@ -64,6 +67,8 @@ class Kept(msgspec.Struct, kw_only=True):
     """Groups without a further restart."""
     restarting: list[str] = []
     """Groups of a rolling restart that have yet to restart, in order."""
+    meetings: dict[str, str] = {}
+    """Group on several hosts -> address at which the hosts join the head."""
     shapes: dict[str, GroupPlan] = {}
     """Base name -> plan of the first group that was wanted last. A name outlives its groups."""
 
@@ -107,6 +112,11 @@ class FleetState:
         """Group -> plan of the wanted groups, in the order of the start."""
         return self.kept.plans
 
+    @property
+    def several_hosts(self) -> bool:
+        """True if groups of some name lie on several hosts."""
+        return any(plan.hosts > 1 for plan in self.kept.shapes.values())
+
     # -- orders
 
     def offer(self, offer: Offer) -> str:
@@ -136,6 +146,7 @@ class FleetState:
     def unwant(self, group: str) -> None:
         """Drop a group. Its records stay until the engines withdraw them, or the leases end."""
         self.plans.pop(group, None)
+        self.kept.meetings.pop(group, None)
         self.kept.retired.discard(group)
         self._budgets.pop(group, None)
 
@@ -183,6 +194,17 @@ class FleetState:
         self._records.update(found)
         return self._wanted(group, attempt)
 
+    def meet(self, group: str, attempt: int, address: str) -> None:
+        """Note the address at which the other hosts of a group join."""
+        if self._wanted(group, attempt):
+            self.kept.meetings[group] = address
+
+    def joins(self, group: str, attempt: int, living: Collection[str]) -> bool:
+        """Return True if a further host of the group has work: the group is wanted, or its head drains.
+        ``living``: see ``due``."""
+        drains = group in living and self._placed.get(group, attempt) == attempt
+        return self._wanted(group, attempt) or drains
+
     def left(self, group: str, attempt: int) -> None:
         """Note the end of a group actor for good. The group stays wanted if a later order wants the group."""
         self._replace(group, attempt, {})
@@ -194,25 +216,38 @@ class FleetState:
     # -- what the fleet actor must do
 
     def due(self, living: Collection[str], now: float) -> list[GroupPlan]:
-        """Return the groups whose actors the fleet actor must start. ``living``: groups with an actor. An
-        actor that is lost for good counts as a restart; without a restart in the budget the group is
-        retired."""
+        """Return the groups whose actors the fleet actor must start. ``living``: groups with an actor, and
+        GROUP/N for further hosts. An actor that is lost for good counts as a restart; without a restart in the
+        budget the group is retired."""
         found = []
         for group, plan in self.plans.items():
             if group in living or group in self.kept.retired:
                 continue
-            if self._placed.get(group) == plan.attempt and not self._grant(group, now):
-                continue
+            if self._placed.get(group) == plan.attempt:
+                if not self._grant(group, now):
+                    continue
+            elif any(one.startswith(f"{group}/") for one in living):
+                continue  # hosts of an earlier attempt
             self._placed[group] = plan.attempt
             found.append(plan)
         return found
+
+    def incomplete(self, living: Collection[str]) -> list[GroupPlan]:
+        """Return the placed groups with an actor for the head, and without one for some other host."""
+        return [
+            plan
+            for group, plan in self.plans.items()
+            if group in living
+            and self._placed.get(group) == plan.attempt
+            and any(f"{group}/{index}" not in living for index in range(1, plan.hosts))
+        ]
 
     def abandoned(self, living: Collection[str], now: float) -> list[str]:
         """Return the groups of ``living`` whose actors the fleet actor must kill: unwanted groups that wait
         for a place, or whose actor is silent. Other unwanted groups drain."""
         self._heard = {group: at for group, at in self._heard.items() if group in living}
         found = []
-        for group in living:
+        for group in (one for one in living if "/" not in one):
             at = self._heard.get(group)
             silent = now - self._begun > GRACE_S if at is None else now - at > SILENT_S
             if silent and group not in self.plans:
