@@ -217,8 +217,8 @@ class FleetState:
 
     def due(self, living: Collection[str], now: float) -> list[GroupPlan]:
         """Return the groups whose actors the fleet actor must start. ``living``: groups with an actor, and
-        GROUP/N for further hosts. An actor that is lost for good counts as a restart; without a restart in the
-        budget the group is retired."""
+        GROUP/N for further hosts. An actor that is lost for good counts as a restart; without a restart in
+        the budget the group is retired."""
         found = []
         for group, plan in self.plans.items():
             if group in living or group in self.kept.retired:
