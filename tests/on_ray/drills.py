@@ -49,7 +49,7 @@ class Fleet:
 
     def __init__(self, cluster: TwoNodes, topology: str, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
-        self.images = "encode" in topology
+        self.images, self.tokens = "encode" in topology, 120 if "hosts: 2" in topology else 600
         self.file = folder / "shop.yaml"
         self.write(topology)
         self._servers: list[Server] = []
@@ -82,6 +82,15 @@ class Fleet:
     def missing(self) -> bool:
         """True if an engine is missing, as seen by the API server."""
         return httpx.get(f"{BASE}/health", timeout=deadline(30)).json() != {"status": "alive"}
+
+    def ranks(self) -> dict[int, int]:
+        """Return process id -> host of all engines and other ranks."""
+        return {
+            pid: number
+            for number in range(2)
+            for pid, line in self.cluster.processes(number).items()
+            if line.startswith(("weft: head ", "weft: worker "))
+        }
 
     def close(self) -> None:
         for server in self._servers:
@@ -372,7 +381,7 @@ def main() -> None:
             topology, faults = SERVERS[server]
             with tempfile.TemporaryDirectory() as folder:
                 fleet = Fleet(cluster, topology, Path(folder))
-                clients = Clients(BASE, images=fleet.images)
+                clients = Clients(BASE, tokens=fleet.tokens, images=fleet.images)
                 for name, fault in faults.items():
                     if not any(part in name for part in args.only.split(",")):
                         continue

@@ -70,6 +70,10 @@ class Clients:
         for thread in self._threads:
             thread.join(deadline(180))
 
+    def prompt(self, number: int) -> str:
+        """Return the text of a prompt."""
+        return f"{PROMPT} ({number})"
+
     def _run(self, client: int) -> None:
         for number in itertools.cycle(range(client, len(self.due), self._count)):
             if self._over.is_set():
@@ -95,7 +99,7 @@ class Clients:
         """Return the text and the times of an answer. Raise TransportError for a broken connection, and
         RuntimeError for a refused or failed request."""
         text, arrivals = "", list[float]()
-        prompt = f"{PROMPT} ({number})"
+        prompt = self.prompt(number)
         path, asked = "completions", dict[str, Any](prompt=prompt)
         if self._images:
             path, asked = "chat/completions", {"messages": messages([noise(number)], prompt)}

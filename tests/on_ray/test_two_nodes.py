@@ -13,10 +13,22 @@ import pytest
 
 pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
 
-from tests.on_ray.drills import BASE, IMAGE_FAULTS, IMAGES, TEXT, TEXT_FAULTS, Fleet, run
+from tests.on_ray.drills import (
+    BASE,
+    IMAGE_FAULTS,
+    IMAGES,
+    SPLIT,
+    SPLIT_FAULTS,
+    TEXT,
+    TEXT_FAULTS,
+    Fleet,
+    run,
+)
 from tests.on_ray.streams import Clients
 from tests.on_ray.two_nodes import TwoNodes
+from weft import LLM, SamplingParams
 
+SPLIT_SHORT = ("loss of the rank on the other node",)
 SHORT = ("partition of 4 s", "loss of a Ray node", "decode groups: 2, 0, 2")
 
 
@@ -40,7 +52,7 @@ def served(cluster: TwoNodes, topology: str, folder: Path) -> Iterator[tuple[Fle
     """Yield a server and its clients."""
     fleet = Fleet(cluster, topology, folder)
     try:
-        yield fleet, Clients(BASE, images=fleet.images)
+        yield fleet, Clients(BASE, tokens=fleet.tokens, images=fleet.images)
     finally:
         fleet.close()
 
@@ -78,3 +90,28 @@ class TestImageGroups:
     @pytest.mark.parametrize("fault", drills(IMAGE_FAULTS))
     def test_no_request_is_lost_or_changed(self, fault: str, server: tuple[Fleet, Clients]) -> None:
         run(server[0], IMAGE_FAULTS[fault], server[1]).check()
+
+
+@pytest.mark.real_processes
+@pytest.mark.timeout(600)
+class TestOneGroupOnBothNodes:
+    @pytest.fixture(scope="class")
+    def server(
+        self, cluster: TwoNodes, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[tuple[Fleet, Clients]]:
+        yield from served(cluster, SPLIT, tmp_path_factory.mktemp("split"))
+
+    @pytest.mark.slow
+    def test_two_nodes_answer_with_the_tokens_of_one_rank(self, server: tuple[Fleet, Clients]) -> None:
+        fleet, clients = server
+        assert {host for host in fleet.ranks().values()} == {0, 1}
+        params = SamplingParams(temperature=0, max_tokens=fleet.tokens, ignore_eos=True)
+        with LLM("spool-text", dtype="float64", max_num_seqs=4, kv_cache_memory="16M") as one_rank:
+            found = one_rank.generate(
+                [clients.prompt(number) for number in clients.due], params, use_tqdm=False
+            )
+        assert [one.outputs[0].text for one in found] == [*clients.due.values()]
+
+    @pytest.mark.parametrize("fault", drills(SPLIT_FAULTS, SPLIT_SHORT))
+    def test_no_request_is_lost_or_changed(self, fault: str, server: tuple[Fleet, Clients]) -> None:
+        run(server[0], SPLIT_FAULTS[fault], server[1]).check()
