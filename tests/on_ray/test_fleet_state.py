@@ -176,6 +176,37 @@ def test_unwanted_actors_without_a_place_are_killed_and_others_drain() -> None:
     assert state.abandoned(living, late + SILENT_S + 1) == living
 
 
+def test_hosts_of_a_group_end_after_its_head_and_before_the_next_one() -> None:
+    state = FleetState(Kept(secret="secret"), 0.0)
+    state.want([msgspec.structs.replace(plan("decode0"), hosts=2)])
+    first = attempt(state)
+    assert len(state.due([], 0.0)) == 1
+    assert [one.group for one in state.incomplete(["decode0"])] == ["decode0"]
+    assert state.incomplete(["decode0", "decode0/1"]) == []
+    state.meet("decode0", first, "10.0.0.1:99")
+    assert state.kept.meetings == {"decode0": "10.0.0.1:99"}
+    state.unwant("decode0")
+    state.want([msgspec.structs.replace(plan("decode0"), hosts=2)])
+    assert state.joins("decode0", first, ["decode0", "decode0/1"])  # the head drains
+    assert state.due(["decode0", "decode0/1"], 1.0) == []
+    assert not state.joins("decode0", first, ["decode0/1"])
+    assert state.due(["decode0/1"], 2.0) == []
+    assert len(state.due([], 3.0)) == 1
+    assert not state.joins("decode0", first, ["decode0"])  # the next head
+    assert state.joins("decode0", attempt(state), ["decode0"])
+
+
+def test_engines_on_a_further_host_are_published_until_another_process_has_the_host() -> None:
+    state = made("decode0")
+    state.claim("decode0/1", attempt(state), 5)
+    state.publish("decode0/1", attempt(state), 5, [record("decode0.1")], 1.0)
+    assert [one.name for one in state.snapshot().records] == ["decode0.1"]
+    state.claim("decode0/1", attempt(state), 6)
+    assert state.snapshot().records == ()
+    state.publish("decode0/1", attempt(state), 5, [record("decode0.1")], 2.0)
+    assert state.snapshot().records == ()
+
+
 def test_a_restarted_fleet_actor_has_the_groups_and_the_secret() -> None:
     state = made("decode0", "decode1")
     state.unwant("decode1")

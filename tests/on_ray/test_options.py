@@ -53,6 +53,16 @@ def test_a_check_starts_nothing(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("file", "shown"), [("one-node", "2 CPU"), ("two-nodes", "1 CPU on each of 2 nodes")]
+)
+def test_examples_for_ray_are_right(file: str, shown: str) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
+    path = Path(__file__).parents[2] / "examples" / "ray" / f"{file}.yaml"
+    ran = CliRunner().invoke(up, [str(path), "--on", "ray", "--check"])
+    assert ran.output.splitlines()[-1].split(maxsplit=2) == ["unified0", "unified", shown]
+
+
 def test_labels_choose_nodes() -> None:
     pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
     from weft.on_ray.server import plans_of

@@ -129,10 +129,13 @@ class FleetActor:
         with self._changed():
             self._state.meet(group, attempt, address)
 
-    def join(self, group: str, attempt: int) -> tuple[str, str, str] | None:
+    def join(self, group: str, attempt: int, host: str = "", process: int = 0) -> tuple[str, str, str] | None:
         """Return (text of the topology, secret, address of the head) for a further host of a group. The
-        address is "" before the head starts. None: the host ends."""
+        address is "" before the head starts. None: the host ends. ``host``, ``process``: GROUP/N, and the
+        number of the process of an actor that starts."""
         with self._lock:
+            if host:
+                self._state.claim(host, attempt, process)
             kept = self._state.kept
             if self._state.joins(group, attempt, self._living):
                 return kept.topology, kept.secret, kept.meetings.get(group, "")

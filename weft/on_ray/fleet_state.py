@@ -199,6 +199,11 @@ class FleetState:
         if self._wanted(group, attempt):
             self.kept.meetings[group] = address
 
+    def claim(self, host: str, attempt: int, process: int) -> None:
+        """Note the process of the actor of a further host, GROUP/N. Engines of an earlier process ended."""
+        self._replace(host, attempt, {})
+        self._processes[host, attempt] = process
+
     def joins(self, group: str, attempt: int, living: Collection[str]) -> bool:
         """Return True if a further host of the group has work: the group is wanted, or its head drains.
         ``living``: see ``due``."""

@@ -8,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import msgspec
 import ray
 
 from weft.common.errors import Unavailable
@@ -49,7 +50,7 @@ class HostActor(GroupActor):
         with self._lock:
             self._again = self._signalled = False
             self._process = None
-        found = self._call("join", self._group, self._attempt)
+        found = self._call("join", self._group, self._attempt, self._host, self._number)
         if found is None:
             return None
         topology, secret, self._head = found
@@ -63,17 +64,28 @@ class HostActor(GroupActor):
     def _follow(self, process: subprocess.Popen[bytes], directory: FolderDirectory) -> int:
         """Wait for the end of the command, which is ordered when the group ends or has another address.
         Return its status."""
-        while (status := process.poll()) is None:
+        while True:
+            status = process.poll()
             # The fleet actor restarts, or its node is away. The next look tries again.
             with contextlib.suppress(Exception):
+                # Only hosts with whole replicas of an expert-parallel group have engines.
+                records = [*directory.read().values()] if status is None else []
+                data = msgspec.msgpack.encode(records)
+                self._call("publish", self._host, self._attempt, self._number, data)
                 found = self._call("join", self._group, self._attempt)
                 with self._lock:
                     self._over = self._over or found is None
                     self._again = self._again or (found is not None and found[2] != self._head)
                     if self._over or self._again:
                         self._drain()
-            time.sleep(2 * LOOK_S)
-        return status
+            if status is not None:
+                return status
+            time.sleep(LOOK_S)
+
+    @property
+    def _host(self) -> str:
+        """Name of the host for the fleet actor."""
+        return f"{self._group}/{self._index}"
 
     def _say_left(self) -> None:
         """Do nothing: the head leaves for the group."""
