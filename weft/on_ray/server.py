@@ -110,7 +110,7 @@ def down(name: str, drain_timeout: float) -> int:
 
 def plans_of(topology: Topology) -> list[GroupPlan]:
     """Return the groups of a topology for Ray: one GPU and one CPU per rank with ``device: cuda``, else
-    ``threads`` CPUs. Raise ConfigError for wrong labels."""
+    ``threads`` CPUs per rank. Raise ConfigError for wrong labels."""
     made = []
     for group in topology.groups:
         parallel, device = group.config.parallel, group.config.runner.device
@@ -127,7 +127,7 @@ def plans_of(topology: Topology) -> list[GroupPlan]:
                 engines=tuple(engines),
                 expert_group=group.name if several and parallel.enable_expert_parallel else "",
                 gpus=ranks if device == "cuda" else 0,
-                cpus=float(ranks if device == "cuda" else group.config.runner.threads or 1),
+                cpus=float(ranks if device == "cuda" else ranks * (group.config.runner.threads or 1)),
                 hosts=parallel.hosts,
                 labels=_labels(group.name, parallel.ray_labels),
             )
