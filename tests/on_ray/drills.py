@@ -284,17 +284,16 @@ kv-cache-memory: 16M
 
 
 def rank_there(fleet: Fleet) -> int:
-    """Return the process id of the rank on the node without the engine."""
-    ((host, _),) = fleet.cluster.engines().values()
-    found = fleet.cluster.processes(1 - host).items()
-    return next(pid for pid, line in found if line.startswith("weft: worker "))
+    """Return the process id of the rank without an engine; 0 while there is none."""
+    found = [*fleet.cluster.processes(0).items(), *fleet.cluster.processes(1).items()]
+    return next((pid for pid, line in found if line.startswith("weft: worker ")), 0)
 
 
 def lose_rank(fleet: Fleet) -> None:
     """Kill the rank of the other node. The engine and its rank keep the process."""
     before, engines = rank_there(fleet), fleet.cluster.engines()
     os.kill(before, signal.SIGKILL)
-    until(lambda: rank_there(fleet) != before, 120)
+    until(lambda: rank_there(fleet) not in (0, before), 120)
     until(fleet.whole, 120)
     assert fleet.cluster.engines() == engines
 
@@ -386,7 +385,8 @@ def main() -> None:
                     if not any(part in name for part in args.only.split(",")):
                         continue
                     outcome = run(fleet, fault, clients)
-                    print(*outcome.clients.lost, flush=True)
+                    if outcome.clients.lost:
+                        print(*outcome.clients.lost, flush=True)
                     rows.append(row(server, name, outcome))
                     print(rows[-1], flush=True)
                 fleet.close()
