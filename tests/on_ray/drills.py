@@ -131,6 +131,7 @@ def run(fleet: Fleet, fault: Fault, clients: Clients) -> Outcome:
     """Run a fault under streams."""
     with clients:
         until(lambda: len(clients.streams) >= 3)
+        until(lambda: min(clients.events.values()) >= 20, every=0.01)  # all streams are under way
         begun = time.monotonic()
         fault(fleet)
         seconds = time.monotonic() - begun

@@ -52,6 +52,8 @@ class Clients:
         self.lost: list[str] = []
         """Reasons of requests without an answer."""
         self.different = 0
+        self.events: dict[int, int] = {}
+        """Client -> events of the present stream so far."""
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
         for number in range(count * (PICTURES if images else 1)):
@@ -99,6 +101,7 @@ class Clients:
         """Return the text and the times of an answer. Raise TransportError for a broken connection, and
         RuntimeError for a refused or failed request."""
         text, arrivals = "", list[float]()
+        self.events[number % self._count] = 0
         prompt = self.prompt(number)
         path, asked = "completions", dict[str, Any](prompt=prompt)
         if self._images:
@@ -121,5 +124,6 @@ class Clients:
                         piece = choice["delta"].get("content") if self._images else choice["text"]
                         if piece:
                             arrivals.append(time.monotonic())
+                            self.events[number % self._count] += 1
                             text += piece
         raise httpx.RemoteProtocolError("the stream ended without its last event")
