@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.cli.test_engine_front import Fleet, get
-from tests.cli.test_scale import load, stream
+from tests.cli.test_scale import load
 from tests.cli.test_serve import Server
 from tests.cli.test_up import ask
 from tests.support.processes import is_alive, with_role
@@ -61,6 +61,14 @@ def head_of(fleet: Fleet, port: int, *more: str) -> Server:
 
 def host_of(fleet: Fleet, port: int, *more: str) -> Server:
     return fleet.engine("wide", "--join", f"127.0.0.1:{port}", "--host-index", "1", *more)
+
+
+def stream(base: str) -> str:
+    """Return the text of a request that takes some seconds."""
+    fields = {"model": "spool-text", "prompt": "Ann buys 7", "temperature": 0, "max_tokens": 150}
+    answer = httpx.post(f"{base}/v1/completions", json={**fields, "ignore_eos": True}, timeout=deadline(120))
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
 
 
 def ranks(server: Server) -> list[int]:
@@ -134,7 +142,7 @@ WIDE = ParallelSection(tensor_parallel_size=2, hosts=2, group_secret="x")
         (ParallelSection(), HostPlace(port=5), "--join-port: the group lies on one host"),
         (WIDE, HostPlace(), "the head needs --advertise ADDRESS and --join-port PORT"),
         (WIDE, HostPlace(port=5000), "the head needs --advertise ADDRESS and --join-port PORT"),
-        (WIDE, HostPlace(1), "--host-index 1 needs --join HOST:PORT of the head"),
+        (WIDE, HostPlace(1), "--host-index 1 needs --join HOST:PORT"),
         (WIDE, HostPlace(0, "a:1"), "--host-index: a host that joins has a number from 1 to 1"),
         (WIDE, HostPlace(2, "a:1"), "has a number from 1 to 1"),
         (WIDE, HostPlace(1, "nowhere"), "--join: expected HOST:PORT"),

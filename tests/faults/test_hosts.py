@@ -72,7 +72,6 @@ def test_two_hosts_and_the_loss_of_the_second(cluster: Cluster, alone: Alone) ->
     assert server.told() == alone.texts
     assert server.engines[0].one("head") == head
     assert server.restarts() == 0
-    assert "host 1 is away" in server.engines[0].log.read_text()
     server.stop()
 
 
@@ -107,7 +106,7 @@ def test_two_hosts_and_what_befalls_either(cluster: Cluster, alone: Alone) -> No
 
 
 @pytest.mark.parametrize(
-    ("hosts", "layout"),
+    ("spread", "layout"),
     [
         pytest.param(2, EXPERTS, marks=pytest.mark.slow),
         pytest.param(2, {**TENSOR, **EXPERTS}, marks=pytest.mark.grid),
@@ -117,9 +116,9 @@ def test_two_hosts_and_what_befalls_either(cluster: Cluster, alone: Alone) -> No
     ],
     ids=["experts", "experts-tensor", "experts-tensor-four", "groups", "groups-tensor"],
 )
-def test_engines_on_two_hosts(cluster: Cluster, alone: Alone, hosts: int, layout: dict[str, Any]) -> None:
+def test_engines_on_two_hosts(cluster: Cluster, alone: Alone, spread: int, layout: dict[str, Any]) -> None:
     """With four hosts each replica spans two hosts. With 1, each group has one host."""
-    server = cluster.start(hosts, **layout) if hosts > 1 else cluster.groups(*map(dict, PAIR), **layout)
+    server = cluster.start(spread, **layout) if spread > 1 else cluster.groups(*map(dict, PAIR), **layout)
     server.ask()
     assert server.told() == alone.texts
     counted = server.metrics()

@@ -29,6 +29,7 @@ from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.file import field_of, load_yaml, parse_values
 from weft.config.flags import SETTINGS, from_values, suggest
+from weft.config.foreign import unknown
 from weft.config.hosts import refuse_hosts
 from weft.config.resolve import RANKS_EACH_CORE, resolve
 from weft.config.resolved import EngineConfig, HostShare
@@ -178,7 +179,7 @@ def _check_fields(given: Mapping[Any, Any], where: str, others: tuple[str, ...])
         setting = SETTINGS.get(field)
         if setting is None:
             known = [*others, *(one.key for one in SETTINGS.values() if one.section != "front")]
-            raise ConfigError(f"{where}: unknown key {key!r}.{suggest(field.replace('_', '-'), known)}")
+            raise ConfigError(f"{where}: unknown key {key!r}.{unknown(field.replace('_', '-'), known)}")
         # The key is a known flag. The remaining checks find flags in the wrong place.
         if setting.section == "front":
             raise ConfigError(f"{where}: {key!r} is a setting of the server: write {key!r} under front")

@@ -121,3 +121,43 @@ def test_engines_that_do_not_end_are_given_up() -> None:
     played.on(h.Stop())
     played.pass_time(h.SETTLE_S + 0.4, [h.Seen("a", True)])
     assert h.Exit(0) in played.pass_time(h.QUIT_S + 0.4)
+
+
+# ---- a group over several hosts
+
+
+def waiting(*names: str) -> Played:
+    played = Played(*names)
+    played.machine = h.EngineHost(names, PATIENCE, waits=True)
+    return played
+
+
+def test_a_group_over_hosts_starts_its_engines_when_it_is_admitted() -> None:
+    played = waiting("a")
+    assert played.pass_time(60) == []  # nothing to publish, however late the other hosts are
+    assert played.machine.phase is h.HostPhase.WAITING
+    assert played.on(h.Admitted()) == [h.Start(), h.Publish(draining=False)]
+    assert played.on(h.Admitted()) == []
+    played.on(h.Seen("a", True), h.Admitted())
+    assert played.machine.ready
+
+
+@pytest.mark.parametrize("order", [h.Stop(), h.Drain()])
+def test_an_order_before_the_hosts_have_met_ends_the_group(order: h.Event) -> None:
+    assert waiting("a").on(order) == [h.Exit(0)]
+
+
+def test_a_refused_host_ends_with_its_engines() -> None:
+    assert waiting("a").on(h.Refused("other settings")) == [h.Exit(2)]
+    played = waiting("a")
+    played.on(h.Admitted(), h.Seen("a", True))
+    assert played.on(h.Refused("the next head has other settings")) == [h.Exit(2)]
+    assert played.on(h.Tick()) == []
+
+
+def test_a_lost_host_ends_no_engine_of_another_host() -> None:
+    """Without an admission the engines go on: the group forms again by itself."""
+    played = waiting("a")
+    played.on(h.Admitted(), h.Seen("a", True))
+    actions = played.pass_time(60, [h.Seen("a", False)])
+    assert set(actions) == {h.Publish(draining=False)}

@@ -138,11 +138,11 @@ def run(
     from weft.control.directory.host_gates import JoinGate
     from weft.front.engine_port import EnginePort
 
-    share = f"host {place.index}" if place.index else "host"
+    share = f"host {place.number}" if place.number else "host"
     set_title(f"{share} of {config.group}", config.served_names[0])
     child.forbid_core_dumps()
     signal.signal(signals.RESTART, signal.SIG_IGN)
-    has_engines = bool(engines_on(config.parallel, place.index))
+    has_engines = bool(engines_on(config.parallel, place.number))
     writer = _directory(config, directory, http is not None) if has_engines else None
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
     config, gate = open_gate(config, place)

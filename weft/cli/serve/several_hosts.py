@@ -22,7 +22,7 @@ PORT_S = 30.0
 class HostPlace(NamedTuple):
     """Place of this host among the hosts of a group."""
 
-    index: int = 0
+    number: int = 0
     """``--host-index``; 0 for the head."""
     join: str | None = None
     """``--join``: HOST:PORT of the head; None at the head."""
@@ -36,7 +36,7 @@ class HostPlace(NamedTuple):
         Raise ConfigError if the options do not fit the group.
         """
         if parallel.hosts == 1:
-            given = {"--join": self.join, "--host-index": self.index, "--join-port": self.port}
+            given = {"--join": self.join, "--host-index": self.number, "--join-port": self.port}
             for flag, value in given.items():
                 if value:
                     raise ConfigError(f"{flag}: the group lies on one host; set `hosts` in FILE", param=flag)
@@ -45,7 +45,7 @@ class HostPlace(NamedTuple):
             return self._address_of_head(parallel, advertise)
         if self.port is not None:
             raise ConfigError("--join-port is for the head: leave --join or --join-port out", param="--join")
-        if not 0 < self.index < parallel.hosts:
+        if not 0 < self.number < parallel.hosts:
             raise ConfigError(
                 f"--host-index: a host that joins has a number from 1 to {parallel.hosts - 1}",
                 param="--host-index",
@@ -54,8 +54,8 @@ class HostPlace(NamedTuple):
 
     def _address_of_head(self, parallel: ParallelSection, advertise: str | None) -> str:
         """Return ``advertise``. Raise ConfigError for an option that the head lacks, or must not have."""
-        if self.index:
-            raise ConfigError(f"--host-index {self.index} needs --join HOST:PORT of the head", param="--join")
+        if self.number:
+            raise ConfigError(f"--host-index {self.number} needs --join HOST:PORT", param="--join")
         if self.port is None or advertise is None:
             flag = "--join-port" if self.port is None else "--advertise"
             raise ConfigError(
@@ -91,4 +91,4 @@ def open_gate(config: EngineConfig, place: HostPlace) -> tuple[EngineConfig, Hea
         return config, HeadGate(store, settings, parallel.hosts)
     address = tcp(*place.head())
     client = RendezvousClient(address, keys)
-    return msgspec.structs.replace(config, rendezvous=address), JoinGate(client, settings, place.index)
+    return msgspec.structs.replace(config, rendezvous=address), JoinGate(client, settings, place.number)

@@ -25,7 +25,7 @@ REMIND_S = 30.0
 class HostSeen(NamedTuple):
     """A process that wants to join."""
 
-    index: int
+    number: int
     """Number of the host."""
     mark: str
     """Random text of the process."""
@@ -46,7 +46,7 @@ class Looked(NamedTuple):
 class Answer(NamedTuple):
     """Answer a process: accept the process (``why`` is empty), or refuse the process."""
 
-    index: int
+    number: int
     mark: str
     why: str
 
@@ -54,20 +54,20 @@ class Answer(NamedTuple):
 class Forget(NamedTuple):
     """Forget a process, whose number another process has taken."""
 
-    index: int
+    number: int
     mark: str
 
 
 class Away(NamedTuple):
     """Log that a host went away."""
 
-    index: int
+    number: int
 
 
 class Missing(NamedTuple):
     """Log that the head waits for a host."""
 
-    index: int
+    number: int
     why: str
 
 
@@ -116,27 +116,28 @@ class GroupHosts:
 
     def _meet(self, host: HostSeen, ages: Mapping[str, float], now: float) -> list[Action]:
         """Return the answer to a process without an answer; [] while the number of the process is in use."""
-        if host.index not in self._hosts:
+        if host.number not in self._hosts:
             last = self._hosts[-1]
-            return [self._answer(host, f"--host-index {host.index}: the last host of the group is {last}")]
-        present = self._present.get(host.index)
+            return [self._answer(host, f"--host-index {host.number}: the last host of the group is {last}")]
+        present = self._present.get(host.number)
         # A silent process may be dead. Only then may another process take the number.
         if present is not None and ages.get(present, AWAY_S) < AWAY_S:
             since = self._waiting.setdefault(host.mark, now)
             if host.age >= AWAY_S / 2 or now - since <= 2 * AWAY_S:
                 return []
-            return [self._answer(host, f"another host has --host-index {host.index}: give each host its own")]
+            why = f"another host has --host-index {host.number}: give each host its own"
+            return [self._answer(host, why)]
         if host.settings is None:
-            return [self._answer(host, f"host {host.index} runs another version of weft")]
+            return [self._answer(host, f"host {host.number} runs another version of weft")]
         try:
-            compare(self._settings, host.settings, "the head", f"host {host.index}")
+            compare(self._settings, host.settings, "the head", f"host {host.number}")
         except ConfigError as error:
             return [self._answer(host, error.message)]
-        self._present[host.index] = host.mark
-        gone = [] if present is None else [Forget(host.index, present)]
+        self._present[host.number] = host.mark
+        gone = [] if present is None else [Forget(host.number, present)]
         return [*gone, self._answer(host, "")]
 
     def _answer(self, host: HostSeen, why: str) -> Answer:
         self._answered.add(host.mark)
         self._waiting.pop(host.mark, None)
-        return Answer(host.index, host.mark, why)
+        return Answer(host.number, host.mark, why)

@@ -1,0 +1,102 @@
+"""The hosts of a group meet in a real rendezvous store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.slowness import deadline, until
+from weft.control.directory import engine_host as h
+from weft.control.directory import joined_host as j
+from weft.control.directory.host_gates import HeadGate, JoinGate
+from weft.parallel.rendezvous import RendezvousClient, RendezvousStore
+from weft.parallel.secret import derive
+from weft.types.rendezvous import control_key, host_key
+
+KEYS = derive(b"0123456789abcdef")
+SETTINGS = {"weft": "1", "scheduler.max_num_seqs": "4"}
+
+
+class Meeting:
+    """A head and its hosts."""
+
+    def __init__(self) -> None:
+        self.store = RendezvousStore("tcp://127.0.0.1:*", KEYS)
+        self.address = self.store.address
+        self.head = HeadGate(self.store, SETTINGS, 2)
+        self.clients: list[RendezvousClient] = []
+
+    def join(self, index: int = 1, settings: dict[str, str] = SETTINGS) -> JoinGate:
+        self.clients.append(RendezvousClient(self.address, KEYS))
+        return JoinGate(self.clients[-1], settings, index)
+
+    def next_head(self, settings: dict[str, str] = SETTINGS) -> None:
+        self.head.close()
+        self.store = RendezvousStore(self.address, KEYS, deadline(10))
+        self.head = HeadGate(self.store, settings, 2)
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.head.close()
+
+
+@pytest.fixture
+def meeting() -> Iterator[Meeting]:
+    made = Meeting()
+    yield made
+    made.close()
+
+
+def both(meeting: Meeting, host: JoinGate) -> tuple[object, object]:
+    """Return what both sides say, after a look of each."""
+    return meeting.head.look(), host.look()
+
+
+def test_the_head_and_the_host_admit_each_other(meeting: Meeting) -> None:
+    assert meeting.head.look() is None
+    host = meeting.join()
+    until(lambda: both(meeting, host) == (h.Admitted(), h.Admitted()))
+    assert host.answer() == j.Answered(meeting.store.head, "", "")
+    meeting.store.post(control_key(0), b"tcp://10.0.0.1:1")
+    until(lambda: host.answer() == j.Answered(meeting.store.head, "", "tcp://10.0.0.1:1"))
+    assert host.answer(1) == j.Answered(meeting.store.head, "", "")
+
+
+def test_a_host_with_other_settings_is_refused(meeting: Meeting) -> None:
+    host = meeting.join(settings={**SETTINGS, "scheduler.max_num_seqs": "5"})
+    until(lambda: isinstance(both(meeting, host)[1], h.Refused))
+    said = host.look()
+    assert isinstance(said, h.Refused)
+    assert "the head has 4, host 1 has 5" in said.why
+    good = meeting.join()
+    until(lambda: both(meeting, good) == (h.Admitted(), h.Admitted()))
+
+
+def test_a_nonsense_entry_is_refused_and_harms_nobody(meeting: Meeting) -> None:
+    meeting.store.post(host_key(1, "broken"), b"nonsense")
+    meeting.store.post("host/x/y", b"")
+    host = meeting.join()
+    until(lambda: both(meeting, host) == (h.Admitted(), h.Admitted()))
+
+
+def test_a_host_outlives_the_head_and_joins_the_next_one(meeting: Meeting) -> None:
+    host = meeting.join()
+    until(lambda: both(meeting, host) == (h.Admitted(), h.Admitted()))
+    meeting.head.close()
+    until(lambda: host.answer() == j.Silent())
+    assert host.look() is None
+    first = meeting.store.head
+    meeting.next_head()
+    until(lambda: both(meeting, host) == (h.Admitted(), h.Admitted()))
+    answer = host.answer()
+    assert isinstance(answer, j.Answered)
+    assert answer.head == meeting.store.head != first
+
+
+def test_the_next_head_with_other_settings_refuses_the_host(meeting: Meeting) -> None:
+    host = meeting.join()
+    until(lambda: both(meeting, host) == (h.Admitted(), h.Admitted()))
+    meeting.next_head({**SETTINGS, "scheduler.max_num_seqs": "8"})
+    until(lambda: isinstance(both(meeting, host)[1], h.Refused))
