@@ -62,13 +62,14 @@ class Fleet:
         self.file.write_text(topology)
         self.file.chmod(0o600)
 
-    def up(self, *arguments: str) -> Server:
-        """Start an API server, and wait until the API server is ready."""
+    def up(self, *arguments: str, wait: bool = True) -> Server:
+        """Start an API server, and ``wait`` until the API server is ready."""
         folder = self.folder / f"front{len(self._servers)}"
         folder.mkdir()
         server = Server(folder, str(self.file), *self._place, *arguments, command="up")
         self._servers.append(server)
-        server.url()
+        if wait:
+            server.url()
         return server
 
     def kill_front(self) -> None:
@@ -242,11 +243,17 @@ def scale(fleet: Fleet) -> None:
 
 
 def scale_to_zero(fleet: Fleet) -> None:
-    """Scale the decode groups to 0 and to 2: requests wait meanwhile."""
+    """Scale the decode groups to 0 and to 2: requests wait meanwhile. An API server that starts meanwhile serves
+    when the groups are back."""
     weft(BASE, "scale", "decode", "0")
     until(lambda: groups(BASE) == {"prefill0": "running"}, 120)
+    second = fleet.up("--port", "8001", wait=False)
+    assert httpx.get(f"{BASE}/ready", timeout=deadline(30)).status_code == 200
+    assert not fleet.missing
     weft(BASE, "scale", "decode", "2")
     until(fleet.whole, 120)
+    assert second.url()
+    second.process.kill()
 
 
 def lose_node_while_scaling(fleet: Fleet) -> None:
