@@ -243,8 +243,8 @@ def scale(fleet: Fleet) -> None:
 
 
 def scale_to_zero(fleet: Fleet) -> None:
-    """Scale the decode groups to 0 and to 2: requests wait meanwhile. An API server that starts meanwhile serves
-    when the groups are back."""
+    """Scale the decode groups to 0 and to 2: requests wait meanwhile. An API server that starts meanwhile
+    serves when the groups are back."""
     weft(BASE, "scale", "decode", "0")
     until(lambda: groups(BASE) == {"prefill0": "running"}, 120)
     second = fleet.up("--port", "8001", wait=False)
