@@ -29,12 +29,15 @@ ENVIRONMENT = {
 class RayNode:
     """The head node of a cluster."""
 
-    def __init__(self, cpus: int = 8) -> None:
+    def __init__(self, cpus: int = 8, dashboard: bool = False) -> None:
         self.folder = tempfile.mkdtemp(prefix="r")  # Ray's socket paths are long
         self.address = f"127.0.0.1:{_free_port()}"
         _, port = self.address.split(":")
         command = [*RAY, "start", "--head", "--port", port, "--temp-dir", self.folder]
-        command += ["--num-cpus", str(cpus), "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
+        command += ["--num-cpus", str(cpus), "--node-ip-address=127.0.0.1"]
+        command += [f"--include-dashboard={str(dashboard).lower()}"]
+        self.dashboard = f"http://127.0.0.1:{_free_port()}"
+        command += ["--dashboard-port", self.dashboard.rpartition(":")[2]]
         command += ["--object-store-memory", "80000000"]
         # Not a pipe: the processes of the cluster keep the output open.
         with Path(self.folder, "start.log").open("wb") as log:

@@ -56,6 +56,15 @@ def test_the_same_topology_again_undoes_no_order_of_the_operator() -> None:
     assert wanted(state) == ["decode1", "decode2", "decode0"]
 
 
+def test_a_name_outlives_its_groups_and_the_process() -> None:
+    state = made("decode0", "decode1")
+    state.unwant("decode0")
+    state.unwant("decode1")
+    again = FleetState(msgspec.msgpack.decode(msgspec.msgpack.encode(state.kept), type=Kept), 50.0)
+    assert again.snapshot().plans == ()
+    assert [one.group for one in again.snapshot().shapes] == ["decode0"]
+
+
 def test_another_model_needs_a_name() -> None:
     state = made("decode0")
     assert state.offer(offer("decode9", topology="other", model="n")) == "m"
@@ -74,7 +83,32 @@ def test_records_are_replaced_and_withdrawn_by_incarnation() -> None:
     records("decode0", record(incarnation=1))
     records("prefill0", record("prefill0"))
     assert records("decode0", record(incarnation=2)) == {"decode0": 2, "prefill0": 7}
+    assert state.snapshot().ended == {"decode0": 1}
     assert records("decode0") == {"prefill0": 7}
+    assert state.snapshot().ended == {"decode0": 2}
+    assert records("decode0", record(incarnation=3)) == {"decode0": 3, "prefill0": 7}
+    # Another process of the actor: the engines of the one before have ended.
+    assert state.admit("decode0", attempt(state), 2, 1.0)
+    assert state.snapshot().ended == {"decode0": 3}
+
+
+def test_a_process_on_a_node_that_ray_has_given_up_publishes_nothing() -> None:
+    state = made("decode0")
+    first = attempt(state)
+    assert state.admit("decode0", first, 1, 0.0)
+    assert state.admit("decode0", first, 2, 1.0)  # Ray has started the actor elsewhere
+    assert state.publish("decode0", first, 2, [record(incarnation=2)], 2.0)
+    assert state.publish("decode0", first, 1, [record(incarnation=1)], 3.0)
+    assert [one.incarnation for one in state.snapshot().records] == [2]
+
+
+def test_a_rolling_restart_outlives_the_process() -> None:
+    state = made("decode0", "decode1")
+    state.restart(["decode0", "decode1"])
+    state.restart(["decode1"])
+    state.restarted("decode0")
+    again = FleetState(msgspec.msgpack.decode(msgspec.msgpack.encode(state.kept), type=Kept), 50.0)
+    assert again.kept.restarting == ["decode1"]
 
 
 def test_restarts_have_a_budget_of_ten_minutes_and_a_revival_renews_the_budget() -> None:
@@ -140,6 +174,37 @@ def test_unwanted_actors_without_a_place_are_killed_and_others_drain() -> None:
     assert state.admit("decode0", first, 1, late) is False
     assert state.abandoned(living, late) == ["decode1"]
     assert state.abandoned(living, late + SILENT_S + 1) == living
+
+
+def test_hosts_of_a_group_end_after_its_head_and_before_the_next_one() -> None:
+    state = FleetState(Kept(secret="secret"), 0.0)
+    state.want([msgspec.structs.replace(plan("decode0"), hosts=2)])
+    first = attempt(state)
+    assert len(state.due([], 0.0)) == 1
+    assert [one.group for one in state.incomplete(["decode0"])] == ["decode0"]
+    assert state.incomplete(["decode0", "decode0/1"]) == []
+    state.meet("decode0", first, "10.0.0.1:99")
+    assert state.kept.meetings == {"decode0": "10.0.0.1:99"}
+    state.unwant("decode0")
+    state.want([msgspec.structs.replace(plan("decode0"), hosts=2)])
+    assert state.joins("decode0", first, ["decode0", "decode0/1"])  # the head drains
+    assert state.due(["decode0", "decode0/1"], 1.0) == []
+    assert not state.joins("decode0", first, ["decode0/1"])
+    assert state.due(["decode0/1"], 2.0) == []
+    assert len(state.due([], 3.0)) == 1
+    assert not state.joins("decode0", first, ["decode0"])  # the next head
+    assert state.joins("decode0", attempt(state), ["decode0"])
+
+
+def test_engines_on_a_further_host_are_published_until_another_process_has_the_host() -> None:
+    state = made("decode0")
+    state.claim("decode0/1", attempt(state), 5)
+    state.publish("decode0/1", attempt(state), 5, [record("decode0.1")], 1.0)
+    assert [one.name for one in state.snapshot().records] == ["decode0.1"]
+    state.claim("decode0/1", attempt(state), 6)
+    assert state.snapshot().records == ()
+    state.publish("decode0/1", attempt(state), 5, [record("decode0.1")], 2.0)
+    assert state.snapshot().records == ()
 
 
 def test_a_restarted_fleet_actor_has_the_groups_and_the_secret() -> None:

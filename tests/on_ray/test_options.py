@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from weft.cli.serve.up import up
+from weft.common.errors import ConfigError
+from weft.config.sections.all import Config, FrontSection, ParallelSection
+from weft.config.topology import GroupSettings, Topology
 
 TOPOLOGY = """
 model: spool-text
@@ -49,10 +53,43 @@ def test_a_check_starts_nothing(tmp_path: Path) -> None:
     ]
 
 
-def run(folder: Path, *arguments: str) -> str:
+@pytest.mark.parametrize(
+    ("file", "shown"), [("one-node", "2 CPU"), ("two-nodes", "1 CPU on each of 2 nodes")]
+)
+def test_examples_for_ray_are_right(file: str, shown: str) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
+    path = Path(__file__).parents[2] / "examples" / "ray" / f"{file}.yaml"
+    ran = CliRunner().invoke(up, [str(path), "--on", "ray", "--check"])
+    assert ran.output.splitlines()[-1].split(maxsplit=2) == ["unified0", "unified", shown]
+
+
+def test_labels_choose_nodes() -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
+    from weft.on_ray.server import plans_of
+
+    def labels(given: str) -> list[dict[str, str]]:
+        section = ParallelSection(ray_labels=given)
+        group = GroupSettings("decode0", msgspec.structs.replace(Config(), parallel=section), "decode")
+        return [plan.labels for plan in plans_of(Topology(FrontSection(), (group,)))]
+
+    assert labels("") == [{}]
+    assert labels("zone=a, disk=!hdd") == [{"zone": "a", "disk": "!hdd"}]
+    for wrong in ("zone", "zone=", "=a", "zone=a=b"):
+        with pytest.raises(ConfigError, match="NAME=VALUE"):
+            labels(wrong)
+
+
+def test_labels_of_nodes_need_ray(tmp_path: Path) -> None:
+    labelled = TOPOLOGY.replace("{role: prefill}", "{role: prefill, ray-labels: zone=a}")
+    assert "--ray-labels: labels choose among nodes of Ray" in run(tmp_path, "--check", topology=labelled)
+    pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
+    assert "zone=a" in run(tmp_path, "--on", "ray", "--check", topology=labelled)
+
+
+def run(folder: Path, *arguments: str, topology: str = TOPOLOGY) -> str:
     """Run ``weft up``. Return its output, with the message of an error."""
     file = folder / "shop.yaml"
-    file.write_text(TOPOLOGY)
+    file.write_text(topology)
     file.chmod(0o600)
     ran = CliRunner().invoke(up, [str(file), *arguments])
     return ran.output + str(ran.exception or "")

@@ -44,7 +44,13 @@ def check_hosts(parallel: ParallelSection) -> ParallelSection:
 
 
 def refuse_hosts(parallel: ParallelSection, what: str = "--hosts") -> None:
-    """Raise ConfigError if the ranks lie on several hosts: one process on one host cannot start the group."""
+    """Raise ConfigError if the ranks lie on several hosts: one process on one host cannot start the group.
+    Raise the same for labels of Ray's nodes."""
+    if parallel.ray_labels:
+        raise ConfigError(
+            "--ray-labels: labels choose among nodes of Ray: start the groups with `weft up FILE --on ray`",
+            param="--ray-labels",
+        )
     if parallel.hosts > 1:
         raise ConfigError(
             f"{what} {parallel.hosts}: run `weft engine FILE --group NAME` on each host of the group, and "

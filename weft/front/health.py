@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from weft.common.clock import SystemClock
 from weft.control.fleet.instances import Instance
+from weft.control.fleet.vacancies import vacant
 from weft.front.http.answers import to_json
 from weft.front.http.streaming import JSON
 from weft.front.lifecycle import Phase
@@ -30,7 +31,9 @@ def _health(front: Front) -> tuple[str, int]:
         return "dead", 503
     if front.lifecycle.phase is Phase.STARTING:
         return "starting", 503
-    if front.links.whole:
+    table = front.links.fleet.table
+    # Nothing that is wanted is missing where the operator has scaled a role to zero.
+    if front.links.whole or (vacant(table) and all(one.alive for one in table.wanted if not one.fresh)):
         return "alive", 200
     # Engine processes that share experts work together or not at all.
     others_serve = front.links.alive and not front.config.parallel.enable_expert_parallel
@@ -41,7 +44,8 @@ def ready_answer(front: Front) -> Response:
     """Return the answer of ``/ready``, see the route."""
     window, now = min(READY_WINDOW, front.section.engine_timeout), SystemClock().now()
     phase = front.lifecycle.phase
-    good = phase is Phase.READY and front.links.progressing(window)
+    # Requests wait for a role that was scaled to zero, so the server must get requests.
+    good = phase is Phase.READY and (front.links.progressing(window) or vacant(front.links.fleet.table))
     status = "ready" if good else "stalled" if phase is Phase.READY else phase.value
     return _answer(front, status, 200 if good else 503, lambda one: one.progressing(window, now))
 

@@ -32,12 +32,14 @@ _NEXT = {
 }
 
 
-def places(instances: Iterable[Instance]) -> int:
+def places(instances: Iterable[Instance], elastic: bool = False) -> int:
     """Return the number of instances that take requests now or after a restart.
 
     A leaving instance, a retired instance, and an instance that loads for the first time do not count.
+    ``elastic``: unknown instances may join, so the result is at least 1.
     """
-    return sum(not (one.leaving or one.fresh or one.state is InstanceState.RETIRED) for one in instances)
+    found = sum(not (one.leaving or one.fresh or one.state is InstanceState.RETIRED) for one in instances)
+    return max(found, elastic)
 
 
 class Lifecycle:

@@ -1,4 +1,4 @@
-"""The two Ray actors: one for the fleet, and one for each group."""
+"""The Ray actor of a group, and names and time limits of all actors."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import ray
-from ray.experimental import internal_kv
 
 from weft.common.folder import open_private, private_folder
 from weft.common.log import get_logger
 from weft.control.directory.folder import FolderDirectory
-from weft.control.directory.record import EngineRecord
-from weft.on_ray.fleet_state import FleetState, GroupPlan, Kept, Offer
 
 log = get_logger(__name__)
 
@@ -47,9 +44,9 @@ def fleet_name(server: str) -> str:
     return f"weft/{server}"
 
 
-def group_name(server: str, group: str) -> str:
-    """Return the name of the actor of a group."""
-    return f"weft/{server}/{group}"
+def group_name(server: str, group: str, index: int = 0) -> str:
+    """Return the name of the actor of a group. ``index``: number of the host in the group."""
+    return f"weft/{server}/{group}/{index}" if index else f"weft/{server}/{group}"
 
 
 def insist(call: Callable[[], Answer], seconds: float) -> Answer:
@@ -77,9 +74,10 @@ class GroupActor:
     the command.
     """
 
-    def __init__(self, server: str, group: str, attempt: int) -> None:
+    def __init__(self, server: str, group: str, attempt: int, index: int = 0) -> None:
         """Start the thread. The constructor calls no other actor: Ray does not restart an actor whose
-        constructor has failed. ``attempt``: see ``GroupPlan``."""
+        constructor has failed. ``attempt``: see ``GroupPlan``. ``index``: number of the host in the group."""
+        self._index = index
         self._server, self._group, self._attempt = server, group, attempt
         self._number = secrets.randbits(63)
         """Random number of this process, so that the fleet recognizes a restart."""
@@ -155,7 +153,8 @@ class GroupActor:
         """Publish the records of the group until the end of the command. Return its status."""
         while True:
             status = process.poll()
-            records = msgspec.msgpack.encode([*directory.read().values()])
+            # The engines end with the command. A killed command leaves its records.
+            records = msgspec.msgpack.encode([*directory.read().values()] if status is None else [])
             wanted = True
             # The fleet actor restarts, or its node is away. The next look tries again.
             with contextlib.suppress(Exception):
@@ -176,12 +175,16 @@ class GroupActor:
     def _end(self) -> None:
         """End this actor for good: Ray must not restart the actor."""
         self._clean()
-        # A restarted actor without this call is not admitted, unless nobody has ordered the end.
         with contextlib.suppress(Exception):
-            insist(lambda: self._call("left", self._group, self._attempt), END_S)
-        name = group_name(self._server, self._group)
+            self._say_left()
+        name = group_name(self._server, self._group, self._index)
         insist(lambda: ray.kill(ray.get_actor(name, namespace=NAMESPACE)), END_S)
         time.sleep(END_S)
+
+    def _say_left(self) -> None:
+        """Report the end to the fleet actor. A restarted actor without this call is not admitted, unless
+        nobody has ordered the end."""
+        insist(lambda: self._call("left", self._group, self._attempt), END_S)
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """Return the answer of the fleet actor. Raise any exception of Ray."""
@@ -192,179 +195,3 @@ class GroupActor:
         except Exception:
             self._fleet = None  # perhaps another actor has the name now
             raise
-
-
-class FleetActor:
-    """Keeps the wanted state of a server, starts the actors of groups, and restarts groups in turn.
-
-    The wanted state is in Ray's store of keys, where a restarted fleet actor finds the state.
-    """
-
-    def __init__(self, server: str, secret: str) -> None:
-        """Read the state of an earlier process. ``secret``: of the server, if there is no earlier state."""
-        self._server, self._key = server, f"{fleet_name(server)}/state"
-        try:
-            data = insist(lambda: internal_kv._internal_kv_get(self._key, namespace=NAMESPACE), REACH_S)
-        except Exception:
-            os._exit(1)  # Ray restarts the actor
-        kept = Kept(secret=secret) if data is None else msgspec.msgpack.decode(data, type=Kept)
-        self._state = FleetState(kept, time.monotonic())
-        self._forgotten = False
-        self._lock, self._looks, self._turn = threading.Lock(), threading.Lock(), threading.Lock()
-        """For the state; for one look at a time; for one rolling restart at a time."""
-        threading.Thread(target=self._look_on, name="weft-fleet", daemon=True).start()
-
-    # -- calls of `weft up` and of API servers
-
-    def offer(self, data: bytes) -> str:
-        """Use an ``Offer`` (msgpack). Return "", or the model of this fleet, which refuses the offer."""
-        with self._changed():
-            refused = self._state.offer(msgspec.msgpack.decode(data, type=Offer))
-        self._look()
-        return refused
-
-    def secret(self) -> str:
-        """Return the secret of the server."""
-        return self._state.kept.secret
-
-    def want(self, plans: bytes) -> None:
-        """Start the groups of ``plans`` (msgpack of GroupPlan), unless they run."""
-        with self._changed():
-            self._state.want(msgspec.msgpack.decode(plans, type=list[GroupPlan]))
-        self._look()
-
-    def remove(self, group: str) -> None:
-        """Drain and end a group."""
-        with self._changed():
-            self._state.unwant(group)
-        self._look()
-
-    def stop(self) -> list[str]:
-        """Drain and end all groups. Return the groups that live, without a wait."""
-        with self._changed():
-            for group in list(self._state.plans):
-                self._state.unwant(group)
-        self._look()
-        return self.living()
-
-    def living(self) -> list[str]:
-        """Return the groups whose actors live."""
-        prefix = group_name(self._server, "")
-        found = ray.util.list_named_actors(all_namespaces=True)
-        names = [one["name"] for one in found if one["namespace"] == NAMESPACE]
-        return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
-
-    def forget(self) -> None:
-        """Remove the stored state. Call before the end of this actor."""
-        with self._lock:
-            self._forgotten = True
-            internal_kv._internal_kv_del(self._key, namespace=NAMESPACE)
-
-    def revive(self, group: str) -> None:
-        """Start a retired group again."""
-        with self._changed():
-            self._state.revive(group)
-        self._look()
-
-    def restart(self, groups: list[str]) -> None:
-        """Restart ``groups`` in turn. Returns at once."""
-        threading.Thread(target=self._restart, args=(groups,), name="weft-restart", daemon=True).start()
-
-    def snapshot(self) -> bytes:
-        """Return a msgpack of Snapshot."""
-        with self._lock:
-            return msgspec.msgpack.encode(self._state.snapshot())
-
-    # -- calls of group actors
-
-    def admit(self, group: str, attempt: int, process: int) -> tuple[str, str] | None:
-        """Return (text of the topology, secret) for a group that starts. None: the actor ends for good."""
-        with self._changed():
-            if not self._state.admit(group, attempt, process, time.monotonic()):
-                return None
-            return self._state.kept.topology, self._state.kept.secret
-
-    def publish(self, group: str, attempt: int, process: int, data: bytes) -> bool:
-        """Store the records of a group (msgpack of EngineRecord). Return False if the group must drain."""
-        records = msgspec.msgpack.decode(data, type=list[EngineRecord])
-        with self._lock:
-            return self._state.publish(group, attempt, process, records, time.monotonic())
-
-    def left(self, group: str, attempt: int) -> None:
-        """Note the end of a group actor for good."""
-        with self._changed():
-            self._state.left(group, attempt)
-
-    @contextlib.contextmanager
-    def _changed(self) -> Iterator[None]:
-        """Change the state within the block, and store the changed state."""
-        with self._lock:
-            before = msgspec.msgpack.encode(self._state.kept)
-            yield
-            after = msgspec.msgpack.encode(self._state.kept)
-            if after != before and not self._forgotten:
-                internal_kv._internal_kv_put(self._key, after, overwrite=True, namespace=NAMESPACE)
-
-    def _look_on(self) -> None:
-        """Look again and again. The body of a thread."""
-        while True:
-            time.sleep(2 * LOOK_S)
-            try:
-                self._look()
-            except Exception as error:
-                log.error("the fleet of %s cannot be seen (%s)", self._server, type(error).__name__)
-
-    def _look(self) -> None:
-        """Start the actors of wanted groups, and kill unwanted actors that wait for a place."""
-        with self._looks:
-            living = self.living()
-            with self._changed():
-                due = self._state.due(living, time.monotonic())
-                abandoned = self._state.abandoned(living, time.monotonic())
-            for plan in due:
-                self._place(plan)
-            for group in abandoned:
-                if (actor := self._actor(group)) is not None:
-                    ray.kill(actor)
-
-    def _restart(self, groups: list[str]) -> None:
-        """Restart one group after the other: each must answer again before the next one drains."""
-        with self._turn:
-            for group in groups:
-                actor = self._actor(group)
-                with self._lock:
-                    before = self._state.incarnations(group)
-                    seconds = START_S + self._state.kept.drain_timeout
-                if actor is None:
-                    continue
-                actor.restart.remote()
-                until = time.monotonic() + seconds
-                while group in self._state.plans and not self._is_new(group, before):
-                    if time.monotonic() > until:
-                        log.error("the rolling restart stops: group %s does not answer", group)
-                        return
-                    time.sleep(LOOK_S)
-
-    def _is_new(self, group: str, before: dict[str, int]) -> bool:
-        with self._lock:
-            return self._state.is_new(group, before)
-
-    def _actor(self, group: str) -> Any:
-        """Return the living actor of ``group``, or None."""
-        try:
-            return ray.get_actor(group_name(self._server, group), namespace=NAMESPACE)
-        except ValueError:
-            return None
-
-    def _place(self, plan: GroupPlan) -> None:
-        """Start the actor of a group. Ray restarts the actor without a limit; ``admit`` has the limit."""
-        ray.remote(GroupActor).options(
-            name=group_name(self._server, plan.group),
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_concurrency=4,
-            num_gpus=plan.gpus,
-            num_cpus=plan.cpus,
-        ).remote(self._server, plan.group, plan.attempt)

@@ -28,6 +28,11 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     expert_group: str = ""
     gpus: int = 0
     cpus: float = 1.0
+    """Resources on each host."""
+    hosts: int = 1
+    """Number of nodes with ranks of the group."""
+    labels: dict[str, str] = {}
+    """Labels of the nodes that may run the group; see Ray's ``label_selector``."""
     attempt: int = 0
     """Random number of the order to run the group. A later order for the same group has another number."""
 
@@ -60,6 +65,12 @@ class Kept(msgspec.Struct, kw_only=True):
     """Group -> plan, in the order of the start."""
     retired: set[str] = set()
     """Groups without a further restart."""
+    restarting: list[str] = []
+    """Groups of a rolling restart that have yet to restart, in order."""
+    meetings: dict[str, str] = {}
+    """Group on several hosts -> address at which the hosts join the head."""
+    shapes: dict[str, GroupPlan] = {}
+    """Base name -> plan of the first group that was wanted last. A name outlives its groups."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +80,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     records: tuple[EngineRecord, ...]
     retired: tuple[str, ...] = ()
     """Groups without a further restart."""
+    shapes: tuple[GroupPlan, ...] = ()
+    """One plan per base name, also of a name without groups."""
+    ended: dict[str, int] = {}
+    """Engine -> incarnation of the last process that is known to have ended."""
 
 
 class FleetState:
@@ -76,8 +91,12 @@ class FleetState:
 
     def __init__(self, kept: Kept, now: float) -> None:
         self.kept = kept
+        for plan in kept.plans.values():
+            kept.shapes.setdefault(plan.base, plan)
         self._begun = now
         self._records: dict[str, EngineRecord] = {}
+        self._ended: dict[str, int] = {}
+        """Engine -> incarnation of the last process that has ended."""
         self._published: dict[tuple[str, int], dict[str, int]] = {}
         """(group, attempt) -> engine -> incarnation, as last published."""
         self._processes: dict[tuple[str, int], int] = {}
@@ -92,6 +111,11 @@ class FleetState:
     def plans(self) -> dict[str, GroupPlan]:
         """Group -> plan of the wanted groups, in the order of the start."""
         return self.kept.plans
+
+    @property
+    def several_hosts(self) -> bool:
+        """True if groups of some name lie on several hosts."""
+        return any(plan.hosts > 1 for plan in self.kept.shapes.values())
 
     # -- orders
 
@@ -112,7 +136,9 @@ class FleetState:
 
     def want(self, plans: Iterable[GroupPlan]) -> None:
         """Add groups. A known group keeps the place and the attempt."""
-        for plan in plans:
+        given = list(plans)
+        self.kept.shapes |= {plan.base: plan for plan in reversed(given)}
+        for plan in given:
             known = self.plans.get(plan.group)
             attempt = secrets.randbits(63) if known is None else known.attempt
             self.plans[plan.group] = msgspec.structs.replace(plan, attempt=attempt)
@@ -120,6 +146,7 @@ class FleetState:
     def unwant(self, group: str) -> None:
         """Drop a group. Its records stay until the engines withdraw them, or the leases end."""
         self.plans.pop(group, None)
+        self.kept.meetings.pop(group, None)
         self.kept.retired.discard(group)
         self._budgets.pop(group, None)
 
@@ -129,6 +156,14 @@ class FleetState:
             self.kept.retired.discard(group)
             self._budgets.pop(group, None)
             self.plans[group] = msgspec.structs.replace(self.plans[group], attempt=secrets.randbits(63))
+
+    def restart(self, groups: Iterable[str]) -> None:
+        """Add groups to the rolling restart."""
+        self.kept.restarting += [one for one in groups if one not in self.kept.restarting]
+
+    def restarted(self, group: str) -> None:
+        """Note the end of the restart of a group."""
+        self.kept.restarting = [one for one in self.kept.restarting if one != group]
 
     # -- calls of group actors
 
@@ -141,6 +176,8 @@ class FleetState:
         before = self._processes.get((group, attempt), process)
         if before != process and not self._grant(group, now):
             return False
+        if before != process:  # the engines end with the process of their actor
+            self._replace(group, attempt, {})
         self._processes[group, attempt] = process
         return True
 
@@ -149,20 +186,34 @@ class FleetState:
     ) -> bool:
         """Store the records of a group actor; engines that are gone are withdrawn. Return True if the group
         is wanted; else the group must drain."""
+        if self._processes.setdefault((group, attempt), process) != process:
+            return True  # a process on a node that Ray has given up: another process has the group
         self._heard[group] = now
-        self._processes[group, attempt] = process
         found = {record.name: record for record in records}
-        for name, incarnation in self._published.get((group, attempt), {}).items():
-            if name not in found or found[name].incarnation != incarnation:
-                self._withdraw(name, incarnation)
-        self._published[group, attempt] = {name: record.incarnation for name, record in found.items()}
+        self._replace(group, attempt, {name: record.incarnation for name, record in found.items()})
         self._records.update(found)
         return self._wanted(group, attempt)
 
+    def meet(self, group: str, attempt: int, address: str) -> None:
+        """Note the address at which the other hosts of a group join."""
+        if self._wanted(group, attempt):
+            self.kept.meetings[group] = address
+
+    def claim(self, host: str, attempt: int, process: int) -> None:
+        """Note the process of the actor of a further host, GROUP/N. Engines of an earlier process ended."""
+        self._replace(host, attempt, {})
+        self._processes[host, attempt] = process
+
+    def joins(self, group: str, attempt: int, living: Collection[str]) -> bool:
+        """Return True if a further host of the group has work: the group is wanted, or its head drains.
+        ``living``: see ``due``."""
+        drains = group in living and self._placed.get(group, attempt) == attempt
+        return self._wanted(group, attempt) or drains
+
     def left(self, group: str, attempt: int) -> None:
         """Note the end of a group actor for good. The group stays wanted if a later order wants the group."""
-        for name, incarnation in self._published.pop((group, attempt), {}).items():
-            self._withdraw(name, incarnation)
+        self._replace(group, attempt, {})
+        del self._published[group, attempt]
         self._processes.pop((group, attempt), None)
         if self._wanted(group, attempt):
             self.unwant(group)
@@ -170,25 +221,38 @@ class FleetState:
     # -- what the fleet actor must do
 
     def due(self, living: Collection[str], now: float) -> list[GroupPlan]:
-        """Return the groups whose actors the fleet actor must start. ``living``: groups with an actor. An
-        actor that is lost for good counts as a restart; without a restart in the budget the group is
-        retired."""
+        """Return the groups whose actors the fleet actor must start. ``living``: groups with an actor, and
+        GROUP/N for further hosts. An actor that is lost for good counts as a restart; without a restart in
+        the budget the group is retired."""
         found = []
         for group, plan in self.plans.items():
             if group in living or group in self.kept.retired:
                 continue
-            if self._placed.get(group) == plan.attempt and not self._grant(group, now):
-                continue
+            if self._placed.get(group) == plan.attempt:
+                if not self._grant(group, now):
+                    continue
+            elif any(one.startswith(f"{group}/") for one in living):
+                continue  # hosts of an earlier attempt
             self._placed[group] = plan.attempt
             found.append(plan)
         return found
+
+    def incomplete(self, living: Collection[str]) -> list[GroupPlan]:
+        """Return the placed groups with an actor for the head, and without one for some other host."""
+        return [
+            plan
+            for group, plan in self.plans.items()
+            if group in living
+            and self._placed.get(group) == plan.attempt
+            and any(f"{group}/{index}" not in living for index in range(1, plan.hosts))
+        ]
 
     def abandoned(self, living: Collection[str], now: float) -> list[str]:
         """Return the groups of ``living`` whose actors the fleet actor must kill: unwanted groups that wait
         for a place, or whose actor is silent. Other unwanted groups drain."""
         self._heard = {group: at for group, at in self._heard.items() if group in living}
         found = []
-        for group in living:
+        for group in (one for one in living if "/" not in one):
             at = self._heard.get(group)
             silent = now - self._begun > GRACE_S if at is None else now - at > SILENT_S
             if silent and group not in self.plans:
@@ -212,14 +276,24 @@ class FleetState:
             plans=tuple(self.plans.values()),
             records=tuple(self._records.values()),
             retired=tuple(sorted(self.kept.retired)),
+            shapes=tuple(self.kept.shapes.values()),
+            ended=dict(self._ended),
         )
 
     def _wanted(self, group: str, attempt: int) -> bool:
         plan = self.plans.get(group)
         return plan is not None and plan.attempt == attempt and group not in self.kept.retired
 
+    def _replace(self, group: str, attempt: int, found: dict[str, int]) -> None:
+        """Note the engines of a group actor, engine -> incarnation, and withdraw all earlier engines."""
+        for name, incarnation in self._published.get((group, attempt), {}).items():
+            if found.get(name) != incarnation:
+                self._withdraw(name, incarnation)
+        self._published[group, attempt] = found
+
     def _withdraw(self, name: str, incarnation: int) -> None:
-        """Remove a record, unless another incarnation has replaced the record."""
+        """Note the end of an engine, and remove its record, unless the record is of another incarnation."""
+        self._ended[name] = incarnation
         record = self._records.get(name)
         if record is not None and record.incarnation == incarnation:
             del self._records[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import ray
@@ -12,12 +12,12 @@ from weft.common.errors import EngineDead, Unavailable, WeftError
 from weft.control.directory.cached import CachedDirectory
 from weft.control.directory.directory_owner import DirectoryOwner
 from weft.control.directory.record import EngineRecord
-from weft.control.links.link import Address
+from weft.control.links.link import Address, Process
 from weft.control.links.owner import EngineInfo, Scaled
 from weft.control.processes.scaling import plan_restart, plan_scale, to_revive
 from weft.control.processes.table import Member
 from weft.on_ray.actors import CALL_S, NAMESPACE, fleet_name
-from weft.on_ray.fleet_state import Snapshot
+from weft.on_ray.fleet_state import GroupPlan, Snapshot
 from weft.parallel.secret import CurveKeys
 
 
@@ -62,6 +62,18 @@ class RayDirectory:
         return ray.get_actor(fleet_name(self._server), namespace=NAMESPACE)
 
 
+class RayProcess(NamedTuple):
+    """An engine process. The group actor of the engine reports the end, long before a link gives up."""
+
+    directory: RayDirectory
+    engine: str
+    incarnation: int
+
+    def poll(self) -> int | None:
+        """Return 1 after the end, else None. The exit status is not known."""
+        return 1 if self.directory.snapshot.ended.get(self.engine) == self.incarnation else None
+
+
 class RayOwner(DirectoryOwner):
     """Owner of groups that Ray runs: wanted groups without a record count as members, and can be scaled,
     restarted and revived."""
@@ -97,11 +109,21 @@ class RayOwner(DirectoryOwner):
         return list(known.values())
 
     async def scale(self, base: str, groups: int) -> Scaled:
-        """See ``Owner``. Ray finds a place for new groups; without a place they wait."""
-        members = self._members()
-        change = plan_scale(base, groups, members, self._leaving(), self._retired(), self._serves)
+        """See ``Owner``. Ray finds a place for new groups; without a place they wait. With 0 groups, requests
+        wait."""
+        members, snapshot = self._members(), self._ray.snapshot
+        change = plan_scale(
+            base,
+            groups,
+            members,
+            self._leaving(),
+            self._retired(),
+            self._serves,
+            first=_members_of(snapshot.shapes),
+            empty=True,
+        )
         if change.new:
-            like = next(plan for plan in self._ray.snapshot.plans if plan.group == change.like)
+            like = next(plan for plan in snapshot.plans + snapshot.shapes if plan.group == change.like)
             plans = [
                 msgspec.structs.replace(
                     like,
@@ -130,13 +152,12 @@ class RayOwner(DirectoryOwner):
             self._order("revive", group)
         return names
 
+    def _process(self, record: EngineRecord) -> Process:
+        return RayProcess(self._ray, record.name, record.incarnation)
+
     def _members(self) -> dict[str, Member]:
         """Return all engines, wanted or present."""
-        wanted = {
-            name: Member(plan.expert_group, plan.group, plan.role, plan.base)
-            for plan in self._ray.snapshot.plans
-            for name in plan.engines
-        }
+        wanted = _members_of(self._ray.snapshot.plans)
         return wanted | {name: one for name, one in super()._members().items() if name not in wanted}
 
     def _leaving(self) -> frozenset[str]:
@@ -159,3 +180,12 @@ class RayOwner(DirectoryOwner):
             self._ray.tell(order, *arguments)
         except OSError as error:
             raise Unavailable(f"{error}; try again") from error
+
+
+def _members_of(plans: Iterable[GroupPlan]) -> dict[str, Member]:
+    """Return the engines of ``plans``."""
+    return {
+        name: Member(plan.expert_group, plan.group, plan.role, plan.base)
+        for plan in plans
+        for name in plan.engines
+    }

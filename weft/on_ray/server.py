@@ -21,7 +21,8 @@ from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import FrontSection
 from weft.config.topology import Topology, serves
-from weft.on_ray.actors import CALL_S, NAMESPACE, FleetActor, fleet_name
+from weft.on_ray.actors import CALL_S, NAMESPACE, fleet_name
+from weft.on_ray.fleet_actor import FleetActor
 from weft.on_ray.fleet_state import GroupPlan, Offer
 from weft.on_ray.ray_directory import RayDirectory, RayOwner
 from weft.parallel.secret import read_keys
@@ -32,6 +33,7 @@ REACH_S = 5.0
 """Maximum seconds for a connection to the cluster."""
 PLACE_S = 30.0
 """Maximum seconds until the fleet actor runs."""
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*=!?[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def up(
@@ -108,17 +110,15 @@ def down(name: str, drain_timeout: float) -> int:
 
 def plans_of(topology: Topology) -> list[GroupPlan]:
     """Return the groups of a topology for Ray: one GPU and one CPU per rank with ``device: cuda``, else
-    ``threads`` CPUs. Raise ConfigError for a group of several hosts."""
+    ``threads`` CPUs per rank. Raise ConfigError for wrong labels."""
     made = []
     for group in topology.groups:
         parallel, device = group.config.parallel, group.config.runner.device
-        if parallel.hosts > 1:
-            raise ConfigError(f"group {group.name} spans several hosts, which --on ray does not place yet")
         several = parallel.data_parallel_size > 1
         engines = (
             [f"{group.name}.{n}" for n in range(parallel.data_parallel_size)] if several else [group.name]
         )
-        ranks = parallel.layout.ranks
+        ranks = parallel.ranks_here
         made.append(
             GroupPlan(
                 group=group.name,
@@ -127,10 +127,23 @@ def plans_of(topology: Topology) -> list[GroupPlan]:
                 engines=tuple(engines),
                 expert_group=group.name if several and parallel.enable_expert_parallel else "",
                 gpus=ranks if device == "cuda" else 0,
-                cpus=float(ranks if device == "cuda" else group.config.runner.threads or 1),
+                cpus=float(ranks if device == "cuda" else ranks * (group.config.runner.threads or 1)),
+                hosts=parallel.hosts,
+                labels=_labels(group.name, parallel.ray_labels),
             )
         )
     return made
+
+
+def _labels(group: str, given: str) -> dict[str, str]:
+    """Return ``given``, NAME=VALUE,.., as labels of nodes. Raise ConfigError."""
+    labels = [entry.strip() for entry in given.split(",") if entry.strip()]
+    for wrong in (label for label in labels if not _LABEL.fullmatch(label)):
+        raise ConfigError(
+            f"group {group}: --ray-labels {wrong}: write NAME=VALUE, or NAME=!VALUE for all other nodes",
+            param="--ray-labels",
+        )
+    return dict(label.split("=", 1) for label in labels)
 
 
 def server_name(file: str) -> str:

@@ -31,10 +31,13 @@ class Driver:
         policies: Policies | None = None,
         local_prefill: bool = True,
         retired: Iterable[str] = (),
+        elastic: bool = False,
     ) -> None:
         """Start a fleet. ``roles``: of instances that are not unified."""
         expert_groups = dict.fromkeys(names, expert_group)
-        self.fleet = Fleet(expert_groups, PATIENCE, policies, "front", joining, local_prefill, retired)
+        self.fleet = Fleet(
+            expert_groups, PATIENCE, policies, "front", joining, local_prefill, retired, elastic
+        )
         self.roles = dict(roles or {})
         self.fingerprints = dict(fingerprints or {})
         self.now = 100.0

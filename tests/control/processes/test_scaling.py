@@ -55,6 +55,16 @@ def test_the_last_group_of_a_role_stays() -> None:
         plan_removal("decode0", MEMBERS, frozenset({"decode1"}), NONE, serves)
 
 
+def test_the_last_group_of_a_role_leaves_where_requests_wait_for_the_role() -> None:
+    change = plan_scale("decode", 0, MEMBERS, NONE, NONE, serves, empty=True)
+    assert change.leaving == ["decode0", "decode1"]
+    left = {name: one for name, one in MEMBERS.items() if one.base != "decode"}
+    assert plan_scale("decode", 1, left, NONE, NONE, serves, first=MEMBERS).starting == ("decode0",)
+    one_left = {name: one for name, one in MEMBERS.items() if name != "decode1"}
+    with pytest.raises(InvalidRequest, match="without a decode group"):
+        plan_removal("decode0", one_left, NONE, NONE, serves)
+
+
 def test_a_retired_group_is_no_group_that_serves() -> None:
     retired = frozenset({"decode0"})
     assert plan_scale("decode", 1, MEMBERS, NONE, retired, serves).leaving == ["decode0"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+import msgspec
 
 from weft.cli.serve.front import begin
 from weft.common.errors import ConfigError
@@ -67,7 +68,8 @@ def up_on_ray(file: str, topology: Topology, chosen: RayOptions) -> int:
     if chosen.stop and not chosen.check:
         connect(chosen.address)
         return down(name, front.drain_timeout)
-    config, plans = face_alone(topology), plans_of(topology)
+    plans = plans_of(topology)
+    config = face_alone(_on_one_host(topology))
     server_context(front)
     if chosen.check:
         click.echo(_describe(name, config.served_names[0], plans))
@@ -79,11 +81,23 @@ def up_on_ray(file: str, topology: Topology, chosen: RayOptions) -> int:
     return serve(config, front, owner)
 
 
+def _on_one_host(topology: Topology) -> Topology:
+    """Return the topology for the API server, which starts no ranks. So the file needs no secret for groups
+    on several hosts: the fleet actor has a secret."""
+    groups = []
+    for group in topology.groups:
+        parallel = msgspec.structs.replace(group.config.parallel, hosts=1)
+        groups.append(group._replace(config=msgspec.structs.replace(group.config, parallel=parallel)))
+    return topology._replace(groups=tuple(groups))
+
+
 def _describe(name: str, model: str, plans: list[GroupPlan]) -> str:
     """Return the plan of the server as text: a line for the server, and a line per group."""
     lines = [f"{model} as server {name} on Ray:"]
     width = max(len(plan.group) for plan in plans)
     for plan in plans:
         gpus = f", {plan.gpus} GPU" if plan.gpus else ""
-        lines.append(f"  {plan.group:<{width}}  {plan.role:<7}  {plan.cpus:g} CPU{gpus}")
+        each = f" on each of {plan.hosts} nodes" if plan.hosts > 1 else ""
+        labels = "".join(f", {name}={value}" for name, value in plan.labels.items())
+        lines.append(f"  {plan.group:<{width}}  {plan.role:<7}  {plan.cpus:g} CPU{gpus}{each}{labels}")
     return "\n".join(lines)

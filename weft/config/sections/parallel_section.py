@@ -116,3 +116,10 @@ class ParallelSection(Section, frozen=True, kw_only=True):
             "only processes of this host reach the group."
         ),
     ] = None
+    ray_labels: Annotated[
+        str,
+        Meta(
+            description="Labels of the Ray nodes that may run the group (`weft up --on ray`): "
+            "NAME=VALUE,.. as in `ray start --labels`. Default: any node."
+        ),
+    ] = ""

@@ -14,7 +14,7 @@ from weft.common.errors import Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.control.directory.leases import Leases
 from weft.control.directory.record import DirectoryReader, EngineRecord
-from weft.control.links.link import Address, ProcessElsewhere
+from weft.control.links.link import Address, Process, ProcessElsewhere
 from weft.control.links.owner import EngineInfo, Scaled
 from weft.control.processes.scaling import plan_removal
 from weft.control.processes.table import Member
@@ -184,11 +184,15 @@ class DirectoryOwner:
         times = loss.times if self._clock.now() >= loss.due else loss.times - 1
         return record.incarnation + times * _ATTEMPT
 
+    def _process(self, record: EngineRecord) -> Process:
+        """Return the process of an engine. Only the links find the end of the process."""
+        return ProcessElsewhere()
+
     def _address(self, record: EngineRecord) -> Address:
         keys = self._keys if record.endpoint.startswith("tcp:") else None
         return Address(
             record.endpoint,
-            ProcessElsewhere(),
+            self._process(record),
             keys,
             self._attempt(record),
             record.draining,

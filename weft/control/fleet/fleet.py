@@ -71,8 +71,7 @@ class Fleet:
         self._joining = joining
         self.open = OpenSequences()
         self.entries = self.open.entries  # the open sequences
-        # set once no instance is left and no process will be started again
-        self.failure: WeftError | None = None
+        self.failure: WeftError | None = None  # no instance is left, and no process will be started again
         self.late_events = 0  # events of sequences or attempts already over
         self.failovers = 0  # sequences continued after the loss of an instance
         self.pauses = 0
@@ -102,7 +101,8 @@ class Fleet:
         self._lateness.look(now)
         if self._parked:
             self._place_parked()
-        for sequence, error in self.open.late(self._lateness) if self._parked else ():
+        late = self.open.late(self._lateness) if self._parked or self._lateness.vacant else ()
+        for sequence, error in late:
             self._end(sequence, error)
         if self._events:
             self._actions.append(e.Deliver(tuple(self._events)))

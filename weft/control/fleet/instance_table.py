@@ -90,8 +90,8 @@ class InstanceTable:
         self._joining = joining
         self._local_prefill = local_prefill
         self._elastic = elastic
-        self._roles: dict[str | None, None] = {}
-        """Elastic only: the roles of all instances that have ever answered, in order."""
+        self.roles: dict[str | None, bool] = {}
+        """Elastic only: role of all that ever answered, in order -> True if the last one left alive."""
 
     @property
     def alive(self) -> bool:
@@ -137,7 +137,7 @@ class InstanceTable:
 
     def missing(self, images: bool) -> list[str]:
         """Return the roles without a serving instance. ``images``: the role "encode" counts, too."""
-        known = [*(one.role for one in self.wanted), *self._roles]
+        known = [*(one.role for one in self.wanted), *self.roles]
         return missing_roles(known, (one.role for one in self._serving()), images)
 
     @property
@@ -230,6 +230,8 @@ class InstanceTable:
 
     def leave(self, instance: Instance, now: float) -> None:
         """Mark the instance as leaving: no new sequences from now on."""
+        if instance.role in self.roles and not instance.leaving:
+            self.roles[instance.role] = instance.alive
         instance.leaving = True
         self.leaving.add(instance.name)
         self.drain(instance, now)
@@ -294,7 +296,7 @@ class InstanceTable:
         instance.welcome = welcome
         instance.role = welcome.role
         if self._elastic:
-            self._roles[welcome.role] = None
+            self.roles[welcome.role] = False
         instance.since = instance.heard = instance.moved = now
         instance.state = self._state_when_up(instance)
         if self.complete:
@@ -318,10 +320,8 @@ class InstanceTable:
         self._path_since = min(self._path_since, now) if path else math.inf
 
     def starts_without(self, now: float) -> bool:
-        """Return True once, when the first start has waited ``ABSENT_S`` seconds for absent hosts.
-
-        Sets ``complete`` and logs the absent instances.
-        """
+        """Return True once, when the first start has waited ``ABSENT_S`` seconds for absent hosts. Then set
+        ``complete`` and log the absent instances."""
         if self.complete or now < self._path_since + ABSENT_S:
             return False
         self.complete = True

@@ -17,6 +17,7 @@ from weft.control.fleet.instance_table import InstanceTable, Patience
 from weft.control.fleet.instances import Instance
 from weft.control.fleet.ledger import LedgerEntry, is_refusal
 from weft.control.fleet.pairs import Route, serve, ticketed
+from weft.control.fleet.vacancies import vacant
 from weft.types import messages as m
 
 log = get_logger(__name__)
@@ -104,6 +105,7 @@ class Lateness:
     While an instance is expected to come back, requests wait for ``Patience.recovery``. The time counts from
     the end of the last process able to serve: a process that drains for a planned restart is present. New
     requests wait for ``Patience.role`` if no instance will come, and before decode instances also prefill.
+    For a role that was scaled to zero, each request waits for ``Patience.recovery`` from its own start.
     """
 
     def __init__(self, table: InstanceTable, patience: Patience) -> None:
@@ -116,10 +118,16 @@ class Lateness:
         self._images_again = _Limit(max(patience.role, patience.recovery))
         self._lacked = False
         """True if anything was missing at the last ``look``."""
+        self._recovery, self._now = patience.recovery, -math.inf
+        self.vacant = False
+        """True if all missing roles were scaled to zero, at the last ``look``."""
+        self._since: dict[int, float] = {}
+        """Vacant: sequence without a place -> start of its wait."""
 
     def deadline(self) -> float:
-        """Return the time at which ``look`` will next change something; inf for never."""
-        return min(limit.deadline(since) for limit, since in self._limits())
+        """Return the time at which ``look`` or ``late`` will next change something; inf for never."""
+        own = min(self._since.values(), default=math.inf) + self._recovery
+        return min(own, *(limit.deadline(since) for limit, since in self._limits()))
 
     def look(self, now: float) -> None:
         """Update all limits.
@@ -130,7 +138,10 @@ class Lateness:
         lacks = any(since < math.inf for _, since in self._limits())
         if not lacks and not self._lacked:  # the usual case
             return
-        self._lacked = lacks
+        self._lacked, self._now = lacks, now
+        self.vacant = lacks and vacant(self._table)
+        if not self.vacant:
+            self._since.clear()
         before = self._role.passed
         for limit, since in self._limits():
             limit.look(since, now)
@@ -169,6 +180,8 @@ class Lateness:
 
         With ``begun`` the sequence was at an instance before; with ``images`` the sequence has images.
         """
+        if self.vacant:
+            return None
         if self._any.passed:
             return Unavailable(LATE)
         # A sequence once at an instance, or an expected instance, justifies the longer limits (`_again`).
@@ -178,6 +191,14 @@ class Lateness:
         if images and (self._images_again if waits else self._images).passed:
             return self._lacks(images=True)
         return None
+
+    def overstayed(self, parked: Iterable[int]) -> set[int]:
+        """Return the ``parked`` sequences that have waited too long for a role that was scaled to zero. Call
+        after ``look``."""
+        if not self.vacant:
+            return set()
+        self._since = {one: self._since.get(one, self._now) for one in parked}
+        return {one for one, since in self._since.items() if self._now >= since + self._recovery}
 
     def _lacks(self, images: bool) -> Unavailable:
         roles = self._table.missing(images)
@@ -262,9 +283,11 @@ class OpenSequences:
         Removes nothing; the error is logged.
         """
         found: list[tuple[int, WeftError]] = []
+        overstayed = lateness.overstayed(self.parked)
         for sequence in self.parked:
             entry = self.entries[sequence]
             error = lateness.why(begun=entry.attempt >= 0, images=bool(entry.submit.media))
+            error = Unavailable(LATE) if sequence in overstayed else error
             if error is not None:
                 self._refusals.say("a request fails: %s", error.message)
                 found.append((sequence, error))

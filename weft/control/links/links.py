@@ -358,8 +358,8 @@ class Links:
         return await self._owner.revive(group)
 
     def _check_complete(self) -> None:
-        """Raise Unavailable until all engine processes have answered for the first time."""
-        if not self._fleet.table.complete:
+        """Raise Unavailable until all engines have answered once, unless others start the engines."""
+        if not (self._fleet.table.complete or self.elastic):
             raise Unavailable("the server is still starting")
 
     def _lives(self, name: str) -> bool:

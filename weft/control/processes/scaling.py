@@ -45,12 +45,14 @@ def plan_scale(
     *,
     first: Mapping[str, Member] | None = None,
     returnable: Sequence[str] = (),
+    empty: bool = False,
 ) -> Change:
     """Return the change that gives ``base`` a number of ``groups``.
 
     ``members``: engine processes by name. ``leaving``: names of ``members`` that leave already; leaving
     groups do not count. ``retired``: names without a process. ``first``: members at the start of the server,
     which define the base names. ``returnable``: names of ``leaving`` that may stay, newest removal first.
+    ``empty``: True if requests wait for a role without groups, so the last group of a role may leave.
 
     Missing groups come from ``returnable`` first. New groups get the smallest free numbers. Retired groups
     leave first, then the newest.
@@ -71,7 +73,8 @@ def plan_scale(
     present.sort(key=lambda group: of_base[group].keys() <= retired)  # stable: else in order of the start
     if groups < len(present):
         names = [name for group in present[groups:] for name in of_base[group]]
-        _check_roles(names, members, leaving | retired, serves)
+        if groups or not empty:
+            _check_roles(names, members, leaving | retired, serves)
         return Change({}, names)
     missing = groups - len(present)
     back = dict.fromkeys(members[name].group for name in returnable if members[name].base == base)

@@ -128,7 +128,7 @@ class Front:
         )
         self.metrics = Metrics(self.names[0], self.links, self._spans)
         each = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
-        self.lifecycle = Lifecycle(lambda: each * places(self.links.instances))
+        self.lifecycle = Lifecycle(lambda: each * places(self.links.instances, self.links.elastic))
         self.bodies = Bodies(section.max_request_bytes)
         self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="weft-text")
         self._pooled = 0

@@ -1,0 +1,84 @@
+"""The owner of groups on Ray, over a fleet state in this process: no actor, no cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
+
+from tests.control.directory.test_leases import record
+from tests.on_ray.test_fleet_state import plan
+from weft.common.errors import InvalidRequest
+from weft.config.topology import serves
+from weft.control.directory.record import EngineRecord
+from weft.control.links.link import Address
+from weft.on_ray.fleet_state import FleetState, GroupPlan, Kept
+from weft.on_ray.ray_directory import RayDirectory, RayOwner
+
+PREFILL = GroupPlan(group="prefill0", base="prefill", role="prefill", engines=("prefill0",))
+
+
+class Directory(RayDirectory):
+    """A directory that sends orders to a fleet state of the test."""
+
+    def __init__(self, state: FleetState) -> None:
+        self.state = state
+        self.read()
+
+    def read(self) -> Mapping[str, EngineRecord]:
+        self._snapshot = self.state.snapshot()
+        return {one.name: one for one in self._snapshot.records}
+
+    def tell(self, order: str, *arguments: Any) -> None:
+        match order:
+            case "want":
+                self.state.want(msgspec.msgpack.decode(arguments[0], type=list[GroupPlan]))
+            case "remove":
+                self.state.unwant(*arguments)
+        self.read()
+
+
+@pytest.fixture
+def directory() -> Directory:
+    state = FleetState(Kept(secret="secret"), 0.0)
+    state.want([PREFILL, plan("decode0")])
+    state.due([], 0.0)
+    published = record("decode0", incarnation=5)
+    assert state.publish("decode0", state.plans["decode0"].attempt, 1, [published], 0.0)
+    return Directory(state)
+
+
+def test_a_role_scales_to_zero_and_back(directory: Directory) -> None:
+    owner = RayOwner(directory, record().model, None, serves)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="without a decode group"):
+        asyncio.run(owner.remove("decode0"))
+    assert asyncio.run(owner.scale("decode", 0)).leaving == ("decode0",)
+    assert list(directory.state.plans) == ["prefill0"]
+    attempt = next(key[1] for key in directory.state._published)
+    directory.state.left("decode0", attempt)
+    directory.read()
+    owner._records = {}
+    assert asyncio.run(owner.scale("decode", 2)).starting == ("decode0", "decode1")
+    assert list(directory.state.plans) == ["prefill0", "decode0", "decode1"]
+    assert directory.state.plans["decode1"].role == "decode"
+
+
+def test_the_end_of_an_engine_is_known_at_once(directory: Directory) -> None:
+    owner = RayOwner(directory, record().model, None, serves)  # type: ignore[arg-type]
+    address = owner.present()["decode0"]
+    assert isinstance(address, Address)
+    assert address.process.poll() is None
+    state = directory.state
+    state.publish("decode0", state.plans["decode0"].attempt, 1, [], 1.0)
+    directory.read()
+    assert address.process.poll() == 1
+    state.publish("decode0", state.plans["decode0"].attempt, 1, [record("decode0", incarnation=6)], 2.0)
+    directory.read()
+    assert address.process.poll() == 1
+    again = owner._address(state.snapshot().records[0])
+    assert again.process.poll() is None

@@ -1,0 +1,226 @@
+"""The Ray actor of a fleet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import ray
+from ray.experimental import internal_kv
+
+from weft.common.log import get_logger
+from weft.control.directory.record import EngineRecord
+from weft.on_ray import placement
+from weft.on_ray.actors import LOOK_S, NAMESPACE, REACH_S, START_S, fleet_name, group_name, insist
+from weft.on_ray.fleet_state import GRACE_S, FleetState, GroupPlan, Kept, Offer
+
+log = get_logger(__name__)
+
+
+class FleetActor:
+    """Keeps the wanted state of a server, starts the actors of groups, and restarts groups in turn.
+
+    The wanted state is in Ray's store of keys, where a restarted fleet actor finds the state.
+    """
+
+    def __init__(self, server: str, secret: str) -> None:
+        """Read the state of an earlier process. ``secret``: of the server, if there is no earlier state."""
+        self._server, self._key = server, f"{fleet_name(server)}/state"
+        try:
+            data = insist(lambda: internal_kv._internal_kv_get(self._key, namespace=NAMESPACE), REACH_S)
+        except Exception:
+            os._exit(1)  # Ray restarts the actor
+        kept = Kept(secret=secret) if data is None else msgspec.msgpack.decode(data, type=Kept)
+        self._state = FleetState(kept, time.monotonic())
+        self._forgotten = False
+        self._living: list[str] = []
+        """The result of ``living`` at the last look."""
+        self._lock, self._looks, self._turn = threading.Lock(), threading.Lock(), threading.Lock()
+        """For the state; for one look at a time; for one rolling restart at a time."""
+        threading.Thread(target=self._look_on, name="weft-fleet", daemon=True).start()
+        if self._state.kept.restarting:
+            self._begin_restart(GRACE_S)  # the records of all groups come first
+
+    # -- calls of `weft up` and of API servers
+
+    def offer(self, data: bytes) -> str:
+        """Use an ``Offer`` (msgpack). Return "", or the model of this fleet, which refuses the offer."""
+        with self._changed():
+            refused = self._state.offer(msgspec.msgpack.decode(data, type=Offer))
+        self._look()
+        return refused
+
+    def secret(self) -> str:
+        """Return the secret of the server."""
+        return self._state.kept.secret
+
+    def want(self, plans: bytes) -> None:
+        """Start the groups of ``plans`` (msgpack of GroupPlan), unless they run."""
+        with self._changed():
+            self._state.want(msgspec.msgpack.decode(plans, type=list[GroupPlan]))
+        self._look()
+
+    def remove(self, group: str) -> None:
+        """Drain and end a group."""
+        with self._changed():
+            self._state.unwant(group)
+        self._look()
+
+    def stop(self) -> list[str]:
+        """Drain and end all groups. Return the groups that live, without a wait."""
+        with self._changed():
+            for group in list(self._state.plans):
+                self._state.unwant(group)
+        self._look()
+        return self.living()
+
+    def living(self) -> list[str]:
+        """Return the groups whose actors live, and GROUP/N for the actor of host N of a group."""
+        prefix = group_name(self._server, "")
+        found = ray.util.list_named_actors(all_namespaces=True)
+        names = [one["name"] for one in found if one["namespace"] == NAMESPACE]
+        return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+    def forget(self) -> None:
+        """Remove the stored state. Call before the end of this actor."""
+        with self._lock:
+            self._forgotten = True
+            internal_kv._internal_kv_del(self._key, namespace=NAMESPACE)
+
+    def revive(self, group: str) -> None:
+        """Start a retired group again."""
+        with self._changed():
+            self._state.revive(group)
+        self._look()
+
+    def restart(self, groups: list[str]) -> None:
+        """Restart ``groups`` in turn. Returns at once. A restarted fleet actor goes on with the rest."""
+        with self._changed():
+            self._state.restart(groups)
+        self._begin_restart(0.0)
+
+    def snapshot(self) -> bytes:
+        """Return a msgpack of Snapshot."""
+        with self._lock:
+            return msgspec.msgpack.encode(self._state.snapshot())
+
+    # -- calls of group actors
+
+    def admit(self, group: str, attempt: int, process: int) -> tuple[str, str] | None:
+        """Return (text of the topology, secret) for a group that starts. None: the actor ends for good."""
+        with self._changed():
+            if not self._state.admit(group, attempt, process, time.monotonic()):
+                return None
+            return self._state.kept.topology, self._state.kept.secret
+
+    def publish(self, group: str, attempt: int, process: int, data: bytes) -> bool:
+        """Store the records of a group (msgpack of EngineRecord). Return False if the group must drain."""
+        records = msgspec.msgpack.decode(data, type=list[EngineRecord])
+        with self._lock:
+            return self._state.publish(group, attempt, process, records, time.monotonic())
+
+    def meet(self, group: str, attempt: int, address: str) -> None:
+        """Store the address, HOST:PORT, at which the other hosts of a group join."""
+        with self._changed():
+            self._state.meet(group, attempt, address)
+
+    def join(self, group: str, attempt: int, host: str = "", process: int = 0) -> tuple[str, str, str] | None:
+        """Return (text of the topology, secret, address of the head) for a further host of a group. The
+        address is "" before the head starts. None: the host ends. ``host``, ``process``: GROUP/N, and the
+        number of the process of an actor that starts."""
+        with self._lock:
+            if host:
+                self._state.claim(host, attempt, process)
+            kept = self._state.kept
+            if self._state.joins(group, attempt, self._living):
+                return kept.topology, kept.secret, kept.meetings.get(group, "")
+        return None
+
+    def left(self, group: str, attempt: int) -> None:
+        """Note the end of a group actor for good."""
+        with self._changed():
+            self._state.left(group, attempt)
+
+    @contextlib.contextmanager
+    def _changed(self) -> Iterator[None]:
+        """Change the state within the block, and store the changed state."""
+        with self._lock:
+            before = msgspec.msgpack.encode(self._state.kept)
+            yield
+            after = msgspec.msgpack.encode(self._state.kept)
+            if after != before and not self._forgotten:
+                internal_kv._internal_kv_put(self._key, after, overwrite=True, namespace=NAMESPACE)
+
+    def _look_on(self) -> None:
+        """Look again and again. The body of a thread."""
+        while True:
+            time.sleep(2 * LOOK_S)
+            try:
+                self._look()
+            except Exception as error:
+                log.error("the fleet of %s cannot be seen (%s)", self._server, type(error).__name__)
+
+    def _look(self) -> None:
+        """Start the actors of wanted groups, and kill unwanted actors that wait for a place."""
+        with self._looks:
+            living = self._living = self.living()
+            with self._changed():
+                due = self._state.due(living, time.monotonic())
+                abandoned = self._state.abandoned(living, time.monotonic())
+                due += self._state.incomplete(living)
+            for plan in due:
+                placement.start_group(self._server, plan)
+            if self._state.several_hosts:
+                placement.free(self._server, living, list(self._state.plans.values()))
+            for group in abandoned:
+                if (actor := self._actor(group)) is not None:
+                    ray.kill(actor)
+
+    def _begin_restart(self, wait: float) -> None:
+        """Start the thread of the rolling restart, which begins after ``wait`` seconds."""
+        threading.Thread(target=self._restart, args=(wait,), name="weft-restart", daemon=True).start()
+
+    def _restart(self, wait: float) -> None:
+        """Restart one group after the other: each must answer again before the next one drains."""
+        time.sleep(wait)
+        with self._turn:
+            while self._state.kept.restarting:
+                group = self._state.kept.restarting[0]
+                good = self._restart_one(group)
+                with self._changed():
+                    self._state.restarted(group)
+                    if not good:
+                        self._state.kept.restarting.clear()
+
+    def _restart_one(self, group: str) -> bool:
+        """Restart a group. Return False if the group does not answer in time."""
+        actor = self._actor(group)
+        with self._lock:
+            before = self._state.incarnations(group)
+            seconds = START_S + self._state.kept.drain_timeout
+        if actor is None:
+            return True
+        actor.restart.remote()
+        until = time.monotonic() + seconds
+        while group in self._state.plans and not self._is_new(group, before):
+            if time.monotonic() > until:
+                log.error("the rolling restart stops: group %s does not answer", group)
+                return False
+            time.sleep(LOOK_S)
+        return True
+
+    def _is_new(self, group: str, before: dict[str, int]) -> bool:
+        with self._lock:
+            return self._state.is_new(group, before)
+
+    def _actor(self, group: str) -> Any:
+        """Return the living actor of ``group``, or None."""
+        try:
+            return ray.get_actor(group_name(self._server, group), namespace=NAMESPACE)
+        except ValueError:
+            return None
