@@ -13,7 +13,7 @@ import click
 from testing.cluster.check import Violation
 from testing.cluster.cluster import simulate_cluster
 from testing.cluster.explore import Exploration, explore, silent_log
-from testing.cluster.faults import KINDS
+from testing.cluster.faults import KINDS, OF_MEMBERS
 from weft.cli.processes.child import die_with_parent
 from weft.common.progress import progress_bar
 
@@ -84,7 +84,7 @@ def coverage(found: Exploration) -> str:
         f"({each:.1f} ms each)",
         "number of schedules with each fault:",
     ]
-    lines += [f"    {kind:<40}{found.faults[kind]:>9}" for kind in KINDS]
+    lines += [f"    {kind:<40}{found.faults[kind]:>9}" for kind in (*KINDS, *OF_MEMBERS)]
     lines.append("events over all schedules:")
     lines += [f"    {name:<40}{count:>9}" for name, count in sorted(found.counts.items()) if count]
     return "\n".join(lines)

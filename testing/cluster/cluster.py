@@ -17,6 +17,7 @@ from testing.cluster import faults
 from testing.cluster.check import Violation, require, token_key
 from testing.cluster.clients import MOST_TRIES, Client, random_client
 from testing.cluster.collectives import Collectives
+from testing.cluster.directory import check_end
 from testing.cluster.engine_process import EngineProcess
 from testing.cluster.excuses import check_prefixes
 from testing.cluster.front import FrontProcess
@@ -227,12 +228,8 @@ class Cluster(Timeline):
                 for engine_process in self.supervisor.engine_processes.values()
             )
             require(not late, "images were late without a fault")
+        check_end(self)
         for engine_process in self.supervisor.engine_processes.values():
-            leaves = engine_process.instance in self.supervisor.removed
-            require(
-                not (engine_process.alive and leaves),
-                f"{engine_process.name} runs, and its instance has left",
-            )
             if engine_process.alive and engine_process.ready:
                 self._check_idle(engine_process)
         self._reap()

@@ -55,7 +55,7 @@ class EngineProcess:
         self.listens = self.ready = self.replaced = False
         """``replaced``: the supervisor has decided on the successor, or on none."""
         self.slow = False
-        """True if the process will not start in time."""
+        """True if the process will not start in time, or if the name has a second process."""
         self.incarnation = cluster.rng.getrandbits(32)
         cluster.transfers.engine_processes[self.incarnation] = self
         self.replica: Replica = cluster.replicas[instance]

@@ -12,6 +12,7 @@ from weft.control.fleet.instance_table import Patience
 from weft.control.fleet.instances import ALIVE, SERVING, Instance
 from weft.control.fleet.open_sequences import LATE, MOST_REFUSALS, NO_ROLE, UNFIT
 from weft.control.fleet.pairs import serve
+from weft.front import lifecycle
 from weft.types import messages as m
 
 if TYPE_CHECKING:
@@ -87,6 +88,10 @@ def check_wait(front: FrontProcess, message: str, why: str, *, images: bool = Fa
     words = message.split() if message.startswith(NO_ROLE) else []
     named = [role for role in ("prefill", "decode", "unified", "encode") if role in words]
     require(not set(named) & set(present), f"{why}, and {present} are up")
+    roles, removed = cluster.transfers.roles, cluster.supervisor.removed
+    given_up = [role for role in named if all(n in removed for n, one in roles.items() if one == role)]
+    by_order = given_up and "unified" not in roles.values()
+    require(not by_order, f"{why}, and an operator's order took the last {given_up} group")
     waited = cluster.now - front.there_at[0 if message == LATE else 2 if "encode" in named else 1]
     if message != LATE and "encode" not in named and "decode" in present:
         require(
@@ -160,3 +165,18 @@ def check_books(front: FrontProcess) -> None:
             raise Violation(f"{name}: the load of {place} is off")
     if placed:
         raise Violation(f"{name}: instances have {-placed} sequences that are not open")
+    _check_room(front)
+
+
+def _check_room(front: FrontProcess) -> None:
+    """Raise Violation if the limit on requests counts an instance that takes none any more, or leaves out one
+    that serves."""
+    instances = front.fleet.table.instances
+    gone = front.left_instances | front.retired_instances
+    members = [name for name in instances if name not in gone]
+    room = lifecycle.places(instances.values())
+    if room > len(members):
+        raise Violation(f"{front.name}: room for requests of {room} instances, and only {members} take any")
+    serving = [name for name in members if instances[name].state in SERVING]
+    if room < len(serving):
+        raise Violation(f"{front.name}: room for requests of {room} instances, and {serving} serve")

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from testing.cluster.engine_process import EngineProcess
 from testing.cluster.network import Link
 from testing.cluster.ranks import RankProcess
+from testing.cluster.supervisor import Supervisor
 from testing.cluster.transfers import transfer_faults
 from weft.common.errors import EngineDead
 
@@ -42,28 +44,29 @@ def plan(cluster: Cluster) -> int:
         else:
             cluster.at(at, None, _fire, cluster, KINDS[kind][1], kind)
             planned += 1
-    return planned + _plan_leave(cluster) + _plan_lapse(cluster)
+    return planned + _plan_members(cluster)
 
 
-def _plan_leave(cluster: Cluster) -> int:
-    """Let an instance leave in some schedules. Return the number of planned changes.
+def _plan_members(cluster: Cluster) -> int:
+    """Let instances leave, leases end and names get a second process in some schedules. Return the number of
+    planned changes.
 
-    A random generator of its own keeps the other schedules as they are without this kind.
+    A random generator for each kind keeps the other schedules as they are without the kind.
     """
-    rng = random.Random(f"members of {cluster.seed}")
-    times = [rng.uniform(0.4, 1.5) for _ in range(rng.choice((1, 1, 2)))] if rng.random() < 0.2 else []
-    for at in times:
-        cluster.at(at, None, _fire, cluster, _leave, "instance left")
-    return len(times)
+    planned = 0
+    for kind, (label, share, numbers, order) in OF_MEMBERS.items():
+        rng = random.Random(f"{label} of {cluster.seed}")
+        times = [rng.uniform(0.4, 1.5) for _ in range(rng.choice(numbers))] if rng.random() < share else []
+        for at in times:
+            cluster.at(at, None, _fire, cluster, partial(_change_members, order=order), kind)
+        planned += len(times)
+    return planned
 
 
-def _plan_lapse(cluster: Cluster) -> int:
-    """Let leases end in some schedules while their engines live. Return the number of planned changes."""
-    rng = random.Random(f"leases of {cluster.seed}")
-    times = [rng.uniform(0.4, 1.5) for _ in range(rng.choice((1, 2, 3)))] if rng.random() < 0.15 else []
-    for at in times:
-        cluster.at(at, None, _fire, cluster, _lapse, "lease lapsed")
-    return len(times)
+def _change_members(cluster: Cluster, order: Callable[[Supervisor, str], bool]) -> bool:
+    """Call the supervisor's ``order`` for a random instance. Return the result."""
+    engine_process = _engine_process(cluster)
+    return engine_process is not None and order(cluster.supervisor, engine_process.instance)
 
 
 def _during_a_request(cluster: Cluster) -> float:
@@ -317,18 +320,6 @@ def _drain(cluster: Cluster) -> bool:
     return engine_process is not None and cluster.supervisor.drain(engine_process.instance)
 
 
-def _leave(cluster: Cluster) -> bool:
-    """Let an instance leave the server. Return True if it leaves."""
-    engine_process = _engine_process(cluster)
-    return engine_process is not None and cluster.supervisor.remove(engine_process.instance)
-
-
-def _lapse(cluster: Cluster) -> bool:
-    """Let the lease of an engine end at one API server. Return True if the lease ends."""
-    engine_process = _engine_process(cluster)
-    return engine_process is not None and cluster.supervisor.lapse(engine_process.instance)
-
-
 def _slow_upgrade(cluster: Cluster) -> bool:
     """Upgrade an engine, and delay the next starts beyond the limit.
 
@@ -529,3 +520,11 @@ KINDS: dict[str, tuple[int, Callable[[Cluster], bool]]] = {
 
 For a later effect, the observer of the effect calls ``Cluster.happened``.
 """
+OF_MEMBERS: dict[str, tuple[str, float, tuple[int, ...], Callable[[Supervisor, str], bool]]] = {
+    "instance left": ("members", 0.2, (1, 1, 2), Supervisor.remove),
+    "lease lapsed": ("leases", 0.15, (1, 2, 3), Supervisor.lapse),
+    "scaled down": ("scales", 0.15, (1, 1, 2), Supervisor.scale_down),
+    "started twice": ("twins", 0.1, (1,), Supervisor.twin),
+}
+"""Kind -> (label of the generator, share of the schedules, possible numbers, method of the supervisor that
+returns True for a visible effect)."""

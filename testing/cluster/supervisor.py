@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from testing.cluster.directory import DirectoryView, check_incarnations, check_roles
 from testing.cluster.engine_process import EngineProcess
-from weft.common.errors import EngineDead
+from weft.common.errors import EngineDead, InvalidRequest
 from weft.common.restarts import RestartBudget
+from weft.config.topology import serves
+from weft.control.processes import scaling
+from weft.control.processes.table import Member
 
 if TYPE_CHECKING:
     from testing.cluster.cluster import Cluster
@@ -38,6 +42,8 @@ class Supervisor:
         """Number of instances ordered to drain."""
         self._started = 0
         self._upgrading: set[str] = set()
+        self.views: dict[str, DirectoryView] = {}
+        """API server -> the directory as the API server has read it."""
 
     def start(self, instance: str) -> None:
         """Start a process and announce it, unless the instance was retired in the meantime."""
@@ -53,7 +59,7 @@ class Supervisor:
         )
         cluster.note("supervisor", "..", engine_process.name, "started")
         for front in cluster.fronts:
-            self.tell(front, front.started, engine_process)
+            self.tell(front, self._read, front, engine_process)
 
     def introduce(self, front: FrontProcess) -> None:
         """Announce all present processes to ``front``, which has just begun."""
@@ -61,7 +67,7 @@ class Supervisor:
             if engine_process.instance in self.removed:
                 self.tell(front, front.left, engine_process.instance)
                 continue
-            self.tell(front, front.started, engine_process)
+            self.tell(front, self._read, front, engine_process)
             if engine_process.instance in self.retired:
                 self.tell(front, front.retired, engine_process.instance, EngineDead("it died too often"))
             elif engine_process.replaced:
@@ -104,21 +110,81 @@ class Supervisor:
         return True
 
     def remove(self, instance: str) -> bool:
-        """Drain the process of an instance, which leaves the server. Return False if not possible now.
-
-        Another instance of the role stays. The instance may join again later.
+        """Drain the process of an instance, which leaves the server: an operator's order. The instance may
+        join again later. Return False if the order is refused, or not possible now.
         """
+        return self._order(instance, lambda *now: scaling.plan_removal(instance, *now, serves))
+
+    def scale_down(self, instance: str) -> bool:
+        """Let an operator order one group less of the role of ``instance``. Return False as ``remove``."""
         roles = self._cluster.transfers.roles
-        left = {name for name in roles if name not in self.retired | self.removed | {instance}}
-        if roles[instance] not in {roles[name] for name in left} or self._expert_groups[instance]:
+        base = roles[instance]
+        groups = len([name for name, role in roles.items() if role == base and name not in self.removed]) - 1
+        return self._order(
+            instance, lambda *now: scaling.plan_scale(base, groups, *now, serves, first=now[0]).leaving
+        )
+
+    def _order(self, instance: str, plan: Callable[..., list[str]]) -> bool:
+        """Carry out an operator's order, with the product's plan of the names that leave. Raise Violation if
+        the server loses a role by the order."""
+        if self._expert_groups[instance]:
             return False
-        if not self._can_drain(instance):
+        transfers = self._cluster.transfers
+        members = {
+            name: Member("", name, role, role, tower=transfers.images.towers and role != "decode")
+            for name, role in transfers.roles.items()
+        }
+        try:
+            names = plan(members, frozenset(self.removed), frozenset(self.retired))
+        except InvalidRequest:
             return False
-        self.removed.add(instance)
-        for front in self._cluster.fronts:
-            self.tell(front, front.left, instance)
-        self._drain(instance)
+        if not all(map(self._can_drain, names)):
+            return False
+        check_roles(self._cluster, names)
+        for name in names:
+            self.removed.add(name)
+            for front in self._cluster.fronts:
+                self.tell(front, front.left, name)
+            self._drain(name)
         return True
+
+    def twin(self, instance: str) -> bool:
+        """Start another process of an instance whose process lives on, as an outer system does for a host
+        that seems lost. Return False if not possible now.
+
+        API servers read the records of both processes in any order, until the former process ends.
+        """
+        cluster, rng = self._cluster, self._cluster.rng
+        if cluster.tensor > 1 or self._expert_groups[instance] or not self._can_drain(instance):
+            return False
+        former = self.engine_processes[instance]
+        former.replaced = True
+        self.restarts += 1
+        self.start(instance)
+        both = former, self.engine_processes[instance]
+        for one in both:
+            one.slow = True
+        end = cluster.now + rng.uniform(0.3, 2.0)
+        for front in cluster.fronts:
+            for _ in range(rng.choice((1, 2, 3))):
+                read = rng.uniform(cluster.now, end - 0.2)
+                cluster.at(read, None, self.tell, front, self._read, front, rng.choice(both))
+        cluster.pending_faults += 1
+        cluster.at(end, None, self._end_former, former)
+        return True
+
+    def _end_former(self, former: EngineProcess) -> None:
+        """End a process that a second process of the name has replaced. Raise Violation if API servers use
+        different processes of the name."""
+        self._cluster.pending_faults -= 1
+        check_incarnations(self._cluster, former.instance)
+        self._cluster.end_engine_process(former)
+
+    def _read(self, front: FrontProcess, engine_process: EngineProcess) -> None:
+        """Let ``front`` read the record of a process, and connect if the process is the present one."""
+        view = self.views.setdefault(front.name, DirectoryView())
+        if view.read(engine_process.instance, engine_process.number, self._cluster.now):
+            front.started(engine_process)
 
     def lapse(self, instance: str) -> bool:
         """Let the lease of an instance end at one API server, which forgets the instance, although the engine
