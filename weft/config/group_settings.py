@@ -31,6 +31,7 @@ _OWN = (
     "gpus",
     "parallel.group_secret",
     "parallel.advertise",
+    "start_id",
     "address_file",
     "rendezvous",
     "host.ranks",

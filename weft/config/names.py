@@ -9,6 +9,7 @@ from weft.common import log
 from weft.common.errors import ConfigError
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import ModelSection
+from weft.types.handshake import EngineIdentity
 
 
 def served_names(model: ModelSection, path: str) -> tuple[str, ...]:
@@ -46,6 +47,12 @@ def instance_name(config: EngineConfig, replica: int) -> str:
     if not config.group:
         return str(replica)
     return f"{config.group}.{replica}" if config.parallel.data_parallel_size > 1 else config.group
+
+
+def engine_identity(config: EngineConfig) -> EngineIdentity:
+    """Return the identity of the engine process with the settings ``config``."""
+    name = instance_name(config, config.replica)
+    return EngineIdentity(name=name, model=config.served_names[0], start=config.start_id)
 
 
 def process_name(config: EngineConfig, rank: int | None = None) -> str:

@@ -191,6 +191,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of sockets on one host, for ranks and for the rendezvous of an expert-parallel group."""
     rendezvous: str = ""
     """Address of the rendezvous store of a group over several hosts; "" for a group on one host."""
+    start_id: int = 0
+    """Number that the owner of the engine process gave to the start; see ``EngineIdentity.start``. 0 for
+    none."""
     address_file: str = ""
     """File in which the engine process writes the address of its socket; "" for a known address."""
     group: str = ""

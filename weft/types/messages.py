@@ -22,6 +22,7 @@ import numpy as np
 from weft.common.errors import ErrorInfo, InvalidRequest
 from weft.common.shared_bytes import SharedName
 from weft.types.grammar import Grammar
+from weft.types.handshake import EngineIdentity
 from weft.types.media_item import MediaItem
 from weft.types.sampling import TokenParams
 from weft.types.transfer import TransferParameters
@@ -62,12 +63,10 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
 
-VERSION = 1
-"""The newest protocol version of the release."""
+VERSION = 2
+"""The newest version of these messages. Version 2 added ``Hello.engine`` and ``Welcome.engine``."""
 OLDEST = 1
-"""The oldest protocol version understood by the release. Hello and Welcome carry both versions. Peers without
-a common version refuse each other.
-"""
+"""The oldest version understood. A sender uses only the fields of the newest common version."""
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
 """Salt of probe sequences. API servers send probe sequences to check if an engine process produces tokens."""
@@ -80,20 +79,21 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
     pass
 
 
-class Hello(_Message, frozen=True, kw_only=True):
-    """API server to engine, the first message: the name and the protocol versions of the API server."""
+class Hello(_Message, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=False):
+    """API server to engine, the first message. Unknown fields are ignored, so any release reads versions."""
 
     versions: tuple[int, int]
     """[oldest, newest]. Both ends use the newest common version."""
     front: str
     quiet: bool = False
-    """Send heartbeats only while the API server has sequences on the engine process, and one heartbeat as
-    answer to this message.
-    """
+    """Send heartbeats only while the API server has sequences here, and one as answer to this message."""
+    engine: EngineIdentity | None = None
+    """The wanted engine process; another process refuses. Only for a peer known to speak version 2."""
 
 
-class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Engine to API server, the answer to Hello: a description of the engine."""
+class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=False):
+    """Engine to API server, the answer to Hello: a description of the engine. As in Hello, unknown fields are
+    ignored."""
 
     versions: tuple[int, int]
     vocab_size: int
@@ -122,9 +122,9 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True):
     with equal fingerprints.
     """
     probe: SharedName | None = None
-    """Name of a shared memory probe. An API server that can open the probe may publish pixels in shared
-    memory (``MediaItem.shared``).
-    """
+    """Name of shared memory. An API server that can open it may publish pixels (``MediaItem.shared``)."""
+    engine: EngineIdentity | None = None
+    """Identity of the engine process. Only in version 2."""
 
 
 class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):

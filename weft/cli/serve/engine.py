@@ -205,6 +205,7 @@ def _run_engines(
     from weft.control.directory.record import EngineRecord
     from weft.engine.ranks.processes import start_process
     from weft.engine.server.engine_processes import EngineProcesses
+    from weft.types.messages import VERSION
 
     operations = Operations((config,), False, start_process)
     facts = EngineRecord(
@@ -216,6 +217,7 @@ def _run_engines(
         group=config.group,
         base=config.base,
         role=config.transfer.role,
+        messages=VERSION,
     )
     try:
         group = EngineProcesses(config, folder, front.log_settings, operations.start)

@@ -19,6 +19,7 @@ from weft.control.links.owner import EngineInfo, Scaled
 from weft.control.processes.scaling import plan_removal
 from weft.control.processes.table import Member
 from weft.parallel.secret import CurveKeys
+from weft.types.handshake import IDENTITY_SINCE, EngineIdentity
 
 log = get_logger(__name__)
 
@@ -198,4 +199,12 @@ class DirectoryOwner:
             record.draining,
             record.expert_group,
             leaving=record.draining,
+            identity=_identity(record),
         )
+
+
+def _identity(record: EngineRecord) -> EngineIdentity | None:
+    """Return the identity of the engine of ``record``; None for an engine that does not know the field."""
+    if record.messages < IDENTITY_SINCE:
+        return None
+    return EngineIdentity(name=record.name, model=record.model, start=record.incarnation)

@@ -167,7 +167,7 @@ class HostServer:
     def _start(self) -> None:
         """Start all engine processes."""
         for name in self._group.members:
-            address = self._group.start(name, secrets.randbits(63))
+            address = self._group.start(name, new_incarnation())
             self._addresses[name], self._started = address, time.monotonic()
             self._probes[name] = EngineProbe(address)
 
@@ -260,6 +260,16 @@ class HostServer:
         self._group.close(0.0)
         if self._gate is not None:
             self._gate.close()
+
+
+def new_incarnation() -> int:
+    """Return a number of 63 bits for a process: milliseconds since 1970, then 21 random bits.
+
+    Of two processes of one name, the later one has the greater number, if the clocks of the hosts agree. API
+    servers use the greater one: see ``Leases``.
+    """
+    milliseconds = int(time.time() * 1000) % (1 << 42)
+    return (milliseconds << 21) | secrets.randbits(21)
 
 
 def check_names(directory: DirectoryWriter, names: Iterable[str]) -> None:

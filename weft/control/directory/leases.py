@@ -1,10 +1,19 @@
-"""Expiry of directory records, by the reader's clock alone. Pure."""
+"""Expiry of directory records, by the reader's clock alone, and the choice between two processes of one name.
+Pure.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from weft.control.directory.record import LEASE_S, EngineRecord
+
+
+class _Seen(NamedTuple):
+    record: EngineRecord
+    at: float
+    """Time at which the reader first saw the beat of ``record``."""
 
 
 class Leases:
@@ -12,12 +21,15 @@ class Leases:
 
     A record expires when its beat has not changed for ``seconds`` of the reader's clock. Clocks of different
     hosts are never compared.
+
+    A host that is cut off may publish a name while another process already has the name. Then the greater
+    incarnation counts until its lease ends, whichever record was read last. So all API servers use the same
+    process.
     """
 
     def __init__(self, seconds: float = LEASE_S) -> None:
         self._seconds = seconds
-        self._seen: dict[str, tuple[int, int, float]] = {}
-        """Name -> incarnation, beat, and time at which the reader first saw the beat."""
+        self._seen: dict[str, _Seen] = {}
 
     def present(self, records: Mapping[str, EngineRecord], now: float) -> dict[str, EngineRecord]:
         """Return the records that are not expired at ``now``, in order of the name. ``records``: all records
@@ -26,12 +38,21 @@ class Leases:
         fresh = {}
         for name, record in sorted(records.items()):
             seen = self._seen.get(name)
-            if seen is None or seen[:2] != (record.incarnation, record.beat):
-                seen = self._seen[name] = (record.incarnation, record.beat, now)
-            if now - seen[2] < self._seconds:
-                fresh[name] = record
+            if seen is None or self._replaces(record, seen, now):
+                seen = _Seen(record, now)
+            elif record.incarnation == seen.record.incarnation:
+                seen = seen._replace(record=record)
+            self._seen[name] = seen
+            if now - seen.at < self._seconds:
+                fresh[name] = seen.record
         return fresh
+
+    def _replaces(self, record: EngineRecord, seen: _Seen, now: float) -> bool:
+        """Return True if ``record`` is a renewal, a later process, or comes after an expired lease."""
+        if record.incarnation == seen.record.incarnation:
+            return record.beat != seen.record.beat
+        return record.incarnation > seen.record.incarnation or now - seen.at >= self._seconds
 
     def stall(self, seconds: float) -> None:
         """Extend all leases by ``seconds``, in which the reader could not read the directory."""
-        self._seen = {name: (one, beat, at + seconds) for name, (one, beat, at) in self._seen.items()}
+        self._seen = {name: seen._replace(at=seen.at + seconds) for name, seen in self._seen.items()}

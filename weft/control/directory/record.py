@@ -29,7 +29,7 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     name: str
     """Name of the engine, unique in the server: ``decode0``."""
     incarnation: int
-    """Random number of 63 bits, new for each process. A restarted engine has another incarnation."""
+    """Number of 63 bits, new for each process. A later process of the name has a greater number."""
     endpoint: str
     """Address of the engine's socket: ``ipc://PATH`` on one host, else ``tcp://HOST:PORT``."""
     model: str
@@ -48,6 +48,8 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """True if the engine finishes its requests and then ends."""
     port: str = ""
     """HOST:PORT of the engine's HTTP port (/live, /ready, /metrics, /drain); "" without a port."""
+    messages: int = 1
+    """Newest version of ``weft.types.messages`` that the engine speaks. Engines without the field speak 1."""
     release: str = __version__
     beat: int = 0
     """Number of renewals. A reader compares beats, not clocks of two hosts."""

@@ -16,6 +16,7 @@ from weft.common.shared_bytes import SharedName
 from weft.control.fleet.prefix_index import PrefixReports
 from weft.kv.prefix_log import PrefixLog
 from weft.types import messages as m
+from weft.types.handshake import IDENTITY_SINCE, EngineIdentity, why_another, why_apart
 
 Outgoing: TypeAlias = list[tuple[bytes, m.ToFront]]
 """(connection of an API server, message), in sending order."""
@@ -64,11 +65,19 @@ class _Owner(NamedTuple):
 class EngineProtocol:
     """State machine of one engine process. A connection (bytes) identifies an API server."""
 
-    def __init__(self, engine: EngineInterface, incarnation: int, pixels: Pixels | None = None) -> None:
+    def __init__(
+        self,
+        engine: EngineInterface,
+        incarnation: int,
+        pixels: Pixels | None = None,
+        identity: EngineIdentity | None = None,
+    ) -> None:
         """Create the protocol without connections.
 
         ``incarnation`` goes into every Welcome. ``pixels`` is None if images always come as bytes.
+        ``identity``: API servers that want another engine are refused; None refuses nobody.
         """
+        self._identity = identity
         self._engine = engine
         self._pixels = pixels
         self._incarnation = incarnation
@@ -162,13 +171,18 @@ class EngineProtocol:
         """Accept an API server and return Welcome and heartbeat.
 
         A former connection of the same API server is forgotten, with its sequences. Without a common version,
-        return EngineFailed instead and accept nothing.
+        or if the API server wants another engine, return EngineFailed instead and accept nothing. The API
+        server may have another connection to this engine, so a refusal must not forget that connection.
         """
-        if m.common_version(hello.versions) is None:
-            low, high = hello.versions
-            spoken = f"this engine speaks versions {m.OLDEST} to {m.VERSION}, the API server {low} to {high}"
-            return [(front, m.EngineFailed(error=EngineDead(spoken).info()))]
+        version, own = m.common_version(hello.versions), self._identity
+        if version is None:
+            apart = why_apart((m.OLDEST, m.VERSION), hello.versions, "engine")
+            return [(front, m.EngineFailed(error=EngineDead(apart).info()))]
+        if own is not None and hello.engine is not None and not hello.engine.is_same(own):
+            return [(front, m.EngineFailed(error=EngineDead(why_another(hello.engine, own)).info()))]
         welcome = self._engine.welcome(self._incarnation)
+        if version >= IDENTITY_SINCE:
+            welcome = msgspec.structs.replace(welcome, engine=own)
         for former in [other for other in self._fronts if other != front and self._named(other, hello.front)]:
             self.forget(former)  # the former connection broke, unnoticed so far
         self._fronts[front] = _Front(hello.front, hello.quiet)

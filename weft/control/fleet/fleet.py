@@ -408,7 +408,7 @@ class Fleet:
         instance = self.table.instances[event.instance]
         if instance.link >= 0:  # the report about the end of the former process may come later, or never
             self._lose(instance, EngineDead("another process has replaced the engine"), replace=False)
-        self.table.expect(instance, event.link, self._now, event.expert_group)
+        self.table.expect(instance, event.link, self._now, event.expert_group, event.identity)
 
     def _located(self, event: e.Located) -> None:
         if (instance := self._linked_to(event)) is not None:
@@ -425,7 +425,8 @@ class Fleet:
         begins another attempt from the tokens received so far. No process was lost, so no loss counts.
         """
         self.table.listen(instance, self._now)
-        self._send(instance, m.Hello(versions=(m.OLDEST, m.VERSION), front=self._front))
+        versions = (m.OLDEST, m.VERSION)
+        self._send(instance, m.Hello(versions=versions, front=self._front, engine=instance.identity))
         for entry in self._part(instance):
             self._leave(entry.submit.sequence)
             self._parked.add(entry.submit.sequence)
@@ -524,10 +525,7 @@ class Fleet:
             self._fail(event.error)
 
     def _fail(self, error: WeftError) -> None:
-        """Set ``failure``, end every open sequence with ``error`` and add ``Failed``.
-
-        Only the first error counts.
-        """
+        """Set ``failure``, end every open sequence with ``error`` and add ``Failed`` for the first error."""
         if self.failure is None:
             self.failure = error
             self._actions.append(e.Failed(error))

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 from weft.common.errors import WeftError
 from weft.control.fleet.policy import PromptHashes
+from weft.types.handshake import EngineIdentity
 from weft.types.messages import Submit, ToEngine, ToFront, TokenEvent
 
 # -- events: requests of clients
@@ -74,12 +75,13 @@ class Expected(NamedTuple):
     """A process of ``instance`` was started; ``link`` is the connection to the process.
 
     ``expert_group`` is the expert-parallel group of an instance that was retired when the fleet began; else
-    "".
+    "". ``identity``: of the process, if the process can tell its identity; else None.
     """
 
     instance: str
     link: int
     expert_group: str = ""
+    identity: EngineIdentity | None = None
 
 
 class Located(NamedTuple):

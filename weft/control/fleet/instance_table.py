@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
+from weft.control.fleet.answer import why_unusable
 from weft.control.fleet.encoders import divided, sees, without_compute
 from weft.control.fleet.instances import GONE, SERVING, Instance, InstanceState
 from weft.control.fleet.lacks import Lacks, Since, missing_roles
 from weft.control.fleet.pairs import serve, why_lonely, without_partner
 from weft.types import messages as m
+from weft.types.handshake import EngineIdentity
 
 log = get_logger(__name__)
 
@@ -36,21 +38,17 @@ class Patience:
     recovery: float = 120.0
     """Seconds that sequences wait while no instance takes any and a process is being restarted."""
     listen: float = LISTEN_S
-    """Seconds from the time of a known address until the process listens. Listening is the first act of a
-    process."""
+    """Seconds from a known address until the process listens, which is the first act of a process."""
     load: float = 3600.0
-    """Seconds from the start of an instance until its answer. The instance loads its model in between."""
+    """Seconds from the start of an instance until its answer. The model is loaded in between."""
     role: float = 10.0
-    """Seconds that new sequences wait for an instance of a missing role while other instances take
-    sequences."""
+    """Seconds that new sequences wait for a missing role while other instances take sequences."""
     transfer: float = 300.0
-    """Maximum seconds for one KV transfer from prefill to decode, and for the transfer of one image's
-    embedding."""
+    """Maximum seconds for one transfer: of KV from prefill to decode, or of one image's embedding."""
 
 
 class InstanceTable:
-    """All instances. No other class changes the state of an instance. Times are seconds of one monotonic
-    clock."""
+    """All instances. No other class changes an instance's state. Times are seconds of a monotonic clock."""
 
     def __init__(
         self,
@@ -214,10 +212,7 @@ class InstanceTable:
     # -- members
 
     def join(self, name: str, expert_group: str, now: float) -> None:
-        """Add a member without a process. Do nothing if the name is a member already.
-
-        A leaving instance of the same name stays, and takes sequences again.
-        """
+        """Add a member without a process. A member of the name stays; if it leaves, it takes work again."""
         present = self.instances.get(name)
         if present is None:
             # A member of a complete server need not be up for the server to be whole.
@@ -249,12 +244,20 @@ class InstanceTable:
 
     # -- states
 
-    def expect(self, instance: Instance, link: int, now: float, expert_group: str = "") -> None:
+    def expect(
+        self,
+        instance: Instance,
+        link: int,
+        now: float,
+        expert_group: str = "",
+        identity: EngineIdentity | None = None,
+    ) -> None:
         """Note a new process of the instance, which is starting from now on. A retired instance comes back in
         the same way, once revived."""
         self.restarts += instance.state in GONE
         instance.expert_group = expert_group or instance.expert_group
         instance.start(link, now + self._patience.load)
+        instance.identity = identity
 
     def locate(self, instance: Instance, now: float) -> None:
         """Note that the address of the instance's process is known. For a starting process without a
@@ -282,15 +285,10 @@ class InstanceTable:
 
         Raise EngineDead for an unusable process.
 
-        Messages of another version or another incarnation make a process unusable. A second welcome of an
-        instance that is up changes nothing. May set ``complete``.
+        See ``why_unusable``. A second welcome of an instance that is up changes nothing. May set ``complete``.
         """
-        if m.common_version(welcome.versions) is None:
-            low, high = welcome.versions
-            spoken = f"the engine speaks versions {low} to {high}, this API server {m.OLDEST} to {m.VERSION}"
-            raise EngineDead(spoken)
-        if instance.welcome is not None and instance.welcome.incarnation != welcome.incarnation:
-            raise EngineDead("the engine was replaced")
+        if why := why_unusable(instance, welcome):
+            raise EngineDead(why)
         if instance.state is not InstanceState.STARTING:
             return
         instance.welcome = welcome

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from weft.control.fleet.prefix_index import PrefixView
+from weft.types.handshake import EngineIdentity
 from weft.types.messages import EngineStats, Heartbeat, Role, Welcome
 
 PROMPT_TOKENS = 256
@@ -57,6 +58,8 @@ class Instance:
     state: InstanceState = InstanceState.STARTING
     link: int = -1
     """The connection to the present process."""
+    identity: EngineIdentity | None = None
+    """Identity of the expected process, if the owner knows the identity."""
     welcome: Welcome | None = None
     """The answer of the present process; None before the answer."""
     role: Role | None = None

@@ -30,6 +30,7 @@ from weft.common.shared_bytes import UNREACHABLE, reaches
 from weft.control.fleet import fleet_events as e
 from weft.parallel.secret import CurveKeys
 from weft.types import messages as m
+from weft.types.handshake import EngineIdentity
 from weft.types.messages import encode_parts
 
 log = get_logger(__name__)
@@ -88,6 +89,8 @@ class Address(NamedTuple):
     """
     leaving: bool = False
     """True if the engine process drains and ends, and no other process of the name will be started."""
+    identity: EngineIdentity | None = None
+    """Identity of the engine process, if the process can tell its identity."""
 
 
 class Link:

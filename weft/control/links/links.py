@@ -503,7 +503,7 @@ class Links:
         if (old := self._links.get(name)) is not None:
             self._past_bad_frames += old.bad_frames
             self._end(old)
-        self._feed(e.Expected(name, number, address.expert_group))
+        self._feed(e.Expected(name, number, address.expert_group, address.identity))
         self._links[name] = Link(name, number, address, self._context, self._link_timeout, self._feed)
 
     def _end(self, link: Link, flush: bool = False) -> None:

@@ -19,6 +19,7 @@ from weft.common.clock import Clock, SystemClock
 from weft.common.errors import InvalidRequest, Overloaded
 from weft.common.log import get_logger
 from weft.common.recent import Recent
+from weft.config.names import engine_identity
 from weft.config.resolved import EngineConfig
 from weft.engine.scripted.script import Entry, Output, read_script
 from weft.engine.server.engine_server import IDLE_POLL_MS, EngineServer
@@ -331,4 +332,4 @@ def run_scripted(config: EngineConfig, listener: Listener) -> None:
         raise
     engine = ScriptedEngine(entries, text, config, vocab_size)
     log.info("no model runs: %d entries of %s are played", len(entries), Path(config.scripted).name)
-    EngineServer(engine, listener, wait_ms=engine.wait_ms).run()
+    EngineServer(engine, listener, wait_ms=engine.wait_ms, identity=engine_identity(config)).run()

@@ -78,14 +78,16 @@ class EngineProcesses:
         if (host := self.config.parallel.advertise) is not None:
             return self._start_for_hosts(name, incarnation, host)
         endpoint = f"ipc://{self._folder}/head-{replica}-{incarnation}"
-        process = self._local.start(replica, endpoint)
+        process = self._local.start(replica, endpoint, start_id=incarnation)
         self._running[name] = process
         return Address(endpoint, process, None, incarnation, expert_group=expert_group)
 
     def _start_for_hosts(self, name: str, incarnation: int, host: str) -> Address:
         """Start the engine process ``name`` at a port of ``host`` that the system chooses. Raises OSError."""
         file = self._folder / f"address-{incarnation:x}"
-        process = self._local.start(self._replicas[name], tcp(host, "*"), address_file=str(file))
+        process = self._local.start(
+            self._replicas[name], tcp(host, "*"), start_id=incarnation, address_file=str(file)
+        )
         self._running[name] = process
 
         def endpoint() -> str | None:
@@ -235,13 +237,15 @@ class LocalEngines:
         self._rank_supervisor: RankSupervisor | None = None
         """Created when the first engine process with supervised workers starts."""
 
-    def start(self, replica: int, endpoint: str, address_file: str = "") -> subprocess.Popen[bytes]:
+    def start(
+        self, replica: int, endpoint: str, address_file: str = "", start_id: int = 0
+    ) -> subprocess.Popen[bytes]:
         """Start an engine process at ``endpoint`` and return the process.
 
         Does not wait for the start. Raises OSError.
 
-        The first start of a replica with supervised workers creates the rank supervisor. ``address_file``:
-        see ``EngineConfig``.
+        The first start of a replica with supervised workers creates the rank supervisor. ``address_file``,
+        ``start_id``: see ``EngineConfig``.
         """
         pipe = None
         parallel = self._config.parallel
@@ -250,7 +254,7 @@ class LocalEngines:
                 parallel.data_parallel_size, self._workers
             )
             pipe = self._rank_supervisor.link(replica)
-        own = msgspec.structs.replace(self._of(replica), address_file=address_file)
+        own = msgspec.structs.replace(self._of(replica), address_file=address_file, start_id=start_id)
         return start_engine(own, endpoint, self._level, pipe, self._start)
 
     def close(self, seconds: float) -> None:

@@ -27,12 +27,13 @@ from weft.common.counted_log import CountedLog
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.common.shared_bytes import SharedBytes, SharedName, most_descriptors, open_shared
-from weft.config.names import process_name
+from weft.config.names import engine_identity, process_name
 from weft.config.resolved import EngineConfig
 from weft.control.fleet.engine_protocol import EngineInterface, EngineProtocol, Outgoing
 from weft.engine.server.listener import Listener
 from weft.engine.server.profiling import Profiler
 from weft.types import messages as m
+from weft.types.handshake import EngineIdentity
 from weft.types.media_item import MediaItem
 from weft.types.messages import Submit, decode_parts
 
@@ -148,12 +149,14 @@ class EngineServer:
         wait_ms: Callable[[], int] | None = None,
         profiler: Profiler | None = None,
         shows: bool = False,
+        identity: EngineIdentity | None = None,
     ) -> None:
         """``core``: the engine, closed at the end of ``run``.
 
         ``endpoint``: the address to listen at, or an open listener. ``wait_ms``: returns the milliseconds for
         which a busy engine may wait for messages (default: 0). ``profiler``: default: none. ``shows``: True
-        if other processes of the group must be able to open images in shared memory.
+        if other processes of the group must be able to open images in shared memory. ``identity``: see
+        ``EngineProtocol``.
         """
         self._profiler = profiler or Profiler(None, "")
         self._core = core
@@ -164,7 +167,7 @@ class EngineServer:
         for one in (self._socket, *core.sockets):
             self._poller.register(one, zmq.POLLIN)
         self._pixels = PixelInbox(shows)
-        self._protocol = EngineProtocol(core, core.incarnation, self._pixels)
+        self._protocol = EngineProtocol(core, core.incarnation, self._pixels, identity)
         self._last_heartbeat = 0.0
         self._strangers = CountedLog(log)
         self._next_report = time.monotonic() + REPORT_S
@@ -322,4 +325,11 @@ def run_engine(config: EngineConfig, listener: Listener, pipe: int | None = None
     gc.freeze()  # the model and all modules live as long as the process: the collector should skip them
     profiler = Profiler(config.runner.profile_dir, process_name(config))
     shows = bool(core.runner.membership.members)
-    EngineServer(core, listener, wait_ms=core.wait_ms, profiler=profiler, shows=shows).run()
+    EngineServer(
+        core,
+        listener,
+        wait_ms=core.wait_ms,
+        profiler=profiler,
+        shows=shows,
+        identity=engine_identity(config),
+    ).run()

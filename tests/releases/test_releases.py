@@ -1,0 +1,176 @@
+"""Engines and API servers of two releases: what the earlier release sent is recorded in ``version1.json``.
+
+``tests/releases/record.py`` made the recording, with the code of the commit that the file names. The rule is in
+docs/adr/0036-releases-that-meet.md.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.releases.record import FRONT, LINK, NAME, OUTPUT, Dialogue, TinyEngine, opening, submit
+from weft.control.directory.folder import FolderDirectory
+from weft.control.directory.record import EngineRecord
+from weft.control.fleet import fleet_events as e
+from weft.control.fleet.engine_protocol import EngineProtocol
+from weft.types import messages as m
+from weft.types import transfer
+from weft.types.handshake import EngineIdentity
+
+RECORDING: dict[str, Any] = json.loads((Path(__file__).parent / "version1.json").read_text())
+IDENTITY = EngineIdentity(name=NAME, model="m", start=5)
+NOBODY_TELLS = "Hello"
+"""The message whose defaults are left out since version 2: the same message, with other bytes."""
+
+
+def frames(sender: str) -> list[bytes]:
+    """Return the recorded frames of "engine" or "API server"."""
+    return [bytes.fromhex(frame) for one, frame in RECORDING["dialogue"] if one == sender]
+
+
+def read_as_version_1(frame: bytes) -> dict[str, Any]:
+    """Return the message in ``frame``. Fail if the earlier release would refuse the frame."""
+    value = msgspec.msgpack.decode(frame)
+    _check(value, [value["type"]], value["type"])
+    return dict(value)
+
+
+def _check(value: Any, kinds: list[str], where: str) -> None:
+    """Fail if ``value``, of one of the structs ``kinds``, has fields that version 1 does not have, or lacks
+    required fields."""
+    schema = RECORDING["schema"]
+    if isinstance(value, dict) and kinds:
+        kind = value.get("type", kinds[0])
+        assert kind in kinds, where
+        known = schema[kind]["fields"]
+        assert value.keys() - {"type"} <= known.keys(), where
+        assert value.keys() >= set(schema[kind]["required"]), where
+        for name, inner in value.items():
+            _check(inner, known.get(name, []), f"{where}.{name}")
+    elif isinstance(value, list) and kinds and schema[kinds[0]]["array"]:
+        assert len(value) <= len(schema[kinds[0]]["fields"]), where
+    elif isinstance(value, list):
+        for inner in value:
+            _check(inner, kinds, where)
+
+
+class RecordedEngine(Dialogue):
+    """Today's API server, and a recorded engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = [bytes.fromhex(frame) for _, frame in RECORDING["dialogue"]]
+        self.due = 0
+        """Number of recorded frames that have passed."""
+
+    def _to_engine(self, frame: bytes) -> None:
+        """Compare ``frame`` with the recorded frame of the API server, then play the engine's answers."""
+        self.frames.append(("API server", frame.hex()))
+        found, recorded = read_as_version_1(frame), msgspec.msgpack.decode(self.answers[self.due])
+        for one in (found, recorded):
+            one.pop("versions", None)
+            one.pop("quiet", None) if not one.get("quiet") else None
+        assert found == recorded
+        self.due += 1
+        self.answer_recorded()
+
+    def answer_recorded(self) -> None:
+        """Give the fleet all frames that the engine sent before the API server's next frame."""
+        while self.due < len(self.answers) and RECORDING["dialogue"][self.due][0] == "engine":
+            frame = self.answers[self.due]
+            self.due += 1
+            self.on(e.Received(NAME, LINK, m.decode_to_front(frame)))
+
+
+def test_an_engine_of_the_earlier_release_serves_this_api_server() -> None:
+    one = RecordedEngine()
+    for event in (*opening(), e.Opened((submit(2),)), e.Closed((2,)), e.Closing(shutdown=False)):
+        one.on(event)
+    assert one.due == len(one.answers)
+    first = [token for event in one.delivered if event.sequence == 1 for token in event.token_ids]
+    assert first == OUTPUT
+    assert [event.finish for event in one.delivered if event.sequence == 1][-1] == "length"
+    instance = one.fleet.table.instances[NAME]
+    assert instance.welcome is not None
+    assert (instance.welcome.versions, instance.welcome.engine) == ((1, 1), None)
+    assert m.common_version(instance.welcome.versions) == 1
+
+
+def test_an_api_server_of_the_earlier_release_uses_this_engine() -> None:
+    """The engine's frames have the same bytes as before, except for the versions of the Welcome."""
+    engine = TinyEngine()
+    protocol = EngineProtocol(engine, 7, None, IDENTITY)
+    sent: list[bytes] = []
+    for sender, frame in RECORDING["dialogue"]:
+        if sender == "API server":
+            sent += [m.encode(message) for _, message in protocol.on(FRONT, m.decode_to_engine(bytes.fromhex(frame)))]
+            continue
+        recorded = bytes.fromhex(frame)
+        if not sent:  # a step, or a heartbeat
+            step = msgspec.msgpack.decode(recorded).get("step", -1)
+            outgoing = protocol.events(engine.step(), step) if step >= 0 else protocol.heartbeats()
+            sent += [m.encode(message) for _, message in outgoing]
+        found, due = read_as_version_1(sent.pop(0)), msgspec.msgpack.decode(recorded)
+        if found["type"] == "Welcome":
+            assert (found.pop("versions"), due.pop("versions")) == ([1, m.VERSION], [1, 1])
+        assert found == due
+    assert not sent
+
+
+def test_a_newer_api_server_learns_the_identity_of_the_engine() -> None:
+    protocol = EngineProtocol(TinyEngine(), 7, None, IDENTITY)
+    for newest, identity in ((1, None), (2, IDENTITY), (9, IDENTITY)):
+        (_, welcome), _ = protocol.on(FRONT, m.Hello(versions=(1, newest), front="front"))
+        assert isinstance(welcome, m.Welcome)
+        assert welcome.engine == identity
+
+
+@pytest.mark.parametrize("frame", RECORDING["to_engine"] + RECORDING["to_front"] + [RECORDING["failed"]])
+def test_every_message_of_the_earlier_release_is_read_and_written_as_before(frame: str) -> None:
+    data = bytes.fromhex(frame)
+    decode = m.decode_to_front if frame not in RECORDING["to_engine"] else m.decode_to_engine
+    message = decode(data)  # type: ignore[operator]
+    assert m.encode(message) == data
+    read_as_version_1(data)
+
+
+@pytest.mark.parametrize("frame", RECORDING["transfers"])
+def test_engines_of_two_releases_exchange_caches(frame: str) -> None:
+    """The fingerprint of an engine has the version of these messages. So the bytes of a version never change."""
+    assert transfer.VERSION == 1
+    assert transfer.encode(transfer.decode(bytes.fromhex(frame))) == bytes.fromhex(frame)
+
+
+def test_records_of_both_releases_are_read_by_both(tmp_path: Path) -> None:
+    folder = FolderDirectory(tmp_path)
+    (tmp_path / f"{NAME}.engine.json").write_text(RECORDING["record"])
+    record = folder.read()[NAME]
+    assert (record.incarnation, record.messages) == (7, 1)
+    later = msgspec.structs.replace(record, messages=m.VERSION)
+    earlier = json.loads(RECORDING["record"])
+    assert json.loads(msgspec.json.encode(later)) == {**earlier, "messages": m.VERSION}
+    assert not EngineRecord.__struct_config__.forbid_unknown_fields
+
+
+def test_a_hello_of_a_later_release_is_refused_by_name_whatever_fields_it_has() -> None:
+    protocol = EngineProtocol(TinyEngine(), 7)
+    later = {"type": "Hello", "versions": [m.VERSION + 1, m.VERSION + 4], "front": "f", "colour": "blue"}
+    hello = m.decode_to_engine(msgspec.msgpack.encode(later))
+    ((_, failed),) = protocol.on(FRONT, hello)
+    assert isinstance(failed, m.EngineFailed)
+    assert f"the API server speaks versions {m.VERSION + 1} to {m.VERSION + 4}" in failed.error.message
+    assert failed.error.message.endswith(f"versions {m.OLDEST} to {m.VERSION}: upgrade the engine")
+
+
+def test_a_welcome_of_a_later_release_is_read() -> None:
+    welcome = TinyEngine().welcome(7)
+    later = {**msgspec.msgpack.decode(m.encode(welcome)), "colour": "blue", "versions": [1, 9]}
+    found = m.decode_to_front(msgspec.msgpack.encode(later))
+    assert found == msgspec.structs.replace(welcome, versions=(1, 9))
+    with pytest.raises(msgspec.ValidationError, match="colour"):
+        m.decode_to_front(msgspec.msgpack.encode({"type": "Heartbeat", "idle": True, "stats": {}, "colour": 1}))
