@@ -24,13 +24,6 @@ from weft.types.handshake import EngineIdentity
 
 RECORDING: dict[str, Any] = json.loads((Path(__file__).parent / "version1.json").read_text())
 IDENTITY = EngineIdentity(name=NAME, model="m", start=5)
-NOBODY_TELLS = "Hello"
-"""The message whose defaults are left out since version 2: the same message, with other bytes."""
-
-
-def frames(sender: str) -> list[bytes]:
-    """Return the recorded frames of "engine" or "API server"."""
-    return [bytes.fromhex(frame) for one, frame in RECORDING["dialogue"] if one == sender]
 
 
 def read_as_version_1(frame: bytes) -> dict[str, Any]:
@@ -108,7 +101,8 @@ def test_an_api_server_of_the_earlier_release_uses_this_engine() -> None:
     sent: list[bytes] = []
     for sender, frame in RECORDING["dialogue"]:
         if sender == "API server":
-            sent += [m.encode(message) for _, message in protocol.on(FRONT, m.decode_to_engine(bytes.fromhex(frame)))]
+            outgoing = protocol.on(FRONT, m.decode_to_engine(bytes.fromhex(frame)))
+            sent += [m.encode(message) for _, message in outgoing]
             continue
         recorded = bytes.fromhex(frame)
         if not sent:  # a step, or a heartbeat
@@ -130,11 +124,11 @@ def test_a_newer_api_server_learns_the_identity_of_the_engine() -> None:
         assert welcome.engine == identity
 
 
-@pytest.mark.parametrize("frame", RECORDING["to_engine"] + RECORDING["to_front"] + [RECORDING["failed"]])
+@pytest.mark.parametrize("frame", [*RECORDING["to_engine"], *RECORDING["to_front"], RECORDING["failed"]])
 def test_every_message_of_the_earlier_release_is_read_and_written_as_before(frame: str) -> None:
     data = bytes.fromhex(frame)
-    decode = m.decode_to_front if frame not in RECORDING["to_engine"] else m.decode_to_engine
-    message = decode(data)  # type: ignore[operator]
+    to_engine = frame in RECORDING["to_engine"]
+    message = m.decode_to_engine(data) if to_engine else m.decode_to_front(data)
     assert m.encode(message) == data
     read_as_version_1(data)
 

@@ -15,6 +15,7 @@ from weft.control.directory.directory_owner import FIRST_WAIT_S, READ_S, Directo
 from weft.control.directory.folder import FolderDirectory
 from weft.control.directory.record import LEASE_S, EngineRecord
 from weft.control.links.link import Address
+from weft.types.handshake import EngineIdentity
 
 
 class Broken(FolderDirectory):
@@ -69,6 +70,13 @@ def test_engines_appear_drain_and_go(seen: Seen) -> None:
     assert address.draining
     seen.directory.withdraw(record(incarnation=3))
     assert seen.present() == {}
+
+
+def test_the_identity_of_an_engine_is_known_if_the_engine_can_tell(seen: Seen) -> None:
+    seen.directory.publish(record(incarnation=3))  # an engine of the first release
+    assert seen.present()["decode0"].identity is None
+    seen.directory.publish(record(incarnation=4, messages=2))
+    assert seen.present()["decode0"].identity == EngineIdentity(name="decode0", model="m", start=4)
 
 
 def test_an_expired_engine_is_absent_until_it_renews(seen: Seen) -> None:

@@ -17,7 +17,7 @@ from weft.common.errors import ConfigError
 from weft.control.directory.backends import directory_for_engine, directory_for_front
 from weft.control.directory.cached import CachedDirectory
 from weft.control.directory.folder import FolderDirectory
-from weft.control.directory.host_server import check_names
+from weft.control.directory.host_server import check_names, new_incarnation
 from weft.control.directory.leases import Leases
 from weft.control.directory.polled import PortDirectory
 from weft.control.directory.record import LEASE_S, EngineRecord
@@ -43,6 +43,34 @@ def test_another_incarnation_has_a_lease_of_its_own() -> None:
     leases = Leases()
     leases.present({"a": record("a", beat=3)}, 0.0)
     assert leases.present({"a": record("a", incarnation=8, beat=3)}, LEASE_S + 1)
+
+
+@pytest.mark.parametrize("order", [(7, 8), (8, 7), (7, 8, 7), (8, 7, 8, 7)])
+def test_all_readers_choose_the_same_of_two_living_processes(order: tuple[int, ...]) -> None:
+    leases = Leases()
+    for beat, incarnation in enumerate(order):
+        found = leases.present({"a": record("a", incarnation=incarnation, beat=beat)}, float(beat))
+    assert found["a"].incarnation == 8
+    # The other one renews. It is used when the lease of the first one has ended.
+    later = len(order) - 1 + LEASE_S
+    assert leases.present({"a": record("a", incarnation=7, beat=100)}, later)["a"].incarnation == 7
+
+
+def test_a_process_whose_record_was_withdrawn_leaves_the_name_to_others() -> None:
+    leases = Leases()
+    leases.present({"a": record("a", incarnation=8)}, 0.0)
+    assert leases.present({}, 1.0) == {}
+    assert leases.present({"a": record("a", incarnation=7)}, 2.0)["a"].incarnation == 7
+
+
+def test_incarnations_grow_with_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    for now in (1.7e9, 1.7e9 + 0.001, 4e9):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        made.append(new_incarnation())
+    assert made == sorted(made)
+    assert len({new_incarnation() for _ in range(100)}) > 90
+    assert max(made) < 1 << 63
 
 
 def test_time_in_which_the_directory_could_not_be_read_does_not_count() -> None:
