@@ -44,18 +44,25 @@ class Fleet:
         self.directory = FolderDirectory(folder / "directory")
         self.started: list[Server] = []
 
-    def run(self, command: str, *arguments: str, **environment: str) -> Server:
+    def run(self, command: str, *arguments: str, code: Path | None = None, **environment: str) -> Server:
         place = self.folder / f"process{len(self.started)}"
         place.mkdir()
         directory = str(self.folder / "directory")
         made = Server(
-            place, str(self.file), "--directory", directory, *arguments, command=command, **environment
+            place,
+            str(self.file),
+            "--directory",
+            directory,
+            *arguments,
+            command=command,
+            code=code,
+            **environment,
         )
         self.started.append(made)
         return made
 
-    def engine(self, group: str, *arguments: str, **environment: str) -> Server:
-        return self.run("engine", "--group", group, *arguments, **environment)
+    def engine(self, group: str, *arguments: str, code: Path | None = None, **environment: str) -> Server:
+        return self.run("engine", "--group", group, *arguments, code=code, **environment)
 
     def incarnation(self, name: str) -> int:
         """Return the number of the engine's present process; 0 if the directory has no engine of the name."""

@@ -43,12 +43,16 @@ class Server:
         *arguments: str,
         command: str = "serve",
         omp_threads: str | None = "1",
+        code: Path | None = None,
         **variables: str,
     ) -> None:
+        """``code``: folder with the package of another release; None for this one."""
         # Sockets have short paths, and pytest's folders are long.
         self.temporary = tempfile.mkdtemp(prefix="w")
         environment = {**os.environ, "TMPDIR": self.temporary, **variables}
         environment.pop("OMP_NUM_THREADS", None)
+        if code is not None:
+            environment["PYTHONPATH"] = str(code)
         if omp_threads is not None:
             environment["OMP_NUM_THREADS"] = omp_threads
         self.log = folder / "serve.log"
@@ -58,6 +62,7 @@ class Server:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=environment,
+                cwd=code,
                 text=True,
                 start_new_session=True,  # a process group of its own, to be signalled as by a terminal
             )

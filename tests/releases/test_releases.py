@@ -1,7 +1,7 @@
 """Engines and API servers of two releases: what the earlier release sent is recorded in ``version1.json``.
 
-``tests/releases/record.py`` made the recording, with the code of the commit that the file names. The rule is in
-docs/adr/0036-releases-that-meet.md.
+``tests/releases/record.py`` made the recording, with the code of the commit that the file names. The rule
+is in docs/adr/0036-releases-that-meet.md.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_every_message_of_the_earlier_release_is_read_and_written_as_before(fram
 
 @pytest.mark.parametrize("frame", RECORDING["transfers"])
 def test_engines_of_two_releases_exchange_caches(frame: str) -> None:
-    """The fingerprint of an engine has the version of these messages. So the bytes of a version never change."""
+    """The fingerprint of an engine has the version of these messages, so their bytes must not change."""
     assert transfer.VERSION == 1
     assert transfer.encode(transfer.decode(bytes.fromhex(frame))) == bytes.fromhex(frame)
 
@@ -167,4 +167,6 @@ def test_a_welcome_of_a_later_release_is_read() -> None:
     found = m.decode_to_front(msgspec.msgpack.encode(later))
     assert found == msgspec.structs.replace(welcome, versions=(1, 9))
     with pytest.raises(msgspec.ValidationError, match="colour"):
-        m.decode_to_front(msgspec.msgpack.encode({"type": "Heartbeat", "idle": True, "stats": {}, "colour": 1}))
+        m.decode_to_front(
+            msgspec.msgpack.encode({"type": "Heartbeat", "idle": True, "stats": {}, "colour": 1})
+        )

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,19 @@ from testing.cluster.explore import CHUNK, Exploration, explore, run_schedules
 from testing.cluster.faults import KINDS
 from testing.cluster.transfers.wires import SimTransport
 from weft.common.errors import EndedElsewhere, EngineDead
+from weft.control.directory.leases import Leases
 from weft.control.fleet import fleet_events as e
 from weft.control.fleet.engine_protocol import EngineProtocol
 from weft.control.fleet.fleet import _HANDLERS, Fleet
 from weft.control.fleet.instance_table import InstanceTable
 from weft.control.fleet.instances import Instance, InstanceState
 from weft.control.fleet.ledger import LedgerEntry
+from weft.control.processes import scaling
 from weft.disagg.protocol.sender import TransferSender
 from weft.disagg.protocol.spans import SpanPart, SpanPlan
 from weft.disagg.protocol.transfer_table import Transfer, TransferTable
 from weft.engine.disagg.engine_transfers import EngineTransfers
+from weft.front import lifecycle
 from weft.group.membership import Membership
 from weft.group.roster import Roster
 from weft.group.steps import Steps
@@ -440,6 +443,45 @@ def a_lease_that_ends_is_a_loss(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(_HANDLERS, e.Left, left)
 
 
+def the_record_that_was_read_last_counts(patch: pytest.MonkeyPatch) -> None:
+    """Two API servers adopt different incarnations of one engine, because each uses the last record."""
+    patch.setattr(Leases, "_replaces", lambda self, record, seen, now: True)
+
+
+def a_known_process_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """An API server keeps a living process although another process has the name now."""
+
+    def expected(self: Fleet, event: e.Expected) -> None:
+        if not self.table.instances[event.instance].alive:
+            Fleet._expected(self, event)
+
+    patch.setitem(_HANDLERS, e.Expected, expected)
+
+
+def room_counts_who_leaves(patch: pytest.MonkeyPatch) -> None:
+    """The limit on requests counts groups that drain and leave."""
+
+    def places(instances: Iterable[Instance]) -> int:
+        return sum(not (one.fresh or one.state is InstanceState.RETIRED) for one in instances)
+
+    patch.setattr(lifecycle, "places", places)
+
+
+def the_last_group_of_a_role_leaves(patch: pytest.MonkeyPatch) -> None:
+    """An operator's order is carried out although no group is left that does the work."""
+    patch.setattr(scaling, "_check_roles", lambda *rest: None)
+
+
+def who_leaves_counts_as_one_that_serves(patch: pytest.MonkeyPatch) -> None:
+    """A second removal is allowed, because the group of the first one still drains."""
+    check = scaling._check_roles
+    patch.setattr(
+        scaling,
+        "_check_roles",
+        lambda names, members, absent, serves: check(names, members, frozenset(), serves),
+    )
+
+
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -470,6 +512,11 @@ Plant = Callable[[pytest.MonkeyPatch], None]
         (who_leaves_gets_work, "was sent to one that has left"),
         (who_leaves_is_forgotten_at_once, "and sequences .* are there|'head"),
         (a_lease_that_ends_is_a_loss, "up, and nothing had happened to it"),
+        (the_record_that_was_read_last_counts, "API servers use different processes of one engine"),
+        (a_known_process_is_kept, "not at an end|and .* has replaced it|use different processes"),
+        (room_counts_who_leaves, "room for requests of"),
+        (the_last_group_of_a_role_leaves, "leave the server, and no group does the work"),
+        (who_leaves_counts_as_one_that_serves, "leave the server, and no group does the work"),
     ],
 )
 def test_a_planted_bug_is_found(plant: Plant, says: str, monkeypatch: pytest.MonkeyPatch) -> None:

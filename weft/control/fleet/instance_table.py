@@ -283,9 +283,9 @@ class InstanceTable:
     def welcome(self, instance: Instance, welcome: m.Welcome, now: float) -> None:
         """Note the answer of a process, which is now up, or half-open after deaths in a row.
 
-        Raise EngineDead for an unusable process.
+        Raise EngineDead for an unusable process: see ``why_unusable``.
 
-        See ``why_unusable``. A second welcome of an instance that is up changes nothing. May set ``complete``.
+        A second welcome of an instance that is up changes nothing. May set ``complete``.
         """
         if why := why_unusable(instance, welcome):
             raise EngineDead(why)
