@@ -181,9 +181,11 @@ class Supervisor:
         self._cluster.end_engine_process(former)
 
     def _read(self, front: FrontProcess, engine_process: EngineProcess) -> None:
-        """Let ``front`` read the record of a process, and connect if the process is the present one."""
+        """Let ``front`` read the record of a process, and connect if the process is the present one of a
+        member."""
         view = self.views.setdefault(front.name, DirectoryView())
-        if view.read(engine_process.instance, engine_process.number, self._cluster.now):
+        present = view.read(engine_process.instance, engine_process.number, self._cluster.now)
+        if present and engine_process.instance not in front.left_instances - front.lapsed:
             front.started(engine_process)
 
     def lapse(self, instance: str) -> bool:
