@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from testing.cluster.check import require
 from weft.control.directory.leases import Leases
 from weft.control.directory.record import EngineRecord
+from weft.control.fleet.instances import InstanceState
 
 if TYPE_CHECKING:
     from testing.cluster.cluster import Cluster
@@ -55,14 +56,19 @@ def check_roles(cluster: Cluster, names: list[str]) -> None:
 
 
 def check_end(cluster: Cluster) -> None:
-    """Raise Violation if a process runs whose instance has left, or if an API server uses a process that is
-    not the present one of its name."""
+    """Raise Violation if a process runs whose instance has left, if an API server uses a process that is not
+    the present one of its name, or if an API server waits for a process that serves."""
     supervisor = cluster.supervisor
     for name, process in supervisor.engine_processes.items():
         leaves = process.alive and name in supervisor.removed
         require(not leaves, f"{process.name} runs, and its instance has left")
         for front in cluster.fronts:
+            if not front.alive or front.closing:
+                continue
             instance = front.fleet.table.instances.get(name)
-            if front.alive and instance is not None and instance.alive:
+            if instance is not None and instance.alive:
                 used = front.links[instance.link].engine_process
                 require(used is process, f"{front.name} uses {used.name}, and {process.name} has replaced it")
+            elif process.alive and process.ready and name not in front.lapsed:
+                lost = instance is None or instance.state is InstanceState.DOWN
+                require(not lost, f"{front.name} has lost {name}, and {process.name} serves")
