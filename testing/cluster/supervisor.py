@@ -7,8 +7,8 @@ for all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
 
 from testing.cluster.directory import DirectoryView, check_incarnations, check_roles
 from testing.cluster.engine_process import EngineProcess
@@ -21,6 +21,10 @@ from weft.control.processes.table import Member
 if TYPE_CHECKING:
     from testing.cluster.cluster import Cluster
     from testing.cluster.front import FrontProcess
+
+
+Plan: TypeAlias = Callable[[Mapping[str, Member], frozenset[str], frozenset[str]], list[str]]
+"""Returns the names that leave, for (members, leaving names, retired names). See ``scaling``."""
 
 
 class Supervisor:
@@ -113,7 +117,12 @@ class Supervisor:
         """Drain the process of an instance, which leaves the server: an operator's order. The instance may
         join again later. Return False if the order is refused, or not possible now.
         """
-        return self._order(instance, lambda *now: scaling.plan_removal(instance, *now, serves))
+        return self._order(
+            instance,
+            lambda members, leaving, retired: scaling.plan_removal(
+                instance, members, leaving, retired, serves
+            ),
+        )
 
     def scale_down(self, instance: str) -> bool:
         """Let an operator order one group less of the role of ``instance``. Return False as ``remove``."""
@@ -121,10 +130,13 @@ class Supervisor:
         base = roles[instance]
         groups = len([name for name, role in roles.items() if role == base and name not in self.removed]) - 1
         return self._order(
-            instance, lambda *now: scaling.plan_scale(base, groups, *now, serves, first=now[0]).leaving
+            instance,
+            lambda members, leaving, retired: (
+                scaling.plan_scale(base, groups, members, leaving, retired, serves, first=members).leaving
+            ),
         )
 
-    def _order(self, instance: str, plan: Callable[..., list[str]]) -> bool:
+    def _order(self, instance: str, plan: Plan) -> bool:
         """Carry out an operator's order, with the product's plan of the names that leave. Raise Violation if
         the server loses a role by the order."""
         if self._expert_groups[instance]:
