@@ -183,7 +183,7 @@ class FrontProcess:
                     cluster.count("went on without its sender")
                 else:
                     stream.losses += 1
-                    stream.lands_by = math.inf  # the attempt is over: its deadline counts no second loss
+                    stream.moved_over, stream.lands_by = 0, math.inf  # the attempt is over: no second loss
                     stream.ended_elsewhere = False  # the report of the end may be lost, too
                     cluster.count("lost with an instance")
         if link.up:

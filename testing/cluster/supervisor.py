@@ -167,7 +167,9 @@ class Supervisor:
         API servers read the records of both processes in any order, until the former process ends.
         """
         cluster, rng = self._cluster, self._cluster.rng
-        if cluster.tensor > 1 or self._expert_groups[instance] or not self._can_drain(instance):
+        if cluster.tensor > 1 or self._expert_groups[instance] or instance in self.removed:
+            return False
+        if not self._can_drain(instance):
             return False
         former = self.engine_processes[instance]
         former.replaced = True
@@ -193,11 +195,12 @@ class Supervisor:
         self._cluster.end_engine_process(former)
 
     def _read(self, front: FrontProcess, engine_process: EngineProcess) -> None:
-        """Let ``front`` read the record of a process, and connect if the process is the present one of a
+        """Let ``front`` read the record of a process. Connect, once, if the process is the present one of a
         member."""
         view = self.views.setdefault(front.name, DirectoryView())
         present = view.read(engine_process.instance, engine_process.number, self._cluster.now)
-        if present and engine_process.instance not in front.left_instances - front.lapsed:
+        known = any(link.engine_process is engine_process for link in front.links.values())
+        if present and not known and engine_process.instance not in front.left_instances - front.lapsed:
             front.started(engine_process)
 
     def lapse(self, instance: str) -> bool:

@@ -87,7 +87,7 @@ class InstanceTable:
         self._patience = patience
         self._joining = joining
         self._local_prefill = local_prefill
-        self._elastic = elastic
+        self._elastic, self._divided = elastic, False
         self.roles: dict[str | None, bool] = {}
         """Elastic only: role of all that ever answered, in order -> True if the last one left alive."""
 
@@ -163,7 +163,7 @@ class InstanceTable:
     def encoders(self) -> list[Instance] | None:
         """Return the instances that take images now, in order; None if no instance ever encoded for
         others."""
-        if not divided(self.instances.values()):
+        if not self._divided:
             return None
         return [one for one in self._taking() if one.role == "encode"]
 
@@ -429,7 +429,9 @@ class InstanceTable:
 
     def _sees(self, serving: list[Instance]) -> bool:
         """Return True if the ``serving`` instances take sequences with images."""
-        if not divided(self.instances.values()):
+        # Stays true when the encode groups have left: other groups may have no vision tower.
+        self._divided = self._divided or divided(self.instances.values())
+        if not self._divided:
             return True
         encoders = [one for one in serving if one.role == "encode"]
         able = [one for one in serving if sees(one, encoders)]
