@@ -195,12 +195,15 @@ class Supervisor:
         self._cluster.end_engine_process(former)
 
     def _read(self, front: FrontProcess, engine_process: EngineProcess) -> None:
-        """Let ``front`` read the record of a process. Connect, once, if the process is the present one of a
-        member."""
+        """Let ``front`` read the record of a process. Connect if the process is the present one of a member,
+        and not the one that ``front`` knows."""
         view = self.views.setdefault(front.name, DirectoryView())
         present = view.read(engine_process.instance, engine_process.number, self._cluster.now)
-        known = any(link.engine_process is engine_process for link in front.links.values())
-        if present and not known and engine_process.instance not in front.left_instances - front.lapsed:
+        instance = front.fleet.table.instances.get(engine_process.instance)
+        known = front.links.get(-1 if instance is None else instance.link)
+        if known is not None and known.engine_process is engine_process:
+            return
+        if present and engine_process.instance not in front.left_instances - front.lapsed:
             front.started(engine_process)
 
     def lapse(self, instance: str) -> bool:
