@@ -9,7 +9,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import click
 
@@ -153,16 +153,23 @@ def drain(server: Server, group: str | None, whole: bool, wait: float) -> None:
 
 @click.command()
 @click.argument("group", required=False)
+@click.option(
+    "--file",
+    type=click.File(encoding="utf-8"),
+    help="Topology file with new settings for the groups. A group that does not come up gets its former "
+    "settings again, and the restart ends.",
+)
 @_server
 @_wait
-def restart(server: Server, group: str | None, wait: float) -> None:
+def restart(server: Server, group: str | None, file: TextIO | None, wait: float) -> None:
     """Replace the engines of a GROUP, or of all groups, in turn, without loss of a request.
 
     Each engine finishes its requests and is replaced before the next one drains. GROUP may also be the name
-    of a single engine.
+    of a single engine. Model, roles, ranks and --max-model-len stay as they are.
     """
     before = server.engines()
-    said = server.call("POST", "/admin/restart", {"group": group or ""})
+    asked = {"group": group or "", "topology": "" if file is None else file.read()}
+    said = server.call("POST", "/admin/restart", asked)
     click.echo(said["status"])
     _until(server, wait, lambda engines: _not_replaced(engines, before, said["engines"]))
 
@@ -259,9 +266,8 @@ def _not_replaced(engines: dict[str, Any], before: dict[str, Any], names: Iterab
             raise EngineDead(f"{name} has left the server")
         again = old is not None and engine["starts"] > old["starts"] + 1
         if again or engine["state"] in ("retired", "ended"):
-            raise EngineDead(
-                f"{name} did not start again, and the restart is cancelled; the server's log has the reason"
-            )
+            why = engine["failure"] or "the server's log has the reason"
+            raise EngineDead(f"{name} did not start again, and the restart is cancelled: {why}")
         new = engine["incarnation"] not in ("", old["incarnation"] if old is not None else "")
         if not new or engine["state"] != "running" or not engine["alive"]:
             left.append(f"{name} {engine['state'] if new or engine['state'] != 'running' else 'waits'}")

@@ -252,7 +252,7 @@ def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
         except ConfigError as error:
             raise ConfigError(f"group {name}: {error.message}", param=error.param) from error
     resolved = [found[number] for number in range(len(here))]
-    _check_alike(resolved)
+    check_alike(resolved)
     _check_cores(resolved)
     return tuple(resolved)
 
@@ -313,7 +313,7 @@ def _check_roles(topology: Topology) -> None:
         )
 
 
-def _check_alike(groups: list[EngineConfig]) -> None:
+def check_alike(groups: list[EngineConfig]) -> None:
     """Raise ConfigError unless the groups can take over each other's sequences.
 
     Encode groups must be able to encode the other groups' images.

@@ -23,6 +23,8 @@ log = get_logger(__name__)
 
 MOST_PROFILE_S = 60.0
 """Maximum seconds of a profile. A profile keeps every operation in memory."""
+MOST_TOPOLOGY = 48 << 10
+"""Maximum bytes of a topology: a message between processes has a limit (``channel.MOST_BYTES``)."""
 _ID = re.compile(r"[A-Za-z0-9_\-]{1,128}")
 
 
@@ -84,6 +86,13 @@ class RestartRequest(Body, frozen=True, kw_only=True):
 
     group: str = ""
     """Name of a group, or of one engine process; "" for all."""
+    topology: str = ""
+    """Text of a topology file with new settings for the groups; "" keeps the settings. At most 48 KiB."""
+
+    def check(self) -> None:
+        """Raise InvalidRequest for a topology that is too large for a message between processes."""
+        if len(self.topology.encode()) > MOST_TOPOLOGY:
+            raise InvalidRequest(f"topology has more than {MOST_TOPOLOGY} bytes", param="topology")
 
 
 class EngineStatus(msgspec.Struct, kw_only=True):
@@ -107,6 +116,8 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     """Used part of the KV cache, 0 to 1; null if unknown."""
     starts: int = 0
     """Number of processes that were started under the name so far."""
+    failure: str = ""
+    """How the last process was lost that nobody had ordered to end; "" if there was none."""
 
 
 class GroupList(msgspec.Struct, kw_only=True):
@@ -220,10 +231,13 @@ def _add_groups(app: FastAPI, front: Front) -> None:
     async def restart(request: Request) -> Response:
         """Replace the engine processes of a group, or of all groups, in turn, without loss of a request.
 
-        404 for an unknown group; 400 if no engine process of the group runs.
+        404 for an unknown group; 400 if no engine process of the group runs, and for a topology that cannot
+        be used.
         """
         asked = await read_body(front, request, RestartRequest)
-        return _acted("restarting", await front.links.restart(asked.group), "restart")
+        asked.check()
+        names = await front.links.restart(asked.group, asked.topology)
+        return _acted("restarting", names, "restart")
 
     @app.post("/admin/revive", openapi_extra=openapi.answers_of(ReviveRequest, Acted))
     async def revive(request: Request) -> Response:

@@ -137,8 +137,13 @@ class RayOwner(DirectoryOwner):
         await self._ask_to_leave(change.leaving)
         return Scaled(change.starting, tuple(change.leaving))
 
-    async def restart(self, name: str = "") -> list[str]:
-        """See ``Owner``."""
+    async def restart(self, name: str = "", topology: str = "") -> list[str]:
+        """See ``Owner``. Raise Unavailable for a topology: `weft up` brings new settings to Ray."""
+        if topology:
+            raise Unavailable(
+                "Ray runs the groups: run `weft up FILE --on ray` with the new file, then `weft restart` "
+                "without --file"
+            )
         members = self._members()
         names = plan_restart(name, members, self._leaving() | self._retired())
         self._order("restart", list(dict.fromkeys(members[one].group for one in names)))

@@ -114,7 +114,7 @@ class DirectoryOwner:
         """Raise Unavailable: the API server starts no engine."""
         raise Unavailable(_STARTED_ELSEWHERE)
 
-    async def restart(self, name: str = "") -> list[str]:
+    async def restart(self, name: str = "", topology: str = "") -> list[str]:
         """Raise Unavailable: the API server starts no engine."""
         raise Unavailable(_STARTED_ELSEWHERE)
 

@@ -343,10 +343,10 @@ class Links:
         """Return all members of the server, as the owner of the processes knows them."""
         return self._owner.describe()
 
-    async def restart(self, name: str) -> list[str]:
+    async def restart(self, name: str, topology: str = "") -> list[str]:
         """Replace processes in turn. Return the names. See ``Owner.restart``."""
         self._check_complete()
-        return await self._owner.restart(name)
+        return await self._owner.restart(name, topology)
 
     async def remove(self, name: str) -> list[str]:
         """Drain and end a group or an engine process. Return the names. See ``Owner.remove``."""

@@ -32,6 +32,8 @@ class EngineInfo(NamedTuple):
     """``waiting``: a restart is due later. ``leaving``: drains, and is then removed."""
     starts: int = 0
     """Number of processes that were started under the name so far."""
+    failure: str = ""
+    """How the last process was lost that nobody had ordered to end; "" if there was none."""
 
 
 class Owner(Protocol):
@@ -77,10 +79,13 @@ class Owner(Protocol):
         Raises NotFound, InvalidRequest or Unavailable.
         """
 
-    async def restart(self, name: str = "") -> list[str]:
+    async def restart(self, name: str = "", topology: str = "") -> list[str]:
         """Replace the processes of group or engine ``name`` in turn, without loss of a request; "" for all.
 
-        Return the names of the instances. Raises NotFound or Unavailable.
+        ``topology``: text of a topology file with new settings, which each group gets when its turn comes; ""
+        keeps the settings. A group that does not come up gets its former settings again, and the restart
+        ends. Return the names of the instances. Raises NotFound, Unavailable, or InvalidRequest for
+        settings that a restart cannot change.
         """
 
     async def revive(self, name: str) -> list[str]:

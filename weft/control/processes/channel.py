@@ -71,10 +71,14 @@ class GroupRemoved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class GroupRestarted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """API server to supervisor: an operator replaces the engines of a group in turn by HTTP; "" for all."""
+    """API server to supervisor: an operator replaces the engines of a group in turn by HTTP; "" for all.
+
+    ``topology``: text of a topology with new settings; "" keeps the settings.
+    """
 
     name: str
     request: int
+    topology: str = ""
 
 
 class EngineLost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -225,10 +229,10 @@ class SupervisorLink:
         """Remove group ``name``, or engine ``name``. Return the changes. Raise as ``_command``."""
         return await self._command(lambda number: GroupRemoved(name, number))
 
-    async def restart(self, name: str) -> Scaled:
+    async def restart(self, name: str, topology: str) -> Scaled:
         """Restart group ``name``, engine ``name``, or all engines (""), in turn. Return the changes. Raise as
         ``_command``."""
-        return await self._command(lambda number: GroupRestarted(name, number))
+        return await self._command(lambda number: GroupRestarted(name, number, topology))
 
     async def _command(self, make: Callable[[int], Command]) -> Scaled:
         """Send the command that ``make`` returns for a new number. Return the changes.

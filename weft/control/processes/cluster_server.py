@@ -30,7 +30,7 @@ from weft.control.links.shutdown import shut_down
 from weft.control.processes import channel, commands, process_registry
 from weft.control.processes import supervisor as s
 from weft.control.processes.engine_owner import Probes, Starter
-from weft.control.processes.rolling import Quit, Switch
+from weft.control.processes.rolling import Quit, Settings, Switch
 from weft.control.processes.table import Forget, Kill, ProcessState, Start
 
 log = get_logger(__name__)
@@ -212,6 +212,8 @@ class ClusterServer:
                     self._engines.forget(name)
                 case Switch():
                     self._on_switch()
+                case Settings(names, new):
+                    self._engines.use(names, new)
                 case Quit(name, _):
                     self._probes.quit(name)
                 case s.Tell(name, order):

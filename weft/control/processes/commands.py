@@ -10,6 +10,7 @@ from weft.control.links.owner import Scaled
 from weft.control.processes import channel
 from weft.control.processes import supervisor as s
 from weft.control.processes.engine_owner import Starter
+from weft.control.processes.rolling import BUSY
 from weft.control.processes.scaling import plan_removal, plan_restart, plan_scale, to_revive
 
 log = get_logger(__name__)
@@ -57,9 +58,13 @@ def _changes(
             names = plan_removal(name, members, leaving, retired, table.serves)
             on(s.RemoveAsked(name))
             return Scaled(leaving=tuple(names))
-        case channel.GroupRestarted(name):
+        case channel.GroupRestarted(name, _, topology):
             names = plan_restart(name, members, leaving | retired)
-            on(s.RestartAsked(name))
+            if topology:
+                if supervisor.rolling.active:
+                    raise Unavailable(BUSY)
+                starter.prepare(topology, names)
+            on(s.RestartAsked(name, bool(topology)))
         case channel.GroupRevived(name):
             gone = [one for one, entry in table.entries.items() if entry.condition == "retired"]
             names = to_revive(name, members, gone)

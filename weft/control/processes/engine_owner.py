@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from weft.common.clock import Clock, SystemClock
@@ -12,7 +12,7 @@ from weft.control.links.link import Address
 from weft.control.links.owner import EngineInfo, Scaled
 from weft.control.links.probe import EngineProbe
 from weft.control.processes.rolling import Action as Step
-from weft.control.processes.rolling import Quit, RollingRestart, Switch
+from weft.control.processes.rolling import BUSY, Quit, RollingRestart, Settings, Switch
 from weft.control.processes.scaling import plan_removal, plan_restart, plan_scale, to_revive
 from weft.control.processes.table import Forget, Member, ProcessState, ProcessTable, Start
 
@@ -28,6 +28,15 @@ class Starter(Protocol):
 
         Raise Unavailable without a place.
         """
+
+    def prepare(self, topology: str, names: Collection[str]) -> None:
+        """Resolve the settings of the groups of ``names`` in a topology, for ``use``. Change nothing yet.
+
+        Raise InvalidRequest for a wrong topology, and for settings that a restart cannot change.
+        """
+
+    def use(self, names: Collection[str], new: bool) -> None:
+        """Start all later processes of ``names`` with the prepared settings, or with the former ones."""
 
     def start(self, name: str, incarnation: int) -> Address:
         """Start the process and return its address, without a wait for readiness."""
@@ -84,19 +93,29 @@ class EngineOwner:
         """
         self._asked = True
 
-    async def restart(self, name: str = "") -> list[str]:
+    async def restart(self, name: str = "", topology: str = "") -> list[str]:
         """Begin a rolling restart: see ``weft.control.links.owner.Owner``."""
         self._check_open()
         table = self._table
         names = plan_restart(name, table.members, table.leaving | table.retired)
-        self._rolling.begin(names if name else ())
+        if topology:
+            if self._rolling.active:
+                raise Unavailable(BUSY)
+            self._starter.prepare(topology, names)
+        self._rolling.begin(names if name else (), bool(topology))
         return names
 
     def describe(self) -> list[EngineInfo]:
         """Return all members: see ``weft.control.links.owner.Owner``."""
         return [
             EngineInfo(
-                name, one.member.group, one.member.base, one.member.role, one.condition, one.incarnation
+                name,
+                one.member.group,
+                one.member.base,
+                one.member.role,
+                one.condition,
+                one.incarnation,
+                "" if one.error is None else one.error.message,
             )
             for name, one in self._table.entries.items()
         ]
@@ -218,6 +237,8 @@ class EngineOwner:
                 self._probes.quit(action.name)
             elif isinstance(action, Switch):
                 self._on_switch()
+            elif isinstance(action, Settings):
+                self._starter.use(action.names, action.new)
             elif isinstance(action, Forget):
                 self._addresses.pop(action.name, None)
                 self._starter.forget(action.name)

@@ -105,7 +105,7 @@ class Commands(Protocol):
 
     async def remove(self, name: str) -> Scaled: ...
 
-    async def restart(self, name: str) -> Scaled: ...
+    async def restart(self, name: str, topology: str) -> Scaled: ...
 
     async def revive(self, name: str) -> Scaled: ...
 
@@ -147,7 +147,15 @@ class RegistryOwner:
         """Return all members: see ``weft.control.links.owner.Owner``."""
         engines = self._reader.read().of("head")
         return [
-            EngineInfo(one.name, one.group, one.base, one.group_role, one.state, one.incarnation)
+            EngineInfo(
+                one.name,
+                one.group,
+                one.base,
+                one.group_role,
+                one.state,
+                one.incarnation,
+                "" if one.error is None else one.error.message,
+            )
             for one in engines
         ]
 
@@ -155,9 +163,9 @@ class RegistryOwner:
         """Start retired engines: see ``weft.control.links.owner.Owner``."""
         return list((await self._commands.revive(name)).starting)
 
-    async def restart(self, name: str = "") -> list[str]:
+    async def restart(self, name: str = "", topology: str = "") -> list[str]:
         """Begin a rolling restart: see ``weft.control.links.owner.Owner``."""
-        return list((await self._commands.restart(name)).starting)
+        return list((await self._commands.restart(name, topology)).starting)
 
     async def scale(self, base: str, groups: int) -> Scaled:
         """Change the number of groups: see ``weft.control.links.owner.Owner``."""

@@ -7,6 +7,9 @@ process table starts the replacement, without a charge to the restart budget. Un
 elsewhere, as after any loss. If a replacement does not come up, the rolling restart ends there; the remaining
 processes stay as before.
 
+A restart may bring new settings. Each process gets the settings when its turn begins. If a process does not
+come up, the process starts again with the former settings, and the rolling restart ends.
+
 Processes that leave the server drain and quit in the same way, and are not started again.
 
 A *switch* replaces all processes at once, because the new processes compute with other operations:
@@ -36,6 +39,8 @@ SETTLE_S = 1.0
 """Seconds for every API server to learn of a drain, and for requests already on the way to arrive."""
 ABSENT_S = 10.0
 """Seconds without an answer until a requested restart reports for which process it waits."""
+BUSY = "engines restart or leave already; new settings are possible afterwards: try again later"
+"""Refusal of new settings while ``RollingRestart.active``."""
 ALL: frozenset[str] = frozenset()
 """Stands for all names of a requested restart."""
 QUIT_S = 15.0
@@ -56,7 +61,14 @@ class Switch(NamedTuple):
     """
 
 
-Action: TypeAlias = t.Action | Quit | Switch
+class Settings(NamedTuple):
+    """Start all later processes of ``names`` with their new settings, or with the former ones again."""
+
+    names: tuple[str, ...]
+    new: bool
+
+
+Action: TypeAlias = t.Action | Quit | Switch | Settings
 
 
 class RollingRestart:
@@ -73,6 +85,8 @@ class RollingRestart:
         """True while a requested restart waits until all processes answer."""
         self._later: list[frozenset[str]] = []
         """Restarts to begin after the present one, by the names of their processes."""
+        self._renews = False
+        """True if the present restart brings new settings."""
         self._only: frozenset[str] | None = None
         """Names that the present restart replaces; empty for all, None without a restart."""
         self._left: deque[dict[str, int]] = deque()
@@ -114,8 +128,9 @@ class RollingRestart:
         names = self._running() if waits else self._unit
         return {name: entries[name].incarnation for name in names if name in entries}
 
-    def begin(self, only: Iterable[str] = ()) -> None:
-        """Begin to replace the processes ``only``, or all, once all running processes answer.
+    def begin(self, only: Iterable[str] = (), renews: bool = False) -> None:
+        """Begin to replace the processes ``only``, or all, once all running processes answer. ``renews``:
+        with new settings; allowed only while no restart is ``active``.
 
         During a restart or a removal, the request waits for its end. During a restart of all processes, a
         request for all has no effect.
@@ -125,7 +140,7 @@ class RollingRestart:
             if (asked or self._only != ALL) and asked not in self._later:
                 self._later.append(asked)
         else:
-            self._only = asked
+            self._only, self._renews = asked, renews
             log.info("a rolling restart of %s was requested", ", ".join(sorted(asked)) or "all engines")
             self._asked, self._up, self._waits_since = True, set(), math.inf
 
@@ -226,7 +241,7 @@ class RollingRestart:
             self._asked = False
             self._left.extend(self._units())
         if not self.active:
-            self._only = None
+            self._only, self._renews = None, False
             if self._later:
                 self.begin(self._later.pop(0))
         if not self.active and self._wants_switch:
@@ -287,11 +302,28 @@ class RollingRestart:
         log.error("the rolling restart is cancelled: %s did not start again", " and ".join(self._unit))
         self._asked = self._wants_switch = False
         self._later.clear()
-        leaving = self._table.leaving
+        leaving, unit = self._table.leaving, self._unit
         self._left = deque(unit for unit in self._left if unit.keys() <= leaving)
-        return self._abandon(
-            EngineDead("another engine of the expert-parallel group did not start again"), now
-        )
+        back = self._return_settings(unit, now) if self._renews else []
+        error = EngineDead("another engine of the expert-parallel group did not start again")
+        return [*back, *self._abandon(error, now)]
+
+    def _return_settings(self, unit: dict[str, int], now: float) -> list[Action]:
+        """Return the actions that start the processes of ``unit`` with their former settings."""
+        log.error("%s: the former settings hold again", " and ".join(unit))
+        actions: list[Action] = [Settings(tuple(unit), False)]
+        for name, old in unit.items():
+            entry = self._table.entries.get(name)
+            if entry is None or entry.leaving:
+                continue
+            if entry.state is t.ProcessState.RETIRED:
+                actions += self._table.revive(name, now)
+            elif entry.state is t.ProcessState.RUNNING and entry.incarnation != old:
+                # Draining: the replacement costs no restart of the budget.
+                self._table.drain(name, entry.incarnation)
+                error = EngineDead("the process has the new settings")
+                actions += self._table.lose(name, entry.incarnation, error, now)
+        return actions
 
     def _drain_for_switch(self, now: float) -> None:
         """Drain all processes if all running processes are idle and none is waiting for a restart."""
@@ -334,10 +366,8 @@ class RollingRestart:
         return {name: one for name, one in entries.items() if one.state is t.ProcessState.RUNNING}
 
     def _next(self, now: float) -> list[Action]:
-        """Begin the next unit, if any: mark its processes as draining, and begin the drain time-out.
-
-        Return no action.
-        """
+        """Begin the next unit, if any: mark its processes as draining, and begin the drain time-out. Return
+        the action that brings new settings, if the restart does."""
         if not self._left:
             return []
         self._unit = self._left.popleft()
@@ -345,7 +375,8 @@ class RollingRestart:
         self._settled, self._deadline = now + SETTLE_S, now + max(self._drain_timeout, SETTLE_S)
         for name, incarnation in self._unit.items():
             self._table.drain(name, incarnation)
-        return []
+        stay = tuple(name for name in self._unit if name not in self._table.leaving)
+        return [Settings(stay, True)] if self._renews and stay else []
 
     def _quit(self, present: dict[str, int], now: float) -> list[Action]:
         """Return the actions that order the unit's processes to end, after `Switch` in a switch.

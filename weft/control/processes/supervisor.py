@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from weft.common.errors import EngineDead, InvalidRequest, NotFound, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.control.processes import table as t
-from weft.control.processes.rolling import Quit, RollingRestart, Switch
+from weft.control.processes.rolling import Quit, RollingRestart, Settings, Switch
 from weft.control.processes.scaling import Change, plan_removal, plan_restart
 
 log = get_logger(__name__)
@@ -95,6 +95,7 @@ class RestartAsked(NamedTuple):
 
     name: str = ""
     """A group or an engine; "" for all engines."""
+    renews: bool = False
 
 
 class SwitchAsked(NamedTuple):
@@ -168,14 +169,11 @@ class Exit(NamedTuple):
     status: int
 
 
-Action: TypeAlias = t.Action | Quit | Switch | Tell | Announce | Exit
+Action: TypeAlias = t.Action | Quit | Switch | Settings | Tell | Announce | Exit
 
 
 class Supervisor:
-    """State machine for the processes of a server: ``on(event, now)`` returns actions.
-
-    All times are in seconds on one monotonic clock.
-    """
+    """State machine for a server's processes: ``on(event, now)`` returns actions. Times are seconds."""
 
     def __init__(
         self,
@@ -303,7 +301,7 @@ class Supervisor:
             with contextlib.suppress(NotFound, InvalidRequest):
                 engines = self.engines
                 names = plan_restart(event.name, engines.members, engines.leaving | engines.retired)
-                self.rolling.begin(names if event.name else ())
+                self.rolling.begin(names if event.name else (), event.renews)
         return []
 
     def _switch(self, event: SwitchAsked) -> list[Action]:

@@ -81,7 +81,7 @@ class Member(NamedTuple):
     """Properties of a process that the table uses."""
 
     expert_group: str = ""
-    """Name of the expert-parallel group; "" if none. Members of an expert-parallel group fail together."""
+    """Name of the expert-parallel group; "" if none. Its members fail together."""
     group: str = ""
     """Name of the group. All processes of a group share a restart budget."""
     role: str = "unified"
@@ -93,10 +93,7 @@ class Member(NamedTuple):
 
 
 def members_of(names: Iterable[str] | Mapping[str, Member]) -> dict[str, Member]:
-    """Return the members by name.
-
-    Plain names become members of one unnamed group, without an expert-parallel group.
-    """
+    """Return the members by name. Plain names become members of one group without a name."""
     return dict(names) if isinstance(names, Mapping) else {name: Member() for name in names}
 
 
@@ -121,7 +118,7 @@ class ProcessEntry:
     """Incarnation of the newest process; 0 before the first start."""
     state: ProcessState = ProcessState.RUNNING
     error: WeftError | None = None
-    """Retired only: how the last process was lost."""
+    """How the last process was lost that nobody had ordered to end; None if there was none."""
     ready: bool = False
     """API server only: True if the process answers requests."""
     draining: bool = False
@@ -233,7 +230,7 @@ class ProcessTable:
     def leave(self, names: Iterable[str]) -> list[Action]:
         """Mark ``names`` as leaving. Return the actions that remove the names without a process.
 
-        A running process drains; the caller ends the process when the work is done (``RollingRestart``).
+        A running process drains; the caller ends the process later (``RollingRestart``).
         """
         actions: list[Action] = []
         for name in names:
@@ -276,10 +273,11 @@ class ProcessTable:
         # A planned replacement: the process ended on request, or died just before.
         if entry.draining:
             return [*actions, self._next(name, entry, now)]
-        # Only deaths soon after the start count in a row: a long life resets the delay.
+        entry.error = error
+        # Only deaths soon after the start count in a row.
         budget = self._budgets[entry.member.group]
         entry.deaths = entry.deaths + 1 if now - entry.began < SHORT_S else 1
-        # A budget of 0 restarts is a choice of the operator, not an error to log.
+        # A budget of 0 restarts is a choice, not an error to log.
         if not budget.grant(now):
             if budget.most:
                 log.error(
@@ -366,7 +364,7 @@ class ProcessTable:
             entry.draining = True
 
     def undrain(self, name: str, incarnation: int) -> None:
-        """Undo ``drain``: the process takes work again. A leaving process goes on draining."""
+        """Undo ``drain``: the process takes work again, unless the process leaves."""
         entry = self.running(name, incarnation)
         if entry is not None and not entry.leaving:
             entry.draining = False

@@ -15,6 +15,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 
 from weft.common.log import get_logger
+from weft.config.resolved import EngineConfig
 from weft.engine.ranks import supervised_ranks as protocol
 from weft.engine.ranks.ranks import RankProcesses, end_of
 
@@ -109,6 +110,11 @@ class RankSupervisor:
         if unseen is not None:
             unseen.close()
         return theirs
+
+    def use(self, config: Callable[[int], EngineConfig]) -> None:
+        """Start all later workers with the settings that ``config`` returns for a replica."""
+        for replica in self._replicas:
+            replica.processes.use(config(replica.number))
 
     def close(self, seconds: float) -> None:
         """Wait up to ``seconds`` for all workers, which have received a shutdown, then kill the rest.

@@ -27,6 +27,10 @@ class Ranks(Protocol):
     outlive: bool
     """True if the processes outlive the engine process and serve the next engine."""
 
+    def use(self, config: EngineConfig) -> None:
+        """Start all later processes with the settings ``config``."""
+        self._engine, self._config = config, msgspec.msgpack.encode(config)
+
     def spawn(self, rank: int) -> bool:
         """Start the process of ``rank`` unless already running. Return True if already running. Does not wait
         for the start.

@@ -6,17 +6,18 @@ import contextlib
 import itertools
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 
 from weft.common.cores import usable_cores
-from weft.common.errors import Unavailable
+from weft.common.errors import ConfigError, InvalidRequest, Unavailable
 from weft.config.gpus import engine_rank, gpu_environment, gpus_here
 from weft.config.hosts import engines_on
 from weft.config.names import instance_name
+from weft.config.new_settings import renewed
 from weft.config.resolve import RANKS_EACH_CORE
 from weft.config.resolved import EngineConfig
 from weft.control.links.link import Address
@@ -65,6 +66,11 @@ class EngineProcesses:
         self._ended: list[subprocess.Popen[bytes]] = []
         self._folder = group_folder(folder)
         self._local = LocalEngines(config, self._folder, log_level, start)
+
+    def use(self, config: EngineConfig) -> None:
+        """Start all later processes of the group with the settings ``config``."""
+        self.config = config
+        self._local.use(config)
 
     def start(self, name: str, incarnation: int) -> Address:
         """Start the engine process ``name`` and return the address.
@@ -141,6 +147,8 @@ class EngineGroups:
         self._setup = folder, log_level, start
         self._known: dict[str, EngineConfig] = {}
         """Name of every group so far -> its settings. A name outlives its last group."""
+        self._prepared: dict[str, tuple[EngineConfig, EngineConfig]] = {}
+        """Group -> its (former, new) settings, of the last ``prepare``."""
         self._ends: list[int] = []
         """Exit statuses of the engine processes of groups that have ended."""
         self.members: dict[str, Member] = {}
@@ -189,6 +197,22 @@ class EngineGroups:
             self._groups.remove(group)
             self._ends += group.close(0.0)
 
+    def prepare(self, topology: str, names: Collection[str]) -> None:
+        """See ``Starter``."""
+        present = [group.config for group in self._groups]
+        try:
+            new = renewed(topology, present, {self._of[name].config.group for name in names})
+        except ConfigError as error:
+            raise InvalidRequest(error.message, param="topology") from error
+        self._prepared = {one.group: (one, new[one.group]) for one in present if one.group in new}
+
+    def use(self, names: Collection[str], new: bool) -> None:
+        """See ``Starter``."""
+        for group in dict.fromkeys(self._of[name] for name in names if name in self._of):
+            config = self._prepared[group.config.group][new]
+            group.use(config)
+            self._known[config.group] = config
+
     def start(self, name: str, incarnation: int) -> Address:
         """Start an engine process and return the address. Does not wait for the start."""
         return self._of[name].start(name, incarnation)
@@ -236,6 +260,12 @@ class LocalEngines:
         self._level = log_level
         self._rank_supervisor: RankSupervisor | None = None
         """Created when the first engine process with supervised workers starts."""
+
+    def use(self, config: EngineConfig) -> None:
+        """Start all later processes with the settings ``config``."""
+        self._config = config
+        if self._rank_supervisor is not None:
+            self._rank_supervisor.use(self._of)
 
     def start(
         self, replica: int, endpoint: str, address_file: str = "", start_id: int = 0

@@ -1,0 +1,70 @@
+"""A rolling restart that brings new settings, event by event."""
+
+from __future__ import annotations
+
+from tests.control.processes.test_rolling import GONE, answer, made
+from weft.control.processes.rolling import Quit, RollingRestart, Settings
+from weft.control.processes.table import Kill, ProcessState, ProcessTable, Start
+
+
+def begun(restarts: int = 5) -> tuple[ProcessTable, RollingRestart]:
+    """Return a restart with new settings whose first process has ended and starts again."""
+    table, rolling = made(["0", "1"], restarts)
+    rolling.begin(renews=True)
+    answer(table, rolling)
+    assert rolling.tick(1.0) == [Settings(("0",), True)]  # from here on any next process has the settings
+    answer(table, rolling)
+    assert rolling.tick(2.0) == [Quit("0", 1)]
+    assert table.lose("0", 1, GONE, 3.1) == [Kill("head", "0", 1), Start("head", "0", 2)]
+    return table, rolling
+
+
+def test_each_process_gets_the_settings_when_its_turn_comes() -> None:
+    table, rolling = begun()
+    rolling.seen("0", 2, True)
+    assert rolling.tick(4.0) == [Settings(("1",), True)]
+    answer(table, rolling)
+    assert rolling.tick(5.0) == [Quit("1", 1)]
+    table.lose("1", 1, GONE, 6.1)
+    answer(table, rolling)
+    assert rolling.tick(7.0) == []
+    assert not rolling.active
+    rolling.begin()  # a later restart keeps the settings
+    answer(table, rolling)
+    assert rolling.tick(8.0) == []
+
+
+def test_a_process_that_does_not_come_up_gets_its_former_settings_and_the_rest_stays() -> None:
+    table, rolling = begun()
+    assert table.lose("0", 2, GONE, 4.0) == [Kill("head", "0", 2), Start("head", "0", 3)]
+    assert rolling.tick(4.1) == [Settings(("0",), False), Kill("head", "0", 3), Start("head", "0", 4)]
+    assert not rolling.active
+    entries = table.entries
+    assert (entries["0"].incarnation, entries["0"].state) == (4, ProcessState.RUNNING)
+    assert entries["0"].error is GONE
+    assert (entries["1"].incarnation, entries["1"].draining) == (1, False)
+
+
+def test_a_process_without_a_restart_left_comes_back_with_its_former_settings() -> None:
+    table, rolling = begun(restarts=0)
+    assert table.lose("0", 2, GONE, 4.0) == [Kill("head", "0", 2)]
+    assert table.entries["0"].state is ProcessState.RETIRED
+    assert rolling.tick(4.1) == [Settings(("0",), False), Start("head", "0", 3)]
+    assert table.entries["0"].state is ProcessState.RUNNING
+
+
+def test_a_process_that_waits_for_its_restart_starts_with_its_former_settings() -> None:
+    table, rolling = begun()
+    for number in (2, 3, 4):
+        table.lose("0", number, GONE, 4.0)
+    assert table.entries["0"].state is ProcessState.WAITING
+    assert rolling.tick(4.1) == [Settings(("0",), False)]
+    assert table.tick(10.0) == [Start("head", "0", 5)]
+
+
+def test_a_process_that_leaves_gets_no_settings() -> None:
+    table, rolling = made(["0", "1"])
+    rolling.begin(["0"], renews=True)
+    assert rolling.remove(["0"], 1.0) == []
+    answer(table, rolling)
+    assert rolling.tick(1.1) == []
