@@ -10,7 +10,7 @@ import pytest
 
 from tests.config.test_topology import written
 from weft.common.errors import ConfigError
-from weft.config.new_settings import renewed
+from weft.config.alone import renewed
 from weft.config.topology import read_topology, resolve_groups
 
 __all__ = ["written"]

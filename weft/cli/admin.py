@@ -9,7 +9,8 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TextIO
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 
@@ -155,23 +156,34 @@ def drain(server: Server, group: str | None, whole: bool, wait: float) -> None:
 @click.argument("group", required=False)
 @click.option(
     "--file",
-    type=click.File(encoding="utf-8"),
+    type=click.Path(),
     help="Topology file with new settings for the groups. A group that does not come up gets its former "
     "settings again, and the restart ends.",
 )
 @_server
 @_wait
-def restart(server: Server, group: str | None, file: TextIO | None, wait: float) -> None:
+def restart(server: Server, group: str | None, file: str | None, wait: float) -> None:
     """Replace the engines of a GROUP, or of all groups, in turn, without loss of a request.
 
     Each engine finishes its requests and is replaced before the next one drains. GROUP may also be the name
     of a single engine. Model, roles, ranks and --max-model-len stay as they are.
     """
     before = server.engines()
-    asked = {"group": group or "", "topology": "" if file is None else file.read()}
+    asked = {"group": group or "", "topology": "" if file is None else _text(file)}
     said = server.call("POST", "/admin/restart", asked)
     click.echo(said["status"])
     _until(server, wait, lambda engines: _not_replaced(engines, before, said["engines"]))
+
+
+def _text(file: str) -> str:
+    """Return the text of ``file``. Raise ConfigError for an unreadable or empty file."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--file {file}: {error}", param="--file") from error
+    if not text.strip():
+        raise ConfigError(f"--file {file}: the file is empty", param="--file")
+    return text
 
 
 @click.command()

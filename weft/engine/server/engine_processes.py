@@ -14,10 +14,10 @@ import msgspec
 
 from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError, InvalidRequest, Unavailable
+from weft.config.alone import renewed
 from weft.config.gpus import engine_rank, gpu_environment, gpus_here
 from weft.config.hosts import engines_on
 from weft.config.names import instance_name
-from weft.config.new_settings import renewed
 from weft.config.resolve import RANKS_EACH_CORE
 from weft.config.resolved import EngineConfig
 from weft.control.links.link import Address
@@ -209,7 +209,9 @@ class EngineGroups:
     def use(self, names: Collection[str], new: bool) -> None:
         """See ``Starter``."""
         for group in dict.fromkeys(self._of[name] for name in names if name in self._of):
-            config = self._prepared[group.config.group][new]
+            # A group that has joined since ``prepare`` keeps its settings.
+            former, latest = self._prepared.get(group.config.group, (group.config, group.config))
+            config = latest if new else former
             group.use(config)
             self._known[config.group] = config
 
