@@ -21,7 +21,7 @@ model: spool-text
 threads: 1
 front: {port: 0, admin-key: [secret], fronts: FRONTS}
 groups:
-  - {role: unified, name: all, count: 2, max-num-seqs: 6}
+  - {role: unified, name: all, count: 2, tp: RANKS, max-num-seqs: 6}
 """
 
 
@@ -34,12 +34,12 @@ def slots(base: str) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fronts", [1, 2])
+@pytest.mark.parametrize(("fronts", "ranks"), [(1, 1), (2, 1), (1, 2)])
 def test_new_settings_come_one_by_one_and_go_where_they_do_not_work(
-    start: Any, tmp_path: Path, fronts: int
+    start: Any, tmp_path: Path, fronts: int, ranks: int
 ) -> None:
     file, log = tmp_path / "topology.yaml", tmp_path / "serve.log"
-    file.write_text(TOPOLOGY.replace("FRONTS", str(fronts)))
+    file.write_text(TOPOLOGY.replace("FRONTS", str(fronts)).replace("RANKS", str(ranks)))
     file.chmod(0o600)
     base = start(str(file), command="up").url()
     due = ask(base)

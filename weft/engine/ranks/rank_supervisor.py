@@ -45,6 +45,12 @@ class _Replica:
         self.pipe = pipe
         self._told = {}
 
+    def renew(self, config: EngineConfig) -> None:
+        """End all workers, and start later ones with the settings ``config``."""
+        for rank in self.processes.ranks():
+            self.processes.kill(rank)
+        self.processes.use(config)
+
     def serve(self) -> None:
         """Read and answer one request: start a process, or kill a process with the requested pid.
 
@@ -94,6 +100,8 @@ class RankSupervisor:
         """``processes(replica)`` returns the process starter of a replica. Starts the supervisor's thread."""
         self._replicas = [_Replica(number, processes(number)) for number in range(replicas)]
         self._new: dict[int, Connection] = {}
+        self._renewed: dict[int, EngineConfig] = {}
+        """Replica -> settings of its workers from the next engine process on."""
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weft-rank-supervisor", daemon=True)
@@ -112,9 +120,12 @@ class RankSupervisor:
         return theirs
 
     def use(self, config: Callable[[int], EngineConfig]) -> None:
-        """Start all later workers with the settings that ``config`` returns for a replica."""
-        for replica in self._replicas:
-            replica.processes.use(config(replica.number))
+        """Start the workers of later engine processes with the settings ``config(replica)``.
+
+        Other workers end when the next engine process of their replica links. Safe from any thread.
+        """
+        with self._lock:
+            self._renewed = {replica.number: config(replica.number) for replica in self._replicas}
 
     def close(self, seconds: float) -> None:
         """Wait up to ``seconds`` for all workers, which have received a shutdown, then kill the rest.
@@ -133,9 +144,11 @@ class RankSupervisor:
         """Serve the pipes of all replicas and report ended processes, until ``close``. Errors are logged."""
         while not self._stop.is_set():
             with self._lock:
-                new = self._new
-                self._new = {}
+                new, self._new = self._new, {}
+                renewed = {number: self._renewed.pop(number) for number in new if number in self._renewed}
             for number, pipe in new.items():
+                if number in renewed:
+                    self._replicas[number].renew(renewed[number])
                 self._replicas[number].follow(pipe)
             ready = wait([replica.pipe for replica in self._replicas if replica.pipe is not None], _TURN)
             for replica in self._replicas:

@@ -27,10 +27,6 @@ class Ranks(Protocol):
     outlive: bool
     """True if the processes outlive the engine process and serve the next engine."""
 
-    def use(self, config: EngineConfig) -> None:
-        """Start all later processes with the settings ``config``."""
-        self._engine, self._config = config, msgspec.msgpack.encode(config)
-
     def spawn(self, rank: int) -> bool:
         """Start the process of ``rank`` unless already running. Return True if already running. Does not wait
         for the start.
@@ -81,6 +77,10 @@ class RankProcesses:
         # The kernel kills a child at the end of the starting thread. The thread here lives as long as the
         # object.
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="weft-ranks")
+
+    def use(self, config: EngineConfig) -> None:
+        """Start all later processes with the settings ``config``."""
+        self._engine, self._config = config, msgspec.msgpack.encode(config)
 
     def spawn(self, rank: int) -> bool:
         """Start the process of ``rank`` unless already running. Return True if already running. Does not wait
