@@ -132,7 +132,7 @@ def _fixed(old: EngineConfig, new: EngineConfig) -> list[tuple[str, object, obje
         ("the model", old.served_names, new.served_names),
         ("the number of ranks", old.parallel.layout.ranks, new.parallel.layout.ranks),
         ("the number of replicas", old.parallel.data_parallel_size, new.parallel.data_parallel_size),
-        ("the number of hosts", old.parallel.nnodes, new.parallel.nnodes),
+        ("the number of hosts", old.parallel.hosts, new.parallel.hosts),
         ("the device", old.device, new.device),
         ("--max-model-len", old.kv.max_model_len, new.kv.max_model_len),
         ("--enable-expert-parallel", _experts(old), _experts(new)),
