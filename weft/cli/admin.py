@@ -278,8 +278,10 @@ def _not_replaced(engines: dict[str, Any], before: dict[str, Any], names: Iterab
             raise EngineDead(f"{name} has left the server")
         again = old is not None and engine["starts"] > old["starts"] + 1
         if again or engine["state"] in ("retired", "ended"):
-            why = engine["failure"] or "the server's log has the reason"
-            raise EngineDead(f"{name} did not start again, and the restart is cancelled: {why}")
+            why = f": {engine['failure']}" if engine["failure"] else ""
+            raise EngineDead(
+                f"{name} did not start again, and the restart is cancelled{why}; the server's log has more"
+            )
         new = engine["incarnation"] not in ("", old["incarnation"] if old is not None else "")
         if not new or engine["state"] != "running" or not engine["alive"]:
             left.append(f"{name} {engine['state'] if new or engine['state'] != 'running' else 'waits'}")
