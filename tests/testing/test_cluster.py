@@ -20,7 +20,7 @@ from testing.cluster import __main__ as explorer
 from testing.cluster.check import Violation, output, token, token_key
 from testing.cluster.cluster import simulate_cluster
 from testing.cluster.explore import CHUNK, Exploration, explore, run_schedules
-from testing.cluster.faults import KINDS
+from testing.cluster.faults import KINDS, OF_MEMBERS
 from testing.cluster.transfers.wires import SimTransport
 from weft.common.errors import EndedElsewhere, EngineDead
 from weft.control.directory.leases import Leases
@@ -105,7 +105,7 @@ def test_invariants_hold(explored: Exploration) -> None:
 
 @pytest.mark.requirement("F48")
 def test_every_kind_of_fault_is_seen_to_happen(explored: Exploration) -> None:
-    assert {kind for kind in KINDS if not explored.faults[kind]} == set()
+    assert {kind for kind in (*KINDS, *OF_MEMBERS) if not explored.faults[kind]} == set()
 
 
 @pytest.mark.parametrize(
