@@ -53,6 +53,7 @@ def test_a_refusal_reaches_the_operator_whichever_api_server_answers(start_fake:
         ("scale", {"base": "unified", "groups": 0}, 400, "without a unified group"),
         ("drain", {"group": "unified7"}, 404, "the groups are unified0, unified1"),
         ("restart", {"group": "unified7"}, 404, "the groups are unified0, unified1"),
+        ("restart", {"topology": "#" * 50_000}, 400, "topology has more than 49152 bytes"),
         ("revive", {"group": "unified0"}, 400, "no engine of 'unified0' is retired"),
     ):
         for _ in range(4):  # any API server may answer
@@ -115,6 +116,7 @@ def test_a_restart_that_fails_is_reported(start_fake: Any, tmp_path: Any) -> Non
     loaded.touch()
     server = start_fake(engines=2, most_engines=2, admin_key=["admin"], restarts=1, loaded=[str(loaded)])
     loaded.unlink()
+    assert "--file absent" in weft(server, "restart", "--file", "absent", status=2)
     said = weft(server, "restart", "unified1", "--wait", "3", status=1)
     assert "the change is not complete after 3 seconds: unified1" in said
     loaded.touch()
