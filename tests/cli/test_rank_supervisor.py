@@ -79,6 +79,28 @@ def test_the_next_engine_finds_the_workers() -> None:
             second.spawn(1)
 
 
+def test_workers_with_former_settings_end_when_the_next_engine_comes() -> None:
+    with tempfile.TemporaryDirectory(prefix="w") as folder:
+        config = config_in(folder)
+        processes = RankProcesses(config, rank_address(config), "error")
+        supervisor = RankSupervisor(1, lambda _: processes)
+        try:
+            first = SupervisedRanks(supervisor.link(0))
+            first.spawn(1)
+            before = first.pid(1)
+            renewed = msgspec.structs.replace(config, group="renewed")
+            supervisor.use(lambda _: renewed)
+            assert is_alive(before)  # the present engine goes on with its worker
+            second = SupervisedRanks(supervisor.link(0))
+            assert not second.spawn(1)
+            assert not is_alive(before)
+            assert msgspec.msgpack.decode(processes._config, type=EngineConfig) == renewed
+            third = SupervisedRanks(supervisor.link(0))
+            assert third.spawn(1)  # the settings are those of the worker
+        finally:
+            supervisor.close(0.0)
+
+
 def test_workers_end_with_the_server_however_it_ends() -> None:
     code = (
         "import os, signal, sys, msgspec\n"
