@@ -57,7 +57,7 @@ def test_new_settings_come_one_by_one_and_go_where_they_do_not_work(
     worse = tmp_path / "worse.yaml"
     worse.write_text(better.read_text() + "trace: /proc/weft-trace\n")  # nobody can make the file
     said = weft(base, "restart", "--file", str(worse), "--wait", str(deadline(120)), status=1)
-    reason = r"cancelled: (--trace: cannot write|the (engine's )?process ended)"  # the end may be seen before the message
+    reason = r"cancelled: (--trace: cannot write|the (engine's )?process ended)"  # the end may be seen first
     assert re.search(f"all0 did not start again, and the restart is {reason}", said)
     until(lambda: groups(base) == {"all0": "running", "all1": "running"})
     until(lambda: slots(base) == {"all0": 5, "all1": 5}, 90)
