@@ -38,6 +38,7 @@ from weft.ops.cpu.prebuilt import LIBRARY
 SOURCES = Path(__file__).parent / "csrc"
 
 # -ffp-contract=off: the sources fuse products and sums explicitly, and the compiler must not add more.
+# -DNDEBUG: as in torch's release builds. Debug checks of torch's headers would bring streams (csrc/check.h).
 FLAGS = (
     "-std=c++20",
     "-O3",
@@ -49,6 +50,7 @@ FLAGS = (
     "-fno-trapping-math",
     "-Wall",
     "-Wno-unknown-pragmas",
+    "-DNDEBUG",
     "-DAT_PARALLEL_OPENMP=1",
     "-D_GLIBCXX_USE_CXX11_ABI=1",
 )
@@ -76,6 +78,7 @@ SECONDS = {
     "transfer.cpp": 2,
     "compress.cpp": 2,
     "capabilities.cpp": 1.5,
+    "check.cpp": 0.7,
 }
 """CPU seconds of each file with g++ 12 on an EPYC (Zen 5). The slowest files are compiled first. Torch's
 headers take 1.3 s of each file, and 4 s of library.cpp and program.cpp."""
@@ -282,11 +285,8 @@ def _compile_all(
     include = _torch_folder() / "include"
     headers = ["-isystem", str(include), "-isystem", str(include / "torch/csrc/api/include")]
     flags = [*FLAGS, *target]
-    machine = _machine(target)
-    sources = sorted(SOURCES.glob("*.cpp"), key=_seconds, reverse=True)
-    # The key has torch's version and not the path of torch's headers, so that environments share objects.
-    keys = [_hash(compiler.version, machine, *flags, *_with_headers(source)) for source in sources]
-    objects = [folder / f"{key}.o" for key in keys]
+    paths = object_paths(compiler, target, folder)
+    sources, objects = list(paths), list(paths.values())
     missing = [pair for pair in zip(sources, objects, strict=True) if force or not pair[1].exists()]
     if missing:
         processes = processes_for(len(missing))
@@ -296,6 +296,16 @@ def _compile_all(
     for made in objects:
         os.utime(made)
     return objects
+
+
+def object_paths(compiler: CppCompiler, target: Sequence[str], folder: Path) -> dict[Path, Path]:
+    """Return the path of each source's object in ``folder``. The slowest sources come first."""
+    machine = _machine(target)
+    # The key has torch's version and not the path of torch's headers, so that environments share objects.
+    return {
+        source: folder / f"{_hash(compiler.version, machine, *FLAGS, *target, *_with_headers(source))}.o"
+        for source in sorted(SOURCES.glob("*.cpp"), key=_seconds, reverse=True)
+    }
 
 
 def _seconds(source: Path) -> float:
@@ -334,6 +344,7 @@ def _with_headers(source: Path) -> list[str]:
 
 def _link(compiler: CppCompiler, objects: list[Path], target: Path, verbose: bool, say: Say) -> None:
     """Link a library against torch's own OpenMP runtime: a second runtime would start its own threads.
+    libstdc++ is shared too, even if the compiler would link a static one.
 
     The file ``target`` is replaced when complete. With ``verbose``, ``say`` gets the command. Raises
     BuildError.
@@ -344,7 +355,22 @@ def _link(compiler: CppCompiler, objects: list[Path], target: Path, verbose: boo
     with temporary(target) as partial:
         command = [compiler.path, "-shared", *map(str, objects), "-o", str(partial), f"-L{library}"]
         command += ["-ltorch", "-ltorch_cpu", "-lc10", str(openmp[0]) if openmp else "-lgomp"]
+        command += _shared_runtime(compiler)
         run(command, "the C++ operations do not link", verbose, say)
+
+
+def _shared_runtime(compiler: CppCompiler) -> list[str]:
+    """Return the path of the compiler's shared libstdc++ for the link, or nothing if the compiler has none.
+
+    Some compilers are wrappers that add ``-static-libstdc++``. A second libstdc++ in the process shares the
+    ids of locale facets with torch's libstdc++, but not the facets: a stream of the library then crashes.
+    """
+    name = "libstdc++.so.6"
+    asked = subprocess.run(
+        [compiler.path, f"-print-file-name={name}"], capture_output=True, text=True, check=False
+    )
+    path = Path(asked.stdout.strip())
+    return [str(path)] if asked.returncode == 0 and path.name == name and path.is_file() else []
 
 
 def _sweep(cache: Path) -> None:

@@ -5,12 +5,16 @@
 //     So each output element has one fixed sequence of floating-point operations. The compiler may not fuse
 //     products and sums by itself (-ffp-contract=off): fused operations are written explicitly.
 //   * bf16 is widened to float exactly, and rounded once, to nearest even.
-//   * Checks of shapes and dtypes are TORCH_CHECKs at the entry; kernels below trust their arguments.
+//   * Checks of shapes and dtypes stand at the entry; kernels below trust their arguments. A check is a TORCH_CHECK if
+//     its text is constant, and a WEFT_CHECK (check.h) if the text has values: this library uses no C++ streams.
 #pragma once
+
+#include "check.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -41,6 +45,11 @@ using bf16 = at::BFloat16;
 
 // `at::empty`; its header takes as long to compile as all other includes here together.
 Tensor empty_tensor(at::IntArrayRef sizes, const at::TensorOptions& options);
+
+// The first `count` sizes, or all sizes if there are fewer. `IntArrayRef::slice` would bring a stream for its message.
+inline at::IntArrayRef leading(at::IntArrayRef sizes, size_t count) {
+  return {sizes.data(), std::min(count, sizes.size())};
+}
 
 inline float bits_to_float(uint32_t bits) {
   float value;
