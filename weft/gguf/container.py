@@ -25,8 +25,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PLAIN = ("F32", "F16", "BF16", "F64")
-QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
-"""Supported quantized tensor types."""
+QUANTIZED = (
+    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    *("TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
+)
+"""Supported quantized tensor types: all types that the package ``gguf`` dequantizes."""
 READ = (*PLAIN, *QUANTIZED)
 """All supported tensor types."""
 CODED = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
