@@ -38,6 +38,8 @@ _SCALES = {
 }
 DRAWN = tuple(_SCALES)
 """Types of ``drawn``."""
+FITTED = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+"""Types of ``fitted``, which the package does not write."""
 
 
 def drawn(kind: str, rows: int, inputs: int, seed: int = 0, size: float = 0.0) -> np.ndarray:
@@ -70,10 +72,13 @@ def meaning(kind: str, raw: np.ndarray) -> Tensor:
 
 def fitted(kind: str, values: np.ndarray) -> np.ndarray:
     """Return float32 [.., n] quantized to Q4_K or Q6_K in a simple way, far from the best quality of the
-    type.
+    type. Each 32 or 16 numbers share a scale (and a minimum), a multiple of the block's float16.
 
-    Each 32 or 16 numbers share a scale (and a minimum), a multiple of the block's float16.
+    Other types get random numbers of the same size.
     """
+    if kind not in ("Q4_K", "Q6_K"):
+        raw = drawn(kind, values.size // values.shape[-1], values.shape[-1], size=float(values.std()))
+        return raw.reshape(*values.shape[:-1], -1)
     lines = values.astype(np.float32).reshape(-1, values.shape[-1])
     blocks = lines.reshape(len(lines), -1, 256)
     made = np.zeros((*blocks.shape[:2], ggml.BLOCKS[kind].bytes), np.uint8)

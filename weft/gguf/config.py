@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.common.errors import ConfigError
-from weft.gguf.container import CODED, StoredTensor
+from weft.gguf.container import CODED, WIDENED, StoredTensor
 
 FAMILIES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -159,7 +159,7 @@ def config_of(
 def _quantization(tensors: Sequence[StoredTensor]) -> dict[str, Any]:
     """Return the average bits per element of the layers' matrices, for the memory plan.
 
-    Types in ``CODED`` count with their stored bytes, others with 16 bits. Empty if no matrix is in ``CODED``.
+    Types in ``CODED`` count with their stored bytes or ``WIDENED``, others with 16 bits. Empty if no matrix is in ``CODED``.
     """
     # Only matrices of layers. Routers and other F32 tensors stay plain.
     matrices = [t for t in tensors if t.name.startswith("blk.") and len(t.shape) > 1 and t.kind != "F32"]
@@ -167,7 +167,9 @@ def _quantization(tensors: Sequence[StoredTensor]) -> dict[str, Any]:
     if not any(tensor.kind in CODED for tensor in matrices):
         return {}
     bits = sum(
-        8 * math.prod(tensor.dims) if tensor.kind in CODED else 16 * math.prod(tensor.shape)
+        WIDENED.get(tensor.kind, 16) * math.prod(tensor.shape)
+        if tensor.kind in WIDENED or tensor.kind not in CODED
+        else 8 * math.prod(tensor.dims)
         for tensor in matrices
     )
     return {"quantization_config": {"quant_method": "gguf", "bits": round(bits / elements, 2)}}
