@@ -159,7 +159,8 @@ def config_of(
 def _quantization(tensors: Sequence[StoredTensor]) -> dict[str, Any]:
     """Return the average bits per element of the layers' matrices, for the memory plan.
 
-    Types in ``CODED`` count with their stored bytes or ``WIDENED``, others with 16 bits. Empty if no matrix is in ``CODED``.
+    Types in ``CODED`` count with their stored bytes or ``WIDENED``, others with 16 bits. Empty if no matrix
+    is in ``CODED``.
     """
     # Only matrices of layers. Routers and other F32 tensors stay plain.
     matrices = [t for t in tensors if t.name.startswith("blk.") and len(t.shape) > 1 and t.kind != "F32"]

@@ -8,7 +8,7 @@
     IQ4_XS  w = d (s - 32) number(q)         256: float16 d; s, 6 bits for each 32; half bytes
     IQ4_NL  w = d number(q)                  32: float16 d, halves of bytes
     Q3_K    w = d (s - 32) (q - 4)           256: 3 bits in two places; s, 6 bits for each 16; float16 d
-    Q2_K    w = d s q - m t                  256: s and t, halves of a byte for each 16; 2 bits; float16 d and m
+    Q2_K    w = d s q - m t                  256: s and t, halves of bytes for each 16; 2 bits; float16 d, m
 
 Source: ggml-org/ggml, ggml-common.h and ggml-quants.c. csrc/coded_pack.cpp reads the same blocks.
 """
@@ -99,7 +99,7 @@ def _q5_k(of: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _with_minimums(of: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers [.., 256] of ``codes`` [.., 8, 32] with the scales that begin a Q4_K or Q5_K block."""
+    """Return the numbers [.., 256] of ``codes`` [.., 8, 32]; the scales are in front of the block."""
     scales, minimums = _six_bits(of[..., 4:16])
     made = (_halves(of, 0, dtype) * scales.to(dtype)).unsqueeze(-1) * codes.to(dtype)
     made -= (_halves(of, 2, dtype) * minimums.to(dtype)).unsqueeze(-1)
