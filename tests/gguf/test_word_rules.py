@@ -134,7 +134,7 @@ def test_kimis_cuts(tmp_path: Path) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     plain = Plain(tokens, KIMI)
-    long = "ab" * 13_000 + " " + "the of" * 20
+    long = "1a" * 12_499 + "1abc" + " the of" * 20  # the cut is between b and c, within a word
     expected = [number for part in kimi_cuts(long) for number in plain.encode(part)]
     assert expected != plain.encode(long)
     assert Tokenizer.load(tmp_path).encode(long, add_special_tokens=False) == expected
