@@ -137,6 +137,27 @@ def test_parameters_are_those_of_the_checkpoint(case: str, tmp_path: Path) -> No
     assert spec.eos_ids == (2,)
 
 
+@pytest.mark.parametrize(
+    ("case", "architecture"), [("qwen2", "QWEN2VL"), ("qwen3", "QWEN3VL"), ("qwen3-moe", "QWEN3VLMOE")]
+)
+def test_text_models_of_models_with_images(
+    case: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made(case)
+    write_model(tmp_path / "plain.gguf", model)
+    kind = model.config.model_type
+    monkeypatch.setitem(tests.support.gguf_files.ARCHITECTURES, kind, getattr(gguf.MODEL_ARCH, architecture))
+    more = {"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 3}
+    write_model(tmp_path / "images.gguf", model, **more)
+    assert Container(tmp_path / "images.gguf").metadata["general.architecture"] == architecture.lower()
+    theirs, expected = loaded(str(tmp_path / "plain.gguf"))
+    spec, found = loaded(str(tmp_path / "images.gguf"))
+    assert spec == theirs
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "MXFP4"])
 def test_numbers_are_those_that_the_format_says(kind: str, tmp_path: Path) -> None:
     model = made("qwen3-moe")

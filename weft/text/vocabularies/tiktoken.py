@@ -29,7 +29,7 @@ class _Rules(msgspec.Struct, frozen=True):
 _CLASSES = {
     # Moonlight, Kimi K2, K2.5, Kimi Linear and later. The limits come from the model's ``encode``: cuts at
     # special tokens, then every 400,000 characters, then in runs of 25,000.
-    "TikTokenTokenizer": _Rules(HAN, 256, Segmentation(**KIMI_LIMITS)),
+    "TikTokenTokenizer": _Rules(HAN, 256, msgspec.convert(KIMI_LIMITS, Segmentation)),
 }
 _RESERVED = "<|reserved_token_{}|>"
 
