@@ -23,7 +23,7 @@ from weft.gguf.header import read_header
 
 HUGE = 1 << 40
 U8, U32, STRING, ARRAY = 0, 4, 8, 9
-F32, Q2_K = 0, 10
+F32, Q8_1 = 0, 9
 
 
 def text(value: bytes) -> bytes:
@@ -202,7 +202,7 @@ def _patched(path: Path, name: bytes, kind: int) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(("kind", "shown"), [(Q2_K, "Q2_K"), (99, "number 99"), (26, "I32")])
+@pytest.mark.parametrize(("kind", "shown"), [(Q8_1, "Q8_1"), (99, "number 99"), (26, "I32")])
 def test_types_that_are_not_read_are_told_each_time(kind: int, shown: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_model(path, tiny())

@@ -15,7 +15,7 @@ import transformers
 from tests.support import gguf_files
 from weft import LLM, SamplingParams
 from weft.config.hub import bundled_models, resolve_model_path
-from weft.gguf.gguf_tokenizer import NORMALIZED, WORDS
+from weft.gguf.gguf_tokenizer import NORMALIZED
 from weft.text.tokenizer import Tokenizer
 
 xllamacpp = pytest.importorskip("xllamacpp")
@@ -171,7 +171,11 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("pre", sorted(WORDS.keys() - {"llama3"}))
+#: Other rules are compared with published tokenizers in test_word_rules.py. llama.cpp rewrites some of them.
+RULES = ("gpt-2", "default", "llama-bpe", "smaug-bpe", "qwen2", "deepseek-r1-qwen", "gpt-4o")
+
+
+@pytest.mark.parametrize("pre", RULES)
 def test_ids_of_texts(pre: str, tmp_path: Path) -> None:
     model, texts = llama()
     gguf_files.write_model(tmp_path / "model.gguf", model, texts=texts | {"pre": pre})

@@ -13,11 +13,13 @@ import pytest
 import torch
 import transformers
 
+import tests.support.gguf_files
+from tests.support.ggml_blocks import DRAWN, drawn
 from tests.support.gguf_files import some_texts, write_model
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.hub import resolve_model_path, resolve_tokenizer_path
-from weft.gguf.container import Container, shards
+from weft.gguf.container import PLAIN, QUANTIZED, Container, shards
 from weft.models.loader import load_model
 
 CPU = torch.device("cpu")
@@ -135,6 +137,27 @@ def test_parameters_are_those_of_the_checkpoint(case: str, tmp_path: Path) -> No
     assert spec.eos_ids == (2,)
 
 
+@pytest.mark.parametrize(
+    ("case", "architecture"), [("qwen2", "QWEN2VL"), ("qwen3", "QWEN3VL"), ("qwen3-moe", "QWEN3VLMOE")]
+)
+def test_text_models_of_models_with_images(
+    case: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made(case)
+    write_model(tmp_path / "plain.gguf", model)
+    kind = model.config.model_type
+    monkeypatch.setitem(tests.support.gguf_files.ARCHITECTURES, kind, getattr(gguf.MODEL_ARCH, architecture))
+    more = {"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 3}
+    write_model(tmp_path / "images.gguf", model, **more)
+    assert Container(tmp_path / "images.gguf").metadata["general.architecture"] == architecture.lower()
+    theirs, expected = loaded(str(tmp_path / "plain.gguf"))
+    spec, found = loaded(str(tmp_path / "images.gguf"))
+    assert spec == theirs
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "MXFP4"])
 def test_numbers_are_those_that_the_format_says(kind: str, tmp_path: Path) -> None:
     model = made("qwen3-moe")
@@ -168,27 +191,39 @@ def test_experts_in_mxfp4_stay_as_they_are_published(tmp_path: Path) -> None:
         assert torch.equal(rows[:, begin : begin + n], expected), what
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_K"])
-def test_superblocks_are_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package cannot write superblocks, so bytes are random with finite scales."""
-    made_type = gguf.GGMLQuantizationType[kind]
-    block, size = gguf.GGML_QUANT_SIZES[made_type]
-    scales = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (size - 2,)}[kind]
+def test_types_are_all_that_the_package_dequantizes() -> None:
+    found = []
+    for kind in gguf.GGMLQuantizationType:
+        block = np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+        try:
+            gguf.quants.dequantize(block, kind)
+        except NotImplementedError:
+            continue
+        found.append(kind.name)
+    assert set(found) - set(PLAIN) == set(QUANTIZED) == set(DRAWN)
 
-    def drawn(values: np.ndarray, kind: Any) -> np.ndarray:
-        random = np.random.default_rng(values.shape[0])
-        raw = random.integers(0, 256, (*values.shape[:-1], values.shape[-1] // block, size), np.uint8)
-        for at in scales:
-            raw[..., at : at + 2] = np.array([0.01], np.float16).view(np.uint8)
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_numbers_of_every_type_are_the_packages(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random blocks, because the package cannot write every type."""
+
+    def write(values: np.ndarray, _: Any) -> np.ndarray:
+        raw = drawn(kind, values.size // values.shape[-1], values.shape[-1], seed=values.shape[0])
         return raw.reshape(*values.shape[:-1], -1)
 
-    monkeypatch.setattr(gguf.quants, "quantize", drawn)
+    monkeypatch.setattr(gguf.quants, "quantize", write)
+    monkeypatch.setattr(tests.support.gguf_files, "fitted", lambda _, values: write(values, kind))
     write_model(tmp_path / "model.gguf", made("llama", hidden_size=256, intermediate_size=256), kind=kind)
     _, found = loaded(str(tmp_path / "model.gguf"))
     stored = {tensor.name: tensor for tensor in Container(tmp_path / "model.gguf").tensors()}
+    assert stored["blk.0.ffn_down.weight"].kind == kind
+    made_type = gguf.GGMLQuantizationType[kind]
     expected = gguf.quants.dequantize(stored["blk.0.ffn_down.weight"].data, made_type)
+    assert np.isfinite(expected).all()
     assert torch.equal(found["blocks.0.feed_forward.down.weight"], torch.from_numpy(expected))
-    assert len(np.unique(expected)) > 100
+    assert len(np.unique(expected)) > (15 if kind == "MXFP4" else 100)
 
 
 def test_scaled_rotations_of_llama_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,11 @@ Tensor = torch.Tensor
 assert implementations  # registers every one
 
 KINDS = list(ggml.BLOCKS)
+#: Types with scales in two levels, and the places of the float16 of minimums.
+LEVELS = [kind for kind, block in ggml.BLOCKS.items() if block.coding.scales == 4]
+MINIMUMS = {"Q4_K": 2, "Q5_K": 2, "Q2_K": 82}
+#: Memory in relation to the file. Q3_K and Q2_K have 4 bits in memory.
+MEMORY = {"Q3_K": 1.33, "Q2_K": 1.96}
 #: (outputs, inputs): whole blocks, and some of the columns of a packed one.
 SHAPES = ((128, 768), (70, 256), (6, 1280))
 
@@ -61,15 +66,15 @@ def test_rows_of_a_table(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_is_that_of_the_file(kind: str) -> None:
     codes, _ = codes_of(kind, (64, 1024))
-    assert ops.pack_codes(codes).data.nbytes <= 1.03 * codes.nbytes
+    assert ops.pack_codes(codes).data.nbytes <= MEMORY.get(kind, 1.03) * codes.nbytes
 
 
 def slack_of(kind: str, x: Tensor, codes: Codes, exact: Tensor) -> Tensor:
     """Return a bound on the error of float32 sums; with minimums it includes the subtracted part."""
     size = exact.abs()
-    if kind == "Q4_K":
-        raw = codes.values.clone().unflatten(-1, (-1, 144))
-        raw[..., 2:4] = 0
+    if (at := MINIMUMS.get(kind)) is not None:
+        raw = codes.values.clone().unflatten(-1, (-1, ggml.BLOCKS[kind].bytes))
+        raw[..., at : at + 2] = 0
         size = ggml.dequantize(kind, raw.flatten(-2), torch.float64).abs()
         size = size + (size - exact).abs()
     return (x.shape[1] + 3) * 2.0**-23 * (x.double().abs() @ size.T)
@@ -81,7 +86,7 @@ def slack_of(kind: str, x: Tensor, codes: Codes, exact: Tensor) -> Tensor:
 def test_products(dtype: torch.dtype, kind: str, kernel: str) -> None:
     """Within the error of the sums of the dequantized matrix in float64."""
     tiles = "amx_bf16" in cpu.capabilities()  # scales of one level multiply sums
-    rounded = kernel == "brgemm" and dtype == torch.bfloat16 and (kind in ("Q4_K", "Q6_K") or not tiles)
+    rounded = kernel == "brgemm" and dtype == torch.bfloat16 and (kind in LEVELS or not tiles)
     for shape in SHAPES:
         codes, exact = codes_of(kind, shape)
         packed = ops.pack_codes(codes)
@@ -158,7 +163,7 @@ def test_parts_are_parts_of_what_they_mean(kind: str) -> None:
     assert torch.equal(coded.dequantize(half, torch.float64), exact[:, 256:])
     assert codes.columns(0, 768) is codes
     assert codes.columns(16, 768) is None
-    assert (codes.columns(0, 384) is None) == (kind in ("Q4_K", "Q6_K"))
+    assert (codes.columns(0, 384) is None) == (ggml.BLOCKS[kind].numbers == 256)
     both = coded.joined([codes[:5], codes[5:]])
     assert both is not None
     assert torch.equal(coded.dequantize(both, torch.float64), exact)

@@ -1,4 +1,4 @@
-"""Draw random GGML blocks of types that the ``gguf`` package reads but does not write."""
+"""Draw random GGML blocks: the ``gguf`` package reads more types than it writes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,32 @@ Tensor = torch.Tensor
 _SCALES = {
     "Q8_0": ((0,), 74.0),
     "Q4_0": ((0,), 4.6),
+    "Q4_1": ((0, 2), 9.0),
+    "Q5_0": ((0,), 9.0),
+    "Q5_1": ((0, 2), 18.0),
+    "Q2_K": ((80, 82), 16.0),
+    "Q3_K": ((108,), 43.0),
     "Q4_K": ((0, 2), 300.0),
     "Q5_K": ((0, 2), 600.0),
     "Q6_K": ((208,), 1370.0),
+    "IQ1_S": ((0,), 8.0),
+    "IQ1_M": ((), 8.0),
+    "IQ2_XXS": ((0,), 90.0),
+    "IQ2_XS": ((0,), 90.0),
+    "IQ2_S": ((0,), 90.0),
+    "IQ3_XXS": ((0,), 200.0),
+    "IQ3_S": ((0,), 200.0),
+    "IQ4_NL": ((0,), 70.0),
+    "IQ4_XS": ((0,), 1290.0),
+    "TQ1_0": ((52,), 0.8),
+    "TQ2_0": ((64,), 1.2),
+    "MXFP4": ((), 3.0),
+    "NVFP4": ((), 3.0),
 }
+DRAWN = tuple(_SCALES)
+"""Types of ``drawn``."""
+FITTED = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+"""Types of ``fitted``, which the package does not write."""
 
 
 def drawn(kind: str, rows: int, inputs: int, seed: int = 0, size: float = 0.0) -> np.ndarray:
@@ -31,6 +53,15 @@ def drawn(kind: str, rows: int, inputs: int, seed: int = 0, size: float = 0.0) -
     for at in places:
         scales = (0.5 + random.random((rows, inputs // numbers, 1))) * (size or inputs**-0.5) / largest
         raw[..., at : at + 2] = scales.astype(np.float16).view(np.uint8)
+    if kind == "IQ1_M":  # the float16 lies in the high halves of four bytes, the lowest four bits first
+        scales = (0.5 + random.random(raw.shape[:-1])) * (size or inputs**-0.5) / largest
+        bits = scales.astype(np.float16).view(np.uint16)
+        for i in range(4):
+            raw[..., 49 + 2 * i] = raw[..., 49 + 2 * i] & 15 | (bits >> 4 * i & 15).astype(np.uint8) << 4
+    if kind == "MXFP4":
+        raw[..., 0] = random.integers(120, 124, raw.shape[:-1], np.uint8)
+    if kind == "NVFP4":  # scales in E4M3 without a sign; 127 is no number
+        raw[..., :4] = random.integers(1, 127, (*raw.shape[:-1], 4), np.uint8)
     return raw.reshape(rows, -1)
 
 
@@ -41,10 +72,13 @@ def meaning(kind: str, raw: np.ndarray) -> Tensor:
 
 def fitted(kind: str, values: np.ndarray) -> np.ndarray:
     """Return float32 [.., n] quantized to Q4_K or Q6_K in a simple way, far from the best quality of the
-    type.
+    type. Each 32 or 16 numbers share a scale (and a minimum), a multiple of the block's float16.
 
-    Each 32 or 16 numbers share a scale (and a minimum), a multiple of the block's float16.
+    Other types get random numbers of the same size.
     """
+    if kind not in ("Q4_K", "Q6_K"):
+        raw = drawn(kind, values.size // values.shape[-1], values.shape[-1], size=float(values.std()))
+        return raw.reshape(*values.shape[:-1], -1)
     lines = values.astype(np.float32).reshape(-1, values.shape[-1])
     blocks = lines.reshape(len(lines), -1, 256)
     made = np.zeros((*blocks.shape[:2], ggml.BLOCKS[kind].bytes), np.uint8)

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import torch
 
-from tests.support.ggml_blocks import fitted
+from tests.support.ggml_blocks import FITTED, fitted
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -168,7 +168,7 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
     made = gguf.GGMLQuantizationType[kind]
     if kind in ("F32", "F16"):
         writer.add_tensor(name, values.astype(np.float32 if kind == "F32" else np.float16))
-    elif kind in ("Q4_K", "Q6_K"):
+    elif kind in FITTED:
         writer.add_tensor(name, fitted(kind, values), raw_dtype=made)
     else:
         writer.add_tensor(name, gguf.quants.quantize(values, made), raw_dtype=made)

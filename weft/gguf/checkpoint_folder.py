@@ -19,7 +19,7 @@ from weft.gguf.container import Container, StoredTensor, shards
 from weft.gguf.gguf_names import GgufNames, Published, published
 from weft.gguf.gguf_tokenizer import tokenizer_files
 
-VERSION = 5
+VERSION = 6
 """Version of the folder's contents. Folders of other versions are ignored."""
 _WEIGHTS = "weights"
 _LAYOUT = "gguf.json"

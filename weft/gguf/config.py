@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.common.errors import ConfigError
-from weft.gguf.container import CODED, StoredTensor
+from weft.gguf.container import CODED, WIDENED, StoredTensor
 
 FAMILIES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -19,12 +19,17 @@ FAMILIES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "qwen2vl": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3vl": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3vlmoe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
     "deepseek3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
 }
 """GGUF architecture -> (architecture in config.json, model type). Two keys are separate families: a
-``llama`` with experts (``mixtral``), and a ``deepseek2`` with sigmoid scores (``deepseek3``)."""
+``llama`` with experts (``mixtral``), and a ``deepseek2`` with sigmoid scores (``deepseek3``). Models with
+images are text models here: a file of the text model has no vision tower, and the three parts of a position
+are equal in text."""
 ARCHITECTURES = tuple(name for name in FAMILIES if name not in ("mixtral", "deepseek3"))
 _SIGMOID = 2
 """Value of ``expert_gating_func`` for sigmoid scores."""
@@ -159,7 +164,8 @@ def config_of(
 def _quantization(tensors: Sequence[StoredTensor]) -> dict[str, Any]:
     """Return the average bits per element of the layers' matrices, for the memory plan.
 
-    Types in ``CODED`` count with their stored bytes, others with 16 bits. Empty if no matrix is in ``CODED``.
+    Types in ``CODED`` count with their stored bytes or ``WIDENED``, others with 16 bits. Empty if no matrix
+    is in ``CODED``.
     """
     # Only matrices of layers. Routers and other F32 tensors stay plain.
     matrices = [t for t in tensors if t.name.startswith("blk.") and len(t.shape) > 1 and t.kind != "F32"]
@@ -167,7 +173,9 @@ def _quantization(tensors: Sequence[StoredTensor]) -> dict[str, Any]:
     if not any(tensor.kind in CODED for tensor in matrices):
         return {}
     bits = sum(
-        8 * math.prod(tensor.dims) if tensor.kind in CODED else 16 * math.prod(tensor.shape)
+        WIDENED.get(tensor.kind, 16) * math.prod(tensor.shape)
+        if tensor.kind in WIDENED or tensor.kind not in CODED
+        else 8 * math.prod(tensor.dims)
         for tensor in matrices
     )
     return {"quantization_config": {"quant_method": "gguf", "bits": round(bits / elements, 2)}}
@@ -207,7 +215,7 @@ def _experts(facts: ModelFacts) -> dict[str, Any]:
     match facts.family:
         case "mixtral" | "gpt-oss":
             return made | {"num_local_experts": facts.experts}
-        case "qwen3moe":
+        case "qwen3moe" | "qwen3vlmoe":
             made |= {"num_experts": facts.experts, "norm_topk_prob": True}
             made |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
             return made | {"moe_intermediate_size": _expert_size(facts)}

@@ -25,12 +25,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PLAIN = ("F32", "F16", "BF16", "F64")
-QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
-"""Supported quantized tensor types."""
+QUANTIZED = (
+    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    *("TQ1_0", "TQ2_0", "MXFP4", "NVFP4"),
+)
+"""Supported quantized tensor types: all types that the package ``gguf`` dequantizes."""
 READ = (*PLAIN, *QUANTIZED)
 """All supported tensor types."""
-CODED = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
+CODED = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q5_K", "IQ4_XS", "Q3_K", "IQ4_NL", "Q2_K")
 """Types with blocks in packed form on a CPU; read by ``weft.ops.ggml``."""
+WIDENED = {"Q3_K": 4.5625, "Q2_K": 5.125}
+"""Bits per element of packed types that are much larger in memory than in the file."""
 _NUMBERS = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
 """Types with a numpy dtype, as numpy type strings."""
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.S)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.common.errors import ConfigError
+from weft.gguf.word_rules import DEEPSEEK_LLM, DEEPSEEK_V3, DIGITS, HAN, KIMI_LIMITS, QWEN35, TEKKEN
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,18 +40,29 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     ),
     "llama-bpe": _words(r"\p{N}{1,3}"),
     "llama3": _words(r"\p{N}{1,3}"),
+    "llama-v3": _words(r"\p{N}{1,3}"),
     "smaug-bpe": _words(r"\p{N}{1,3}"),
+    "falcon3": _words(r"\p{N}{1,3}"),
+    "pixtral": _words(r"\p{N}{1,3}"),
     "qwen2": _words(r"\p{N}"),
     "deepseek-r1-qwen": _words(r"\p{N}"),
+    "qwen35": (QWEN35,),
     "gpt-4o": (_CASED,),
+    "tekken": (TEKKEN,),
+    "deepseek-llm": DEEPSEEK_LLM,
+    "deepseek-v3": DEEPSEEK_V3,
+    "smollm": (DIGITS, *_GPT2),
+    "kimi-k2": (HAN,),
 }
-"""``tokenizer.ggml.pre`` -> patterns. Each pattern cuts the remaining pieces of the previous pattern."""
-NORMALIZED = ("qwen2", "deepseek-r1-qwen")
-_WHOLE_WORDS = ("llama-bpe", "llama3", "smaug-bpe")
+"""``tokenizer.ggml.pre`` -> patterns or ``DIGITS``. Each cuts the remaining pieces of the previous one."""
+NORMALIZED = ("qwen2", "qwen35", "deepseek-r1-qwen")
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "falcon3", "pixtral", "tekken", "kimi-k2")
 """Rules with whole words: a word in the vocabulary is never built from merges."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "\u2581"
+SEGMENTATION = "weft_segmentation"
+"""Key of tokenizer_config.json for cuts before encoding, which a tokenizer.json cannot express."""
 _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
@@ -123,7 +135,11 @@ def tokenizer_files(metadata: Mapping[str, Any], *, prefixed: bool = False) -> d
         raise
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"the GGUF file's tokenizer is inconsistent: {error}", param="tokenizer") from error
-    named = {role: text for key, role in _ROLES.items() if (text := vocabulary.token(key)) is not None}
+    named: dict[str, Any] = {
+        role: text for key, role in _ROLES.items() if (text := vocabulary.token(key)) is not None
+    }
+    if metadata.get("tokenizer.ggml.pre") == "kimi-k2" and kind == "gpt2":
+        named[SEGMENTATION] = KIMI_LIMITS
     files = {"tokenizer.json": made, "tokenizer_config.json": json.dumps(named, ensure_ascii=False)}
     if isinstance(template := metadata.get("tokenizer.chat_template"), str):
         files["chat_template.jinja"] = template
@@ -144,7 +160,12 @@ def _byte_level(vocabulary: GgufVocabulary) -> str:
     tokenizer = Tokenizer(model)
     if rule in NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
-    cuts: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in WORDS[rule]]
+    cuts: list[Any] = [
+        pre_tokenizers.Digits(individual_digits=True)
+        if pattern == DIGITS
+        else pre_tokenizers.Split(Regex(pattern), "isolated")
+        for pattern in WORDS[rule]
+    ]
     cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     tokenizer.decoder = decoders.ByteLevel()

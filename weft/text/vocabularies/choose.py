@@ -12,6 +12,8 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.common.lfs import refuse_pointer
 from weft.common.log import get_logger
+from weft.gguf.gguf_tokenizer import SEGMENTATION
+from weft.text.segments import Segmentation
 from weft.text.vocabularies import sentencepiece, tekken, tiktoken
 from weft.text.vocabularies.converted import Converted, cached
 
@@ -31,7 +33,12 @@ def read_vocabulary(root: Path, config: dict[str, Any]) -> Converted:
     if own.is_file():
         refuse_pointer(own, "tokenizer")
         text = own.read_text(encoding="utf-8")
-        return _original_instead(root, config, text) or Converted(tokenizer_json=text, named={}, special={})
+        return _original_instead(root, config, text) or Converted(
+            tokenizer_json=text,
+            named={},
+            special={},
+            segmentation=msgspec.convert(config.get(SEGMENTATION, {}), Segmentation),
+        )
     for name, convert in _CONVERTERS.items():
         if (root / name).is_file():
             return convert(root, config)

@@ -9,27 +9,12 @@ from typing import Any
 
 import msgspec
 
+from weft.gguf.word_rules import HAN, KIMI_LIMITS
 from weft.text.segments import Segmentation
 from weft.text.vocabularies.byte_level import Special, added_ids, token_bytes, tokenizer_json
 from weft.text.vocabularies.converted import Converted, unusable
 
 NAME = "tiktoken.model"
-
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_BEFORE, _SUFFIX = r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_HAN_FIRST = "|".join(
-    [
-        r"[\p{Han}]+",
-        f"{_BEFORE}{_UPPER}*{_LOWER}+{_SUFFIX}",
-        f"{_BEFORE}{_UPPER}+{_LOWER}*{_SUFFIX}",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
-)
 
 
 class _Rules(msgspec.Struct, frozen=True):
@@ -44,7 +29,7 @@ class _Rules(msgspec.Struct, frozen=True):
 _CLASSES = {
     # Moonlight, Kimi K2, K2.5, Kimi Linear and later. The limits come from the model's ``encode``: cuts at
     # special tokens, then every 400,000 characters, then in runs of 25,000.
-    "TikTokenTokenizer": _Rules(_HAN_FIRST, 256, Segmentation(longest_text=400_000, longest_run=25_000)),
+    "TikTokenTokenizer": _Rules(HAN, 256, msgspec.convert(KIMI_LIMITS, Segmentation)),
 }
 _RESERVED = "<|reserved_token_{}|>"
 

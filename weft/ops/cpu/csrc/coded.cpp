@@ -6,6 +6,7 @@
 // the result is floats. AMX works differently (gemm_block.h), with bf16 steps from `coded_as_bf16`.
 #include "coded.h"
 
+#include "coded_numbers.h"
 #include "fp8.h"
 #include "gemm_block.h"
 
@@ -35,14 +36,7 @@ inline vf to_floats(Words x) {
 
 inline Pairs pairs_of(vf first, vf second) { return (recast<Pairs>(first) >> 16) | (recast<Pairs>(second) & kHigh); }
 
-// bf16 of a small integer, or of an E2M1 code.
-constexpr uint16_t small_bf16(int value) {
-  const int size = value < 0 ? -value : value;
-  if (size == 0) return 0;
-  int exponent = 0;
-  while (size >> (exponent + 1)) ++exponent;
-  return uint16_t((value < 0 ? 0x8000 : 0) | (127 + exponent) << 7 | (size << (7 - exponent) & 0x7f));
-}
+// bf16 of an E2M1 code.
 constexpr uint16_t e2m1_bf16(int code) {
   constexpr uint16_t magnitude[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};
   return uint16_t((code & 8) << 12 | magnitude[code & 7]);
@@ -61,20 +55,6 @@ struct Tables {
   }
 };
 constexpr Tables kTables;
-
-#if WEFT_AVX2
-inline Half words_of(__m128i low, __m128i high) {
-  return Half(_mm256_set_m128i(_mm_unpackhi_epi8(low, high), _mm_unpacklo_epi8(low, high)));
-}
-#elif !WEFT_AVX512
-template <class F>
-inline Bf16::Step by_words(F f) {
-  uint16_t words[2][32];
-  for (int half = 0; half < 2; ++half)
-    for (int word = 0; word < 32; ++word) words[half][word] = f(half, word);
-  return {{load_as<Pairs>(words[0]), load_as<Pairs>(words[1])}};
-}
-#endif
 
 // Each converter is made at the beginning of a group, from its zero points if any, and reads one step after another.
 template <Zeros zeros>
@@ -264,6 +244,10 @@ auto by_numbers(const Coding& coding, F f) {
       return f.template operator()<Int8<false>>();
     case Numbers::int6:
       return f.template operator()<Int6>();
+    case Numbers::int5:
+      return f.template operator()<Int5>();
+    case Numbers::iq4:
+      return f.template operator()<Iq4>();
     case Numbers::e2m1:
       return f.template operator()<E2M1>();
     default:

@@ -4,9 +4,10 @@
 //
 //   block      groups of K, one after another; the last group may have fewer k
 //   group      scales of 32 columns (float32, float16, or bytes: E4M3, E8M0), zero points of 32 columns (bytes), steps
-//   step       2 k of 32 columns: 32 bytes of 4-bit codes, 48 bytes of 6-bit codes, 64 bytes of 8-bit codes
+//   step       2 k of 32 columns: 32, 40, 48 or 64 bytes of 4-, 5-, 6- or 8-bit codes
 //
 //   4 bits     byte 2 c + j: column c, k + j in the low half; column 16 + c in the high one
+//   5 bits     the low four as 4 bits; then the fifth bits of the codes in the low halves, and in the high halves
 //   6 bits     the low four as 4 bits; then byte i has, from its lowest bits on, the high two of the codes in the low
 //              and the high half of byte i, then of byte 16 + i
 //   8 bits     `eight_slot`
@@ -35,9 +36,11 @@ enum class Numbers : int64_t {
   e2m1 = 3,
   e4m3 = 4,
   int6 = 5,
-  bytes = 6,
-  nibbles = 7
-};  // the last two: rounded.h
+  bytes = 6,    // rounded.h
+  nibbles = 7,  // rounded.h
+  int5 = 8,     // with minimums
+  iq4 = 9       // 4 bits for the numbers of `kIq4` (coded_numbers.h)
+};
 enum class Scales : int64_t { floats = 0, e4m3 = 1, e8m0 = 2, halves = 3, levels = 4 };
 enum class Zeros : int64_t { middle = 0, points = 1, minimums = 2 };  // middle: 8 (int4), 32 (int6), 128 (int8)
 
@@ -51,13 +54,14 @@ struct Coding {
   static constexpr int64_t kSpan = 256;                         // k with a common upper level
 
   explicit operator bool() const { return numbers != Numbers::none; }
-  bool four() const { return numbers == Numbers::int4 || numbers == Numbers::e2m1; }
+  bool four() const { return numbers == Numbers::int4 || numbers == Numbers::e2m1 || numbers == Numbers::iq4; }
+  bool five() const { return numbers == Numbers::int5; }
   bool rounds_rows() const { return numbers == Numbers::bytes || numbers == Numbers::nibbles; }
   bool minimums() const { return zeros == Zeros::minimums; }
   int64_t scale_bytes() const { return scales == Scales::floats ? 128 : scales == Scales::halves ? 64 : 32; }
   int64_t head() const { return scale_bytes() + (zeros == Zeros::middle ? 0 : 32); }
   int64_t upper() const { return scales != Scales::levels ? 0 : minimums() ? 128 : 64; }  // bytes per kSpan k
-  int64_t step() const { return four() ? 32 : numbers == Numbers::int6 ? 48 : 64; }
+  int64_t step() const { return four() ? 32 : five() ? 40 : numbers == Numbers::int6 ? 48 : 64; }
   int64_t groups(int64_t inputs) const { return (inputs + group - 1) / group; }
   // Bytes from the start of a block to `k`. `k` begins a group or is the end.
   int64_t offset(int64_t k) const {
@@ -71,13 +75,14 @@ struct Coding {
 
   // The coding of Python's numbers (weft/ops/coding.py).
   static Coding of(int64_t numbers, int64_t scales, int64_t zeros, int64_t group) {
-    WEFT_CHECK(numbers >= 1 && numbers <= 7 && scales >= 0 && scales <= 4 && zeros >= 0 && zeros <= 2 && group >= 2 &&
+    WEFT_CHECK(numbers >= 1 && numbers <= 9 && scales >= 0 && scales <= 4 && zeros >= 0 && zeros <= 2 && group >= 2 &&
                    group % 2 == 0,
                "no coding of numbers ", numbers, ", scales ", scales, ", zeros ", zeros, ", group ", group);
     const Coding made{Numbers(numbers), Scales(scales), Zeros(zeros), group};
     TORCH_CHECK(made.scales == Scales::levels ? kSpan % made.group == 0 : !made.minimums(), "a coding of two levels");
     TORCH_CHECK(made.numbers != Numbers::nibbles || made.group == 64, "nibbles have groups of 64");
-    TORCH_CHECK(!made.minimums() || made.numbers == Numbers::int4, "a coding with minimums is of 4 bits");
+    TORCH_CHECK(!made.minimums() || made.numbers == Numbers::int4 || made.five(), "minimums are of 4 or 5 bits");
+    TORCH_CHECK(made.minimums() || !made.five(), "5 bits have minimums");
     return made;
   }
 };

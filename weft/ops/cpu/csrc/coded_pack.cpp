@@ -49,11 +49,13 @@ int nothing(const Coding& coding) {
 inline void put(const Coding& coding, uint8_t* steps, int column, int64_t k, int code) {
   uint8_t* step = steps + k / 2 * coding.step();
   const int word = 2 * (column % 16) + int(k % 2), half = column / 16;
-  if (coding.numbers != Numbers::int6 && !coding.four()) {
+  if (coding.numbers != Numbers::int6 && !coding.four() && !coding.five()) {
     step[eight_slot(coding, column, int(k % 2))] = eight_byte(coding, code);
     return;
   }
   step[word] = uint8_t(step[word] | (code & 15) << (4 * half));
+  if (coding.five())
+    step[32 + 4 * half + word / 8] = uint8_t(step[32 + 4 * half + word / 8] | code >> 4 << word % 8);
   if (coding.numbers == Numbers::int6)
     step[32 + word % 16] = uint8_t(step[32 + word % 16] | code >> 4 << (word / 16 * 4 + half * 2));
 }
@@ -85,7 +87,8 @@ void pack_block(const Coding& coding, const Published& from, const Layout& layou
 Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optional<Tensor>& zeros, int64_t inputs,
                   bool gated, const Coding& coding) {
   TORCH_CHECK(bool(coding) && (coding.zeros == Zeros::points) == zeros.has_value() && coding.numbers != Numbers::int6 &&
-                  !coding.rounds_rows() && coding.scales != Scales::halves && coding.scales != Scales::levels,
+                  !coding.five() && coding.numbers != Numbers::iq4 && !coding.rounds_rows() &&
+                  coding.scales != Scales::halves && coding.scales != Scales::levels,
               "pack_coded: numbers, scales and zero points as the coding says");
   TORCH_CHECK(values.scalar_type() == at::kByte && values.dim() == 2 && values.is_contiguous(), "pack_coded: values");
   const int64_t rows = values.size(0), groups = coding.groups(inputs);
@@ -180,15 +183,20 @@ namespace {
 //   Q4_0   d, 16 bytes: number i in the low half of byte i, 16 + i in the high one; 8 is 0       18 bytes of 32
 //   Q4_K   d, m, 12 bytes of 6-bit scales and minimums for each 32, 128 bytes of halves          144 bytes of 256
 //   Q6_K   the low four bits, 128 bytes; the high two, 64; signed scales for each 16, 16; d      210 bytes of 256
+//   Q5_K   the 16 bytes that begin a Q4_K block, 32 bytes of fifth bits, 128 bytes of halves     176 bytes of 256
+//   IQ4_XS d, the high 2 bits of scales for each 32, the low 4 bits, 128 bytes of halves         136 bytes of 256
+//   IQ4_NL the form of Q4_0 with the numbers of IQ4_XS                                           18 bytes of 32
+//   Q3_K   the third bits, 32 bytes; the low two, 64; 6-bit scales for each 16, 12; d            110 bytes of 256
+//   Q2_K   a scale and a minimum in a byte for each 16, 16 bytes; 64 bytes of 2 bits; d, m       84 bytes of 256
 //
 // Source: ggml-org/ggml, ggml-common.h and ggml-quants.c.
 
-enum class Kind : int64_t { q8_0 = 0, q4_0 = 1, q4_k = 2, q6_k = 3 };
+enum class Kind : int64_t { q8_0, q4_0, q4_k, q6_k, q5_k, iq4_xs, q3_k, iq4_nl, q2_k };
+constexpr int64_t kNumbers[] = {32, 32, 256, 256, 256, 256, 256, 32, 256};
+constexpr int64_t kBytes[] = {34, 18, 144, 210, 176, 136, 110, 18, 84};
 
-int64_t numbers_of(Kind kind) { return kind == Kind::q8_0 || kind == Kind::q4_0 ? 32 : 256; }
-int64_t bytes_of(Kind kind) {
-  return kind == Kind::q8_0 ? 34 : kind == Kind::q4_0 ? 18 : kind == Kind::q4_k ? 144 : 210;
-}
+int64_t numbers_of(Kind kind) { return kNumbers[int64_t(kind)]; }
+int64_t bytes_of(Kind kind) { return kBytes[int64_t(kind)]; }
 
 constexpr int64_t kDropBytes = 1 << 20;  // bytes of a mapped file to drop at a time
 
@@ -200,12 +208,22 @@ Coding coding_of(Kind kind) {
       return {Numbers::int4, Scales::halves, Zeros::middle, 32};
     case Kind::q4_k:
       return {Numbers::int4, Scales::levels, Zeros::minimums, 32};
+    case Kind::q5_k:
+      return {Numbers::int5, Scales::levels, Zeros::minimums, 32};
+    case Kind::iq4_xs:
+      return {Numbers::iq4, Scales::levels, Zeros::middle, 32};
+    case Kind::iq4_nl:
+      return {Numbers::iq4, Scales::halves, Zeros::middle, 32};
+    case Kind::q3_k:  // 3 bits as 4 bits with another middle
+      return {Numbers::int4, Scales::levels, Zeros::middle, 16};
+    case Kind::q2_k:  // 2 bits as 4 bits
+      return {Numbers::int4, Scales::levels, Zeros::minimums, 16};
     default:
       return {Numbers::int6, Scales::levels, Zeros::middle, 16};
   }
 }
 
-// Scale and minimum of 32 numbers of a Q4_K block; `at`: the 12 bytes of the block.
+// Scale and minimum of 32 numbers of a Q4_K or Q5_K block; `at`: the 12 bytes of the block.
 std::array<uint8_t, 2> six_bits(const uint8_t* at, int64_t group) {
   if (group < 4) return {uint8_t(at[group] & 63), uint8_t(at[group + 4] & 63)};
   return {uint8_t((at[group + 4] & 15) | at[group - 4] >> 6 << 4), uint8_t(at[group + 4] >> 4 | at[group] >> 6 << 4)};
@@ -217,15 +235,56 @@ int ggml_code(Kind kind, const uint8_t* block, int64_t i) {
     case Kind::q8_0:
       return int(int8_t(block[2 + i])) + 128;
     case Kind::q4_0:
+    case Kind::iq4_nl:
       return block[2 + i % 16] >> (i / 16 * 4) & 15;
     case Kind::q4_k:  // 64 numbers in 32 bytes
       return block[16 + i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
+    case Kind::q5_k:
+      return (block[48 + i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15) | (block[16 + i % 32] >> i / 32 & 1) << 4;
+    case Kind::iq4_xs:
+      return block[8 + i / 32 * 16 + i % 16] >> (i / 16 % 2 * 4) & 15;
+    case Kind::q3_k:  // numbers -4 to 3; the middle of 4 bits is 8
+      return 4 + ((block[32 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3) | (block[i % 32] >> i / 32 & 1) << 2);
+    case Kind::q2_k:
+      return block[16 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
     default: {  // 128 numbers in 64 bytes, and in 32 of high bits
       const int64_t part = i / 128, in = i % 128;
       return (block[part * 64 + in % 64] >> (in / 64 * 4) & 15) |
              (block[128 + part * 32 + in % 32] >> (in / 32 * 2) & 3) << 4;
     }
   }
+}
+
+// Writes the scale (and minimum) of the group at number `within` of a block with scales in two levels, and the block's
+// float16.
+void pack_levels(Kind kind, const uint8_t* block, int64_t within, int column, uint8_t* head, uint8_t* upper) {
+  const int64_t sixteen = within / 16, group = within / 32;
+  int64_t factor = 0;  // bytes to d; m follows
+  int scale = 0, minimum = 0;
+  switch (kind) {
+    case Kind::q4_k:
+    case Kind::q5_k:
+      scale = six_bits(block + 4, group)[0], minimum = six_bits(block + 4, group)[1];
+      break;
+    case Kind::q2_k:
+      scale = block[sixteen] & 15, minimum = block[sixteen] >> 4, factor = 80;
+      break;
+    case Kind::q3_k:
+      scale = (block[96 + sixteen % 8] >> (sixteen / 8 * 4) & 15) - 32;
+      scale += (block[104 + sixteen % 4] >> (sixteen / 4 * 2) & 3) << 4;
+      factor = 108;
+      break;
+    case Kind::iq4_xs:
+      scale = (block[4 + group / 2] >> (group % 2 * 4) & 15) - 32;
+      scale += (block[2 + group / 4] >> (group % 4 * 2) & 3) << 4;
+      break;
+    default:
+      scale = block[192 + sixteen], factor = 208;
+  }
+  head[column] = uint8_t(scale);
+  if (coding_of(kind).minimums()) head[32 + column] = uint8_t(minimum);
+  std::memcpy(upper + 2 * column, block + factor, 2);
+  if (coding_of(kind).minimums()) std::memcpy(upper + 64 + 2 * column, block + factor + 2, 2);
 }
 
 // Writes one column of a zeroed packed block at `to`; row: the row's GGML blocks.
@@ -236,16 +295,10 @@ void pack_ggml_column(Kind kind, const uint8_t* row, int64_t inputs, int column,
     const uint8_t* block = row + k / each * size;
     const int64_t within = k % each;
     uint8_t *head = to + coding.head_at(k), *upper = to + coding.upper_at(k);
-    if (coding.scales == Scales::halves) {
+    if (coding.scales == Scales::halves)
       std::memcpy(head + 2 * column, block, 2);
-    } else if (kind == Kind::q4_k) {
-      const auto [scale, minimum] = six_bits(block + 4, within / 32);
-      head[column] = scale, head[32 + column] = minimum;
-      std::memcpy(upper + 2 * column, block, 2), std::memcpy(upper + 64 + 2 * column, block + 2, 2);
-    } else {
-      head[column] = block[192 + within / 16];
-      std::memcpy(upper + 2 * column, block + 208, 2);
-    }
+    else
+      pack_levels(kind, block, within, column, head, upper);
     for (int64_t i = 0; i < coding.group; ++i)
       put(coding, head + coding.head(), column, i, ggml_code(kind, block, within + i));
   }
@@ -263,7 +316,7 @@ void drop_pages(const uint8_t* begin, const uint8_t* end) {
 // blocks: bytes [rows, bytes of a row] of `kind` (Kind) -> bytes [blocks, bytes of a block]. mapped: `blocks` are a
 // private mapping of an unmodified file; pages are dropped after reading.
 Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given, bool mapped) {
-  TORCH_CHECK(given >= 0 && given <= 3, "pack_ggml: kind");
+  TORCH_CHECK(given >= 0 && given <= 8, "pack_ggml: kind");
   const Kind kind = Kind(given);
   const Coding coding = coding_of(kind);
   TORCH_CHECK(blocks.scalar_type() == at::kByte && blocks.dim() == 2 &&
