@@ -1,11 +1,13 @@
 """Measure the bandwidth of every transport between two processes of one host, with digests.
 
-    python -m bench.transports [--megabytes 64] [--rounds 9] [--json FILE]
+    python -m bench.transports [--megabytes 64] [--rounds 9] [--spread 1] [--json FILE]
 
 One transfer moves a cache of one KV cache group (16 layers, bfloat16) from a sending to a receiving process.
 Everything except the engines takes part: spans, digests, frames, copies, answers. Blocks of 64 positions make
 spans of 64 KiB; blocks of 8 positions make spans of 8 KiB. Blocks lie in random order. All transports take
-turns within a round, and the first round is not counted. Without NIXL its rows are left out.
+turns within a round, and the first round is not counted. Without NIXL its rows are left out. With
+``--spread N`` the sender's pool is N times as large as the cache, so that few blocks are neighbours. CPU is
+the time of the receiving process per transfer, which depends less on other work of the machine.
 
     shm               mapped memory
     tcp               a stream over loopback
@@ -70,10 +72,13 @@ class Case(NamedTuple):
 class Side:
     """One side of a case: memory, transport and thread."""
 
-    def __init__(self, case: Case, folder: str, incarnation: int, blocks: int, value: int) -> None:
-        """``blocks``: number of blocks of the cache. ``value``: initial value of each byte."""
-        self.case, self.blocks = case, blocks
-        (tensor,) = pool_tensors(CACHE, case.block, blocks, "bfloat16")
+    def __init__(
+        self, case: Case, folder: str, incarnation: int, blocks: int, value: int, spread: int = 1
+    ) -> None:
+        """``blocks``: number of blocks of the cache. ``value``: initial value of each byte. ``spread``: size
+        of the pool, in caches."""
+        self.case, self.blocks, self.spread = case, blocks, spread
+        (tensor,) = pool_tensors(CACHE, case.block, spread * blocks, "bfloat16")
         kind = r.CacheGroupDims(
             kind="full",
             layers=CACHE.layers,
@@ -84,7 +89,7 @@ class Side:
             tensors=(r.TensorDims(tensor.name, tensor.dims, tensor.dtype),),
         )
         self.dims = r.GroupDims(ranks=1, kinds=(kind,))
-        nbytes = (1 + blocks) * case.block * POSITION_BYTES * LAYERS
+        nbytes = (1 + spread * blocks) * case.block * POSITION_BYTES * LAYERS
         own = transport_kind(case.kind.partition(" ")[0])
         shared = SharedMemory(nbytes) if own.shared else None
         self.memory = huge_memory(nbytes) if shared is None else shared.tensor
@@ -135,24 +140,24 @@ def opened(kind: str, folder: str, incarnation: int) -> Any:
             os.environ["UCX_TLS"] = before
 
 
-def sides(cases: list[Case], folder: str, base: int, total: int, value: int) -> list[Side]:
+def sides(cases: list[Case], folder: str, base: int, total: int, value: int, spread: int = 1) -> list[Side]:
     torch.set_num_threads(1)
     made = []
     for number, case in enumerate(cases):
         blocks = max(1, total // (case.block * POSITION_BYTES * LAYERS))
-        made.append(Side(case, folder, base + number, blocks, value))
+        made.append(Side(case, folder, base + number, blocks, value, spread))
     return made
 
 
-def send(cases: list[Case], folder: str, total: int, pipe: Connection) -> None:
+def send(cases: list[Case], folder: str, total: int, spread: int, pipe: Connection) -> None:
     """Run the sending process: push a transfer for each received (number of the case, Bound)."""
-    made = sides(cases, folder, 100, total, 7)
+    made = sides(cases, folder, 100, total, 7, spread)
     pipe.send("ready")
     while (asked := pipe.recv()) is not None:
         number, data = asked
         side, bound = made[number], r.decode(data)
         assert isinstance(bound, r.Bound)
-        table = 1 + np.random.default_rng(0).permutation(side.blocks)
+        table = 1 + np.random.default_rng(0).permutation(spread * side.blocks)[: side.blocks]
         for layer in CACHE.layers:
             side.transfer.computed(bound.key, (layer,), 0, side.blocks * side.case.block)
         side.transfer.begin(side.offer(bound.key), bound, (blocks_of(table),))
@@ -162,28 +167,35 @@ def send(cases: list[Case], folder: str, total: int, pipe: Connection) -> None:
         side.transfer.close()
 
 
-def one_transfer(side: Side, number: int, key: TransferKey, pipe: Connection) -> float:
-    """Run one transfer and return its GB/s, measured by the receiver."""
+class Rate(NamedTuple):
+    """Measurement of one transfer, by the receiver."""
+
+    gb_s: float
+    cpu_ms: float
+
+
+def one_transfer(side: Side, number: int, key: TransferKey, pipe: Connection) -> Rate:
+    """Run one transfer and return its rate."""
     table = blocks_of(np.arange(1, side.blocks + 1))
     ends = (side.transport.endpoint,)
     bound = r.Bound(key=key, start=0, dims=side.dims, blocks=(table,), endpoints=ends)
     side.transfer.expect(side.offer(key), bound)
-    began = time.perf_counter()
+    began, cpu_began = time.perf_counter(), time.process_time()
     pipe.send((number, r.encode(bound)))
     assert side.wait() is Outcome.done
-    seconds = time.perf_counter() - began
+    seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     assert pipe.recv() == "done"
     side.stop(key)
-    return side.nbytes / seconds / 1e9
+    return Rate(side.nbytes / seconds / 1e9, cpu_s * 1e3)
 
 
-def measure(cases: list[Case], total: int, rounds: int) -> dict[Case, list[float]]:
-    """Return the GB/s of each round and case. Each round begins with another case."""
+def measure(cases: list[Case], total: int, rounds: int, spread: int) -> dict[Case, list[Rate]]:
+    """Return the rates of each round and case. Each round begins with another case."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    rates: dict[Case, list[float]] = {case: [] for case in cases}
+    rates: dict[Case, list[Rate]] = {case: [] for case in cases}
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
-        process = context.Process(target=send, args=(cases, folder, total, there), daemon=True)
+        process = context.Process(target=send, args=(cases, folder, total, spread, there), daemon=True)
         process.start()
         made = sides(cases, folder, 200, total, 0)
         assert here.recv() == "ready"
@@ -202,18 +214,20 @@ def measure(cases: list[Case], total: int, rounds: int) -> dict[Case, list[float
     return rates
 
 
-def table_of(rates: dict[Case, list[float]]) -> str:
+def table_of(rates: dict[Case, list[Rate]]) -> str:
     """Return medians, ranges, and the median of the ratio to shm of the same round, as Markdown."""
     lines = [
-        "| spans | transport | GB/s | least | most | of `shm`, round by round |",
-        "|---|---|---|---|---|---|",
+        "| spans | transport | GB/s | least | most | of `shm`, round by round | CPU, ms |",
+        "|---|---|---|---|---|---|---|",
     ]
     for case, each in rates.items():
         base = rates[Case("shm", case.block)]
-        ratio = statistics.median(one / other for one, other in zip(each, base, strict=True))
+        ratio = statistics.median(one.gb_s / other.gb_s for one, other in zip(each, base, strict=True))
+        gb_s = [one.gb_s for one in each]
+        cpu_ms = statistics.median(one.cpu_ms for one in each)
         lines.append(
-            f"| {case.span_kib} KiB | `{case.kind}` | {statistics.median(each):.2f} | {min(each):.2f} | "
-            f"{max(each):.2f} | {ratio:.2f} |"
+            f"| {case.span_kib} KiB | `{case.kind}` | {statistics.median(gb_s):.2f} | {min(gb_s):.2f} | "
+            f"{max(gb_s):.2f} | {ratio:.2f} | {cpu_ms:.1f} |"
         )
     return "\n".join(lines)
 
@@ -224,6 +238,7 @@ def main() -> None:
     )
     parser.add_argument("--megabytes", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--spread", type=int, default=1)
     parser.add_argument("--json", type=Path, help="file for all samples")
     args = parser.parse_args()
     if not cpu.load():
@@ -231,12 +246,13 @@ def main() -> None:
     kinds = [kind for kind in KINDS if module_name() is not None or not kind.startswith("nixl")]
     cases = [Case(kind, block) for block in (64, 8) for kind in kinds]
     machine = describe()
-    rates = measure(cases, args.megabytes << 20, args.rounds)
+    rates = measure(cases, args.megabytes << 20, args.rounds, args.spread)
     print(f"{args.megabytes << 20} bytes per transfer, {args.rounds} rounds, {machine['cpu']['model']}\n")
     print(table_of(rates))
     if args.json is not None:
         samples = [
-            {"transport": case.kind, "span_kib": case.span_kib, "gb_s": each} for case, each in rates.items()
+            {"transport": case.kind, "span_kib": case.span_kib, "gb_s": [one.gb_s for one in each]}
+            for case, each in rates.items()
         ]
         args.json.write_text(json.dumps({"machine": machine, "samples": samples}, indent=1) + "\n")
 

@@ -91,7 +91,8 @@ def metric_help() -> dict[str, str]:
     name, in a dict (``name: (help, ...)``), in a tuple (``(name, help, ...)``) or in a call
     (``gauge(name, help, ...)``). A constant of the module may stand for the string.
     """
-    sources = (ROOT / "weft/front/monitoring" / file for file in ("metrics.py", "front_tables.py"))
+    files = ("metrics.py", "transport_metrics.py", "front_tables.py")
+    sources = (ROOT / "weft/front/monitoring" / file for file in files)
     tree = ast.parse("\n".join(source.read_text(encoding="utf-8") for source in sources))
     constants = {
         node.targets[0].id: node.value

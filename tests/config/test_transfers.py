@@ -12,14 +12,15 @@ import pytest
 
 from tests.config.test_resolve import checkpoint, refused, resolved
 from weft.common.errors import ConfigError
-from weft.config import devices
+from weft.config import devices, transfers
 from weft.config.fingerprint import fingerprint
 from weft.config.flags import from_keywords
 from weft.config.group_settings import compare, shared_settings
 from weft.config.media import MediaFacts
 from weft.config.sections.all import TransferSection
 from weft.config.spec import VisionSpec
-from weft.engine.disagg.rank_transfers import transport_of
+from weft.config.transfers import check_installed, proves_secret
+from weft.engine.disagg.rank_transfers import transports_of
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +53,46 @@ HOSTS = {"hosts": 2, "group_secret": "file"}
 
 def test_a_group_with_a_role_may_be_on_another_host(folder: str) -> None:
     config = resolved(folder, role="decode", advertise="10.0.0.2", group_secret="file")
-    assert transport_of(config) == "tcp"
+    assert transports_of(config) == ("shm", "tcp")
+
+
+@pytest.mark.parametrize(
+    ("value", "names", "secret"),
+    [
+        ("auto", ("shm",), False),
+        ("shm", ("shm",), False),
+        ("tcp", ("tcp",), True),
+        ("shm,tcp", ("shm", "tcp"), True),
+        ("tcp, shm", ("tcp", "shm"), True),
+        ("shm,nixl,tcp", ("shm", "tcp"), True),
+    ],
+)
+def test_one_transport_or_a_list_in_order_of_preference(
+    folder: str, monkeypatch: pytest.MonkeyPatch, value: str, names: tuple[str, ...], secret: bool
+) -> None:
+    monkeypatch.setattr(transfers, "NIXL_MODULES", ("no_such_module",))
+    config = resolved(folder, role="decode", transfer=value)
+    assert transports_of(config) == names
+    assert proves_secret(value) is secret
+    with pytest.raises(ConfigError, match="not installed"):
+        check_installed("nixl")
+
+
+def test_a_list_has_nixl_where_nixl_is_installed(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "NIXL_MODULES", ("json",))
+    config = resolved(folder, role="decode", transfer="shm,nixl,tcp")
+    assert transports_of(config) == ("shm", "nixl", "tcp")
+
+
+@pytest.mark.parametrize("value", ["shm,shm", "auto,tcp", "shm,", "tcp,mooncake", ","])
+def test_a_bad_list_is_refused(folder: str, value: str) -> None:
+    assert "at most once, and no other name" in refused(folder, role="decode", transfer=value)
+
+
+def test_shared_memory_alone_may_be_chosen_on_several_hosts(folder: str) -> None:
+    """Pairs of engines without shared memory find out when they meet."""
+    config = resolved(folder, role="decode", advertise="10.0.0.2", transfer="shm", group_secret="file")
+    assert transports_of(config) == ("shm",)
 
 
 def test_the_role_of_a_group_is_in_its_configuration(folder: str) -> None:

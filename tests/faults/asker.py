@@ -20,9 +20,14 @@ TIMES = 6
 
 
 def metrics(text: str) -> dict[str, float]:
-    """Return metrics as name:head -> value where labelled by engine, otherwise name -> value."""
-    found = re.findall(r'^weft:(\w+)(?:{(?:head="([^"]*)")?[^}]*})? (\S+)$', text, re.M)
-    return {f"{name}:{engine}" if engine else name: float(value) for name, engine, value in found}
+    """Return metrics as name:head -> value where labelled by engine, as name:transport -> value
+    where labelled by transport, otherwise as name -> value."""
+    made = dict[str, float]()
+    for name, labels, value in re.findall(r"^weft:(\w+)(?:{([^}]*)})? (\S+)$", text, re.M):
+        of = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        kind = of.get("transport") or of.get("head")
+        made[f"{name}:{kind}" if kind else name] = float(value)
+    return made
 
 
 def main(url: str) -> None:

@@ -1,4 +1,8 @@
-"""Hosts as network namespaces with addresses of their own, and a cable between them that can be cut."""
+"""Hosts as network namespaces with addresses of their own, and a cable between them that can be cut.
+
+Each host also has a mount namespace with a private folder for temporary files and a private /dev/shm. So
+processes of two hosts share no socket and no memory, as on two machines.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ from tests.support.slowness import deadline
 from weft.common import env
 
 ROOT = Path(__file__).resolve().parents[2]
+PRIVATE = "/tmp/weft_hosts"
+"""Folder for temporary files of a host's processes. Each host sees its own folder here."""
 ANSWER = deadline(200.0)
 """Seconds for any answer of a host's process."""
 
@@ -30,6 +36,8 @@ class Hosts:
         self.addresses = ("10.213.7.1", "10.213.7.2")
         self.links = (f"wv{mark}a", f"wv{mark}b")
         self.processes: list[subprocess.Popen[str]] = []
+        self.keepers: list[subprocess.Popen[str]] = []
+        """One process per host that keeps the host's mount namespace."""
 
     def up(self) -> None:
         for name in self.names:
@@ -40,9 +48,10 @@ class Hosts:
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", link, "up")
+            self.keepers.append(_keeper())
 
     def down(self) -> None:
-        for process in self.processes:
+        for process in [*self.processes, *self.keepers]:
             process.kill()
             process.wait()
         for name in self.names:
@@ -93,8 +102,11 @@ class Hosts:
 
     def run(self, host: int, *command: str, log: TextIO | None = None) -> subprocess.Popen[str]:
         """Run ``python COMMAND`` on a host. ``log`` receives its standard error."""
-        whole = ["ip", "netns", "exec", self.names[host], sys.executable, *command]
-        variables = env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+        inside = ["nsenter", f"--mount=/proc/{self.keepers[host].pid}/ns/mnt", "--"]
+        whole = [*inside, "ip", "netns", "exec", self.names[host], sys.executable, *command]
+        variables = env.child_environment(
+            PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TMPDIR=PRIVATE
+        )
         process = subprocess.Popen(
             whole,
             stdin=subprocess.PIPE,
@@ -106,6 +118,26 @@ class Hosts:
         )
         self.processes.append(process)
         return process
+
+
+def _keeper() -> subprocess.Popen[str]:
+    """Start a process with a mount namespace of its own. Raises OSError where the system allows none."""
+    words = (
+        f"mount -t tmpfs none {PRIVATE} && mount -t tmpfs none /dev/shm && echo ready && exec sleep 100000"
+    )
+    os.makedirs(PRIVATE, exist_ok=True)
+    made = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert made.stdout is not None
+    if made.stdout.readline() != "ready\n":
+        made.kill()
+        made.wait()
+        raise OSError("no mount namespaces")
+    return made
 
 
 def _ip(*arguments: str) -> None:

@@ -98,7 +98,7 @@ EVENTS: dict[str, Event] = {
         after=COMPUTE,
         before=COPIES,
         recorded=(_COPIES, "mark"),
-        waited=(_COPIES, "out"),
+        waited=(_COPIES, "_after"),
         why="what leaves for another group is copied out of the caches when a pass has written it",
     ),
     "out": Event(

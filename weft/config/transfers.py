@@ -24,8 +24,23 @@ def added_transports() -> dict[str, importlib.metadata.EntryPoint]:
     return {point.name: point for point in found if point.name not in (AUTO, *OWN)}
 
 
-def check_transport(name: str) -> None:
-    """Raise ConfigError for an unknown transport, with all known names."""
+def transport_names(value: str) -> list[str]:
+    """Return the transports in a value of ``--transfer``: one name, or a list such as ``shm,nixl,tcp``."""
+    return [name.strip() for name in value.split(",")]
+
+
+def check_transport(value: str) -> None:
+    """Raise ConfigError for an unknown transport, with all known names, and for a list with repetitions or
+    with names other than Weft's own."""
+    names = transport_names(value)
+    if len(names) > 1:
+        if len(set(names)) < len(names) or not set(names) <= set(OWN):
+            raise ConfigError(
+                f"{_FLAG} {value}: a list has each of {', '.join(OWN)} at most once, and no other name",
+                param=_FLAG,
+            )
+        return
+    (name,) = names
     if name in (AUTO, *OWN) or name in (added := added_transports()):
         return
     known = ", ".join((AUTO, *OWN, *sorted(added)))
@@ -36,18 +51,24 @@ def check_transport(name: str) -> None:
     )
 
 
-def check_installed(name: str) -> None:
-    """Raise ConfigError for ``nixl`` without the package."""
-    if name == NIXL and not any(map(importlib.util.find_spec, NIXL_MODULES)):
+def has_nixl() -> bool:
+    """Return True if the package of NIXL is installed."""
+    return any(map(importlib.util.find_spec, NIXL_MODULES))
+
+
+def check_installed(value: str) -> None:
+    """Raise ConfigError for ``nixl`` without the package. A list is accepted: the pairs of engines use its
+    other transports."""
+    if value == NIXL and not has_nixl():
         raise ConfigError(
             f"{_FLAG} {NIXL} needs the package nixl, which is not installed: pip install weft[nixl]",
             param=_FLAG,
         )
 
 
-def proves_secret(name: str) -> bool:
-    """Return True for a transport between processes that prove the group secret."""
-    return name not in (AUTO, SHM)
+def proves_secret(value: str) -> bool:
+    """Return True if a transport of the value connects processes that prove the group secret."""
+    return any(name not in (AUTO, SHM) for name in transport_names(value))
 
 
 def check_transfer(transfer: TransferSection, parallel: ParallelSection) -> TransferSection:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.common.errors import EngineDead
-from weft.engine.disagg.engine_transfers import EngineTransfers, TransferScheduler
+from weft.engine.disagg.engine_transfers import EngineTransfers
+from weft.engine.disagg.transfer_ends import TransferScheduler
 from weft.engine.kv_events import KVEventSource
 from weft.runner.wakeup_descriptor import WakeupDescriptor
 from weft.types.messages import TokenEvent

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from weft.common.errors import ErrorInfo
 from weft.config.resolved import EngineConfig, KVConfig
-from weft.engine.disagg.engine_transfers import TransferScheduler
+from weft.engine.disagg.transfer_ends import TransferScheduler
 from weft.kv.prefix_log import PrefixLog
 from weft.scheduler.constraints import TokenMatcher
 from weft.scheduler.encode.encode_scheduler import EncodeScheduler

@@ -12,9 +12,11 @@ from weft.common.clock import Clock
 from weft.common.errors import EngineDead
 from weft.common.folder import private_folder
 from weft.config.resolved import EngineConfig
+from weft.disagg.protocol.pairing import Pairing
 from weft.engine.disagg.engine_transfers import EngineTransfers
 from weft.engine.disagg.group_transfers import GroupTransfers
-from weft.engine.disagg.rank_transfers import embeddings_of
+from weft.engine.disagg.rank_transfers import embeddings_of, transports_of
+from weft.engine.disagg.reach import reaches
 from weft.engine.disagg.transfer_channel import ZmqTransferChannel
 from weft.engine.group import GroupExecutor
 from weft.parallel.address import tcp
@@ -64,8 +66,9 @@ def _made(
     if ranks is None:
         raise EngineDead(f"the ranks of a group of role {config.transfer.role} have no KV transfers")
     if config.parallel.advertise is not None:
+        channel = _over_hosts(config, incarnation)
         return EngineTransfers(
-            sends, ranks, _over_hosts(config, incarnation), incarnation=incarnation, clock=clock
+            sends, ranks, channel, incarnation=incarnation, clock=clock, pairing=_pairing(config)
         )
     folder = Path(config.socket_folder) if config.socket_folder else private_folder()
     try:
@@ -79,7 +82,13 @@ def _made(
         raise
     if not config.socket_folder:
         channel.folder = folder
-    return EngineTransfers(sends, ranks, channel, incarnation=incarnation, clock=clock)
+    pairing = _pairing(config)
+    return EngineTransfers(sends, ranks, channel, incarnation=incarnation, clock=clock, pairing=pairing)
+
+
+def _pairing(config: EngineConfig) -> Pairing:
+    """Return the choice of transports for an engine that sends."""
+    return Pairing(transports_of(config), reaches)
 
 
 def _over_hosts(config: EngineConfig, incarnation: int) -> ZmqTransferChannel:

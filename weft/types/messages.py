@@ -26,6 +26,7 @@ from weft.types.handshake import EngineIdentity
 from weft.types.media_item import MediaItem
 from weft.types.sampling import TokenParams
 from weft.types.transfer import TransferParameters
+from weft.types.transport_counts import TransportCounts
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STEP_TOKENS = (1.0, *(2.0**power for power in range(3, 15)))
@@ -348,11 +349,10 @@ class TransferStats(_Message, frozen=True, kw_only=True):
     took: Measures = Measures()
     """Histogram of ``seconds`` per transfer (bounds: ``SECONDS``)."""
     exposed: Measures = Measures()
-    """On the sender: seconds from the first token until the receiver had everything, not hidden by
-    prefill.
-    """
+    """Seconds at the sender from the first token until the receiver had everything."""
     sizes: Measures = Measures()
     """Bytes per completed transfer (bounds: ``BYTES``)."""
+    sent: TransportCounts = TransportCounts()
 
 
 class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):

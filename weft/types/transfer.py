@@ -168,6 +168,8 @@ class Endpoint(_TransferPart, frozen=True):
     transport: str
     address: str
     incarnation: U64
+    also: Annotated[tuple[tuple[str, str], ...], Meta(max_length=8)] = ()
+    """(transport, address) of further ways to the rank. The sender's engine chooses one way."""
 
 
 class Admitted(_TransferMessage, frozen=True, kw_only=True):

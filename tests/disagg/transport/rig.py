@@ -17,6 +17,7 @@ from tests.disagg.protocol.memory import KINDS, Group, reference
 from tests.disagg.transport.stand_in_engine import StandInEngine
 from tests.support.slowness import deadline
 from weft.disagg.protocol.group_layout import blocks_of
+from weft.disagg.protocol.pairing import narrowed
 from weft.disagg.protocol.spans import first_position
 from weft.disagg.protocol.transfer_events import RankReport, RankStopped
 from weft.disagg.transport.base import Transport
@@ -28,6 +29,7 @@ from weft.disagg.transport.shm import ShmTransport
 from weft.disagg.transport.staging_memory import Sizes, Staged
 from weft.disagg.transport.tcp import TcpTransport
 from weft.disagg.transport.transfer_thread import RankTransfer
+from weft.disagg.transport.transport_set import TransportSet
 from weft.types import transfer as r
 from weft.types.transfer import Outcome, TransferKey
 
@@ -71,6 +73,9 @@ TRANSPORTS = {
     "staged nixl": ("nixl", True, True),
     "stand-in": ("stand-in", False, False),
     "staged stand-in": ("stand-in", True, True),
+    "set over shm": ("set over shm", False, False),
+    "set over tcp": ("set over tcp", False, False),
+    "staged set over tcp": ("set over tcp", True, True),
 }
 """Name -> transport, and whether the caches of the sender and of the receiver are staged."""
 WITHOUT_NIXL = module_name() is None
@@ -92,6 +97,10 @@ def share(group: Group, rank: int, transport: Any, staged: Copies | None = None)
         regions = [torch.from_numpy(region) for region in group.regions[rank]]
         stage(transport, regions, staged)
         return []
+    if isinstance(transport, TransportSet):
+        shared = share(group, rank, transport.members[0])
+        transport.members[1].register([memory.tensor for memory in shared])
+        return shared
     shared = [SharedMemory(len(region)) for region in group.regions[rank]]
     for number, memory in enumerate(shared):
         memory.tensor.copy_(torch.from_numpy(group.regions[rank][number]))
@@ -104,12 +113,15 @@ def share(group: Group, rank: int, transport: Any, staged: Copies | None = None)
 
 
 def stage(transport: Any, regions: list[torch.Tensor], copies: Copies, sizes: Sizes = SMALL) -> None:
-    transport.stage(Staged(regions, copies, sizes, sends=True, takes=True))
+    for one in transport.members if isinstance(transport, TransportSet) else [transport]:
+        one.stage(Staged(regions, copies, sizes, sends=True, takes=True))
 
 
 def transport(kind: str, folder: Path, rank: int, incarnation: int) -> Any:
     if kind == "shm":
         return ShmTransport(str(folder), rank, incarnation)
+    if kind.startswith("set"):
+        return TransportSet([transport(name, folder, rank, incarnation) for name in ("shm", "tcp")])
     if kind == "stand-in":
         return NixlTransport("127.0.0.1", rank, incarnation, SECRET, engine=StandInEngine)
     if kind.startswith("nixl"):
@@ -168,6 +180,8 @@ class Pair:
         ``kind``: a key of ``TRANSPORTS``. ``copies``: copies for staged caches.
         """
         kind, *staged = TRANSPORTS[kind]
+        self.over = kind.rpartition(" ")[2] if kind.startswith("set") else ""
+        """Transport of a set that the sender uses."""
         rng = np.random.default_rng(5)
         caches = [KINDS[name] for name in kinds]
         self.sender, self.receiver = (
@@ -198,6 +212,7 @@ class Pair:
     def bound(self, key: TransferKey) -> r.Bound:
         blocks = tuple(blocks_of(table) for table in self.tables(self.receiver, 1))
         ends = tuple(rank.transport.endpoint for rank in self.receivers)
+        ends = narrowed(ends, self.over) if self.over else ends
         return r.Bound(key=key, start=self.start, dims=self.receiver.dims, blocks=blocks, endpoints=ends)
 
     def expected(self) -> list[list[np.ndarray]]:

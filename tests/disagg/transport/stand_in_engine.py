@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from weft.common.errors import Unavailable
 from weft.disagg.transport.read_engine import Kind, ReadBroken, Segment
@@ -50,14 +51,14 @@ class StandInEngine:
         self.peers.remove(peer)
         self.removed.append(peer)
 
-    def start(self, peer: str, kind: Kind, source: np.ndarray, to: np.ndarray) -> Any:
+    def start(self, peer: str, kind: Kind, source: np.ndarray, to: np.ndarray, to_kind: Kind) -> Any:
         assert peer in self.peers
         if peer not in self.registered:
             raise ReadBroken("the peer has closed", over=True)
         for row in source.tolist():
             assert any(self._inside(row, one, kind) for one in self.registered[peer]), row
         for row in to.tolist():
-            assert any(self._inside(row, one, "DRAM") for one in self.registered[self.name]), row
+            assert any(self._inside(row, one, to_kind) for one in self.registered[self.name]), row
         self.under_way.append([self.turns, peer, source, to])
         return self.under_way[-1]
 
@@ -91,3 +92,30 @@ class StandInEngine:
             and segment.address <= address
             and address + nbytes <= segment.address + segment.nbytes
         )
+
+
+class TensorEngine(StandInEngine):
+    """A stand-in for reads between memory of a GPU: copies between tensors that the test has named."""
+
+    tensors: ClassVar[dict[int, Any]] = {}
+    """Address -> uint8 tensor, on any device."""
+
+    def ended(self, read: Any) -> bool:
+        read[0] -= 1
+        if read[0] > 0 or not self.go.is_set():
+            return False
+        for source, to in zip(read[2].tolist(), read[3].tolist(), strict=True):
+            self.copy(self.found(*to[:2]), self.found(*source[:2]))
+        self._forget(read)
+        return True
+
+    def found(self, address: int, nbytes: int) -> Any:
+        """Return the bytes at an address, as a part of a named tensor."""
+        for begin, tensor in self.tensors.items():
+            if begin <= address and address + nbytes <= begin + tensor.numel():
+                return tensor[address - begin : address - begin + nbytes]
+        raise AssertionError(f"nothing is named at {address:#x}")
+
+    def copy(self, to: Any, source: Any) -> None:
+        to.copy_(source)
+        torch.cuda.synchronize()

@@ -107,10 +107,10 @@ def test_accepting_without_descriptors_waits(tcp: TcpTransport) -> None:
         def close(self) -> None:
             self.sock.close()
 
-    tcp._selector.unregister(tcp._listener)
+    tcp.selector.unregister(tcp._listener)
     listener: Any = Full(tcp._listener)
     tcp._listener = listener
-    tcp._selector.register(listener, 1, None)
+    tcp.selector.register(listener, 1, None)
     host, _, port = tcp.endpoint.address.rpartition("|")
     with socket.create_connection((host, int(port))):
         assert polls(tcp, 0.5) < 40

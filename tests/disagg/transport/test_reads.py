@@ -114,6 +114,8 @@ def test_a_read_beyond_its_deadline_fails_the_transfer_and_keeps_its_memory(
     assert one.senders[0].wait(KEY).outcome is Outcome.failed
     assert engine.under_way
     assert not one.receivers[0].transport.quiet(KEY)
+    reads: Any = one.receivers[0].transport
+    until(lambda: not reads._reads._waiting)  # each write of the transfer is late
     monkeypatch.undo()
     engine.go.set()
     until(lambda: one.receivers[0].transport.quiet(KEY))
@@ -403,3 +405,27 @@ def test_a_rank_that_only_receives_offers_nothing(sides: Callable[..., NixlTrans
     assert len(engine.registered[engine.name]) == read_writes.SLOTS
     with pytest.raises(EngineDead, match="only receives"):
         receiver.write(Write(KEY, "peer", 0, (), np.empty(0, np.uint64)))
+
+
+def test_spans_are_read_in_order_and_neighbours_at_once() -> None:
+    """Scattered destinations and any order of blocks: one run for adjacent bytes at the peer."""
+    first = np.array([(1300, 0, 100), (1000, 64, 100), (1100, 512, 100), (5000, 900, 8)], np.int64)
+    second = np.array([(5008, 0, 8), (1200, 64, 50)], np.int64)
+    digests = np.arange(10, 16, dtype=np.uint64)
+    content = ByteSource((), ((3, first), (4, second)), digests, 0)
+    (piece,) = read_writes._pieces(content, 7)
+    runs = [(1000, 200, 7), (1300, 100, 7), (5000, 8, 7), (1200, 50, 7), (5008, 8, 7)]
+    assert piece.source.tolist() == [list(run) for run in runs]
+    assert piece.offsets.tolist() == [0, 200, 300, 308, 358]
+    assert piece.digests.tolist() == [11, 12, 10, 13, 15, 14]
+    (_, here), (_, there) = piece.parts
+    assert here.tolist() == [[0, 64, 100], [100, 512, 100], [200, 0, 100], [300, 900, 8]]
+    assert there.tolist() == [[308, 64, 50], [358, 0, 8]]
+
+
+def test_runs_end_with_their_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_writes, "PIECE_BYTES", 256)
+    spans = np.array([(at, 4096 - at, 64) for at in range(0, 640, 64)], np.int64)
+    pieces = read_writes._pieces(ByteSource((), ((0, spans),), np.arange(10, dtype=np.uint64), 0), 0)
+    assert [piece.source.tolist() for piece in pieces] == [[[0, 256, 0]], [[256, 256, 0]], [[512, 128, 0]]]
+    assert np.concatenate([piece.digests for piece in pieces]).tolist() == list(range(10))

@@ -362,9 +362,10 @@ class TransferSection(Section, frozen=True, kw_only=True):
     transfer: Annotated[
         str,
         Meta(
-            description="Transport for KV caches and embeddings between groups: auto, shm, tcp, nixl, or "
-            "an entry point of weft.transports. shm: shared memory on one host. tcp: also between hosts. "
-            "nixl: RDMA, requires weft[nixl]. auto: shm if all groups are on one host, else tcp."
+            description="Transport for KV caches and embeddings between groups: auto, shm, tcp, nixl, an "
+            "entry point of weft.transports, or a list of Weft's own transports in order of preference. "
+            "shm: shared memory on one host. tcp: also between hosts. nixl: RDMA, requires weft[nixl]. "
+            "auto: each pair of groups uses shm if the two groups share memory, else tcp."
         ),
     ] = "auto"
     transfer_mode: Annotated[

@@ -35,7 +35,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 _KEYS = np.array([mix(_GOLDEN * (i + 1) & _MASK) for i in range(WORDS)], np.uint64)
-_KEYS_LOW, _KEYS_HIGH = _KEYS & _LOW, _KEYS >> _HALF
+KEYS_LOW, KEYS_HIGH = _KEYS & _LOW, _KEYS >> _HALF
 
 
 def transfer_seed(key: TransferKey) -> int:
@@ -92,7 +92,7 @@ def _level(words: np.ndarray) -> np.ndarray:
 
 
 def _terms(words: np.ndarray, count: int) -> np.ndarray:
-    low = ((words & _LOW) + _KEYS_LOW[:count]) & _LOW
-    high = ((words >> _HALF) + _KEYS_HIGH[:count]) & _LOW
+    low = ((words & _LOW) + KEYS_LOW[:count]) & _LOW
+    high = ((words >> _HALF) + KEYS_HIGH[:count]) & _LOW
     terms: np.ndarray = low * high + words
     return terms

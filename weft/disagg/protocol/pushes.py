@@ -127,6 +127,9 @@ _MOST_SPANS = 4096
 Digest = Callable[[TransferKey, str, tuple[SpanPart, ...]], np.ndarray]
 """Function from parts sent to a peer to their digests: see ``base.Transport.digest``."""
 
+Limits = Callable[[str], tuple[int, int]]
+"""Function from a peer to (maximum bytes of one write, maximum bytes under way)."""
+
 
 class Queued(NamedTuple):
     """Parts of one future write."""
@@ -167,18 +170,19 @@ class Pushes:
         write_bytes: int = WRITE_BYTES,
         window: int = WINDOW_BYTES,
         states: Collection[int] = (),
+        limits: Limits | None = None,
     ) -> None:
         """``digest``: called when a part is queued, while the bytes are still in the core's cache.
         ``write_bytes``: maximum bytes of one write, at most ``window``. ``window``: maximum bytes under way
         to one peer. ``states``: the recurrent KV cache groups. A receiver gets the state at the end,
-        whatever the receiver has already."""
+        whatever the receiver has already. ``limits``: in place of ``write_bytes`` and ``window``."""
         self._digest = digest
         self._states = frozenset(states)
         self._of_layer: dict[int, list[tuple[int, int]]] = {}
         for kind, has in enumerate(layers):
             for number, layer in enumerate(has):
                 self._of_layer.setdefault(layer, []).append((kind, number))
-        self._write_bytes, self._window = min(write_bytes, window), window
+        self._limits: Limits = limits or (lambda peer: (min(write_bytes, window), window))
         self._transfers: OrderedDict[TransferKey, _Push] = OrderedDict()
         self._early: dict[TransferKey, list[Computed | Grown | Spoiled]] = {}
         self._stopped: OrderedDict[TransferKey, None] = OrderedDict()
@@ -304,7 +308,7 @@ class Pushes:
                 parts += [part for at in new_ones for part in plan.entries(kind, numbers, *at)]
             for kind, numbers in ended.items():
                 parts += plan.state(kind, numbers)
-            for group in packed(parts, self._write_bytes):
+            for group in packed(parts, self._limits(peer)[0]):
                 transfer.queued[peer].append(Queued(group, self._digest(event.key, peer, group), event.ready))
         transfer.missing -= {(kind, number) for kind, numbers in ended.items() for number in numbers}
 
@@ -339,7 +343,7 @@ class Pushes:
         write each."""
         actions = list[Action]()
         for peer in sorted(peers):
-            ring = self._rings.setdefault(peer, Ring(self._window))
+            ring = self._rings.setdefault(peer, Ring(self._limits(peer)[1]))
             waiting = deque(key for key, transfer in self._transfers.items() if transfer.queued.get(peer))
             while waiting:
                 key = waiting.popleft()

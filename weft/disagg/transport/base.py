@@ -19,7 +19,7 @@ of a peer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -114,3 +114,11 @@ class Transport(Protocol):
     def close(self) -> None:
         """Free all resources. Writes under way end without a ``Written``. Raises EngineDead if a GPU does not
         finish a copy of staged caches in time."""
+
+
+@runtime_checkable
+class PeerSizes(Protocol):
+    """A transport whose sizes depend on the peer, in place of ``write_bytes`` and ``window_bytes``."""
+
+    def limits(self, peer: str) -> tuple[int, int]:
+        """Return the maximum bytes of one write to ``peer``, and of all writes under way to ``peer``."""

@@ -136,8 +136,7 @@ class CudaCopies:
 
     def out(self, regions: Sequence[Tensor], parts: Sequence[SpanPart], to: Tensor, ready: Any) -> Any:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            if ready is not None:
-                self._stream.wait_event(ready)
+            self._after(ready)
             through, done = self._checked(sum(part.nbytes for part in parts)), 0
             for part in parts:
                 # rows: [region bytes / unit, unit]; index: rows of the spans, in order
@@ -187,6 +186,11 @@ class CudaCopies:
                 torch.index_select(rows, 0, index, out=moved)
                 torch.index_select(rows[:1].expand(_MANY_ROWS, width), 0, index, out=moved)
                 rows.index_copy_(0, index, moved)
+
+    def _after(self, ready: Any) -> None:
+        """Let later work of the stream wait for a mark."""
+        if ready is not None:
+            self._stream.wait_event(ready)
 
     def _checked(self, size: int) -> Tensor:
         """Return the device memory for a copy of ``size`` bytes. Raises EngineDead for more than ``most``

@@ -18,17 +18,21 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
+import torch
 from msgspec import Meta
 
 from weft.common.errors import ConfigError, EngineDead, ErrorInfo, Unavailable
 from weft.common.log import get_logger
 from weft.disagg.protocol.arrivals import Copied, Incoming
+from weft.disagg.protocol.digests import ranks_seed
 from weft.disagg.protocol.pushes import Write, Written
 from weft.disagg.protocol.spans import SpanPart
 from weft.disagg.transport import wire as f
 from weft.disagg.transport.base import TakePending
+from weft.disagg.transport.device_memory import DeviceMemory, DeviceWork, seeded
 from weft.disagg.transport.peer_connection import Got
 from weft.disagg.transport.peer_links import ByteSource, PeerLink, check_inside
+from weft.disagg.transport.private_memory import huge_memory
 from weft.disagg.transport.read_engine import Kind, NixlEngine, ReadEngine, segment_of
 from weft.disagg.transport.read_writes import SLOT_BYTES, ReadPeer, ReadWrites
 from weft.disagg.transport.staging_memory import Memory
@@ -87,10 +91,12 @@ class NixlTransport(TcpTransport):
         sends: bool = True,
         takes: bool = True,
         engine: Callable[[str], ReadEngine] = NixlEngine,
+        landing: Callable[[int], torch.Tensor] = huge_memory,
     ) -> None:
         """``sends``: offer the registered memory to receivers. ``takes``: have landing memory. ``engine``:
-        makes the engine of a name. Raises ConfigError without NIXL, for a short secret, or for an address
-        without permission to listen."""
+        makes the engine of a name. ``landing``: makes landing memory, on the host or on a GPU. Raises
+        ConfigError without NIXL, for a short secret, for an address without permission to listen, or if NIXL
+        refuses the landing memory."""
         self._sends, self._closed = sends, False
         self._offer, self._on_gpu = b"", False
         self._offers: dict[str, _Offer] = {}
@@ -100,10 +106,17 @@ class NixlTransport(TcpTransport):
         super().__init__(host, rank, incarnation, secret)
         try:
             self._engine = engine(f"weft-{incarnation:x}-{rank}-{secrets.token_hex(4)}")
-            self._reads = ReadWrites(self._engine, self._take_piece, self._broke) if takes else None
+            self._reads = (
+                ReadWrites(self._engine, self._take_piece, self._broke, memory=landing) if takes else None
+            )
         except BaseException:
             super().close()
             raise
+
+    def place(self, regions: Sequence[torch.Tensor], work: DeviceWork) -> None:
+        """Register caches on a GPU, in place of ``register``. Peers read the caches directly. ``close`` also
+        closes ``work``. Raises ConfigError if NIXL refuses the memory."""
+        self._use(DeviceMemory(regions, work))
 
     # ---- Transport
 
@@ -118,7 +131,7 @@ class NixlTransport(TcpTransport):
             raise ConfigError("--transfer nixl: the caches of a rank lie on several devices")
         self._engine.register(segments)
         kind, device = (segments[0].kind, segments[0].device) if segments else ("DRAM", 0)
-        self._on_gpu = kind == "VRAM"
+        self._on_gpu = kind == "VRAM" and not memory.staged
         regions = tuple(_Region(segment.address, segment.nbytes) for segment in segments)
         offer = _Offer(self._engine.name, self._engine.metadata(), kind, device, regions)
         self._offer = msgspec.msgpack.encode(offer)
@@ -131,7 +144,7 @@ class NixlTransport(TcpTransport):
 
     def digest(self, key: TransferKey, peer: str, parts: Sequence[SpanPart]) -> np.ndarray:
         if self._on_gpu:
-            raise EngineDead("caches on a GPU have no digests yet, except through the ring")
+            raise EngineDead("caches on a GPU must be placed, not registered: the host cannot read the bytes")
         return super().digest(key, peer, parts)
 
     def write(self, write: Write) -> None:
@@ -234,11 +247,21 @@ class NixlTransport(TcpTransport):
         for name in list(peer.links):
             self._lost(self._links[name], ConnectionResetError("a read of the peer's memory broke"))
 
-    def _patience(self) -> float:
+    def patience(self) -> float:
         due = None if self._reads is None else self._reads.patience()
-        return super()._patience() if due is None else min(due, super()._patience())
+        return super().patience() if due is None else min(due, super().patience())
 
     # ---- writes
+
+    def _send_staged(self) -> None:
+        """Send the writes with finished digests. Those of caches on a GPU are complete after the seeds."""
+        if not isinstance(self._memory, DeviceMemory):
+            super()._send_staged()
+            return
+        for write in self._memory.ready():
+            seed = ranks_seed(write.key, self.rank, self._peers[write.peer].rank)
+            self._send(msgspec.structs.replace(write, digests=seeded(write.digests, write.parts, seed)))
+        self._events += self._memory.failed()
 
     def _payload(self, write: Write) -> list[memoryview]:
         return []

@@ -68,11 +68,11 @@ class ReadEngine(Protocol):
     def remove(self, peer: str) -> None:
         """Disconnect a peer. No read from the peer may be under way. No effect for an unknown peer."""
 
-    def start(self, peer: str, kind: Kind, source: np.ndarray, to: np.ndarray) -> Any:
+    def start(self, peer: str, kind: Kind, source: np.ndarray, to: np.ndarray, to_kind: Kind) -> Any:
         """Start a read and return a handle for ``ended``.
 
-        ``kind``: of the peer's memory. source, to: uint64 [n, 3], address, bytes and device of each piece,
-        with the same lengths; ``to`` lies in host memory. Raises ReadBroken.
+        ``kind``, ``to_kind``: of the peer's memory and of ``to``. source, to: uint64 [n, 3], address, bytes
+        and device of each piece, with the same lengths. Raises ReadBroken.
         """
 
     def ended(self, read: Any) -> bool:
@@ -136,8 +136,8 @@ class NixlEngine:
             except Exception as error:  # NIXL has a class of exceptions per status
                 size = sum(row[1] for row in rows)
                 raise ConfigError(
-                    f"--transfer nixl: NIXL cannot register {size} bytes of caches ({error}); for RDMA raise "
-                    "the limit of locked memory (ulimit -l)",
+                    f"--transfer nixl: NIXL cannot register {size} bytes of {kind} for caches ({error}); for "
+                    "RDMA raise the limit of locked memory (ulimit -l)",
                     param="--transfer",
                 ) from error
             self._registered.append(listed)
@@ -157,12 +157,12 @@ class NixlEngine:
         with contextlib.suppress(Exception):
             self._agent.invalidateRemoteMD(peer)
 
-    def start(self, peer: str, kind: Kind, source: np.ndarray, to: np.ndarray) -> Any:
+    def start(self, peer: str, kind: Kind, source: np.ndarray, to: np.ndarray, to_kind: Kind) -> Any:
         nixl = self._nixl
         try:
             read = self._agent.createXferReq(
                 nixl.NIXL_READ,
-                nixl.nixlXferDList(nixl.DRAM_SEG, to),
+                nixl.nixlXferDList(self._kinds[to_kind], to),
                 nixl.nixlXferDList(self._kinds[kind], source),
                 peer,
                 "",

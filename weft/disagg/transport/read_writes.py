@@ -61,9 +61,9 @@ class ReadPeer(NamedTuple):
 
 class _Piece(NamedTuple):
     source: np.ndarray
-    """uint64 [n, 3]: address, bytes and device at the peer."""
+    """uint64 [runs, 3]: address, bytes and device at the peer. A run has one or more spans."""
     offsets: np.ndarray
-    """int64 [n]: places in the slot."""
+    """int64 [runs]: places in the slot."""
     parts: tuple[tuple[int, np.ndarray], ...]
     """(region, int64 [n, 3]): offset in the slot, offset in the region, bytes."""
     digests: np.ndarray
@@ -109,15 +109,20 @@ class ReadWrites:
         broke: Callable[[str], None],
         slots: int = SLOTS,
         slot_bytes: int = SLOT_BYTES,
+        memory: Callable[[int], torch.Tensor] = huge_memory,
     ) -> None:
-        """Allocate and register the landing memory.
+        """Allocate and register the landing memory. ``memory``: makes the memory of a slot, uint8 [bytes], on
+        the host or on a GPU.
 
         ``take``: copies the bytes of a piece from its slot to the regions, and returns None or the error.
         ``broke(engine)``: called after the connection to a peer's engine broke.
         """
         self._engine, self._take, self._broke = engine, take, broke
-        self._slots = [huge_memory(slot_bytes) for _ in range(slots)]
-        engine.register([segment_of(slot) for slot in self._slots])
+        self._memory = memory
+        self._slots = [memory(slot_bytes) for _ in range(slots)]
+        segments = [segment_of(slot) for slot in self._slots]
+        engine.register(segments)
+        self._kind, self._device = segments[0].kind, segments[0].device
         self.slot_bytes = slot_bytes
         self._free = list(range(slots))[::-1]
         self._lost: list[torch.Tensor] = []
@@ -228,11 +233,11 @@ class ReadWrites:
     def _read(self, taking: _Taking) -> None:
         """Start the read of the next piece of a write, and check the read once: many reads end at once."""
         piece, slot = taking.pieces.popleft(), self._free.pop()
-        to = np.zeros_like(piece.source)
-        to[:, 0] = (self._slots[slot].data_ptr() + piece.offsets).astype(np.uint64)
-        to[:, 1] = piece.source[:, 1]
+        to = np.empty_like(piece.source)
+        to[:, 0] = (segment_of(self._slots[slot]).address + piece.offsets).astype(np.uint64)
+        to[:, 1], to[:, 2] = piece.source[:, 1], self._device
         try:
-            read = self._engine.start(taking.peer.engine, taking.peer.kind, piece.source, to)
+            read = self._engine.start(taking.peer.engine, taking.peer.kind, piece.source, to, self._kind)
         except ReadBroken as error:
             self._read_failed(taking, slot, error)
             return
@@ -274,7 +279,7 @@ class ReadWrites:
             log.error("landing memory of a failed read is given up: %s", error)
             self._lost.append(self._slots[slot])
             if len(self._lost) <= _MOST_LOST:
-                self._slots[slot] = huge_memory(self.slot_bytes)
+                self._slots[slot] = self._memory(self.slot_bytes)
                 self._engine.register([segment_of(self._slots[slot])])
         if error.over or len(self._lost) <= _MOST_LOST:
             self._free.append(slot)
@@ -292,6 +297,7 @@ def _pieces(content: ByteSource, device: int) -> deque[_Piece]:
 
     ``content``: the source offsets of the spans are addresses at the peer. ``device``: of these addresses.
     """
+    found, ordered = _by_address(content)
     pieces = deque[_Piece]()
     parts, first = list[tuple[int, np.ndarray]](), 0
     sources, places, filled, count = list[np.ndarray](), list[np.ndarray](), 0, 0
@@ -299,12 +305,12 @@ def _pieces(content: ByteSource, device: int) -> deque[_Piece]:
     def close() -> None:
         nonlocal parts, sources, places, filled, count, first
         if count:
-            digests = content.digests[first : first + count]
+            digests = ordered[first : first + count]
             pieces.append(_Piece(np.concatenate(sources), np.concatenate(places), tuple(parts), digests))
         first += count
         parts, sources, places, filled, count = [], [], [], 0, 0
 
-    for region, spans in content.parts:
+    for region, spans in found:
         while len(spans):
             ends = np.cumsum(spans[:, 2])
             # At least one span per piece, even if the span is longer than a piece.
@@ -315,11 +321,35 @@ def _pieces(content: ByteSource, device: int) -> deque[_Piece]:
             taken, spans = spans[:fits], spans[fits:]
             here = taken.copy()
             here[:, 0] = filled + ends[:fits] - taken[:, 2]
-            source = np.empty((fits, 3), np.uint64)
-            source[:, 0], source[:, 1], source[:, 2] = taken[:, 0], taken[:, 2], device
             parts.append((region, here))
+            runs = _runs(taken)
+            source = np.empty((len(runs), 3), np.uint64)
+            source[:, 0], source[:, 2] = taken[runs, 0], device
+            source[:, 1] = np.add.reduceat(taken[:, 2], runs)
             sources.append(source)
-            places.append(here[:, 0])
+            places.append(here[runs, 0])
             filled, count = filled + int(ends[fits - 1]), count + fits
     close()
     return pieces
+
+
+def _by_address(content: ByteSource) -> tuple[list[tuple[int, np.ndarray]], np.ndarray]:
+    """Return the parts of a write with the spans in order of the address at the peer, and the digests in the
+    same order.
+
+    Neighbours in this order become one run, and each run costs the engine a call, or a request to the network
+    card. The blocks of a sequence may lie in any order.
+    """
+    parts, made, first = list[tuple[int, np.ndarray]](), [content.digests[:0]], 0
+    for region, spans in content.parts:
+        order = np.argsort(spans[:, 0], kind="stable")
+        parts.append((region, spans[order]))
+        made.append(content.digests[first + order])
+        first += len(spans)
+    return parts, np.concatenate(made)
+
+
+def _runs(spans: np.ndarray) -> np.ndarray:
+    """Return the numbers of the spans that do not begin where the span before ends at the peer."""
+    follows = spans[1:, 0] == spans[:-1, 0] + spans[:-1, 2]
+    return np.flatnonzero(np.concatenate(([True], ~follows)))

@@ -85,12 +85,12 @@ class SocketTransport:
         self._listener, address = self._listen()
         self._listener.setblocking(False)
         self.endpoint = Endpoint(self.name, address, incarnation)
-        self._selector = selectors.DefaultSelector()
+        self.selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
         for sock in (self._waker, self._woken):
             sock.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self.selector.register(self._listener, selectors.EVENT_READ, None)
+        self.selector.register(self._woken, selectors.EVENT_READ, None)
         self._memory: Memory = DirectMemory(())
         self._peers: dict[str, PeerRank] = {}
         self._links: dict[str, PeerLink] = {}
@@ -208,8 +208,8 @@ class SocketTransport:
         self._try_again()
         self._send_staged()
         # Pending events must not wait for the sockets.
-        timeout = 0.0 if self._events else max(0.0, min(seconds, self._patience()))
-        for key, mask in self._selector.select(timeout):
+        timeout = 0.0 if self._events else max(0.0, min(seconds, self.patience()))
+        for key, mask in self.selector.select(timeout):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.fileobj is self._woken:
@@ -259,7 +259,7 @@ class SocketTransport:
             link.connection.close()
         self._links.clear()
         self._answered.clear()
-        self._selector.close()
+        self.selector.close()
         for sock in (self._listener, self._waker, self._woken):
             sock.close()
         self._memory.close()
@@ -308,15 +308,15 @@ class SocketTransport:
             if error.errno == errno.EAGAIN:  # a Unix socket with a full accept queue: no connect is under way
                 link.address, self._again = address, time.monotonic() + _PAUSE_S
                 return
-        self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
+        self.selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
 
     def _try_again(self) -> None:
         """Accept and connect again, after the pause that follows a failed attempt."""
         if self._again is None or self._again > time.monotonic():
             return
         self._again = None
-        if self._listener not in self._selector.get_map():
-            self._selector.register(self._listener, selectors.EVENT_READ, None)
+        if self._listener not in self.selector.get_map():
+            self.selector.register(self._listener, selectors.EVENT_READ, None)
         for link in [link for link in self._links.values() if link.address is not None]:
             try:
                 self._connect(link, link.address)
@@ -331,7 +331,7 @@ class SocketTransport:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 log.error("connections for transfers cannot be accepted: %s", error.strerror)
-                self._selector.unregister(self._listener)  # the listener would be ready without end
+                self.selector.unregister(self._listener)  # the listener would be ready without end
                 self._again = time.monotonic() + _PAUSE_S
             return
         try:
@@ -345,7 +345,7 @@ class SocketTransport:
             return
         sock.setblocking(False)
         self._accepted += 1
-        name = f"accepted#{self._accepted}"
+        name = f"{self.name} accepted#{self._accepted}"
         host = str(address[0]) if isinstance(address, tuple) else ""
         if (oldest := self._newcomers.add(host, name)) is not None:
             self._lost(
@@ -354,7 +354,7 @@ class SocketTransport:
             )
         link = PeerLink(name, self._connection(sock), False, time.monotonic() + HELLO_S, host)
         self._links[name] = link
-        self._selector.register(sock, selectors.EVENT_READ, link)
+        self.selector.register(sock, selectors.EVENT_READ, link)
 
     def _connection(self, sock: socket.socket) -> PeerConnection:
         return PeerConnection(sock, self._buffers.give, self.takes_fds)
@@ -394,8 +394,8 @@ class SocketTransport:
         # A link that waits for another connect is not registered with the selector.
         if not self._lives(link) or link.address is not None:
             return
-        if self._selector.get_key(link.connection.sock).events != mask:
-            self._selector.modify(link.connection.sock, mask, link)
+        if self.selector.get_key(link.connection.sock).events != mask:
+            self.selector.modify(link.connection.sock, mask, link)
 
     def _lost(self, link: PeerLink | None, error: Exception) -> None:
         """Close a connection after an error or a bad frame. Ends all writes without an answer. No effect
@@ -410,8 +410,8 @@ class SocketTransport:
             log.error("the connection for transfers with %s failed", link.peer, exc_info=error)
         del self._links[link.name]
         self._newcomers.left(link.host, link.name)
-        if link.connection.sock in self._selector.get_map():
-            self._selector.unregister(link.connection.sock)
+        if link.connection.sock in self.selector.get_map():
+            self.selector.unregister(link.connection.sock)
         link.connection.close()
         self._memory.lost(link.name)
         # Writes without an answer fail here. Each write must end exactly once.
@@ -423,7 +423,7 @@ class SocketTransport:
             if link.until is not None and link.until <= time.monotonic():
                 self._lost(link, Unavailable("a peer did not identify itself in time"))
 
-    def _patience(self) -> float:
+    def patience(self) -> float:
         """Return the seconds until the next handshake deadline, attempt or staged copy; at most 3,600."""
         due = [link.until for link in self._links.values() if link.until is not None]
         due += [] if self._again is None else [self._again]

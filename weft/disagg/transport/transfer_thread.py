@@ -25,7 +25,7 @@ from weft.disagg.protocol.coverage import Coverage
 from weft.disagg.protocol.group_layout import placed
 from weft.disagg.protocol.spans import Side, SpanPlan, arriving
 from weft.disagg.protocol.transfer_events import RankReport, RankStopped
-from weft.disagg.transport.base import TakePending, Transport
+from weft.disagg.transport.base import PeerSizes, TakePending, Transport
 from weft.types.transfer import Admitted, Blocks, Bound, GroupDims, Outcome, TransferKey, TransferMessageError
 
 log = get_logger(__name__)
@@ -105,6 +105,7 @@ class RankTransfer:
             transport.write_bytes,
             transport.window_bytes,
             [number for number, kind in enumerate(dims.kinds) if kind.kind == "state"],
+            limits=transport.limits if isinstance(transport, PeerSizes) else None,
         )
         self.arrivals = a.Arrivals()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()

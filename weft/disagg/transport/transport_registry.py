@@ -8,20 +8,30 @@ An entry point names a ``TransportKind``:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from weft.common.errors import ConfigError
+from weft.common.log import get_logger
 from weft.config.transfers import GROUP, NIXL, SHM, TCP, added_transports, check_transport
 from weft.disagg.transport.base import Transport
+from weft.disagg.transport.device_memory import DeviceWork
 from weft.disagg.transport.nixl_transport import NixlTransport
+from weft.disagg.transport.private_memory import huge_memory
+from weft.disagg.transport.read_writes import SLOT_BYTES
 from weft.disagg.transport.shared_memory import SharedMemory
 from weft.disagg.transport.shm import ShmTransport
+from weft.disagg.transport.sockets import SocketTransport
 from weft.disagg.transport.staging_memory import Staged
 from weft.disagg.transport.tcp import TcpTransport
+from weft.disagg.transport.transport_set import TransportSet
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +51,14 @@ class TransportPlace:
     sends: bool
     """True if the rank sends, False if the rank receives."""
     regions: Sequence[torch.Tensor]
-    """The rank's caches, uint8 [bytes] each, numbered as in ``group_layout``. Empty for staged caches."""
+    """The rank's caches, uint8 [bytes] each, numbered as in ``group_layout``. Empty for staged caches. On a
+    GPU only for a transport with ``TransportKind.device``."""
     shared: Sequence[SharedMemory]
     """The same caches, if the transport wants memory that peers can map; else empty."""
     staged: Staged | None
     """Staged caches, as on a GPU; else None. The transport closes the memory."""
+    ring: Callable[[], Staged] | None = None
+    """For ``regions`` on a GPU: makes staged caches in their place."""
 
 
 class TransportKind(NamedTuple):
@@ -58,6 +71,8 @@ class TransportKind(NamedTuple):
     must be "copy"."""
     shared: bool = False
     """True if caches must be memory that peers can map. False: private memory in huge pages."""
+    device: bool = False
+    """True if the transport takes caches on a GPU as regions. False: such caches are staged."""
 
 
 def transport_kind(name: str) -> TransportKind:
@@ -95,6 +110,24 @@ def open_transport(name: str, place: TransportPlace) -> Transport:
     return transport
 
 
+def open_set(names: Sequence[str], places: Sequence[TransportPlace]) -> Transport:
+    """Open the transports ``names`` of one rank, each with its place, as one transport. A single name opens
+    the transport alone. Raises ConfigError."""
+    if len(names) == 1:
+        return open_transport(names[0], places[0])
+    members = list[SocketTransport]()
+    try:
+        for name, place in zip(names, places, strict=True):
+            member = open_transport(name, place)
+            assert isinstance(member, SocketTransport), "lists have Weft's own transports alone"
+            members.append(member)
+    except BaseException:
+        for member in members:
+            member.close()
+        raise
+    return TransportSet(members)
+
+
 def _open_shm(place: TransportPlace) -> Transport:
     shm = ShmTransport(place.folder(), place.rank, place.incarnation)
     if place.staged is None:
@@ -109,15 +142,36 @@ def _open_tcp(place: TransportPlace) -> Transport:
 
 
 def _open_nixl(place: TransportPlace) -> Transport:
-    nixl = NixlTransport(
+    """Open NIXL over the caches of ``place``. Caches on a GPU that NIXL refuses go through the ring."""
+    if not place.regions or place.regions[0].device.type == "cpu":
+        return _with_memory(_nixl(place), place)
+    device = place.regions[0].device
+    try:
+        nixl = _nixl(place, partial(torch.empty, dtype=torch.uint8, device=device))
+        try:
+            nixl.place(place.regions, DeviceWork(device, SLOT_BYTES))
+        except BaseException:
+            nixl.close()
+            raise
+        return nixl
+    except ConfigError as error:
+        if place.ring is None:
+            raise
+        log.warning("caches on the GPU go through host memory: %s", error.message)
+        return _with_memory(_nixl(place), dataclasses.replace(place, regions=(), staged=place.ring()))
+
+
+def _nixl(place: TransportPlace, landing: Callable[[int], torch.Tensor] = huge_memory) -> NixlTransport:
+    sends = place.sends
+    return NixlTransport(
         place.host(),
         place.rank,
         place.incarnation,
         place.secret(),
-        sends=place.sends,
-        takes=not place.sends,
+        sends=sends,
+        takes=not sends,
+        landing=landing,
     )
-    return _with_memory(nixl, place)
 
 
 def _with_memory(transport: TcpTransport, place: TransportPlace) -> Transport:
@@ -136,5 +190,5 @@ def _with_memory(transport: TcpTransport, place: TransportPlace) -> Transport:
 _OWN = {
     SHM: TransportKind(ShmTransport.slot_bytes, _open_shm, shared=True),
     TCP: TransportKind(TcpTransport.slot_bytes, _open_tcp, shared=True),
-    NIXL: TransportKind(NixlTransport.slot_bytes, _open_nixl),
+    NIXL: TransportKind(NixlTransport.slot_bytes, _open_nixl, device=True),
 }

@@ -19,15 +19,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from weft.common.clock import Clock
 from weft.common.counted_log import CountedLog
-from weft.common.errors import Unavailable, WeftError
+from weft.common.errors import ErrorInfo, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.disagg.protocol import transfer_events as ev
+from weft.disagg.protocol.pairing import NoWay, Pairing
 from weft.disagg.protocol.receiver import TransferReceiver
 from weft.disagg.protocol.sender import TransferSender, not_needed
 from weft.disagg.protocol.transfer_table import TransferPatience
@@ -35,11 +36,12 @@ from weft.disagg.protocol.volume import transfer_bytes
 from weft.engine.disagg import transfer_notes as notes
 from weft.engine.disagg.group_transfers import RankWord
 from weft.engine.disagg.peers import Peers, PeerWatch
+from weft.engine.disagg.transfer_ends import TransferRanks, TransferScheduler
 from weft.engine.disagg.transfer_notes import TransferNotes, TransferTally
 from weft.types import frames as f
 from weft.types import transfer as r
 from weft.types.messages import TokenEvent, TransferStats
-from weft.types.transfer import Endpoint, GroupDims, Outcome, Peer, TransferKey
+from weft.types.transfer import Outcome, Peer, TransferKey
 
 if TYPE_CHECKING:
     from weft.engine.disagg.transfer_channel import Arrived, TransferChannel
@@ -64,35 +66,6 @@ MOST_MESSAGES = 256
 """Maximum messages handled in one turn, to keep steps on time."""
 
 
-class TransferScheduler(Protocol):
-    """The transfer interface of ``weft.scheduler.scheduler.Scheduler``."""
-
-    def transfer(self, event: r.TransferEvent, now: float) -> list[TokenEvent]: ...
-
-    def transfer_requests(self) -> list[r.TransferRequest]: ...
-
-    def transfer_blocks(self, key: TransferKey) -> tuple[r.Blocks, ...]: ...
-
-
-class TransferRanks(Protocol):
-    """The ranks of a group: see ``weft.engine.disagg.group_transfers.GroupTransfers``."""
-
-    @property
-    def dims(self) -> GroupDims: ...
-
-    @property
-    def ranks(self) -> range: ...
-
-    @property
-    def sockets(self) -> Sequence[Any]: ...
-
-    def endpoints(self) -> tuple[Endpoint, ...] | None: ...
-
-    def send(self, frame: f.TransferToRank) -> None: ...
-
-    def take(self) -> list[RankWord]: ...
-
-
 class EngineTransfers:
     """The transfers of one engine process, as an ``AwaitedSource``. Used from the stepping thread."""
 
@@ -106,12 +79,14 @@ class EngineTransfers:
         clock: Clock,
         patience: TransferPatience = TransferPatience(),
         peers: Peers | None = None,
+        pairing: Pairing | None = None,
     ) -> None:
         """``sends``: True for the sender's side, False for the receiver's side.
 
         ``channel``: closed by ``close``. ``incarnation``: the engine's number, as in the Welcome.
         ``patience``: time limits of transfers. ``peers``: detects ends of peers (default: ``PeerWatch``),
-        closed by ``close``.
+        closed by ``close``. ``pairing``: chooses the transport for each receiver. None: ranks have one
+        transport.
         """
         self._sends = sends
         self._ranks, self._channel, self._clock = ranks, channel, clock
@@ -121,6 +96,7 @@ class EngineTransfers:
         else:
             self._machine = TransferReceiver(ranks.dims, "copy", patience)
         self._peers: Peers = peers or PeerWatch()
+        self._pairing = pairing
         self._lost: set[Peer] = set()
         self._whole = True
         """False from the loss of ranks until the group runs again."""
@@ -350,6 +326,8 @@ class EngineTransfers:
                 self._mark(key, notes.FIRST_BYTE)
                 if outcome is Outcome.done:
                     self._mark(key, notes.LAST_BYTE)
+            case ev.RankReport(key, _, _, error):
+                self._doubt(key, error)
             case ev.RankStopped(key, rank):
                 self._has_stopped(key, rank)
             case ev.RankGone(rank):
@@ -426,10 +404,11 @@ class EngineTransfers:
                 self._note(event)
                 events += scheduler.transfer(event, self._clock.now())
             case ev.Push(key, offer, bound, num_cached):
-                if self._begins(key, offer, bound):
+                chosen = self._chosen(key, bound)
+                if chosen is not None and self._begins(key, offer, chosen):
                     blocks = scheduler.transfer_blocks(key)
                     self._ranks.send(
-                        f.PushTransfer(offer=offer, bound=bound, blocks=blocks, num_cached=num_cached)
+                        f.PushTransfer(offer=offer, bound=chosen, blocks=blocks, num_cached=num_cached)
                     )
             case ev.Expect(key, offer, bound):
                 if self._begins(key, offer, bound):
@@ -439,6 +418,26 @@ class EngineTransfers:
                 self._ranks.send(f.StopTransfer(key=key))
             case ev.Revoke(key, peer):
                 self._revoke(key, peer)
+
+    def _chosen(self, key: TransferKey, bound: r.Bound) -> r.Bound | None:
+        """Return ``bound`` with one transport to the receiver, or None for an unknown transfer. Without a
+        common transport, cancel the transfer and return None."""
+        record = self._records.get(key)
+        if record is None or self._pairing is None:
+            return None if record is None else bound
+        try:
+            return self._pairing.choose(record.peer, bound, self._clock.now())
+        except NoWay as error:
+            log.error("no transfer to %s is possible: %s", record.peer.name, error.message)
+            self._on(ev.Cancel(key, error.info()))
+            return None
+
+    def _doubt(self, key: TransferKey, error: ErrorInfo | None) -> None:
+        """Note a failure at a rank against the transport of the transfer."""
+        record = self._records.get(key)
+        if record is not None and self._pairing is not None:
+            for transport in record.transports:
+                self._pairing.failed(record.peer, transport, error, self._clock.now())
 
     def _begins(self, key: TransferKey, offer: r.Admitted, bound: r.Bound) -> bool:
         """Record the volume and the transports of a transfer and return True if ranks may begin.

@@ -10,6 +10,7 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -20,7 +21,16 @@ from weft.common.folder import private_folder
 from weft.config.cache_layout import TensorLayout
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.secret_file import check_secret, read_secret
-from weft.config.transfers import check_installed, proves_secret
+from weft.config.transfers import (
+    AUTO,
+    NIXL,
+    SHM,
+    TCP,
+    check_installed,
+    has_nixl,
+    proves_secret,
+    transport_names,
+)
 from weft.disagg.protocol.group_layout import embedding_dims, group_dims
 from weft.disagg.transport.base import Transport
 from weft.disagg.transport.copies import copies_of
@@ -29,7 +39,7 @@ from weft.disagg.transport.reports import TransferReports
 from weft.disagg.transport.shared_memory import SharedMemory
 from weft.disagg.transport.staging_memory import Sizes, Staged
 from weft.disagg.transport.transfer_thread import RankTransfer
-from weft.disagg.transport.transport_registry import TransportPlace, open_transport, transport_kind
+from weft.disagg.transport.transport_registry import TransportKind, TransportPlace, open_set, transport_kind
 from weft.engine.ranks.ranks import ranks_of
 from weft.runner.exports import RankTransfers
 from weft.runner.kv_tensors import zeros
@@ -38,14 +48,19 @@ from weft.types.transfer import GroupDims
 LOOPBACK = "127.0.0.1"
 
 
-def transport_of(config: EngineConfig) -> str:
-    """Return the transport of the group's caches: the setting, or by default ``shm`` on one host, else
-    ``tcp``.
+def transports_of(config: EngineConfig) -> tuple[str, ...]:
+    """Return the transports of the group's caches in order of preference. Each pair of engines uses one.
+
+    ``auto`` is ``shm`` and ``tcp``. A group without an address for other hosts needs ``shm`` alone. A list
+    with ``nixl`` loses ``nixl`` where the package is not installed.
     """
     asked = config.transfer.transfer
-    if asked != "auto":
-        return asked
-    return "shm" if config.parallel.advertise is None else "tcp"
+    if asked == AUTO:
+        return (SHM,) if config.parallel.advertise is None else (SHM, TCP)
+    names = transport_names(asked)
+    if len(names) > 1 and NIXL in names and not has_nixl():
+        names.remove(NIXL)
+    return tuple(names)
 
 
 def check_transfers(config: EngineConfig) -> None:
@@ -56,10 +71,10 @@ def check_transfers(config: EngineConfig) -> None:
     role, takes = config.transfer.role, config.transfer.take_embeddings
     if role == "unified" and not takes:
         return
-    transport = transport_of(config)
-    check_installed(transport)
-    if proves_secret(transport):
-        check_secret(read_secret(config.parallel.group_secret, transport))
+    check_installed(config.transfer.transfer)
+    names = transports_of(config)
+    for name in filter(proves_secret, names):
+        check_secret(read_secret(config.parallel.group_secret, name))
 
 
 def dims_of(config: EngineConfig, kv: KVConfig) -> GroupDims:
@@ -159,11 +174,11 @@ class _Caches(NamedTuple):
     memory: list[list[torch.Tensor]]
     """Tensors of each KV cache group."""
     regions: list[torch.Tensor]
-    """The tensors as flat bytes, uint8 [bytes], in the same order; empty for staged caches."""
+    """The tensors as flat bytes, uint8 [bytes], in the same order."""
     shared: list[SharedMemory]
     """Shared memory of the tensors, in the same order, if peers map the memory; else empty."""
-    staged: Staged | None
-    """Staging ring in host memory, if peers may not read the memory directly; else None."""
+    staged: list[Staged | None]
+    """For each transport the staging memory on the host, or None if peers read the caches directly."""
 
 
 def is_staged(config: EngineConfig) -> bool:
@@ -179,7 +194,8 @@ def _caches(
     """
     memory, shared, flat = list[list[torch.Tensor]](), list[SharedMemory](), list[torch.Tensor]()
     staged, device = is_staged(config), torch.device(config.device)
-    transport = transport_kind(transport_of(config))
+    transports = [transport_kind(name) for name in transports_of(config)]
+    mapped = any(transport.shared for transport in transports)
     for kind in layouts:
         tensors = []
         # The transport sees each staged tensor as flat bytes, [nbytes].
@@ -189,7 +205,7 @@ def _caches(
             if staged:
                 tensors.append(zeros(layout.shape, dtype, device))
                 flat.append(tensors[-1].view(-1).view(torch.uint8))
-            elif transport.shared:
+            elif mapped:
                 region = SharedMemory(layout.nbytes)
                 resources.callback(region.close)
                 shared.append(region)
@@ -200,21 +216,32 @@ def _caches(
                 tensors.append(flat[-1].view(dtype).view(layout.shape))
         memory.append(tensors)
     if not staged:
-        return _Caches(memory, flat, shared, None)
+        return _Caches(memory, flat, shared, [None] * len(transports))
+    direct = device.type == "cuda"
+    staging = [
+        None if direct and transport.device else _staged(flat, transport, sends=sends)
+        for transport in transports
+    ]
+    return _Caches(memory, flat, [], staging)
+
+
+def _staged(regions: Sequence[torch.Tensor], transport: TransportKind, *, sends: bool) -> Staged:
+    """Return staging memory for one transport. ``regions``: flat caches, all on one device."""
     sizes = Sizes(slot=transport.slot_bytes)
-    copies = copies_of(device, max(sizes.slot, sizes.inbox))
-    return _Caches(memory, [], [], Staged(flat, copies, sizes, sends=sends, takes=not sends))
+    copies = copies_of(regions[0].device, max(sizes.slot, sizes.inbox))
+    return Staged(regions, copies, sizes, sends=sends, takes=not sends)
 
 
 def _transport(
     config: EngineConfig, number: int, caches: _Caches, resources: ExitStack, *, sends: bool
 ) -> Transport:
-    """Open the transport of ``transport_of`` over ``caches`` and return it.
+    """Open the transports of ``transports_of`` over ``caches`` and return them as one transport.
 
     ``number``: of the rank within the group. ``resources`` removes a private socket folder. The caller closes
     the transport.
     """
-    parallel, name = config.parallel, transport_of(config)
+    parallel, names = config.parallel, transports_of(config)
+    number_of_start = secrets.randbits(63)
 
     def folder() -> str:
         if config.socket_folder:
@@ -223,15 +250,19 @@ def _transport(
         resources.callback(shutil.rmtree, made, ignore_errors=True)
         return made
 
-    place = TransportPlace(
-        rank=number,
-        incarnation=secrets.randbits(63),
-        host=lambda: parallel.advertise or LOOPBACK,
-        secret=lambda: read_secret(parallel.group_secret, name),
-        folder=folder,
-        sends=sends,
-        regions=caches.regions,
-        shared=caches.shared,
-        staged=caches.staged,
-    )
-    return open_transport(name, place)
+    places = [
+        TransportPlace(
+            rank=number,
+            incarnation=number_of_start,
+            host=lambda: parallel.advertise or LOOPBACK,
+            secret=partial(read_secret, parallel.group_secret, name),
+            folder=folder,
+            sends=sends,
+            regions=caches.regions if staged is None else [],
+            shared=caches.shared,
+            staged=staged,
+            ring=partial(_staged, caches.regions, transport_kind(name), sends=sends),
+        )
+        for name, staged in zip(names, caches.staged, strict=True)
+    ]
+    return open_set(names, places)

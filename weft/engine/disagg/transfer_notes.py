@@ -28,7 +28,7 @@ class TransferNotes:
     """Stage name -> time."""
     nbytes: int = 0
     transports: frozenset[str] = frozenset()
-    """Transports of the receiver's ranks."""
+    """At the sender: the transport chosen for the receiver."""
     failed: bool = False
 
     def mark(self, name: str, now: float) -> None:
@@ -63,6 +63,9 @@ class TransferTally:
         exposed = stats.exposed
         if FIRST_TOKEN in marks:
             exposed = exposed.add(SECONDS, now - marks[FIRST_TOKEN])
+        sent = stats.sent
+        for transport in notes.transports if self._sends else ():
+            sent = sent.add(transport)
         log.debug("transfer %d/%d: %d bytes in %.3f s", key.transfer, key.attempt, notes.nbytes, seconds)
         self.stats = msgspec.structs.replace(
             stats,
@@ -73,6 +76,7 @@ class TransferTally:
             took=stats.took.add(SECONDS, seconds),
             sizes=stats.sizes.add(BYTES, notes.nbytes),
             exposed=exposed,
+            sent=sent,
         )
         if self.ended is not None:
             self.ended(key, notes, now, None)

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from weft.control.links.links import Links
 from weft.front.monitoring import front_tables
 from weft.front.monitoring.front_tables import EVENTS, HISTOGRAMS, HTTP_SECONDS
+from weft.front.monitoring.transport_metrics import SENT, sent_by_transport
 from weft.tracing.writer import SpanWriter
 from weft.types.messages import BYTES, SECONDS, STEP_TOKENS, EngineStats, Measures, TransferStats
 
@@ -276,8 +277,7 @@ class _EngineCollector(_LinkCollector):
     """Collector of each engine process's metrics, as of the last heartbeat."""
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metrics of each engine process: state, load, transfers, histograms, free blocks and
-        counters."""
+        """Yield the metrics of each engine process."""
         instances = self._links.instances
         stats = [(instance.name, instance.stats) for instance in instances]
         roles = [(one.name, one.role or "") for one in instances]
@@ -285,12 +285,13 @@ class _EngineCollector(_LinkCollector):
         # `roles` has the label values (name, role) of each engine process, in the order of `stats`.
         yield self._gauge("engine_up", _UP, zip(roles, alive, strict=True), *_ENGINE)
         for name, (text, read) in _GAUGES.items():
-            loads = [read(its) for _, its in stats]
-            yield self._gauge(name, text, zip(roles, loads, strict=True), *_ENGINE)
+            yield self._gauge(name, text, zip(roles, [read(its) for _, its in stats], strict=True), *_ENGINE)
         moving = [(who, its.transfers) for who, (_, its) in zip(roles, stats, strict=True)]
         yield from self._transfers(moving, _TRANSFER_GAUGES, _TRANSFERS, _TRANSFER_HISTOGRAMS)
         moving = [(who, its.embedding_transfers) for who, (_, its) in zip(roles, stats, strict=True)]
         yield from self._transfers(moving, _EMBEDDING_GAUGES, _EMBEDDINGS, _EMBEDDING_HISTOGRAMS)
+        for name, text, rows in sent_by_transport(roles, stats):
+            yield self._counter(name, text, rows, *_ENGINE, "transport")
         for name, (text, bounds, of_engine) in _STAGES.items():
             measured = [(who, of_engine(its)) for who, (_, its) in zip(roles, stats, strict=True)]
             yield self._histogram(name, text, bounds, measured)
@@ -309,8 +310,7 @@ class _EngineCollector(_LinkCollector):
         counters: Mapping[str, tuple[str, Callable[[TransferStats], float]]],
         histograms: Mapping[str, tuple[str, tuple[float, ...], Callable[[TransferStats], Measures]]],
     ) -> Iterable[Metric]:
-        """Yield the transfer metrics of the engine processes with transfers. ``all_engines``: ((name, role),
-        counters; None without transfers)."""
+        """Yield the transfer metrics. ``all_engines``: ((name, role), counters or None)."""
         moving = [(who, its) for who, its in all_engines if its is not None]
         for name, (text, read) in gauges.items():
             yield self._gauge(name, text, [(who, read(its)) for who, its in moving], *_ENGINE)
@@ -418,8 +418,8 @@ def describe() -> str:
     engine_bounds = {name: bounds for one in of_engines for name, (_, bounds, _) in one.items()}
     gauges = (*_GAUGES, *_TRANSFER_GAUGES, *_EMBEDDING_GAUGES, "engine_up")
     lines = [f"weft:{name} gauge model_name,{','.join(_ENGINE)}" for name in gauges]
-    counters = (*_TRANSFERS, *_EMBEDDINGS)
-    lines += [f"weft:{name}_total counter model_name,{','.join(_ENGINE)}" for name in counters]
+    lines += [f"weft:{one}_total counter model_name,{','.join(_ENGINE)}" for one in _TRANSFERS | _EMBEDDINGS]
+    lines += [f"weft:{name}_total counter model_name,{','.join(_ENGINE)},transport" for name, _ in SENT]
     lines += [
         f"weft:{name} histogram model_name,{','.join(_ENGINE)} {','.join(f'{bound:g}' for bound in bounds)}"
         for name, bounds in engine_bounds.items()

@@ -1,0 +1,105 @@
+"""Chooses the transport between two engines when the engines meet. Pure.
+
+    receiver  ── Bound: each rank with all its transports ──►  sender
+    sender's engine: tries the shared memory of the receiver's ranks, and chooses one transport for all ranks
+    sender's ranks   connect over the chosen transport
+
+Two engines share memory if the sender can connect to the sockets of the receiver's ranks: a fact, found by
+connecting. Host names, boot ids and addresses are no proof. Containers of one host may share no file, and two
+hosts may have equal names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from weft.common.errors import ErrorInfo
+from weft.disagg.protocol.sender import TransferRefused
+from weft.types.transfer import Bound, Endpoint, Peer
+
+SHM = "shm"
+AGAIN_S = 60.0
+"""Seconds for which a transport that failed with a peer is the last choice for the peer, and for which an
+unreachable socket is not tried again."""
+MOST_PEERS = 4096
+"""Maximum remembered facts of each type. The oldest facts are forgotten."""
+_K = TypeVar("_K")
+
+
+class NoWay(TransferRefused):
+    """Two engines have no usable transport in common."""
+
+
+def ways(endpoint: Endpoint) -> dict[str, str]:
+    """Return transport -> address of a rank, in the rank's order."""
+    return {endpoint.transport: endpoint.address, **dict(endpoint.also)}
+
+
+def candidates(wanted: Sequence[str], endpoints: Sequence[Endpoint]) -> list[str]:
+    """Return the transports that the sender and all ranks of the receiver have, in the sender's order."""
+    offered = [ways(endpoint) for endpoint in endpoints]
+    return [name for name in wanted if all(name in one for one in offered)]
+
+
+def narrowed(endpoints: Sequence[Endpoint], transport: str) -> tuple[Endpoint, ...]:
+    """Return ``endpoints`` with ``transport`` as the only way."""
+    return tuple(Endpoint(transport, ways(one)[transport], one.incarnation) for one in endpoints)
+
+
+class Pairing:
+    """The choices of one sending engine, with the facts about its peers."""
+
+    def __init__(self, wanted: Sequence[str], reach: Callable[[str], bool]) -> None:
+        """``wanted``: transports of this engine in order of preference. ``reach(address)``: returns True if a
+        process of this host, with shared memory for this process, listens at the address."""
+        self._wanted, self._reach = tuple(wanted), reach
+        self._reached: dict[tuple[str, ...], float] = {}
+        """Addresses of a peer's ranks -> infinity if all were reached, else the time of the next try."""
+        self._failed: dict[tuple[Peer, str], float] = {}
+        """(peer, transport) -> time until which the transport is the last choice."""
+
+    def choose(self, peer: Peer, bound: Bound, now: float) -> Bound:
+        """Return ``bound`` with one way to each rank: the first common transport that is usable and has not
+        failed with the peer lately, else the first usable one. Raises NoWay."""
+        common = candidates(self._wanted, bound.endpoints)
+        usable = [name for name in common if name != SHM or self._shared(bound.endpoints, now)]
+        if not usable:
+            raise NoWay(_why(self._wanted, common, bound.endpoints))
+        # `False` sorts before `True`, and the sort keeps the sender's order.
+        best = min(usable, key=lambda name: self._failed.get((peer, name), now) > now)
+        return msgspec.structs.replace(bound, endpoints=narrowed(bound.endpoints, best))
+
+    def failed(self, peer: Peer, transport: str, error: ErrorInfo | None, now: float) -> None:
+        """Note a failed transfer. Only a broken or refused connection speaks against the transport."""
+        if error is not None and error.code == "unavailable":
+            _remember(self._failed, (peer, transport), now + AGAIN_S)
+
+    def _shared(self, endpoints: Sequence[Endpoint], now: float) -> bool:
+        """Return True if this engine can connect to the sockets of all ranks. A failed try is repeated after
+        ``AGAIN_S``. Ranks that start again have new addresses, so old facts do not apply to them."""
+        addresses = tuple(ways(endpoint)[SHM] for endpoint in endpoints)
+        until = self._reached.get(addresses)
+        if until is None or until <= now:
+            reached = all(map(self._reach, addresses))
+            until = float("inf") if reached else now + AGAIN_S
+            _remember(self._reached, addresses, until)
+        return until == float("inf")
+
+
+def _remember(facts: dict[_K, float], key: _K, until: float) -> None:
+    """Set a fact as the newest one, and forget the oldest fact over the limit."""
+    facts.pop(key, None)
+    facts[key] = until
+    if len(facts) > MOST_PEERS:
+        del facts[next(iter(facts))]
+
+
+def _why(wanted: Sequence[str], common: Sequence[str], endpoints: Sequence[Endpoint]) -> str:
+    """Return the reason for ``NoWay``."""
+    if common:
+        return "--transfer shm: two engines share no memory, since one cannot connect to the other's sockets"
+    theirs = ", ".join(ways(endpoints[0])) if endpoints else "nothing"
+    return f"two engines have no transport in common: {', '.join(wanted)} here, {theirs} at the receiver"
