@@ -29,6 +29,7 @@ def sent(server: Server) -> dict[str, float]:
 @pytest.mark.slow
 def test_one_group_sends_over_shared_memory_and_over_tcp(cluster: Cluster, alone: Alone) -> None:
     server = cluster.groups(*map(dict, GROUPS))
+    server.until_whole(3)
     server.ask()
     assert server.told() == alone.texts
     counted, metrics = sent(server), server.metrics()
@@ -45,6 +46,7 @@ def test_one_group_sends_over_shared_memory_and_over_tcp(cluster: Cluster, alone
 def test_groups_that_can_not_meet_answer_all_the_same(cluster: Cluster, alone: Alone) -> None:
     """With shared memory alone, the decode group of the other host gets no caches."""
     server = cluster.groups(*map(dict, GROUPS), transfer="shm")
+    server.until_whole(3)
     server.ask()
     assert server.told() == alone.texts
     assert set(sent(server)) == {"shm"}
@@ -55,6 +57,7 @@ def test_groups_that_can_not_meet_answer_all_the_same(cluster: Cluster, alone: A
 @pytest.mark.grid
 def test_a_sender_that_starts_again_chooses_again(cluster: Cluster, alone: Alone) -> None:
     server = cluster.groups(*map(dict, GROUPS))
+    server.until_whole(3)
     server.ask()
     assert server.told() == alone.texts
     os.kill(server.engines[0].one("head"), signal.SIGKILL)
