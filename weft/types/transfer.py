@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from weft.common.errors import ErrorInfo, WeftError
 
-VERSION = 1
+VERSION = 2
 """Version of these messages. Engine processes of different versions are never paired: the version is part of
 the fingerprint.
 """
