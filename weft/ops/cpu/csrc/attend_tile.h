@@ -486,7 +486,7 @@ inline void merge(const State& to, const State& from, int rows, int dim) {
 class Arena {
  public:
   explicit Arena(size_t bytes) : bytes_(bytes), memory_(std::aligned_alloc(64, (bytes + 63) / 64 * 64)) {
-    TORCH_CHECK(memory_ || !bytes, "attend: no memory for ", bytes, " bytes");
+    WEFT_CHECK(memory_ || !bytes, "attend: no memory for ", bytes, " bytes");
   }
   Arena(const Arena&) = delete;
   ~Arena() { std::free(memory_); }
@@ -862,13 +862,13 @@ struct Rows {
     TORCH_CHECK(offsets[0] == 0 && offsets[count] == tokens, "attend: q_offsets do not cover q");
     for (int64_t row = 0; row < count; ++row) {
       const int64_t queries = offsets[row + 1] - offsets[row], start = starts[row];
-      TORCH_CHECK(queries >= 0 && start >= 0, "attend: row ", row, " has ", queries, " tokens from position ", start);
+      WEFT_CHECK(queries >= 0 && start >= 0, "attend: row ", row, " has ", queries, " tokens from position ", start);
       if (!queries) continue;
       const int64_t last = (start + queries - 1) / block;
-      TORCH_CHECK(last < table_width, "attend: row ", row, " reaches block ", last, " of a table of ", table_width);
+      WEFT_CHECK(last < table_width, "attend: row ", row, " reaches block ", last, " of a table of ", table_width);
       for (int64_t entry = lowest(start, window) / block; entry <= last; ++entry) {
         const int64_t id = table[row * table_width + entry];
-        TORCH_CHECK(id >= 0 && id < blocks, "attend: row ", row, " names block ", id, " of ", blocks);
+        WEFT_CHECK(id >= 0 && id < blocks, "attend: row ", row, " names block ", id, " of ", blocks);
       }
     }
   }

@@ -90,16 +90,16 @@ void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, con
   TORCH_CHECK(cache.is_contiguous(), "attend: cache");
   const int heads = int(q.size(1)), dim = int(q.size(2)), kv_heads = int(cache.size(2));
   const Rows rows = Rows::of(offsets, starts, table, cache.size(3));
-  TORCH_CHECK(dim == cache.size(4) && dim % 16 == 0 && dim <= kMostDim, "attend: head_dim ", dim);
-  TORCH_CHECK(heads % kv_heads == 0 && heads / kv_heads <= kRows, "attend: ", heads, " heads");
-  TORCH_CHECK(scale > 0 && window >= 0, "attend: scale ", scale, ", window ", window);
+  WEFT_CHECK(dim == cache.size(4) && dim % 16 == 0 && dim <= kMostDim, "attend: head_dim ", dim);
+  WEFT_CHECK(heads % kv_heads == 0 && heads / kv_heads <= kRows, "attend: ", heads, " heads");
+  WEFT_CHECK(scale > 0 && window >= 0, "attend: scale ", scale, ", window ", window);
   if (q.size(0) == 0) return;
   TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == dim && out.stride(2) == 1 && out.stride(1) == dim, "attend: strides");
   rows.check(q.size(0), cache.size(0), int(window));
   std::shared_ptr<float[]> drawn;
   if (sinks) {
-    TORCH_CHECK(sinks->scalar_type() == q.scalar_type() && sinks->numel() == heads && sinks->is_contiguous(),
-                "attend: the sinks must be [", heads, "] in q's dtype");
+    WEFT_CHECK(sinks->scalar_type() == q.scalar_type() && sinks->numel() == heads && sinks->is_contiguous(),
+               "attend: the sinks must be [", heads, "] in q's dtype");
     drawn = std::make_shared<float[]>(size_t(heads));
     for (int64_t i = 0; i < heads; ++i) {
       const float sink =

@@ -71,9 +71,9 @@ struct Coding {
 
   // The coding of Python's numbers (weft/ops/coding.py).
   static Coding of(int64_t numbers, int64_t scales, int64_t zeros, int64_t group) {
-    TORCH_CHECK(numbers >= 1 && numbers <= 7 && scales >= 0 && scales <= 4 && zeros >= 0 && zeros <= 2 && group >= 2 &&
-                    group % 2 == 0,
-                "no coding of numbers ", numbers, ", scales ", scales, ", zeros ", zeros, ", group ", group);
+    WEFT_CHECK(numbers >= 1 && numbers <= 7 && scales >= 0 && scales <= 4 && zeros >= 0 && zeros <= 2 && group >= 2 &&
+                   group % 2 == 0,
+               "no coding of numbers ", numbers, ", scales ", scales, ", zeros ", zeros, ", group ", group);
     const Coding made{Numbers(numbers), Scales(scales), Zeros(zeros), group};
     TORCH_CHECK(made.scales == Scales::levels ? kSpan % made.group == 0 : !made.minimums(), "a coding of two levels");
     TORCH_CHECK(made.numbers != Numbers::nibbles || made.group == 64, "nibbles have groups of 64");

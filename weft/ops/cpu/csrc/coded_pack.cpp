@@ -110,7 +110,7 @@ Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optiona
 Tensor pack_bytes(const Tensor& values, bool gated) {
   TORCH_CHECK(values.scalar_type() == at::kChar && values.dim() == 2 && values.is_contiguous(), "pack_bytes: values");
   TORCH_CHECK(!gated || values.size(0) % 2 == 0, "a gated weight must have an even number of rows");
-  TORCH_CHECK(values.size(1) <= kByteInputs, "rows of more than ", kByteInputs, " inputs are not rounded to 8 bits");
+  WEFT_CHECK(values.size(1) <= kByteInputs, "rows of more than ", kByteInputs, " inputs are not rounded to 8 bits");
   const Layout layout{values.size(1), values.size(0), gated};
   const int64_t block_bytes = Coding{Numbers::bytes}.offset(layout.inputs);
   Tensor packed = empty_weights({layout.blocks(), block_bytes}, values.options().dtype(at::kByte));
@@ -310,7 +310,7 @@ Tensor embedding_coded(const Tensor& ids, const Tensor& packed, int64_t rows, in
   const Tensor list = ids.contiguous();
   const int64_t* wanted = list.const_data_ptr<int64_t>();
   for (int64_t token = 0; token < ids.size(0); ++token)
-    TORCH_CHECK_INDEX(wanted[token] >= 0 && wanted[token] < rows, "id ", wanted[token], " is not in a table of ", rows);
+    WEFT_CHECK_INDEX(wanted[token] >= 0 && wanted[token] < rows, "id ", wanted[token], " is not in a table of ", rows);
   Tensor out = empty_tensor({ids.size(0), inputs}, packed.options().dtype(type));
   const uint8_t* from = packed.const_data_ptr<uint8_t>();
   const auto fill = [&]<class X>(X* to) {

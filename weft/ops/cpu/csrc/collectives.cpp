@@ -82,7 +82,7 @@ Adder adder(at::ScalarType dtype) {
     case at::kHalf:
       return add_bytes<at::Half>;
     default:
-      TORCH_CHECK(false, "no sums of ", dtype, " in shared memory");
+      WEFT_CHECK(false, "no sums of ", dtype, " in shared memory");
   }
 }
 
@@ -140,7 +140,7 @@ class Ring {
       ends[peer + 1] = ends[peer] + sends[peer] * row;
       places[peer + 1] = places[peer] + receives[peer] * row;
     }
-    TORCH_CHECK(ends[size] == bytes_of(x), "exchange: the counts are not those of ", shape[0], " rows");
+    WEFT_CHECK(ends[size] == bytes_of(x), "exchange: the counts are not those of ", shape[0], " rows");
     shape[0] = 0;
     for (int64_t count : receives) shape[0] += count;
     Tensor out = empty_tensor(shape, x.options());
@@ -215,8 +215,8 @@ class Ring {
     const Note& note = shared_.note(peer);
     agree(peer, kExchange, x, note.bytes);
     const int64_t first = note.begin[shared_.rank], last = note.begin[shared_.rank + 1];
-    TORCH_CHECK(last - first == expected, "rank ", peer, " sends ", last - first, " bytes where ", expected,
-                " are expected");
+    WEFT_CHECK(last - first == expected, "rank ", peer, " sends ", last - first, " bytes where ", expected,
+               " are expected");
     const int64_t low = std::max(first, begin), high = std::min(last, begin + shared_.bytes);
     if (low < high) std::memcpy(to + (low - first), shared_.data(peer) + (low - begin), high - low);
   }
@@ -228,9 +228,9 @@ class Ring {
 
   void agree(int peer, Kind kind, const Tensor& x, int64_t bytes) const {
     const Note& note = shared_.note(peer);
-    TORCH_CHECK(note.kind == kind && note.dtype == uint32_t(x.scalar_type()) && note.bytes == bytes, "rank ", peer,
-                " is in another collective: kind ", note.kind, " of ", note.bytes, " bytes, and here ", kind, " of ",
-                bytes);
+    WEFT_CHECK(note.kind == kind && note.dtype == uint32_t(x.scalar_type()) && note.bytes == bytes, "rank ", peer,
+               " is in another collective: kind ", note.kind, " of ", note.bytes, " bytes, and here ", kind, " of ",
+               bytes);
   }
 
   // After an error the content of slots is unknown: the group ends.

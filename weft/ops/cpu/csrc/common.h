@@ -5,8 +5,11 @@
 //     So each output element has one fixed sequence of floating-point operations. The compiler may not fuse
 //     products and sums by itself (-ffp-contract=off): fused operations are written explicitly.
 //   * bf16 is widened to float exactly, and rounded once, to nearest even.
-//   * Checks of shapes and dtypes are TORCH_CHECKs at the entry; kernels below trust their arguments.
+//   * Checks of shapes and dtypes stand at the entry; kernels below trust their arguments. A check is a TORCH_CHECK if
+//     its text is constant, and a WEFT_CHECK (check.h) if the text has values: this library uses no C++ streams.
 #pragma once
+
+#include "check.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>

@@ -32,9 +32,9 @@ struct Sources {
   }
   void check(int64_t row, int64_t low, int64_t high) const {
     for (int64_t i = low / block; i <= (high - 1) / block; ++i) {
-      TORCH_CHECK(i < table_width, "compress_groups: row ", row, " reaches block ", i, " of a table of ", table_width);
+      WEFT_CHECK(i < table_width, "compress_groups: row ", row, " reaches block ", i, " of a table of ", table_width);
       const int64_t id = table[row * table_width + i];
-      TORCH_CHECK(id >= 0 && id < blocks, "compress_groups: row ", row, " names block ", id, " of ", blocks);
+      WEFT_CHECK(id >= 0 && id < blocks, "compress_groups: row ", row, " names block ", id, " of ", blocks);
     }
   }
 };
@@ -113,7 +113,7 @@ void compress_groups(const Tensor& sources, const Tensor& groups, const Tensor& 
                 "compress_groups: norms");
     whole += norm.numel();
   }
-  TORCH_CHECK(whole == size, "compress_groups: vectors of ", whole, " elements in entries of ", size);
+  WEFT_CHECK(whole == size, "compress_groups: vectors of ", whole, " elements in entries of ", size);
   const int32_t* bounds = offsets.const_data_ptr<int32_t>();
   const int64_t *first = starts.const_data_ptr<int64_t>(), *place = writes.const_data_ptr<int64_t>();
   const int64_t places = groups.size(0) * groups.size(1);
@@ -126,13 +126,13 @@ void compress_groups(const Tensor& sources, const Tensor& groups, const Tensor& 
                        size};
     std::vector<Complete> complete;
     for (int64_t row = 0; row < rows; ++row) {
-      TORCH_CHECK(0 <= bounds[row] && bounds[row] <= bounds[row + 1] && bounds[row + 1] <= tokens && first[row] >= 0,
-                  "compress_groups: row ", row);
+      WEFT_CHECK(0 <= bounds[row] && bounds[row] <= bounds[row + 1] && bounds[row + 1] <= tokens && first[row] >= 0,
+                 "compress_groups: row ", row);
       const int64_t most = first[row] + bounds[row + 1] - bounds[row];
       for (int64_t end = (first[row] / ratio + 1) * ratio; end <= most; end += ratio) {
         const int64_t token = bounds[row] + end - 1 - first[row];
-        TORCH_CHECK(place[token] >= 0 && place[token] / ratio < places, "compress_groups: token ", token, " goes to ",
-                    place[token] / ratio, " of ", places);
+        WEFT_CHECK(place[token] >= 0 && place[token] / ratio < places, "compress_groups: token ", token, " goes to ",
+                   place[token] / ratio, " of ", places);
         pool.sources.check(row, std::max<int64_t>(0, end - overlap * ratio), end);
         complete.push_back({row, token, end - overlap * ratio});
       }

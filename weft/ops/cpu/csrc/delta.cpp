@@ -340,10 +340,9 @@ void run(const Call<T>& c, int64_t rows, int64_t tokens) {
 
 template <class T>
 T* state_part(const Tensor& part, const Tensor& state, int64_t heads, int64_t lines, int64_t dim) {
-  TORCH_CHECK(part.dim() == 5 && part.is_contiguous() && part.size(0) == state.size(0) &&
-                  part.size(1) == state.size(1) && part.size(2) == heads && part.size(3) == lines &&
-                  part.size(4) == dim,
-              "delta_net: state of shape ", part.sizes());
+  WEFT_CHECK(part.dim() == 5 && part.is_contiguous() && part.size(0) == state.size(0) &&
+                 part.size(1) == state.size(1) && part.size(2) == heads && part.size(3) == lines && part.size(4) == dim,
+             "delta_net: state of shape ", part.sizes());
   return part.mutable_data_ptr<T>();
 }
 
@@ -352,11 +351,11 @@ void check_rows(const Call<T>& c, int64_t rows, int64_t tokens, int64_t slots) {
   TORCH_CHECK(c.offsets[0] == 0 && c.offsets[rows] == tokens, "delta_net: q_offsets do not cover the tokens");
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t count = c.offsets[r + 1] - c.offsets[r];
-    TORCH_CHECK(count >= 0 && (!c.each || count <= c.copies), "delta_net: row ", r, " has ", count, " tokens and ",
-                c.copies, " copies of its state");
-    TORCH_CHECK(c.slots[r] >= 0 && c.slots[r] < slots, "delta_net: row ", r, " is in slot ", c.slots[r], " of ", slots);
-    TORCH_CHECK(c.live[r] >= 0 && c.live[r] < c.copies, "delta_net: row ", r, " reads copy ", c.live[r], " of ",
-                c.copies);
+    WEFT_CHECK(count >= 0 && (!c.each || count <= c.copies), "delta_net: row ", r, " has ", count, " tokens and ",
+               c.copies, " copies of its state");
+    WEFT_CHECK(c.slots[r] >= 0 && c.slots[r] < slots, "delta_net: row ", r, " is in slot ", c.slots[r], " of ", slots);
+    WEFT_CHECK(c.live[r] >= 0 && c.live[r] < c.copies, "delta_net: row ", r, " reads copy ", c.live[r], " of ",
+               c.copies);
   }
 }
 
@@ -374,10 +373,10 @@ void delta_net(const Tensor& qkvz, const Tensor& gates, const Tensor& out, const
   const int64_t tokens = qkvz.size(0), rows = offsets.size(0) - 1, lines = taps.size(0) - 1;
   const int64_t k_heads = conv_q.size(2), v_heads = state.size(2), k_dim = state.size(3), v_dim = state.size(4);
   const int64_t key = k_heads * k_dim, value = v_heads * v_dim;
-  TORCH_CHECK(k_heads > 0 && v_heads % k_heads == 0, "delta_net: ", v_heads, " value heads, ", k_heads, " key heads");
+  WEFT_CHECK(k_heads > 0 && v_heads % k_heads == 0, "delta_net: ", v_heads, " value heads, ", k_heads, " key heads");
   for (const int64_t dim : {k_dim, v_dim})
-    TORCH_CHECK(dim > 0 && dim % kLanes == 0 && dim <= kMaxDim, "delta_net: heads of ", dim);
-  TORCH_CHECK(1 <= lines && lines <= 3, "delta_net: a convolution of ", lines + 1, " taps");
+    WEFT_CHECK(dim > 0 && dim % kLanes == 0 && dim <= kMaxDim, "delta_net: heads of ", dim);
+  WEFT_CHECK(1 <= lines && lines <= 3, "delta_net: a convolution of ", lines + 1, " taps");
   TORCH_CHECK(qkvz.dim() == 2 && qkvz.size(1) == 2 * (key + value) && qkvz.stride(1) == 1, "delta_net: qkvz");
   TORCH_CHECK(gates.dim() == 2 && gates.size(0) == tokens && gates.size(1) == 2 * v_heads && gates.stride(1) == 1 &&
                   gates.scalar_type() == qkvz.scalar_type(),
@@ -429,7 +428,7 @@ void delta_net(const Tensor& qkvz, const Tensor& gates, const Tensor& out, const
     }
   };
   if (qkvz.scalar_type() == at::kFloat) return go(float());
-  TORCH_CHECK(qkvz.scalar_type() == at::kBFloat16, "delta_net: bfloat16 or float32, not ", qkvz.scalar_type());
+  WEFT_CHECK(qkvz.scalar_type() == at::kBFloat16, "delta_net: bfloat16 or float32, not ", qkvz.scalar_type());
   go(bf16());
 }
 
@@ -459,7 +458,7 @@ Tensor sigmoid_gate(const Tensor& x, const Tensor& gate) {
   else if (x.scalar_type() == at::kBFloat16)
     go(bf16());
   else
-    TORCH_CHECK(false, "sigmoid_gate: bfloat16 or float32, not ", x.scalar_type());
+    WEFT_CHECK(false, "sigmoid_gate: bfloat16 or float32, not ", x.scalar_type());
   return made;
 }
 

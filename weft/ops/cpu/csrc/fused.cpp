@@ -37,7 +37,7 @@ bool is_norm_weight(const Tensor& weight, const Tensor& x, int64_t n) {
 }
 
 void check_norm(const Tensor& x, const Tensor& weight, const char* op) {
-  TORCH_CHECK(x.dim() >= 1 && is_norm_weight(weight, x, x.size(-1)), op, ": weight");
+  WEFT_CHECK(x.dim() >= 1 && is_norm_weight(weight, x, x.size(-1)), op, ": weight");
 }
 
 }  // namespace
@@ -127,7 +127,7 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
   const int64_t half = cos.size(1), places = cache.size(0) * block;
   const int64_t* place = writes.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < tokens; ++t)
-    TORCH_CHECK(place[t] >= 0 && place[t] < places, "qkv_rope_cache: token ", t, " goes to ", place[t], " of ", places);
+    WEFT_CHECK(place[t] >= 0 && place[t] < places, "qkv_rope_cache: token ", t, " goes to ", place[t], " of ", places);
   Tensor q = empty_tensor({tokens, heads, dim}, qkv.options());
   by_dtypes(qkv, wide, "qkv_rope_cache", [&]<class T, class W>(T, W) {
     const T* from = qkv.const_data_ptr<T>();
@@ -166,7 +166,7 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
 
 // activation(gate) * up, the activation rounded to x's dtype before the product. code: see gemm_tile.h.
 Tensor gated(const Tensor& given, int64_t code) {
-  TORCH_CHECK(code >= 1 && code <= 4, "gated: activation ", code);
+  WEFT_CHECK(code >= 1 && code <= 4, "gated: activation ", code);
   TORCH_CHECK(given.dim() >= 1 && given.size(-1) % 2 == 0, "gated: shape");
   const Tensor x = in_order(given);
   auto sizes = x.sizes().vec();

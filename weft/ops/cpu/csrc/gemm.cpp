@@ -150,8 +150,8 @@ void leave(std::vector<Loop> loops) {
 int64_t depth_of(at::ScalarType type) { return type == at::kBFloat16 ? Bf16::depth : F32::depth; }
 
 void check_dtype(const Tensor& tensor, const char* what) {
-  TORCH_CHECK(tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kFloat, what,
-              " must be bfloat16 or float32, not ", tensor.scalar_type());
+  WEFT_CHECK(tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kFloat, what,
+             " must be bfloat16 or float32, not ", tensor.scalar_type());
 }
 
 template <class Narrow, class Plain, class X>
@@ -175,10 +175,10 @@ void run_as(const Layout& layout, const Tensor& x, const Tensor& packed, const s
 }
 
 void check_rows(const Tensor& x, int64_t rows, const std::optional<Tensor>& bias, const std::optional<Tensor>& scales) {
-  TORCH_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->numel() == rows && bias->is_contiguous()),
-              "the bias must be [", rows, "] in x's dtype");
-  TORCH_CHECK(!scales || (scales->scalar_type() == at::kFloat && scales->numel() == rows && scales->is_contiguous()),
-              "the scales must be float32 [", rows, "]");
+  WEFT_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->numel() == rows && bias->is_contiguous()),
+             "the bias must be [", rows, "] in x's dtype");
+  WEFT_CHECK(!scales || (scales->scalar_type() == at::kFloat && scales->numel() == rows && scales->is_contiguous()),
+             "the scales must be float32 [", rows, "]");
 }
 
 Tensor rowwise(const Tensor& x) { return in_order(x, x.size(1) <= 1 || x.stride(1) == 1); }
@@ -216,20 +216,20 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t rows, const std::op
   check_x(x);
   const Layout layout{x.size(1), rows, activation != 0};
   const int64_t steps = divide_up(layout.inputs, depth_of(x.scalar_type()));
-  TORCH_CHECK(packed.dim() == 4 && packed.size(0) == layout.blocks() && packed.size(1) == steps, "x has ",
-              layout.inputs, " inputs, and the packed weight is for others");
-  TORCH_CHECK(packed.scalar_type() == (scales ? at::kByte : x.scalar_type()), "x is ", x.scalar_type(),
-              ", and the packed weight is for another dtype");
+  WEFT_CHECK(packed.dim() == 4 && packed.size(0) == layout.blocks() && packed.size(1) == steps, "x has ", layout.inputs,
+             " inputs, and the packed weight is for others");
+  WEFT_CHECK(packed.scalar_type() == (scales ? at::kByte : x.scalar_type()), "x is ", x.scalar_type(),
+             ", and the packed weight is for another dtype");
   return multiply(x, packed, layout, bias, scales, activation, {});
 }
 
 namespace {
 
 void check_coded(const Tensor& packed, const Layout& layout, const Coding& coding) {
-  TORCH_CHECK(coding && packed.dim() == 2 && packed.scalar_type() == at::kByte && packed.is_contiguous() &&
-                  packed.size(0) == layout.blocks() && packed.size(1) == coding.offset(layout.inputs) &&
-                  layout.inputs > 0,
-              "x has ", layout.inputs, " inputs, and the packed weight is for others");
+  WEFT_CHECK(coding && packed.dim() == 2 && packed.scalar_type() == at::kByte && packed.is_contiguous() &&
+                 packed.size(0) == layout.blocks() && packed.size(1) == coding.offset(layout.inputs) &&
+                 layout.inputs > 0,
+             "x has ", layout.inputs, " inputs, and the packed weight is for others");
 }
 
 }  // namespace
@@ -361,7 +361,7 @@ Tensor embedding(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t 
   const Tensor list = ids.contiguous();
   const int64_t* wanted = list.const_data_ptr<int64_t>();
   for (int64_t token = 0; token < ids.size(0); ++token)
-    TORCH_CHECK_INDEX(wanted[token] >= 0 && wanted[token] < rows, "id ", wanted[token], " is not in a table of ", rows);
+    WEFT_CHECK_INDEX(wanted[token] >= 0 && wanted[token] < rows, "id ", wanted[token], " is not in a table of ", rows);
   Tensor out = empty_tensor({ids.size(0), inputs}, packed.options());
   const auto fill = [&]<class X>(const X* from, X* to) {
     spread(ids.size(0), 16, [&](int64_t begin, int64_t end) {

@@ -183,8 +183,8 @@ Tensor latent_rope_cache(const Tensor& joined, const std::optional<Tensor>& q_we
   const int64_t* place = writes.const_data_ptr<int64_t>();
   const int64_t places = cache.size(0) * cache.size(1);
   for (int64_t t = 0; t < tokens; ++t)
-    TORCH_CHECK(place[t] >= 0 && place[t] < places, "latent_rope_cache: token ", t, " goes to ", place[t], " of ",
-                places);
+    WEFT_CHECK(place[t] >= 0 && place[t] < places, "latent_rope_cache: token ", t, " goes to ", place[t], " of ",
+               places);
   Tensor q = empty_tensor({tokens, q_weight ? first : 0}, joined.options());
   by_dtype(joined, "latent_rope_cache", [&]<class T>(T) {
     const T *from = joined.const_data_ptr<T>(), *w = weight.const_data_ptr<T>();
@@ -489,9 +489,9 @@ struct Inputs {
     const int64_t rope = 2 * cos.size(1), nope = q.size(2) - rope, value = out.size(2);
     check_lines(cache, scales, rotated, q.scalar_type(), lora, rope);
     for (const int64_t size : {rope, nope, value, lora})
-      TORCH_CHECK(size > 0 && size % 16 == 0 && size <= kMaxDim, "latent: a part of ", size, " elements");
-    TORCH_CHECK(lora + rope <= kMaxDim && nope + rope <= kMaxDim, "latent: lines of ", lora + rope);
-    TORCH_CHECK(scale > 0 && window >= 0, "latent: scale ", scale, ", window ", window);
+      WEFT_CHECK(size > 0 && size % 16 == 0 && size <= kMaxDim, "latent: a part of ", size, " elements");
+    WEFT_CHECK(lora + rope <= kMaxDim && nope + rope <= kMaxDim, "latent: lines of ", lora + rope);
+    WEFT_CHECK(scale > 0 && window >= 0, "latent: scale ", scale, ", window ", window);
     TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == q.size(2) && out.stride(2) == 1 && out.stride(1) == value,
                 "latent: strides");
   }

@@ -72,7 +72,7 @@ class Scratch {
   void begin(int64_t bytes) {
     if (bytes > size_) {
       memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(64, size_t(divide_up(bytes, 64) * 64))));
-      TORCH_CHECK(memory_, "no memory for ", bytes, " bytes");
+      WEFT_CHECK(memory_, "no memory for ", bytes, " bytes");
       size_ = bytes;
     }
     at_ = 0;
@@ -121,7 +121,7 @@ class Moe {
         limit(float(spec.limit)),
         alpha(float(spec.alpha)) {
     const int64_t experts = rule.experts, k = rule.top_k, here = spec.local_experts;
-    TORCH_CHECK(k >= 1 && k <= std::min(kMostChosen, experts), "moe: top_k must be 1 to ", kMostChosen);
+    WEFT_CHECK(k >= 1 && k <= std::min(kMostChosen, experts), "moe: top_k must be 1 to ", kMostChosen);
     TORCH_CHECK(rule.groups >= 1 && experts % rule.groups == 0 && rule.top_groups >= 1 &&
                     rule.top_groups <= std::min(rule.groups, kMostChosen) &&
                     experts / rule.groups * rule.top_groups >= k,
@@ -149,7 +149,7 @@ class Moe {
                   "moe: the table must be int64 [tokens, top_k]");
       const int64_t* id = ids.const_data_ptr<int64_t>();
       for (int64_t i = 0; i < ids.numel(); ++i)
-        TORCH_CHECK(id[i] >= 0 && id[i] < experts, "moe: the table names expert ", id[i], " of ", experts);
+        WEFT_CHECK(id[i] >= 0 && id[i] < experts, "moe: the table names expert ", id[i], " of ", experts);
     }
   }
 
@@ -171,26 +171,25 @@ class Moe {
 
  private:
   static void check(const Matrix& matrix, const char* what) {
-    TORCH_CHECK(matrix.packed && matrix.packed->is_contiguous(), "moe: ", what);
+    WEFT_CHECK(matrix.packed && matrix.packed->is_contiguous(), "moe: ", what);
     const Tensor& packed = *matrix.packed;
     const int64_t dims = packed.dim(), depth = dims >= 4 ? packed.size(-1) : 0;
     const int64_t blocks = matrix.matrices * matrix.layout.blocks();
-    TORCH_CHECK(!matrix.coding || (packed.scalar_type() == at::kByte &&
-                                   packed.numel() == blocks * matrix.coding.offset(matrix.layout.inputs)),
-                "moe: ", what, " is packed for another shape");
-    TORCH_CHECK(matrix.coding || (dims >= 4 && depth > 0 && packed.size(-2) == kBlock &&
-                                  packed.numel() == blocks * divide_up(matrix.layout.inputs, depth) * kBlock * depth),
-                "moe: ", what, " is packed for another shape");
+    WEFT_CHECK(!matrix.coding || (packed.scalar_type() == at::kByte &&
+                                  packed.numel() == blocks * matrix.coding.offset(matrix.layout.inputs)),
+               "moe: ", what, " is packed for another shape");
+    WEFT_CHECK(matrix.coding || (dims >= 4 && depth > 0 && packed.size(-2) == kBlock &&
+                                 packed.numel() == blocks * divide_up(matrix.layout.inputs, depth) * kBlock * depth),
+               "moe: ", what, " is packed for another shape");
     const int64_t rows = matrix.matrices * matrix.layout.rows;
-    TORCH_CHECK(!matrix.scales || (matrix.scales->scalar_type() == at::kFloat && matrix.scales->numel() == rows &&
-                                   matrix.scales->is_contiguous()),
-                "moe: scales of ", what);
-    TORCH_CHECK(matrix.coding || (packed.scalar_type() == at::kByte) == matrix.scales.has_value(), "moe: scales of ",
-                what);
-    TORCH_CHECK(
-        !matrix.bias || (matrix.bias->numel() == rows && matrix.bias->is_contiguous() &&
-                         (matrix.scales || matrix.coding || matrix.bias->scalar_type() == packed.scalar_type())),
-        "moe: bias of ", what);
+    WEFT_CHECK(!matrix.scales || (matrix.scales->scalar_type() == at::kFloat && matrix.scales->numel() == rows &&
+                                  matrix.scales->is_contiguous()),
+               "moe: scales of ", what);
+    WEFT_CHECK(matrix.coding || (packed.scalar_type() == at::kByte) == matrix.scales.has_value(), "moe: scales of ",
+               what);
+    WEFT_CHECK(!matrix.bias || (matrix.bias->numel() == rows && matrix.bias->is_contiguous() &&
+                                (matrix.scales || matrix.coding || matrix.bias->scalar_type() == packed.scalar_type())),
+               "moe: bias of ", what);
   }
 };
 
@@ -605,13 +604,13 @@ void by_format(const Moe& moe, const Tensor& x, const int64_t* ids, Tensor* out,
 
 // x [T, hidden] in bf16 or float32, matching the weights; returns contiguous rows.
 Tensor checked(const Tensor& given, const Moe& moe) {
-  TORCH_CHECK(given.dim() == 2 && given.size(1) == moe.hidden, "moe: x must be [tokens, ", moe.hidden, "]");
+  WEFT_CHECK(given.dim() == 2 && given.size(1) == moe.hidden, "moe: x must be [tokens, ", moe.hidden, "]");
   const bool narrow = given.scalar_type() == at::kBFloat16;
   TORCH_CHECK(narrow || given.scalar_type() == at::kFloat, "moe: x must be bfloat16 or float32");
   for (const Matrix* matrix : {&moe.up, &moe.down, &moe.shared_up, &moe.shared_down})
-    TORCH_CHECK(!matrix->packed || matrix->packed->scalar_type() == at::kByte ||
-                    matrix->packed->scalar_type() == given.scalar_type(),
-                "moe: x is ", given.scalar_type(), ", and the packed weights are for another dtype");
+    WEFT_CHECK(!matrix->packed || matrix->packed->scalar_type() == at::kByte ||
+                   matrix->packed->scalar_type() == given.scalar_type(),
+               "moe: x is ", given.scalar_type(), ", and the packed weights are for another dtype");
   TORCH_CHECK(narrow || moe.router.packed->scalar_type() == at::kFloat, "moe: the router is packed for bfloat16");
   for (const Matrix* matrix : {&moe.up, &moe.down})
     TORCH_CHECK(!matrix->bias || matrix->bias->scalar_type() == given.scalar_type(), "moe: biases of another dtype");
@@ -626,7 +625,7 @@ Tensor checked_ids(const Optional& ids, const Moe& moe, int64_t tokens) {
   const Tensor list = in_order(*ids);
   const int64_t* id = list.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < list.numel(); ++i)
-    TORCH_CHECK_INDEX(id[i] >= 0 && id[i] < moe.table->size(0), "token id ", id[i], " is not in the table");
+    WEFT_CHECK_INDEX(id[i] >= 0 && id[i] < moe.table->size(0), "token id ", id[i], " is not in the table");
   return list;
 }
 
@@ -642,8 +641,8 @@ int64_t nbytes(const Moe& moe) { return moe.nbytes(); }
 
 // x [T, hidden] in bf16 or float32, matching the weights; ids int64 [T], read if experts come from a table.
 Tensor moe(const Tensor& given, const Optional& ids, const Moe& moe) {
-  TORCH_CHECK(moe.up.matrices == moe.rule.experts, "moe: ", moe.up.matrices, " of ", moe.rule.experts,
-              " experts are here");
+  WEFT_CHECK(moe.up.matrices == moe.rule.experts, "moe: ", moe.up.matrices, " of ", moe.rule.experts,
+             " experts are here");
   const Tensor x = checked(given, moe);
   Tensor out = empty_tensor({x.size(0), moe.hidden}, x.options());
   if (x.size(0) == 0) return out;
@@ -676,16 +675,16 @@ std::tuple<Tensor, Tensor, Tensor> moe_route(const Tensor& given, const Optional
 Tensor moe_part(const Tensor& given, const Tensor& given_places, const Optional& given_scales, const Moe& moe) {
   const Tensor x = checked(given, moe);
   const int64_t k = moe.rule.top_k;
-  TORCH_CHECK(given_places.scalar_type() == at::kLong && given_places.dim() == 2 && given_places.size(0) == x.size(0) &&
-                  given_places.size(1) == k,
-              "moe: places must be int64 [tokens, ", k, "]");
-  TORCH_CHECK(
+  WEFT_CHECK(given_places.scalar_type() == at::kLong && given_places.dim() == 2 && given_places.size(0) == x.size(0) &&
+                 given_places.size(1) == k,
+             "moe: places must be int64 [tokens, ", k, "]");
+  WEFT_CHECK(
       !given_scales || (given_scales->scalar_type() == at::kFloat && given_scales->sizes() == given_places.sizes()),
       "moe: scales must be float32 [tokens, ", k, "]");
   const Tensor places = given_places.contiguous(), scales = given_scales ? given_scales->contiguous() : Tensor();
   const int64_t* place = places.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < places.numel(); ++i)
-    TORCH_CHECK_INDEX(place[i] >= -1 && place[i] < moe.up.matrices, "moe: place ", place[i], " of ", moe.up.matrices);
+    WEFT_CHECK_INDEX(place[i] >= -1 && place[i] < moe.up.matrices, "moe: place ", place[i], " of ", moe.up.matrices);
   const float* scale = scales.defined() ? scales.const_data_ptr<float>() : nullptr;
   const bool sums = scales.defined();
   Tensor out = sums ? empty_tensor({x.size(0), 1, moe.hidden}, x.options())
@@ -749,7 +748,7 @@ Tensor moe_finish(const Tensor& given, const Optional& scales, const Optional& s
   Tensor out = empty_tensor({total.size(0), total.size(2)}, total.options().dtype(dtype));
   const auto floats = [&](const Optional& of, int64_t count, const char* what) -> Tensor {
     if (!of || of->numel() == 0) return {};
-    TORCH_CHECK(of->scalar_type() == at::kFloat && of->numel() == count, "moe: ", what, " of another shape or dtype");
+    WEFT_CHECK(of->scalar_type() == at::kFloat && of->numel() == count, "moe: ", what, " of another shape or dtype");
     return of->contiguous();
   };
   const Tensor by = floats(scales, total.size(0) * total.size(1), "scales"),

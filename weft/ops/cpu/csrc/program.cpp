@@ -139,8 +139,8 @@ class Program : public torch::CustomClassHolder {
       Call call{op, {}, {}, list, {}, reads_memory(op)};
       crewed_ = crewed_ && !is_heavy(op);
       call.arguments.resize(next());
-      TORCH_CHECK(call.arguments.size() == op.schema().arguments().size(), op.schema().name(), " takes ",
-                  op.schema().arguments().size(), " arguments, not ", call.arguments.size());
+      WEFT_CHECK(call.arguments.size() == op.schema().arguments().size(), op.schema().name(), " takes ",
+                 op.schema().arguments().size(), " arguments, not ", call.arguments.size());
       for (Argument& argument : call.arguments) argument = read(values);
       call.results = registers();
       call.dead = registers();
@@ -221,7 +221,7 @@ class Program : public torch::CustomClassHolder {
         return list;
       }
       default:
-        TORCH_CHECK(false, "an argument of kind ", kind);
+        WEFT_CHECK(false, "an argument of kind ", kind);
     }
   }
 
@@ -279,8 +279,8 @@ class Program : public torch::CustomClassHolder {
   // Replaces the list on the stack by its tensors.
   void spread(const Call& call) {
     const c10::List<Tensor> made = stack_.at(0).toTensorList();
-    TORCH_CHECK(made.size() == call.results.size(), call.op.schema().name(), " made ", made.size(), " tensors, and ",
-                call.results.size(), " when it was captured");
+    WEFT_CHECK(made.size() == call.results.size(), call.op.schema().name(), " made ", made.size(), " tensors, and ",
+               call.results.size(), " when it was captured");
     stack_.clear();
     for (size_t i = 0; i < made.size(); ++i) stack_.push_back(made.get(i));
   }

@@ -261,11 +261,11 @@ struct Rows {
 };
 
 Rows check(const Tensor& logits, const Tensor& rows, int64_t vocab, const char* op) {
-  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && vocab > 0 && vocab <= logits.size(1), op, ": logits");
-  TORCH_CHECK(rows.dim() == 1 && rows.is_contiguous(), op, ": rows");
+  WEFT_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && vocab > 0 && vocab <= logits.size(1), op, ": logits");
+  WEFT_CHECK(rows.dim() == 1 && rows.is_contiguous(), op, ": rows");
   const int64_t* index = rows.const_data_ptr<int64_t>();
   for (int64_t r = 0; r < rows.size(0); ++r)
-    TORCH_CHECK(index[r] >= 0 && index[r] < logits.size(0), op, ": row ", index[r], " of ", logits.size(0));
+    WEFT_CHECK(index[r] >= 0 && index[r] < logits.size(0), op, ": row ", index[r], " of ", logits.size(0));
   return {rows.size(0), logits.stride(0), vocab, index};
 }
 
@@ -283,20 +283,20 @@ Masks masks_of(const std::optional<Tensor>& words, const std::optional<Tensor>& 
                const char* op) {
   if (!words.has_value()) return {};
   Masks made{*words, places.value(), (of.vocab + 31) / 32};
-  TORCH_CHECK(made.places.dim() == 1 && made.places.size(0) == of.count && made.places.is_contiguous(), op, ": places");
-  TORCH_CHECK(made.words.dim() == 2 && made.words.size(1) == made.width && made.words.is_contiguous(), op, ": words");
+  WEFT_CHECK(made.places.dim() == 1 && made.places.size(0) == of.count && made.places.is_contiguous(), op, ": places");
+  WEFT_CHECK(made.words.dim() == 2 && made.words.size(1) == made.width && made.words.is_contiguous(), op, ": words");
   made.first = made.words.const_data_ptr<int32_t>();
   made.place = made.places.const_data_ptr<int64_t>();
   for (int64_t r = 0; r < of.count; ++r)
-    TORCH_CHECK(made.place[r] >= 0 && made.place[r] < made.words.size(0), op, ": mask ", made.place[r], " of ",
-                made.words.size(0));
+    WEFT_CHECK(made.place[r] >= 0 && made.place[r] < made.words.size(0), op, ": mask ", made.place[r], " of ",
+               made.words.size(0));
   return made;
 }
 
 template <class F>
 auto by_dtype(const Tensor& x, const char* op, F f) {
   if (x.scalar_type() == at::kBFloat16) return f(bf16());
-  TORCH_CHECK(x.scalar_type() == at::kFloat, op, ": bfloat16 or float32, not ", x.scalar_type());
+  WEFT_CHECK(x.scalar_type() == at::kFloat, op, ": bfloat16 or float32, not ", x.scalar_type());
   return f(float());
 }
 
@@ -367,7 +367,7 @@ struct Column {
   Column(const Tensor& of, int64_t slots, at::ScalarType type, const char* name)
       : first(of.dim() == 1 && of.size(0) >= slots && of.scalar_type() == type ? of.const_data_ptr<T>() : nullptr),
         stride(of.dim() == 1 ? of.stride(0) : 0) {
-    TORCH_CHECK(first, "end_decode_: ", name);
+    WEFT_CHECK(first, "end_decode_: ", name);
   }
   T operator[](int64_t slot) const { return first[slot * stride]; }
 };
@@ -400,8 +400,8 @@ std::tuple<Tensor, Tensor> end_decode(const Tensor& logits, const Tensor& slots,
   int64_t* computed = num_computed.mutable_data_ptr<int64_t>();
   int64_t* state = live ? live->mutable_data_ptr<int64_t>() : nullptr;
   for (int64_t r = 0; r < count; ++r) {
-    TORCH_CHECK(slot[r] >= 0 && slot[r] < std::min(most, history.size(0)), "end_decode_: slot ", slot[r], " of ", most);
-    TORCH_CHECK(computed[slot[r]] >= 0 && computed[slot[r]] + 1 < length, "end_decode_: slot ", slot[r], " is full");
+    WEFT_CHECK(slot[r] >= 0 && slot[r] < std::min(most, history.size(0)), "end_decode_: slot ", slot[r], " of ", most);
+    WEFT_CHECK(computed[slot[r]] >= 0 && computed[slot[r]] + 1 < length, "end_decode_: slot ", slot[r], " is full");
   }
   Tensor made = empty_tensor({count}, slots.options());
   Tensor error = empty_tensor({count}, slots.options().dtype(at::kBool));

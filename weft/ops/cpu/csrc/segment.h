@@ -61,15 +61,15 @@ class Segment {
   // `pids`: process of each rank, in a common namespace. `spin`: seconds of waiting without sleep.
   Segment(int fd, int rank, std::vector<int64_t> pids, int64_t bytes, double timeout, double spin)
       : rank(rank), size(int(pids.size())), bytes(bytes), timeout_(timeout), patience_(seconds(spin)) {
-    TORCH_CHECK(size > 1 && size <= kMostRanks && rank >= 0 && rank < size, "a segment is for 2 to ", kMostRanks,
-                " ranks");
+    WEFT_CHECK(size > 1 && size <= kMostRanks && rank >= 0 && rank < size, "a segment is for 2 to ", kMostRanks,
+               " ranks");
     TORCH_CHECK(bytes >= 64 && bytes % 64 == 0, "the bytes of a slot must be a multiple of 64");
     length_ = kHead + 2 * size * (kNoteBytes + bytes);
     struct stat found{};
-    if (rank == 0) TORCH_CHECK(ftruncate(fd, length_) == 0, "no shared memory: ", strerror(errno));
+    if (rank == 0) WEFT_CHECK(ftruncate(fd, length_) == 0, "no shared memory: ", strerror(errno));
     TORCH_CHECK(fstat(fd, &found) == 0 && found.st_size == length_, "the segment is of another size");
     void* at = mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    TORCH_CHECK(at != MAP_FAILED, "the segment cannot be mapped: ", strerror(errno));
+    WEFT_CHECK(at != MAP_FAILED, "the segment cannot be mapped: ", strerror(errno));
     head_ = static_cast<Head*>(at);
 #if defined(SYS_pidfd_open)
     for (int peer = 0; peer < size; ++peer) {
@@ -162,7 +162,7 @@ class Segment {
       if (const char* why = hopeless()) {
         head_->sleepers.fetch_sub(1);
         abort();
-        TORCH_CHECK(false, why, ": rank ", missing(), " of ", size);
+        WEFT_CHECK(false, why, ": rank ", missing(), " of ", size);
       }
     }
     head_->sleepers.fetch_sub(1);

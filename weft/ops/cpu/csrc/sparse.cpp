@@ -30,8 +30,8 @@ struct Entries {
     TORCH_CHECK(cache.dim() == 3 && cache.is_contiguous() && cache.scalar_type() == c10::CppTypeToScalarType<T>::value,
                 "sparse: cache");
     TORCH_CHECK(table.dim() == 2 && table.is_contiguous() && table.size(0) == rows, "sparse: table");
-    TORCH_CHECK(dim > 0 && dim % kLanes == 0 && dim <= std::min<int64_t>(kMaxDim, cache.size(2)), "sparse: ", dim,
-                " elements of entries of ", cache.size(2));
+    WEFT_CHECK(dim > 0 && dim % kLanes == 0 && dim <= std::min<int64_t>(kMaxDim, cache.size(2)), "sparse: ", dim,
+               " elements of entries of ", cache.size(2));
     return {cache.const_data_ptr<T>(),
             table.const_data_ptr<int64_t>(),
             table.size(1),
@@ -49,11 +49,11 @@ struct Entries {
   // Checks that every table entry from `low` on, below `high`, names a block of the cache.
   void check(int64_t row, int64_t low, int64_t high) const {
     if (low >= high) return;
-    TORCH_CHECK((high - 1) / block < table_width, "sparse: row ", row, " reaches entry ", high - 1, " of a table of ",
-                table_width);
+    WEFT_CHECK((high - 1) / block < table_width, "sparse: row ", row, " reaches entry ", high - 1, " of a table of ",
+               table_width);
     for (int64_t i = low / block; i <= (high - 1) / block; ++i) {
       const int64_t id = table[row * table_width + i];
-      TORCH_CHECK(id >= 0 && id < blocks, "sparse: row ", row, " names block ", id, " of ", blocks);
+      WEFT_CHECK(id >= 0 && id < blocks, "sparse: row ", row, " names block ", id, " of ", blocks);
     }
   }
 };
@@ -67,7 +67,7 @@ void over_tokens(const Tensor& offsets, const Tensor& starts, int64_t tokens, F 
   const int64_t* first = starts.const_data_ptr<int64_t>();
   TORCH_CHECK(bounds[0] == 0 && bounds[starts.size(0)] == tokens, "sparse: q_offsets do not cover q");
   for (int64_t row = 0; row < starts.size(0); ++row) {
-    TORCH_CHECK(bounds[row] <= bounds[row + 1] && first[row] >= 0, "sparse: row ", row);
+    WEFT_CHECK(bounds[row] <= bounds[row + 1] && first[row] >= 0, "sparse: row ", row);
     for (int64_t token = bounds[row]; token < bounds[row + 1]; ++token) f(row, token, first[row] + token - bounds[row]);
   }
 }
@@ -127,8 +127,8 @@ struct Chosen {
 inline int64_t count_chosen(const int64_t* chosen, int64_t top, int64_t limit) {
   int64_t count = 0;
   for (; count < top && chosen[count] >= 0; ++count)
-    TORCH_CHECK(chosen[count] < limit && (!count || chosen[count - 1] < chosen[count]), "sparse_attend: group ",
-                chosen[count], " of ", limit, " chosen after ", count ? chosen[count - 1] : -1);
+    WEFT_CHECK(chosen[count] < limit && (!count || chosen[count - 1] < chosen[count]), "sparse_attend: group ",
+               chosen[count], " of ", limit, " chosen after ", count ? chosen[count - 1] : -1);
   return count;
 }
 
@@ -145,7 +145,7 @@ void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, co
                   q.scalar_type() == out.scalar_type(),
               "sparse_attend: shapes");
   const int64_t tokens = q.size(0), heads = q.size(1), dim = q.size(2), value = out.size(2);
-  TORCH_CHECK(value > 0 && value <= dim && value % kLanes == 0, "sparse_attend: values of ", value);
+  WEFT_CHECK(value > 0 && value <= dim && value % kLanes == 0, "sparse_attend: values of ", value);
   TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == dim && out.stride(2) == 1 && out.stride(1) == value,
               "sparse_attend: strides");
   TORCH_CHECK(entries.has_value() == entry_table.has_value() && groups.has_value() == group_table.has_value() &&

@@ -104,14 +104,14 @@ uint64_t digest_span(const uint8_t* data, uint8_t* to, int64_t bytes, uint64_t s
 }
 
 void check_memory(const Tensor& memory, const char* what) {
-  TORCH_CHECK(memory.scalar_type() == at::kByte && memory.dim() == 1 && memory.is_contiguous(), what,
-              " is not uint8 [bytes]");
-  TORCH_CHECK(memory.device().is_cpu(), what, " is not in the memory of the CPU");
+  WEFT_CHECK(memory.scalar_type() == at::kByte && memory.dim() == 1 && memory.is_contiguous(), what,
+             " is not uint8 [bytes]");
+  WEFT_CHECK(memory.device().is_cpu(), what, " is not in the memory of the CPU");
 }
 
 int64_t check_spans(const Tensor& spans, const Tensor& seeds, int64_t columns) {
-  TORCH_CHECK(spans.scalar_type() == at::kLong && spans.dim() == 2 && spans.size(1) == columns && spans.is_contiguous(),
-              "spans are not int64 [n, ", columns, "]");
+  WEFT_CHECK(spans.scalar_type() == at::kLong && spans.dim() == 2 && spans.size(1) == columns && spans.is_contiguous(),
+             "spans are not int64 [n, ", columns, "]");
   TORCH_CHECK(
       seeds.scalar_type() == at::kLong && seeds.dim() == 1 && seeds.is_contiguous() && seeds.size(0) == spans.size(0),
       "seeds are not int64 [n], one a span");
@@ -119,7 +119,7 @@ int64_t check_spans(const Tensor& spans, const Tensor& seeds, int64_t columns) {
 }
 
 void check_inside(int64_t offset, int64_t bytes, int64_t size, const char* what) {
-  TORCH_CHECK(offset >= 0 && bytes >= 0 && bytes <= size && offset <= size - bytes, "a span leaves ", what);
+  WEFT_CHECK(offset >= 0 && bytes >= 0 && bytes <= size && offset <= size - bytes, "a span leaves ", what);
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ class WeightRegion {
   explicit WeightRegion(size_t bytes) {
     void* const at =
         mmap(nullptr, bytes + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    TORCH_CHECK(at != MAP_FAILED, "there is no memory for ", bytes >> 20, " MB of packed weights");
+    WEFT_CHECK(at != MAP_FAILED, "there is no memory for ", bytes >> 20, " MB of packed weights");
     all_ = at, mapped_ = bytes + kPage, bytes_ = bytes;
     first_ = reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(at) + kPage - 1) / kPage * kPage);
 #if defined(MADV_HUGEPAGE)
