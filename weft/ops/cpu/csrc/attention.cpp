@@ -85,7 +85,7 @@ void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, con
   TORCH_CHECK(q.scalar_type() == out.scalar_type(), "attend: dtypes");
   TORCH_CHECK(cache.scalar_type() == (scales ? at::kFloat8_e4m3fn : q.scalar_type()), "attend: the cache's dtype");
   TORCH_CHECK(!scales || (scales->scalar_type() == at::kFloat && scales->is_contiguous() &&
-                          scales->sizes() == cache.sizes().slice(0, 4)),
+                          scales->sizes() == leading(cache.sizes(), 4)),
               "attend: scales");
   TORCH_CHECK(cache.is_contiguous(), "attend: cache");
   const int heads = int(q.size(1)), dim = int(q.size(2)), kv_heads = int(cache.size(2));

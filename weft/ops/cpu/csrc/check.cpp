@@ -6,15 +6,15 @@
 namespace weft {
 namespace {
 
-std::string joined(std::initializer_list<Part> parts) {
+std::string joined(std::initializer_list<MessagePart> parts) {
   std::string message;
-  for (const Part& part : parts) part.append_to(message);
+  for (const MessagePart& part : parts) part.append_to(message);
   return message;
 }
 
 }  // namespace
 
-void Part::append_to(std::string& message) const {
+void MessagePart::append_to(std::string& message) const {
   switch (kind_) {
     case Kind::text:
       message += text_;
@@ -38,9 +38,11 @@ void Part::append_to(std::string& message) const {
   }
 }
 
-void fail(c10::SourceLocation where, std::initializer_list<Part> parts) { throw c10::Error(where, joined(parts)); }
+void fail(c10::SourceLocation where, std::initializer_list<MessagePart> parts) {
+  throw c10::Error(where, joined(parts));
+}
 
-void fail_index(c10::SourceLocation where, std::initializer_list<Part> parts) {
+void fail_index(c10::SourceLocation where, std::initializer_list<MessagePart> parts) {
   throw c10::IndexError(where, joined(parts));
 }
 

@@ -29,14 +29,14 @@
 namespace weft {
 
 // A part of a message. Refers to texts and sizes, so it lives as long as the expression that makes it.
-class Part {
+class MessagePart {
  public:
-  Part(const char* text) : text_(text) {}
-  Part(const std::string& text) : text_(text) {}
-  Part(at::ScalarType type) : text_(at::toString(type)) {}
-  Part(std::integral auto number) : kind_(Kind::integer), integer_(int64_t(number)) {}
-  Part(double number) : kind_(Kind::real), real_(number) {}
-  Part(at::IntArrayRef sizes) : kind_(Kind::sizes), sizes_(sizes) {}
+  MessagePart(const char* text) : text_(text) {}
+  MessagePart(const std::string& text) : text_(text) {}
+  MessagePart(at::ScalarType type) : text_(at::toString(type)) {}
+  MessagePart(std::integral auto number) : kind_(Kind::integer), integer_(int64_t(number)) {}
+  MessagePart(double number) : kind_(Kind::real), real_(number) {}
+  MessagePart(at::IntArrayRef sizes) : kind_(Kind::sizes), sizes_(sizes) {}
 
   void append_to(std::string& message) const;
 
@@ -51,7 +51,7 @@ class Part {
   };
 };
 
-[[noreturn]] void fail(c10::SourceLocation where, std::initializer_list<Part> parts);
-[[noreturn]] void fail_index(c10::SourceLocation where, std::initializer_list<Part> parts);
+[[noreturn]] void fail(c10::SourceLocation where, std::initializer_list<MessagePart> parts);
+[[noreturn]] void fail_index(c10::SourceLocation where, std::initializer_list<MessagePart> parts);
 
 }  // namespace weft

@@ -14,6 +14,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -44,6 +45,11 @@ using bf16 = at::BFloat16;
 
 // `at::empty`; its header takes as long to compile as all other includes here together.
 Tensor empty_tensor(at::IntArrayRef sizes, const at::TensorOptions& options);
+
+// The first `count` sizes, or all sizes if there are fewer. `IntArrayRef::slice` would bring a stream for its message.
+inline at::IntArrayRef leading(at::IntArrayRef sizes, size_t count) {
+  return {sizes.data(), std::min(count, sizes.size())};
+}
 
 inline float bits_to_float(uint32_t bits) {
   float value;

@@ -122,7 +122,7 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
   TORCH_CHECK(cache.scalar_type() == (scales ? at::kFloat8_e4m3fn : qkv.scalar_type()),
               "qkv_rope_cache: the cache has another dtype");
   TORCH_CHECK(!scales || (dim % kLanes == 0 && scales->scalar_type() == at::kFloat && scales->is_contiguous() &&
-                          scales->sizes() == cache.sizes().slice(0, 4)),
+                          scales->sizes() == leading(cache.sizes(), 4)),
               "qkv_rope_cache: scales");
   const int64_t half = cos.size(1), places = cache.size(0) * block;
   const int64_t* place = writes.const_data_ptr<int64_t>();

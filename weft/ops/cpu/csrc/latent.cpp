@@ -151,10 +151,10 @@ void check_lines(const Tensor& cache, const std::optional<Tensor>& scales, const
                   cache.scalar_type() == (scales ? at::kFloat8_e4m3fn : type),
               "latent: cache");
   TORCH_CHECK(!scales || (lora % kLanes == 0 && lora <= attend::kMaxDim && scales->scalar_type() == at::kFloat &&
-                          scales->is_contiguous() && scales->sizes() == cache.sizes().slice(0, 2)),
+                          scales->is_contiguous() && scales->sizes() == leading(cache.sizes(), 2)),
               "latent: scales");
   TORCH_CHECK(!scales || (rotated->scalar_type() == type && rotated->is_contiguous() && rotated->dim() == 3 &&
-                          rotated->sizes().slice(0, 2) == cache.sizes().slice(0, 2) && rotated->size(2) == rope),
+                          leading(rotated->sizes(), 2) == leading(cache.sizes(), 2) && rotated->size(2) == rope),
               "latent: rotated keys");
 }
 

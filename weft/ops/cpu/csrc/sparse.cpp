@@ -350,7 +350,7 @@ inline void highest(const float* scores, int64_t count, int64_t top, int64_t* to
 // int64 [T, top]: ascending, then -1.
 Tensor sparse_select(const Tensor& q, const Tensor& weights, const Tensor& cache, const Tensor& offsets,
                      const Tensor& starts, const Tensor& table, int64_t ratio, int64_t top, int64_t engine) {
-  TORCH_CHECK(q.dim() == 3 && weights.dim() == 2 && weights.sizes() == q.sizes().slice(0, 2) &&
+  TORCH_CHECK(q.dim() == 3 && weights.dim() == 2 && weights.sizes() == leading(q.sizes(), 2) &&
                   weights.scalar_type() == at::kFloat && weights.is_contiguous(),
               "sparse_select: shapes");
   TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == q.size(2) && ratio > 0 && top > 0, "sparse_select: strides");
