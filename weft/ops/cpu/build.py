@@ -38,7 +38,7 @@ from weft.ops.cpu.prebuilt import LIBRARY
 SOURCES = Path(__file__).parent / "csrc"
 
 # -ffp-contract=off: the sources fuse products and sums explicitly, and the compiler must not add more.
-# -DNDEBUG: as torch's release builds. The debug checks of torch's headers would bring C++ streams (csrc/check.h).
+# -DNDEBUG: as in torch's release builds. Debug checks of torch's headers would bring streams (csrc/check.h).
 FLAGS = (
     "-std=c++20",
     "-O3",
@@ -337,6 +337,7 @@ def _with_headers(source: Path) -> list[str]:
 
 def _link(compiler: CppCompiler, objects: list[Path], target: Path, verbose: bool, say: Say) -> None:
     """Link a library against torch's own OpenMP runtime: a second runtime would start its own threads.
+    libstdc++ is shared too, even if the compiler would link a static one.
 
     The file ``target`` is replaced when complete. With ``verbose``, ``say`` gets the command. Raises
     BuildError.
@@ -347,7 +348,22 @@ def _link(compiler: CppCompiler, objects: list[Path], target: Path, verbose: boo
     with temporary(target) as partial:
         command = [compiler.path, "-shared", *map(str, objects), "-o", str(partial), f"-L{library}"]
         command += ["-ltorch", "-ltorch_cpu", "-lc10", str(openmp[0]) if openmp else "-lgomp"]
+        command += _shared_runtime(compiler)
         run(command, "the C++ operations do not link", verbose, say)
+
+
+def _shared_runtime(compiler: CppCompiler) -> list[str]:
+    """Return the path of the compiler's shared libstdc++ for the link, or nothing if the compiler has none.
+
+    Some compilers are wrappers that add ``-static-libstdc++``. A second libstdc++ in the process shares the
+    ids of locale facets with torch's libstdc++, but not the facets: a stream of the library then crashes.
+    """
+    name = "libstdc++.so.6"
+    asked = subprocess.run(
+        [compiler.path, f"-print-file-name={name}"], capture_output=True, text=True, check=False
+    )
+    path = Path(asked.stdout.strip())
+    return [str(path)] if asked.returncode == 0 and path.name == name and path.is_file() else []
 
 
 def _sweep(cache: Path) -> None:
