@@ -14,30 +14,64 @@ from pathlib import Path
 import pytest
 import torch
 
+from weft.common.measurements import cache_folder
 from weft.ops import cpu
 from weft.ops.cpu import build
 from weft.ops.cpu.compilers import BuildError
 
-STREAMS = re.compile(
-    r"\b(basic_)?[io]?(stream|stringstream|stringbuf|streambuf)\b|\bbasic_ios\b|\blocale\b|\bios_base\b"
-)
+CHECK = re.compile(r"\bTORCH_CHECK[A-Z_]*\(")
+CONSTANT = re.compile(r'(\s*"[^"]*")+|\s*kAbortedText')
+STREAMS = re.compile(r"\b(basic_)?([io]*(string)?stream|streambuf|stringbuf|ios)\b|\b(locale|ios_base)\b")
 COUNTED = "std::ios_base::Init::"
-"""g++ 12 and older count the users of std::cout in each source with <iostream>. Torch's headers include it."""
+"""g++ 12 and older count the users of std::cout in each source with <iostream>, as torch's headers do."""
+BOXED = {"library.cpp", "program.cpp"}
+"""Sources with torch's boxed values. The headers of boxed values format their own errors by streams."""
 
 
 def symbols(path: Path) -> list[str]:
-    """Return the readable names of the symbols that a library takes from other libraries."""
-    names = subprocess.run(["nm", "-DCu", path], capture_output=True, text=True, check=True).stdout
+    """Return the readable names of the symbols that an object takes from other objects."""
+    names = subprocess.run(["nm", "-Cu", path], capture_output=True, text=True, check=True).stdout
     return [line.split(maxsplit=1)[1] for line in names.splitlines()]
+
+
+def arguments(call: str) -> list[str]:
+    """Return the arguments of the call that ``call`` begins with, after its opening parenthesis."""
+    depth, texts, found = 1, 0, [""]
+    for letter in call:
+        texts += letter == '"'
+        if texts % 2 == 0:
+            depth += (letter in "([{") - (letter in ")]}")
+            if depth == 0:
+                break
+            if letter == "," and depth == 1:
+                found.append("")
+                continue
+        found[-1] += letter
+    return found
+
+
+def test_checks_of_torch_have_constant_text() -> None:
+    for source in build.SOURCES.iterdir():
+        code = re.sub(r"//.*", "", source.read_text())
+        for check in CHECK.finditer(code):
+            found = arguments(code[check.end() :])
+            assert len(found) == 2, f"{source.name}: use WEFT_CHECK for {found}"
+            assert CONSTANT.fullmatch(found[1]), f"{source.name}: use WEFT_CHECK for {found}"
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs binutils")
 def test_the_operations_use_no_streams() -> None:
-    library = build.find()
-    if library is None:
-        pytest.skip("needs the C++ operations")
-    streams = [name for name in symbols(library) if STREAMS.search(name) and COUNTED not in name]
-    assert not streams, "a check with values is a WEFT_CHECK (csrc/check.h)"
+    try:
+        compiler = build.find_compiler()
+    except BuildError:
+        pytest.skip("needs a compiler")
+    paths = build.object_paths(compiler, build._target(), cache_folder() / "objects")
+    built = {source.name: made for source, made in paths.items() if made.exists()}
+    if not built:
+        pytest.skip("needs objects of `weft build-ops`")
+    for name in built.keys() - BOXED:
+        streams = [symbol for symbol in symbols(built[name]) if STREAMS.search(symbol)]
+        assert not [symbol for symbol in streams if COUNTED not in symbol], name
 
 
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="needs binutils")

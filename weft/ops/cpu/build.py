@@ -285,11 +285,8 @@ def _compile_all(
     include = _torch_folder() / "include"
     headers = ["-isystem", str(include), "-isystem", str(include / "torch/csrc/api/include")]
     flags = [*FLAGS, *target]
-    machine = _machine(target)
-    sources = sorted(SOURCES.glob("*.cpp"), key=_seconds, reverse=True)
-    # The key has torch's version and not the path of torch's headers, so that environments share objects.
-    keys = [_hash(compiler.version, machine, *flags, *_with_headers(source)) for source in sources]
-    objects = [folder / f"{key}.o" for key in keys]
+    paths = object_paths(compiler, target, folder)
+    sources, objects = list(paths), list(paths.values())
     missing = [pair for pair in zip(sources, objects, strict=True) if force or not pair[1].exists()]
     if missing:
         processes = processes_for(len(missing))
@@ -299,6 +296,16 @@ def _compile_all(
     for made in objects:
         os.utime(made)
     return objects
+
+
+def object_paths(compiler: CppCompiler, target: Sequence[str], folder: Path) -> dict[Path, Path]:
+    """Return the path of each source's object in ``folder``. The slowest sources come first."""
+    machine = _machine(target)
+    # The key has torch's version and not the path of torch's headers, so that environments share objects.
+    return {
+        source: folder / f"{_hash(compiler.version, machine, *FLAGS, *target, *_with_headers(source))}.o"
+        for source in sorted(SOURCES.glob("*.cpp"), key=_seconds, reverse=True)
+    }
 
 
 def _seconds(source: Path) -> float:
