@@ -229,8 +229,8 @@ class Ring {
   void agree(int peer, Kind kind, const Tensor& x, int64_t bytes) const {
     const Note& note = shared_.note(peer);
     WEFT_CHECK(note.kind == kind && note.dtype == uint32_t(x.scalar_type()) && note.bytes == bytes, "rank ", peer,
-               " is in another collective: kind ", note.kind, " of ", note.bytes, " bytes, and here ", kind, " of ",
-               bytes);
+               " is in another collective: kind ", note.kind, " of ", note.bytes, " bytes, and here ", int(kind),
+               " of ", bytes);
   }
 
   // After an error the content of slots is unknown: the group ends.
