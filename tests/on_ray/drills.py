@@ -29,7 +29,7 @@ from tests.on_ray.two_nodes import TwoNodes
 from tests.support.slowness import deadline, until
 
 BASE = "http://127.0.0.1:8000"
-FRONT = "threads: 1\nfront: {port: 8000, admin-key: [secret], drain-timeout: 60, engine-restarts: 20}\n"
+FRONT = "threads: 1\nkv-cache-memory: 32M\nfront: {port: 8000, admin-key: [secret], drain-timeout: 60, engine-restarts: 20}\n"
 TEXT = f"""model: spool-text
 {FRONT}groups:
   - {{role: prefill, ray-labels: host=0}}
@@ -266,12 +266,18 @@ def lose_node_while_scaling(fleet: Fleet) -> None:
     until(fleet.whole, 120)
 
 
+def free_blocks() -> dict[str, float]:
+    """Return engine -> free blocks of its KV cache."""
+    text = httpx.get(f"{BASE}/metrics", timeout=deadline(30)).text
+    found = re.findall(r'^weft:free_blocks\{.*head="([a-z0-9]+)".*\} (\S+)$', text, re.M)
+    return {name: float(value) for name, value in found if not name.startswith("encode")}
+
+
 def restart(fleet: Fleet, strike: Fault | None = None) -> None:
     """Restart all groups in turn, with a changed file: a second API server brings the file. ``strike``: fault
     after the first group."""
-    text = fleet.file.read_text()
-    changed = re.sub(r"max-num-seqs: \d+\n", "", text)
-    fleet.write(f"max-num-seqs: {24 if changed == text else 25}\n{changed}")
+    text, blocks = fleet.file.read_text(), free_blocks()
+    fleet.write(re.sub(r"(kv-cache-memory: )(\d+)", lambda found: f"{found[1]}{2 * int(found[2])}", text))
     second = fleet.up("--port", "8001")
     before = incarnations(BASE)
     weft(BASE, "restart")
@@ -279,13 +285,14 @@ def restart(fleet: Fleet, strike: Fault | None = None) -> None:
         until(lambda: _new(before))
         strike(fleet)
     until(lambda: fleet.whole() and _new(before, fleet.names), 180)
+    # Streams have few blocks, so twice the cache has more free blocks.
+    until(lambda: all(free_blocks().get(name, 0) > 1.5 * count for name, count in blocks.items()))
     second.process.kill()
 
 
 SPLIT = f"""model: spool-text
 dtype: float64
 max-num-seqs: 4
-kv-cache-memory: 16M
 {FRONT}groups:
   - {{role: unified, tp: 2, hosts: 2}}
 """

@@ -106,7 +106,7 @@ class TestOneGroupOnBothNodes:
         fleet, clients = server
         assert set(fleet.ranks().values()) == {0, 1}
         params = SamplingParams(temperature=0, max_tokens=fleet.tokens, ignore_eos=True)
-        with LLM("spool-text", dtype="float64", max_num_seqs=4, kv_cache_memory="16M") as one_rank:
+        with LLM("spool-text", dtype="float64", max_num_seqs=4, kv_cache_memory="32M") as one_rank:
             found = one_rank.generate(
                 [clients.prompt(number) for number in clients.due], params, use_tqdm=False
             )
