@@ -29,7 +29,10 @@ from tests.on_ray.two_nodes import TwoNodes
 from tests.support.slowness import deadline, until
 
 BASE = "http://127.0.0.1:8000"
-FRONT = "threads: 1\nkv-cache-memory: 32M\nfront: {port: 8000, admin-key: [secret], drain-timeout: 60, engine-restarts: 20}\n"
+FRONT = """threads: 1
+kv-cache-memory: 32M
+front: {port: 8000, admin-key: [secret], drain-timeout: 60, engine-restarts: 20}
+"""
 TEXT = f"""model: spool-text
 {FRONT}groups:
   - {{role: prefill, ray-labels: host=0}}
