@@ -39,7 +39,7 @@ TEXT = f"""model: spool-text
   - {{role: decode, count: 2}}
 """
 IMAGES = f"""model: spool-vision
-mm-cache-bytes: 64K
+mm-cache-bytes: 128K
 {FRONT}groups:
   - {{role: encode, ray-labels: host=1}}
   - {{role: prefill, ray-labels: host=0}}
