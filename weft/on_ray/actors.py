@@ -36,8 +36,8 @@ REACH_S = 300.0
 END_S = 15.0
 """Maximum seconds for the last calls of a group actor, and until Ray has ended the actor."""
 HEALTHY_S = 30.0
-"""Seconds from which a command that fails is started again by its actor. Before, the node may be at fault: the
-process of the actor ends, and Ray starts the actor again, perhaps elsewhere."""
+"""Seconds from which a command that fails is started again by its actor. Before, the node may be at fault:
+the process of the actor ends, and Ray starts the actor again, perhaps elsewhere."""
 START_S = 600.0
 """Maximum seconds of a rolling restart until a group answers again, besides its drain."""
 
