@@ -237,6 +237,18 @@ def partition(seconds: float) -> Fault:
     return fault
 
 
+def long_partition(fleet: Fleet) -> None:
+    """Cut the cable until Ray has given host 1 up and started its groups on host 0. When the cable is back, the
+    processes of host 1 end: the raylet learns that the cluster has given the node up."""
+    lost = balance(fleet)
+    with fleet.cluster.cut():
+        until(lambda: set(lost) <= fleet.cluster.engines_of(0).keys(), 180, every=0.5)
+    until(lambda: not fleet.cluster.engines_of(1), 180, every=0.5)
+    fleet.cluster.kill(1)
+    fleet.cluster.start(1)
+    until(fleet.whole, 120)
+
+
 def scale(fleet: Fleet) -> None:
     """Scale the decode groups to 1, to 3, and to 2 again."""
     for count in (1, 3, 2):
@@ -343,6 +355,7 @@ TEXT_FAULTS: dict[str, Fault] = {
     "loss of a Ray node": lose_node(),
     "decode groups: 2, 1, 3, 2": scale,
     "loss of a host without a packet": lose_node(20),
+    "partition until Ray gives the node up": long_partition,
     "decode groups: 2, 0, 2": scale_to_zero,
     "loss of a Ray node while groups start": lose_node_while_scaling,
     "rolling restart with new settings": restart,
