@@ -238,8 +238,8 @@ def partition(seconds: float) -> Fault:
 
 
 def long_partition(fleet: Fleet) -> None:
-    """Cut the cable until Ray has given host 1 up and started its groups on host 0. When the cable is back, the
-    processes of host 1 end: the raylet learns that the cluster has given the node up."""
+    """Cut the cable until Ray has given host 1 up and started its groups on host 0. When the cable is back,
+    the processes of host 1 end: the raylet learns that the cluster has given the node up."""
     lost = balance(fleet)
     with fleet.cluster.cut():
         until(lambda: set(lost) <= fleet.cluster.engines_of(0).keys(), 180, every=0.5)
