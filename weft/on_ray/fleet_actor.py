@@ -87,7 +87,7 @@ class FleetActor:
         return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     def forget(self) -> None:
-        """Remove the stored state, and placement groups. Call before the end of this actor, without groups."""
+        """Remove the stored state and the placement groups. Call when no group lives."""
         if self._state.several_hosts:
             placement.free(self._server)
         with self._lock:
