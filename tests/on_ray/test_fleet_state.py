@@ -126,6 +126,10 @@ def test_other_resources_hold_from_the_next_restart() -> None:
     state.left("decode0", first)
     assert [one.cpus for one in state.due(["decode1"], 2.0)] == [2.0]
     assert state.ending(["decode0", "decode1"]) == set()
+    assert not state.kept.several_hosts
+    for hosts in (2, 1):
+        state.want([msgspec.structs.replace(plan("decode0"), hosts=hosts)])
+    assert state.kept.several_hosts  # there may be placement groups
 
 
 def test_restarts_have_a_budget_of_ten_minutes_and_a_revival_renews_the_budget() -> None:

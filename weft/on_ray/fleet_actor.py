@@ -88,7 +88,7 @@ class FleetActor:
 
     def forget(self) -> None:
         """Remove the stored state and the placement groups. Call when no group lives."""
-        if self._state.several_hosts:
+        if self._state.kept.several_hosts:
             placement.free(self._server)
         with self._lock:
             self._forgotten = True
@@ -177,7 +177,7 @@ class FleetActor:
                 due += self._state.incomplete(living)
             for plan in due:
                 placement.start_group(self._server, plan)
-            if self._state.several_hosts:
+            if self._state.kept.several_hosts:
                 with self._lock:
                     keep, ending = list(self._state.plans.values()), self._state.ending(living)
                 placement.free(self._server, keep, ending)

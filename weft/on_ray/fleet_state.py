@@ -72,6 +72,8 @@ class Kept(msgspec.Struct, kw_only=True):
     """Groups without a further restart."""
     restarting: list[str] = []
     """Groups of a rolling restart that have yet to restart, in order."""
+    several_hosts: bool = False
+    """True if a group has ever had several hosts, so there may be placement groups."""
     changed: dict[str, GroupPlan] = {}
     """Group -> plan with other resources, nodes or hosts, which holds from the next restart of the group."""
     meetings: dict[str, str] = {}
@@ -119,11 +121,6 @@ class FleetState:
         """Group -> plan of the wanted groups, in the order of the start."""
         return self.kept.plans
 
-    @property
-    def several_hosts(self) -> bool:
-        """True if groups of some name lie on several hosts."""
-        return any(plan.hosts > 1 for plan in self.kept.shapes.values())
-
     # -- orders
 
     def offer(self, offer: Offer) -> str:
@@ -144,6 +141,7 @@ class FleetState:
     def want(self, plans: Iterable[GroupPlan]) -> None:
         """Add groups. A known group keeps the place and the attempt, until its next restart."""
         given = list(plans)
+        self.kept.several_hosts = self.kept.several_hosts or any(plan.hosts > 1 for plan in given)
         self.kept.shapes |= {plan.base: plan for plan in reversed(given)}
         for plan in given:
             known = self.plans.get(plan.group)
