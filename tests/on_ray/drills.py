@@ -399,13 +399,19 @@ def row(server: str, name: str, outcome: Outcome) -> dict[str, Any]:
     }
 
 
+def gaps(outcome: Outcome) -> list[float]:
+    """Return the gap of each stream, in the order of the ends."""
+    return [round(one.gap, 3) for one in outcome.clients.streams]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--servers", default=",".join(SERVERS), help="of " + ", ".join(SERVERS))
     parser.add_argument("--only", default="", help="parts of the names of faults, with commas")
     parser.add_argument("--name", help="of the result in bench/results")
     args = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    all_gaps: dict[str, list[float]] = {}
     cluster = TwoNodes()
     try:
         for server in args.servers.split(","):
@@ -420,6 +426,7 @@ def main() -> None:
                     if outcome.clients.lost:
                         print(*outcome.clients.lost, flush=True)
                     rows.append(row(server, name, outcome))
+                    all_gaps[f"{server}, {name}"] = gaps(outcome)
                     print(rows[-1], flush=True)
                 fleet.close()
     finally:
@@ -428,13 +435,14 @@ def main() -> None:
     if args.name:
         path = record.ROOT / "bench" / "results" / f"{args.name}.json"
         # A run of some drills replaces the rows of these drills.
-        kept = json.loads(path.read_text())["rows"] if path.exists() else []
-        made = {(one["groups"], one["fault"]): one for one in [*kept, *rows]}
+        kept = json.loads(path.read_text()) if path.exists() else {"rows": [], "gaps": {}}
+        made = {(one["groups"], one["fault"]): one for one in [*kept["rows"], *rows]}
+        all_gaps = kept.get("gaps", {}) | all_gaps
         order = [(server, name) for server, (_, faults) in SERVERS.items() for name in faults]
         rows = [made[key] for key in order if key in made]
         table = record.markdown(rows)
         title = "Streams of a server on two Ray nodes, under faults"
-        record.write(path, "tests.on_ray.drills", title, table, {"rows": rows})
+        record.write(path, "tests.on_ray.drills", title, table, {"rows": rows, "gaps": all_gaps})
 
 
 if __name__ == "__main__":
