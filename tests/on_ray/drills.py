@@ -29,14 +29,17 @@ from tests.on_ray.two_nodes import TwoNodes
 from tests.support.slowness import deadline, until
 
 BASE = "http://127.0.0.1:8000"
-FRONT = "threads: 1\nfront: {port: 8000, admin-key: [secret], drain-timeout: 60, engine-restarts: 20}\n"
+FRONT = """threads: 1
+kv-cache-memory: 32M
+front: {port: 8000, admin-key: [secret], drain-timeout: 60, engine-restarts: 20}
+"""
 TEXT = f"""model: spool-text
 {FRONT}groups:
   - {{role: prefill, ray-labels: host=0}}
   - {{role: decode, count: 2}}
 """
 IMAGES = f"""model: spool-vision
-mm-cache-bytes: 64K
+mm-cache-bytes: 128K
 {FRONT}groups:
   - {{role: encode, ray-labels: host=1}}
   - {{role: prefill, ray-labels: host=0}}
@@ -234,6 +237,18 @@ def partition(seconds: float) -> Fault:
     return fault
 
 
+def long_partition(fleet: Fleet) -> None:
+    """Cut the cable until Ray has given host 1 up and started its groups on host 0. When the cable is back,
+    the processes of host 1 end: the raylet learns that the cluster has given the node up."""
+    lost = balance(fleet)
+    with fleet.cluster.cut():
+        until(lambda: set(lost) <= fleet.cluster.engines_of(0).keys(), 180, every=0.5)
+    until(lambda: not fleet.cluster.engines_of(1), 180, every=0.5)
+    fleet.cluster.kill(1)
+    fleet.cluster.start(1)
+    until(fleet.whole, 120)
+
+
 def scale(fleet: Fleet) -> None:
     """Scale the decode groups to 1, to 3, and to 2 again."""
     for count in (1, 3, 2):
@@ -266,12 +281,18 @@ def lose_node_while_scaling(fleet: Fleet) -> None:
     until(fleet.whole, 120)
 
 
+def free_blocks() -> dict[str, float]:
+    """Return engine -> free blocks of its KV cache."""
+    text = httpx.get(f"{BASE}/metrics", timeout=deadline(30)).text
+    found = re.findall(r'^weft:free_blocks\{.*head="([a-z0-9]+)".*\} (\S+)$', text, re.M)
+    return {name: float(value) for name, value in found if not name.startswith("encode")}
+
+
 def restart(fleet: Fleet, strike: Fault | None = None) -> None:
     """Restart all groups in turn, with a changed file: a second API server brings the file. ``strike``: fault
     after the first group."""
-    text = fleet.file.read_text()
-    changed = re.sub(r"max-num-seqs: \d+\n", "", text)
-    fleet.write(f"max-num-seqs: {24 if changed == text else 25}\n{changed}")
+    text, blocks = fleet.file.read_text(), free_blocks()
+    fleet.write(re.sub(r"(kv-cache-memory: )(\d+)", lambda found: f"{found[1]}{2 * int(found[2])}", text))
     second = fleet.up("--port", "8001")
     before = incarnations(BASE)
     weft(BASE, "restart")
@@ -279,13 +300,14 @@ def restart(fleet: Fleet, strike: Fault | None = None) -> None:
         until(lambda: _new(before))
         strike(fleet)
     until(lambda: fleet.whole() and _new(before, fleet.names), 180)
+    # Streams have few blocks, so twice the cache has more free blocks.
+    until(lambda: all(free_blocks().get(name, 0) > 1.5 * count for name, count in blocks.items()))
     second.process.kill()
 
 
 SPLIT = f"""model: spool-text
 dtype: float64
 max-num-seqs: 4
-kv-cache-memory: 16M
 {FRONT}groups:
   - {{role: unified, tp: 2, hosts: 2}}
 """
@@ -333,6 +355,7 @@ TEXT_FAULTS: dict[str, Fault] = {
     "loss of a Ray node": lose_node(),
     "decode groups: 2, 1, 3, 2": scale,
     "loss of a host without a packet": lose_node(20),
+    "partition until Ray gives the node up": long_partition,
     "decode groups: 2, 0, 2": scale_to_zero,
     "loss of a Ray node while groups start": lose_node_while_scaling,
     "rolling restart with new settings": restart,
@@ -376,13 +399,19 @@ def row(server: str, name: str, outcome: Outcome) -> dict[str, Any]:
     }
 
 
+def gaps(outcome: Outcome) -> list[float]:
+    """Return the gap of each stream, in the order of the ends."""
+    return [round(one.gap, 3) for one in outcome.clients.streams]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--servers", default=",".join(SERVERS), help="of " + ", ".join(SERVERS))
     parser.add_argument("--only", default="", help="parts of the names of faults, with commas")
     parser.add_argument("--name", help="of the result in bench/results")
     args = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    all_gaps: dict[str, list[float]] = {}
     cluster = TwoNodes()
     try:
         for server in args.servers.split(","):
@@ -397,6 +426,7 @@ def main() -> None:
                     if outcome.clients.lost:
                         print(*outcome.clients.lost, flush=True)
                     rows.append(row(server, name, outcome))
+                    all_gaps[f"{server}, {name}"] = gaps(outcome)
                     print(rows[-1], flush=True)
                 fleet.close()
     finally:
@@ -405,13 +435,14 @@ def main() -> None:
     if args.name:
         path = record.ROOT / "bench" / "results" / f"{args.name}.json"
         # A run of some drills replaces the rows of these drills.
-        kept = json.loads(path.read_text())["rows"] if path.exists() else []
-        made = {(one["groups"], one["fault"]): one for one in [*kept, *rows]}
+        kept = json.loads(path.read_text()) if path.exists() else {"rows": [], "gaps": {}}
+        made = {(one["groups"], one["fault"]): one for one in [*kept["rows"], *rows]}
+        all_gaps = kept.get("gaps", {}) | all_gaps
         order = [(server, name) for server, (_, faults) in SERVERS.items() for name in faults]
         rows = [made[key] for key in order if key in made]
         table = record.markdown(rows)
         title = "Streams of a server on two Ray nodes, under faults"
-        record.write(path, "tests.on_ray.drills", title, table, {"rows": rows})
+        record.write(path, "tests.on_ray.drills", title, table, {"rows": rows, "gaps": all_gaps})
 
 
 if __name__ == "__main__":

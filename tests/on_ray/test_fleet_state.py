@@ -111,6 +111,27 @@ def test_a_rolling_restart_outlives_the_process() -> None:
     assert again.kept.restarting == ["decode1"]
 
 
+def test_other_resources_hold_from_the_next_restart() -> None:
+    """Then other actors start, after the end of the present ones."""
+    state = made("decode0", "decode1")
+    first = attempt(state)
+    state.want([msgspec.structs.replace(plan("decode0"), cpus=2.0), plan("decode1")])
+    assert (attempt(state), state.plans["decode0"].cpus) == (first, 1.0)
+    assert not state.moves("decode1")
+    assert state.moves("decode0")
+    assert state.plans["decode0"].cpus == 2.0
+    assert not state.publish("decode0", first, 1, [record()], 1.0)  # drains
+    assert state.ending(["decode0", "decode1"]) == {"decode0"}
+    assert state.due(["decode0", "decode1"], 1.0) == []
+    state.left("decode0", first)
+    assert [one.cpus for one in state.due(["decode1"], 2.0)] == [2.0]
+    assert state.ending(["decode0", "decode1"]) == set()
+    assert not state.kept.several_hosts
+    for hosts in (2, 1):
+        state.want([msgspec.structs.replace(plan("decode0"), hosts=hosts)])
+    assert state.kept.several_hosts  # there may be placement groups
+
+
 def test_restarts_have_a_budget_of_ten_minutes_and_a_revival_renews_the_budget() -> None:
     state = made("decode0")
     first = attempt(state)

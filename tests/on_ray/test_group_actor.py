@@ -148,6 +148,26 @@ def test_a_failure_of_the_command_ends_the_process(start: Any, tmp_path: Path) -
     assert not (tmp_path / "private").exists()
 
 
+def test_a_command_that_was_healthy_starts_again_in_the_same_process(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The restart counts: the fleet gets another number."""
+    monkeypatch.setattr(actors, "HEALTHY_S", 0.0)
+    group = start(IMPORTS)
+    ready(tmp_path)
+    first, process = group._number, group._process
+    assert process is not None
+    process.kill()
+    end = time.monotonic() + deadline(20)
+    while group.starts < 2:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert group._number != first
+    assert not group.ended.is_set()
+    group.wanted = False
+    assert group.wait() == 0
+
+
 def test_an_error_of_the_thread_ends_the_process(start: Any, tmp_path: Path) -> None:
     (tmp_path / "private").mkdir()  # so the actor cannot make its folder
     assert start(SLOW_DRAIN).wait() == 1

@@ -57,61 +57,64 @@ def served(cluster: TwoNodes, topology: str, folder: Path) -> Iterator[tuple[Fle
         fleet.close()
 
 
+@pytest.fixture(scope="class")
+def text_server(
+    cluster: TwoNodes, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Fleet, Clients]]:
+    yield from served(cluster, TEXT, tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="class")
+def image_server(
+    cluster: TwoNodes, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Fleet, Clients]]:
+    yield from served(cluster, IMAGES, tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="class")
+def split_server(
+    cluster: TwoNodes, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Fleet, Clients]]:
+    yield from served(cluster, SPLIT, tmp_path_factory.mktemp("split"))
+
+
 @pytest.mark.real_processes  # processes must begin in the namespace of the test
 @pytest.mark.timeout(600)
 class TestTextGroups:
-    @pytest.fixture(scope="class")
-    def server(
-        self, cluster: TwoNodes, tmp_path_factory: pytest.TempPathFactory
-    ) -> Iterator[tuple[Fleet, Clients]]:
-        yield from served(cluster, TEXT, tmp_path_factory.mktemp("text"))
-
     @pytest.mark.slow
-    def test_groups_spread_over_the_nodes(self, server: tuple[Fleet, Clients]) -> None:
+    def test_groups_spread_over_the_nodes(self, text_server: tuple[Fleet, Clients]) -> None:
         """The prefill group has the node of its label. Engines of host 1 advertise the address of host 1."""
-        placed = server[0].cluster.placed()
+        placed = text_server[0].cluster.placed()
         assert placed["prefill0"] == 0
         assert {placed["decode0"], placed["decode1"]} == {0, 1}
 
     @pytest.mark.parametrize("fault", drills(TEXT_FAULTS, SHORT))
-    def test_no_request_is_lost_or_changed(self, fault: str, server: tuple[Fleet, Clients]) -> None:
-        run(server[0], TEXT_FAULTS[fault], server[1]).check()
+    def test_no_request_is_lost_or_changed(self, fault: str, text_server: tuple[Fleet, Clients]) -> None:
+        run(text_server[0], TEXT_FAULTS[fault], text_server[1]).check()
 
 
 @pytest.mark.real_processes
 @pytest.mark.timeout(600)
 class TestImageGroups:
-    @pytest.fixture(scope="class")
-    def server(
-        self, cluster: TwoNodes, tmp_path_factory: pytest.TempPathFactory
-    ) -> Iterator[tuple[Fleet, Clients]]:
-        yield from served(cluster, IMAGES, tmp_path_factory.mktemp("images"))
-
     @pytest.mark.parametrize("fault", drills(IMAGE_FAULTS))
-    def test_no_request_is_lost_or_changed(self, fault: str, server: tuple[Fleet, Clients]) -> None:
-        run(server[0], IMAGE_FAULTS[fault], server[1]).check()
+    def test_no_request_is_lost_or_changed(self, fault: str, image_server: tuple[Fleet, Clients]) -> None:
+        run(image_server[0], IMAGE_FAULTS[fault], image_server[1]).check()
 
 
 @pytest.mark.real_processes
 @pytest.mark.timeout(600)
 class TestOneGroupOnBothNodes:
-    @pytest.fixture(scope="class")
-    def server(
-        self, cluster: TwoNodes, tmp_path_factory: pytest.TempPathFactory
-    ) -> Iterator[tuple[Fleet, Clients]]:
-        yield from served(cluster, SPLIT, tmp_path_factory.mktemp("split"))
-
     @pytest.mark.slow
-    def test_two_nodes_answer_with_the_tokens_of_one_rank(self, server: tuple[Fleet, Clients]) -> None:
-        fleet, clients = server
+    def test_two_nodes_answer_with_the_tokens_of_one_rank(self, split_server: tuple[Fleet, Clients]) -> None:
+        fleet, clients = split_server
         assert set(fleet.ranks().values()) == {0, 1}
         params = SamplingParams(temperature=0, max_tokens=fleet.tokens, ignore_eos=True)
-        with LLM("spool-text", dtype="float64", max_num_seqs=4, kv_cache_memory="16M") as one_rank:
+        with LLM("spool-text", dtype="float64", max_num_seqs=4, kv_cache_memory="32M") as one_rank:
             found = one_rank.generate(
                 [clients.prompt(number) for number in clients.due], params, use_tqdm=False
             )
         assert [one.outputs[0].text for one in found] == [*clients.due.values()]
 
     @pytest.mark.parametrize("fault", drills(SPLIT_FAULTS, SPLIT_SHORT))
-    def test_no_request_is_lost_or_changed(self, fault: str, server: tuple[Fleet, Clients]) -> None:
-        run(server[0], SPLIT_FAULTS[fault], server[1]).check()
+    def test_no_request_is_lost_or_changed(self, fault: str, split_server: tuple[Fleet, Clients]) -> None:
+        run(split_server[0], SPLIT_FAULTS[fault], split_server[1]).check()

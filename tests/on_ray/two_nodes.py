@@ -95,14 +95,14 @@ class TwoNodes:
         found.pop(os.getpid(), None)
         return found
 
+    def engines_of(self, number: int) -> dict[str, int]:
+        """Return engine -> process id of a host."""
+        lines = self.processes(number).items()
+        return {line.split()[2]: pid for pid, line in lines if line.startswith("weft: head ")}
+
     def engines(self) -> dict[str, tuple[int, int]]:
         """Return engine -> (host, process id)."""
-        found = {}
-        for number in range(2):
-            for pid, line in self.processes(number).items():
-                if line.startswith("weft: head "):
-                    found[line.split()[2]] = number, pid
-        return found
+        return {name: (n, pid) for n in range(2) for name, pid in self.engines_of(n).items()}
 
     def placed(self) -> dict[str, int]:
         """Return engine -> host."""

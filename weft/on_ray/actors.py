@@ -35,6 +35,9 @@ REACH_S = 300.0
 """Maximum seconds of an actor until the fleet, or Ray's store, answers. Then Ray restarts the actor."""
 END_S = 15.0
 """Maximum seconds for the last calls of a group actor, and until Ray has ended the actor."""
+HEALTHY_S = 30.0
+"""Seconds from which a command that fails is started again by its actor. Before, the node may be at fault:
+the process of the actor ends, and Ray starts the actor again, perhaps elsewhere."""
 START_S = 600.0
 """Maximum seconds of a rolling restart until a group answers again, besides its drain."""
 
@@ -68,6 +71,7 @@ class GroupActor:
                    │yes        ▲                            ▲
                    ▼           │restart ordered             │stop ordered, or status 0
                  command ─► ended ──────────────────────────╯
+                               │ failed after HEALTHY_S: back to the fleet's admission
                                ╰─any other end, any error─► os._exit(1): Ray restarts the actor
 
     One thread starts and watches the command: the kernel kills the command with the thread that has started
@@ -80,7 +84,7 @@ class GroupActor:
         self._index = index
         self._server, self._group, self._attempt = server, group, attempt
         self._number = secrets.randbits(63)
-        """Random number of this process, so that the fleet recognizes a restart."""
+        """Random number of this process, or of its present command: the fleet recognizes a restart."""
         self._fleet: Any = None
         self._folder: Path | None = None
         self._lock = threading.Lock()
@@ -106,13 +110,16 @@ class GroupActor:
         """Run the group until its end. The body of the thread, which never returns."""
         try:
             while (settings := insist(self._admit, REACH_S)) is not None:
+                begun = time.monotonic()
                 status = self._follow(*self._start(*settings))
                 with self._lock:
                     if self._over or (status == 0 and not self._again):
                         break
                     if not self._again:
                         log.error("group %s ended with status %d", self._group, status)
-                        return
+                        if time.monotonic() - begun < HEALTHY_S:
+                            return
+                        self._number = secrets.randbits(63)  # counts as a restart
             self._end()
         except BaseException:
             log.exception("the actor of group %s failed", self._group)

@@ -87,7 +87,9 @@ class FleetActor:
         return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     def forget(self) -> None:
-        """Remove the stored state. Call before the end of this actor."""
+        """Remove the stored state and the placement groups. Call when no group lives."""
+        if self._state.kept.several_hosts:
+            placement.free(self._server)
         with self._lock:
             self._forgotten = True
             internal_kv._internal_kv_del(self._key, namespace=NAMESPACE)
@@ -175,8 +177,10 @@ class FleetActor:
                 due += self._state.incomplete(living)
             for plan in due:
                 placement.start_group(self._server, plan)
-            if self._state.several_hosts:
-                placement.free(self._server, living, list(self._state.plans.values()))
+            if self._state.kept.several_hosts:
+                with self._lock:
+                    keep, ending = list(self._state.plans.values()), self._state.ending(living)
+                placement.free(self._server, keep, ending)
             for group in abandoned:
                 if (actor := self._actor(group)) is not None:
                     ray.kill(actor)
@@ -205,7 +209,10 @@ class FleetActor:
             seconds = START_S + self._state.kept.drain_timeout
         if actor is None:
             return True
-        actor.restart.remote()
+        with self._changed():
+            moves = self._state.moves(group)
+        if not moves:
+            actor.restart.remote()
         until = time.monotonic() + seconds
         while group in self._state.plans and not self._is_new(group, before):
             if time.monotonic() > until:

@@ -36,6 +36,11 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 0
     """Random number of the order to run the group. A later order for the same group has another number."""
 
+    @property
+    def needs(self) -> tuple[object, ...]:
+        """Everything that Ray must know to place the group."""
+        return self.gpus, self.cpus, self.hosts, self.labels
+
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """What ``weft up`` wants of the fleet."""
@@ -67,6 +72,10 @@ class Kept(msgspec.Struct, kw_only=True):
     """Groups without a further restart."""
     restarting: list[str] = []
     """Groups of a rolling restart that have yet to restart, in order."""
+    several_hosts: bool = False
+    """True if a group has ever had several hosts, so there may be placement groups."""
+    changed: dict[str, GroupPlan] = {}
+    """Group -> plan with other resources, nodes or hosts, which holds from the next restart of the group."""
     meetings: dict[str, str] = {}
     """Group on several hosts -> address at which the hosts join the head."""
     shapes: dict[str, GroupPlan] = {}
@@ -112,11 +121,6 @@ class FleetState:
         """Group -> plan of the wanted groups, in the order of the start."""
         return self.kept.plans
 
-    @property
-    def several_hosts(self) -> bool:
-        """True if groups of some name lie on several hosts."""
-        return any(plan.hosts > 1 for plan in self.kept.shapes.values())
-
     # -- orders
 
     def offer(self, offer: Offer) -> str:
@@ -135,17 +139,23 @@ class FleetState:
         return ""
 
     def want(self, plans: Iterable[GroupPlan]) -> None:
-        """Add groups. A known group keeps the place and the attempt."""
+        """Add groups. A known group keeps the place and the attempt, until its next restart."""
         given = list(plans)
+        self.kept.several_hosts = self.kept.several_hosts or any(plan.hosts > 1 for plan in given)
         self.kept.shapes |= {plan.base: plan for plan in reversed(given)}
         for plan in given:
             known = self.plans.get(plan.group)
+            self.kept.changed.pop(plan.group, None)
+            if known is not None and known.needs != plan.needs:
+                self.kept.changed[plan.group] = plan
+                continue
             attempt = secrets.randbits(63) if known is None else known.attempt
             self.plans[plan.group] = msgspec.structs.replace(plan, attempt=attempt)
 
     def unwant(self, group: str) -> None:
         """Drop a group. Its records stay until the engines withdraw them, or the leases end."""
         self.plans.pop(group, None)
+        self.kept.changed.pop(group, None)
         self.kept.meetings.pop(group, None)
         self.kept.retired.discard(group)
         self._budgets.pop(group, None)
@@ -160,6 +170,16 @@ class FleetState:
     def restart(self, groups: Iterable[str]) -> None:
         """Add groups to the rolling restart."""
         self.kept.restarting += [one for one in groups if one not in self.kept.restarting]
+
+    def moves(self, group: str) -> bool:
+        """Return True if the restart of ``group`` needs other actors: the present ones drain and end, and
+        then the fleet actor starts others by the changed plan."""
+        plan = self.kept.changed.pop(group, None)
+        if plan is None or group not in self.plans:
+            return False
+        self.plans[group] = msgspec.structs.replace(plan, attempt=secrets.randbits(63))
+        self.kept.meetings.pop(group, None)
+        return True
 
     def restarted(self, group: str) -> None:
         """Note the end of the restart of a group."""
@@ -246,6 +266,13 @@ class FleetState:
             and self._placed.get(group) == plan.attempt
             and any(f"{group}/{index}" not in living for index in range(1, plan.hosts))
         ]
+
+    def ending(self, living: Collection[str]) -> set[str]:
+        """Return the groups whose living actors are not those of the present plan."""
+        groups = {name.partition("/")[0] for name in living}
+        return {
+            one for one in groups if one not in self.plans or self._placed.get(one) != self.plans[one].attempt
+        }
 
     def abandoned(self, living: Collection[str], now: float) -> list[str]:
         """Return the groups of ``living`` whose actors the fleet actor must kill: unwanted groups that wait

@@ -36,16 +36,16 @@ def start_group(server: str, plan: GroupPlan) -> None:
         _start(HostActor if index else HeadActor, server, plan, index, place)
 
 
-def free(server: str, living: Collection[str], plans: Iterable[GroupPlan]) -> None:
-    """Remove the placement groups of groups that are not wanted and have no actor. ``living``: see
-    ``FleetActor.living``."""
-    wanted = {_bundles_name(server, plan) for plan in plans}
-    busy = {group_name(server, name.partition("/")[0]) for name in living}
+def free(server: str, wanted: Iterable[GroupPlan] = (), ending: Collection[str] = ()) -> None:
+    """Remove all placement groups of a server, except those of ``wanted`` plans, and of groups that are
+    ``ending``."""
+    keep = {_bundles_name(server, plan) for plan in wanted}
+    busy = {group_name(server, group) for group in ending}
     for one in placement_group_table().values():
         name, _, attempt = one["name"].rpartition("#")
         if not name.startswith(group_name(server, "")) or one["state"] == "REMOVED":
             continue
-        if f"{name}#{attempt}" not in wanted and name not in busy:
+        if f"{name}#{attempt}" not in keep and name not in busy:
             remove_placement_group(get_placement_group(one["name"]))
 
 

@@ -7,6 +7,7 @@ import math
 from tests.control.fleet.driver import PATIENCE, Driver
 from weft.control.fleet import fleet_events as e
 from weft.control.fleet.vacancies import vacant
+from weft.front.lifecycle import places
 from weft.types import messages as m
 
 LONG = 3 * PATIENCE.recovery
@@ -88,3 +89,7 @@ def test_nobody_waits_without_end() -> None:
     driver = emptied()
     assert driver.open(1) is None
     assert driver.fleet.next_deadline() < math.inf
+
+
+def test_a_server_without_groups_has_room_for_requests_that_wait() -> None:
+    assert (places([], elastic=True), places([])) == (1, 0)
