@@ -142,9 +142,9 @@ WIDE = ParallelSection(tensor_parallel_size=2, hosts=2, group_secret="x")
         (ParallelSection(), HostPlace(port=5), "--join-port: the group lies on one host"),
         (WIDE, HostPlace(), "the head needs --advertise ADDRESS and --join-port PORT"),
         (WIDE, HostPlace(port=5000), "the head needs --advertise ADDRESS and --join-port PORT"),
-        (WIDE, HostPlace(1), "--host-index 1 needs --join HOST:PORT"),
-        (WIDE, HostPlace(0, "a:1"), "--host-index: a host that joins has a number from 1 to 1"),
-        (WIDE, HostPlace(2, "a:1"), "has a number from 1 to 1"),
+        (WIDE, HostPlace(0, "a:1"), "the head needs --advertise ADDRESS and --join-port PORT"),
+        (WIDE, HostPlace(1), "--join: expected HOST:PORT"),
+        (WIDE, HostPlace(2, "a:1"), "--host-index 2: the last host of the group is 1"),
         (WIDE, HostPlace(1, "nowhere"), "--join: expected HOST:PORT"),
         (WIDE, HostPlace(1, "a:0"), "--join: expected HOST:PORT"),
         (WIDE, HostPlace(1, "a:1", 5), "--join-port is for the head"),
@@ -159,6 +159,7 @@ def test_options_that_do_not_fit_are_refused(parallel: ParallelSection, place: H
 def test_the_address_of_each_host() -> None:
     assert HostPlace().address(ParallelSection(), None) is None
     assert HostPlace(port=5).address(WIDE, "10.0.0.1") == "10.0.0.1"
+    assert HostPlace(0, "head.svc:5").address(WIDE, "10.0.0.1") == "10.0.0.1"
     assert HostPlace(1, "[::1]:5").address(WIDE, "10.0.0.2") == "10.0.0.2"
     assert HostPlace(1, "[::1]:5").head() == ("::1", 5)
     assert HostPlace(1, "127.0.0.1:5").address(WIDE, None) == "127.0.0.1"
