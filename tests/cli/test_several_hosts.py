@@ -108,6 +108,27 @@ def test_a_group_on_two_hosts_and_the_loss_of_either(fleet: Fleet) -> None:
     assert os.listdir(host.temporary) == []
 
 
+@pytest.mark.slow
+def test_a_host_that_gets_a_signal_drains_the_group(fleet: Fleet) -> None:
+    """The stream ends with its text. Then the host ends with 0, and the head with 1, to be started again."""
+    port = free_port()
+    host, head = host_of(fleet, port), head_of(fleet, port)
+    base = fleet.run("front").url()
+    due = stream(base)
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(stream, base)
+        until(lambda: load(base, "wide") > 0)
+        host.process.send_signal(signal.SIGTERM)
+        assert long.result(deadline(120)) == due
+    assert host.process.wait(deadline(60)) == 0, host.log.read_text()
+    assert head.process.wait(deadline(60)) == 1, head.log.read_text()
+    host, head = host_of(fleet, port), head_of(fleet, port)
+    assert stream(base) == due
+    for one in (head, host):  # both at once: the whole group ends
+        one.process.send_signal(signal.SIGTERM)
+    assert [one.process.wait(deadline(60)) for one in (head, host)] == [0, 0]
+
+
 def test_a_host_waits_and_answers_probes(fleet: Fleet) -> None:
     port, mine = free_port(), [free_port(), free_port()]
     head, host = head_of(fleet, port, "--port", str(mine[0])), None

@@ -164,7 +164,7 @@ def run(
         if writer is not None:
             return _run_engines(config, front, writer, gate, folder, opened)
         assert isinstance(gate, JoinGate), "the head has an engine"
-        ranks = JoinedRanks(config, gate, front.log_settings)
+        ranks = JoinedRanks(config, gate, front)
         opened(ranks)
         return ranks.run()
     finally:

@@ -53,7 +53,7 @@ class GroupStarter(Protocol):
 class HostGate(Protocol):
     """Connects a host of several to the others. Used from one thread."""
 
-    def look(self) -> h.Admitted | h.Refused | None:
+    def look(self) -> h.Admitted | h.Refused | h.Leaving | None:
         """Return what the other hosts say now; None if the engines of this host must wait. Never waits."""
 
     def close(self) -> None:
@@ -173,10 +173,10 @@ class HostServer:
 
     def _turn(self) -> None:
         """Pass everything that has happened since the last turn to the machine."""
-        if self._gate is not None and (said := self._gate.look()) is not None:
-            self._on(said)
         while self._waiting:
             self._on(self._waiting.popleft())
+        if self._gate is not None and (said := self._gate.look()) is not None:
+            self._on(said)
         for name, address in self._addresses.items():
             if (status := address.process.poll()) is not None:
                 self._on(h.Ended(name, status))

@@ -1,8 +1,10 @@
 """A host that has ranks of a group, and no engine: a pure state machine of ``weft engine --join``.
 
-    calling ──the head accepts this host, and the engine listens──► serving ──a signal──► ended
+    calling ──the head accepts this host, and the engine listens──► serving ──a signal──► leaving ──► ended
        ▲                                                               │
        ╰────────────────── the head is silent ◄────────────────────────╯
+
+A host that leaves asks the head to drain the group. The host ends when the engine has ended all ranks.
 
 A rank process follows the engine by itself: the process keeps the weights when the engine dies, says hello to
 the next engine, and ends when no engine comes. This machine decides when a rank needs a new process. The host
@@ -17,9 +19,12 @@ from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 from weft.common.restarts import RestartBudget
+from weft.control.directory.engine_host import QUIT_S, SETTLE_S
 
 RESTARTS, WINDOW_S = 20, 600.0
 """Maximum number of restarts of failed ranks per window of seconds, before the host ends with status 1."""
+LEAVE_S = SETTLE_S + QUIT_S
+"""Maximum seconds of a drain without requests."""
 NO_ENGINE = 4
 """Exit status of a rank without an answer from any engine. The rank is not faulty."""
 
@@ -29,6 +34,7 @@ class JoinPhase(Enum):
 
     CALLING = "waits for the head"
     SERVING = "serving"
+    LEAVING = "waits for the drain of the group"
     ENDED = "ended"
 
 
@@ -80,6 +86,10 @@ class KillRank(NamedTuple):
     rank: int
 
 
+class Leave(NamedTuple):
+    """Ask the head to drain the group."""
+
+
 class Exit(NamedTuple):
     """End the host: kill all ranks and end with ``status``. ``why``: for the log; "" after a signal."""
 
@@ -87,16 +97,19 @@ class Exit(NamedTuple):
     why: str = ""
 
 
-Action: TypeAlias = StartRank | KillRank | Exit
+Action: TypeAlias = StartRank | KillRank | Leave | Exit
 
 
 class JoinedHost:
     """All ranks of one group on one host. Times are seconds of one monotonic clock."""
 
-    def __init__(self, ranks: Iterable[int], rank_timeout: float) -> None:
-        """``rank_timeout``: seconds after which a suspended rank counts as dead."""
+    def __init__(self, ranks: Iterable[int], rank_timeout: float, drain_timeout: float) -> None:
+        """``rank_timeout``: seconds after which a suspended rank counts as dead. ``drain_timeout``: maximum
+        seconds for the requests of a draining group."""
         self.phase = JoinPhase.CALLING
-        self._due: dict[int, str] = dict.fromkeys(ranks, "")
+        self._ranks = tuple(ranks)
+        self._drain_timeout, self._left = drain_timeout, 0.0
+        self._due: dict[int, str] = dict.fromkeys(self._ranks, "")
         """Rank without a process -> reason of the restart."""
         self._served: dict[int, tuple[int, str]] = {}
         """Rank that ended in order -> the engine that ended the rank. The rank waits for another engine."""
@@ -112,10 +125,15 @@ class JoinedHost:
         if self.phase is JoinPhase.ENDED:
             return []
         match event:
+            case Stop() if self.phase is JoinPhase.SERVING:
+                self.phase, self._left = JoinPhase.LEAVING, now
+                return [Leave()]
             case Stop():
-                return self._exit(0)
+                return self._exit(0 if self.phase is JoinPhase.CALLING else 130)
             case Answered(why=str(why)) if why:
                 return self._exit(2, f"the head refused this host: {why}")
+            case _ if self.phase is JoinPhase.LEAVING:
+                return self._leave(event, now)
             case Answered(head, "", engine) if engine:
                 self.phase, self._engine = JoinPhase.SERVING, (head, engine)
             case Answered() | Silent():
@@ -134,6 +152,14 @@ class JoinedHost:
         for rank in ready:
             self._served.pop(rank, None)
         return [StartRank(rank, self._due.pop(rank)) for rank in ready]
+
+    def _leave(self, event: Event, now: float) -> list[Action]:
+        """Return Exit if nothing is left to wait for: no rank, no head, or no time."""
+        if isinstance(event, RankEnded):
+            self._due[event.rank] = ""
+        late = now - self._left >= self._drain_timeout + LEAVE_S
+        gone = isinstance(event, Silent) or len(self._due) == len(self._ranks)
+        return self._exit(0) if gone or late else []
 
     def _end(self, rank: int, status: int, now: float) -> list[Action]:
         """Note the end of a rank. Too many failures end the host."""
