@@ -109,7 +109,8 @@ def engine(
     if parent is not None:
         child.die_with_parent(parent)
     topology = read_topology(file)
-    log.configure(topology.front.log_settings, f"host {host_index} {group}" if host_index else f"host {group}")
+    name = f"host {host_index} {group}" if host_index else f"host {group}"
+    log.configure(topology.front.log_settings, name)
     warn_of_readable_keys(file)
     if (join is None) is not (host_index is None):
         raise ConfigError("--join and --host-index belong together", param="--join")
