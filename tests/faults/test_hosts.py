@@ -29,8 +29,8 @@ HEAD = "the command of host 0 is killed"
 HOST = "the command of host 1 is killed"
 CUT_S = 1.5 * SETTINGS["rank_timeout"]
 """Seconds that the cable stays cut, long enough for ranks to notice."""
-TENSOR = {"tensor_parallel_size": 2}
-EXPERTS = {"data_parallel_size": 2, "enable_expert_parallel": True}
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
+EXPERTS: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
 PAIR = ({"namespace": 0}, {"namespace": 1})
 """Two groups that share nothing, each on its own host."""
 
