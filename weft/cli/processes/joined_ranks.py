@@ -10,12 +10,12 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from pathlib import Path
 
 import msgspec
 
 from weft.common import signals
 from weft.common.log import get_logger
+from weft.common.suspended import is_suspended
 from weft.config.hosts import engine_of, ranks_on
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import FrontSection
@@ -90,7 +90,7 @@ class JoinedRanks:
             self._processes.kill(rank)
             self._on(j.RankEnded(rank, status))
         for rank in self._processes.ranks():
-            if _is_stopped(self._processes.pid(rank)):
+            if is_suspended(self._processes.pid(rank)):
                 self._on(j.RankSuspended(rank))
         self._on(self._gate.answer(self._replica))
 
@@ -122,11 +122,3 @@ _PHASES = {
     j.JoinPhase.LEAVING: HostPhase.DRAINING,
     j.JoinPhase.ENDED: HostPhase.ENDED,
 }
-
-
-def _is_stopped(pid: int) -> bool:
-    """Return True if process ``pid`` is stopped (SIGSTOP)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):  # the process has ended, or there is no /proc
-        return False

@@ -224,7 +224,8 @@ def _run_engines(
     )
     try:
         group = EngineProcesses(config, folder, front.log_settings, operations.start)
-        server = HostServer(group, directory, facts, front.drain_timeout, front.engine_timeout, gate)
+        timeouts = front.drain_timeout, front.engine_timeout
+        server = HostServer(group, directory, facts, *timeouts, gate, config.parallel.rank_timeout)
         server.announce(opened(server))
         return server.run()
     finally:

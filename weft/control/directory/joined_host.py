@@ -13,12 +13,12 @@ outlives the head, and serves the next head.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 from weft.common.restarts import RestartBudget
+from weft.common.suspended import Suspensions
 from weft.control.directory.engine_host import QUIT_S, SETTLE_S
 
 RESTARTS, WINDOW_S = 20, 600.0
@@ -115,9 +115,7 @@ class JoinedHost:
         """Rank that ended in order -> the engine that ended the rank. The rank waits for another engine."""
         self._engine = 0, ""
         """The present or last engine: number of the head, and address."""
-        self._suspended: dict[int, tuple[float, float]] = {}
-        """Rank -> times of the first and the last report of the present stop."""
-        self._timeout = rank_timeout
+        self._suspended = Suspensions(rank_timeout)
         self._budget = RestartBudget(RESTARTS, WINDOW_S)
 
     def on(self, event: Event, now: float) -> list[Action]:
@@ -141,7 +139,8 @@ class JoinedHost:
             case RankEnded(rank, status):
                 return self._end(rank, status, now)
             case RankSuspended(rank):
-                return self._suspend(rank, now)
+                # No engine waits longer for the rank.
+                return [KillRank(rank)] if self._suspended.report(rank, now) else []
         return self._start()
 
     def _start(self) -> list[Action]:
@@ -163,21 +162,13 @@ class JoinedHost:
 
     def _end(self, rank: int, status: int, now: float) -> list[Action]:
         """Note the end of a rank. Too many failures end the host."""
-        self._suspended.pop(rank, None)
+        self._suspended.forget(rank)
         self._due[rank] = "" if status in (0, NO_ENGINE) else f"its process ended with status {status}"
         if status == 0:  # the engine has ended in order, and no engine follows in this process of the head
             self._served[rank] = self._engine
         elif status != NO_ENGINE and not self._budget.grant(now):
             return self._exit(1, f"{RESTARTS + 1} ranks ended within {WINDOW_S / 60:g} minutes")
         return self._start()
-
-    def _suspend(self, rank: int, now: float) -> list[Action]:
-        """Kill a rank that was suspended for longer than ``rank_timeout``: no engine waits longer."""
-        first, last = self._suspended.get(rank, (now, -math.inf))
-        if now - last > self._timeout / 2:  # the process ran in between
-            first = now
-        self._suspended[rank] = first, now
-        return [KillRank(rank)] if now - first > self._timeout else []
 
     def _exit(self, status: int, why: str = "") -> list[Action]:
         self.phase = JoinPhase.ENDED
