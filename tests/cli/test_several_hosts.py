@@ -198,5 +198,5 @@ def test_the_address_of_each_host() -> None:
 def test_flags_of_the_old_launcher_name_the_new_command(words: tuple[str, ...], says: str) -> None:
     for command, model in ((serve, "spool-text"), (up, "file.yaml")):
         ran = CliRunner().invoke(command, [model, *words])
-        assert ran.exit_code == 2
+        assert ran.exit_code != 0
         assert says in " ".join((ran.output + str(ran.exception or "")).split())
