@@ -15,7 +15,7 @@ import msgspec
 
 from weft.common import signals
 from weft.common.log import get_logger
-from weft.common.suspended import is_suspended
+from weft.common.signals import is_suspended
 from weft.config.hosts import engine_of, ranks_on
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import FrontSection

@@ -21,7 +21,7 @@ from weft.common import signals
 from weft.common.counted_log import CountedLog
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
-from weft.common.suspended import Suspensions
+from weft.common.signals import Suspensions
 from weft.control.directory import engine_host as h
 from weft.control.directory.record import RENEW_S, DirectoryWriter, EngineRecord
 from weft.control.fleet.instance_table import LISTEN_S

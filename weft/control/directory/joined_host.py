@@ -18,7 +18,7 @@ from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 from weft.common.restarts import RestartBudget
-from weft.common.suspended import Suspensions
+from weft.common.signals import Suspensions
 from weft.control.directory.engine_host import QUIT_S, SETTLE_S
 
 RESTARTS, WINDOW_S = 20, 600.0

@@ -14,7 +14,7 @@ import msgspec
 
 from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError, InvalidRequest, Unavailable
-from weft.common.suspended import is_suspended
+from weft.common.signals import is_suspended
 from weft.config.alone import renewed
 from weft.config.gpus import engine_rank, gpu_environment, gpus_here
 from weft.config.hosts import engines_on
