@@ -119,6 +119,7 @@ def test_two_hosts_and_what_befalls_either(cluster: Cluster, alone: Alone) -> No
 def test_engines_on_two_hosts(cluster: Cluster, alone: Alone, spread: int, layout: dict[str, Any]) -> None:
     """With four hosts each replica spans two hosts. With 1, each group has one host."""
     server = cluster.start(spread, **layout) if spread > 1 else cluster.groups(*map(dict, PAIR), **layout)
+    server.until_whole()
     server.ask()
     assert server.told() == alone.texts
     counted = server.metrics()
