@@ -108,6 +108,27 @@ def test_a_group_on_two_hosts_and_the_loss_of_either(fleet: Fleet) -> None:
     assert os.listdir(host.temporary) == []
 
 
+@pytest.mark.slow
+def test_a_host_that_gets_a_signal_drains_the_group(fleet: Fleet) -> None:
+    """The stream ends with its text. Then the host ends with 0, and the head with 1, to be started again."""
+    port = free_port()
+    host, head = host_of(fleet, port), head_of(fleet, port)
+    base = fleet.run("front").url()
+    due = stream(base)
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(stream, base)
+        until(lambda: load(base, "wide") > 0)
+        host.process.send_signal(signal.SIGTERM)
+        assert long.result(deadline(120)) == due
+    assert host.process.wait(deadline(60)) == 0, host.log.read_text()
+    assert head.process.wait(deadline(60)) == 1, head.log.read_text()
+    host, head = host_of(fleet, port), head_of(fleet, port)
+    assert stream(base) == due
+    for one in (head, host):  # both at once: the whole group ends
+        one.process.send_signal(signal.SIGTERM)
+    assert [one.process.wait(deadline(60)) for one in (head, host)] == [0, 0]
+
+
 def test_a_host_waits_and_answers_probes(fleet: Fleet) -> None:
     port, mine = free_port(), [free_port(), free_port()]
     head, host = head_of(fleet, port, "--port", str(mine[0])), None
@@ -142,9 +163,9 @@ WIDE = ParallelSection(tensor_parallel_size=2, hosts=2, group_secret="x")
         (ParallelSection(), HostPlace(port=5), "--join-port: the group lies on one host"),
         (WIDE, HostPlace(), "the head needs --advertise ADDRESS and --join-port PORT"),
         (WIDE, HostPlace(port=5000), "the head needs --advertise ADDRESS and --join-port PORT"),
-        (WIDE, HostPlace(1), "--host-index 1 needs --join HOST:PORT"),
-        (WIDE, HostPlace(0, "a:1"), "--host-index: a host that joins has a number from 1 to 1"),
-        (WIDE, HostPlace(2, "a:1"), "has a number from 1 to 1"),
+        (WIDE, HostPlace(0, "a:1"), "the head needs --advertise ADDRESS and --join-port PORT"),
+        (WIDE, HostPlace(1), "--join: expected HOST:PORT"),
+        (WIDE, HostPlace(2, "a:1"), "--host-index 2: the last host of the group is 1"),
         (WIDE, HostPlace(1, "nowhere"), "--join: expected HOST:PORT"),
         (WIDE, HostPlace(1, "a:0"), "--join: expected HOST:PORT"),
         (WIDE, HostPlace(1, "a:1", 5), "--join-port is for the head"),
@@ -159,6 +180,7 @@ def test_options_that_do_not_fit_are_refused(parallel: ParallelSection, place: H
 def test_the_address_of_each_host() -> None:
     assert HostPlace().address(ParallelSection(), None) is None
     assert HostPlace(port=5).address(WIDE, "10.0.0.1") == "10.0.0.1"
+    assert HostPlace(0, "head.svc:5").address(WIDE, "10.0.0.1") == "10.0.0.1"
     assert HostPlace(1, "[::1]:5").address(WIDE, "10.0.0.2") == "10.0.0.2"
     assert HostPlace(1, "[::1]:5").head() == ("::1", 5)
     assert HostPlace(1, "127.0.0.1:5").address(WIDE, None) == "127.0.0.1"
@@ -176,5 +198,5 @@ def test_the_address_of_each_host() -> None:
 def test_flags_of_the_old_launcher_name_the_new_command(words: tuple[str, ...], says: str) -> None:
     for command, model in ((serve, "spool-text"), (up, "file.yaml")):
         ran = CliRunner().invoke(command, [model, *words])
-        assert ran.exit_code == 2
+        assert ran.exit_code != 0
         assert says in " ".join((ran.output + str(ran.exception or "")).split())

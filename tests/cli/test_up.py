@@ -18,6 +18,8 @@ from tests.support import processes as support
 from tests.support.processes import is_alive, with_role
 from tests.support.secret import write_secret
 from tests.support.slowness import deadline
+from weft.config.alone import group_alone
+from weft.config.topology import read_topology
 
 __all__ = ["start", "until"]
 
@@ -93,6 +95,13 @@ def engines(server: Server) -> list[int]:
 def test_examples_are_right(file: Path, tmp_path: Path) -> None:
     loaded = yaml.safe_load(file.read_text())
     encode = any(entry["role"] == "encode" for entry in loaded["groups"])
+    if any("hosts" in entry for entry in loaded["groups"]):
+        refused = run("up", str(file), "--check", cwd=tmp_path)
+        assert "run `weft engine FILE --group NAME` on each host of the group" in refused.stderr
+        for group in read_topology(file).groups:
+            share = group_alone(read_topology(file), group.name, "10.0.0.1", index=1)
+            assert share.host.ranks * share.parallel.hosts == share.parallel.layout.ranks
+        return
     if "group-secret" in loaded:  # of the folder in which the command runs
         refused = run("up", str(file), "--check", cwd=tmp_path)
         assert (refused.returncode, refused.stdout) == (2, "")

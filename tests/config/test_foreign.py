@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from weft.cli.serve.engine import engine
 from weft.common.errors import ConfigError
 from weft.config import foreign
 from weft.config.file import parse_values
@@ -125,6 +126,7 @@ def test_what_weft_lacks_is_refused_with_what_it_does() -> None:
 def test_the_table_names_flags_that_exist_and_none_that_weft_has() -> None:
     known = {setting.key for setting in SETTINGS.values()} | set(ALIASES)
     known |= {f"no-{setting.key}" for setting in SETTINGS.values() if setting.kind == "bool"}
+    known |= {option.opts[0].lstrip("-") for option in engine.params}
     for name, instead in foreign.INSTEAD.items():
         assert name not in SETTINGS, name
         assert set(re.findall(r"--([a-z-]+)", instead)) <= known, name

@@ -219,7 +219,7 @@ def resolved(command: str, hub: Path, patch: pytest.MonkeyPatch) -> EngineConfig
         return 0
 
     patch.setattr(server, "run", run)
-    patch.setattr(server, "configure_log", lambda front, *_: None)
+    patch.setattr(server, "configure_log", lambda front: None)
     patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub / "hub"))
     patch.setenv("HF_HUB_OFFLINE", "1")
     cli.main(words(command), standalone_mode=False)

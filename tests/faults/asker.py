@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
+from tests.support.slowness import deadline
+
 PROMPTS = ["Tom has 12 apples", "Ann buys 7 more. " * 4, "Bob"]
 TIMES = 6
 """Repetitions of each prompt, so that every replica has work and some requests wait for a slot."""
@@ -31,7 +33,7 @@ def metrics(text: str) -> dict[str, float]:
 
 
 def main(url: str) -> None:
-    with httpx.Client(base_url=url, timeout=180) as client, ThreadPoolExecutor(32) as pool:
+    with httpx.Client(base_url=url, timeout=deadline(180)) as client, ThreadPoolExecutor(32) as pool:
         model = client.get("/v1/models").json()["data"][0]["id"]
 
         def ask(prompt: str, tokens: int) -> str:

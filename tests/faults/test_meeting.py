@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_a_wrong_secret_a_wrong_port_other_settings_and_a_late_host(
     other = cluster.write({}, file=tmp_path / "other.yaml", hosts=2, max_num_seqs=5, **TENSOR)
     (folder := tmp_path / "other").mkdir()
     head = cluster.engine("unified0", index=0)
-    here = {"namespace": 1, "index": 1}
+    here: dict[str, Any] = {"namespace": 1, "index": 1}
     stranger = cluster.engine("unified0", "--group-secret", str(write_secret(folder)), **here)
     lost = cluster.engine("unified0", port=5798, **here)
     until_told(

@@ -21,6 +21,7 @@ from weft.control.fleet.engine_protocol import EngineProtocol
 from weft.types import messages as m
 from weft.types import transfer
 from weft.types.handshake import EngineIdentity
+from weft.types.transport_counts import TransportCounts
 
 RECORDING: dict[str, Any] = json.loads((Path(__file__).parent / "version1.json").read_text())
 IDENTITY = EngineIdentity(name=NAME, model="m", start=5)
@@ -170,3 +171,18 @@ def test_a_welcome_of_a_later_release_is_read() -> None:
         m.decode_to_front(
             msgspec.msgpack.encode({"type": "Heartbeat", "idle": True, "stats": {}, "colour": 1})
         )
+
+
+@pytest.mark.parametrize("newest", [1, 2])
+def test_counts_by_transport_go_to_api_servers_that_know_them(newest: int) -> None:
+    engine = TinyEngine()
+    moves = m.TransferStats(done=2, sent=TransportCounts((("shm", 2),)))
+    engine.stats = lambda: m.EngineStats(transfers=moves)  # type: ignore[method-assign]
+    protocol = EngineProtocol(engine, 7, None, IDENTITY)
+    *_, (_, first) = protocol.on(FRONT, m.Hello(versions=(1, newest), front="front"))
+    (_, later) = protocol.heartbeats()[-1]
+    for heartbeat in (first, later):
+        assert isinstance(heartbeat, m.Heartbeat)
+        found = msgspec.msgpack.decode(m.encode(heartbeat))["stats"]["transfers"]
+        assert found["done"] == 2
+        assert ("sent" in found) == (newest > 1)

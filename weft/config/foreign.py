@@ -18,8 +18,6 @@ SHORT = {
     "-dp": "--data-parallel-size",
     "-ep": "--enable-expert-parallel",
     "-q": "--quantization",
-    "-n": "--nnodes",
-    "-r": "--node-rank",
 }
 """Short flags of vLLM and the long flags of Weft."""
 SAME = {
@@ -111,6 +109,8 @@ INSTEAD: dict[str, str] = {
     "tokenizer_revision": "--revision also applies to the tokenizer",
     "master_addr": _HOSTS,
     "master_port": _HOSTS,
+    "n": _HOSTS,
+    "r": _HOSTS,
     "nnodes": _HOSTS,
     "node_rank": _HOSTS,
     "code_revision": "Weft runs no code of checkpoints",

@@ -18,6 +18,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from weft.common.errors import ErrorInfo, InvalidRequest
 from weft.common.shared_bytes import SharedName
@@ -65,9 +66,12 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 VERSION = 2
-"""The newest version of these messages. Version 2 added ``Hello.engine`` and ``Welcome.engine``."""
+"""The newest version of these messages. Version 2 added ``Hello.engine``, ``Welcome.engine`` and
+``TransferStats.sent``."""
 OLDEST = 1
 """The oldest version understood. A sender uses only the fields of the newest common version."""
+SENT_SINCE = 2
+"""Version that added ``TransferStats.sent``."""
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
 """Salt of probe sequences. API servers send probe sequences to check if an engine process produces tokens."""
@@ -352,7 +356,8 @@ class TransferStats(_Message, frozen=True, kw_only=True):
     """Seconds at the sender from the first token until the receiver had everything."""
     sizes: Measures = Measures()
     """Bytes per completed transfer (bounds: ``BYTES``)."""
-    sent: TransportCounts = TransportCounts()
+    sent: TransportCounts | UnsetType = UNSET
+    """Completed transfers of the sender by transport; unset without one. Since version 2."""
 
 
 class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -474,6 +479,18 @@ class EngineFailed(_Message, frozen=True, kw_only=True):
 
 ToEngine = Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Profile | Shutdown
 ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | EngineFailed
+
+
+def stats_in(version: int, stats: EngineStats) -> EngineStats:
+    """Return ``stats`` with only the fields of ``version``."""
+    if version >= SENT_SINCE:
+        return stats
+    moves = {
+        name: msgspec.structs.replace(one, sent=UNSET)
+        for name in ("transfers", "embedding_transfers")
+        if (one := getattr(stats, name)) is not None
+    }
+    return msgspec.structs.replace(stats, **moves) if moves else stats
 
 
 def common_version(versions: tuple[int, int]) -> int | None:

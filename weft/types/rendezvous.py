@@ -4,6 +4,7 @@
     host/INDEX/MARK     a host that joins      settings that all hosts must share; one entry per process
     control/REPLICA     an engine process      the address at which ranks of other hosts say hello
     lease/REPLICA       an engine process      see weft/group/meeting.py
+    leaves/MARK         a host that joins      empty: the host has a signal to end, and waits for the drain
     answer/MARK         the head               empty: the host may work; else the reason why not
 
 Entries are states, not orders: an entry cannot be lost, arrive twice or arrive late.
@@ -36,12 +37,16 @@ class Table(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """All entries."""
 
 
-HOSTS = "host/"
+HOSTS, LEAVES = "host/", "leaves/"
 
 
 def host_key(index: int, mark: str) -> str:
     """Return the key of one host process. ``mark``: random text of the process."""
     return f"{HOSTS}{index}/{mark}"
+
+
+def leave_key(mark: str) -> str:
+    return f"{LEAVES}{mark}"
 
 
 def answer_key(mark: str) -> str:

@@ -17,6 +17,7 @@ messages over the size limit of their type. Lost, repeated and late messages are
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
@@ -25,7 +26,7 @@ from msgspec import Meta
 
 from weft.common.errors import ErrorInfo, WeftError
 
-VERSION = 2
+VERSION = 1
 """Version of these messages. Engine processes of different versions are never paired: the version is part of
 the fingerprint.
 """
@@ -163,13 +164,28 @@ class Blocks(_TransferPart, frozen=True):
 
 
 class Endpoint(_TransferPart, frozen=True):
-    """The address at which one rank of the receiver receives bytes."""
+    """Where one rank of the receiver receives bytes: one address for each of its transports.
+
+    The sender's engine chooses one way (``weft.disagg.protocol.pairing``) and passes an endpoint with this
+    way alone. An engine of a release that knows one transport per endpoint refuses several by name.
+    """
 
     transport: str
+    """One name, or several: ``shm,tcp``."""
     address: str
+    """One line per name."""
     incarnation: U64
-    also: Annotated[tuple[tuple[str, str], ...], Meta(max_length=8)] = ()
-    """(transport, address) of further ways to the rank. The sender's engine chooses one way."""
+
+    @classmethod
+    def of(cls, ways: Mapping[str, str], incarnation: int) -> Endpoint:
+        """``ways``: transport -> address, in the rank's order."""
+        return cls(",".join(ways), "\n".join(ways.values()), incarnation)
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """Transport -> address, in the rank's order. Without an address for a name: empty."""
+        names, addresses = self.transport.split(","), self.address.split("\n")
+        return dict(zip(names, addresses, strict=True)) if len(names) == len(addresses) else {}
 
 
 class Admitted(_TransferMessage, frozen=True, kw_only=True):

@@ -161,3 +161,27 @@ def test_a_lost_host_ends_no_engine_of_another_host() -> None:
     played.on(h.Admitted(), h.Seen("a", True))
     actions = played.pass_time(60, [h.Seen("a", False)])
     assert set(actions) == {h.Publish(draining=False)}
+
+
+def test_a_host_that_leaves_drains_the_group_which_can_start_again() -> None:
+    played = serving("a")
+    assert played.on(h.Leaving()) == [h.Publish(draining=True)]
+    assert played.on(h.Leaving()) == []
+    assert h.Quit() in played.pass_time(h.SETTLE_S + 0.4, [h.Seen("a", True)])
+    assert played.on(h.Ended("a", 0)) == [h.Exit(1)]
+
+
+def test_a_signal_to_all_hosts_ends_the_group_for_good() -> None:
+    """Whichever host is first. A second signal ends the group at once."""
+    played = serving("a")
+    assert h.Exit(130) not in played.on(h.Leaving(), h.Stop())
+    assert h.Quit() in played.pass_time(h.SETTLE_S + 0.4, [h.Seen("a", True)])
+    assert played.on(h.Ended("a", 0)) == [h.Exit(0)]
+    again = serving("a")
+    assert h.Exit(130) in again.on(h.Leaving(), h.Stop(), h.Stop())
+
+
+def test_a_host_that_leaves_before_the_start_is_waited_for() -> None:
+    played = waiting("a")
+    assert played.on(h.Leaving(), h.Tick()) == []
+    assert played.machine.phase is h.HostPhase.WAITING

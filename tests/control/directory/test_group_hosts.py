@@ -16,6 +16,7 @@ class Played:
         self.hosts: dict[str, tuple[int, dict[str, str] | None]] = {}
         self.heard: dict[str, float] = {}
         self.silent: set[str] = set()
+        self.leaving: set[str] = set()
 
     def come(self, mark: str, index: int = 1, settings: dict[str, str] | None = SETTINGS) -> None:
         self.hosts[mark] = index, settings
@@ -25,7 +26,7 @@ class Played:
         self.now += after
         self.heard |= dict.fromkeys((mark for mark in self.hosts if mark not in self.silent), self.now)
         seen = [
-            g.HostSeen(index, mark, settings, self.now - self.heard[mark])
+            g.HostSeen(index, mark, settings, self.now - self.heard[mark], mark in self.leaving)
             for mark, (index, settings) in self.hosts.items()
         ]
         made = self.machine.on(g.Looked(seen, stranger), self.now)
@@ -107,3 +108,18 @@ def test_other_settings_another_version_and_no_such_number_are_refused() -> None
     assert not played.machine.whole
     played.come("e")
     assert played.turn() == [g.Answer(1, "e", "")]
+
+
+def test_only_a_present_host_can_leave() -> None:
+    played = Played()
+    played.come("a")
+    played.come("b", settings=None)
+    played.leaving.add("b")
+    played.turn()
+    assert not played.machine.leaving
+    played.leaving.add("a")
+    played.turn()
+    assert played.machine.leaving
+    del played.hosts["a"]
+    played.turn()
+    assert not played.machine.leaving

@@ -100,3 +100,10 @@ def test_the_next_head_with_other_settings_refuses_the_host(meeting: Meeting) ->
     until(lambda: both(meeting, host) == (h.Admitted(), h.Admitted()))
     meeting.next_head({**SETTINGS, "scheduler.max_num_seqs": "8"})
     until(lambda: isinstance(both(meeting, host)[1], h.Refused))
+
+
+def test_a_host_that_leaves_is_heard(meeting: Meeting) -> None:
+    host = meeting.join()
+    until(lambda: both(meeting, host) == (h.Admitted(), h.Admitted()))
+    host.leave()
+    until(lambda: meeting.head.look() == h.Leaving())

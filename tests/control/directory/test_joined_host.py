@@ -6,7 +6,7 @@ import pytest
 
 from weft.control.directory import joined_host as j
 
-TIMEOUT = 8.0
+TIMEOUT, DRAIN = 8.0, 60.0
 HEAD, ENGINE = 7, "tcp://10.0.0.1:1"
 
 
@@ -14,7 +14,7 @@ class Played:
     """A machine with a clock."""
 
     def __init__(self, *ranks: int) -> None:
-        self.machine = j.JoinedHost(ranks, TIMEOUT)
+        self.machine = j.JoinedHost(ranks, TIMEOUT, DRAIN)
         self.now = 0.0
 
     def on(self, event: j.Event, after: float = 0.2) -> list[j.Action]:
@@ -123,8 +123,29 @@ def test_a_suspended_rank_is_killed_after_the_rank_timeout() -> None:
     assert played.on(j.RankEnded(1, -9)) == [j.StartRank(1, "its process ended with status -9")]
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_a_signal_ends_the_host(joined: bool) -> None:
-    played = serving(1) if joined else Played(1)
-    assert played.on(j.Stop()) == [j.Exit(0)]
-    assert played.on(j.Stop()) == []
+def test_a_signal_before_the_engine_listens_ends_the_host() -> None:
+    for early in (j.Silent(), j.Answered(HEAD, None), j.Answered(HEAD, "")):
+        played = Played(1)
+        played.on(early)
+        assert played.on(j.Stop()) == [j.Exit(0)]
+        assert played.on(j.Stop()) == []
+
+
+def test_a_host_with_a_signal_waits_until_the_engine_has_ended_its_ranks() -> None:
+    played = serving(1, 2)
+    assert played.on(j.Stop()) == [j.Leave()]
+    assert played.on(accepted(), after=DRAIN / 2) == []
+    assert played.on(j.RankEnded(1, 0)) == []
+    assert played.on(accepted()) == []  # no rank is started again
+    assert played.on(j.RankEnded(2, -9)) == [j.Exit(0)]
+
+
+@pytest.mark.parametrize(
+    ("event", "after", "status"),
+    [(j.Silent(), 0.2, 0), (accepted(), DRAIN + j.LEAVE_S, 0), (j.Stop(), 0.2, 130)],
+    ids=["the head is gone", "time-out", "second signal"],
+)
+def test_a_host_with_a_signal_does_not_wait_in_vain(event: j.Event, after: float, status: int) -> None:
+    played = serving(1)
+    played.on(j.Stop())
+    assert played.on(event, after=after) == [j.Exit(status)]

@@ -30,8 +30,8 @@ class Files:
 
 def rank(number: int, *names: str) -> Endpoint:
     """Return the endpoint of a rank with transports ``names``: addresses are /0 and tcp0 for rank 0."""
-    (first, *also) = [(name, f"/{number}" if name == "shm" else f"{name}{number}") for name in names]
-    return Endpoint(*first, 70 + number, tuple(also))
+    ways = {name: f"/{number}" if name == "shm" else f"{name}{number}" for name in names}
+    return Endpoint.of(ways, 70 + number)
 
 
 def bound(*endpoints: Endpoint) -> r.Bound:
@@ -43,7 +43,7 @@ def chosen(wanted: Sequence[str], offered: Sequence[Sequence[str]], *reachable: 
     """Return (transport, address) of each rank."""
     ends = [rank(number, *names) for number, names in enumerate(offered)]
     made = Pairing(wanted, Files(*reachable).reach).choose(PEER, bound(*ends), 0.0)
-    assert all(not one.also for one in made.endpoints)
+    assert all(len(one.ways) == 1 for one in made.endpoints)
     assert [one.incarnation for one in made.endpoints] == [70 + number for number in range(len(ends))]
     return [(one.transport, one.address) for one in made.endpoints]
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from pathlib import Path
 
 import msgspec
 
 from weft.common import signals
 from weft.common.log import get_logger
+from weft.common.signals import is_suspended
 from weft.config.hosts import engine_of, ranks_on
 from weft.config.resolved import EngineConfig
+from weft.config.sections.all import FrontSection
 from weft.control.directory import joined_host as j
 from weft.control.directory.engine_host import HostPhase
 from weft.control.directory.host_gates import JoinGate
@@ -38,13 +39,16 @@ class JoinedRanks:
     """This host has no engine."""
     records: tuple[EngineRecord, ...] = ()
 
-    def __init__(self, config: EngineConfig, gate: JoinGate, log_level: str) -> None:
-        """Set up the host; start nothing. ``gate``: closed at the end of ``run``."""
+    def __init__(self, config: EngineConfig, gate: JoinGate, front: FrontSection) -> None:
+        """Set up the host; start nothing. ``gate``: closed at the end of ``run``. ``front``: drain time-out
+        and log level."""
         parallel = config.parallel
         ranks = ranks_on(parallel, config.host.index)
         self._replica = parallel.layout.replica(engine_of(parallel, ranks[0]))
-        self._processes = RankProcesses(msgspec.structs.replace(config, replica=self._replica), "", log_level)
-        self._machine = j.JoinedHost(ranks, parallel.rank_timeout)
+        self._processes = RankProcesses(
+            msgspec.structs.replace(config, replica=self._replica), "", front.log_settings
+        )
+        self._machine = j.JoinedHost(ranks, parallel.rank_timeout, front.drain_timeout)
         self._gate = gate
         self._waiting: deque[j.Event] = deque()
         """Events of signal handlers and of other threads."""
@@ -56,12 +60,12 @@ class JoinedRanks:
         return _PHASES[self._machine.phase]
 
     def drain(self) -> None:
-        """End this host. Safe from any thread."""
+        """Drain the group and end this host. Safe from any thread."""
         self._waiting.append(j.Stop())
 
     def run(self) -> int:
-        """Serve until a signal comes, the head refuses this host, or too many ranks fail. Return the exit
-        status.
+        """Serve until a signal comes and the group has drained, the head refuses this host, or too many ranks
+        fail. Return the exit status.
 
         Sets the handlers of ``signals.STOPS``, and leaves these signals ignored.
         """
@@ -86,7 +90,7 @@ class JoinedRanks:
             self._processes.kill(rank)
             self._on(j.RankEnded(rank, status))
         for rank in self._processes.ranks():
-            if _is_stopped(self._processes.pid(rank)):
+            if is_suspended(self._processes.pid(rank)):
                 self._on(j.RankSuspended(rank))
         self._on(self._gate.answer(self._replica))
 
@@ -104,6 +108,8 @@ class JoinedRanks:
                 case j.KillRank(rank):
                     log.error("rank %d is suspended (SIGSTOP) and is killed", rank)
                     self._processes.send_signal(rank, signal.SIGKILL)
+                case j.Leave():
+                    self._gate.leave()
                 case j.Exit(status, why):
                     if why:
                         log.error("%s", why)
@@ -113,13 +119,6 @@ class JoinedRanks:
 _PHASES = {
     j.JoinPhase.CALLING: HostPhase.WAITING,
     j.JoinPhase.SERVING: HostPhase.SERVING,
+    j.JoinPhase.LEAVING: HostPhase.DRAINING,
     j.JoinPhase.ENDED: HostPhase.ENDED,
 }
-
-
-def _is_stopped(pid: int) -> bool:
-    """Return True if process ``pid`` is stopped (SIGSTOP)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):  # the process has ended, or there is no /proc
-        return False

@@ -65,9 +65,9 @@ directory_option = click.option(
 @click.option(
     "--host-index",
     type=click.IntRange(0, 1023),
-    default=0,
     metavar="N",
-    help="With --join: number of this host, from 1 on.",
+    help="With --join: number of this host. 0 is the head, which listens at the port of --join. So the "
+    "commands of all hosts can be equal except for N.",
 )
 @click.option("--parent", type=int, hidden=True, help="End when this process ends.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the HTTP port.")
@@ -84,7 +84,7 @@ def engine(
     group_secret: str | None,
     join_port: int | None,
     join: str | None,
-    host_index: int,
+    host_index: int | None,
     parent: int | None,
     host: str,
     port: int | None,
@@ -109,11 +109,14 @@ def engine(
     if parent is not None:
         child.die_with_parent(parent)
     topology = read_topology(file)
-    log.configure(topology.front.log_settings, f"host {group}")
+    name = f"host {host_index} {group}" if host_index else f"host {group}"
+    log.configure(topology.front.log_settings, name)
     warn_of_readable_keys(file)
-    place = HostPlace(host_index, join, join_port)
+    if (join is None) is not (host_index is None):
+        raise ConfigError("--join and --host-index belong together", param="--join")
+    place = HostPlace(host_index or 0, join, join_port)
     address = place.address(settings_of(topology, group).config.parallel, advertise)
-    config = group_alone(topology, group, address, group_secret, host_index)
+    config = group_alone(topology, group, address, group_secret, place.number)
     check_secrets([config])
     return run(config, topology.front, directory, None if port is None else (host, port), place)
 
@@ -162,7 +165,7 @@ def run(
         if writer is not None:
             return _run_engines(config, front, writer, gate, folder, opened)
         assert isinstance(gate, JoinGate), "the head has an engine"
-        ranks = JoinedRanks(config, gate, front.log_settings)
+        ranks = JoinedRanks(config, gate, front)
         opened(ranks)
         return ranks.run()
     finally:
@@ -221,7 +224,8 @@ def _run_engines(
     )
     try:
         group = EngineProcesses(config, folder, front.log_settings, operations.start)
-        server = HostServer(group, directory, facts, front.drain_timeout, front.engine_timeout, gate)
+        timeouts = front.drain_timeout, front.engine_timeout
+        server = HostServer(group, directory, facts, *timeouts, gate, config.parallel.rank_timeout)
         server.announce(opened(server))
         return server.run()
     finally:

@@ -25,7 +25,7 @@ class HostPlace(NamedTuple):
     number: int = 0
     """``--host-index``; 0 for the head."""
     join: str | None = None
-    """``--join``: HOST:PORT of the head; None at the head."""
+    """``--join``: HOST:PORT of the head. The head needs ``port`` or ``join``."""
     port: int | None = None
     """``--join-port`` of the head."""
 
@@ -41,23 +41,21 @@ class HostPlace(NamedTuple):
                 if value:
                     raise ConfigError(f"{flag}: the group lies on one host; set `hosts` in FILE", param=flag)
             return advertise
-        if self.join is None:
-            return self._address_of_head(parallel, advertise)
-        if self.port is not None:
-            raise ConfigError("--join-port is for the head: leave --join or --join-port out", param="--join")
-        if not 0 < self.number < parallel.hosts:
+        if self.number >= parallel.hosts:
             raise ConfigError(
-                f"--host-index: a host that joins has a number from 1 to {parallel.hosts - 1}",
+                f"--host-index {self.number}: the last host of the group is {parallel.hosts - 1}",
                 param="--host-index",
             )
+        if not self.number:
+            return self._address_of_head(parallel, advertise)
+        if self.port is not None:
+            raise ConfigError("--join-port is for the head: leave --join-port out", param="--join-port")
         return advertise or own_address(*self.head())
 
     def _address_of_head(self, parallel: ParallelSection, advertise: str | None) -> str:
-        """Return ``advertise``. Raise ConfigError for an option that the head lacks, or must not have."""
-        if self.number:
-            raise ConfigError(f"--host-index {self.number} needs --join HOST:PORT", param="--join")
-        if self.port is None or advertise is None:
-            flag = "--join-port" if self.port is None else "--advertise"
+        """Return ``advertise``. Raise ConfigError for an option that the head lacks."""
+        if (self.port is None and self.join is None) or advertise is None:
+            flag = "--advertise" if advertise is None else "--join-port"
             raise ConfigError(
                 f"the group lies on {parallel.hosts} hosts: the head needs --advertise ADDRESS and "
                 "--join-port PORT; another host needs --join HOST:PORT and --host-index N",
@@ -85,8 +83,9 @@ def open_gate(config: EngineConfig, place: HostPlace) -> tuple[EngineConfig, Hea
     assert parallel.group_secret is not None, "checked when the configuration was resolved"
     assert parallel.advertise is not None, "checked by HostPlace.address"
     keys, settings = read_keys(parallel.group_secret), host_settings(config)
-    if place.join is None:
-        store = RendezvousStore(tcp(parallel.advertise, place.port or 0), keys, PORT_S)
+    if not place.number:
+        port = place.port or place.head()[1]
+        store = RendezvousStore(tcp(parallel.advertise, port), keys, PORT_S)
         config = msgspec.structs.replace(config, rendezvous=store.address)
         return config, HeadGate(store, settings, parallel.hosts)
     address = tcp(*place.head())

@@ -64,6 +64,11 @@ class Refused(NamedTuple):
     why: str
 
 
+class Leaving(NamedTuple):
+    """Another host of the group has a signal to end. The group drains and ends with status 1, because the
+    group can start again with the host."""
+
+
 class Stop(NamedTuple):
     """A stop signal."""
 
@@ -76,7 +81,7 @@ class Tick(NamedTuple):
     """Nothing has happened; time has passed."""
 
 
-Event: TypeAlias = Seen | Ended | Admitted | Refused | Stop | Drain | Tick
+Event: TypeAlias = Seen | Ended | Admitted | Refused | Leaving | Stop | Drain | Tick
 
 
 class Start(NamedTuple):
@@ -115,6 +120,8 @@ class EngineHost:
         """Draining: engines without work, by their last probe."""
         self._ended: set[str] = set()
         self._drain_timeout = drain_timeout
+        self._status = 0
+        """Exit status after a drain."""
         self._renewed = -math.inf
         self._since = -math.inf
         """Time at which the present phase began."""
@@ -142,6 +149,12 @@ class EngineHost:
                 return self._exit(0, now)
             case Stop() if self.phase is HostPhase.STARTING and not self._answered:
                 return self._exit(0, now)  # no engine has ever had a request
+            case Leaving() if self.phase in (HostPhase.STARTING, HostPhase.SERVING):
+                self._status = 1
+                self._enter(HostPhase.DRAINING, now)
+                return [self._publish(now)]
+            case Stop() if self._status:  # the first signal; another host was faster
+                self._status = 0
             case Stop() if self.phase in (HostPhase.DRAINING, HostPhase.ENDING):
                 return self._exit(130, now)  # a second signal
             case Stop() | Drain() if self.phase in (HostPhase.STARTING, HostPhase.SERVING):
@@ -163,7 +176,7 @@ class EngineHost:
         if self.phase is not HostPhase.ENDING:
             return self._exit(status if status > 0 else 1, now)
         self._ended.add(name)
-        return self._exit(0, now) if self._ended == self._names else []
+        return self._exit(self._status, now) if self._ended == self._names else []
 
     def _pass_time(self, now: float) -> list[Action]:
         """Return what is due: the renewal of records, the end of a drain, or the end of patience."""
@@ -177,7 +190,7 @@ class EngineHost:
                 self._enter(HostPhase.ENDING, now)
                 return [Quit()]
         if self.phase is HostPhase.ENDING and waited >= QUIT_S:
-            return self._exit(0, now)
+            return self._exit(self._status, now)
         return [self._publish(now)] if now >= self._renewed + RENEW_S else []
 
     def _publish(self, now: float) -> Publish:

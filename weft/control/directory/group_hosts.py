@@ -33,6 +33,8 @@ class HostSeen(NamedTuple):
     """Settings that all hosts must share; None for a text of another version of Weft."""
     age: float
     """Seconds since the last message."""
+    leaves: bool = False
+    """True if the host waits for the drain of the group, and then ends."""
 
 
 class Looked(NamedTuple):
@@ -89,6 +91,8 @@ class GroupHosts:
         """Mark -> time since which a process waits for a number in use."""
         self._away: set[int] = set(self._hosts)
         self._remind = now + REMIND_S
+        self.leaving = False
+        """True if a present host waits for the drain of the group."""
 
     @property
     def whole(self) -> bool:
@@ -107,6 +111,8 @@ class GroupHosts:
             if away and index not in self._away:
                 actions.append(Away(index))
             (self._away.add if away else self._away.discard)(index)
+        present = set(self._present.values())
+        self.leaving = any(host.leaves and host.mark in present for host in event.hosts)
         if self._away and now >= self._remind:
             self._remind = now + REMIND_S
             wrong = event.stranger

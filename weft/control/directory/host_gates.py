@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -16,7 +16,7 @@ from weft.control.directory import engine_host as h
 from weft.control.directory import group_hosts as g
 from weft.control.directory import joined_host as j
 from weft.parallel.rendezvous import RENEW_S, RendezvousClient, RendezvousStore
-from weft.types.rendezvous import HOSTS, answer_key, control_key, host_key
+from weft.types.rendezvous import HOSTS, LEAVES, answer_key, control_key, host_key, leave_key
 
 log = get_logger(__name__)
 
@@ -32,9 +32,10 @@ class HeadGate:
         self._store = store
         self._machine = g.GroupHosts(settings, hosts, time.monotonic())
 
-    def look(self) -> h.Admitted | None:
-        """Meet new processes. Return Admitted if all hosts are present."""
-        seen = [_seen(key, *found) for key, found in self._store.look(HOSTS).items()]
+    def look(self) -> h.Admitted | h.Leaving | None:
+        """Meet new processes. Return Leaving if a host leaves, and Admitted if all hosts are present."""
+        leaving = {key.removeprefix(LEAVES) for key in self._store.look(LEAVES)}
+        seen = [_seen(key, *found, leaving) for key, found in self._store.look(HOSTS).items()]
         for action in self._machine.on(g.Looked(seen, self._store.refused), time.monotonic()):
             match action:
                 case g.Answer(index, mark, why):
@@ -50,6 +51,8 @@ class HeadGate:
                     log.warning("host %d is away", index)
                 case g.Missing(index, why):
                     log.info("waiting for host %d: %s", index, why)
+        if self._machine.leaving:
+            return h.Leaving()
         return h.Admitted() if self._machine.whole else None
 
     def close(self) -> None:
@@ -57,14 +60,14 @@ class HeadGate:
         self._store.close()
 
 
-def _seen(key: str, data: bytes, age: float) -> g.HostSeen:
-    """Return the process of an entry of the store."""
+def _seen(key: str, data: bytes, age: float, leaving: Collection[str]) -> g.HostSeen:
+    """Return the process of an entry of the store. ``leaving``: marks of the processes that leave."""
     index, _, mark = key.removeprefix(HOSTS).partition("/")
     try:
         settings = msgspec.msgpack.decode(data, type=dict[str, str])
     except msgspec.MsgspecError:
         settings = None
-    return g.HostSeen(int(index) if index.isdecimal() else -1, mark, settings, age)
+    return g.HostSeen(int(index) if index.isdecimal() else -1, mark, settings, age, mark in leaving)
 
 
 class JoinGate:
@@ -100,6 +103,10 @@ class JoinGate:
             case j.Answered(why=str(why)):
                 return h.Refused(why)
         return None
+
+    def leave(self) -> None:
+        """Ask the head to drain the group, because this host will end."""
+        self._client.post(leave_key(self._mark), b"")
 
     def close(self) -> None:
         """Leave the head."""

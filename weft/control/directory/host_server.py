@@ -21,6 +21,7 @@ from weft.common import signals
 from weft.common.counted_log import CountedLog
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
+from weft.common.signals import Suspensions
 from weft.control.directory import engine_host as h
 from weft.control.directory.record import RENEW_S, DirectoryWriter, EngineRecord
 from weft.control.fleet.instance_table import LISTEN_S
@@ -46,6 +47,9 @@ class GroupStarter(Protocol):
     def start(self, name: str, incarnation: int) -> Address:
         """Start the process and return its address, without a wait for readiness."""
 
+    def is_suspended(self, name: str) -> bool:
+        """Return True if the process is suspended (SIGSTOP)."""
+
     def close(self, seconds: float) -> list[int]:
         """Wait up to ``seconds`` for the engine processes, and kill the rest. Return the exit statuses."""
 
@@ -53,7 +57,7 @@ class GroupStarter(Protocol):
 class HostGate(Protocol):
     """Connects a host of several to the others. Used from one thread."""
 
-    def look(self) -> h.Admitted | h.Refused | None:
+    def look(self) -> h.Admitted | h.Refused | h.Leaving | None:
         """Return what the other hosts say now; None if the engines of this host must wait. Never waits."""
 
     def close(self) -> None:
@@ -98,16 +102,18 @@ class HostServer:
         drain_timeout: float,
         engine_timeout: float,
         gate: HostGate | None = None,
+        rank_timeout: float = math.inf,
     ) -> None:
         """Set up the group; start nothing. ``facts``: a record with the values that all engines of the group
         share; name, incarnation, endpoint and expert group are replaced. ``engine_timeout``: seconds without
         progress after which an engine counts as dead. ``gate``: of a group over several hosts, closed at the
-        end of ``run``."""
+        end of ``run``. ``rank_timeout``: seconds after which a suspended engine of such a group counts as
+        dead: the other hosts wait no longer."""
         self._timeout = engine_timeout
         self._turned = time.monotonic()
         self._group, self._directory, self._facts = group, directory, facts
         self._host = h.EngineHost(group.members, drain_timeout, gate is not None)
-        self._gate = gate
+        self._gate, self._suspended = gate, Suspensions(rank_timeout)
         self._records: dict[str, EngineRecord] = {}
         """Records of the engines whose address is known."""
         self._addresses: dict[str, Address] = {}
@@ -173,13 +179,16 @@ class HostServer:
 
     def _turn(self) -> None:
         """Pass everything that has happened since the last turn to the machine."""
-        if self._gate is not None and (said := self._gate.look()) is not None:
-            self._on(said)
         while self._waiting:
             self._on(self._waiting.popleft())
+        if self._gate is not None and (said := self._gate.look()) is not None:
+            self._on(said)
         for name, address in self._addresses.items():
             if (status := address.process.poll()) is not None:
                 self._on(h.Ended(name, status))
+            elif self._gate is not None and self._is_suspended(name):
+                log.error("engine %s is suspended (SIGSTOP)", name)
+                self._on(h.Ended(name, 1))
         now = time.monotonic()
         stood_still, self._turned = now - self._turned > STALL_S, now
         for name, probe in self._probes.items():
@@ -197,6 +206,10 @@ class HostServer:
         if any(self._asked(record) for record in self._records.values()):
             self._on(h.Drain())
         self._on(h.Tick())
+
+    def _is_suspended(self, name: str) -> bool:
+        """Return True if the engine process has been suspended for too long."""
+        return self._group.is_suspended(name) and self._suspended.report(name, time.monotonic())
 
     def _asked(self, record: EngineRecord) -> bool:
         try:

@@ -1,8 +1,10 @@
 """A host that has ranks of a group, and no engine: a pure state machine of ``weft engine --join``.
 
-    calling ──the head accepts this host, and the engine listens──► serving ──a signal──► ended
+    calling ──the head accepts this host, and the engine listens──► serving ──a signal──► leaving ──► ended
        ▲                                                               │
        ╰────────────────── the head is silent ◄────────────────────────╯
+
+A host that leaves asks the head to drain the group. The host ends when the engine has ended all ranks.
 
 A rank process follows the engine by itself: the process keeps the weights when the engine dies, says hello to
 the next engine, and ends when no engine comes. This machine decides when a rank needs a new process. The host
@@ -11,15 +13,18 @@ outlives the head, and serves the next head.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 from weft.common.restarts import RestartBudget
+from weft.common.signals import Suspensions
+from weft.control.directory.engine_host import QUIT_S, SETTLE_S
 
 RESTARTS, WINDOW_S = 20, 600.0
 """Maximum number of restarts of failed ranks per window of seconds, before the host ends with status 1."""
+LEAVE_S = SETTLE_S + QUIT_S
+"""Maximum seconds of a drain without requests."""
 NO_ENGINE = 4
 """Exit status of a rank without an answer from any engine. The rank is not faulty."""
 
@@ -29,6 +34,7 @@ class JoinPhase(Enum):
 
     CALLING = "waits for the head"
     SERVING = "serving"
+    LEAVING = "waits for the drain of the group"
     ENDED = "ended"
 
 
@@ -80,6 +86,10 @@ class KillRank(NamedTuple):
     rank: int
 
 
+class Leave(NamedTuple):
+    """Ask the head to drain the group."""
+
+
 class Exit(NamedTuple):
     """End the host: kill all ranks and end with ``status``. ``why``: for the log; "" after a signal."""
 
@@ -87,24 +97,25 @@ class Exit(NamedTuple):
     why: str = ""
 
 
-Action: TypeAlias = StartRank | KillRank | Exit
+Action: TypeAlias = StartRank | KillRank | Leave | Exit
 
 
 class JoinedHost:
     """All ranks of one group on one host. Times are seconds of one monotonic clock."""
 
-    def __init__(self, ranks: Iterable[int], rank_timeout: float) -> None:
-        """``rank_timeout``: seconds after which a suspended rank counts as dead."""
+    def __init__(self, ranks: Iterable[int], rank_timeout: float, drain_timeout: float) -> None:
+        """``rank_timeout``: seconds after which a suspended rank counts as dead. ``drain_timeout``: maximum
+        seconds for the requests of a draining group."""
         self.phase = JoinPhase.CALLING
-        self._due: dict[int, str] = dict.fromkeys(ranks, "")
+        self._ranks = tuple(ranks)
+        self._drain_timeout, self._left = drain_timeout, 0.0
+        self._due: dict[int, str] = dict.fromkeys(self._ranks, "")
         """Rank without a process -> reason of the restart."""
         self._served: dict[int, tuple[int, str]] = {}
         """Rank that ended in order -> the engine that ended the rank. The rank waits for another engine."""
         self._engine = 0, ""
         """The present or last engine: number of the head, and address."""
-        self._suspended: dict[int, tuple[float, float]] = {}
-        """Rank -> times of the first and the last report of the present stop."""
-        self._timeout = rank_timeout
+        self._suspended = Suspensions(rank_timeout)
         self._budget = RestartBudget(RESTARTS, WINDOW_S)
 
     def on(self, event: Event, now: float) -> list[Action]:
@@ -112,10 +123,15 @@ class JoinedHost:
         if self.phase is JoinPhase.ENDED:
             return []
         match event:
+            case Stop() if self.phase is JoinPhase.SERVING:
+                self.phase, self._left = JoinPhase.LEAVING, now
+                return [Leave()]
             case Stop():
-                return self._exit(0)
+                return self._exit(0 if self.phase is JoinPhase.CALLING else 130)
             case Answered(why=str(why)) if why:
                 return self._exit(2, f"the head refused this host: {why}")
+            case _ if self.phase is JoinPhase.LEAVING:
+                return self._leave(event, now)
             case Answered(head, "", engine) if engine:
                 self.phase, self._engine = JoinPhase.SERVING, (head, engine)
             case Answered() | Silent():
@@ -123,7 +139,8 @@ class JoinedHost:
             case RankEnded(rank, status):
                 return self._end(rank, status, now)
             case RankSuspended(rank):
-                return self._suspend(rank, now)
+                # No engine waits longer for the rank.
+                return [KillRank(rank)] if self._suspended.report(rank, now) else []
         return self._start()
 
     def _start(self) -> list[Action]:
@@ -135,23 +152,23 @@ class JoinedHost:
             self._served.pop(rank, None)
         return [StartRank(rank, self._due.pop(rank)) for rank in ready]
 
+    def _leave(self, event: Event, now: float) -> list[Action]:
+        """Return Exit if nothing is left to wait for: no rank, no head, or no time."""
+        if isinstance(event, RankEnded):
+            self._due[event.rank] = ""
+        late = now - self._left >= self._drain_timeout + LEAVE_S
+        gone = isinstance(event, Silent) or len(self._due) == len(self._ranks)
+        return self._exit(0) if gone or late else []
+
     def _end(self, rank: int, status: int, now: float) -> list[Action]:
         """Note the end of a rank. Too many failures end the host."""
-        self._suspended.pop(rank, None)
+        self._suspended.forget(rank)
         self._due[rank] = "" if status in (0, NO_ENGINE) else f"its process ended with status {status}"
         if status == 0:  # the engine has ended in order, and no engine follows in this process of the head
             self._served[rank] = self._engine
         elif status != NO_ENGINE and not self._budget.grant(now):
             return self._exit(1, f"{RESTARTS + 1} ranks ended within {WINDOW_S / 60:g} minutes")
         return self._start()
-
-    def _suspend(self, rank: int, now: float) -> list[Action]:
-        """Kill a rank that was suspended for longer than ``rank_timeout``: no engine waits longer."""
-        first, last = self._suspended.get(rank, (now, -math.inf))
-        if now - last > self._timeout / 2:  # the process ran in between
-            first = now
-        self._suspended[rank] = first, now
-        return [KillRank(rank)] if now - first > self._timeout else []
 
     def _exit(self, status: int, why: str = "") -> list[Action]:
         self.phase = JoinPhase.ENDED

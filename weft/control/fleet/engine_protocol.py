@@ -54,6 +54,8 @@ class _Front(NamedTuple):
     name: str
     """The name of the API server, the same for all connections of the server."""
     quiet: bool
+    version: int
+    """Version of the messages to the API server."""
     """True if the API server wants heartbeats only while owning sequences."""
 
 
@@ -145,10 +147,13 @@ class EngineProtocol:
 
         Quiet API servers get a heartbeat only while their sequences run.
         """
-        heartbeat = self._heartbeat()
+        versions = {front.version for front in self._fronts.values()}
+        made = {version: self._heartbeat(version) for version in versions}
         busy = {owner.front for owner in self._owners.values()}
         told: Outgoing = [
-            (name, heartbeat) for name, front in self._fronts.items() if name in busy or not front.quiet
+            (name, made[front.version])
+            for name, front in self._fronts.items()
+            if name in busy or not front.quiet
         ]
         return [*self.prefixes.changes(), *told]
 
@@ -185,10 +190,10 @@ class EngineProtocol:
             welcome = msgspec.structs.replace(welcome, engine=own)
         for former in [other for other in self._fronts if other != front and self._named(other, hello.front)]:
             self.forget(former)  # the former connection broke, unnoticed so far
-        self._fronts[front] = _Front(hello.front, hello.quiet)
+        self._fronts[front] = _Front(hello.front, hello.quiet, version)
         if self._pixels is not None:
             welcome = msgspec.structs.replace(welcome, probe=self._pixels.probe)
-        return [(front, welcome), (front, self._heartbeat())]
+        return [(front, welcome), (front, self._heartbeat(version))]
 
     def _submit(self, front: bytes, submit: m.Submit) -> Outgoing:
         """Submit a sequence to the engine and return its events.
@@ -242,7 +247,8 @@ class EngineProtocol:
         )
         return [(front, m.Tokens(step=-1, events=(event,)))]
 
-    def _heartbeat(self) -> m.Heartbeat:
-        stats = msgspec.structs.replace(self._engine.stats(), bad_frames=self.bad_frames)
+    def _heartbeat(self, version: int) -> m.Heartbeat:
+        """Return a heartbeat in a version of the messages."""
+        stats = m.stats_in(version, msgspec.structs.replace(self._engine.stats(), bad_frames=self.bad_frames))
         # The forming of a group has separate deadlines, so the engine counts as idle meanwhile.
         return m.Heartbeat(idle=self._engine.recovering or not self._engine.has_work(), stats=stats)

@@ -33,20 +33,15 @@ class NoWay(TransferRefused):
     """Two engines have no usable transport in common."""
 
 
-def ways(endpoint: Endpoint) -> dict[str, str]:
-    """Return transport -> address of a rank, in the rank's order."""
-    return {endpoint.transport: endpoint.address, **dict(endpoint.also)}
-
-
 def candidates(wanted: Sequence[str], endpoints: Sequence[Endpoint]) -> list[str]:
     """Return the transports that the sender and all ranks of the receiver have, in the sender's order."""
-    offered = [ways(endpoint) for endpoint in endpoints]
+    offered = [endpoint.ways for endpoint in endpoints]
     return [name for name in wanted if all(name in one for one in offered)]
 
 
 def narrowed(endpoints: Sequence[Endpoint], transport: str) -> tuple[Endpoint, ...]:
     """Return ``endpoints`` with ``transport`` as the only way."""
-    return tuple(Endpoint(transport, ways(one)[transport], one.incarnation) for one in endpoints)
+    return tuple(Endpoint(transport, one.ways[transport], one.incarnation) for one in endpoints)
 
 
 class Pairing:
@@ -80,7 +75,7 @@ class Pairing:
     def _shared(self, endpoints: Sequence[Endpoint], now: float) -> bool:
         """Return True if this engine can connect to the sockets of all ranks. A failed try is repeated after
         ``AGAIN_S``. Ranks that start again have new addresses, so old facts do not apply to them."""
-        addresses = tuple(ways(endpoint)[SHM] for endpoint in endpoints)
+        addresses = tuple(endpoint.ways[SHM] for endpoint in endpoints)
         until = self._reached.get(addresses)
         if until is None or until <= now:
             reached = all(map(self._reach, addresses))
@@ -101,5 +96,5 @@ def _why(wanted: Sequence[str], common: Sequence[str], endpoints: Sequence[Endpo
     """Return the reason for ``NoWay``."""
     if common:
         return "--transfer shm: two engines share no memory, since one cannot connect to the other's sockets"
-    theirs = ", ".join(ways(endpoints[0])) if endpoints else "nothing"
+    theirs = ", ".join(endpoints[0].ways) if endpoints else "nothing"
     return f"two engines have no transport in common: {', '.join(wanted)} here, {theirs} at the receiver"

@@ -39,10 +39,8 @@ class TransportSet:
         self.name = ",".join(self._members)
         self.write_bytes = min(member.write_bytes for member in members)
         self.window_bytes = min(member.window_bytes for member in members)
-        also = tuple((member.name, member.endpoint.address) for member in members[1:])
-        self.endpoint = Endpoint(
-            self._first.name, self._first.endpoint.address, self._first.incarnation, also
-        )
+        ways = {member.name: member.endpoint.address for member in members}
+        self.endpoint = Endpoint.of(ways, self._first.incarnation)
         self._peers: dict[str, SocketTransport] = {}
         self._poller = select.poll()
         for member in members:

@@ -12,6 +12,7 @@ from weft.common.errors import ErrorInfo
 from weft.common.log import get_logger
 from weft.types.messages import BYTES, SECONDS, TransferStats
 from weft.types.transfer import Peer, TransferKey
+from weft.types.transport_counts import TransportCounts
 
 log = get_logger(__name__)
 
@@ -65,7 +66,7 @@ class TransferTally:
             exposed = exposed.add(SECONDS, now - marks[FIRST_TOKEN])
         sent = stats.sent
         for transport in notes.transports if self._sends else ():
-            sent = sent.add(transport)
+            sent = (sent or TransportCounts()).add(transport)
         log.debug("transfer %d/%d: %d bytes in %.3f s", key.transfer, key.attempt, notes.nbytes, seconds)
         self.stats = msgspec.structs.replace(
             stats,

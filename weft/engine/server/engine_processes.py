@@ -14,6 +14,7 @@ import msgspec
 
 from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError, InvalidRequest, Unavailable
+from weft.common.signals import is_suspended
 from weft.config.alone import renewed
 from weft.config.gpus import engine_rank, gpu_environment, gpus_here
 from weft.config.hosts import engines_on
@@ -102,6 +103,11 @@ class EngineProcesses:
         assert self.config.parallel.group_secret is not None, "checked when the configuration was resolved"
         keys = read_keys(self.config.parallel.group_secret)
         return Address(endpoint, process, keys, incarnation, expert_group=self.members[name].expert_group)
+
+    def is_suspended(self, name: str) -> bool:
+        """Return True if the engine process ``name`` runs and is suspended (SIGSTOP)."""
+        process = self._running.get(name)
+        return process is not None and is_suspended(process.pid)
 
     def kill(self, name: str, incarnation: int) -> None:
         """Kill a dead or hung engine process, before the next engine starts.

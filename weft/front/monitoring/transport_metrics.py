@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from weft.types.messages import EngineStats, TransferStats
+from weft.types.messages import EngineStats
 
 _Row = tuple[tuple[str, ...], float]
 SENT = (
@@ -25,6 +25,6 @@ def sent_by_transport(
         rows = list[_Row]()
         for who, (_, its) in zip(roles, stats, strict=True):
             moving = its.transfers if name == "transfers_sent" else its.embedding_transfers
-            counts = (moving or TransferStats()).sent.counts
-            rows += [((*who, transport), float(count)) for transport, count in counts]
+            if moving is not None and moving.sent:
+                rows += [((*who, transport), float(count)) for transport, count in moving.sent.counts]
         yield name, text, rows
