@@ -37,6 +37,7 @@ front: {{port: 0, admin-key: [secret]}}
 groups:
   - {{name: wide, tp: 2, hosts: 2}}
   - {{name: near}}
+  - {{name: experts, dp: 2, ep: true, hosts: 2}}
 """
 
 
@@ -59,13 +60,19 @@ def head_of(fleet: Fleet, port: int, *more: str) -> Server:
     return fleet.engine("wide", "--advertise", "127.0.0.1", "--join-port", str(port), *more)
 
 
+def leader_of(fleet: Fleet, port: int) -> Server:
+    """Start the head with the words of all hosts, as the LeaderWorkerSet does."""
+    words = "--advertise", "127.0.0.1", "--join", f"127.0.0.1:{port}", "--host-index", "0"
+    return fleet.engine("wide", *words)
+
+
 def host_of(fleet: Fleet, port: int, *more: str) -> Server:
     return fleet.engine("wide", "--join", f"127.0.0.1:{port}", "--host-index", "1", *more)
 
 
-def stream(base: str) -> str:
+def stream(base: str, tokens: int = 150) -> str:
     """Return the text of a request that takes some seconds."""
-    fields = {"model": "spool-text", "prompt": "Ann buys 7", "temperature": 0, "max_tokens": 150}
+    fields = {"model": "spool-text", "prompt": "Ann buys 7", "temperature": 0, "max_tokens": tokens}
     answer = httpx.post(f"{base}/v1/completions", json={**fields, "ignore_eos": True}, timeout=deadline(120))
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
@@ -83,21 +90,20 @@ def test_a_group_on_two_hosts_and_the_loss_of_either(fleet: Fleet) -> None:
     base = fleet.run("front").url()
     due, long_due = ask(base), stream(base)
     until(lambda: get(f"http://127.0.0.1:{health}/ready")[0] == 200)
-    (kept,) = ranks(host)
-    for victim in (head, host):
+    (kept,), first = ranks(host), head
+    for victim in (first, host):
         with ThreadPoolExecutor(1) as pool:
             long = pool.submit(stream, base)
             until(lambda: load(base, "wide") > 0)
             victim.process.kill()
-            if victim is head:
+            if victim is first:
                 victim.process.wait()
-                head = head_of(fleet, port)
+                head = leader_of(fleet, port)
             else:
                 host = host_of(fleet, port)
             assert long.result(deadline(120)) == long_due
-        if victim is not host:
-            assert ask(base) == due
-            assert is_alive(kept) == (victim is not host and ranks(host) == [kept])
+        assert ask(base) == due
+        assert ranks(host) == [kept] if victim is first else not is_alive(kept)
     assert ask(base) == due
     head.process.send_signal(signal.SIGTERM)
     assert head.process.wait(deadline(60)) == 0
@@ -127,6 +133,25 @@ def test_a_host_that_gets_a_signal_drains_the_group(fleet: Fleet) -> None:
     for one in (head, host):  # both at once: the whole group ends
         one.process.send_signal(signal.SIGTERM)
     assert [one.process.wait(deadline(60)) for one in (head, host)] == [0, 0]
+
+
+@pytest.mark.slow
+def test_the_hosts_of_an_expert_parallel_group_drain_together(fleet: Fleet) -> None:
+    """The idle host waits, because its experts are needed for the stream of the other host."""
+    port = free_port()
+    head = fleet.engine("experts", "--advertise", "127.0.0.1", "--join-port", str(port))
+    host = fleet.engine("experts", "--join", f"127.0.0.1:{port}", "--host-index", "1")
+    base = fleet.run("front").url()
+    due = stream(base, 500)
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(stream, base, 500)
+        until(lambda: any(load(base, name) for name in fleet.directory.read()))
+        for one in (head, host):
+            one.process.send_signal(signal.SIGTERM)
+        assert long.result(deadline(120)) == due
+    assert [one.process.wait(deadline(60)) for one in (head, host)] == [0, 0]
+    for one in (head, host):
+        assert "forms again" not in one.log.read_text()
 
 
 def test_a_host_waits_and_answers_probes(fleet: Fleet) -> None:
@@ -168,13 +193,20 @@ WIDE = ParallelSection(tensor_parallel_size=2, hosts=2, group_secret="x")
         (WIDE, HostPlace(2, "a:1"), "--host-index 2: the last host of the group is 1"),
         (WIDE, HostPlace(1, "nowhere"), "--join: expected HOST:PORT"),
         (WIDE, HostPlace(1, "a:0"), "--join: expected HOST:PORT"),
-        (WIDE, HostPlace(1, "a:1", 5), "--join-port is for the head"),
+        (WIDE, HostPlace(1, "a:1", 5), "give --join or --join-port, not both"),
+        (WIDE, HostPlace(0, "a:1", 5), "give --join or --join-port, not both"),
+        (WIDE, HostPlace(1, None, 5), "--join-port is for the head"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(parallel: ParallelSection, place: HostPlace, says: str) -> None:
     with pytest.raises(ConfigError) as refused:
         place.address(parallel, None)
     assert says in refused.value.message
+
+
+def test_the_head_checks_the_syntax_of_join() -> None:
+    with pytest.raises(ConfigError, match="--join: expected HOST:PORT"):
+        HostPlace(0, "nowhere").address(WIDE, "10.0.0.1")
 
 
 def test_the_address_of_each_host() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.config.test_resolve import GIB, MIB, checkpoint
@@ -27,6 +28,7 @@ from weft.config.topology import (
     short_form,
 )
 from weft.engine.ranks.ranks import threads_each
+from weft.types import frames
 
 
 @pytest.fixture
@@ -389,5 +391,10 @@ def test_a_group_over_hosts_runs_alone(written: Any, tmp_path: Path) -> None:
     zero, one = (group_alone(found, "both", f"10.0.0.{index}", None, index) for index in (0, 1))
     assert [(config.host.index, config.host.ranks) for config in (zero, one)] == [(0, 1), (1, 1)]
     assert host_settings(zero) == host_settings(one)
+    pools = [msgspec.structs.replace(pool, num_blocks=pool.num_blocks + 1) for pool in one.kv.pools]
+    larger = msgspec.structs.replace(one, kv=msgspec.structs.replace(one.kv, pools=tuple(pools)))
+    assert larger.kv != one.kv
+    assert host_settings(zero) == host_settings(larger)
+    assert host_settings(zero)["version of frames"] == str(frames.VERSION)
     assert [engines_on(one.parallel, index) for index in (0, 1)] == [[0], []]
     assert replica_spans(one.parallel, 0)

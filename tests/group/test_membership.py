@@ -321,6 +321,13 @@ def test_the_end(dismiss: bool) -> None:
     assert rig.feed(t.Gone(1, "it ended")) == []
 
 
+@pytest.mark.parametrize(("local", "leave", "ended"), [(False, True, 0), (True, True, 2), (False, False, 2)])
+def test_ranks_of_other_hosts_outlive_an_engine_that_fails(local: bool, leave: bool, ended: int) -> None:
+    rig = Rig(local=local)
+    rig.run()
+    assert kinds(rig.feed(t.Close(True, leave))).count("RankShutdown") == ended
+
+
 def test_ranks_of_a_group_that_was_given_up_are_dismissed() -> None:
     rig = Rig()
     rig.run()

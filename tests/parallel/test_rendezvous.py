@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +17,7 @@ import zmq
 
 from tests.support.slowness import deadline, until
 from weft.common.errors import ConfigError
+from weft.parallel import rendezvous
 from weft.parallel.handshakes import NOTHING, SILENT, STRANGER
 from weft.parallel.rendezvous import RendezvousClient, RendezvousStore
 from weft.parallel.secret import CurveKeys, derive
@@ -83,6 +88,76 @@ def test_the_age_of_an_entry_shows_a_silent_client(
     clients.clear()
     until(lambda: store.look("host/")["host/1/a"][1] > 1.0)
     assert store.look("other/") == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_wait_for_a_port(store: RendezvousStore, number: signal.Signals) -> None:
+    """Also if the caller has blocked stop signals until the handlers of the command are there."""
+    code = f"""
+import signal
+from weft.common import signals
+from weft.parallel.rendezvous import RendezvousStore
+from weft.parallel.secret import derive
+signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
+print("begins", flush=True)
+RendezvousStore({store.address!r}, derive(b"0123456789abcdef"), 3600.0)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begins\n"
+        process.send_signal(number)
+        assert process.wait(LONG) == -number
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_client_without_a_free_file_descriptor_tries_again(
+    clients: list[RendezvousClient], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "RENEW_S", 0.2)
+    first = RendezvousStore("tcp://127.0.0.1:*", KEYS)
+    client = connect(clients, first.address)
+    until(lambda: client.head == first.head)
+    with monkeypatch.context() as patch:
+
+        def fail(socket: object) -> None:
+            raise zmq.ZMQError(errno.EMFILE)
+
+        patch.setattr(rendezvous, "Handshakes", fail)
+        first.close()
+        until(lambda: "trouble with the connection to the head" in caplog.text)
+    again = RendezvousStore(first.address, KEYS, LONG)
+    try:
+        until(lambda: client.head == again.head)
+    finally:
+        again.close()
+
+
+def test_a_table_that_the_client_has_is_not_sent_again(
+    store: RendezvousStore, clients: list[RendezvousClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    take = RendezvousClient._take
+
+    def counted(self: RendezvousClient, data: bytes) -> None:
+        sizes.append(len(data))
+        take(self, data)
+
+    monkeypatch.setattr(RendezvousClient, "_take", counted)
+    client = connect(clients, store.address)
+    client.post("a", b"1")
+    store.post("large", bytes(10_000))
+    until(lambda: client.wait("large", LONG) is not None and "a" in client.entries)
+    sizes.clear()
+    until(lambda: len(sizes) >= 4)
+    assert max(sizes[1:]) < 200
+    store.drop("large")
+    until(lambda: client.entries == {"a": b"1"})
 
 
 @pytest.mark.requirement("F27")
@@ -158,11 +233,17 @@ def test_a_head_waits_for_the_port_of_the_head_before() -> None:
 
 
 def test_both_ends_say_that_their_secrets_differ(
-    store: RendezvousStore, clients: list[RendezvousClient], caplog: pytest.LogCaptureFixture
+    store: RendezvousStore,
+    clients: list[RendezvousClient],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stranger = connect(clients, store.address, STRANGE)
     until(lambda: stranger.why == STRANGER)
     until(lambda: store.refused == "127.0.0.1")
+    with monkeypatch.context() as patch:
+        patch.setattr(rendezvous, "REFUSED_S", 0.0)
+        assert store.refused == ""
     told = [message for message in caplog.messages if "rejected" in message]
     assert len(told) == 1, told  # one line, though the client tried again and again
     assert told[0].startswith("rejected a connection from ")

@@ -12,6 +12,7 @@ import msgspec
 from weft import __version__
 from weft.common.errors import ConfigError
 from weft.config.resolved import EngineConfig
+from weft.types import frames
 
 #: Settings that may differ between ranks: file locations, host numbers, outputs.
 _OWN = (
@@ -59,7 +60,8 @@ def host_settings(config: EngineConfig) -> dict[str, str]:
 
     Excludes the KV cache: each replica has a cache of the size for which its hosts have memory.
     """
-    return {name: value for name, value in shared_settings(config).items() if not name.startswith("kv.")}
+    shared = {"version of frames": str(frames.VERSION), **shared_settings(config)}
+    return {name: value for name, value in shared.items() if not name.startswith("kv.")}
 
 
 def _flatten(value: Any, name: str, found: dict[str, str]) -> None:

@@ -303,7 +303,7 @@ class GroupExecutor:
         return True
 
     def close(self, leave: bool = False) -> None:
-        """End the group in any phase. ``leave``: leave supervised ranks to the next engine process.
+        """End the group in any phase. ``leave``: leave supervised and remote ranks to the next engine.
 
         A running group first waits for all outcomes. Errors of the ranks are logged, not raised.
         """
@@ -314,15 +314,15 @@ class GroupExecutor:
                 self.settle()
         except EngineDead as error:
             log.warning("error while closing: %s", error.message)
-        self._end(dismiss)
+        self._end(dismiss, leave)
 
-    def _end(self, dismiss: bool) -> None:
+    def _end(self, dismiss: bool, leave: bool = False) -> None:
         """End all threads, connections and resources, however far the start has come.
 
-        ``dismiss``: the ranks end as well, else the ranks wait for another engine process. Block up to
-        ``CLOSE_S`` seconds while an epoch is being formed, then log a warning and go on.
+        ``dismiss``: the ranks end as well (``leave``: local ranks only). Others wait for an engine. Block for
+        up to ``CLOSE_S`` seconds while an epoch is being formed, then log a warning and go on.
         """
-        self._feed(t.Close(dismiss))
+        self._feed(t.Close(dismiss, leave))
         until = self._clock.now() + CLOSE_S
         while self._carried is not None and not wait([self._carried], 0.1).done:
             self._abort()  # repeatedly: a connection attempt may begin after an abort

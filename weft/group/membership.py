@@ -215,9 +215,9 @@ class Membership:
                 self._resume(lost)
             case t.Unable(error):
                 self._end(error)
-            case t.Close(dismiss):
+            case t.Close(dismiss, leave):
                 if dismiss:
-                    self._roster.tell_all(f.RankShutdown())
+                    self._roster.dismiss(local_only=leave)
                 self._end(self.failed or EngineDead("the engine is closed"))
 
     def _frame(self, peer: bytes, frame: f.ToEngine) -> None:

@@ -179,6 +179,12 @@ class Roster:
         for rank in self.members:
             self.tell(rank, frame)
 
+    def dismiss(self, local_only: bool) -> None:
+        """Queue a shutdown to every rank with a hello. ``local_only``: except ranks of other hosts."""
+        for rank, member in self.members.items():
+            if member.local or not local_only:
+                self.tell(rank, f.RankShutdown())
+
     def refuse(self, peer: bytes, error: WeftError) -> None:
         """Log and queue a refusal to the process ``peer``."""
         log.error("a rank is rejected: %s", error.message)

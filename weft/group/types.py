@@ -126,9 +126,11 @@ class Unable(_Word, frozen=True):
 
 
 class Close(_Word, frozen=True):
-    """The last event. ``dismiss``: the ranks must end as well."""
+    """The last event. ``dismiss``: the ranks must end as well. ``leave``: except the ranks of other hosts,
+    which wait for the next engine process."""
 
     dismiss: bool
+    leave: bool = False
 
 
 Event = (

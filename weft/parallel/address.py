@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import signal
 import socket
 import time
 from typing import Any
 
 import zmq
 
+from weft.common import signals
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 
@@ -53,7 +55,16 @@ def listen_at(socket: zmq.Socket[Any], address: str, patience: float) -> None:
         if not waits:
             log.warning("%s is in use: waiting up to %g s", address, patience)
         waits = True
-        time.sleep(_AGAIN)
+        _sleep(_AGAIN)
+
+
+def _sleep(seconds: float) -> None:
+    """Sleep. Stop signals that the caller has blocked end this process meanwhile, as before the block."""
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
+    try:
+        time.sleep(seconds)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _bind(socket: zmq.Socket[Any], address: str) -> int:

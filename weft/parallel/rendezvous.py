@@ -9,6 +9,7 @@ read and write (CURVE: see ``weft.parallel.secret``). ``weft.types.rendezvous`` 
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -29,6 +30,8 @@ POLL_S = 0.1
 """Seconds between two polls of a client."""
 RENEW_S = 3.0
 """Seconds without an answer after which a client connects anew."""
+REFUSED_S = 30.0
+"""Seconds for which the address of a failed connection is remembered. A port scan fails, too."""
 _TURN_MS = 100
 _QUEUE = 1000
 
@@ -50,8 +53,7 @@ class RendezvousStore:
         keys.guard_engine(self._socket)
         self._handshakes = Handshakes(self._socket)
         self._trouble = CountedLog(log)
-        self.refused = ""
-        """Address of the last connection with a wrong secret; "" without one."""
+        self._refused, self._refused_at = "", -math.inf
         try:
             listen_at(self._socket, address, patience)
         except BaseException:
@@ -62,9 +64,15 @@ class RendezvousStore:
         self._entries: dict[str, bytes] = {}
         self._heard: dict[str, float] = {}
         """Time of the last post of each entry."""
+        self._version = 0
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="weft-rendezvous", daemon=True)
         self._thread.start()
+
+    @property
+    def refused(self) -> str:
+        """Address of the last failed handshake; "" without one within ``REFUSED_S``."""
+        return self._refused if time.monotonic() - self._refused_at < REFUSED_S else ""
 
     def post(self, key: str, value: bytes) -> None:
         """Set the entry ``key``."""
@@ -75,7 +83,8 @@ class RendezvousStore:
         """Forget an entry until the next post. Idempotent."""
         with self._lock:
             self._heard.pop(key, None)
-            self._entries.pop(key, None)
+            if self._entries.pop(key, None) is not None:
+                self._version += 1
 
     def look(self, prefix: str) -> dict[str, tuple[bytes, float]]:
         """Return the entries with ``prefix`` in order of first post: value, and seconds since the last
@@ -95,10 +104,12 @@ class RendezvousStore:
 
     def _post(self, key: str, value: bytes) -> None:
         self._heard[key] = time.monotonic()
-        self._entries[key] = value
+        if self._entries.get(key) != value:
+            self._entries[key] = value
+            self._version += 1
 
     def _run(self) -> None:
-        """Serve clients until ``close``. Refused connections are logged and stored in ``refused``."""
+        """Serve clients until ``close``. Refused connections are logged, and ``refused`` has the last one."""
         poller = zmq.Poller()
         # the monitor gives addresses only of live connections
         for one in (self._socket, self._handshakes.monitor):
@@ -108,7 +119,7 @@ class RendezvousStore:
                 if self._socket in dict(poller.poll(_TURN_MS)):
                     self._serve(self._socket.recv_multipart())
                 for address in self._handshakes.look():
-                    self.refused = address
+                    self._refused, self._refused_at = address, time.monotonic()
                     self._trouble.say("rejected a connection from %s: wrong --group-secret", address)
         finally:
             self._end()
@@ -124,7 +135,9 @@ class RendezvousStore:
         with self._lock:
             for key, value in ask.entries.items():
                 self._post(key, value)
-            answer = Table(number=ask.number, head=self.head, entries=self._entries)
+            known = (ask.head, ask.version) == (self.head, self._version)
+            entries = None if known else self._entries
+            answer = Table(number=ask.number, head=self.head, version=self._version, entries=entries)
             data = msgspec.msgpack.encode(answer)
         try:
             self._socket.send_multipart([client, data], zmq.NOBLOCK)
@@ -153,11 +166,14 @@ class RendezvousClient:
         """The table as last received."""
         self.head = 0
         """Number of the head that sent the table; 0 before the first answer."""
+        self._version = 0
         self.why = ""
         """The reason why the store does not answer; "" while connected."""
         self.heard = time.monotonic()
         """Time of the last answer; before the first answer, time of the client's creation."""
-        self._connect()
+        self._trouble = CountedLog(log)
+        self._socket, self._handshakes = self._connect()
+        self._connected = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="weft-rendezvous", daemon=True)
         self._thread.start()
 
@@ -184,14 +200,18 @@ class RendezvousClient:
         self._wake.set()
         self._thread.join(5.0)
 
-    def _connect(self) -> None:
-        """Open a socket and connect in the background."""
-        self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket)
-        self._keys.guard_rank(self._socket)
-        self._handshakes = Handshakes(self._socket)
-        self._socket.connect(self._address)
-        self._connected = time.monotonic()
+    def _connect(self) -> tuple[zmq.Socket[bytes], Handshakes]:
+        """Return a socket that connects in the background. Raise zmq.ZMQError."""
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            _configure(socket)
+            self._keys.guard_rank(socket)
+            handshakes = Handshakes(socket)
+            socket.connect(self._address)
+        except BaseException:
+            socket.close(0)
+            raise
+        return socket, handshakes
 
     def _disconnect(self) -> None:
         self._handshakes.close()
@@ -200,7 +220,10 @@ class RendezvousClient:
     def _run(self) -> None:
         """Poll the store until ``close``."""
         while not self._stop:
-            self._ask()
+            try:
+                self._ask()
+            except zmq.ZMQError as error:  # for example no free file descriptor: try again
+                self._trouble.say("trouble with the connection to the head (%s)", error)
             self._wake.wait(POLL_S)
             self._wake.clear()
         self._disconnect()
@@ -212,12 +235,13 @@ class RendezvousClient:
         waits = self._answered < self._number
         # After a long silence, connect anew: zmq may hold a dead connection, and answers may be lost.
         if waits and quiet > RENEW_S:
+            socket, handshakes = self._connect()
             self._disconnect()
-            self._connect()
+            self._socket, self._handshakes, self._connected = socket, handshakes, time.monotonic()
             waits = False
         if not waits:
             self._number += 1
-            ask = Ask(number=self._number, entries=self._posted)
+            ask = Ask(number=self._number, entries=self._posted, head=self.head, version=self._version)
             try:
                 self._socket.send(msgspec.msgpack.encode(ask), zmq.NOBLOCK)
             except zmq.Again:
@@ -237,7 +261,8 @@ class RendezvousClient:
         self.heard = time.monotonic()
         if table.number >= self._answered or table.head != self.head:
             self._answered = max(self._answered, table.number)
-            self.entries, self.head = table.entries, table.head
+            if table.entries is not None:
+                self.entries, self.head, self._version = table.entries, table.head, table.version
 
 
 def _configure(socket: zmq.Socket[bytes]) -> None:

@@ -4,8 +4,11 @@
     host/INDEX/MARK     a host that joins      settings that all hosts must share; one entry per process
     control/REPLICA     an engine process      the address at which ranks of other hosts say hello
     lease/REPLICA       an engine process      see weft/group/meeting.py
-    leaves/MARK         a host that joins      empty: the host has a signal to end, and waits for the drain
+    leaves/MARK         a host that joins      empty: the host will end, and waits for the drain
     answer/MARK         the head               empty: the host may work; else the reason why not
+    drains/INDEX        a host with engines    the host drains: "busy" or "idle"
+    drain               the head               empty: all hosts with engines must drain
+    busy                the head               numbers of the hosts that drain and have requests
 
 Entries are states, not orders: an entry cannot be lost, arrive twice or arrive late.
 """
@@ -25,6 +28,10 @@ class Ask(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Number of the poll; repeated in the answer."""
     entries: dict[str, bytes]
     """All entries of the client."""
+    head: int = 0
+    """``head`` of the client's table; 0 without a table."""
+    version: int = 0
+    """``version`` of the client's table."""
 
 
 class Table(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -33,11 +40,14 @@ class Table(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     number: int
     head: int
     """Random number of the head's process."""
-    entries: dict[str, bytes]
-    """All entries."""
+    version: int
+    """Counts the changes of the table."""
+    entries: dict[str, bytes] | None
+    """All entries; None if the client has this version."""
 
 
-HOSTS, LEAVES = "host/", "leaves/"
+HOSTS, LEAVES, DRAINS = "host/", "leaves/", "drains/"
+DRAIN, BUSY = "drain", "busy"
 
 
 def host_key(index: int, mark: str) -> str:
@@ -47,6 +57,10 @@ def host_key(index: int, mark: str) -> str:
 
 def leave_key(mark: str) -> str:
     return f"{LEAVES}{mark}"
+
+
+def drain_key(index: int) -> str:
+    return f"{DRAINS}{index}"
 
 
 def answer_key(mark: str) -> str:

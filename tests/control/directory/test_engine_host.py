@@ -181,6 +181,18 @@ def test_a_signal_to_all_hosts_ends_the_group_for_good() -> None:
     assert h.Exit(130) in again.on(h.Leaving(), h.Stop(), h.Stop())
 
 
+def test_an_idle_host_waits_for_the_requests_of_other_draining_hosts() -> None:
+    """Replicas of an expert-parallel group step together, so the idle engines are needed."""
+    played = serving("a")
+    played.on(h.Stop())
+    idle = h.Seen("a", True)
+    assert h.Quit() not in played.pass_time(h.SETTLE_S + 5, [idle, h.Others(busy=True)])
+    assert h.Quit() in played.pass_time(0.4, [idle, h.Others(busy=False)])
+    again = serving("a")
+    again.on(h.Stop())
+    assert h.Quit() in again.pass_time(PATIENCE + 0.4, [idle, h.Others(busy=True)])
+
+
 def test_a_host_that_leaves_before_the_start_is_waited_for() -> None:
     played = waiting("a")
     assert played.on(h.Leaving(), h.Tick()) == []

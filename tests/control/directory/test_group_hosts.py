@@ -14,6 +14,8 @@ class Played:
         self.machine = g.GroupHosts(SETTINGS, hosts, 0.0)
         self.now = 0.0
         self.hosts: dict[str, tuple[int, dict[str, str] | None]] = {}
+        self.posted: dict[str, None] = {}
+        """Entries of the store, in order of first post."""
         self.heard: dict[str, float] = {}
         self.silent: set[str] = set()
         self.leaving: set[str] = set()
@@ -24,15 +26,18 @@ class Played:
     def turn(self, after: float = 0.2, stranger: str = "") -> list[g.Action]:
         """Pass time, and look once."""
         self.now += after
-        self.heard |= dict.fromkeys((mark for mark in self.hosts if mark not in self.silent), self.now)
+        for mark in self.hosts:
+            if mark not in self.silent:
+                self.posted.setdefault(mark)
+                self.heard[mark] = self.now
         seen = [
             g.HostSeen(index, mark, settings, self.now - self.heard[mark], mark in self.leaving)
-            for mark, (index, settings) in self.hosts.items()
+            for mark, (index, settings) in ((mark, self.hosts[mark]) for mark in self.posted)
         ]
         made = self.machine.on(g.Looked(seen, stranger), self.now)
         for action in made:
             if isinstance(action, g.Forget):
-                del self.hosts[action.mark]
+                del self.posted[action.mark]  # until the next post
         return made
 
     def turns(self, seconds: float, stranger: str = "") -> list[g.Action]:
@@ -83,13 +88,60 @@ def test_another_process_takes_the_number_of_a_lost_host() -> None:
     assert played.machine.whole
 
 
+IN_USE = "another host has --host-index 1: give each host its own"
+
+
+def test_a_dead_process_takes_no_number() -> None:
+    played = Played()
+    played.come("a")
+    played.turn()
+    played.come("b")
+    played.turns(1)
+    played.silent.add("b")
+    assert played.turns(g.AWAY_S) == []
+    played.silent.add("a")
+    assert played.turns(g.AWAY_S + 1) == [g.Away(1)]
+    played.silent.discard("a")
+    assert played.turns(1) == []
+    assert played.machine.whole
+
+
+def test_a_forgotten_process_that_returns_is_refused() -> None:
+    played = Played()
+    played.come("a")
+    played.turn()
+    played.silent.add("a")
+    played.come("b")
+    assert g.Forget(1, "a") in played.turns(g.AWAY_S + 1)
+    played.silent.discard("a")
+    assert played.turns(3 * g.AWAY_S) == [g.Answer(1, "a", IN_USE)]
+    assert played.machine.whole
+
+
+def test_silent_processes_without_a_number_are_forgotten() -> None:
+    """A refused host that is started again and again leaves nothing behind. The present host may return."""
+    played = Played()
+    played.come("a")
+    played.turn()
+    played.come("refused", settings=None)
+    played.come("dead")
+    played.turn()
+    played.silent |= {"a", "refused", "dead"}
+    made = played.turns(g.FORGET_S + 1)
+    assert [one for one in made if isinstance(one, g.Forget)] == [g.Forget(1, "refused"), g.Forget(1, "dead")]
+    assert set(played.posted) == {"a"}
+    played.silent.discard("a")
+    assert played.turn() == []
+    assert played.machine.whole
+
+
 def test_a_second_process_with_a_number_in_use_is_refused() -> None:
     played = Played()
     played.come("a")
     played.turn()
     played.come("b")
     made = played.turns(3 * g.AWAY_S)
-    assert made == [g.Answer(1, "b", "another host has --host-index 1: give each host its own")]
+    assert made == [g.Answer(1, "b", IN_USE)]
     assert played.machine.whole
 
 
@@ -120,6 +172,7 @@ def test_only_a_present_host_can_leave() -> None:
     played.leaving.add("a")
     played.turn()
     assert played.machine.leaving
-    del played.hosts["a"]
+    del played.posted["a"]
+    played.silent.add("a")
     played.turn()
     assert not played.machine.leaving

@@ -8,11 +8,12 @@ import pytest
 
 from tests.support.slowness import deadline, until
 from weft.control.directory import engine_host as h
+from weft.control.directory import group_hosts as g
 from weft.control.directory import joined_host as j
 from weft.control.directory.host_gates import HeadGate, JoinGate
 from weft.parallel.rendezvous import RendezvousClient, RendezvousStore
 from weft.parallel.secret import derive
-from weft.types.rendezvous import control_key, host_key
+from weft.types.rendezvous import BUSY, control_key, host_key
 
 KEYS = derive(b"0123456789abcdef")
 SETTINGS = {"weft": "1", "scheduler.max_num_seqs": "4"}
@@ -81,6 +82,19 @@ def test_a_nonsense_entry_is_refused_and_harms_nobody(meeting: Meeting) -> None:
     until(lambda: both(meeting, host) == (h.Admitted(), h.Admitted()))
 
 
+def test_a_host_that_is_refused_again_and_again_leaves_no_entries(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(g, "FORGET_S", 0.2)
+    for _ in range(3):
+        host = meeting.join(settings={**SETTINGS, "scheduler.max_num_seqs": "5"})
+        until(lambda gate=host: isinstance(both(meeting, gate)[1], h.Refused))  # type: ignore[misc]
+        host.leave()
+        until(lambda: "leaves/" in "".join(meeting.store.look("")))
+        meeting.clients.pop().close()
+    until(lambda: meeting.head.look() is None and set(meeting.store.look("")) <= {BUSY})
+
+
 def test_a_host_outlives_the_head_and_joins_the_next_one(meeting: Meeting) -> None:
     host = meeting.join()
     until(lambda: both(meeting, host) == (h.Admitted(), h.Admitted()))
@@ -106,4 +120,30 @@ def test_a_host_that_leaves_is_heard(meeting: Meeting) -> None:
     host = meeting.join()
     until(lambda: both(meeting, host) == (h.Admitted(), h.Admitted()))
     host.leave()
-    until(lambda: meeting.head.look() == h.Leaving())
+    until(lambda: isinstance(meeting.head.look(), h.Leaving))
+
+
+def test_all_hosts_with_engines_drain_when_a_host_leaves(meeting: Meeting) -> None:
+    meeting.head = HeadGate(meeting.store, SETTINGS, 3)
+    one, two = meeting.join(), meeting.join(2)
+    until(lambda: both(meeting, one) == (h.Admitted(), h.Admitted()) == both(meeting, two))
+    assert [type(found) for found in both(meeting, one)] == [h.Admitted, h.Admitted]
+    two.leave()
+    until(lambda: [type(found) for found in both(meeting, one)] == [h.Leaving, h.Leaving])
+
+
+def test_draining_hosts_report_their_requests_to_each_other(meeting: Meeting) -> None:
+    host = meeting.join()
+    until(lambda: both(meeting, host) == (h.Admitted(), h.Admitted()))
+
+    def busy(head_idle: bool, host_idle: bool) -> tuple[bool, bool]:
+        meeting.head.look()
+        return meeting.head.drain(head_idle), host.drain(host_idle)
+
+    assert not host.drain(idle=True)  # the head does not drain
+    until(lambda: busy(True, False) == (True, False))
+    until(lambda: busy(False, True) == (False, True))
+    until(lambda: busy(True, True) == (False, False))
+    until(lambda: busy(True, False) == (True, False))
+    meeting.clients.pop().close()  # the host dies
+    until(lambda: not meeting.head.drain(idle=True))

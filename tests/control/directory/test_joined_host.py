@@ -137,15 +137,36 @@ def test_a_host_with_a_signal_waits_until_the_engine_has_ended_its_ranks() -> No
     assert played.on(accepted(), after=DRAIN / 2) == []
     assert played.on(j.RankEnded(1, 0)) == []
     assert played.on(accepted()) == []  # no rank is started again
-    assert played.on(j.RankEnded(2, -9)) == [j.Exit(0)]
+    assert played.on(j.RankEnded(2, -9)) == [j.StartRank(2, "its process ended with status -9")]
+    assert played.on(j.RankEnded(2, 0)) == [j.Exit(0)]
 
 
 @pytest.mark.parametrize(
     ("event", "after", "status"),
-    [(j.Silent(), 0.2, 0), (accepted(), DRAIN + j.LEAVE_S, 0), (j.Stop(), 0.2, 130)],
-    ids=["the head is gone", "time-out", "second signal"],
+    [(accepted(8), 0.2, 0), (accepted(), DRAIN + j.LEAVE_S, 0), (j.Stop(), 0.2, 130)],
+    ids=["another head", "time-out", "second signal"],
 )
 def test_a_host_with_a_signal_does_not_wait_in_vain(event: j.Event, after: float, status: int) -> None:
     played = serving(1)
     played.on(j.Stop())
     assert played.on(event, after=after) == [j.Exit(status)]
+
+
+def test_a_host_with_a_signal_survives_a_short_silence_of_the_head() -> None:
+    played = serving(1)
+    played.on(j.Stop())
+    for event in (j.Silent(), accepted()) * 3:
+        assert played.on(event, after=TIMEOUT - 1) == []
+    assert played.on(j.Silent()) == []
+    assert played.on(j.Silent(), after=TIMEOUT - 1) == []
+    assert played.on(j.Silent(), after=1) == [j.Exit(0)]
+
+
+def test_a_rank_that_ends_late_serves_the_next_engine() -> None:
+    played = serving(1, 2)
+    played.on(j.Silent(), after=100)
+    assert played.on(accepted(8)) == []
+    assert played.on(j.RankEnded(1, 0)) == [j.StartRank(1)]
+    assert played.on(accepted(8), after=j.LATE_S) == []
+    assert played.on(j.RankEnded(2, 0)) == []  # the present engine has ended this rank
+    assert played.on(accepted(9)) == [j.StartRank(2)]

@@ -25,7 +25,7 @@ class HostPlace(NamedTuple):
     number: int = 0
     """``--host-index``; 0 for the head."""
     join: str | None = None
-    """``--join``: HOST:PORT of the head. The head needs ``port`` or ``join``."""
+    """``--join``: HOST:PORT of the head. The head needs either ``port`` or ``join``."""
     port: int | None = None
     """``--join-port`` of the head."""
 
@@ -46,6 +46,8 @@ class HostPlace(NamedTuple):
                 f"--host-index {self.number}: the last host of the group is {parallel.hosts - 1}",
                 param="--host-index",
             )
+        if self.port is not None and self.join is not None:
+            raise ConfigError("give --join or --join-port, not both", param="--join-port")
         if not self.number:
             return self._address_of_head(parallel, advertise)
         if self.port is not None:
@@ -53,7 +55,7 @@ class HostPlace(NamedTuple):
         return advertise or own_address(*self.head())
 
     def _address_of_head(self, parallel: ParallelSection, advertise: str | None) -> str:
-        """Return ``advertise``. Raise ConfigError for an option that the head lacks."""
+        """Return ``advertise``. Raise ConfigError for an option that the head lacks or cannot use."""
         if (self.port is None and self.join is None) or advertise is None:
             flag = "--advertise" if advertise is None else "--join-port"
             raise ConfigError(
@@ -61,6 +63,8 @@ class HostPlace(NamedTuple):
                 "--join-port PORT; another host needs --join HOST:PORT and --host-index N",
                 param=flag,
             )
+        if self.join is not None:
+            self.head()
         return advertise
 
     def head(self) -> tuple[str, int]:

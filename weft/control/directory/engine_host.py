@@ -65,8 +65,15 @@ class Refused(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """Another host of the group has a signal to end. The group drains and ends with status 1, because the
+    """Another host of the group will end. The group drains and ends with status 1, because the
     group can start again with the host."""
+
+
+class Others(NamedTuple):
+    """A report about the other hosts of an expert-parallel group."""
+
+    busy: bool
+    """True if another draining host has requests, which need the engines of all hosts."""
 
 
 class Stop(NamedTuple):
@@ -81,7 +88,7 @@ class Tick(NamedTuple):
     """Nothing has happened; time has passed."""
 
 
-Event: TypeAlias = Seen | Ended | Admitted | Refused | Leaving | Stop | Drain | Tick
+Event: TypeAlias = Seen | Ended | Admitted | Refused | Leaving | Others | Stop | Drain | Tick
 
 
 class Start(NamedTuple):
@@ -118,6 +125,7 @@ class EngineHost:
         self._answered: set[str] = set()
         self._idle: set[str] = set()
         """Draining: engines without work, by their last probe."""
+        self._others_busy = False
         self._ended: set[str] = set()
         self._drain_timeout = drain_timeout
         self._status = 0
@@ -131,6 +139,11 @@ class EngineHost:
         """True if all engines answer and none drains."""
         return self.phase is HostPhase.SERVING
 
+    @property
+    def idle(self) -> bool:
+        """True if no engine that has answered has work. Meaningful while the group drains."""
+        return self._idle >= self._answered
+
     def on(self, event: Event, now: float) -> list[Action]:
         """Apply ``event``, which happened at ``now``, and return the actions to carry out, in order."""
         if self.phase is HostPhase.ENDED:
@@ -140,6 +153,8 @@ class EngineHost:
                 self._see(name, idle, now)
             case Ended(name, status):
                 return self._end(name, status, now)
+            case Others(busy):
+                self._others_busy = busy
             case Refused():
                 return self._exit(2, now)
             case Admitted() if self.phase is HostPhase.WAITING:
@@ -185,7 +200,7 @@ class EngineHost:
             return []  # there is nothing to publish
         if self.phase is HostPhase.DRAINING:
             # Engines that never answered have no work.
-            idle = waited >= SETTLE_S and self._idle >= self._answered
+            idle = waited >= SETTLE_S and self.idle and not self._others_busy
             if idle or not self._answered or waited >= self._drain_timeout:
                 self._enter(HostPhase.ENDING, now)
                 return [Quit()]

@@ -5,7 +5,8 @@
        │                             ╰── the same process, or another one
        ╰─────other settings, a number in use, or no such number──► refused
 
-A refused process ends. The number of the process stays free for a process with other settings.
+A refused process ends. The number of the process stays free for a process with other settings. A silent
+process without a number is forgotten after a while.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from weft.config.group_settings import compare
 
 AWAY_S = 3.0
 """Seconds of silence after which a host is away, and another process may take the number of the host."""
+FORGET_S = 60.0
+"""Seconds of silence after which a process without a number is forgotten."""
 REMIND_S = 30.0
 """Seconds between two log lines about absent hosts."""
 
@@ -54,7 +57,8 @@ class Answer(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Forget a process, whose number another process has taken."""
+    """Forget a process: another process has taken the number, or the process is refused or dead. A process
+    that returns is met again."""
 
     number: int
     mark: str
@@ -112,6 +116,9 @@ class GroupHosts:
                 actions.append(Away(index))
             (self._away.add if away else self._away.discard)(index)
         present = set(self._present.values())
+        for host in event.hosts:
+            if host.age >= FORGET_S and host.mark not in present:
+                actions.append(self._forget(host.number, host.mark))
         self.leaving = any(host.leaves and host.mark in present for host in event.hosts)
         if self._away and now >= self._remind:
             self._remind = now + REMIND_S
@@ -122,14 +129,15 @@ class GroupHosts:
 
     def _meet(self, host: HostSeen, ages: Mapping[str, float], now: float) -> list[Action]:
         """Return the answer to a process without an answer; [] while the number of the process is in use."""
+        if host.age >= AWAY_S / 2:
+            return []  # the process may be dead
         if host.number not in self._hosts:
             last = self._hosts[-1]
             return [self._answer(host, f"--host-index {host.number}: the last host of the group is {last}")]
         present = self._present.get(host.number)
         # A silent process may be dead. Only then may another process take the number.
         if present is not None and ages.get(present, AWAY_S) < AWAY_S:
-            since = self._waiting.setdefault(host.mark, now)
-            if host.age >= AWAY_S / 2 or now - since <= 2 * AWAY_S:
+            if now - self._waiting.setdefault(host.mark, now) <= 2 * AWAY_S:
                 return []
             why = f"another host has --host-index {host.number}: give each host its own"
             return [self._answer(host, why)]
@@ -140,10 +148,15 @@ class GroupHosts:
         except ConfigError as error:
             return [self._answer(host, error.message)]
         self._present[host.number] = host.mark
-        gone = [] if present is None else [Forget(host.number, present)]
+        gone = [] if present is None else [self._forget(host.number, present)]
         return [*gone, self._answer(host, "")]
 
     def _answer(self, host: HostSeen, why: str) -> Answer:
         self._answered.add(host.mark)
         self._waiting.pop(host.mark, None)
         return Answer(host.number, host.mark, why)
+
+    def _forget(self, number: int, mark: str) -> Forget:
+        self._answered.discard(mark)
+        self._waiting.pop(mark, None)
+        return Forget(number, mark)

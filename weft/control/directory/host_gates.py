@@ -16,10 +16,23 @@ from weft.control.directory import engine_host as h
 from weft.control.directory import group_hosts as g
 from weft.control.directory import joined_host as j
 from weft.parallel.rendezvous import RENEW_S, RendezvousClient, RendezvousStore
-from weft.types.rendezvous import HOSTS, LEAVES, answer_key, control_key, host_key, leave_key
+from weft.types.rendezvous import (
+    BUSY,
+    DRAIN,
+    DRAINS,
+    HOSTS,
+    LEAVES,
+    answer_key,
+    control_key,
+    drain_key,
+    host_key,
+    leave_key,
+)
 
 log = get_logger(__name__)
 
+TRUST_S = 10.0
+"""Maximum silence of the head in seconds, for which the last report about busy hosts counts."""
 REMIND_S = 30.0
 """Seconds between two log lines about a head that does not answer."""
 
@@ -47,13 +60,29 @@ class HeadGate:
                 case g.Forget(index, mark):
                     self._store.drop(host_key(index, mark))
                     self._store.drop(answer_key(mark))
+                    self._store.drop(leave_key(mark))
                 case g.Away(index):
                     log.warning("host %d is away", index)
                 case g.Missing(index, why):
                     log.info("waiting for host %d: %s", index, why)
+        self._store.post(BUSY, " ".join(self._busy_hosts()).encode())
         if self._machine.leaving:
+            self._store.post(DRAIN, b"")
             return h.Leaving()
+        self._store.drop(DRAIN)
         return h.Admitted() if self._machine.whole else None
+
+    def drain(self, idle: bool) -> bool:
+        """See ``HostGate``."""
+        self._store.post(drain_key(0), b"idle" if idle else b"busy")
+        return any(index != "0" for index in self._busy_hosts())
+
+    def _busy_hosts(self) -> list[str]:
+        """Return the numbers of the hosts that drain and have requests. A silent host counts as dead."""
+        reports = self._store.look(DRAINS).items()
+        return [
+            key.removeprefix(DRAINS) for key, (state, age) in reports if state == b"busy" and age < g.AWAY_S
+        ]
 
     def close(self) -> None:
         """Close the store. Other hosts wait for the next head."""
@@ -76,7 +105,7 @@ class JoinGate:
     def __init__(self, client: RendezvousClient, settings: Mapping[str, str], index: int) -> None:
         """``settings``: those that all hosts must share. ``index``: number of this host."""
         self._client = client
-        self._mark = secrets.token_hex(8)
+        self._mark, self._index = secrets.token_hex(8), index
         self._remind = time.monotonic() + RENEW_S
         client.post(host_key(index, self._mark), msgspec.msgpack.encode(dict(settings)))
 
@@ -91,15 +120,16 @@ class JoinGate:
             return j.Silent()
         self._remind = now
         entries, head = self._client.entries, self._client.head
-        said = entries.get(answer_key(self._mark))
-        why = None if said is None else said.decode()
+        text = entries.get(answer_key(self._mark))
+        why = None if text is None else text.decode()
         return j.Answered(head, why, entries.get(control_key(replica), b"").decode())
 
-    def look(self) -> h.Admitted | h.Refused | None:
-        """Return Admitted if the head accepts this host, and Refused if the head refuses this host."""
+    def look(self) -> h.Admitted | h.Refused | h.Leaving | None:
+        """Return Refused if the head refuses this host. If the head accepts this host, return Admitted, or
+        Leaving while all hosts must drain."""
         match self.answer():
             case j.Answered(why=""):
-                return h.Admitted()
+                return h.Leaving() if DRAIN in self._client.entries else h.Admitted()
             case j.Answered(why=str(why)):
                 return h.Refused(why)
         return None
@@ -107,6 +137,12 @@ class JoinGate:
     def leave(self) -> None:
         """Ask the head to drain the group, because this host will end."""
         self._client.post(leave_key(self._mark), b"")
+
+    def drain(self, idle: bool) -> bool:
+        """See ``HostGate``."""
+        self._client.post(drain_key(self._index), b"idle" if idle else b"busy")
+        busy = self._client.entries.get(BUSY, b"").decode().split()
+        return self._client.silent < TRUST_S and any(index != str(self._index) for index in busy)
 
     def close(self) -> None:
         """Leave the head."""

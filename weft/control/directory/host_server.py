@@ -58,7 +58,12 @@ class HostGate(Protocol):
     """Connects a host of several to the others. Used from one thread."""
 
     def look(self) -> h.Admitted | h.Refused | h.Leaving | None:
-        """Return what the other hosts say now; None if the engines of this host must wait. Never waits."""
+        """Return the present decision of the other hosts; None if the engines of this host must wait. Never
+        waits."""
+
+    def drain(self, idle: bool) -> bool:
+        """Report that this host drains, and whether the engines of this host are ``idle``. Return True if
+        another draining host has requests."""
 
     def close(self) -> None:
         """Leave the other hosts."""
@@ -181,8 +186,10 @@ class HostServer:
         """Pass everything that has happened since the last turn to the machine."""
         while self._waiting:
             self._on(self._waiting.popleft())
-        if self._gate is not None and (said := self._gate.look()) is not None:
-            self._on(said)
+        if self._gate is not None and (event := self._gate.look()) is not None:
+            self._on(event)
+        if self._gate is not None and self._host.phase is h.HostPhase.DRAINING:
+            self._on(h.Others(self._gate.drain(self._host.idle)))
         for name, address in self._addresses.items():
             if (status := address.process.poll()) is not None:
                 self._on(h.Ended(name, status))

@@ -13,6 +13,7 @@ outlives the head, and serves the next head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -25,6 +26,8 @@ RESTARTS, WINDOW_S = 20, 600.0
 """Maximum number of restarts of failed ranks per window of seconds, before the host ends with status 1."""
 LEAVE_S = SETTLE_S + QUIT_S
 """Maximum seconds of a drain without requests."""
+LATE_S = 30.0
+"""Maximum seconds from the first report of an engine until the last rank of the engine before ends."""
 NO_ENGINE = 4
 """Exit status of a rank without an answer from any engine. The rank is not faulty."""
 
@@ -108,13 +111,17 @@ class JoinedHost:
         seconds for the requests of a draining group."""
         self.phase = JoinPhase.CALLING
         self._ranks = tuple(ranks)
-        self._drain_timeout, self._left = drain_timeout, 0.0
+        self._timeout, self._drain_timeout, self._left = rank_timeout, drain_timeout, 0.0
         self._due: dict[int, str] = dict.fromkeys(self._ranks, "")
         """Rank without a process -> reason of the restart."""
         self._served: dict[int, tuple[int, str]] = {}
         """Rank that ended in order -> the engine that ended the rank. The rank waits for another engine."""
         self._engine = 0, ""
         """The present or last engine: number of the head, and address."""
+        self._before, self._since = self._engine, -math.inf
+        """The engine before, and the time at which the present engine replaced the engine before."""
+        self._silent = math.inf
+        """Time of the first report of a silent head since the last answer."""
         self._suspended = Suspensions(rank_timeout)
         self._budget = RestartBudget(RESTARTS, WINDOW_S)
 
@@ -130,18 +137,26 @@ class JoinedHost:
                 return self._exit(0 if self.phase is JoinPhase.CALLING else 130)
             case Answered(why=str(why)) if why:
                 return self._exit(2, f"the head refused this host: {why}")
+            case RankSuspended(rank):
+                # No engine waits longer for the rank.
+                return [KillRank(rank)] if self._suspended.report(rank, now) else []
             case _ if self.phase is JoinPhase.LEAVING:
                 return self._leave(event, now)
             case Answered(head, "", engine) if engine:
-                self.phase, self._engine = JoinPhase.SERVING, (head, engine)
+                self._follow((head, engine), now)
             case Answered() | Silent():
                 self.phase = JoinPhase.CALLING
             case RankEnded(rank, status):
                 return self._end(rank, status, now)
-            case RankSuspended(rank):
-                # No engine waits longer for the rank.
-                return [KillRank(rank)] if self._suspended.report(rank, now) else []
         return self._start()
+
+    def _follow(self, engine: tuple[int, str], now: float) -> None:
+        """Note the engine that serves."""
+        self.phase = JoinPhase.SERVING
+        if engine != self._engine:
+            first = not self._engine[1]
+            self._before, self._since = self._engine, -math.inf if first else now
+            self._engine = engine
 
     def _start(self) -> list[Action]:
         """Start the ranks without a process, if an engine waits for the ranks."""
@@ -153,19 +168,32 @@ class JoinedHost:
         return [StartRank(rank, self._due.pop(rank)) for rank in ready]
 
     def _leave(self, event: Event, now: float) -> list[Action]:
-        """Return Exit if nothing is left to wait for: no rank, no head, or no time."""
+        """Return Exit if nothing is left to wait for: no rank, no head, or no time.
+
+        A failed rank is started again, because the engine may have requests.
+        """
         if isinstance(event, RankEnded):
+            self._suspended.forget(event.rank)
+            if event.status not in (0, NO_ENGINE) and self._budget.grant(now):
+                return [StartRank(event.rank, _why(event.status))]
             self._due[event.rank] = ""
+        if isinstance(event, Answered):
+            self._silent = math.inf
+        elif isinstance(event, Silent):
+            self._silent = min(self._silent, now)
         late = now - self._left >= self._drain_timeout + LEAVE_S
-        gone = isinstance(event, Silent) or len(self._due) == len(self._ranks)
-        return self._exit(0) if gone or late else []
+        # The engine is another process than the head, and may finish its requests while the head is silent.
+        gone = now - self._silent >= self._timeout
+        gone = gone or (isinstance(event, Answered) and event.head != self._engine[0])
+        return self._exit(0) if gone or late or len(self._due) == len(self._ranks) else []
 
     def _end(self, rank: int, status: int, now: float) -> list[Action]:
         """Note the end of a rank. Too many failures end the host."""
         self._suspended.forget(rank)
-        self._due[rank] = "" if status in (0, NO_ENGINE) else f"its process ended with status {status}"
+        self._due[rank] = "" if status in (0, NO_ENGINE) else _why(status)
         if status == 0:  # the engine has ended in order, and no engine follows in this process of the head
-            self._served[rank] = self._engine
+            # A rank of the engine before may end late. The present engine needs the rank then.
+            self._served[rank] = self._engine if now - self._since >= LATE_S else self._before
         elif status != NO_ENGINE and not self._budget.grant(now):
             return self._exit(1, f"{RESTARTS + 1} ranks ended within {WINDOW_S / 60:g} minutes")
         return self._start()
@@ -173,3 +201,7 @@ class JoinedHost:
     def _exit(self, status: int, why: str = "") -> list[Action]:
         self.phase = JoinPhase.ENDED
         return [Exit(status, why)]
+
+
+def _why(status: int) -> str:
+    return f"its process ended with status {status}"
