@@ -219,13 +219,40 @@ def test_hosts_of_a_group_end_after_its_head_and_before_the_next_one() -> None:
 
 def test_engines_on_a_further_host_are_published_until_another_process_has_the_host() -> None:
     state = made("decode0")
-    state.claim("decode0/1", attempt(state), 5)
-    state.publish("decode0/1", attempt(state), 5, [record("decode0.1")], 1.0)
+    first = attempt(state)
+    state.claim("decode0/1", first, 5, 0.0)
+    assert state.publish("decode0/1", first, 5, [record("decode0.1")], 1.0)
     assert [one.name for one in state.snapshot().records] == ["decode0.1"]
-    state.claim("decode0/1", attempt(state), 6)
+    state.claim("decode0/1", first, 6, 1.0)
     assert state.snapshot().records == ()
-    state.publish("decode0/1", attempt(state), 5, [record("decode0.1")], 2.0)
+    state.publish("decode0/1", first, 5, [record("decode0.1")], 2.0)
     assert state.snapshot().records == ()
+    state.unwant("decode0")
+    assert not state.publish("decode0/1", first, 6, [record("decode0.1")], 3.0)  # drains with the head
+
+
+def test_hosts_without_a_place_are_killed_after_their_head() -> None:
+    state = FleetState(Kept(secret="secret"), 0.0)
+    state.want([msgspec.structs.replace(plan("decode0"), hosts=2)])
+    first, late = attempt(state), GRACE_S + 1
+    state.due([], 0.0)
+    state.claim("decode0/2", first, 1, late)
+    state.unwant("decode0")
+    assert state.abandoned(["decode0", "decode0/1", "decode0/2"], late) == ["decode0"]
+    assert state.abandoned(["decode0/1", "decode0/2"], late) == ["decode0/1"]
+    assert state.abandoned(["decode0/2"], late + SILENT_S + 1) == ["decode0/2"]
+    # The name is wanted again: actors of the earlier attempt block the next one.
+    state.want([msgspec.structs.replace(plan("decode0"), hosts=2)])
+    assert state.due(["decode0/1"], late) == []
+    assert state.abandoned(["decode0/1"], late) == ["decode0/1"]
+    assert len(state.due([], late)) == 1
+    assert state.abandoned(["decode0", "decode0/1"], late) == []
+
+
+def test_a_restarted_fleet_actor_kills_no_silent_group_that_is_wanted() -> None:
+    kept = made("decode0").kept
+    again = FleetState(kept, 50.0)
+    assert again.abandoned(["decode0", "decode0/1"], 50.0 + SILENT_S) == []
 
 
 def test_a_restarted_fleet_actor_has_the_groups_and_the_secret() -> None:

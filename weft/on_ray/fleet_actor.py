@@ -33,12 +33,13 @@ class FleetActor:
         self._server, self._key = server, f"{fleet_name(server)}/state"
         try:
             data = insist(lambda: internal_kv._internal_kv_get(self._key, namespace=NAMESPACE), REACH_S)
+            living = insist(self.living, REACH_S)
         except Exception:
             os._exit(1)  # Ray restarts the actor
         kept = Kept(secret=secret) if data is None else msgspec.msgpack.decode(data, type=Kept)
         self._state = FleetState(kept, time.monotonic())
         self._forgotten = False
-        self._living: list[str] = []
+        self._living = living
         """The result of ``living`` at the last look."""
         self._lock, self._looks, self._turn = threading.Lock(), threading.Lock(), threading.Lock()
         """For the state; for one look at a time; for one rolling restart at a time."""
@@ -137,7 +138,7 @@ class FleetActor:
         number of the process of an actor that starts."""
         with self._lock:
             if host:
-                self._state.claim(host, attempt, process)
+                self._state.claim(host, attempt, process, time.monotonic())
             kept = self._state.kept
             if self._state.joins(group, attempt, self._living):
                 return kept.topology, kept.secret, kept.meetings.get(group, "")

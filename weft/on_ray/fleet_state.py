@@ -205,22 +205,23 @@ class FleetState:
         self, group: str, attempt: int, process: int, records: Iterable[EngineRecord], now: float
     ) -> bool:
         """Store the records of a group actor; engines that are gone are withdrawn. Return True if the group
-        is wanted; else the group must drain."""
+        is wanted; else the group must drain. ``group``: the group, or GROUP/N for a further host."""
         if self._processes.setdefault((group, attempt), process) != process:
             return True  # a process on a node that Ray has given up: another process has the group
         self._heard[group] = now
         found = {record.name: record for record in records}
         self._replace(group, attempt, {name: record.incarnation for name, record in found.items()})
         self._records.update(found)
-        return self._wanted(group, attempt)
+        return self._wanted(group.partition("/")[0], attempt)
 
     def meet(self, group: str, attempt: int, address: str) -> None:
         """Note the address at which the other hosts of a group join."""
         if self._wanted(group, attempt):
             self.kept.meetings[group] = address
 
-    def claim(self, host: str, attempt: int, process: int) -> None:
+    def claim(self, host: str, attempt: int, process: int, now: float) -> None:
         """Note the process of the actor of a further host, GROUP/N. Engines of an earlier process ended."""
+        self._heard[host] = now
         self._replace(host, attempt, {})
         self._processes[host, attempt] = process
 
@@ -275,15 +276,19 @@ class FleetState:
         }
 
     def abandoned(self, living: Collection[str], now: float) -> list[str]:
-        """Return the groups of ``living`` whose actors the fleet actor must kill: unwanted groups that wait
-        for a place, or whose actor is silent. Other unwanted groups drain."""
-        self._heard = {group: at for group, at in self._heard.items() if group in living}
+        """Return the actors of ``living`` that the fleet actor must kill: actors of unwanted attempts that
+        wait for a place, or are silent. Other actors of unwanted attempts drain. Actors of further hosts
+        outlive their head."""
+        self._heard = {name: at for name, at in self._heard.items() if name in living}
         found = []
-        for group in (one for one in living if "/" not in one):
-            at = self._heard.get(group)
+        for name in living:
+            group, _, host = name.partition("/")
+            at, plan = self._heard.get(name), self.plans.get(group)
             silent = now - self._begun > GRACE_S if at is None else now - at > SILENT_S
-            if silent and group not in self.plans:
-                found.append(group)
+            # Without a note of the placed attempt (a restarted fleet actor), a wanted group may just be cut off.
+            unwanted = plan is None or self._placed.get(group, plan.attempt) != plan.attempt
+            if silent and unwanted and not (host and group in living):
+                found.append(name)
         return found
 
     def incarnations(self, group: str) -> dict[str, int]:

@@ -71,11 +71,13 @@ class HostActor(GroupActor):
                 # Only hosts with whole replicas of an expert-parallel group have engines.
                 records = [*directory.read().values()] if status is None else []
                 data = msgspec.msgpack.encode(records)
-                self._call("publish", self._host, self._attempt, self._number, data)
+                wanted = self._call("publish", self._host, self._attempt, self._number, data)
                 found = self._call("join", self._group, self._attempt)
                 with self._lock:
-                    self._over = self._over or found is None
-                    self._again = self._again or (found is not None and found[2] != self._head)
+                    # Engines drain with the engines of the head. Ranks without an engine outlive the head's drain.
+                    self._over = self._over or found is None or bool(records and not wanted)
+                    # A head that drains has no address.
+                    self._again = self._again or (found is not None and found[2] not in ("", self._head))
                     if self._over or self._again:
                         self._drain()
             if status is not None:
