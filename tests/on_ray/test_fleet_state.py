@@ -56,6 +56,17 @@ def test_the_same_topology_again_undoes_no_order_of_the_operator() -> None:
     assert wanted(state) == ["decode1", "decode2", "decode0"]
 
 
+def test_after_a_stop_the_same_topology_starts_its_groups_again() -> None:
+    state = made("decode0", "decode1")
+    state.stop()
+    assert wanted(state) == []
+    assert state.offer(offer("decode0", "decode1")) == ""
+    assert wanted(state) == ["decode0", "decode1"]
+    state.unwant("decode1")
+    assert state.offer(offer("decode0", "decode1")) == ""
+    assert wanted(state) == ["decode0"]
+
+
 def test_a_name_outlives_its_groups_and_the_process() -> None:
     state = made("decode0", "decode1")
     state.unwant("decode0")

@@ -13,6 +13,7 @@ import msgspec
 import ray
 from ray.experimental import internal_kv
 
+from weft.common.errors import Unavailable
 from weft.common.log import get_logger
 from weft.control.directory.record import EngineRecord
 from weft.on_ray import placement
@@ -43,6 +44,8 @@ class FleetActor:
         """The result of ``living`` at the last look."""
         self._lock, self._looks, self._turn = threading.Lock(), threading.Lock(), threading.Lock()
         """For the state; for one look at a time; for one rolling restart at a time."""
+        self._wake = threading.Event()
+        """Set by orders: the next look is due at once."""
         threading.Thread(target=self._look_on, name="weft-fleet", daemon=True).start()
         if self._state.kept.restarting:
             self._begin_restart(GRACE_S)  # the records of all groups come first
@@ -50,8 +53,11 @@ class FleetActor:
     # -- calls of `weft up` and of API servers
 
     def offer(self, data: bytes) -> str:
-        """Use an ``Offer`` (msgpack). Return "", or the model of this fleet, which refuses the offer."""
+        """Use an ``Offer`` (msgpack). Return "", or the model of this fleet, which refuses the offer. Raise
+        Unavailable after ``forget``: the caller tries again with the next fleet actor."""
         with self._changed():
+            if self._forgotten:
+                raise Unavailable("the fleet actor ends")
             refused = self._state.offer(msgspec.msgpack.decode(data, type=Offer))
         self._look()
         return refused
@@ -64,19 +70,18 @@ class FleetActor:
         """Start the groups of ``plans`` (msgpack of GroupPlan), unless they run."""
         with self._changed():
             self._state.want(msgspec.msgpack.decode(plans, type=list[GroupPlan]))
-        self._look()
+        self._wake.set()
 
     def remove(self, group: str) -> None:
         """Drain and end a group."""
         with self._changed():
             self._state.unwant(group)
-        self._look()
+        self._wake.set()
 
     def stop(self) -> list[str]:
         """Drain and end all groups. Return the groups that live, without a wait."""
         with self._changed():
-            for group in list(self._state.plans):
-                self._state.unwant(group)
+            self._state.stop()
         self._look()
         return self.living()
 
@@ -87,19 +92,23 @@ class FleetActor:
         names = [one["name"] for one in found if one["namespace"] == NAMESPACE]
         return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
-    def forget(self) -> None:
-        """Remove the stored state and the placement groups. Call when no group lives."""
-        if self._state.kept.several_hosts:
-            placement.free(self._server)
+    def forget(self) -> bool:
+        """Remove the stored state and the placement groups. Call when no group lives. Return False, and remove
+        nothing, if groups are wanted: another `weft up` came after ``stop``."""
         with self._lock:
+            if self._state.plans:
+                return False
             self._forgotten = True
             internal_kv._internal_kv_del(self._key, namespace=NAMESPACE)
+        if self._state.kept.several_hosts:
+            placement.free(self._server)
+        return True
 
     def revive(self, group: str) -> None:
         """Start a retired group again."""
         with self._changed():
             self._state.revive(group)
-        self._look()
+        self._wake.set()
 
     def restart(self, groups: list[str]) -> None:
         """Restart ``groups`` in turn. Returns at once. A restarted fleet actor goes on with the rest."""
@@ -162,7 +171,8 @@ class FleetActor:
     def _look_on(self) -> None:
         """Look again and again. The body of a thread."""
         while True:
-            time.sleep(2 * LOOK_S)
+            self._wake.wait(2 * LOOK_S)
+            self._wake.clear()
             try:
                 self._look()
             except Exception as error:

@@ -36,6 +36,12 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 0
     """Random number of the order to run the group. A later order for the same group has another number."""
 
+    def named(self, group: str) -> GroupPlan:
+        """Return the plan of another group with the same base name."""
+        engines = tuple(group + name.removeprefix(self.group) for name in self.engines)
+        expert_group = group if self.expert_group else ""
+        return msgspec.structs.replace(self, group=group, engines=engines, expert_group=expert_group)
+
     @property
     def needs(self) -> tuple[object, ...]:
         """Everything that Ray must know to place the group."""
@@ -72,6 +78,8 @@ class Kept(msgspec.Struct, kw_only=True):
     """Groups without a further restart."""
     restarting: list[str] = []
     """Groups of a rolling restart that have yet to restart, in order."""
+    stopped: bool = False
+    """True from an order to end all groups until the next offer."""
     several_hosts: bool = False
     """True if a group has ever had several hosts, so there may be placement groups."""
     changed: dict[str, GroupPlan] = {}
@@ -132,8 +140,9 @@ class FleetState:
             return kept.model
         if kept.restarts != offer.restarts:
             self._budgets.clear()
-        if not kept.model or kept.topology != offer.topology:
+        if not kept.model or kept.stopped or kept.topology != offer.topology:
             self.want(offer.plans)
+        kept.stopped = False
         kept.topology, kept.model = offer.topology, offer.model
         kept.restarts, kept.drain_timeout = offer.restarts, offer.drain_timeout
         return ""
@@ -159,6 +168,12 @@ class FleetState:
         self.kept.meetings.pop(group, None)
         self.kept.retired.discard(group)
         self._budgets.pop(group, None)
+
+    def stop(self) -> None:
+        """Drop all groups. The next offer adds its groups, also with the same topology."""
+        self.kept.stopped = True
+        for group in list(self.plans):
+            self.unwant(group)
 
     def revive(self, group: str) -> None:
         """Want a retired group again, with a new budget of restarts."""
