@@ -183,6 +183,20 @@ def test_a_fleet_that_restarts_is_asked_again(start: Any, tmp_path: Path) -> Non
     assert group.wait() == 0
 
 
+def test_a_folder_that_is_cleaned_away_ends_nothing(start: Any, tmp_path: Path) -> None:
+    group = start(SLOW_DRAIN)
+    ready(tmp_path)
+    mark = tmp_path / "private" / "directory" / "weft-directory"
+    mark.unlink()
+    end = time.monotonic() + deadline(20)
+    while not mark.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    group.wanted = False
+    assert group.wait() == 0
+    assert group.starts == 1
+
+
 def test_a_group_that_is_not_admitted_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Group, "_call", lambda *_: None)
     group = Group(tmp_path, SLOW_DRAIN, monkeypatch)

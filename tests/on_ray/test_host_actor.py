@@ -1,4 +1,4 @@
-"""Orders of the actor of a further host: with a small command in place of ``weft engine``, and without Ray."""
+"""Orders of the actor of a further host: a small command in place of ``weft engine``, and no Ray."""
 
 from __future__ import annotations
 
@@ -65,9 +65,7 @@ def test_the_drain_of_the_head_keeps_the_ranks_and_another_address_does_not(host
     happens(lambda: host.starts == 2)
 
 
-def test_engines_of_a_further_host_drain_with_the_head(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_of_a_further_host_drain_with_the_head(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"decode0.1": record("decode0.1")}
     monkeypatch.setattr("weft.control.directory.folder.FolderDirectory.read", lambda _: found)
     calls = len(host.calls)

@@ -18,7 +18,8 @@ from weft.config.topology import serves
 from weft.control.directory.record import EngineRecord
 from weft.control.links.link import Address
 from weft.control.links.owner import Scaled
-from weft.on_ray.fleet_state import FleetState, GroupPlan, Kept
+from weft.on_ray.fleet_state import FleetState
+from weft.on_ray.plans import GroupPlan, Kept
 from weft.on_ray.ray_directory import RayDirectory, RayOwner
 
 PREFILL = GroupPlan(group="prefill0", base="prefill", role="prefill", engines=("prefill0",))
@@ -109,7 +110,7 @@ def test_the_end_of_an_engine_is_known_at_once(directory: Directory) -> None:
     assert isinstance(address, Address)
     assert address.process.poll() is None
     state = directory.state
-    state.publish("decode0", state.plans["decode0"].attempt, 1, [], 1.0)
+    state.publish("decode0", state.plans["decode0"].attempt, 1, [], 1.0, ended=True)
     directory.read()
     assert address.process.poll() == 1
     state.publish("decode0", state.plans["decode0"].attempt, 1, [record("decode0", incarnation=6)], 2.0)

@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 
+from weft.common.errors import ConfigError
 from weft.common.folder import open_private, private_folder
 from weft.common.log import get_logger
 from weft.control.directory.folder import FolderDirectory
+from weft.control.directory.record import EngineRecord
 
 log = get_logger(__name__)
 
@@ -85,6 +87,10 @@ class GroupActor:
         self._server, self._group, self._attempt = server, group, attempt
         self._number = secrets.randbits(63)
         """Random number of this process, or of its present command: the fleet recognizes a restart."""
+        self._calls = 0
+        """Number of the last call of ``publish``."""
+        self._records: list[EngineRecord] = []
+        """The last records that were read."""
         self._fleet: Any = None
         self._folder: Path | None = None
         self._lock = threading.Lock()
@@ -161,11 +167,10 @@ class GroupActor:
         while True:
             status = process.poll()
             # The engines end with the command. A killed command leaves its records.
-            records = msgspec.msgpack.encode([*directory.read().values()] if status is None else [])
             wanted = True
             # The fleet actor restarts, or its node is away. The next look tries again.
             with contextlib.suppress(Exception):
-                wanted = self._call("publish", self._group, self._attempt, self._number, records)
+                wanted = self._publish(self._group, directory, status is not None)
             if not wanted:
                 with self._lock:
                     self._over = True
@@ -173,6 +178,21 @@ class GroupActor:
             if status is not None:
                 return status
             time.sleep(LOOK_S)
+
+    def _publish(self, name: str, directory: FolderDirectory, ended: bool) -> bool:
+        """Send the records of the engines. ``name``: see ``FleetState.publish``. ``ended``: the command has
+        ended. Return True if the group is wanted. A folder that cannot be read keeps the last records, which
+        nobody renews."""
+        try:
+            self._records = [] if ended else [*directory.read().values()]
+        except OSError as error:
+            log.error("the records of group %s cannot be read (%s)", name, error)
+            with contextlib.suppress(ConfigError):
+                directory.mend()
+        self._calls += 1
+        data = msgspec.msgpack.encode(self._records)
+        wanted: bool = self._call("publish", name, self._attempt, self._number, data, self._calls, ended)
+        return wanted
 
     def _clean(self) -> None:
         """Remove the folder, which has the secret."""

@@ -18,7 +18,8 @@ from weft.common.log import get_logger
 from weft.control.directory.record import EngineRecord
 from weft.on_ray import placement
 from weft.on_ray.actors import LOOK_S, NAMESPACE, REACH_S, START_S, fleet_name, group_name, insist
-from weft.on_ray.fleet_state import GRACE_S, FleetState, GroupPlan, Kept, Offer
+from weft.on_ray.fleet_state import GRACE_S, FleetState
+from weft.on_ray.plans import GroupPlan, Kept, Offer
 
 log = get_logger(__name__)
 
@@ -93,8 +94,8 @@ class FleetActor:
         return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     def forget(self) -> bool:
-        """Remove the stored state and the placement groups. Call when no group lives. Return False, and remove
-        nothing, if groups are wanted: another `weft up` came after ``stop``."""
+        """Remove the stored state and the placement groups. Call when no group lives. Return False,
+        and remove nothing, if groups are wanted: another `weft up` came after ``stop``."""
         with self._lock:
             if self._state.plans:
                 return False
@@ -128,13 +129,15 @@ class FleetActor:
         with self._changed():
             if not self._state.admit(group, attempt, process, time.monotonic()):
                 return None
-            return self._state.kept.topology, self._state.kept.secret
+            return self._state.text(group), self._state.kept.secret
 
-    def publish(self, group: str, attempt: int, process: int, data: bytes) -> bool:
-        """Store the records of a group (msgpack of EngineRecord). Return False if the group must drain."""
+    def publish(self, group: str, attempt: int, process: int, data: bytes, call: int, ended: bool) -> bool:
+        """Store the records of a group (msgpack of EngineRecord). Return False if the group must drain.
+        ``call``, ``ended``: see ``FleetState.publish``."""
         records = msgspec.msgpack.decode(data, type=list[EngineRecord])
         with self._lock:
-            return self._state.publish(group, attempt, process, records, time.monotonic())
+            now = time.monotonic()
+            return self._state.publish(group, attempt, process, records, now, call=call, ended=ended)
 
     def meet(self, group: str, attempt: int, address: str) -> None:
         """Store the address, HOST:PORT, at which the other hosts of a group join."""
@@ -145,12 +148,12 @@ class FleetActor:
         """Return (text of the topology, secret, address of the head) for a further host of a group. The
         address is "" before the head starts. None: the host ends. ``host``, ``process``: GROUP/N, and the
         number of the process of an actor that starts."""
-        with self._lock:
+        with self._changed():
             if host:
                 self._state.claim(host, attempt, process, time.monotonic())
             kept = self._state.kept
             if self._state.joins(group, attempt, self._living):
-                return kept.topology, kept.secret, kept.meetings.get(group, "")
+                return self._state.text(group), kept.secret, kept.meetings.get(group, "")
         return None
 
     def left(self, group: str, attempt: int) -> None:
@@ -206,7 +209,12 @@ class FleetActor:
         with self._turn:
             while self._state.kept.restarting:
                 group = self._state.kept.restarting[0]
-                good = self._restart_one(group)
+                try:
+                    good = self._restart_one(group)
+                except Exception as error:  # of Ray, or of its store
+                    log.error("the rolling restart of %s is tried again (%s)", group, type(error).__name__)
+                    time.sleep(2 * LOOK_S)
+                    continue
                 with self._changed():
                     self._state.restarted(group)
                     if not good:
@@ -214,16 +222,18 @@ class FleetActor:
 
     def _restart_one(self, group: str) -> bool:
         """Restart a group. Return False if the group does not answer in time."""
-        actor = self._actor(group)
-        with self._lock:
-            before = self._state.incarnations(group)
-            seconds = START_S + self._state.kept.drain_timeout
-        if actor is None:
-            return True
         with self._changed():
+            before, waits = self._state.incarnations(group), self._state.waits(group, time.monotonic())
+            seconds = START_S + self._state.kept.drain_timeout
+            plan = self._state.plans.get(group)
             moves = self._state.moves(group)
-        if not moves:
-            actor.restart.remote()
+        if plan is None or waits:
+            return True  # a group that waits for a place starts with the present topology
+        # Engines of further hosts restart with those of the head. Ranks without an engine outlive the head.
+        hosts = [group, *(f"{group}/{index}" for index in range(1, plan.hosts) if len(plan.engines) > 1)]
+        for actor in [] if moves else map(self._actor, hosts):
+            if actor is not None:
+                actor.restart.remote()
         until = time.monotonic() + seconds
         while group in self._state.plans and not self._is_new(group, before):
             if time.monotonic() > until:

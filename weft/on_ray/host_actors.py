@@ -8,7 +8,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import msgspec
 import ray
 
 from weft.common.errors import Unavailable
@@ -69,13 +68,11 @@ class HostActor(GroupActor):
             # The fleet actor restarts, or its node is away. The next look tries again.
             with contextlib.suppress(Exception):
                 # Only hosts with whole replicas of an expert-parallel group have engines.
-                records = [*directory.read().values()] if status is None else []
-                data = msgspec.msgpack.encode(records)
-                wanted = self._call("publish", self._host, self._attempt, self._number, data)
+                wanted = self._publish(self._host, directory, status is not None)
                 found = self._call("join", self._group, self._attempt)
                 with self._lock:
-                    # Engines drain with the engines of the head. Ranks without an engine outlive the head's drain.
-                    self._over = self._over or found is None or bool(records and not wanted)
+                    # Engines drain with those of the head. Ranks without an engine outlive the drain.
+                    self._over = self._over or found is None or bool(self._records and not wanted)
                     # A head that drains has no address.
                     self._again = self._again or (found is not None and found[2] not in ("", self._head))
                     if self._over or self._again:

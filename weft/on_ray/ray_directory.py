@@ -18,12 +18,11 @@ from weft.control.links.owner import EngineInfo, Scaled
 from weft.control.processes.scaling import plan_restart, plan_scale, to_revive
 from weft.control.processes.table import Member
 from weft.on_ray.actors import CALL_S, NAMESPACE, fleet_name
-from weft.on_ray.fleet_state import GroupPlan, Snapshot
+from weft.on_ray.plans import GroupPlan, Snapshot
 from weft.parallel.secret import CurveKeys
 
-
 ORDER_S = 15.0
-"""Maximum seconds for an order to the fleet actor. Before ``weft scale`` gives up after 20 s."""
+"""Maximum seconds for an order to the fleet actor."""
 
 
 class RayDirectory:
@@ -57,8 +56,8 @@ class RayDirectory:
         self.order("remove", record.group)
 
     def order(self, order: str, *arguments: Any) -> None:
-        """Order something of the fleet actor, and read the new state. Raise OSError if the actor does not answer
-        within ``ORDER_S``; then the order may hold or not."""
+        """Send an order to the fleet actor, and read the new state. Raise OSError if the actor does not
+        answer within ``ORDER_S``; then the order may hold or not."""
         try:
             ray.get(getattr(self._actor(), order).remote(*arguments), timeout=ORDER_S)
         except Exception as error:

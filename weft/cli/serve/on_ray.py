@@ -15,7 +15,7 @@ from weft.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from weft.config.topology import Topology
-    from weft.on_ray.fleet_state import GroupPlan
+    from weft.on_ray.plans import GroupPlan
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
