@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.slowness import deadline
+from tests.control.directory.test_leases import record
+from tests.support.slowness import deadline, until
 
 pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
 
@@ -152,9 +153,11 @@ def test_a_command_that_was_healthy_starts_again_in_the_same_process(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The restart counts: the fleet gets another number."""
-    monkeypatch.setattr(actors, "HEALTHY_S", 0.0)
+    read = "weft.control.directory.folder.FolderDirectory.read"
+    monkeypatch.setattr(read, lambda _: {"decode0": record()})
     group = start(IMPORTS)
     ready(tmp_path)
+    until(lambda: group._ready)
     first, process = group._number, group._process
     assert process is not None
     process.kill()

@@ -14,6 +14,8 @@ from weft.common.errors import Unavailable
 from weft.control.directory.folder import FolderDirectory
 from weft.on_ray.actors import END_S, LOOK_S, GroupActor, insist
 
+HEALTHY_S = 30.0
+"""Seconds from which a failed command of a further host is no sign of a bad node."""
 PORT_S = 5.0
 """Maximum seconds for the port of the head before. Then the head takes another port."""
 
@@ -80,6 +82,9 @@ class HostActor(GroupActor):
             if status is not None:
                 return status
             time.sleep(LOOK_S)
+
+    def _healthy(self) -> bool:
+        return time.monotonic() - self._begun >= HEALTHY_S
 
     @property
     def _host(self) -> str:

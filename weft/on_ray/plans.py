@@ -42,7 +42,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """What ``weft up`` wants of the fleet."""
 
     topology: str
-    """Text of the topology file."""
+    """Text of the topology; see ``text_for_groups``."""
     model: str
     """Served model."""
     named: bool

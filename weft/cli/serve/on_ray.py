@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -55,6 +54,7 @@ def up_on_ray(file: str, topology: Topology, chosen: RayOptions) -> int:
     from weft.front.front_server import serve
 
     try:
+        from weft.on_ray.offered_text import text_for_groups
         from weft.on_ray.server import connect, down, plans_of, server_name, up
     except ImportError as error:
         raise ConfigError(f"--on ray: {error}; install weft[ray]", param="--on") from error
@@ -74,7 +74,7 @@ def up_on_ray(file: str, topology: Topology, chosen: RayOptions) -> int:
     if chosen.check:
         click.echo(_describe(name, config.served_names[0], plans))
         return 0
-    text = Path(file).read_text(encoding="utf-8")
+    text = text_for_groups(file, front)
     begin(config, front)
     connect(chosen.address)
     owner = up(text, name, bool(chosen.name), front, config, plans)
