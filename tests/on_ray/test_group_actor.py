@@ -154,7 +154,7 @@ def test_a_command_that_was_healthy_starts_again_in_the_same_process(
 ) -> None:
     """The restart counts: the fleet gets another number."""
     read = "weft.control.directory.folder.FolderDirectory.read"
-    monkeypatch.setattr(read, lambda _: {"decode0": record()})
+    monkeypatch.setattr(read, lambda _: {"decode0": record(ready=True)})
     group = start(IMPORTS)
     ready(tmp_path)
     until(lambda: group._ready)

@@ -42,7 +42,7 @@ def up(
     """Start the groups of a topology, or find the running ones. Return the owner of the groups. Call
     ``connect`` first.
 
-    ``text``: the topology, without keys. ``name``: of the server. ``named``: True if the operator gave the name.
+    ``text``: see ``text_for_groups``. ``name``: of the server. ``named``: True if the operator gave the name.
     ``config``: of the API server. ``plans``: of the groups. Raise ConfigError if the name belongs to a server
     of another model, or EngineDead if Ray does not answer.
     """
