@@ -126,6 +126,7 @@ class Outcome(NamedTuple):
         assert self.clients.lost == []
         assert self.clients.different == 0
         assert len(self.clients.streams) >= 3
+        assert self.hit, "no stream was open at the fault"
 
 
 Fault = Callable[[Fleet], None]

@@ -313,6 +313,17 @@ def test_hosts_without_a_place_are_killed_after_their_head() -> None:
     assert state.abandoned(["decode0", "decode0/1"], late) == []
 
 
+def test_a_killed_actor_leaves_no_record_and_a_failed_start_costs_no_restart() -> None:
+    state = made("decode0")
+    state.unplaced(state.plans["decode0"])
+    for now in (1.0, 2.0):  # one restart is permitted
+        assert len(state.due([], now)) == 1
+    state.publish("decode0", attempt(state), 1, [record()], 2.0)
+    state.unwant("decode0")
+    state.killed("decode0")
+    assert (state.snapshot().records, state.snapshot().ended) == ((), {"decode0": 7})
+
+
 def test_a_restarted_fleet_actor_kills_no_silent_group_that_is_wanted() -> None:
     kept = made("decode0").kept
     again = FleetState(kept, 50.0)

@@ -87,6 +87,16 @@ def test_labels_of_nodes_need_ray(tmp_path: Path) -> None:
     assert "zone=a" in run(tmp_path, "--on", "ray", "--check", topology=labelled)
 
 
+def test_a_model_in_a_relative_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen").mkdir()
+    refused = run(
+        tmp_path, "--on", "ray", "--check", topology=TOPOLOGY.replace("model: spool-text", "model: ./qwen")
+    )
+    assert f"the same path on each node: {tmp_path}/qwen" in refused
+
+
 def test_flags_reach_the_groups_and_keys_stay_here(tmp_path: Path) -> None:
     front = "front: {port: 8000, drain-timeout: 40, api-key: [sk-1], admin-key: [sk-2]}\n"
     file = tmp_path / "shop.yaml"

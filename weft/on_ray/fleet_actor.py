@@ -190,7 +190,12 @@ class FleetActor:
                 abandoned = self._state.abandoned(living, time.monotonic())
                 due += self._state.incomplete(living)
             for plan in due:
-                placement.start_group(self._server, plan)
+                try:
+                    placement.start_group(self._server, plan)
+                except Exception as error:  # of Ray; the other groups start
+                    log.error("group %s does not start (%s)", plan.group, type(error).__name__)
+                    with self._lock:
+                        self._state.unplaced(plan)
             if self._state.kept.several_hosts:
                 with self._lock:
                     keep, ending = list(self._state.plans.values()), self._state.ending(living)
@@ -198,6 +203,8 @@ class FleetActor:
             for group in abandoned:
                 if (actor := self._actor(group)) is not None:
                     ray.kill(actor)
+                with self._lock:
+                    self._state.killed(group)
 
     def _begin_restart(self, wait: float) -> None:
         """Start the thread of the rolling restart, which begins after ``wait`` seconds."""

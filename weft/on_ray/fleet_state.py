@@ -265,6 +265,17 @@ class FleetState:
                 found.append(name)
         return found
 
+    def unplaced(self, plan: GroupPlan) -> None:
+        """Note that the actors of ``plan`` could not be started: the next start is no restart."""
+        if self._placed.get(plan.group) == plan.attempt:
+            del self._placed[plan.group]
+
+    def killed(self, name: str) -> None:
+        """Note that the fleet actor has killed an unwanted actor: its engines have ended."""
+        for group, attempt in [key for key in self._published if key[0] == name]:
+            self._replace(group, attempt, {}, ended=True)
+            del self._published[group, attempt]
+
     def incarnations(self, group: str) -> dict[str, int]:
         """Return engine -> incarnation of all records of ``group``."""
         return {one.name: one.incarnation for one in self._records.values() if one.group == group}

@@ -12,7 +12,7 @@ import ray
 
 from weft.common.errors import Unavailable
 from weft.control.directory.folder import FolderDirectory
-from weft.on_ray.actors import END_S, LOOK_S, GroupActor, insist
+from weft.on_ray.actors import LOOK_S, REACH_S, GroupActor, insist
 
 HEALTHY_S = 30.0
 """Seconds from which a failed command of a further host is no sign of a bad node."""
@@ -25,7 +25,7 @@ class HeadActor(GroupActor):
     knows. A head that starts again keeps the address if possible: then the other hosts keep their weights."""
 
     def _command(self, folder: Path) -> list[str]:
-        address = insist(self._meet, END_S)
+        address = insist(self._meet, REACH_S)
         return [*super()._command(folder), "--join-port", address.rpartition(":")[2]]
 
     def _meet(self) -> str:

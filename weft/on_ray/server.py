@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import secrets
 import socket
@@ -159,9 +160,10 @@ def connect(address: str) -> None:
     if ray.is_initialized():
         return
     try:
-        if ":" in address and "://" not in address:
+        place = address or os.environ.get("RAY_ADDRESS", "")
+        if ":" in place and "://" not in place:
             # Ray itself would wait for minutes.
-            host, _, port = address.rpartition(":")
+            host, _, port = place.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
         ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -68,6 +69,7 @@ def up_on_ray(file: str, topology: Topology, chosen: RayOptions) -> int:
     if chosen.stop and not chosen.check:
         connect(chosen.address)
         return down(name, front.drain_timeout)
+    _check_paths(topology)
     plans = plans_of(topology)
     config = face_alone(_on_one_host(topology))
     server_context(front)
@@ -79,6 +81,18 @@ def up_on_ray(file: str, topology: Topology, chosen: RayOptions) -> int:
     connect(chosen.address)
     owner = up(text, name, bool(chosen.name), front, config, plans)
     return serve(config, front, owner)
+
+
+def _check_paths(topology: Topology) -> None:
+    """Raise ConfigError for a model in a relative folder: groups run in other folders, on other hosts."""
+    for group in topology.groups:
+        path = Path(group.config.model.model)
+        if not path.is_absolute() and path.exists():
+            raise ConfigError(
+                f"group {group.name}: --on ray needs the absolute path of the model, and the same path on "
+                f"each node: {path.absolute()}",
+                param="--model",
+            )
 
 
 def _on_one_host(topology: Topology) -> Topology:
