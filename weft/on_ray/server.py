@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
 import secrets
 import socket
@@ -160,10 +159,9 @@ def connect(address: str) -> None:
     if ray.is_initialized():
         return
     try:
-        place = address or os.environ.get("RAY_ADDRESS", "")
-        if ":" in place and "://" not in place:
+        if ":" in address and "://" not in address:
             # Ray itself would wait for minutes.
-            host, _, port = place.rpartition(":")
+            host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
         ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except Exception as error:
