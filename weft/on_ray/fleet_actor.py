@@ -148,7 +148,7 @@ class FleetActor:
         """Return (text of the topology, secret, address of the head) for a further host of a group. The
         address is "" before the head starts. None: the host ends. ``host``, ``process``: GROUP/N, and the
         number of the process of an actor that starts."""
-        with self._changed():
+        with self._changed() if host else self._lock:
             if host:
                 self._state.claim(host, attempt, process, time.monotonic())
             kept = self._state.kept
