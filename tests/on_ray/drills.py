@@ -126,6 +126,7 @@ class Outcome(NamedTuple):
         assert self.clients.lost == []
         assert self.clients.different == 0
         assert len(self.clients.streams) >= 3
+        assert self.hit, "no stream was open at the fault"
 
 
 Fault = Callable[[Fleet], None]
@@ -336,11 +337,21 @@ def lose_node_of_rank(fleet: Fleet) -> None:
     until(lambda: fleet.whole() and rank_there(fleet), 180)
 
 
+def drain_split(fleet: Fleet) -> None:
+    """Start a second group over both nodes, and drain the group under streams."""
+    weft(BASE, "scale", "unified", "2")
+    until(lambda: fleet.whole(["unified0", "unified1"]), 120)
+    time.sleep(3.0)  # streams reach the second group
+    weft(BASE, "scale", "unified", "1")
+    until(fleet.whole, 120)
+
+
 SPLIT_FAULTS: dict[str, Fault] = {
     "partition of 4 s": partition(4),
     "loss of the rank on the other node": lose_rank,
     "loss of the engine": lose_engine("unified"),
     "loss of the second Ray node": lose_node_of_rank,
+    "groups: 1, 2, 1": drain_split,
     "rolling restart with new settings": restart,
 }
 """Faults of a group with ranks on both nodes."""

@@ -6,7 +6,8 @@ import msgspec
 
 from tests.control.directory.test_leases import record
 from weft.control.directory.record import EngineRecord
-from weft.on_ray.fleet_state import GRACE_S, SILENT_S, FleetState, GroupPlan, Kept, Offer
+from weft.on_ray.fleet_state import GRACE_S, SILENT_S, FleetState
+from weft.on_ray.plans import GroupPlan, Kept, Offer
 
 
 def plan(group: str) -> GroupPlan:
@@ -56,6 +57,17 @@ def test_the_same_topology_again_undoes_no_order_of_the_operator() -> None:
     assert wanted(state) == ["decode1", "decode2", "decode0"]
 
 
+def test_after_a_stop_the_same_topology_starts_its_groups_again() -> None:
+    state = made("decode0", "decode1")
+    state.stop()
+    assert wanted(state) == []
+    assert state.offer(offer("decode0", "decode1")) == ""
+    assert wanted(state) == ["decode0", "decode1"]
+    state.unwant("decode1")
+    assert state.offer(offer("decode0", "decode1")) == ""
+    assert wanted(state) == ["decode0"]
+
+
 def test_a_name_outlives_its_groups_and_the_process() -> None:
     state = made("decode0", "decode1")
     state.unwant("decode0")
@@ -85,11 +97,63 @@ def test_records_are_replaced_and_withdrawn_by_incarnation() -> None:
     assert records("decode0", record(incarnation=2)) == {"decode0": 2, "prefill0": 7}
     assert state.snapshot().ended == {"decode0": 1}
     assert records("decode0") == {"prefill0": 7}
+    assert state.snapshot().ended == {"decode0": 1}  # a missing record proves no end
+    assert records("decode0", record(incarnation=2)) == {"decode0": 2, "prefill0": 7}
+    assert records("decode0") == {"prefill0": 7}
+    assert state.publish("decode0", attempt(state), 1, [], 0.0, ended=True)
     assert state.snapshot().ended == {"decode0": 2}
     assert records("decode0", record(incarnation=3)) == {"decode0": 3, "prefill0": 7}
     # Another process of the actor: the engines of the one before have ended.
     assert state.admit("decode0", attempt(state), 2, 1.0)
     assert state.snapshot().ended == {"decode0": 3}
+
+
+def test_a_late_call_changes_nothing() -> None:
+    state = made("decode0")
+    first = attempt(state)
+    assert state.publish("decode0", first, 1, [record(incarnation=1)], 0.0, call=2)
+    assert state.publish("decode0", first, 1, [], 1.0, call=1)
+    assert [one.incarnation for one in state.snapshot().records] == [1]
+    # The next process counts from 1 again.
+    assert state.admit("decode0", first, 2, 2.0)
+    assert state.publish("decode0", first, 2, [record(incarnation=2)], 3.0, call=1)
+    assert [one.incarnation for one in state.snapshot().records] == [2]
+
+
+def test_groups_start_with_the_topology_of_their_last_order() -> None:
+    state = made("decode0", "decode1")
+    larger = msgspec.structs.replace(plan("decode0"), cpus=2.0)
+    changed = msgspec.structs.replace(offer(topology="new"), plans=(larger, plan("decode2")))
+    assert state.offer(changed) == ""
+    assert [state.text(f"decode{n}") for n in range(3)] == ["text", "text", "new"]
+    assert not state.moves("decode1")
+    assert state.text("decode1") == "new"
+    state.kept.retired.add("decode0")
+    state.revive("decode0")
+    assert (state.text("decode0"), state.plans["decode0"].cpus) == ("new", 2.0)
+    # A topology without the name: groups of the name keep the last topology that has the name.
+    other = msgspec.structs.replace(plan("prefill0"), base="prefill")
+    state.offer(msgspec.structs.replace(offer(topology="third"), plans=(other,)))
+    assert not state.moves("decode1")
+    state.want([plan("decode3")])
+    assert [state.text(one) for one in ("decode1", "decode3", "prefill0")] == ["new", "new", "third"]
+
+
+def test_a_group_that_waits_for_a_place_does_not_delay_a_rolling_restart() -> None:
+    state = made("decode0", "decode1")
+    assert state.admit("decode1", attempt(state, "decode1"), 1, 0.0)
+    assert not state.waits("decode0", GRACE_S)  # perhaps this is a restarted fleet actor
+    assert [state.waits(f"decode{n}", GRACE_S + 1) for n in range(2)] == [True, False]
+
+
+def test_restarts_of_further_hosts_have_the_budget_of_the_group() -> None:
+    state = made("decode0")
+    first = attempt(state)
+    for process in (1, 1, 2):
+        state.claim("decode0/1", first, process, 0.0)
+    assert state.snapshot().retired == ()
+    state.claim("decode0/1", first, 3, 1.0)
+    assert state.snapshot().retired == ("decode0",)
 
 
 def test_a_process_on_a_node_that_ray_has_given_up_publishes_nothing() -> None:
@@ -219,13 +283,51 @@ def test_hosts_of_a_group_end_after_its_head_and_before_the_next_one() -> None:
 
 def test_engines_on_a_further_host_are_published_until_another_process_has_the_host() -> None:
     state = made("decode0")
-    state.claim("decode0/1", attempt(state), 5)
-    state.publish("decode0/1", attempt(state), 5, [record("decode0.1")], 1.0)
+    first = attempt(state)
+    state.claim("decode0/1", first, 5, 0.0)
+    assert state.publish("decode0/1", first, 5, [record("decode0.1")], 1.0)
     assert [one.name for one in state.snapshot().records] == ["decode0.1"]
-    state.claim("decode0/1", attempt(state), 6)
+    state.claim("decode0/1", first, 6, 1.0)
     assert state.snapshot().records == ()
-    state.publish("decode0/1", attempt(state), 5, [record("decode0.1")], 2.0)
+    state.publish("decode0/1", first, 5, [record("decode0.1")], 2.0)
     assert state.snapshot().records == ()
+    state.unwant("decode0")
+    assert not state.publish("decode0/1", first, 6, [record("decode0.1")], 3.0)  # drains with the head
+
+
+def test_hosts_without_a_place_are_killed_after_their_head() -> None:
+    state = FleetState(Kept(secret="secret"), 0.0)
+    state.want([msgspec.structs.replace(plan("decode0"), hosts=2)])
+    first, late = attempt(state), GRACE_S + 1
+    state.due([], 0.0)
+    state.claim("decode0/2", first, 1, late)
+    state.unwant("decode0")
+    assert state.abandoned(["decode0", "decode0/1", "decode0/2"], late) == ["decode0"]
+    assert state.abandoned(["decode0/1", "decode0/2"], late) == ["decode0/1"]
+    assert state.abandoned(["decode0/2"], late + SILENT_S + 1) == ["decode0/2"]
+    # The name is wanted again: actors of the earlier attempt block the next one.
+    state.want([msgspec.structs.replace(plan("decode0"), hosts=2)])
+    assert state.due(["decode0/1"], late) == []
+    assert state.abandoned(["decode0/1"], late) == ["decode0/1"]
+    assert len(state.due([], late)) == 1
+    assert state.abandoned(["decode0", "decode0/1"], late) == []
+
+
+def test_a_killed_actor_leaves_no_record_and_a_failed_start_costs_no_restart() -> None:
+    state = made("decode0")
+    state.unplaced(state.plans["decode0"])
+    for now in (1.0, 2.0):  # one restart is permitted
+        assert len(state.due([], now)) == 1
+    state.publish("decode0", attempt(state), 1, [record()], 2.0)
+    state.unwant("decode0")
+    state.killed("decode0")
+    assert (state.snapshot().records, state.snapshot().ended) == ((), {"decode0": 7})
+
+
+def test_a_restarted_fleet_actor_kills_no_silent_group_that_is_wanted() -> None:
+    kept = made("decode0").kept
+    again = FleetState(kept, 50.0)
+    assert again.abandoned(["decode0", "decode0/1"], 50.0 + SILENT_S) == []
 
 
 def test_a_restarted_fleet_actor_has_the_groups_and_the_secret() -> None:
@@ -234,7 +336,9 @@ def test_a_restarted_fleet_actor_has_the_groups_and_the_secret() -> None:
     kept = msgspec.msgpack.decode(msgspec.msgpack.encode(state.kept), type=Kept)
     again = FleetState(kept, 50.0)
     assert (again.kept.secret, again.kept.topology, wanted(again)) == ("secret", "text", ["decode0"])
+    assert again.ending(["decode0"]) == {"decode0"}
     assert again.publish("decode0", attempt(state), 1, [record()], 51.0)
+    assert again.ending(["decode0"]) == set()
     assert again.due(["decode0"], 51.0) == []
     assert again.offer(offer("decode0", "decode1")) == ""
     assert wanted(again) == ["decode0"]

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.slowness import deadline
+from tests.control.directory.test_leases import record
+from tests.support.slowness import deadline, until
 
 pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
 
@@ -152,9 +153,11 @@ def test_a_command_that_was_healthy_starts_again_in_the_same_process(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The restart counts: the fleet gets another number."""
-    monkeypatch.setattr(actors, "HEALTHY_S", 0.0)
+    read = "weft.control.directory.folder.FolderDirectory.read"
+    monkeypatch.setattr(read, lambda _: {"decode0": record(ready=True)})
     group = start(IMPORTS)
     ready(tmp_path)
+    until(lambda: group._ready)
     first, process = group._number, group._process
     assert process is not None
     process.kill()
@@ -181,6 +184,20 @@ def test_a_fleet_that_restarts_is_asked_again(start: Any, tmp_path: Path) -> Non
     assert not group.ended.is_set()
     group.wanted = False
     assert group.wait() == 0
+
+
+def test_a_folder_that_is_cleaned_away_ends_nothing(start: Any, tmp_path: Path) -> None:
+    group = start(SLOW_DRAIN)
+    ready(tmp_path)
+    mark = tmp_path / "private" / "directory" / "weft-directory"
+    mark.unlink()
+    end = time.monotonic() + deadline(20)
+    while not mark.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    group.wanted = False
+    assert group.wait() == 0
+    assert group.starts == 1
 
 
 def test_a_group_that_is_not_admitted_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from weft.cli.serve.up import up
 from weft.common.errors import ConfigError
 from weft.config.sections.all import Config, FrontSection, ParallelSection
-from weft.config.topology import GroupSettings, Topology
+from weft.config.topology import GroupSettings, Topology, read_topology
+from weft.on_ray.offered_text import text_for_groups
 
 TOPOLOGY = """
 model: spool-text
@@ -84,6 +85,29 @@ def test_labels_of_nodes_need_ray(tmp_path: Path) -> None:
     assert "--ray-labels: labels choose among nodes of Ray" in run(tmp_path, "--check", topology=labelled)
     pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
     assert "zone=a" in run(tmp_path, "--on", "ray", "--check", topology=labelled)
+
+
+def test_a_model_in_a_relative_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen").mkdir()
+    refused = run(
+        tmp_path, "--on", "ray", "--check", topology=TOPOLOGY.replace("model: spool-text", "model: ./qwen")
+    )
+    assert f"the same path on each node: {tmp_path}/qwen" in refused
+
+
+def test_flags_reach_the_groups_and_keys_stay_here(tmp_path: Path) -> None:
+    front = "front: {port: 8000, drain-timeout: 40, api-key: [sk-1], admin-key: [sk-2]}\n"
+    file = tmp_path / "shop.yaml"
+    file.write_text(TOPOLOGY + front)
+    topology = read_topology(file, {"drain_timeout": 600.0, "log_level": "debug"})
+    text = text_for_groups(str(file), topology.front)
+    assert "sk-" not in text
+    (tmp_path / "sent.yaml").write_text(text)
+    sent = read_topology(tmp_path / "sent.yaml")
+    assert sent.groups == topology.groups
+    assert (sent.front.drain_timeout, sent.front.log_level) == (600.0, "debug")
 
 
 def run(folder: Path, *arguments: str, topology: str = TOPOLOGY) -> str:

@@ -13,11 +13,13 @@ pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
 
 from tests.control.directory.test_leases import record
 from tests.on_ray.test_fleet_state import plan
-from weft.common.errors import InvalidRequest
+from weft.common.errors import InvalidRequest, Unavailable
 from weft.config.topology import serves
 from weft.control.directory.record import EngineRecord
 from weft.control.links.link import Address
-from weft.on_ray.fleet_state import FleetState, GroupPlan, Kept
+from weft.control.links.owner import Scaled
+from weft.on_ray.fleet_state import FleetState
+from weft.on_ray.plans import GroupPlan, Kept
 from weft.on_ray.ray_directory import RayDirectory, RayOwner
 
 PREFILL = GroupPlan(group="prefill0", base="prefill", role="prefill", engines=("prefill0",))
@@ -34,7 +36,7 @@ class Directory(RayDirectory):
         self._snapshot = self.state.snapshot()
         return {one.name: one for one in self._snapshot.records}
 
-    def tell(self, order: str, *arguments: Any) -> None:
+    def order(self, order: str, *arguments: Any) -> None:
         match order:
             case "want":
                 self.state.want(msgspec.msgpack.decode(arguments[0], type=list[GroupPlan]))
@@ -60,12 +62,46 @@ def test_a_role_scales_to_zero_and_back(directory: Directory) -> None:
     assert asyncio.run(owner.scale("decode", 0)).leaving == ("decode0",)
     assert list(directory.state.plans) == ["prefill0"]
     attempt = next(key[1] for key in directory.state._published)
+    owner.present()
+    # decode0 drains still. The state of the directory at the order counts, and no earlier one.
+    assert asyncio.run(owner.scale("decode", 1)).starting == ("decode1",)
+    directory._snapshot = msgspec.structs.replace(directory._snapshot, plans=())
+    assert asyncio.run(owner.scale("decode", 1)) == Scaled((), ())
     directory.state.left("decode0", attempt)
-    directory.read()
     owner._records = {}
-    assert asyncio.run(owner.scale("decode", 2)).starting == ("decode0", "decode1")
-    assert list(directory.state.plans) == ["prefill0", "decode0", "decode1"]
-    assert directory.state.plans["decode1"].role == "decode"
+    assert asyncio.run(owner.scale("decode", 2)).starting == ("decode0",)
+    assert list(directory.state.plans) == ["prefill0", "decode1", "decode0"]
+    assert directory.state.plans["decode0"].role == "decode"
+
+
+def test_new_groups_have_the_plan_of_the_present_topology(directory: Directory) -> None:
+    owner = RayOwner(directory, record().model, None, serves)  # type: ignore[arg-type]
+    changed = GroupPlan(
+        group="decode0",
+        base="decode",
+        role="decode",
+        engines=("decode0.0", "decode0.1"),
+        expert_group="decode0",
+        cpus=2.0,
+    )
+    directory.state.want([changed])
+    assert asyncio.run(owner.scale("decode", 2)).starting == ("decode1.0", "decode1.1")
+    new = directory.state.plans["decode1"]
+    assert (new.cpus, new.expert_group, new.engines) == (2.0, "decode1", ("decode1.0", "decode1.1"))
+    assert directory.state.plans["decode0"].cpus == 1.0
+
+
+def test_an_order_without_an_answer_is_reported(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = RayOwner(directory, record().model, None, serves)  # type: ignore[arg-type]
+
+    def lost(*_: object) -> None:
+        raise OSError("Ray: the fleet actor does not answer")
+
+    monkeypatch.setattr(directory, "order", lost)
+    with pytest.raises(Unavailable, match="try again"):
+        asyncio.run(owner.scale("decode", 2))
 
 
 def test_the_end_of_an_engine_is_known_at_once(directory: Directory) -> None:
@@ -74,7 +110,7 @@ def test_the_end_of_an_engine_is_known_at_once(directory: Directory) -> None:
     assert isinstance(address, Address)
     assert address.process.poll() is None
     state = directory.state
-    state.publish("decode0", state.plans["decode0"].attempt, 1, [], 1.0)
+    state.publish("decode0", state.plans["decode0"].attempt, 1, [], 1.0, ended=True)
     directory.read()
     assert address.process.poll() == 1
     state.publish("decode0", state.plans["decode0"].attempt, 1, [record("decode0", incarnation=6)], 2.0)

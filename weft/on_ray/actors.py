@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 
+from weft.common.errors import ConfigError
 from weft.common.folder import open_private, private_folder
 from weft.common.log import get_logger
 from weft.control.directory.folder import FolderDirectory
+from weft.control.directory.record import EngineRecord
 
 log = get_logger(__name__)
 
@@ -35,9 +37,6 @@ REACH_S = 300.0
 """Maximum seconds of an actor until the fleet, or Ray's store, answers. Then Ray restarts the actor."""
 END_S = 15.0
 """Maximum seconds for the last calls of a group actor, and until Ray has ended the actor."""
-HEALTHY_S = 30.0
-"""Seconds from which a command that fails is started again by its actor. Before, the node may be at fault:
-the process of the actor ends, and Ray starts the actor again, perhaps elsewhere."""
 START_S = 600.0
 """Maximum seconds of a rolling restart until a group answers again, besides its drain."""
 
@@ -71,7 +70,7 @@ class GroupActor:
                    │yes        ▲                            ▲
                    ▼           │restart ordered             │stop ordered, or status 0
                  command ─► ended ──────────────────────────╯
-                               │ failed after HEALTHY_S: back to the fleet's admission
+                               │ failed after an engine was ready: back to the fleet's admission
                                ╰─any other end, any error─► os._exit(1): Ray restarts the actor
 
     One thread starts and watches the command: the kernel kills the command with the thread that has started
@@ -85,6 +84,12 @@ class GroupActor:
         self._server, self._group, self._attempt = server, group, attempt
         self._number = secrets.randbits(63)
         """Random number of this process, or of its present command: the fleet recognizes a restart."""
+        self._begun, self._ready = 0.0, False
+        """Time at which the present command began, and True once an engine of the command is ready."""
+        self._calls = 0
+        """Number of the last call of ``publish``."""
+        self._records: list[EngineRecord] = []
+        """The last records that were read."""
         self._fleet: Any = None
         self._folder: Path | None = None
         self._lock = threading.Lock()
@@ -110,14 +115,14 @@ class GroupActor:
         """Run the group until its end. The body of the thread, which never returns."""
         try:
             while (settings := insist(self._admit, REACH_S)) is not None:
-                begun = time.monotonic()
+                self._begun, self._ready = time.monotonic(), False
                 status = self._follow(*self._start(*settings))
                 with self._lock:
                     if self._over or (status == 0 and not self._again):
                         break
                     if not self._again:
                         log.error("group %s ended with status %d", self._group, status)
-                        if time.monotonic() - begun < HEALTHY_S:
+                        if not self._healthy():
                             return
                         self._number = secrets.randbits(63)  # counts as a restart
             self._end()
@@ -126,6 +131,10 @@ class GroupActor:
         finally:
             self._clean()
             os._exit(1)  # Ray restarts the actor
+
+    def _healthy(self) -> bool:
+        """Return True if the node of the command is not at fault: the engines have been ready."""
+        return self._ready
 
     def _admit(self) -> tuple[str, str] | None:
         """Return (text of the topology, secret), or None if the group must end for good."""
@@ -161,11 +170,10 @@ class GroupActor:
         while True:
             status = process.poll()
             # The engines end with the command. A killed command leaves its records.
-            records = msgspec.msgpack.encode([*directory.read().values()] if status is None else [])
             wanted = True
             # The fleet actor restarts, or its node is away. The next look tries again.
             with contextlib.suppress(Exception):
-                wanted = self._call("publish", self._group, self._attempt, self._number, records)
+                wanted = self._publish(self._group, directory, status is not None)
             if not wanted:
                 with self._lock:
                     self._over = True
@@ -173,6 +181,22 @@ class GroupActor:
             if status is not None:
                 return status
             time.sleep(LOOK_S)
+
+    def _publish(self, name: str, directory: FolderDirectory, ended: bool) -> bool:
+        """Send the records of the engines. ``name``: see ``FleetState.publish``. ``ended``: the command has
+        ended. Return True if the group is wanted. A folder that cannot be read keeps the last records, which
+        nobody renews."""
+        try:
+            self._records = [] if ended else [*directory.read().values()]
+            self._ready = self._ready or any(record.ready for record in self._records)
+        except OSError as error:
+            log.error("the records of group %s cannot be read (%s)", name, error)
+            with contextlib.suppress(ConfigError):
+                directory.mend()
+        self._calls += 1
+        data = msgspec.msgpack.encode(self._records)
+        wanted: bool = self._call("publish", name, self._attempt, self._number, data, self._calls, ended)
+        return wanted
 
     def _clean(self) -> None:
         """Remove the folder, which has the secret."""

@@ -13,11 +13,13 @@ import msgspec
 import ray
 from ray.experimental import internal_kv
 
+from weft.common.errors import Unavailable
 from weft.common.log import get_logger
 from weft.control.directory.record import EngineRecord
 from weft.on_ray import placement
 from weft.on_ray.actors import LOOK_S, NAMESPACE, REACH_S, START_S, fleet_name, group_name, insist
-from weft.on_ray.fleet_state import GRACE_S, FleetState, GroupPlan, Kept, Offer
+from weft.on_ray.fleet_state import GRACE_S, FleetState
+from weft.on_ray.plans import GroupPlan, Kept, Offer
 
 log = get_logger(__name__)
 
@@ -33,15 +35,18 @@ class FleetActor:
         self._server, self._key = server, f"{fleet_name(server)}/state"
         try:
             data = insist(lambda: internal_kv._internal_kv_get(self._key, namespace=NAMESPACE), REACH_S)
+            living = insist(self.living, REACH_S)
         except Exception:
             os._exit(1)  # Ray restarts the actor
         kept = Kept(secret=secret) if data is None else msgspec.msgpack.decode(data, type=Kept)
         self._state = FleetState(kept, time.monotonic())
         self._forgotten = False
-        self._living: list[str] = []
+        self._living = living
         """The result of ``living`` at the last look."""
         self._lock, self._looks, self._turn = threading.Lock(), threading.Lock(), threading.Lock()
         """For the state; for one look at a time; for one rolling restart at a time."""
+        self._wake = threading.Event()
+        """Set by orders: the next look is due at once."""
         threading.Thread(target=self._look_on, name="weft-fleet", daemon=True).start()
         if self._state.kept.restarting:
             self._begin_restart(GRACE_S)  # the records of all groups come first
@@ -49,8 +54,11 @@ class FleetActor:
     # -- calls of `weft up` and of API servers
 
     def offer(self, data: bytes) -> str:
-        """Use an ``Offer`` (msgpack). Return "", or the model of this fleet, which refuses the offer."""
+        """Use an ``Offer`` (msgpack). Return "", or the model of this fleet, which refuses the offer. Raise
+        Unavailable after ``forget``: the caller tries again with the next fleet actor."""
         with self._changed():
+            if self._forgotten:
+                raise Unavailable("the fleet actor ends")
             refused = self._state.offer(msgspec.msgpack.decode(data, type=Offer))
         self._look()
         return refused
@@ -63,19 +71,18 @@ class FleetActor:
         """Start the groups of ``plans`` (msgpack of GroupPlan), unless they run."""
         with self._changed():
             self._state.want(msgspec.msgpack.decode(plans, type=list[GroupPlan]))
-        self._look()
+        self._wake.set()
 
     def remove(self, group: str) -> None:
         """Drain and end a group."""
         with self._changed():
             self._state.unwant(group)
-        self._look()
+        self._wake.set()
 
     def stop(self) -> list[str]:
         """Drain and end all groups. Return the groups that live, without a wait."""
         with self._changed():
-            for group in list(self._state.plans):
-                self._state.unwant(group)
+            self._state.stop()
         self._look()
         return self.living()
 
@@ -86,19 +93,23 @@ class FleetActor:
         names = [one["name"] for one in found if one["namespace"] == NAMESPACE]
         return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
-    def forget(self) -> None:
-        """Remove the stored state and the placement groups. Call when no group lives."""
-        if self._state.kept.several_hosts:
-            placement.free(self._server)
+    def forget(self) -> bool:
+        """Remove the stored state and the placement groups. Call when no group lives. Return False,
+        and remove nothing, if groups are wanted: another `weft up` came after ``stop``."""
         with self._lock:
+            if self._state.plans:
+                return False
             self._forgotten = True
             internal_kv._internal_kv_del(self._key, namespace=NAMESPACE)
+        if self._state.kept.several_hosts:
+            placement.free(self._server)
+        return True
 
     def revive(self, group: str) -> None:
         """Start a retired group again."""
         with self._changed():
             self._state.revive(group)
-        self._look()
+        self._wake.set()
 
     def restart(self, groups: list[str]) -> None:
         """Restart ``groups`` in turn. Returns at once. A restarted fleet actor goes on with the rest."""
@@ -118,13 +129,15 @@ class FleetActor:
         with self._changed():
             if not self._state.admit(group, attempt, process, time.monotonic()):
                 return None
-            return self._state.kept.topology, self._state.kept.secret
+            return self._state.text(group), self._state.kept.secret
 
-    def publish(self, group: str, attempt: int, process: int, data: bytes) -> bool:
-        """Store the records of a group (msgpack of EngineRecord). Return False if the group must drain."""
+    def publish(self, group: str, attempt: int, process: int, data: bytes, call: int, ended: bool) -> bool:
+        """Store the records of a group (msgpack of EngineRecord). Return False if the group must drain.
+        ``call``, ``ended``: see ``FleetState.publish``."""
         records = msgspec.msgpack.decode(data, type=list[EngineRecord])
         with self._lock:
-            return self._state.publish(group, attempt, process, records, time.monotonic())
+            now = time.monotonic()
+            return self._state.publish(group, attempt, process, records, now, call=call, ended=ended)
 
     def meet(self, group: str, attempt: int, address: str) -> None:
         """Store the address, HOST:PORT, at which the other hosts of a group join."""
@@ -135,12 +148,12 @@ class FleetActor:
         """Return (text of the topology, secret, address of the head) for a further host of a group. The
         address is "" before the head starts. None: the host ends. ``host``, ``process``: GROUP/N, and the
         number of the process of an actor that starts."""
-        with self._lock:
+        with self._changed() if host else self._lock:
             if host:
-                self._state.claim(host, attempt, process)
+                self._state.claim(host, attempt, process, time.monotonic())
             kept = self._state.kept
             if self._state.joins(group, attempt, self._living):
-                return kept.topology, kept.secret, kept.meetings.get(group, "")
+                return self._state.text(group), kept.secret, kept.meetings.get(group, "")
         return None
 
     def left(self, group: str, attempt: int) -> None:
@@ -161,7 +174,8 @@ class FleetActor:
     def _look_on(self) -> None:
         """Look again and again. The body of a thread."""
         while True:
-            time.sleep(2 * LOOK_S)
+            self._wake.wait(2 * LOOK_S)
+            self._wake.clear()
             try:
                 self._look()
             except Exception as error:
@@ -176,7 +190,12 @@ class FleetActor:
                 abandoned = self._state.abandoned(living, time.monotonic())
                 due += self._state.incomplete(living)
             for plan in due:
-                placement.start_group(self._server, plan)
+                try:
+                    placement.start_group(self._server, plan)
+                except Exception as error:  # of Ray; the other groups start
+                    log.error("group %s does not start (%s)", plan.group, type(error).__name__)
+                    with self._lock:
+                        self._state.unplaced(plan)
             if self._state.kept.several_hosts:
                 with self._lock:
                     keep, ending = list(self._state.plans.values()), self._state.ending(living)
@@ -184,6 +203,8 @@ class FleetActor:
             for group in abandoned:
                 if (actor := self._actor(group)) is not None:
                     ray.kill(actor)
+                with self._lock:
+                    self._state.killed(group)
 
     def _begin_restart(self, wait: float) -> None:
         """Start the thread of the rolling restart, which begins after ``wait`` seconds."""
@@ -195,7 +216,12 @@ class FleetActor:
         with self._turn:
             while self._state.kept.restarting:
                 group = self._state.kept.restarting[0]
-                good = self._restart_one(group)
+                try:
+                    good = self._restart_one(group)
+                except Exception as error:  # of Ray, or of its store
+                    log.error("the rolling restart of %s is tried again (%s)", group, type(error).__name__)
+                    time.sleep(2 * LOOK_S)
+                    continue
                 with self._changed():
                     self._state.restarted(group)
                     if not good:
@@ -203,16 +229,18 @@ class FleetActor:
 
     def _restart_one(self, group: str) -> bool:
         """Restart a group. Return False if the group does not answer in time."""
-        actor = self._actor(group)
-        with self._lock:
-            before = self._state.incarnations(group)
-            seconds = START_S + self._state.kept.drain_timeout
-        if actor is None:
-            return True
         with self._changed():
+            before, waits = self._state.incarnations(group), self._state.waits(group, time.monotonic())
+            seconds = START_S + self._state.kept.drain_timeout
+            plan = self._state.plans.get(group)
             moves = self._state.moves(group)
-        if not moves:
-            actor.restart.remote()
+        if plan is None or waits:
+            return True  # a group that waits for a place starts with the present topology
+        # Engines of further hosts restart with those of the head. Ranks without an engine outlive the head.
+        hosts = [group, *(f"{group}/{index}" for index in range(1, plan.hosts) if len(plan.engines) > 1)]
+        for actor in [] if moves else map(self._actor, hosts):
+            if actor is not None:
+                actor.restart.remote()
         until = time.monotonic() + seconds
         while group in self._state.plans and not self._is_new(group, before):
             if time.monotonic() > until:

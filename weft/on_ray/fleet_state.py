@@ -10,89 +10,12 @@ import msgspec
 from weft.common.restarts import RestartBudget
 from weft.control.directory.record import EngineRecord
 from weft.control.processes.table import WINDOW
+from weft.on_ray.plans import GroupPlan, Kept, Offer, Snapshot
 
 GRACE_S = 10.0
 """Seconds after the start of the fleet actor in which a silent group actor does not count as pending."""
 SILENT_S = 20.0
 """Seconds without a call of an unwanted group actor until the fleet actor kills the group actor."""
-
-
-class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A group that Ray should run."""
-
-    group: str
-    base: str
-    role: str
-    engines: tuple[str, ...]
-    """Names of the engines of the group."""
-    expert_group: str = ""
-    gpus: int = 0
-    cpus: float = 1.0
-    """Resources on each host."""
-    hosts: int = 1
-    """Number of nodes with ranks of the group."""
-    labels: dict[str, str] = {}
-    """Labels of the nodes that may run the group; see Ray's ``label_selector``."""
-    attempt: int = 0
-    """Random number of the order to run the group. A later order for the same group has another number."""
-
-    @property
-    def needs(self) -> tuple[object, ...]:
-        """Everything that Ray must know to place the group."""
-        return self.gpus, self.cpus, self.hosts, self.labels
-
-
-class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``weft up`` wants of the fleet."""
-
-    topology: str
-    """Text of the topology file."""
-    model: str
-    """Served model."""
-    named: bool
-    """True if the operator gave the name of the server."""
-    restarts: int
-    """Maximum restarts of a group in 10 minutes."""
-    drain_timeout: float
-    plans: tuple[GroupPlan, ...]
-
-
-class Kept(msgspec.Struct, kw_only=True):
-    """The part of the state that outlives the process of the fleet actor."""
-
-    secret: str
-    topology: str = ""
-    model: str = ""
-    """"" until the first offer."""
-    restarts: int = 0
-    drain_timeout: float = 0.0
-    plans: dict[str, GroupPlan] = {}
-    """Group -> plan, in the order of the start."""
-    retired: set[str] = set()
-    """Groups without a further restart."""
-    restarting: list[str] = []
-    """Groups of a rolling restart that have yet to restart, in order."""
-    several_hosts: bool = False
-    """True if a group has ever had several hosts, so there may be placement groups."""
-    changed: dict[str, GroupPlan] = {}
-    """Group -> plan with other resources, nodes or hosts, which holds from the next restart of the group."""
-    meetings: dict[str, str] = {}
-    """Group on several hosts -> address at which the hosts join the head."""
-    shapes: dict[str, GroupPlan] = {}
-    """Base name -> plan of the first group that was wanted last. A name outlives its groups."""
-
-
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the fleet for a reader."""
-
-    plans: tuple[GroupPlan, ...]
-    records: tuple[EngineRecord, ...]
-    retired: tuple[str, ...] = ()
-    """Groups without a further restart."""
-    shapes: tuple[GroupPlan, ...] = ()
-    """One plan per base name, also of a name without groups."""
-    ended: dict[str, int] = {}
-    """Engine -> incarnation of the last process that is known to have ended."""
 
 
 class FleetState:
@@ -110,6 +33,8 @@ class FleetState:
         """(group, attempt) -> engine -> incarnation, as last published."""
         self._processes: dict[tuple[str, int], int] = {}
         """(group, attempt) -> number of the group actor's process."""
+        self._calls: dict[tuple[str, int], tuple[int, int]] = {}
+        """(group, attempt) -> number of the process, and of its last call of ``publish``."""
         self._placed: dict[str, int] = {}
         """Group -> attempt of the group actor that the fleet actor started."""
         self._heard: dict[str, float] = {}
@@ -132,9 +57,11 @@ class FleetState:
             return kept.model
         if kept.restarts != offer.restarts:
             self._budgets.clear()
-        if not kept.model or kept.topology != offer.topology:
+        changed = not kept.model or kept.stopped or kept.topology != offer.topology
+        kept.topology, kept.model, kept.stopped = offer.topology, offer.model, False
+        if changed:
+            kept.sources |= {plan.base: offer.topology for plan in offer.plans}
             self.want(offer.plans)
-        kept.topology, kept.model = offer.topology, offer.model
         kept.restarts, kept.drain_timeout = offer.restarts, offer.drain_timeout
         return ""
 
@@ -151,41 +78,64 @@ class FleetState:
                 continue
             attempt = secrets.randbits(63) if known is None else known.attempt
             self.plans[plan.group] = msgspec.structs.replace(plan, attempt=attempt)
+            if known is None:
+                self._renew(plan.group)
 
     def unwant(self, group: str) -> None:
         """Drop a group. Its records stay until the engines withdraw them, or the leases end."""
         self.plans.pop(group, None)
         self.kept.changed.pop(group, None)
         self.kept.meetings.pop(group, None)
+        self.kept.texts.pop(group, None)
         self.kept.retired.discard(group)
         self._budgets.pop(group, None)
 
+    def stop(self) -> None:
+        """Drop all groups. The next offer adds its groups, also with the same topology."""
+        self.kept.stopped = True
+        for group in list(self.plans):
+            self.unwant(group)
+
     def revive(self, group: str) -> None:
-        """Want a retired group again, with a new budget of restarts."""
+        """Want a retired group again, with the present topology and a new budget of restarts."""
         if group in self.kept.retired:
             self.kept.retired.discard(group)
             self._budgets.pop(group, None)
-            self.plans[group] = msgspec.structs.replace(self.plans[group], attempt=secrets.randbits(63))
+            plan = self.kept.changed.pop(group, self.plans[group])
+            self.plans[group] = msgspec.structs.replace(plan, attempt=secrets.randbits(63))
+            self._renew(group)
 
     def restart(self, groups: Iterable[str]) -> None:
         """Add groups to the rolling restart."""
         self.kept.restarting += [one for one in groups if one not in self.kept.restarting]
 
     def moves(self, group: str) -> bool:
-        """Return True if the restart of ``group`` needs other actors: the present ones drain and end, and
-        then the fleet actor starts others by the changed plan."""
+        """Let ``group`` start with the present topology. Return True if the restart needs other actors: the
+        present ones drain and end, and then the fleet actor starts others by the changed plan."""
         plan = self.kept.changed.pop(group, None)
+        if group in self.plans:
+            self._renew(group)
         if plan is None or group not in self.plans:
             return False
         self.plans[group] = msgspec.structs.replace(plan, attempt=secrets.randbits(63))
         self.kept.meetings.pop(group, None)
         return True
 
+    def waits(self, group: str, now: float) -> bool:
+        """Return True if the actor of ``group`` waits for a place: no process has called."""
+        plan = self.plans.get(group)
+        called = plan is None or (group, plan.attempt) in self._processes
+        return not called and now - self._begun > GRACE_S
+
     def restarted(self, group: str) -> None:
         """Note the end of the restart of a group."""
         self.kept.restarting = [one for one in self.kept.restarting if one != group]
 
     # -- calls of group actors
+
+    def text(self, group: str) -> str:
+        """Return the text of the topology with which a group starts."""
+        return self.kept.texts.get(group, self.kept.topology)
 
     def admit(self, group: str, attempt: int, process: int, now: float) -> bool:
         """Return True if the group actor may start engines. A second process of one attempt is a restart;
@@ -197,31 +147,55 @@ class FleetState:
         if before != process and not self._grant(group, now):
             return False
         if before != process:  # the engines end with the process of their actor
-            self._replace(group, attempt, {})
+            self._replace(group, attempt, {}, ended=True)
         self._processes[group, attempt] = process
+        self._placed.setdefault(group, attempt)
         return True
 
     def publish(
-        self, group: str, attempt: int, process: int, records: Iterable[EngineRecord], now: float
+        self,
+        group: str,
+        attempt: int,
+        process: int,
+        records: Iterable[EngineRecord],
+        now: float,
+        *,
+        call: int = 0,
+        ended: bool = False,
     ) -> bool:
         """Store the records of a group actor; engines that are gone are withdrawn. Return True if the group
-        is wanted; else the group must drain."""
+        is wanted; else the group must drain. ``group``: the group, or GROUP/N for a further host.
+        ``call``: number of the call, since Ray keeps no order. ``ended``: True if all engines have ended."""
+        owner, wanted = group.partition("/")[0], self._wanted(group.partition("/")[0], attempt)
         if self._processes.setdefault((group, attempt), process) != process:
             return True  # a process on a node that Ray has given up: another process has the group
         self._heard[group] = now
+        if wanted:  # a restarted fleet actor does not know the placed attempts
+            self._placed.setdefault(owner, attempt)
+        maker, last = self._calls.get((group, attempt), (process, call))
+        if maker == process and call < last:
+            return wanted
+        self._calls[group, attempt] = process, call
         found = {record.name: record for record in records}
-        self._replace(group, attempt, {name: record.incarnation for name, record in found.items()})
+        self._replace(group, attempt, {name: one.incarnation for name, one in found.items()}, ended)
         self._records.update(found)
-        return self._wanted(group, attempt)
+        return wanted
 
     def meet(self, group: str, attempt: int, address: str) -> None:
         """Note the address at which the other hosts of a group join."""
         if self._wanted(group, attempt):
             self.kept.meetings[group] = address
 
-    def claim(self, host: str, attempt: int, process: int) -> None:
-        """Note the process of the actor of a further host, GROUP/N. Engines of an earlier process ended."""
-        self._replace(host, attempt, {})
+    def claim(self, host: str, attempt: int, process: int, now: float) -> None:
+        """Note the process of the actor of a further host, GROUP/N. Engines of an earlier process ended.
+        Another process is a restart; without a restart in the budget the group is retired."""
+        self._heard[host] = now
+        group = host.partition("/")[0]
+        if self._wanted(group, attempt):
+            self._placed.setdefault(group, attempt)
+            if self._processes.get((host, attempt), process) != process and not self._grant(group, now):
+                return
+        self._replace(host, attempt, {}, ended=True)
         self._processes[host, attempt] = process
 
     def joins(self, group: str, attempt: int, living: Collection[str]) -> bool:
@@ -232,9 +206,10 @@ class FleetState:
 
     def left(self, group: str, attempt: int) -> None:
         """Note the end of a group actor for good. The group stays wanted if a later order wants the group."""
-        self._replace(group, attempt, {})
+        self._replace(group, attempt, {}, ended=True)
         del self._published[group, attempt]
         self._processes.pop((group, attempt), None)
+        self._calls.pop((group, attempt), None)
         if self._wanted(group, attempt):
             self.unwant(group)
 
@@ -275,16 +250,31 @@ class FleetState:
         }
 
     def abandoned(self, living: Collection[str], now: float) -> list[str]:
-        """Return the groups of ``living`` whose actors the fleet actor must kill: unwanted groups that wait
-        for a place, or whose actor is silent. Other unwanted groups drain."""
-        self._heard = {group: at for group, at in self._heard.items() if group in living}
+        """Return the actors of ``living`` that the fleet actor must kill: actors of unwanted attempts that
+        wait for a place, or are silent. Other actors of unwanted attempts drain. Actors of further hosts
+        outlive their head."""
+        self._heard = {name: at for name, at in self._heard.items() if name in living}
         found = []
-        for group in (one for one in living if "/" not in one):
-            at = self._heard.get(group)
+        for name in living:
+            group, _, host = name.partition("/")
+            at, plan = self._heard.get(name), self.plans.get(group)
             silent = now - self._begun > GRACE_S if at is None else now - at > SILENT_S
-            if silent and group not in self.plans:
-                found.append(group)
+            # A restarted fleet actor has no note of the placed attempt: a wanted group may just be cut off.
+            unwanted = plan is None or self._placed.get(group, plan.attempt) != plan.attempt
+            if silent and unwanted and not (host and group in living):
+                found.append(name)
         return found
+
+    def unplaced(self, plan: GroupPlan) -> None:
+        """Note that the actors of ``plan`` could not be started: the next start is no restart."""
+        if self._placed.get(plan.group) == plan.attempt:
+            del self._placed[plan.group]
+
+    def killed(self, name: str) -> None:
+        """Note that the fleet actor has killed an unwanted actor: its engines have ended."""
+        for group, attempt in [key for key in self._published if key[0] == name]:
+            self._replace(group, attempt, {}, ended=True)
+            del self._published[group, attempt]
 
     def incarnations(self, group: str) -> dict[str, int]:
         """Return engine -> incarnation of all records of ``group``."""
@@ -311,16 +301,25 @@ class FleetState:
         plan = self.plans.get(group)
         return plan is not None and plan.attempt == attempt and group not in self.kept.retired
 
-    def _replace(self, group: str, attempt: int, found: dict[str, int]) -> None:
-        """Note the engines of a group actor, engine -> incarnation, and withdraw all earlier engines."""
-        for name, incarnation in self._published.get((group, attempt), {}).items():
-            if found.get(name) != incarnation:
-                self._withdraw(name, incarnation)
-        self._published[group, attempt] = found
+    def _renew(self, group: str) -> None:
+        """Use the last topology that has the name of a group for the next start of the group."""
+        self.kept.texts[group] = self.kept.sources.get(self.plans[group].base, self.kept.topology)
 
-    def _withdraw(self, name: str, incarnation: int) -> None:
-        """Note the end of an engine, and remove its record, unless the record is of another incarnation."""
-        self._ended[name] = incarnation
+    def _replace(self, group: str, attempt: int, found: dict[str, int], ended: bool) -> None:
+        """Note the engines of a group actor, engine -> incarnation, and withdraw all earlier engines. A
+        missing record proves no end: a file may be unreadable for a moment. ``ended``: all earlier engines
+        have ended."""
+        known = self._published.get((group, attempt), {})
+        for name, incarnation in known.items():
+            if found.get(name) != incarnation:
+                self._withdraw(name, incarnation, ended or name in found)
+        self._published[group, attempt] = found if ended else {**known, **found}
+
+    def _withdraw(self, name: str, incarnation: int, ended: bool) -> None:
+        """Remove the record of an engine, unless the record is of another incarnation, and note the end of an
+        engine that has ``ended``."""
+        if ended:
+            self._ended[name] = incarnation
         record = self._records.get(name)
         if record is not None and record.incarnation == incarnation:
             del self._records[name]

@@ -8,13 +8,14 @@ import subprocess
 import time
 from pathlib import Path
 
-import msgspec
 import ray
 
 from weft.common.errors import Unavailable
 from weft.control.directory.folder import FolderDirectory
-from weft.on_ray.actors import END_S, LOOK_S, GroupActor, insist
+from weft.on_ray.actors import LOOK_S, REACH_S, GroupActor, insist
 
+HEALTHY_S = 30.0
+"""Seconds from which a failed command of a further host is no sign of a bad node."""
 PORT_S = 5.0
 """Maximum seconds for the port of the head before. Then the head takes another port."""
 
@@ -24,7 +25,7 @@ class HeadActor(GroupActor):
     knows. A head that starts again keeps the address if possible: then the other hosts keep their weights."""
 
     def _command(self, folder: Path) -> list[str]:
-        address = insist(self._meet, END_S)
+        address = insist(self._meet, REACH_S)
         return [*super()._command(folder), "--join-port", address.rpartition(":")[2]]
 
     def _meet(self) -> str:
@@ -69,18 +70,21 @@ class HostActor(GroupActor):
             # The fleet actor restarts, or its node is away. The next look tries again.
             with contextlib.suppress(Exception):
                 # Only hosts with whole replicas of an expert-parallel group have engines.
-                records = [*directory.read().values()] if status is None else []
-                data = msgspec.msgpack.encode(records)
-                self._call("publish", self._host, self._attempt, self._number, data)
+                wanted = self._publish(self._host, directory, status is not None)
                 found = self._call("join", self._group, self._attempt)
                 with self._lock:
-                    self._over = self._over or found is None
-                    self._again = self._again or (found is not None and found[2] != self._head)
+                    # Engines drain with those of the head. Ranks without an engine outlive the drain.
+                    self._over = self._over or found is None or bool(self._records and not wanted)
+                    # A head that drains has no address.
+                    self._again = self._again or (found is not None and found[2] not in ("", self._head))
                     if self._over or self._again:
                         self._drain()
             if status is not None:
                 return status
             time.sleep(LOOK_S)
+
+    def _healthy(self) -> bool:
+        return time.monotonic() - self._begun >= HEALTHY_S
 
     @property
     def _host(self) -> str:

@@ -19,8 +19,8 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from weft.on_ray.actors import NAMESPACE, GroupActor, group_name
-from weft.on_ray.fleet_state import GroupPlan
 from weft.on_ray.host_actors import HeadActor, HostActor
+from weft.on_ray.plans import GroupPlan
 
 
 def start_group(server: str, plan: GroupPlan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,8 +18,11 @@ from weft.control.links.owner import EngineInfo, Scaled
 from weft.control.processes.scaling import plan_restart, plan_scale, to_revive
 from weft.control.processes.table import Member
 from weft.on_ray.actors import CALL_S, NAMESPACE, fleet_name
-from weft.on_ray.fleet_state import GroupPlan, Snapshot
+from weft.on_ray.plans import GroupPlan, Snapshot
 from weft.parallel.secret import CurveKeys
+
+ORDER_S = 15.0
+"""Maximum seconds for an order to the fleet actor."""
 
 
 class RayDirectory:
@@ -49,14 +53,16 @@ class RayDirectory:
 
     def ask_drain(self, record: EngineRecord) -> None:
         """See ``DirectoryReader``. The whole group drains and ends."""
-        self.tell("remove", record.group)
+        self.order("remove", record.group)
 
-    def tell(self, order: str, *arguments: Any) -> None:
-        """Send an order to the fleet actor without a wait. Raise OSError if there is no actor."""
+    def order(self, order: str, *arguments: Any) -> None:
+        """Send an order to the fleet actor, and read the new state. Raise OSError if the actor does not
+        answer within ``ORDER_S``; then the order may hold or not."""
         try:
-            getattr(self._actor(), order).remote(*arguments)
+            ray.get(getattr(self._actor(), order).remote(*arguments), timeout=ORDER_S)
         except Exception as error:
-            raise OSError(f"Ray: {error}") from error
+            raise OSError(f"Ray: the fleet actor does not answer ({type(error).__name__})") from error
+        self.read()
 
     def _actor(self) -> Any:
         return ray.get_actor(fleet_name(self._server), namespace=NAMESPACE)
@@ -110,8 +116,9 @@ class RayOwner(DirectoryOwner):
 
     async def scale(self, base: str, groups: int) -> Scaled:
         """See ``Owner``. Ray finds a place for new groups; without a place they wait. With 0 groups, requests
-        wait."""
-        members, snapshot = self._members(), self._ray.snapshot
+        wait. Groups that drain do not come back: their commands have the signal to end."""
+        members = await self._fresh()
+        snapshot = self._ray.snapshot
         change = plan_scale(
             base,
             groups,
@@ -122,20 +129,14 @@ class RayOwner(DirectoryOwner):
             first=_members_of(snapshot.shapes),
             empty=True,
         )
+        plans: list[GroupPlan] = []
         if change.new:
-            like = next(plan for plan in snapshot.plans + snapshot.shapes if plan.group == change.like)
-            plans = [
-                msgspec.structs.replace(
-                    like,
-                    group=group,
-                    engines=tuple(engines),
-                    expert_group=next(iter(engines.values())).expert_group,
-                )
-                for group, engines in change.new.items()
-            ]
-            self._order("want", msgspec.msgpack.encode(plans))
+            # The plan of the present topology: groups that run may have an earlier plan.
+            like = next(plan for plan in snapshot.shapes if plan.base == base)
+            plans = [like.named(group) for group in change.new]
+            await self._order("want", msgspec.msgpack.encode(plans))
         await self._ask_to_leave(change.leaving)
-        return Scaled(change.starting, tuple(change.leaving))
+        return Scaled(tuple(name for plan in plans for name in plan.engines), tuple(change.leaving))
 
     async def restart(self, name: str = "", topology: str = "") -> list[str]:
         """See ``Owner``. Raise Unavailable for a topology: `weft up` brings new settings to Ray."""
@@ -144,17 +145,17 @@ class RayOwner(DirectoryOwner):
                 "Ray runs the groups: run `weft up FILE --on ray` with the new file, then `weft restart` "
                 "without --file"
             )
-        members = self._members()
+        members = await self._fresh()
         names = plan_restart(name, members, self._leaving() | self._retired())
-        self._order("restart", list(dict.fromkeys(members[one].group for one in names)))
+        await self._order("restart", list(dict.fromkeys(members[one].group for one in names)))
         return names
 
     async def revive(self, name: str) -> list[str]:
         """See ``Owner``."""
-        members = self._members()
+        members = await self._fresh()
         names = to_revive(name, members, self._retired())
         for group in dict.fromkeys(members[one].group for one in names):
-            self._order("revive", group)
+            await self._order("revive", group)
         return names
 
     def _process(self, record: EngineRecord) -> Process:
@@ -178,11 +179,21 @@ class RayOwner(DirectoryOwner):
         """Order the groups of engines to drain and end, also groups without a record."""
         members = self._members()
         for group in dict.fromkeys(members[name].group for name in names):
-            self._order("remove", group)
+            await self._order("remove", group)
 
-    def _order(self, order: str, *arguments: Any) -> None:
+    async def _fresh(self) -> dict[str, Member]:
+        """Read the state of the fleet, so that a plan knows earlier orders. Return all engines."""
+        await self._to_fleet(self._ray.read)
+        return self._members()
+
+    async def _order(self, order: str, *arguments: Any) -> None:
+        """Return after the fleet actor has stored the order."""
+        await self._to_fleet(self._ray.order, order, *arguments)
+
+    async def _to_fleet(self, call: Callable[..., Any], *arguments: Any) -> None:
+        """Run a call that waits for the fleet actor. Raise Unavailable if the actor does not answer."""
         try:
-            self._ray.tell(order, *arguments)
+            await asyncio.to_thread(call, *arguments)
         except OSError as error:
             raise Unavailable(f"{error}; try again") from error
 

@@ -21,9 +21,9 @@ from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import FrontSection
 from weft.config.topology import Topology, serves
-from weft.on_ray.actors import CALL_S, NAMESPACE, fleet_name
+from weft.on_ray.actors import CALL_S, NAMESPACE, fleet_name, insist
 from weft.on_ray.fleet_actor import FleetActor
-from weft.on_ray.fleet_state import GroupPlan, Offer
+from weft.on_ray.plans import GroupPlan, Offer
 from weft.on_ray.ray_directory import RayDirectory, RayOwner
 from weft.parallel.secret import read_keys
 
@@ -42,7 +42,7 @@ def up(
     """Start the groups of a topology, or find the running ones. Return the owner of the groups. Call
     ``connect`` first.
 
-    ``text``: the topology file. ``name``: of the server. ``named``: True if the operator gave the name.
+    ``text``: see ``text_for_groups``. ``name``: of the server. ``named``: True if the operator gave the name.
     ``config``: of the API server. ``plans``: of the groups. Raise ConfigError if the name belongs to a server
     of another model, or EngineDead if Ray does not answer.
     """
@@ -55,9 +55,8 @@ def up(
         plans=tuple(plans),
     )
     try:
-        actor = _fleet(name)
-        refused: str = ray.get(actor.offer.remote(msgspec.msgpack.encode(offer)), timeout=PLACE_S)
-        secret: str = ray.get(actor.secret.remote(), timeout=CALL_S)
+        # A fleet actor that ends refuses the offer. Then the next one has the name.
+        refused, secret = insist(lambda: _make(name, msgspec.msgpack.encode(offer)), PLACE_S)
     except Exception as error:
         raise EngineDead(f"the fleet actor of {name} does not answer ({type(error).__name__})") from error
     if refused:
@@ -80,7 +79,8 @@ def up(
 def down(name: str, drain_timeout: float) -> int:
     """Drain and end all groups of a server, and forget the server. Call ``connect`` first. Blocks until then.
 
-    Return 0, or 1 if groups live at the deadline; then the server is not forgotten. Raise EngineDead without
+    Return 0, or 1 if groups live at the deadline, or if another `weft up` has started groups meanwhile; then
+    the server is not forgotten. Raise EngineDead without
     such a server, or without an answer.
     """
     try:
@@ -99,7 +99,9 @@ def down(name: str, drain_timeout: float) -> int:
         if groups:
             log.error("not ended in time: %s; the same command waits again", ", ".join(groups))
             return 1
-        ray.get(actor.forget.remote(), timeout=CALL_S)
+        if not ray.get(actor.forget.remote(), timeout=PLACE_S):
+            log.error("another `weft up` has started the server again")
+            return 1
         ray.kill(actor)
     except Exception as error:
         raise EngineDead(
@@ -166,6 +168,13 @@ def connect(address: str) -> None:
         raise EngineDead(
             f"no Ray cluster answers ({error}); start one with `ray start --head`, or give --ray-address"
         ) from error
+
+
+def _make(name: str, offer: bytes) -> tuple[str, str]:
+    """Return the answer of a fleet actor to an offer, and the secret of the server. Raise errors of Ray."""
+    actor = _fleet(name)
+    refused: str = ray.get(actor.offer.remote(offer), timeout=PLACE_S)
+    return refused, ray.get(actor.secret.remote(), timeout=CALL_S)
 
 
 def _fleet(name: str) -> Any:

@@ -15,7 +15,7 @@ from weft.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from weft.config.topology import Topology
-    from weft.on_ray.fleet_state import GroupPlan
+    from weft.on_ray.plans import GroupPlan
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -55,6 +55,7 @@ def up_on_ray(file: str, topology: Topology, chosen: RayOptions) -> int:
     from weft.front.front_server import serve
 
     try:
+        from weft.on_ray.offered_text import text_for_groups
         from weft.on_ray.server import connect, down, plans_of, server_name, up
     except ImportError as error:
         raise ConfigError(f"--on ray: {error}; install weft[ray]", param="--on") from error
@@ -68,17 +69,30 @@ def up_on_ray(file: str, topology: Topology, chosen: RayOptions) -> int:
     if chosen.stop and not chosen.check:
         connect(chosen.address)
         return down(name, front.drain_timeout)
+    _check_paths(topology)
     plans = plans_of(topology)
     config = face_alone(_on_one_host(topology))
     server_context(front)
     if chosen.check:
         click.echo(_describe(name, config.served_names[0], plans))
         return 0
-    text = Path(file).read_text(encoding="utf-8")
+    text = text_for_groups(file, front)
     begin(config, front)
     connect(chosen.address)
     owner = up(text, name, bool(chosen.name), front, config, plans)
     return serve(config, front, owner)
+
+
+def _check_paths(topology: Topology) -> None:
+    """Raise ConfigError for a model in a relative folder: groups run in other folders, on other hosts."""
+    for group in topology.groups:
+        path = Path(group.config.model.model)
+        if not path.is_absolute() and path.exists():
+            raise ConfigError(
+                f"group {group.name}: --on ray needs the absolute path of the model, and the same path on "
+                f"each node: {path.absolute()}",
+                param="--model",
+            )
 
 
 def _on_one_host(topology: Topology) -> Topology:

@@ -34,6 +34,12 @@ class FolderDirectory:
         """Create the folder if there is none. Raise ConfigError if the folder cannot be used, or if other
         users have access to the folder."""
         self._folder = Path(folder)
+        self._strangers = CountedLog(log)
+        self.mend()
+
+    def mend(self) -> None:
+        """Create the folder again, for example after a cleaner of /tmp. See ``__init__``."""
+        folder = self._folder
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = self._folder.stat()
@@ -49,7 +55,6 @@ class FolderDirectory:
                 "name another folder",
                 param="--directory",
             )
-        self._strangers = CountedLog(log)
 
     def publish(self, record: EngineRecord) -> None:
         """See ``DirectoryWriter``."""
