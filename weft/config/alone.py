@@ -41,7 +41,7 @@ def group_alone(
     parallel = group.config.parallel
     if advertise is not None:
         parallel = msgspec.structs.replace(parallel, advertise=advertise)
-    parallel = msgspec.structs.replace(parallel, ray_labels="")  # for the owner of the group
+    parallel = msgspec.structs.replace(parallel, ray_labels=None)  # for the owner of the group
     if secret is not None:
         parallel = msgspec.structs.replace(parallel, group_secret=secret)
     share = HostShare(ranks=len(ranks_on(check_hosts(parallel), index)), index=index)
@@ -58,7 +58,7 @@ def face_alone(topology: Topology) -> EngineConfig:
     found: list[EngineConfig] = []
     # Groups of one entry of the file share their settings, so one of them is enough.
     for group in {id(group.config): group for group in topology.groups}.values():
-        parallel = msgspec.structs.replace(group.config.parallel, ray_labels="")
+        parallel = msgspec.structs.replace(group.config.parallel, ray_labels=None)
         config = msgspec.structs.replace(group.config, front=topology.front, parallel=parallel)
         found.append(resolve(config, group=group.name, host=share))
     roles: set[str] = {one.transfer.role for one in found}

@@ -131,7 +131,7 @@ def plans_of(topology: Topology) -> list[GroupPlan]:
                 gpus=ranks if device == "cuda" else 0,
                 cpus=float(ranks if device == "cuda" else ranks * (group.config.runner.threads or 1)),
                 hosts=parallel.hosts,
-                labels=_labels(group.name, parallel.ray_labels),
+                labels=_labels(group.name, parallel.ray_labels or ""),
             )
         )
     return made

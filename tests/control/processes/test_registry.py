@@ -144,7 +144,7 @@ def test_a_command_waits_for_the_verdict(monkeypatch: pytest.MonkeyPatch) -> Non
             assert caught.value.info() == refusal
             monkeypatch.setattr(channel, "VERDICT_S", 0.05)
             with pytest.raises(DeadlineExceeded, match="weft status"):
-                await link.restart("decode0")
+                await link.restart("decode0", "")
             monkeypatch.setattr(channel, "VERDICT_S", 60.0)
             last = asyncio.ensure_future(link.remove("decode0"))
             await asyncio.sleep(0)

@@ -117,9 +117,9 @@ class ParallelSection(Section, frozen=True, kw_only=True):
         ),
     ] = None
     ray_labels: Annotated[
-        str,
+        str | None,
         Meta(
             description="Labels of the Ray nodes that may run the group (`weft up --on ray`): "
             "NAME=VALUE,.. as in `ray start --labels`. Default: any node."
         ),
-    ] = ""
+    ] = None
