@@ -61,17 +61,17 @@ def meeting_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Meeti
         return
     keys = derive(b"0123456789abcdef")
     store = RendezvousStore("tcp://127.0.0.1:*", keys)
-    clients: list[RendezvousClient] = []
+    clients: dict[int, RendezvousClient] = {}
 
     def joined(replica: int, count: int) -> Engine:
-        clients.append(RendezvousClient(store.address, keys))
+        if replica in clients:
+            clients[replica].close()  # the client of a dead process polls no more
+        clients[replica] = client = RendezvousClient(store.address, keys)
         stores = "" if replica else f"file://{tmp_path}"
-        return Engine(
-            RendezvousLeases(clients[-1], replica, count), Meeting(replica, stores, f"wakeup{replica}")
-        )
+        return Engine(RendezvousLeases(client, replica, count), Meeting(replica, stores, f"wakeup{replica}"))
 
     yield joined
-    for client in clients:
+    for client in clients.values():
         client.close()
     store.close()
 

@@ -98,6 +98,8 @@ import signal
 from weft.common import signals
 from weft.parallel.rendezvous import RendezvousStore
 from weft.parallel.secret import derive
+for number in signals.STOPS:
+    signal.signal(number, signal.SIG_DFL)  # a shell may start tests with ignored signals
 signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
 print("begins", flush=True)
 RendezvousStore({store.address!r}, derive(b"0123456789abcdef"), 3600.0)

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from operator import add
+from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from weft.common.errors import ConfigError, EngineDead, Overloaded, WeftError
 from weft.common.folder import private_folder
@@ -243,6 +245,8 @@ def _summed_transfers(stats: Sequence[m.TransferStats]) -> m.TransferStats | Non
     """Return the sums, or None where no engine process has transfers."""
     if not stats:
         return None
-    fields = m.TransferStats.__struct_fields__
-    sums = {name: reduce(add, (getattr(one, name) for one in stats)) for name in fields}
+    sums: dict[str, Any] = {}
+    for name in m.TransferStats.__struct_fields__:
+        values = [value for one in stats if (value := getattr(one, name)) is not UNSET]
+        sums[name] = reduce(add, values) if values else UNSET
     return m.TransferStats(**sums)
