@@ -82,6 +82,7 @@ def ranks(server: Server) -> list[int]:
     return with_role(server.process.pid, "rank")
 
 
+@pytest.mark.slow
 def test_a_group_on_two_hosts_and_the_loss_of_either(fleet: Fleet) -> None:
     """A stream survives the head's command, whose successor takes the rank over, and the host's command."""
     port, health = free_port(), free_port()

@@ -65,6 +65,7 @@ def test_the_drain_of_the_head_keeps_the_ranks_and_another_address_does_not(host
     happens(lambda: host.starts == 2)
 
 
+@pytest.mark.slow
 def test_engines_of_a_further_host_drain_with_the_head(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"decode0.1": record("decode0.1")}
     monkeypatch.setattr("weft.control.directory.folder.FolderDirectory.read", lambda _: found)

@@ -168,6 +168,7 @@ def landed_early(patch: Patch) -> None:
     patch.setattr(CudaCopies, "_wait", lambda self, event: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", [no_mark, sent_early, landed_early], ids=lambda value: value.__name__)
 def test_a_planted_bug_is_found(plant: Callable[[Patch], None], tmp_path: Any, monkeypatch: Patch) -> None:
     with pytest.raises(Races), moved(monkeypatch, tmp_path, plant) as (made, _):
