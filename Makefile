@@ -10,7 +10,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 # compiles Weft's modules again, even where the environment keeps Python from writing what it has compiled.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: serve test quick setup ops lint types imports unit test-slow test-levels test-grid test-ray test-clients soak test-gpu simulate bench bench-peers wheel docs clean help
+.PHONY: serve test quick setup ops lint types imports unit test-slow test-levels test-grid test-ray test-nixl test-clients soak test-gpu simulate bench bench-peers wheel docs clean help
 
 # The server answers before the C++ operations are compiled, and changes to them when they are.
 serve: $(RUNTIME)  ## serve the bundled model on http://127.0.0.1:8000; ARGS="MODEL --port 8001" for another
