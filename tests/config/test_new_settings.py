@@ -47,3 +47,24 @@ def test_what_a_restart_cannot_change_is_refused_by_name(written: Any, groups: s
     text: Path = written("kv-cache-memory: 64M\n" + groups)
     with pytest.raises(ConfigError, match=says):
         renewed(text.read_text(), present, {"prefill0", "decode0", "decode1"})
+
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x: 2024-13-45\n", "not valid YAML: month must be in"),
+        ("x: !!int x\n", "not valid YAML: invalid literal"),
+        ("x: " + "[" * 2000, "not valid YAML: maximum recursion"),
+        (LAUGHS, "more than 100,000 values"),
+        ("x: &x [*x]\n", "more than 100,000 values"),
+    ],
+)
+def test_a_text_on_which_the_loader_fails_is_refused(written: Any, text: str, says: str) -> None:
+    present = resolve_groups(read_topology(written("kv-cache-memory: 64M\n" + GROUPS)))
+    with pytest.raises(ConfigError, match=says):
+        renewed(text, present, {"prefill0"})

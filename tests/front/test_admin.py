@@ -13,6 +13,7 @@ import pytest
 
 from tests.front.fake_server import engine_config
 from tests.support.slowness import deadline
+from weft.common.errors import InvalidRequest
 from weft.control.processes.table import Member
 from weft.engine.server.engine_processes import EngineGroups
 
@@ -164,3 +165,14 @@ def test_the_settings_of_a_group_outlive_the_group(tmp_path: Path) -> None:
     assert groups.members == {"big0": Member(group="big0", base="big")}
     assert [one.config.scheduler.max_num_seqs for one in groups._groups] == [7]
     assert groups.close(0.0) == []
+
+
+def test_a_failure_inside_a_library_refuses_new_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = msgspec.structs.replace(engine_config(tmp_path, {}), group="big0", base="big")
+    groups = EngineGroups([config], tmp_path, "info")
+    monkeypatch.setattr("weft.engine.server.engine_processes.renewed", lambda *_: {}["weights"])
+    with pytest.raises(InvalidRequest, match=r"cannot be resolved \(KeyError\)"):
+        groups.prepare("groups: [{name: big}]", ["big0"])
+    groups.close(0.0)

@@ -104,7 +104,7 @@ def renewed(text: str, present: Sequence[EngineConfig], names: Collection[str]) 
 def _read(text: str) -> Topology:
     with tempfile.TemporaryDirectory(prefix="weft-") as folder:
         path = Path(folder) / "topology.yaml"
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         return read_topology(path)
 
 

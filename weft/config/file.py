@@ -15,6 +15,9 @@ from weft.common.errors import ConfigError
 from weft.config import foreign
 from weft.config.flags import ALIASES, SETTINGS, check_same
 
+MOST_NODES = 100_000
+"""Maximum number of values in a file."""
+
 
 def read_values(path: str | Path) -> dict[str, Any]:
     """Return field name to parsed value, for every key of the file.
@@ -69,22 +72,25 @@ def load_yaml(path: str | Path, name: str, param: str) -> Any:
     """Return the content of the file; None for an empty file.
 
     Raise ConfigError, with ``name`` as the name of the file, if the file cannot be read, is not valid YAML,
-    or has a duplicate key in any mapping. (A plain YAML load silently keeps the last value.)
+    or has a duplicate key in any mapping. (A plain YAML load silently keeps the last value.) Also for a file
+    with more than ``MOST_NODES`` values, in which each alias counts as a copy.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        loaded = yaml.safe_load(text)
+        if root is not None:
+            _check_nodes(root, name, param)  # first: a load copies mappings that aliases merge
+        return yaml.safe_load(text)
     except OSError as error:
         raise unreadable(path, name, param, error) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problem = getattr(error, "problem", None) or "not UTF-8 text"
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # The loader makes dates and numbers of scalars; Python's errors for these have no line.
+        problem = getattr(error, "problem", None) or str(error)
+        if isinstance(error, UnicodeDecodeError):
+            problem = "not UTF-8 text"
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"{name} is not valid YAML: {problem}{where}", param=param) from error
-    if root is not None:
-        _check_keys(root, name, param)
-    return loaded
 
 
 def unreadable(path: str | Path, name: str, param: str, error: OSError) -> ConfigError:
@@ -94,11 +100,15 @@ def unreadable(path: str | Path, name: str, param: str, error: OSError) -> Confi
     return ConfigError(f"{name.removesuffix(Path(path).name)}{path}: {why}", param=param)
 
 
-def _check_keys(root: yaml.Node, name: str, param: str) -> None:
-    """Raise ConfigError for a duplicate key in any mapping below ``root``."""
-    nodes = [root]
+def _check_nodes(root: yaml.Node, name: str, param: str) -> None:
+    """Raise ConfigError for a duplicate key in any mapping below ``root``, and for too many nodes."""
+    nodes, count = [root], 0
     while nodes:
         node = nodes.pop()
+        # Aliases inside aliases, or an alias inside its own node, would keep this loop busy for ever.
+        count += len(node.value) if isinstance(node, yaml.CollectionNode) else 0
+        if count > MOST_NODES:
+            raise ConfigError(f"{name} has more than {MOST_NODES:,} values with all aliases", param=param)
         if isinstance(node, yaml.SequenceNode):
             nodes += node.value
         elif isinstance(node, yaml.MappingNode):

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from weft.common.cores import usable_cores
-from weft.common.errors import ConfigError, InvalidRequest, Unavailable
+from weft.common.errors import ConfigError, InvalidRequest, Unavailable, WeftError
+from weft.common.log import get_logger
 from weft.common.signals import is_suspended
 from weft.config.alone import renewed
 from weft.config.gpus import engine_rank, gpu_environment, gpus_here
@@ -28,6 +29,8 @@ from weft.engine.ranks.rank_supervisor import RankSupervisor
 from weft.engine.ranks.ranks import RankProcesses, are_supervised, rank_address
 from weft.parallel.address import tcp
 from weft.parallel.secret import read_keys
+
+log = get_logger(__name__)
 
 REFUSED = 2
 """Exit status of a process with a configuration error."""
@@ -210,6 +213,12 @@ class EngineGroups:
             new = renewed(topology, present, {self._of[name].config.group for name in names})
         except ConfigError as error:
             raise InvalidRequest(error.message, param="topology") from error
+        except (WeftError, OSError):
+            raise
+        except Exception as error:  # of a library: an operator's text must not end the server
+            log.exception("the topology of a restart cannot be resolved")
+            what = f"the topology cannot be resolved ({type(error).__name__}); the server's log has more"
+            raise InvalidRequest(what, param="topology") from error
         self._prepared = {one.group: (one, new[one.group]) for one in present if one.group in new}
 
     def use(self, names: Collection[str], new: bool) -> None:
