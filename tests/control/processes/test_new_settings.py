@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.control.processes.test_rolling import GONE, answer, made
 from weft.control.processes.rolling import Quit, RollingRestart, Settings
-from weft.control.processes.table import Kill, ProcessState, ProcessTable, Start
+from weft.control.processes.table import Kill, Member, ProcessState, ProcessTable, Start
 
 
 def begun(restarts: int = 5) -> tuple[ProcessTable, RollingRestart]:
@@ -68,3 +68,54 @@ def test_a_process_that_leaves_gets_no_settings() -> None:
     assert rolling.remove(["0"], 1.0) == []
     answer(table, rolling)
     assert rolling.tick(1.1) == []
+
+
+def test_a_process_that_died_before_its_turn_gets_the_settings_too() -> None:
+    table, rolling = begun()
+    assert table.lose("1", 1, GONE, 3.2) == [Kill("head", "1", 1), Start("head", "1", 2)]  # former settings
+    rolling.seen("0", 2, True)
+    assert rolling.tick(4.0) == [Settings(("1",), True)]
+    assert rolling.watched == {"1": 2}
+    answer(table, rolling)
+    assert rolling.tick(5.0) == [Quit("1", 2)]
+    table.lose("1", 2, GONE, 6.1)
+    answer(table, rolling)
+    assert rolling.tick(7.0) == []
+    assert not rolling.active
+    assert table.entries["1"].incarnation == 3
+
+
+def test_a_process_without_a_successor_delays_the_restart() -> None:
+    table, rolling = begun()
+    for number in (1, 2, 3):
+        table.lose("1", number, GONE, 3.2)
+    rolling.seen("0", 2, True)
+    assert rolling.tick(4.0) == []
+    assert rolling.active
+    table.tick(10.0)
+    assert rolling.tick(10.1) == [Settings(("1",), True)]
+    assert rolling.watched == {"1": 4}
+
+
+def test_a_process_that_is_retired_before_its_turn_ends_the_restart_without_a_kill() -> None:
+    table, rolling = begun(restarts=0)
+    table.lose("1", 1, GONE, 3.2)
+    rolling.seen("0", 2, True)
+    assert rolling.tick(4.0) == []
+    assert not rolling.active
+    assert table.entries["1"].state is ProcessState.RETIRED
+
+
+def test_a_whole_expert_parallel_group_gets_the_settings() -> None:
+    table, rolling = made({"0": Member(), "a": Member("all"), "b": Member("all")})
+    rolling.begin(renews=True)
+    answer(table, rolling)
+    rolling.tick(1.0)
+    table.lose("a", 1, GONE, 1.5)
+    answer(table, rolling)
+    rolling.tick(2.0)
+    table.lose("0", 1, GONE, 2.5)
+    rolling.seen("0", 2, True)
+    assert rolling.tick(3.0) == [Settings(("a", "b"), True)]
+    answer(table, rolling)
+    assert rolling.tick(4.0) == [Quit("a", 2), Quit("b", 1)]

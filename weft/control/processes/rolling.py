@@ -55,10 +55,7 @@ class Quit(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """Start all later processes with the new operations.
-
-    The action precedes the ``Quit`` actions of a switch.
-    """
+    """Start all later processes with the new operations. Precedes the ``Quit`` actions of a switch."""
 
 
 class Settings(NamedTuple):
@@ -96,10 +93,7 @@ class RollingRestart:
         self._idle: dict[str, int] = {}
         """Name -> incarnation of the watched processes with an idle last report."""
         self._up: set[str] = set()
-        """Names of the processes that answer.
-
-        Before a restart: of all processes. Later: of the unit's next processes.
-        """
+        """Names of the processes that answer: before a restart of all, later of the unit's next processes."""
         self._settled = self._deadline = math.inf
         self._told = False
         """True after the unit got the order to quit."""
@@ -209,8 +203,7 @@ class RollingRestart:
         ``idle``: True without sequences of any API server and without memory that a transfer reads. None if
         the process has not reported since the last call.
         """
-        # The three cases: all processes before a restart, old processes of the unit, new processes of the
-        # unit.
+        # Three cases: all processes before a restart, old processes of the unit, its new processes.
         if self._asked:
             self._up.add(name)
         if self._unit.get(name) == incarnation or (not self.active and self._wants_switch):
@@ -366,9 +359,9 @@ class RollingRestart:
         return {name: one for name, one in entries.items() if one.state is t.ProcessState.RUNNING}
 
     def _next(self, now: float) -> list[Action]:
-        """Begin the next unit, if any: mark its processes as draining, and begin the drain time-out. Return
-        the action that brings new settings, if the restart does."""
-        if not self._left:
+        """Begin the next unit, if any: drain its processes until a time-out. Return the action that brings
+        new settings, if the restart does."""
+        if not self._left or (self._renews and not self._refresh()):
             return []
         self._unit = self._left.popleft()
         self._idle, self._up, self._told = {}, set(), False
@@ -377,6 +370,18 @@ class RollingRestart:
             self._table.drain(name, incarnation)
         stay = tuple(name for name in self._unit if name not in self._table.leaving)
         return [Settings(stay, True)] if self._renews and stay else []
+
+    def _refresh(self) -> bool:
+        """Note the next unit's present incarnations: the successor of a process that died before its turn has
+        the former settings. Return True if all run. A retired process ends the restart."""
+        unit, leaving, entries = self._left[0], self._table.leaving, self._table.entries
+        stay = {name: entries[name] for name in unit if name in entries and name not in leaving}
+        unit.update({name: entry.incarnation for name, entry in stay.items()})
+        if any(entry.state is t.ProcessState.RETIRED for entry in stay.values()):
+            log.error("the rolling restart is cancelled: %s died before its turn", " and ".join(stay))
+            self._left = deque(unit for unit in self._left if unit.keys() <= leaving)
+            return False
+        return all(entry.state is t.ProcessState.RUNNING for entry in stay.values())
 
     def _quit(self, present: dict[str, int], now: float) -> list[Action]:
         """Return the actions that order the unit's processes to end, after `Switch` in a switch.
