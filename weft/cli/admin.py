@@ -169,7 +169,9 @@ def restart(server: Server, group: str | None, file: str | None, wait: float) ->
     of a single engine. Model, roles, ranks and --max-model-len stay as they are.
     """
     before = server.engines()
-    asked = {"group": group or "", "topology": "" if file is None else _text(file)}
+    asked = {"group": group or ""}
+    if file is not None:  # a server of an earlier release refuses the parameter
+        asked["topology"] = _text(file)
     said = server.call("POST", "/admin/restart", asked)
     click.echo(said["status"])
     _until(server, wait, lambda engines: _not_replaced(engines, before, said["engines"]))
@@ -278,7 +280,7 @@ def _not_replaced(engines: dict[str, Any], before: dict[str, Any], names: Iterab
             raise EngineDead(f"{name} has left the server")
         again = old is not None and engine["starts"] > old["starts"] + 1
         if again or engine["state"] in ("retired", "ended"):
-            why = f": {engine['failure']}" if engine["failure"] else ""
+            why = f": {engine['failure']}" if engine.get("failure") else ""  # not in earlier releases
             raise EngineDead(
                 f"{name} did not start again, and the restart is cancelled{why}; the server's log has more"
             )

@@ -1,0 +1,32 @@
+"""Operators' commands at a server that is played by a list of answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from weft.cli import admin
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the bodies of the requests to a server of an earlier release, whose only engine is retired."""
+    bodies: list[Any] = []
+
+    def call(_: admin.Server, method: str, path: str, body: Any = None) -> Any:
+        if method == "GET":
+            engine = {"name": "all0", "state": "retired", "alive": False, "incarnation": "a", "starts": 6}
+            return {"engines": [engine]}
+        bodies.append(body)
+        return {"status": "restarting all0", "engines": ["all0"]}
+
+    monkeypatch.setattr(admin.Server, "call", call)
+    return bodies
+
+
+def test_a_restart_without_a_file_sends_what_an_earlier_release_takes(played: list[Any]) -> None:
+    found = CliRunner().invoke(admin.restart, ["--wait", "1"])
+    assert played == [{"group": ""}]
+    assert "all0 did not start again, and the restart is cancelled" in str(found.exception)
