@@ -68,3 +68,23 @@ def test_a_text_on_which_the_loader_fails_is_refused(written: Any, text: str, sa
     present = resolve_groups(read_topology(written("kv-cache-memory: 64M\n" + GROUPS)))
     with pytest.raises(ConfigError, match=says):
         renewed(text, present, {"prefill0"})
+
+
+def test_a_restart_asks_the_hub_for_nothing(written: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = "kv-cache-memory: 64M\n" + GROUPS
+    own = written(groups).read_text()
+    present = []
+    for one in resolve_groups(read_topology(written(groups))):
+        model = msgspec.structs.replace(one.model, model="owner/text")
+        present.append(msgspec.structs.replace(one, model=model, served_names=("owner/text",)))
+    monkeypatch.setattr("weft.config.hub._snapshot", lambda *_: pytest.fail("the hub was asked"))
+    name = f"model: {msgspec.yaml.decode(own)['model']}\n"
+    assert name in own
+    new = renewed(own.replace(name, "model: owner/text\n"), present, {"prefill0"})["prefill0"]
+    assert (new.model_path, new.model, new.served_names) == (
+        present[0].model_path,
+        present[0].model,
+        ("owner/text",),
+    )
+    with pytest.raises(ConfigError, match="--model is owner/text and would be owner/other"):
+        renewed(own.replace(name, "model: owner/other\n"), present, {"prefill0"})

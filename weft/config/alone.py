@@ -16,10 +16,13 @@ from pathlib import Path
 import msgspec
 
 from weft.common.errors import ConfigError
+from weft.config import hub
 from weft.config.flags import suggest
 from weft.config.hosts import check_hosts, ranks_on
+from weft.config.names import accepted_names, served_names
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig, HostShare
+from weft.config.sections.all import Config
 from weft.config.topology import GroupSettings, Topology, check_alike, face, read_topology, serves
 
 
@@ -113,7 +116,7 @@ def _renewed(topology: Topology, old: EngineConfig) -> EngineConfig:
     settings = settings_of(topology, old.group)
     config = msgspec.structs.replace(settings.config, front=topology.front)
     try:
-        new = resolve(config, group=old.group, host=old.host)
+        new = _resolved(config, old)
     except ConfigError as error:
         raise ConfigError(f"group {old.group}: {error.message}", param=error.param) from error
     for what, now, then in _fixed(old, new):
@@ -123,6 +126,31 @@ def _renewed(topology: Topology, old: EngineConfig) -> EngineConfig:
                 "value: start another server with the file"
             )
     return msgspec.structs.replace(new, base=old.base, gpus=old.gpus)
+
+
+def _resolved(config: Config, old: EngineConfig) -> EngineConfig:
+    """Return ``config``, resolved with the files of ``old``: a restart downloads nothing.
+
+    Raise ConfigError.
+    """
+    model = config.model
+    if all(hub.is_local(name) for name in (model.model, model.tokenizer) if name is not None):
+        return resolve(config, group=old.group, host=old.host)
+    for field in ("model", "revision", "load_format", "tokenizer"):
+        now, then = getattr(old.model, field), getattr(model, field)
+        if now != then:
+            flag = field.replace("_", "-")
+            raise ConfigError(
+                f"--{flag} is {now} and would be {then}; a restart downloads no files: start another server"
+            )
+    # Without a revision the hub might name a newer commit than the one that runs.
+    tokenizer = None if model.tokenizer is None else old.tokenizer_path
+    files = msgspec.structs.replace(model, model=old.model_path, revision=None, tokenizer=tokenizer)
+    new = resolve(msgspec.structs.replace(config, model=files), group=old.group, host=old.host)
+    path = new.model_path
+    return msgspec.structs.replace(
+        new, model=model, served_names=served_names(model, path), accepted_names=accepted_names(model, path)
+    )
 
 
 def _fixed(old: EngineConfig, new: EngineConfig) -> list[tuple[str, object, object]]:

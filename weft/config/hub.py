@@ -74,6 +74,11 @@ def resolve_model_path(
     return _snapshot(name, revision, load_format, cache_dir)
 
 
+def is_local(name: str) -> bool:
+    """Return True if ``resolve_model_path`` finds ``name`` without the hub, or refuses the name."""
+    return name in bundled_models() or Path(name).expanduser().exists() or not _is_repository(name)
+
+
 def _is_repository(name: str) -> bool:
     """Return True for a name of the form owner/name."""
     parts = name.split("/")

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
 from tests.control.processes.test_rolling import GONE, answer, made
+from tests.control.processes.test_supervisor import serving
+from weft.common.errors import InvalidRequest, Unavailable
+from weft.control.processes import channel
+from weft.control.processes.commands import Prepares, carry_out
+from weft.control.processes.engine_owner import EngineOwner
 from weft.control.processes.rolling import Quit, RollingRestart, Settings
 from weft.control.processes.table import Kill, Member, ProcessState, ProcessTable, Start
 
@@ -119,3 +131,48 @@ def test_a_whole_expert_parallel_group_gets_the_settings() -> None:
     assert rolling.tick(3.0) == [Settings(("a", "b"), True)]
     answer(table, rolling)
     assert rolling.tick(4.0) == [Quit("a", 2), Quit("b", 1)]
+
+
+class Starter:
+    """A starter whose settings are prepared once ``go`` is set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def prepare(self, topology: str, names: Collection[str]) -> None:
+        """Wait for ``go``; refuse the topology "wrong"."""
+        assert self.go.wait(10)
+        if topology == "wrong":
+            raise InvalidRequest("wrong", param="topology")
+
+
+@pytest.mark.parametrize("topology", ["right", "wrong"])
+def test_a_supervisor_goes_on_while_new_settings_are_prepared(topology: str) -> None:
+    supervisor, starter = serving(), Starter()
+    asked = channel.GroupRestarted("", 7, topology)
+
+    def on(event: Any) -> None:
+        assert supervisor.on(event, 2.0) == []
+
+    found = carry_out(asked, supervisor, starter, on)  # type: ignore[arg-type]
+    assert isinstance(found, Prepares)
+    assert not supervisor.rolling.active
+    starter.go.set()
+    found.done.exception(10)
+    verdict = carry_out(asked, supervisor, starter, on, found.done)  # type: ignore[arg-type]
+    assert isinstance(verdict, channel.Verdict)
+    assert (verdict.error is None) == supervisor.rolling.active == (topology == "right")
+
+
+def test_an_api_server_goes_on_while_new_settings_are_prepared() -> None:
+    async def restart() -> None:
+        starter = Starter()
+        owner = EngineOwner(["0"], starter, 5)  # type: ignore[arg-type]
+        first = asyncio.create_task(owner.restart("", "right"))
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="try again later"):
+            await owner.restart("", "right")
+        starter.go.set()
+        assert await first == ["0"]
+
+    asyncio.run(restart())

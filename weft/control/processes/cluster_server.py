@@ -17,6 +17,7 @@ import socket
 import subprocess
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -84,6 +85,8 @@ class ClusterServer:
         self._probes = Probes()
         self._verdicts: list[tuple[str, int, channel.Verdict]] = []
         """Name and incarnation of an API server, and a verdict to send after the next registry."""
+        self._preparing: tuple[str, int, channel.Command, Future[None]] | None = None
+        """Name and incarnation of an API server, and its command, whose settings a thread prepares."""
         self._published: process_registry.ProcessRegistry | None = None
         self._status: int | None = None
 
@@ -150,6 +153,7 @@ class ClusterServer:
             self._on(s.SwitchAsked())
         for name, incarnation, idle in self._probes.look(self._supervisor.rolling.watched, self._addresses):
             self._on(s.EngineSeen(name, incarnation, idle))
+        self._go_on()
         self._on(s.SupervisorTick())
         self._publish()
         self._answer()
@@ -177,10 +181,29 @@ class ClusterServer:
             elif isinstance(message, channel.DrainAsked):
                 self._signals.append(signal.SIGTERM)
             elif isinstance(message, channel.Command):
-                verdict = commands.carry_out(message, self._supervisor, self._engines, self._on)
-                self._verdicts.append((name, incarnation, verdict))
+                self._command(name, incarnation, message)
             else:
                 self._on(s.FrontLostEngine(message.name, message.incarnation, ReportedError(message.error)))
+
+    def _command(
+        self, name: str, incarnation: int, asked: channel.Command, prepared: Future[None] | None = None
+    ) -> None:
+        """Carry out a command of an API server, or begin to prepare its new settings."""
+        done: channel.Verdict | commands.Prepares
+        if self._preparing is not None and isinstance(asked, channel.GroupRestarted) and asked.topology:
+            done = commands.refuse(asked)
+        else:
+            done = commands.carry_out(asked, self._supervisor, self._engines, self._on, prepared)
+        if isinstance(done, commands.Prepares):
+            self._preparing = name, incarnation, asked, done.done
+        else:
+            self._verdicts.append((name, incarnation, done))
+
+    def _go_on(self) -> None:
+        """Carry out the command whose settings a thread has prepared, if any."""
+        if self._preparing is not None and self._preparing[3].done():
+            prepared, self._preparing = self._preparing, None
+            self._command(*prepared)
 
     def _answer(self) -> None:
         """Send all verdicts. An API server that has ended since gets none."""

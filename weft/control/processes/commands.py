@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
 
 from weft.common.errors import Unavailable, WeftError
 from weft.common.log import get_logger
@@ -16,17 +20,29 @@ from weft.control.processes.scaling import plan_removal, plan_restart, plan_scal
 log = get_logger(__name__)
 
 
+class Prepares(NamedTuple):
+    """A thread prepares new settings. Carry out the command again after ``done``."""
+
+    done: Future[None]
+
+
 def carry_out(
-    asked: channel.Command, supervisor: s.Supervisor, starter: Starter, on: Callable[[s.Event], None]
-) -> channel.Verdict:
+    asked: channel.Command,
+    supervisor: s.Supervisor,
+    starter: Starter,
+    on: Callable[[s.Event], None],
+    prepared: Future[None] | None = None,
+) -> channel.Verdict | Prepares:
     """Carry out a command and return the verdict: the changes, or the reason of a refusal.
 
-    ``on`` passes an event to ``supervisor``. A refused command changes nothing.
+    ``on`` passes an event to ``supervisor``. A refused command changes nothing. ``prepared``: of the first
+    call of a command with new settings.
     """
     try:
         if supervisor.phase is not s.ServerPhase.SERVING or supervisor.engines.over:
             raise Unavailable("the server starts or shuts down; its groups stay as they are")
-        return channel.Verdict(asked.request, _changes(asked, supervisor, starter, on))
+        found = _changes(asked, supervisor, starter, on, prepared)
+        return found if isinstance(found, Prepares) else channel.Verdict(asked.request, found)
     except WeftError as error:
         refusal = error.info()
     except OSError as error:  # for example a full disk
@@ -35,9 +51,18 @@ def carry_out(
     return channel.Verdict(asked.request, error=refusal)
 
 
+def refuse(asked: channel.Command) -> channel.Verdict:
+    """Return the refusal of new settings while a thread prepares others."""
+    return channel.Verdict(asked.request, error=Unavailable(BUSY).info())
+
+
 def _changes(
-    asked: channel.Command, supervisor: s.Supervisor, starter: Starter, on: Callable[[s.Event], None]
-) -> Scaled:
+    asked: channel.Command,
+    supervisor: s.Supervisor,
+    starter: Starter,
+    on: Callable[[s.Event], None],
+    prepared: Future[None] | None,
+) -> Scaled | Prepares:
     """Carry out a command and return the changes. Raise WeftError or OSError before the first change."""
     table = supervisor.engines
     members, leaving, retired = table.members, table.leaving, table.retired
@@ -63,10 +88,26 @@ def _changes(
             if topology:
                 if supervisor.rolling.active:
                     raise Unavailable(BUSY)
-                starter.prepare(topology, names)
+                if prepared is None:
+                    return Prepares(_in_thread(partial(starter.prepare, topology, names)))
+                prepared.result()
             on(s.RestartAsked(name, bool(topology)))
         case channel.GroupRevived(name):
             gone = [one for one, entry in table.entries.items() if entry.condition == "retired"]
             names = to_revive(name, members, gone)
             on(s.ReviveAsked(name))
     return Scaled(tuple(names))
+
+
+def _in_thread(work: Callable[[], None]) -> Future[None]:
+    """Run ``work`` in a thread, which does not delay the end of the server."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="weft-settings", daemon=True).start()
+    return done

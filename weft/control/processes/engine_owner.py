@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -79,7 +80,7 @@ class EngineOwner:
         self._starter = starter
         self._clock = clock or SystemClock()
         self._addresses: dict[str, Address] = {}
-        self._asked = self._switch_asked = self._draining = False
+        self._asked = self._switch_asked = self._draining = self._preparing = False
         self._on_switch = on_switch
 
     def start(self) -> None:
@@ -99,11 +100,22 @@ class EngineOwner:
         table = self._table
         names = plan_restart(name, table.members, table.leaving | table.retired)
         if topology:
-            if self._rolling.active:
-                raise Unavailable(BUSY)
-            self._starter.prepare(topology, names)
+            await self._prepare(topology, names)
         self._rolling.begin(names if name else (), bool(topology))
         return names
+
+    async def _prepare(self, topology: str, names: list[str]) -> None:
+        """Prepare new settings in a thread. Raise Unavailable if another restart begins meanwhile."""
+        if self._rolling.active or self._preparing:
+            raise Unavailable(BUSY)
+        self._preparing = True
+        try:
+            await asyncio.to_thread(self._starter.prepare, topology, names)
+        finally:
+            self._preparing = False
+        self._check_open()
+        if self._rolling.active:
+            raise Unavailable(BUSY)
 
     def describe(self) -> list[EngineInfo]:
         """Return all members: see ``weft.control.links.owner.Owner``."""
