@@ -48,30 +48,43 @@ def test_each_process_gets_the_settings_when_its_turn_comes() -> None:
 
 def test_a_process_that_does_not_come_up_gets_its_former_settings_and_the_rest_stays() -> None:
     table, rolling = begun()
-    assert table.lose("0", 2, GONE, 4.0) == [Kill("head", "0", 2), Start("head", "0", 3)]
-    assert rolling.tick(4.1) == [Settings(("0",), False), Kill("head", "0", 3), Start("head", "0", 4)]
+    assert table.lose("0", 2, GONE, 4.0) == [Kill("head", "0", 2)]
+    assert rolling.tick(4.1) == [Settings(("0",), False)]
     assert not rolling.active
+    assert table.tick(5.0) == [Start("head", "0", 3)]
     entries = table.entries
-    assert (entries["0"].incarnation, entries["0"].state) == (4, ProcessState.RUNNING)
+    assert (entries["0"].incarnation, entries["0"].state) == (3, ProcessState.RUNNING)
     assert entries["0"].error is GONE
     assert (entries["1"].incarnation, entries["1"].draining) == (1, False)
 
 
-def test_a_process_without_a_restart_left_comes_back_with_its_former_settings() -> None:
-    table, rolling = begun(restarts=0)
-    assert table.lose("0", 2, GONE, 4.0) == [Kill("head", "0", 2)]
-    assert table.entries["0"].state is ProcessState.RETIRED
-    assert rolling.tick(4.1) == [Settings(("0",), False), Start("head", "0", 3)]
-    assert table.entries["0"].state is ProcessState.RUNNING
-
-
-def test_a_process_that_waits_for_its_restart_starts_with_its_former_settings() -> None:
-    table, rolling = begun()
-    for number in (2, 3, 4):
-        table.lose("0", number, GONE, 4.0)
-    assert table.entries["0"].state is ProcessState.WAITING
+def test_the_only_process_comes_back_without_a_restart_left_and_keeps_the_reason() -> None:
+    table, rolling = made(["0"], restarts=0)
+    rolling.begin(renews=True)
+    answer(table, rolling)
+    rolling.tick(1.0)
+    table.lose("0", 1, GONE, 1.5)
+    table.lose("0", 2, GONE, 4.0)
+    assert not table.over
     assert rolling.tick(4.1) == [Settings(("0",), False)]
-    assert table.tick(10.0) == [Start("head", "0", 5)]
+    assert table.tick(5.0) == [Start("head", "0", 3)]
+    assert table.entries["0"].error is GONE
+    assert rolling.tick(5.1) == []  # from here on a death counts again
+    table.lose("0", 3, GONE, 6.0)
+    assert table.over
+
+
+def test_an_expert_parallel_group_without_a_restart_left_starts_once() -> None:
+    table, rolling = made({"a": Member("all"), "b": Member("all")}, restarts=0)
+    rolling.begin(renews=True)
+    answer(table, rolling)
+    rolling.tick(1.0)
+    table.lose("a", 1, GONE, 1.5)
+    table.lose("b", 1, GONE, 1.6)
+    assert table.lose("a", 2, GONE, 4.0) == [Kill("head", "a", 2)]
+    back = [Kill("head", "b", 2), Start("head", "b", 3)]
+    assert rolling.tick(4.1) == [Settings(("a", "b"), False), *back]
+    assert table.tick(5.0) == [Start("head", "a", 3)]
 
 
 def test_a_process_that_leaves_gets_no_settings() -> None:

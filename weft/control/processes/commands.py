@@ -105,9 +105,11 @@ def _in_thread(work: Callable[[], None]) -> Future[None]:
 
     def run() -> None:
         try:
-            done.set_result(work())
+            work()
         except Exception as error:
             done.set_exception(error)
+        else:
+            done.set_result(None)
 
     threading.Thread(target=run, name="weft-settings", daemon=True).start()
     return done

@@ -309,9 +309,7 @@ class RollingRestart:
             entry = self._table.entries.get(name)
             if entry is None or entry.leaving:
                 continue
-            if entry.state is t.ProcessState.RETIRED:
-                actions += self._table.revive(name, now)
-            elif entry.state is t.ProcessState.RUNNING and entry.incarnation != old:
+            if entry.state is t.ProcessState.RUNNING and entry.incarnation != old:
                 # Draining: the replacement costs no restart of the budget.
                 self._table.drain(name, entry.incarnation)
                 error = EngineDead("the process has the new settings")
@@ -361,6 +359,7 @@ class RollingRestart:
     def _next(self, now: float) -> list[Action]:
         """Begin the next unit, if any: drain its processes until a time-out. Return the action that brings
         new settings, if the restart does."""
+        self._table.trial = ()
         if not self._left or (self._renews and not self._refresh()):
             return []
         self._unit = self._left.popleft()
@@ -369,6 +368,7 @@ class RollingRestart:
         for name, incarnation in self._unit.items():
             self._table.drain(name, incarnation)
         stay = tuple(name for name in self._unit if name not in self._table.leaving)
+        self._table.trial = stay if self._renews else ()
         return [Settings(stay, True)] if self._renews and stay else []
 
     def _refresh(self) -> bool:

@@ -9,7 +9,7 @@ its expert-parallel group. The other processes go on as long as the remaining ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
@@ -168,6 +168,8 @@ class ProcessTable:
         self._budgets = {group: RestartBudget(restarts, WINDOW) for group in groups}
         self._past: dict[str, int] = {}
         """Name that has left -> its last incarnation. A later process of the name gets a higher number."""
+        self.trial: Collection[str] = ()
+        """Names whose next process has new settings. A death of such a process takes no budget."""
         self.serves = serves
         self.first = self.members
         """Members at the start of the server. A later group has the settings of an earlier one."""
@@ -261,8 +263,8 @@ class ProcessTable:
         name. Logged.
 
         Return no action for an earlier incarnation. A draining process is replaced at once, without a charge
-        to the restart budget. Repeated early deaths delay the restart. Without budget, the name and its
-        expert-parallel group are retired with ``error``.
+        to the restart budget; a process on ``trial`` a little later. Repeated early deaths delay the restart.
+        Without budget, the name and its expert-parallel group are retired with ``error``.
         """
         entry = self.running(name, incarnation)
         if entry is None:
@@ -274,18 +276,17 @@ class ProcessTable:
         if entry.draining:
             return [*actions, self._next(name, entry, now)]
         entry.error = error
+        if name in self.trial:  # not at once: the owner returns the former settings first
+            entry.state, entry.ready, entry.due = ProcessState.WAITING, False, now + FIRST_WAIT_S
+            return actions
         # Only deaths soon after the start count in a row.
         budget = self._budgets[entry.member.group]
         entry.deaths = entry.deaths + 1 if now - entry.began < SHORT_S else 1
         # A budget of 0 restarts is a choice, not an error to log.
         if not budget.grant(now):
             if budget.most:
-                log.error(
-                    "%d %s died within %g minutes: no further restart",
-                    budget.most + 1,
-                    self._kind(entry),
-                    WINDOW / 60,
-                )
+                deaths, kind = budget.most + 1, self._kind(entry)
+                log.error("%d %s died within %g minutes: no further restart", deaths, kind, WINDOW / 60)
             return [*actions, *self._retire(entry, error)]
         wait = _wait(entry.deaths)
         if wait:
@@ -354,8 +355,7 @@ class ProcessTable:
         """Mark a process as ended on request. Return False for an earlier incarnation."""
         entry = self.running(name, incarnation)
         if entry is not None:
-            entry.state = ProcessState.ENDED
-            entry.ready = False
+            entry.state, entry.ready = ProcessState.ENDED, False
         return entry is not None
 
     def drain(self, name: str, incarnation: int) -> None:
