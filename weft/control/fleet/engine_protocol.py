@@ -54,9 +54,9 @@ class _Front(NamedTuple):
     name: str
     """The name of the API server, the same for all connections of the server."""
     quiet: bool
+    """True if the API server wants heartbeats only while owning sequences."""
     version: int
     """Version of the messages to the API server."""
-    """True if the API server wants heartbeats only while owning sequences."""
 
 
 class _Owner(NamedTuple):
