@@ -10,7 +10,7 @@ from tests.support.slowness import deadline, until
 from weft.control.directory import engine_host as h
 from weft.control.directory import group_hosts as g
 from weft.control.directory import joined_host as j
-from weft.control.directory.host_gates import HeadGate, JoinGate
+from weft.control.directory.host_gates import HeadGate, JoinGate, _seen
 from weft.parallel.rendezvous import RendezvousClient, RendezvousStore
 from weft.parallel.secret import derive
 from weft.types.rendezvous import BUSY, control_key, host_key
@@ -147,3 +147,8 @@ def test_draining_hosts_report_their_requests_to_each_other(meeting: Meeting) ->
     until(lambda: busy(True, False) == (True, False))
     meeting.clients.pop().close()  # the host dies
     until(lambda: not meeting.head.drain(idle=True))
+
+
+def test_a_host_number_of_thousands_of_digits_is_unknown() -> None:
+    assert _seen(host_key(1, "a"), b"", 0.0, ()).number == 1
+    assert _seen(host_key(1, "a").replace("1/", "1" * 5000 + "/"), b"", 0.0, ()).number == -1

@@ -96,7 +96,9 @@ def _seen(key: str, data: bytes, age: float, leaving: Collection[str]) -> g.Host
         settings = msgspec.msgpack.decode(data, type=dict[str, str])
     except msgspec.MsgspecError:
         settings = None
-    return g.HostSeen(int(index) if index.isdecimal() else -1, mark, settings, age, mark in leaving)
+    # Python refuses numbers with thousands of digits.
+    number = int(index) if index.isdecimal() and len(index) < 5 else -1
+    return g.HostSeen(number, mark, settings, age, mark in leaving)
 
 
 class JoinGate:
