@@ -91,6 +91,21 @@ def test_an_engine_that_never_listens_ends_the_group(group: PlayedGroup, tmp_pat
     server._end()
 
 
+def test_a_host_that_was_stopped_during_the_start_waits_longer(
+    group: PlayedGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_server, "STALL_S", LISTEN_S)
+    server = server_of(group, tmp_path)
+    server._start()
+    server._turn()
+    time.sleep(LISTEN_S + 0.1)
+    server._turn()
+    assert server.phase is h.HostPhase.STARTING
+    turns(server, LISTEN_S + 0.1)
+    assert server.phase is h.HostPhase.ENDED
+    server._end()
+
+
 def test_an_engine_that_listens_in_time_is_left_alone(group: PlayedGroup, tmp_path: Path) -> None:
     server = server_of(group, tmp_path)
     server._start()

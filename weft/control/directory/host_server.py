@@ -197,7 +197,10 @@ class HostServer:
                 log.error("engine %s is suspended (SIGSTOP)", name)
                 self._on(h.Ended(name, 1))
         now = time.monotonic()
-        stood_still, self._turned = now - self._turned > STALL_S, now
+        stood_still = now - self._turned > STALL_S
+        if stood_still:  # the engines may have been stopped too
+            self._started += now - self._turned
+        self._turned = now
         for name, probe in self._probes.items():
             probe.look()
             if probe.answers:
