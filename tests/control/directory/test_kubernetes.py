@@ -303,6 +303,25 @@ def test_of_two_groups_with_one_name_the_one_that_answers_counts() -> None:
         alive.close()
 
 
+def test_of_two_living_groups_with_one_name_the_later_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.control.directory.polled.LEASE_S", slowness.deadline(0.5))
+    later, earlier = Group(record(incarnation=9)), Group(record(incarnation=3))
+    directory = PolledDirectory(lambda: [later.url, earlier.url], poll=0.02)
+    try:
+        until(lambda: len(directory._found) == 2)
+        answers = set()
+        for _ in range(50):
+            answers.add(directory.read()["decode0"].incarnation)
+            time.sleep(0.005)
+        assert answers == {9}
+        later.away = True
+        until(lambda: directory.read()["decode0"].incarnation == 3)
+    finally:
+        directory.close()
+        later.close()
+        earlier.close()
+
+
 def test_a_refused_or_failed_order_to_drain_is_an_error() -> None:
     group = Group(record())
     for key in ("", "key"):

@@ -16,7 +16,7 @@ import msgspec
 
 from weft.common.counted_log import CountedLog
 from weft.common.log import get_logger
-from weft.control.directory.record import EngineRecord
+from weft.control.directory.record import LEASE_S, EngineRecord
 
 log = get_logger(__name__)
 
@@ -65,15 +65,21 @@ class PolledDirectory:
         self._thread.start()
 
     def read(self) -> Mapping[str, EngineRecord]:
-        """See ``DirectoryReader``. Of two groups with one engine name the group that answered last counts.
-        Raise OSError if no group answers: then the trouble is on this side."""
+        """See ``DirectoryReader``. Of two groups with one engine name the later process counts, unless its
+        group has not answered within a lease.
+
+        Raise OSError if no group answers: then the trouble is on this side.
+        """
         failed = self._failed
         if failed is not None:
             raise failed
-        if self._listed and time.monotonic() - self._answered > SILENCE_S:
+        now = time.monotonic()
+        if self._listed and now - self._answered > SILENCE_S:
             raise OSError(f"no group has answered for {SILENCE_S:g} seconds")
-        answers = sorted(self._found.copy().values(), key=lambda answer: answer.at)
-        return {record.name: record for answer in answers for record in answer.records}
+        found = [(answer, record) for answer in self._found.copy().values() for record in answer.records]
+        # The last record of a name wins.
+        found.sort(key=lambda one: (now - one[0].at < LEASE_S, one[1].incarnation, one[0].at))
+        return {record.name: record for _, record in found}
 
     def ask_drain(self, record: EngineRecord) -> None:
         """See ``DirectoryReader``. Waits for the group's answer. Raise OSError if the group refuses."""
