@@ -16,6 +16,7 @@ from weft.control.processes import channel
 from weft.control.processes.commands import Prepares, carry_out
 from weft.control.processes.engine_owner import EngineOwner
 from weft.control.processes.rolling import Quit, RollingRestart, Settings
+from weft.control.processes.supervisor import FrontIsReady, Supervisor
 from weft.control.processes.table import Kill, Member, ProcessState, ProcessTable, Start
 
 
@@ -189,3 +190,15 @@ def test_an_api_server_goes_on_while_new_settings_are_prepared() -> None:
         assert await first == ["0"]
 
     asyncio.run(restart())
+
+
+def test_no_group_starts_while_groups_get_new_settings() -> None:
+    supervisor = Supervisor({"all0": Member(group="all0", base="all")}, ["0"], restarts=5, drain_timeout=30.0)
+    supervisor.start(0.0)
+    supervisor.on(FrontIsReady("0", 1), 1.0)
+    supervisor.rolling.begin(renews=True)
+    asked = channel.GroupsScaled("all", 2, 7)
+    refused = carry_out(asked, supervisor, Starter(), lambda _: None)  # type: ignore[arg-type]
+    assert isinstance(refused, channel.Verdict)
+    assert refused.error is not None
+    assert "new groups are possible afterwards" in refused.error.message

@@ -14,7 +14,7 @@ from weft.control.links.owner import Scaled
 from weft.control.processes import channel
 from weft.control.processes import supervisor as s
 from weft.control.processes.engine_owner import Starter
-from weft.control.processes.rolling import BUSY
+from weft.control.processes.rolling import BUSY, RENEWS
 from weft.control.processes.scaling import plan_removal, plan_restart, plan_scale, to_revive
 
 log = get_logger(__name__)
@@ -76,6 +76,8 @@ def _changes(
                 returnable=supervisor.rolling.returnable,
             )
             if change.new:
+                if supervisor.rolling.renews:
+                    raise Unavailable(RENEWS)
                 starter.add(list(change.new), change.like)
             on(s.ScaleAsked(change))
             return Scaled(change.starting, tuple(change.leaving), tuple(change.returning))

@@ -12,7 +12,7 @@ from weft.common.log import get_logger
 from weft.control.links.link import Address
 from weft.control.links.owner import EngineInfo, Scaled
 from weft.control.links.probe import EngineProbe
-from weft.control.processes.rolling import BUSY, Quit, RollingRestart, Settings, Switch
+from weft.control.processes.rolling import BUSY, RENEWS, Quit, RollingRestart, Settings, Switch
 from weft.control.processes.rolling import Action as Step
 from weft.control.processes.scaling import plan_removal, plan_restart, plan_scale, to_revive
 from weft.control.processes.table import Forget, Member, ProcessState, ProcessTable, Start
@@ -183,6 +183,8 @@ class EngineOwner:
         )
         now = self._clock.now()
         if change.new:
+            if self._rolling.renews or self._preparing:
+                raise Unavailable(RENEWS)
             self._starter.add(list(change.new), change.like)
         self._rolling.take_back(change.returning)
         for members in change.new.values():

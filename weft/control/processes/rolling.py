@@ -41,6 +41,8 @@ ABSENT_S = 10.0
 """Seconds without an answer until a requested restart reports for which process it waits."""
 BUSY = "engines restart or leave already; new settings are possible afterwards: try again later"
 """Refusal of new settings while ``RollingRestart.active``."""
+RENEWS = "groups restart with new settings; new groups are possible afterwards: try again later"
+"""Refusal of new groups while ``RollingRestart.renews``."""
 ALL: frozenset[str] = frozenset()
 """Stands for all names of a requested restart."""
 QUIT_S = 15.0
@@ -82,7 +84,7 @@ class RollingRestart:
         """True while a requested restart waits until all processes answer."""
         self._later: list[frozenset[str]] = []
         """Restarts to begin after the present one, by the names of their processes."""
-        self._renews = False
+        self.renews = False
         """True if the present restart brings new settings."""
         self._only: frozenset[str] | None = None
         """Names that the present restart replaces; empty for all, None without a restart."""
@@ -134,7 +136,7 @@ class RollingRestart:
             if (asked or self._only != ALL) and asked not in self._later:
                 self._later.append(asked)
         else:
-            self._only, self._renews = asked, renews
+            self._only, self.renews = asked, renews
             log.info("a rolling restart of %s was requested", ", ".join(sorted(asked)) or "all engines")
             self._asked, self._up, self._waits_since = True, set(), math.inf
 
@@ -234,7 +236,7 @@ class RollingRestart:
             self._asked = False
             self._left.extend(self._units())
         if not self.active:
-            self._only, self._renews = None, False
+            self._only, self.renews = None, False
             if self._later:
                 self.begin(self._later.pop(0))
         if not self.active and self._wants_switch:
@@ -297,7 +299,7 @@ class RollingRestart:
         self._later.clear()
         leaving, unit = self._table.leaving, self._unit
         self._left = deque(unit for unit in self._left if unit.keys() <= leaving)
-        back = self._return_settings(unit, now) if self._renews else []
+        back = self._return_settings(unit, now) if self.renews else []
         error = EngineDead("another engine of the expert-parallel group did not start again")
         return [*back, *self._abandon(error, now)]
 
@@ -360,7 +362,7 @@ class RollingRestart:
         """Begin the next unit, if any: drain its processes until a time-out. Return the action that brings
         new settings, if the restart does."""
         self._table.trial = ()
-        if not self._left or (self._renews and not self._refresh()):
+        if not self._left or (self.renews and not self._refresh()):
             return []
         self._unit = self._left.popleft()
         self._idle, self._up, self._told = {}, set(), False
@@ -368,8 +370,8 @@ class RollingRestart:
         for name, incarnation in self._unit.items():
             self._table.drain(name, incarnation)
         stay = tuple(name for name in self._unit if name not in self._table.leaving)
-        self._table.trial = stay if self._renews else ()
-        return [Settings(stay, True)] if self._renews and stay else []
+        self._table.trial = stay if self.renews else ()
+        return [Settings(stay, True)] if self.renews and stay else []
 
     def _refresh(self) -> bool:
         """Note the next unit's present incarnations: the successor of a process that died before its turn has
