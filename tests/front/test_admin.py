@@ -176,3 +176,27 @@ def test_a_failure_inside_a_library_refuses_new_settings(
     with pytest.raises(InvalidRequest, match=r"cannot be resolved \(KeyError\)"):
         groups.prepare("groups: [{name: big}]", ["big0"])
     groups.close(0.0)
+
+
+def test_each_replica_has_its_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that does not come up gets its former settings again; the other one keeps the new ones."""
+    config = engine_config(tmp_path, {"max_num_seqs": 7})
+    two = msgspec.structs.replace(config.parallel, data_parallel_size=2)
+    config = msgspec.structs.replace(config, group="big0", base="big", parallel=two)
+    latest = msgspec.structs.replace(
+        config, scheduler=msgspec.structs.replace(config.scheduler, max_num_seqs=5)
+    )
+    monkeypatch.setattr("weft.engine.server.engine_processes.renewed", lambda *_: {"big0": latest})
+    groups = EngineGroups([config], tmp_path, "info")
+    groups.prepare("", ["big0.0", "big0.1"])
+
+    def slots() -> list[int]:
+        local = groups._groups[0]._local
+        return [local._of(replica).scheduler.max_num_seqs for replica in (0, 1)]
+
+    groups.use(["big0.0"], True)
+    assert slots() == [5, 7]
+    groups.use(["big0.1"], True)
+    groups.use(["big0.1"], False)
+    assert slots() == [5, 7]
+    groups.close(0.0)

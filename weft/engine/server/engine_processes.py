@@ -71,10 +71,10 @@ class EngineProcesses:
         self._folder = group_folder(folder)
         self._local = LocalEngines(config, self._folder, log_level, start)
 
-    def use(self, config: EngineConfig) -> None:
-        """Start all later processes of the group with the settings ``config``."""
+    def use(self, name: str, config: EngineConfig) -> EngineConfig:
+        """Start all later processes ``name`` with the settings ``config``. Return the former settings."""
         self.config = config
-        self._local.use(config)
+        return self._local.use(self._replicas[name], config)
 
     def start(self, name: str, incarnation: int) -> Address:
         """Start the engine process ``name`` and return the address.
@@ -156,8 +156,10 @@ class EngineGroups:
         self._setup = folder, log_level, start
         self._known: dict[str, EngineConfig] = {}
         """Name of every group so far -> its settings. A name outlives its last group."""
-        self._prepared: dict[str, tuple[EngineConfig, EngineConfig]] = {}
-        """Group -> its (former, new) settings, of the last ``prepare``."""
+        self._prepared: dict[str, EngineConfig] = {}
+        """Group -> its new settings, of the last ``prepare``."""
+        self._former: dict[str, EngineConfig] = {}
+        """Name of an engine process with new settings -> its former settings."""
         self._ends: list[int] = []
         """Exit statuses of the engine processes of groups that have ended."""
         self.members: dict[str, Member] = {}
@@ -219,16 +221,22 @@ class EngineGroups:
             log.exception("the topology of a restart cannot be resolved")
             what = f"the topology cannot be resolved ({type(error).__name__}); the server's log has more"
             raise InvalidRequest(what, param="topology") from error
-        self._prepared = {one.group: (one, new[one.group]) for one in present if one.group in new}
+        self._prepared, self._former = new, {}
 
     def use(self, names: Collection[str], new: bool) -> None:
         """See ``Starter``."""
-        for group in dict.fromkeys(self._of[name] for name in names if name in self._of):
+        for name in names:
+            group = self._of.get(name)
             # A group that has joined since ``prepare`` keeps its settings.
-            former, latest = self._prepared.get(group.config.group, (group.config, group.config))
-            config = latest if new else former
-            group.use(config)
+            if group is None or (config := self._settings(name, group, new)) is None:
+                continue
+            former = group.use(name, config)
+            if new:
+                self._former[name] = former
             self._known[config.group] = config
+
+    def _settings(self, name: str, group: EngineProcesses, new: bool) -> EngineConfig | None:
+        return self._prepared.get(group.config.group) if new else self._former.pop(name, None)
 
     def start(self, name: str, incarnation: int) -> Address:
         """Start an engine process and return the address. Does not wait for the start."""
@@ -273,16 +281,20 @@ class LocalEngines:
         """
         self._start = start
         self._config = config
+        self._of_replica: dict[int, EngineConfig] = {}
+        """Settings of the replicas that have other settings than ``_config``."""
         self._folder = folder
         self._level = log_level
         self._rank_supervisor: RankSupervisor | None = None
         """Created when the first engine process with supervised workers starts."""
 
-    def use(self, config: EngineConfig) -> None:
-        """Start all later processes with the settings ``config``."""
-        self._config = config
+    def use(self, replica: int, config: EngineConfig) -> EngineConfig:
+        """Start all later processes of ``replica`` with the settings ``config``. Return its former ones."""
+        former = self._of_replica.get(replica, self._config)
+        self._of_replica[replica] = config
         if self._rank_supervisor is not None:
             self._rank_supervisor.use(self._of)
+        return former
 
     def start(
         self, replica: int, endpoint: str, address_file: str = "", start_id: int = 0
@@ -311,7 +323,8 @@ class LocalEngines:
             self._rank_supervisor = None
 
     def _of(self, replica: int) -> EngineConfig:
-        return msgspec.structs.replace(self._config, replica=replica, socket_folder=str(self._folder))
+        config = self._of_replica.get(replica, self._config)
+        return msgspec.structs.replace(config, replica=replica, socket_folder=str(self._folder))
 
     def _workers(self, replica: int) -> RankProcesses:
         config = self._of(replica)
