@@ -210,7 +210,7 @@ def _add_groups(app: FastAPI, front: Front) -> None:
 
         Groups that drain for an earlier request stay before new groups start. New groups have the settings of
         the first group. Groups that end first finish their requests. 404 for an unknown name; 400 if the
-        server could not serve requests any more; 503 without a free GPU.
+        server could not serve requests any more; 503 without a free GPU, and while groups get new settings.
         """
         asked = await read_body(front, request, ScaleRequest)
         change = await front.links.scale(asked.base, asked.groups)
