@@ -10,7 +10,10 @@ The endpoint names all transports, and the sender's engine chooses one for each 
 
 from __future__ import annotations
 
+import contextlib
+import math
 import select
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +46,11 @@ class TransportSet:
         self.endpoint = Endpoint.of(ways, self._first.incarnation)
         self._peers: dict[str, SocketTransport] = {}
         self._poller = select.poll()
+        # A member drains its own waker in each turn, so a wake between two turns would be lost there.
+        self._waker, self._woken = socket.socketpair()
+        for sock in (self._waker, self._woken):
+            sock.setblocking(False)
+        self._poller.register(self._woken, select.POLLIN)
         for member in members:
             # An epoll descriptor is readable while any of its sockets is ready.
             self._poller.register(member.selector, select.POLLIN)
@@ -86,7 +94,9 @@ class TransportSet:
         if events or wait <= 0:
             return events
         # Round up: a wait of less than a millisecond must not become a busy loop.
-        self._poller.poll(max(1, round(wait * 1000)))
+        self._poller.poll(math.ceil(wait * 1000))
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
         return self._turn()
 
     def take(self, incoming: Incoming) -> ErrorInfo | TakePending | None:
@@ -103,7 +113,8 @@ class TransportSet:
         return all(member.quiet(key) for member in self.members)
 
     def wake(self) -> None:
-        self._first.wake()
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._waker.send(b"!")
 
     def close(self) -> None:
         """Close every transport, also after an error of another one, which is raised at the end."""
@@ -113,6 +124,8 @@ class TransportSet:
                 member.close()
             except Exception as error:
                 errors.append(error)
+        for sock in (self._waker, self._woken):
+            sock.close()
         if errors:
             raise errors[0]
 
