@@ -192,6 +192,12 @@ class PeerEnded(Unavailable):
     code = "peer_ended"
 
 
+class TransportFailed(Unavailable):
+    """A connection between ranks broke, or a transport could not read memory. Another transport may work."""
+
+    code = "transport_failed"
+
+
 class EndedElsewhere(WeftError):
     """The sequence has ended at the other end of a transfer, so the transfer is not needed. Not a failure:
     the API server gets the end from the other instance.

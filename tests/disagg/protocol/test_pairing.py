@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from weft.common.errors import EngineDead, ErrorInfo, Unavailable
+from weft.common.errors import EngineDead, ErrorInfo, TransportFailed, Unavailable
 from weft.disagg.protocol import pairing
 from weft.disagg.protocol.pairing import AGAIN_S, NoWay, Pairing
 from weft.types import transfer as r
 from weft.types.transfer import Endpoint, Peer, TransferKey
 
 PEER, OTHER = Peer("a", 1), Peer("b", 2)
-BROKEN = Unavailable("the connection broke").info()
+BROKEN = TransportFailed("the connection broke").info()
+DROPPED = Unavailable("a write was dropped: the transfer has ended").info()
 
 
 class Files:
@@ -135,7 +136,7 @@ def test_a_transport_that_broke_is_the_last_choice_for_a_while() -> None:
     assert choice(AGAIN_S + 1.0) == "shm"
 
 
-@pytest.mark.parametrize("error", [None, EngineDead("a digest was wrong").info()])
+@pytest.mark.parametrize("error", [None, EngineDead("a digest was wrong").info(), DROPPED])
 def test_other_failures_say_nothing_about_the_transport(error: ErrorInfo | None) -> None:
     pairing = Pairing(BOTH, Files("/0").reach)
     pairing.failed(PEER, "shm", error, 0.0)

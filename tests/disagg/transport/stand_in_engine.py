@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from weft.common.errors import Unavailable
+from weft.common.errors import TransportFailed
 from weft.disagg.transport.read_engine import Kind, ReadBroken, Segment
 
 
@@ -42,7 +42,7 @@ class StandInEngine:
     def add(self, metadata: bytes) -> str:
         name = metadata.decode()
         if name not in self.registered:
-            raise Unavailable("no such engine")
+            raise TransportFailed("no such engine")
         self.peers.append(name)
         return name
 

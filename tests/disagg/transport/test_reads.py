@@ -14,7 +14,7 @@ import torch
 from tests.disagg.transport.rig import SECRET, Pair
 from tests.disagg.transport.stand_in_engine import StandInEngine
 from tests.support.slowness import deadline
-from weft.common.errors import ConfigError, EngineDead, Unavailable
+from weft.common.errors import ConfigError, EngineDead, TransportFailed
 from weft.disagg.protocol.arrivals import Copied, Incoming
 from weft.disagg.protocol.digests import ranks_seed
 from weft.disagg.protocol.pushes import Write, Written
@@ -135,7 +135,7 @@ def test_a_broken_read_is_a_lost_connection(pair: Callable[..., Pair], over: boo
     assert one.receivers[0].wait(KEY).outcome is Outcome.failed
     said = one.senders[0].wait(KEY)
     assert said.error is not None
-    assert said.error.code == Unavailable("").code
+    assert said.error.code == TransportFailed.code
     until(lambda: engine.removed)
     engine.broken = None
     engine.go.set()
@@ -154,7 +154,7 @@ def test_a_sender_that_closes_during_a_read_fails_the_transfer(pair: Callable[..
     one.senders[0].transfer.close()
     said = one.receivers[0].wait(KEY)
     assert said.error is not None
-    assert said.error.code == Unavailable("").code
+    assert said.error.code == TransportFailed.code
     assert not engine.removed, "a read is under way"
     engine.go.set()
     until(lambda: engine.removed)

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from weft.common.errors import ErrorInfo
+from weft.common.errors import ErrorInfo, TransportFailed
 from weft.disagg.protocol.sender import TransferRefused
 from weft.types.transfer import Bound, Endpoint, Peer
 
@@ -68,8 +68,8 @@ class Pairing:
         return msgspec.structs.replace(bound, endpoints=narrowed(bound.endpoints, best))
 
     def failed(self, peer: Peer, transport: str, error: ErrorInfo | None, now: float) -> None:
-        """Note a failed transfer. Only a broken or refused connection speaks against the transport."""
-        if error is not None and error.code == "unavailable":
+        """Note a failed transfer. Only ``TransportFailed`` speaks against the transport."""
+        if error is not None and error.code == TransportFailed.code:
             _remember(self._failed, (peer, transport), now + AGAIN_S)
 
     def _shared(self, endpoints: Sequence[Endpoint], now: float) -> bool:

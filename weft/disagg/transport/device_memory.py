@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from weft.common.errors import EngineDead
+from weft.common.errors import TransportFailed
 from weft.common.log import get_logger
 from weft.common.splitmix import mix_array
 from weft.disagg.protocol import digests
@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 
 log = get_logger(__name__)
 
-_NOT_READ = EngineDead("a rank could not compute the digests of a transfer").info()
+_NOT_READ = TransportFailed("a rank could not compute the digests of a transfer").info()
 _SOONEST_S, _LATEST_S = 0.0005, 0.004
 """Minimum and maximum seconds between checks of digests under way."""
 _LOW = 0xFFFFFFFF

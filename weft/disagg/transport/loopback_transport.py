@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from weft.common.errors import ErrorInfo, Unavailable
+from weft.common.errors import ErrorInfo
 from weft.disagg.protocol.arrivals import Copied, Incoming
 from weft.disagg.protocol.digests import digest_spans, ranks_seed, span_seeds
 from weft.disagg.protocol.pushes import WINDOW_BYTES, WRITE_BYTES, Write, Written
@@ -22,6 +22,7 @@ from weft.disagg.protocol.spans import SpanPart
 from weft.disagg.protocol.transfer_table import FenceBy
 from weft.disagg.transport.base import TransferCorrupt
 from weft.disagg.transport.copying import digest_parts
+from weft.disagg.transport.peer_links import connection_broke
 from weft.types.transfer import Endpoint, TransferKey
 
 
@@ -144,7 +145,7 @@ class LoopbackTransport:
     def write(self, write: Write) -> None:
         address, _ = self._peers[write.peer]
         if address not in self._network.transports:
-            lost = Unavailable("the connection to a rank of the other group broke").info()
+            lost = connection_broke()
             self.came.append(Written(write.key, write.peer, write.number, lost))
             return
         faults, draw, damage = self._network.faults, self._network.rng.random, ""

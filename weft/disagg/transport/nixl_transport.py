@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from msgspec import Meta
 
-from weft.common.errors import ConfigError, EngineDead, ErrorInfo, Unavailable
+from weft.common.errors import ConfigError, EngineDead, ErrorInfo
 from weft.common.log import get_logger
 from weft.disagg.protocol.arrivals import Copied, Incoming
 from weft.disagg.protocol.digests import ranks_seed
@@ -31,7 +31,7 @@ from weft.disagg.transport import wire as f
 from weft.disagg.transport.base import TakePending
 from weft.disagg.transport.device_memory import DeviceMemory, DeviceWork, seeded
 from weft.disagg.transport.peer_connection import Got
-from weft.disagg.transport.peer_links import ByteSource, PeerLink, check_inside
+from weft.disagg.transport.peer_links import ByteSource, PeerLink, check_inside, connection_broke
 from weft.disagg.transport.private_memory import huge_memory
 from weft.disagg.transport.read_engine import Kind, NixlEngine, ReadEngine, segment_of
 from weft.disagg.transport.read_writes import SLOT_BYTES, ReadPeer, ReadWrites
@@ -160,7 +160,7 @@ class NixlTransport(TcpTransport):
     def take(self, incoming: Incoming) -> ErrorInfo | TakePending | None:
         offer = self._offers.get(incoming.source)
         if offer is None or self._reads is None:
-            return Unavailable("the connection to a rank of the other group broke").info()
+            return connection_broke()
         return self._reads.begin(incoming, ReadPeer(offer.engine, offer.kind, offer.device))
 
     def cancel(self, key: TransferKey) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from weft.common.errors import ErrorInfo, Unavailable, WeftError
+from weft.common.errors import ErrorInfo, TransportFailed, WeftError
 from weft.disagg.protocol.pushes import Write
 from weft.disagg.transport import wire as f
 from weft.disagg.transport.peer_connection import PeerConnection
@@ -95,4 +95,8 @@ def info_of(error: Exception) -> ErrorInfo:
     connection."""
     if isinstance(error, WeftError):
         return error.info()
-    return Unavailable("the connection to a rank of the other group broke").info()
+    return connection_broke()
+
+
+def connection_broke() -> ErrorInfo:
+    return TransportFailed("the connection to a rank of the other group broke").info()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from weft.common import env
-from weft.common.errors import ConfigError, Unavailable
+from weft.common.errors import ConfigError, TransportFailed
 from weft.config.transfers import NIXL, NIXL_MODULES, check_installed
 
 _WAKE_US = 10_000
@@ -39,7 +39,7 @@ class Segment(NamedTuple):
     """Number of the GPU; 0 for host memory."""
 
 
-class ReadBroken(Unavailable):
+class ReadBroken(TransportFailed):
     """A read has failed."""
 
     def __init__(self, message: str, over: bool) -> None:
@@ -63,7 +63,7 @@ class ReadEngine(Protocol):
         """Return the bytes by which a peer reaches this engine and the registered memory."""
 
     def add(self, metadata: bytes) -> str:
-        """Add a peer and return its name. Raises Unavailable for bad metadata."""
+        """Add a peer and return its name. Raises TransportFailed for bad metadata."""
 
     def remove(self, peer: str) -> None:
         """Disconnect a peer. No read from the peer may be under way. No effect for an unknown peer."""
@@ -149,7 +149,7 @@ class NixlEngine:
         try:
             name = self._agent.loadRemoteMD(metadata)
         except Exception as error:  # NIXL has a class of exceptions per status
-            raise Unavailable(f"NIXL does not accept the metadata of a peer ({error})") from error
+            raise TransportFailed(f"NIXL does not accept the metadata of a peer ({error})") from error
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def remove(self, peer: str) -> None:

@@ -23,11 +23,11 @@ import msgspec
 import numpy as np
 import torch
 
-from weft.common.errors import ErrorInfo, Unavailable, WeftError
+from weft.common.errors import ErrorInfo, TransportFailed, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.disagg.protocol.arrivals import Copied, Incoming
 from weft.disagg.transport.base import PENDING, TakePending
-from weft.disagg.transport.peer_links import ByteSource, info_of
+from weft.disagg.transport.peer_links import ByteSource, connection_broke, info_of
 from weft.disagg.transport.private_memory import huge_memory
 from weft.disagg.transport.read_engine import Kind, ReadBroken, ReadEngine, segment_of
 from weft.types.transfer import TransferKey
@@ -47,7 +47,7 @@ _MOST_LOST = 64
 """Slots that get other memory after a failed read. Later ones are lost."""
 
 _ENDED = Unavailable("a write was dropped: the transfer has ended").info()
-_LATE = Unavailable("a read of a peer's memory did not end in time").info()
+_LATE = TransportFailed("a read of a peer's memory did not end in time").info()
 
 
 class ReadPeer(NamedTuple):
@@ -195,7 +195,7 @@ class ReadWrites:
         """End all writes of a lost connection."""
         for taking in self._waiting:
             if taking.incoming.source == source:
-                self._fail(taking, Unavailable("the connection to a rank of the other group broke").info())
+                self._fail(taking, connection_broke())
 
     def reads(self, engine: str) -> bool:
         """Return True if a read from a peer's engine is under way."""

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from weft.common.counted_log import CountedLog
-from weft.common.errors import ErrorInfo, Unavailable, WeftError
+from weft.common.errors import ErrorInfo, TransportFailed, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.disagg.protocol.arrivals import Copied, Incoming
 from weft.disagg.protocol.digests import ranks_seed
@@ -421,7 +421,7 @@ class SocketTransport:
     def _expire(self) -> None:
         for link in list(self._links.values()):
             if link.until is not None and link.until <= time.monotonic():
-                self._lost(link, Unavailable("a peer did not identify itself in time"))
+                self._lost(link, TransportFailed("a peer did not identify itself in time"))
 
     def patience(self) -> float:
         """Return the seconds until the next handshake deadline, attempt or staged copy; at most 3,600."""

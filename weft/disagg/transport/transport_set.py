@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.common.errors import ErrorInfo, Unavailable
+from weft.common.errors import ErrorInfo, TransportFailed
 from weft.disagg.protocol.arrivals import Copied, Incoming
 from weft.disagg.protocol.pushes import Write, Written
 from weft.disagg.protocol.spans import SpanPart
@@ -70,10 +70,10 @@ class TransportSet:
         raise NotImplementedError
 
     def connect(self, peer: Endpoint, rank: int, deadline: float) -> str:
-        """See ``Transport.connect``. Raises Unavailable for a transport that this rank does not have."""
+        """See ``Transport.connect``. Raises TransportFailed for a transport that this rank does not have."""
         member = self._members.get(peer.transport)
         if member is None:
-            raise Unavailable(f"this rank has no transport {peer.transport}")
+            raise TransportFailed(f"this rank has no transport {peer.transport}")
         name = member.connect(peer, rank, deadline)
         self._peers[name] = member
         return name
