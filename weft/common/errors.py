@@ -198,6 +198,12 @@ class TransportFailed(Unavailable):
     code = "transport_failed"
 
 
+class NoWay(WeftError):
+    """The two engines of a transfer have no usable transport in common."""
+
+    code, blame = "no_transport", "peer"
+
+
 class EndedElsewhere(WeftError):
     """The sequence has ended at the other end of a transfer, so the transfer is not needed. Not a failure:
     the API server gets the end from the other instance.

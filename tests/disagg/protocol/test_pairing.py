@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from weft.common.errors import EngineDead, ErrorInfo, TransportFailed, Unavailable
+from weft.common.errors import EngineDead, ErrorInfo, NoWay, TransportFailed, Unavailable
 from weft.disagg.protocol import pairing
-from weft.disagg.protocol.pairing import AGAIN_S, NoWay, Pairing
+from weft.disagg.protocol.pairing import AGAIN_S, Pairing
 from weft.types import transfer as r
 from weft.types.transfer import Endpoint, Peer, TransferKey
 
@@ -95,7 +95,7 @@ def test_a_pair_without_a_way_is_an_error_with_the_reason(
 ) -> None:
     with pytest.raises(NoWay, match=why) as raised:
         chosen(wanted, offered)
-    assert raised.value.info().code == "transfer_refused"
+    assert raised.value.info().code == "no_transport"
 
 
 def test_a_peer_is_tried_once_until_its_ranks_start_again() -> None:

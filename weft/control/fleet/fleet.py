@@ -378,7 +378,7 @@ class Fleet:
             return
         for name in doubtful:
             entry.refuse(name)
-        if entry.refuse(instance.name) > MOST_REFUSALS:
+        if entry.refuse(instance.name, why) > MOST_REFUSALS:
             self._end(sequence, Unavailable("the engines evicted the request too often; try again later"))
         else:
             self._leave(sequence)

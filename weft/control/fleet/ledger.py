@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 import numpy as np
 
-from weft.common.errors import EndedElsewhere, ImageFailed, NotGreeted
+from weft.common.errors import EndedElsewhere, ImageFailed, NotGreeted, NoWay
 from weft.control.fleet.policy import PromptHashes
 from weft.types.messages import LogprobColumns, Submit, TokenEvent, ids_to_bytes
 
@@ -80,7 +80,7 @@ class LedgerEntry:
         self.attempt = -1
         """Number of the latest attempt; -1 before the first."""
         self.refused: dict[str, int] = {}
-        """Instance -> number of refusals and returns of the sequence since the last token."""
+        """Instance -> number of refusals and returns since the last token. These instances come last."""
         self.losses = 0
         """Number of instances lost while at work on the sequence."""
         self.prompt_logprobs = 0
@@ -144,8 +144,13 @@ class LedgerEntry:
         asked = params.prompt_logprobs >= 0 and self.submit.choice == 0 and not self.position
         return asked and self.prompt_logprobs < prompt - 1
 
-    def refuse(self, name: str) -> int:
-        """Count a refusal or return by ``name``. Return the count since the last token."""
+    def refuse(self, name: str, why: str = "") -> int:
+        """Count a refusal or return by ``name``, with code ``why``. Return the count since the last token.
+
+        Without a common transport the peer is as much at fault: avoid the peer, but count no refusal.
+        """
+        if why == NoWay.code and name not in self.encoders and (peer := self.peer(name)) is not None:
+            self.refused.setdefault(peer, 0)
         self.refused[name] = self.refused.get(name, 0) + 1
         return self.refused[name]
 

@@ -131,8 +131,8 @@ class Router:
         computing = [one for one in takers if not helped or sees(one, encoders or ())]
         willing = [one for one in computing if one.name not in entry.refused]
         others = [one for one in takers if one.name not in entry.refused]
-        # First try without instances known to refuse the sequence, then with all instances.
-        for able, decoding in ((willing, others), (computing, takers)):
+        # Avoid instances known to refuse the sequence: both of a pair, then the decode instance, then none.
+        for able, decoding in ((willing, others), (computing, others), (computing, takers)):
             route = None
             if not entry.submit.pooling:
                 route = self._pair(able, decoding, hashes, near, session)

@@ -16,8 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from weft.common.errors import ErrorInfo, TransportFailed
-from weft.disagg.protocol.sender import TransferRefused
+from weft.common.errors import ErrorInfo, NoWay, TransportFailed
 from weft.types.transfer import Bound, Endpoint, Peer
 
 SHM = "shm"
@@ -27,10 +26,6 @@ unreachable socket is not tried again."""
 MOST_PEERS = 4096
 """Maximum remembered facts of each type. The oldest facts are forgotten."""
 _K = TypeVar("_K")
-
-
-class NoWay(TransferRefused):
-    """Two engines have no usable transport in common."""
 
 
 def candidates(wanted: Sequence[str], endpoints: Sequence[Endpoint]) -> list[str]:

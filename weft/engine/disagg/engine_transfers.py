@@ -25,10 +25,10 @@ import msgspec
 
 from weft.common.clock import Clock
 from weft.common.counted_log import CountedLog
-from weft.common.errors import ErrorInfo, Unavailable, WeftError
+from weft.common.errors import ErrorInfo, NoWay, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.disagg.protocol import transfer_events as ev
-from weft.disagg.protocol.pairing import NoWay, Pairing
+from weft.disagg.protocol.pairing import Pairing
 from weft.disagg.protocol.receiver import TransferReceiver
 from weft.disagg.protocol.sender import TransferSender, not_needed
 from weft.disagg.protocol.transfer_table import TransferPatience
