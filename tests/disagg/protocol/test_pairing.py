@@ -136,6 +136,30 @@ def test_a_transport_that_broke_is_the_last_choice_for_a_while() -> None:
     assert choice(AGAIN_S + 1.0) == "shm"
 
 
+def test_a_socket_that_is_gone_is_tried_once_a_pause_and_costs_no_further_transfer() -> None:
+    files = Files("/0")
+    pairing = Pairing(BOTH, files.reach)
+    ends = bound(rank(0, *BOTH))
+    assert pairing.choose(PEER, ends, 0.0).endpoints[0].transport == "shm"
+    files.reachable.clear()
+    pairing.failed(PEER, "shm", BROKEN, 1.0)
+    for now in (2.0, AGAIN_S + 2, AGAIN_S + 3):
+        assert pairing.choose(PEER, ends, now).endpoints[0].transport == "tcp"
+    assert files.tried == ["/0", "/0"]
+
+
+def test_shared_memory_alone_is_not_refused_before_the_next_try() -> None:
+    files = Files("/0")
+    pairing = Pairing(("shm",), files.reach)
+    ends = bound(rank(0, *BOTH))
+    for now in (0.0, 30.0):
+        assert pairing.choose(PEER, ends, now).endpoints[0].transport == "shm"
+        pairing.failed(PEER, "shm", BROKEN, now)
+    files.reachable.clear()
+    with pytest.raises(NoWay):
+        pairing.choose(PEER, ends, AGAIN_S)
+
+
 @pytest.mark.parametrize("error", [None, EngineDead("a digest was wrong").info(), DROPPED])
 def test_other_failures_say_nothing_about_the_transport(error: ErrorInfo | None) -> None:
     pairing = Pairing(BOTH, Files("/0").reach)
@@ -148,8 +172,8 @@ def test_facts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     files = Files()
     one = Pairing(BOTH, files.reach)
     for number in range(5):
-        one.choose(PEER, bound(rank(number, *BOTH)), 0.0)
+        one.choose(Peer("p", number), bound(rank(number, *BOTH)), 0.0)
         one.failed(Peer("p", number), "tcp", BROKEN, 0.0)
     assert len(one._reached) == len(one._failed) == 3
-    one.choose(PEER, bound(rank(0, *BOTH)), 0.0)
+    one.choose(Peer("p", 0), bound(rank(0, *BOTH)), 0.0)
     assert files.tried[-1] == "/0"

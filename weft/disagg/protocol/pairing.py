@@ -12,7 +12,7 @@ hosts may have equal names.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,6 +26,16 @@ unreachable socket is not tried again."""
 MOST_PEERS = 4096
 """Maximum remembered facts of each type. The oldest facts are forgotten."""
 _K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class _Reached(NamedTuple):
+    """Result of the latest try to connect to the sockets of a peer's ranks."""
+
+    addresses: tuple[str, ...]
+    reached: bool
+    until: float
+    """Time of the next try; infinity after a success."""
 
 
 def candidates(wanted: Sequence[str], endpoints: Sequence[Endpoint]) -> list[str]:
@@ -46,8 +56,7 @@ class Pairing:
         """``wanted``: transports of this engine in order of preference. ``reach(address)``: returns True if a
         process of this host, with shared memory for this process, listens at the address."""
         self._wanted, self._reach = tuple(wanted), reach
-        self._reached: dict[tuple[str, ...], float] = {}
-        """Addresses of a peer's ranks -> infinity if all were reached, else the time of the next try."""
+        self._reached: dict[Peer, _Reached] = {}
         self._failed: dict[tuple[Peer, str], float] = {}
         """(peer, transport) -> time until which the transport is the last choice."""
 
@@ -55,7 +64,7 @@ class Pairing:
         """Return ``bound`` with one way to each rank: the first common transport that is usable and has not
         failed with the peer lately, else the first usable one. Raises NoWay."""
         common = candidates(self._wanted, bound.endpoints)
-        usable = [name for name in common if name != SHM or self._shared(bound.endpoints, now)]
+        usable = [name for name in common if name != SHM or self._shared(peer, bound.endpoints, now)]
         if not usable:
             raise NoWay(_why(self._wanted, common, bound.endpoints))
         # `False` sorts before `True`, and the sort keeps the sender's order.
@@ -66,23 +75,26 @@ class Pairing:
         """Note a failed transfer. Only ``TransportFailed`` speaks against the transport."""
         if error is not None and error.code == TransportFailed.code:
             _remember(self._failed, (peer, transport), now + AGAIN_S)
+            # The socket's file may be gone while the ranks live, so try again after the pause.
+            if transport == SHM and (known := self._reached.get(peer)) is not None:
+                self._reached[peer] = known._replace(until=min(known.until, now + AGAIN_S))
 
-    def _shared(self, endpoints: Sequence[Endpoint], now: float) -> bool:
+    def _shared(self, peer: Peer, endpoints: Sequence[Endpoint], now: float) -> bool:
         """Return True if this engine can connect to the sockets of all ranks. A failed try is repeated after
         ``AGAIN_S``. Ranks that start again have new addresses, so old facts do not apply to them."""
         addresses = tuple(endpoint.ways[SHM] for endpoint in endpoints)
-        until = self._reached.get(addresses)
-        if until is None or until <= now:
+        known = self._reached.get(peer)
+        if known is None or known.addresses != addresses or known.until <= now:
             reached = all(map(self._reach, addresses))
-            until = float("inf") if reached else now + AGAIN_S
-            _remember(self._reached, addresses, until)
-        return until == float("inf")
+            known = _Reached(addresses, reached, float("inf") if reached else now + AGAIN_S)
+            _remember(self._reached, peer, known)
+        return known.reached
 
 
-def _remember(facts: dict[_K, float], key: _K, until: float) -> None:
+def _remember(facts: dict[_K, _V], key: _K, fact: _V) -> None:
     """Set a fact as the newest one, and forget the oldest fact over the limit."""
     facts.pop(key, None)
-    facts[key] = until
+    facts[key] = fact
     if len(facts) > MOST_PEERS:
         del facts[next(iter(facts))]
 
