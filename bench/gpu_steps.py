@@ -90,9 +90,7 @@ class Steps:
             if event.device_type == torch.autograd.DeviceType.CUDA:
                 names[event.name[:80]] += 1
                 spent[event.name[:80]] += event.device_time
-            elif event.name.startswith(
-                ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
-            ):
+            elif event.name.startswith(CALLS):
                 launched += 1
         self.drain()
         kernels = {name: [names[name] / PROFILED, us / PROFILED] for name, us in spent.most_common(KERNELS)}

@@ -428,7 +428,7 @@ class EngineTransfers:
         try:
             return self._pairing.choose(record.peer, bound, self._clock.now())
         except NoWay as error:
-            log.error("no transfer to %s is possible: %s", record.peer.name, error.message)
+            self._strangers.say("no transfer to %s is possible: %s", record.peer.name, error.message)
             self._on(ev.Cancel(key, error.info()))
             return None
 
