@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,10 @@ def test_types_are_all_that_the_package_dequantizes() -> None:
         except NotImplementedError:
             continue
         found.append(kind.name)
-    assert set(found) - set(PLAIN) == set(QUANTIZED) == set(DRAWN)
+    assert set(QUANTIZED) == set(DRAWN)
+    # Another version may dequantize more types, or have fewer.
+    if version("gguf") == "0.19.0":
+        assert set(found) - set(PLAIN) == set(QUANTIZED)
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)

@@ -44,7 +44,7 @@ READ_S = 30.0
 _SOONEST_S, _LATEST_S = 0.0002, 0.004
 """Minimum and maximum seconds between checks of reads under way."""
 _MOST_LOST = 64
-"""Slots that get other memory after a failed read. Later ones are lost."""
+"""Slots that get other memory after a failed read. Later ones, and slots without new memory, are lost."""
 
 _ENDED = Unavailable("a write was dropped: the transfer has ended").info()
 _LATE = TransportFailed("a read of a peer's memory did not end in time").info()
@@ -275,15 +275,23 @@ class ReadWrites:
         """Fail the write of a failed read, and all connections to the peer's engine. Memory that the read may
         still write is never used again: the slot gets other memory."""
         self._fail(taking, error.info())
-        if not error.over:
-            log.error("landing memory of a failed read is given up: %s", error)
-            self._lost.append(self._slots[slot])
-            if len(self._lost) <= _MOST_LOST:
-                self._slots[slot] = self._memory(self.slot_bytes)
-                self._engine.register([segment_of(self._slots[slot])])
-        if error.over or len(self._lost) <= _MOST_LOST:
+        if error.over or self._renewed(slot, error):
             self._free.append(slot)
         self._broke(taking.peer.engine)
+
+    def _renewed(self, slot: int, error: ReadBroken) -> bool:
+        """Give other memory to a slot. Return False if no memory is there: then the slot is lost."""
+        log.error("landing memory of a failed read is given up: %s", error)
+        self._lost.append(self._slots[slot])
+        if len(self._lost) > _MOST_LOST:
+            return False
+        try:
+            self._slots[slot] = self._memory(self.slot_bytes)
+            self._engine.register([segment_of(self._slots[slot])])
+        except Exception:  # an error raised here would end all transports of the rank
+            log.exception("a slot of landing memory is lost")
+            return False
+        return True
 
     def _fail(self, taking: _Taking, error: ErrorInfo) -> None:
         """End a write with an error. Reads under way go on, and their bytes are dropped."""

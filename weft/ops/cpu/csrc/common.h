@@ -6,7 +6,7 @@
 //     products and sums by itself (-ffp-contract=off): fused operations are written explicitly.
 //   * bf16 is widened to float exactly, and rounded once, to nearest even.
 //   * Checks of shapes and dtypes stand at the entry; kernels below trust their arguments. A check is a TORCH_CHECK if
-//     its text is constant, and a WEFT_CHECK (check.h) if the text has values: the checks of the operations use no C++ streams.
+//     its text is constant, and a WEFT_CHECK (check.h) if the text has values. No check of an operation uses streams.
 #pragma once
 
 #include "check.h"
