@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.disagg.protocol import digests
 from weft.disagg.protocol.spans import SpanPart
-from weft.disagg.transport.device_memory import by_length, seeded, span_sums
+from weft.disagg.transport.device_memory import _WARM_UP, by_length, seeded, span_sums
 
 KEYS = torch.from_numpy(np.stack([digests.KEYS_LOW, digests.KEYS_HIGH]).view(np.int64))
 LENGTHS = (1, 7, 8, 9, 64, 1000, 1023, 1024, 1025, 1032, 4096, 5 * 1024 + 3, 128 * 1024, 129 * 1024 + 5)
@@ -47,3 +50,27 @@ def test_spans_of_several_lengths_are_grouped() -> None:
     order, lengths = by_length(np.array([8, 64, 8, 16, 64]))
     assert order.tolist() == [0, 2, 3, 1, 4]
     assert lengths == [(8, 2), (16, 1), (64, 2)]
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of all operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def operators(*lengths: int) -> set[str]:
+    with Operators() as seen:
+        for length in lengths:
+            span_sums(torch.zeros((2, length), dtype=torch.uint8), KEYS)
+    return seen.names
+
+
+def test_the_sums_of_a_start_have_all_operators_of_later_sums() -> None:
+    """A GPU loads a kernel at the first launch, which waits for all work of the device."""
+    assert operators(*LENGTHS) == operators(*_WARM_UP)

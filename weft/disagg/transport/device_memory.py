@@ -36,6 +36,8 @@ _NOT_READ = TransportFailed("a rank could not compute the digests of a transfer"
 _SOONEST_S, _LATEST_S = 0.0005, 0.004
 """Minimum and maximum seconds between checks of digests under way."""
 _LOW = 0xFFFFFFFF
+_WARM_UP = (7, 16 * digests.WORDS)
+"""Bytes of rows that are summed at the start: a row of odd size, and a row with two levels of sums."""
 
 
 class Sums(NamedTuple):
@@ -62,8 +64,12 @@ class DeviceWork(CudaCopies):
         """``most``: maximum bytes of one write."""
         super().__init__(device, most)
         keys = np.stack([digests.KEYS_LOW, digests.KEYS_HIGH]).view(np.int64)
-        # [2, 128]: the low and the high half of each key
-        self._keys = torch.from_numpy(keys).pin_memory().to(device, non_blocking=True)
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            # [2, 128]: the low and the high half of each key
+            self._keys = torch.from_numpy(keys).pin_memory().to(device, non_blocking=True)
+            # Load the kernels of the sums, for rows of words and for other rows: see ``CudaCopies._warm_up``.
+            rows = [torch.zeros((2, size), dtype=torch.uint8, device=device) for size in _WARM_UP]
+            torch.cat([span_sums(each, self._keys) for each in rows])
         self._wait(self._recorded())
 
     def sums(self, regions: Sequence[Tensor], parts: Sequence[SpanPart], ready: Any) -> Sums:
