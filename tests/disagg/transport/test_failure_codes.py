@@ -61,3 +61,18 @@ def test_digests_that_a_device_cannot_compute_blame_the_transport() -> None:
     (written,) = memory.failed()
     assert written.error is not None
     assert written.error.code == TransportFailed.code
+
+
+def test_blocks_are_in_use_until_a_take_that_timed_out_has_ended() -> None:
+    class Event:
+        over = False
+
+        def query(self) -> bool:
+            return self.over
+
+    event, work = Event(), DeviceWork.__new__(DeviceWork)
+    work._late = cast("Any", event)
+    memory = DeviceMemory([], work)
+    assert not memory.quiet(KEY)
+    event.over = True
+    assert memory.quiet(KEY)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from weft.common.errors import TransportFailed
+from weft.common.errors import EngineDead, TransportFailed
 from weft.common.log import get_logger
 from weft.common.splitmix import mix_array
 from weft.disagg.protocol import digests
@@ -63,6 +63,8 @@ class DeviceWork(CudaCopies):
     def __init__(self, device: torch.device, most: int) -> None:
         """``most``: maximum bytes of one write."""
         super().__init__(device, most)
+        self._late: torch.cuda.Event | None = None
+        """End of the last ``take`` that timed out."""
         keys = np.stack([digests.KEYS_LOW, digests.KEYS_HIGH]).view(np.int64)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             # [2, 128]: the low and the high half of each key
@@ -96,8 +98,18 @@ class DeviceWork(CudaCopies):
             rows, index = self._rows(region, spans[:, 1:], 0)
             rows.index_copy_(0, index, gathered.view(rows.dtype).view(len(index), -1))
             sums = self._read_back(made, [order])
-        self._wait(sums.event)
+        try:
+            self._wait(sums.event)
+        except EngineDead:
+            self._late = sums.event
+            raise
         return sums.values()
+
+    def settled(self) -> bool:
+        """Return True if no ``take`` that timed out still writes the regions."""
+        if self._late is not None and self.ended(self._late):
+            self._late = None
+        return self._late is None
 
     def _gathered(self, region: Tensor, spans: np.ndarray) -> Tensor:
         """Return the bytes of ``spans``, int64 [n, 2], back to back: uint8 [bytes] of the common memory."""
@@ -234,7 +246,8 @@ class DeviceMemory:
             self._dropped.add(key)
 
     def quiet(self, key: TransferKey) -> bool:
-        return all(one.write.key != key for one in self._reading)
+        # A take that timed out may write the blocks of any transfer.
+        return self._work.settled() and all(one.write.key != key for one in self._reading)
 
     def mark(self) -> Any:
         return self._work.mark()
