@@ -175,6 +175,7 @@ USES_OPS = (
     "test-levels",
     "test-grid",
     "test-ray",
+    "test-nixl",
     "test-clients",
     "soak",
     "bench",
