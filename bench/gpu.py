@@ -18,7 +18,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +56,11 @@ LLAMA_3_8B: dict[str, Any] = {
 }
 
 
+MODELS = ("qwen3-dense-s", "llama-3-8b")
+DUMMY = {"device": "cuda", "dtype": "bfloat16", "load_format": "dummy"}
+"""Settings of an engine with random weights on a GPU."""
+
+
 def head_bytes(spec: ModelSpec, dtype: str) -> int:
     """Bytes of the output matrix."""
     return spec.vocab_size * spec.hidden * DTYPE_BYTES[dtype]
@@ -88,6 +92,17 @@ def write_llama(folder: Path) -> Path:
     return folder
 
 
+def model_folder(name: str, scratch: Path) -> Path:
+    """Write the configuration of the model ``name`` below ``scratch``, and return its folder."""
+    folder = scratch / name
+    if name in RECIPES:
+        make(name, folder)
+    else:
+        folder.mkdir()
+        write_llama(folder)
+    return folder
+
+
 def timed(run: Callable[[], object], rounds: int) -> float:
     """Return the median seconds of ``run`` on the GPU over ``rounds`` rounds, after one warm-up."""
     seconds = []
@@ -103,16 +118,13 @@ def timed(run: Callable[[], object], rounds: int) -> float:
 
 def ceilings(rounds: int) -> dict[str, Any]:
     """Return the limits of this GPU: bytes per second of a copy, operations per second of a product."""
-    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
-    copy = timed(partial(torch.empty_like(source).copy_, source), rounds)
-    del source
     side = 8192
     a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = timed(lambda: torch.matmul(a, b), rounds)
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "copy_bytes_per_second": 2 * (4 << 30) / copy,
+        "copy_bytes_per_second": gpu_products.copy_rate(),
         "product_flops_per_second": 2 * side**3 / product,
     }
 
@@ -192,14 +204,8 @@ def decode_seconds(driver: Driver, rows: int, prompt: int, tokens: int, rounds: 
 def bench_weft(folder: Path, machine: dict[str, Any], args: argparse.Namespace, tick: Any) -> dict[str, Any]:
     """Workloads, decode against memory, prompts against the matrix unit."""
     began = time.perf_counter()
-    settings = {
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "load_format": "dummy",
-        "max_num_seqs": 64,
-        "max_num_batched_tokens": args.max_num_batched_tokens,
-    }
-    core = engine(str(folder), 0, **{**settings, **dict(args.set)})
+    settings = {"max_num_seqs": 64, "max_num_batched_tokens": args.max_num_batched_tokens}
+    core = engine(str(folder), 0, **{**DUMMY, **settings, **dict(args.set)})
     ready, spec, driver = time.perf_counter() - began, core.config.spec, Driver(core)
     results = measure(driver.generate, OFFLINE, args.rounds, 0, spec.vocab_size, tick)
     decode = {}
@@ -260,8 +266,7 @@ def setting(text: str) -> tuple[str, str]:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("qwen3-dense-s", "llama-3-8b")
-    made.add_argument("--model", action="append", choices=names, help="may be given twice; both by default")
+    made.add_argument("--model", action="append", choices=MODELS, help="may be given twice; both by default")
     made.add_argument("--rounds", type=int, default=3, help="times that each thing is measured")
     made.add_argument("--context", type=int, default=1024, help="prompt tokens of decoding rows")
     made.add_argument("--tokens", type=int, default=128, help="decode steps that are measured")
@@ -321,13 +326,8 @@ def main() -> None:
 
         found["products"], _ = gpu_products.measure(gpu_products.OURS, gpu_products.ROWS, float("inf"), tick)
         print(gpu_products.table(found["products"]))
-        for name in args.model or ("qwen3-dense-s", "llama-3-8b"):
-            folder = Path(scratch) / name
-            if name in RECIPES:
-                make(name, folder)
-            else:
-                folder.mkdir()
-                write_llama(folder)
+        for name in args.model or MODELS:
+            folder = model_folder(name, Path(scratch))
             model = {"weft": bench_weft(folder, found["ceilings"], args, tick)}
             torch.cuda.empty_cache()
             if args.transformers:

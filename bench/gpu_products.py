@@ -2,8 +2,8 @@
 
 python -m bench.gpu_products --json products.json
 
-A time is the median over ``ROUNDS`` replays of a CUDA graph. The graph runs over copies of the weights that
-hold ``ROTATED`` weights together, more than the GPU's L2 cache holds. A model also reads each matrix from
+A time is the mean over replays of a CUDA graph. The graph runs over copies of the weights that hold
+``ROTATED`` weights together, more than the GPU's L2 cache holds. A model also reads each matrix from
 memory. Peers that are not installed, or that fail, are listed with the reason.
 """
 

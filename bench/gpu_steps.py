@@ -21,9 +21,8 @@ import torch
 from tqdm import tqdm
 
 from bench import record
-from bench.gpu import setting, write_llama
+from bench.gpu import DUMMY, MODELS, model_folder, setting
 from bench.load import engine
-from weft.bench.checkpoints import RECIPES, make
 from weft.bench.workloads import random_ids
 from weft.engine.core import EngineCore
 from weft.types.messages import Submit, ids_to_bytes
@@ -123,7 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=("qwen3-dense-s", "llama-3-8b"), default="llama-3-8b")
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64], help="batch sizes")
     parser.add_argument(
         "--kind", action="append", choices=tuple(KINDS), help="may be repeated; all by default"
@@ -136,22 +135,14 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("bench.gpu_steps needs a CUDA GPU, and this torch sees none")
     settings = {
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "load_format": "dummy",
+        **DUMMY,
         "max_num_seqs": max(args.rows),
         "max_num_batched_tokens": 8192,
         **dict(args.set),
     }
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / args.model
-        if args.model in RECIPES:
-            make(args.model, folder)
-        else:
-            folder.mkdir()
-            write_llama(folder)
-        core = engine(str(folder), 0, **settings)
+        core = engine(str(model_folder(args.model, Path(scratch))), 0, **settings)
         steps = Steps(core, args.context)
         for rows, kind in tqdm(list(itertools.product(args.rows, args.kind or KINDS)), unit="setting"):
             found[f"{rows} {kind}"] = steps.measure(rows, kind, args.steps)

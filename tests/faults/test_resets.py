@@ -49,15 +49,20 @@ def disturb(hosts: Hosts, deed: str) -> None:
         assert hosts.forget()
 
 
+def answer_through(deed: str, cluster: Cluster, server: Server, alone: Alone) -> None:
+    """Break connections in the middle of all streams. The texts must be those of one engine."""
+    server.ask()
+    time.sleep(0.4)
+    disturb(cluster.hosts, deed)
+    assert server.told() == alone.texts, deed
+
+
 def test_connections_of_api_server_engines_and_transfers(cluster: Cluster, alone: Alone) -> None:
     """A prefill group on one host and a decode group on the other survive broken connections."""
     server = cluster.groups(*map(dict, PAIR))
     there = processes(server)
     for deed in ("reset", "reset", "refused", "reset", "half open"):
-        server.ask()
-        time.sleep(0.4)
-        disturb(cluster.hosts, deed)
-        assert server.told() == alone.texts, deed
+        answer_through(deed, cluster, server, alone)
         cluster.hosts.pass_again()
     assert processes(server) == there
     assert server.restarts() == 0
@@ -74,10 +79,7 @@ def test_connections_of_an_engine_its_rank_and_the_rendezvous_store(cluster: Clu
     server = cluster.start(tensor_parallel_size=2)
     there = processes(server, ("head",))
     for deed in ("reset", "refused", "reset", "half open"):
-        server.ask()
-        time.sleep(0.4)
-        disturb(cluster.hosts, deed)
-        assert server.told() == alone.texts, deed
+        answer_through(deed, cluster, server, alone)
         cluster.hosts.pass_again()
         assert processes(server, ("head",)) == there, deed
     assert server.restarts() == 0
@@ -89,10 +91,7 @@ def test_connections_of_an_expert_parallel_group(cluster: Cluster, alone: Alone)
     server = cluster.start(data_parallel_size=2, enable_expert_parallel=True)
     there = processes(server)
     for deed in ("reset", "half open"):
-        server.ask()
-        time.sleep(0.4)
-        disturb(cluster.hosts, deed)
-        assert server.told() == alone.texts, deed
+        answer_through(deed, cluster, server, alone)
         cluster.hosts.pass_again()
     assert processes(server) == there
     assert server.restarts() == 0
@@ -103,9 +102,6 @@ def test_connections_of_several_api_servers(cluster: Cluster, alone: Alone) -> N
     server = cluster.groups({"namespace": 0}, {"namespace": 1}, count=2)
     there = processes(server)
     for deed in ("reset", "refused"):
-        server.ask()
-        time.sleep(0.4)
-        disturb(cluster.hosts, deed)
-        assert server.told() == alone.texts, deed
+        answer_through(deed, cluster, server, alone)
     assert processes(server) == there
     server.stop()

@@ -14,7 +14,7 @@ steps by the table, and ``races`` (``order.py``) proves that the waits are enoug
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from tests.rehearsal.order import HOST, Entry, Free, Record, Use, Wait
@@ -256,3 +256,10 @@ def _through_host(of: str) -> Iterator[Entry]:
     yield Use(HOST, "sum", reads=(f"pinned {of}",), writes=(f"summed {of}",))
     yield Use(COMPUTE, "copy up", reads=(f"summed {of}",), writes=(f"sum {of}",))
     yield Free(f"partial {of}", COMPUTE)
+
+
+def names_of(edges: Set[tuple[str, tuple[str, str], str, tuple[str, str]]]) -> set[str]:
+    """Return the names in the table of a rehearsal's waits ``edges``. Every wait must be in the table."""
+    known = {(e.after, e.recorded, e.before, e.waited): name for name, e in EVENTS.items()}
+    assert not edges - known.keys(), "the table lacks these"
+    return {known[edge] for edge in edges}

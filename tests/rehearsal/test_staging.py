@@ -16,7 +16,7 @@ from tests.disagg.transport import rig
 from tests.engine.pair_rig import EnginePair, submit, unified
 from tests.rehearsal.device import COMPUTE, Races, Rehearsal, current, running
 from tests.rehearsal.rig import Answers, rehearsed
-from tests.rehearsal.streams import EVENTS, MOVES
+from tests.rehearsal.streams import MOVES, names_of
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.config.flags import from_keywords
@@ -126,9 +126,7 @@ def test_caches_arrive_and_who_waits_for_whom_is_in_the_table(
     kind: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Patch
 ) -> None:
     with moved(monkeypatch, tmp_path_factory.mktemp("t"), kind) as (made, _):
-        known = {(e.after, e.recorded, e.before, e.waited): name for name, e in EVENTS.items()}
-        assert not made.edges - known.keys(), "the table lacks these"
-        assert {known[edge] for edge in made.edges} == MOVES
+        assert names_of(made.edges) == MOVES
     assert not made.memory.registered, "memory is still pinned"
 
 
@@ -138,6 +136,7 @@ def no_mark(patch: Patch) -> None:
 
 
 def sent_early(patch: Patch) -> None:
+    """Plant a bug: the write leaves before its bytes, or its digests, are there."""
     patch.setattr(CudaCopies, "ended", lambda self, copy: True)
 
 
@@ -233,6 +232,4 @@ def test_engines_of_two_groups_give_the_tokens_of_one(
         pair.close()
         for transfer in transfers:
             transfer._transport.close()
-    known = {(e.after, e.recorded, e.before, e.waited): name for name, e in EVENTS.items()}
-    assert not made.edges - known.keys()
-    assert {known[edge] for edge in made.edges} >= MOVES
+    assert names_of(made.edges) >= MOVES

@@ -12,7 +12,7 @@ import contextlib
 import math
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -58,6 +58,21 @@ def ignore() -> None:
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+
+
+@contextlib.contextmanager
+def acting(act: Callable[[int], object]) -> Iterator[None]:
+    """Within the block, stop signals call ``act`` with their number. Afterwards they are ignored.
+
+    Signals blocked by the caller are unblocked. Call from the main thread.
+    """
+    for number in heeded():
+        signal.signal(number, lambda caught, _: act(caught))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    try:
+        yield
+    finally:
+        ignore()
 
 
 @contextlib.contextmanager

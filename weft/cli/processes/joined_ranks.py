@@ -69,16 +69,13 @@ class JoinedRanks:
 
         Sets the handlers of ``signals.STOPS``, and leaves these signals ignored.
         """
-        for number in signals.heeded():
-            signal.signal(number, lambda *_: self._waiting.append(j.Stop()))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
         try:
-            while self._status is None:
-                self._turn()
-                time.sleep(TURN_S)
-            return self._status
+            with signals.acting(lambda _: self._waiting.append(j.Stop())):
+                while self._status is None:
+                    self._turn()
+                    time.sleep(TURN_S)
+                return self._status
         finally:
-            signals.ignore()
             self._processes.close(0.0)
             self._gate.close()
 

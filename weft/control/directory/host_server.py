@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import signal
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -161,18 +160,15 @@ class HostServer:
 
         Sets the handlers of ``signals.STOPS``, and leaves these signals ignored.
         """
-        for number in signals.heeded():
-            signal.signal(number, lambda *_: self._waiting.append(h.Stop()))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
         try:
-            if self._gate is None:
-                self._start()
-            while self._status is None:
-                self._turn()
-                time.sleep(TURN_S)
-            return self._status
+            with signals.acting(lambda _: self._waiting.append(h.Stop())):
+                if self._gate is None:
+                    self._start()
+                while self._status is None:
+                    self._turn()
+                    time.sleep(TURN_S)
+                return self._status
         finally:
-            signals.ignore()
             self._end()
 
     def _start(self) -> None:

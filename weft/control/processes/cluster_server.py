@@ -96,17 +96,14 @@ class ClusterServer:
         On return, engines have the order to stop, unless the status is above 128. Set the handlers of
         ``signals.STOPS``, and leave these signals ignored.
         """
-        for number in signals.heeded():
-            signal.signal(number, lambda caught, _: self._signals.append(caught))
         signal.signal(signals.RESTART, lambda *_: self._ask())
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
         try:
-            self._start()
-            while self._status is None:
-                self._turn()
-            return self._status
+            with signals.acting(self._signals.append):
+                self._start()
+                while self._status is None:
+                    self._turn()
+                return self._status
         finally:
-            signals.ignore()
             self._end()
 
     def _ask(self) -> None:
