@@ -174,10 +174,11 @@ class FrontProcess:
         require(excused, f"{self.name} gave {link.engine_process.name} up, and nothing had happened to it")
         link.unlinked = True
         cluster.note(self.name, "..", link.engine_process.name, f"link {link.number} given up")
+        self._sender_ends(link)
         for stream in self.streams.values():
-            if stream.open and link.number == stream.moved_over and not stream.received:
-                stream.lands_by = min(stream.lands_by, cluster.now + PATIENCE.transfer)
-            elif stream.open and link.number in stream.links:
+            if self._was_handed_off(stream, link):
+                continue
+            if stream.open and link.number in stream.links:
                 stream.links.discard(link.number)
                 if self._stays(stream, link):
                     cluster.count("went on without its sender")
@@ -189,6 +190,16 @@ class FrontProcess:
         if link.up:
             cluster.disconnect(link)
 
+    def _was_handed_off(self, stream: Stream, link: Link) -> bool:
+        """Return True if the engine of ``link`` handed the sequence off, and no token of the receiver came."""
+        return stream.open and link.number == stream.moved_over and not stream.received
+
+    def _sender_ends(self, link: Link) -> None:
+        """Set the deadline of sequences that the engine of ``link`` handed off before it was lost or left."""
+        for stream in self.streams.values():
+            if self._was_handed_off(stream, link):
+                stream.lands_by = min(stream.lands_by, self.cluster.now + PATIENCE.transfer)
+
     def _forget(self, instance: str) -> None:
         """Close the links of an instance that has left. Raise Violation if a sequence is still there."""
         for link in self.links.values():
@@ -197,6 +208,7 @@ class FrontProcess:
             there = [one.sequence for one in self.streams.values() if one.open and link.number in one.links]
             require(not there, f"{self.name} forgot {instance}, and sequences {there} are there")
             link.unlinked = True
+            self._sender_ends(link)
             self.cluster.note(self.name, "..", link.engine_process.name, f"link {link.number}: forgotten")
             if link.up:
                 self.cluster.disconnect(link)

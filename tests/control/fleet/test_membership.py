@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.control.fleet.driver import Driver
+from tests.control.fleet.driver import PATIENCE, Driver
 from weft.common.errors import PeerEnded
 from weft.control.fleet import fleet_events as e
 from weft.control.fleet.instances import InstanceState
@@ -139,6 +139,23 @@ def test_a_sequence_whose_sender_has_left_begins_again() -> None:
     assert one.of(e.Forget) == [e.Forget("p")]
     one.tokens("d", 1, finish="evicted", error=PeerEnded("the peer has ended").info())
     assert 1 in one.fleet.entries  # waits for another prefill engine
+    assert one.fleet.entries[1].losses == 1
+
+
+def test_a_handed_off_sequence_shows_a_token_in_time_after_its_sender_has_left() -> None:
+    """The end of a sender on another host may be invisible to the decode engine."""
+    one = Driver("p", "q", "d", roles={"p": "prefill", "q": "prefill", "d": "decode"}, local_prefill=False)
+    one.up()
+    prompt = m.ids_to_bytes([1, 2, 3])
+    params = TokenParams(max_tokens=9)
+    one.on(e.Opened((m.Submit(sequence=1, request=1, seed=7, prompt_ids=prompt, params=params),)))
+    (sender,) = {action.instance for action in one.of(e.Send)} - {"d"}
+    one.tokens(sender, 1, 7, finish="moved", position=0)
+    one.on(e.Left(sender))
+    assert one.of(e.Forget) == [e.Forget(sender)]
+    one.wait(PATIENCE.transfer + 1)
+    (other,) = {"p", "q"} - {sender}
+    assert {action.instance for action in one.of(e.Send) if isinstance(action.message, m.Submit)} == {other, "d"}
     assert one.fleet.entries[1].losses == 1
 
 

@@ -399,6 +399,8 @@ class Fleet:
         for instance in self.table.departed(self._now):
             if instance.alive:
                 self._send(instance, m.Goodbye())
+                # The instance may end before its handed-off caches arrive, and nobody else would notice.
+                self._await_handed_off(instance)
             self._actions.append(e.Forget(instance.name))
             # A paused sequence is at no instance. Pinned to this one, the sequence could never go on.
             self._end_pinned(instance.name, Unavailable("the requested engine has left the server"))
@@ -456,13 +458,18 @@ class Fleet:
         self._actions.append(e.Unlink(instance.name, instance.link))
         for entry in self._part(instance):
             self._go_on(entry)
-        # Sequences already handed off stay with the decode instance, but must show a token in time.
-        self._unreceived.add(instance.name, self.entries.values(), self._now + self._patience.transfer)
+        self._await_handed_off(instance)
         self._end_pinned(instance.name, error)
         if not self.table.complete and not self._joining:  # a failed start ends the API server
             self._fail(error)
         elif replace and not self._closing and not instance.leaving:
             self._actions.append(e.Replace(instance.name, error))
+
+    def _await_handed_off(self, sender: Instance) -> None:
+        """Set a deadline for the first token of sequences that ``sender`` handed off: the sender has ended, or
+        ends soon.
+        """
+        self._unreceived.add(sender.name, self.entries.values(), self._now + self._patience.transfer)
 
     def _part(self, instance: Instance) -> list[LedgerEntry]:
         """Remove all sequences from ``instance``; return the entries that cannot continue without the

@@ -242,7 +242,8 @@ class LedgerEntry:
 
 
 class Unreceived:
-    """Sequences whose prefill instance was lost after the handoff, before a token of the decode instance.
+    """Sequences whose prefill instance was lost or left after the handoff, before a token of the decode
+    instance.
 
     The decode instance may have the whole cache already, or may still read memory that outlives the sender.
     The decode instance alone notices a failed transfer if the end of the sender is visible there. A sender on
@@ -254,8 +255,8 @@ class Unreceived:
         """(deadline, sequence, attempt), in order of deadline."""
 
     def add(self, sender: str, entries: Iterable[LedgerEntry], due: float) -> None:
-        """Add the affected ``entries`` of the lost instance ``sender``. ``due`` never decreases between
-        calls."""
+        """Add the affected ``entries`` of ``sender``, an instance that was lost or has left. ``due`` never
+        decreases between calls."""
         for entry in entries:
             if entry.pair is not None and entry.pair[0] == sender and not entry.received:
                 entry.orphaned = True
