@@ -191,7 +191,7 @@ class FrontProcess:
             cluster.disconnect(link)
 
     def _was_handed_off(self, stream: Stream, link: Link) -> bool:
-        """Return True if the engine of ``link`` handed the sequence off, and no token of the receiver came."""
+        """Return True if the engine of ``link`` handed the sequence off, and no later token came."""
         return stream.open and link.number == stream.moved_over and not stream.received
 
     def _sender_ends(self, link: Link) -> None:

@@ -52,8 +52,8 @@ BUDGET = 10_000
 SEEN = (94630, 3323, 5679, 4530, 9447, 10938)
 """Seeds that showed bugs, now fixed: a receiver returned a sequence after its sender had handed off and
 ended; a receiver refused while its sender took one prompt alone; the check counted one loss twice, and once
-more in another order; a decode group without a tower got images after the last encode group had left; a prefill group left and ended while its messages
-were cut, and the decode group waited without end."""
+more in another order; a decode group without a tower got images after the last encode group had left;
+a prefill group left and ended while its messages were cut, and the decode group waited without end."""
 FOUND_WITHIN = 1000
 """Schedules in which each planted bug is found."""
 FOUND_BY = {

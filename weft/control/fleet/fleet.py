@@ -466,9 +466,7 @@ class Fleet:
             self._actions.append(e.Replace(instance.name, error))
 
     def _await_handed_off(self, sender: Instance) -> None:
-        """Set a deadline for the first token of sequences that ``sender`` handed off: the sender has ended, or
-        ends soon.
-        """
+        """Set a deadline for the first token of sequences that ``sender`` handed off: the sender ends."""
         self._unreceived.add(sender.name, self.entries.values(), self._now + self._patience.transfer)
 
     def _part(self, instance: Instance) -> list[LedgerEntry]:
