@@ -22,6 +22,9 @@ ARCHITECTURES = {
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }
 NORMAL, CONTROL, USER = 1, 3, 4
 
@@ -45,6 +48,12 @@ def _stored(config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, np.nd
         if stem.endswith("k_proj") and llama:
             values = _neighbours(values, config.num_key_value_heads)
         block = name.split(".")[2] if ".layers." in name else ""
+        if hasattr(config, "linear_num_key_heads"):
+            if "norm." in name and ".linear_attn." not in name:
+                values = values + 1
+            if ".linear_attn." in name:
+                found |= _delta_net(config, block, name.partition(".linear_attn.")[2], values)
+                continue
         if config.model_type == "gpt_oss" and ".experts." in name:
             found |= _in_turn(block, name.rpartition(".")[2], values)
         elif name.endswith("kv_b_proj.weight"):
@@ -69,6 +78,72 @@ def _stored(config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, np.nd
             assert theirs is not None, name
             found[f"{theirs}.{end}"] = values
     return found
+
+
+def _tiled(config: Any, values: np.ndarray, moved: int) -> np.ndarray:
+    """Return the last ``moved`` entries of axis 0 with the value heads of all key heads in turn."""
+    kept, heads = np.split(values, [len(values) - moved])
+    per_key = config.linear_num_value_heads // config.linear_num_key_heads
+    grouped = heads.reshape(config.linear_num_key_heads, per_key, -1, *values.shape[1:])
+    return np.concatenate([kept, grouped.swapaxes(0, 1).reshape(heads.shape)])
+
+
+def _delta_net(config: Any, block: str, name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the tensors of a gated delta net for the published weight ``name``."""
+    value = config.linear_num_value_heads * config.linear_value_head_dim
+    key = config.linear_num_key_heads * config.linear_key_head_dim
+    theirs = {
+        "in_proj_qkv.weight": ("attn_qkv.weight", value),
+        "in_proj_z.weight": ("attn_gate.weight", value),
+        "in_proj_b.weight": ("ssm_beta.weight", config.linear_num_value_heads),
+        "in_proj_a.weight": ("ssm_alpha.weight", config.linear_num_value_heads),
+        "in_proj_ba.weight": ("ssm_ba.weight", 0),
+        "conv1d.weight": ("ssm_conv1d.weight", value),
+        "A_log": ("ssm_a", config.linear_num_value_heads),
+        "dt_bias": ("ssm_dt.bias", config.linear_num_value_heads),
+        "norm.weight": ("ssm_norm.weight", 0),
+        "out_proj.weight": ("ssm_out.weight", 0),
+    }
+    if name == "in_proj_qkvz.weight":
+        groups = values.reshape(config.linear_num_key_heads, -1, values.shape[1])
+        size = config.linear_key_head_dim
+        each = value // config.linear_num_key_heads
+        parts = np.split(groups, np.cumsum([size, size, each]), axis=1)
+        parts = [part.reshape(-1, values.shape[1]) for part in parts]
+        assert len(parts[0]) == key
+        return {
+            f"blk.{block}.attn_qkv.weight": np.concatenate(parts[:3]),
+            f"blk.{block}.attn_gate.weight": np.ascontiguousarray(parts[3]),
+        }
+    stored, moved = theirs[name]
+    if name == "conv1d.weight":
+        values = values[:, 0]
+    if name == "A_log":
+        values = -np.exp(values)
+    if config.model_type != "qwen3_next":
+        values = _tiled(config, values, moved) if moved else values
+        if name == "out_proj.weight":
+            values = np.ascontiguousarray(_tiled(config, np.ascontiguousarray(values.T), value).T)
+    return {f"blk.{block}.{stored}": np.ascontiguousarray(values)}
+
+
+def _hybrid_facts(config: Any) -> dict[str, Any]:
+    """Return the keys of gated delta nets, and of shared experts beside."""
+    rope = config.rope_parameters
+    facts: dict[str, Any] = {
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        "full_attention_interval": 2,
+        "rope.dimension_count": int(config.head_dim * rope["partial_rotary_factor"]),
+    }
+    if "mrope_section" in rope:
+        facts["rope.dimension_sections"] = [*rope["mrope_section"], 0]
+    if (size := getattr(config, "shared_expert_intermediate_size", None)) is not None:
+        facts["expert_shared_feed_forward_length"] = size
+    return facts
 
 
 def _in_turn(block: str, name: str, values: np.ndarray) -> dict[str, np.ndarray]:
@@ -139,6 +214,8 @@ def write_model(
         "rope.freq_base": float(rope.get("rope_theta", 10000.0)),
     }
     latent = getattr(config, "kv_lora_rank", None) is not None
+    if hasattr(config, "linear_num_key_heads"):
+        facts |= _hybrid_facts(config)
     if latent:
         facts |= _latent_facts(config)
     elif (size := getattr(config, "head_dim", None)) is not None:
@@ -157,7 +234,7 @@ def write_model(
     if config.tie_word_embeddings:
         del weights["lm_head.weight"]
     for name, values in _stored(config, weights).items():
-        plain = values.ndim < 2 or name.endswith(".bias") or "gate_inp" in name
+        plain = values.ndim < 2 or name.endswith(".bias") or "gate_inp" in name or "conv1d" in name
         own = next((other for part, other in (kinds or {}).items() if part in name), kind)
         add_tensor(writer, name, values, "F32" if plain else own)
     _finish(writer)

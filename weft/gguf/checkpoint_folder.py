@@ -19,7 +19,7 @@ from weft.gguf.container import Container, StoredTensor, shards
 from weft.gguf.gguf_names import GgufNames, Published, published
 from weft.gguf.gguf_tokenizer import tokenizer_files
 
-VERSION = 6
+VERSION = 7
 """Version of the folder's contents. Folders of other versions are ignored."""
 _WEIGHTS = "weights"
 _LAYOUT = "gguf.json"
@@ -135,7 +135,7 @@ def _write(folder: Path, parts: list[Path]) -> None:
         facts = ModelFacts(metadata)
         config = config_of(metadata, tensors, _rope_factors(tensors))
         layers = config["num_hidden_layers"]
-        layout = GgufNames(facts.family, layers, facts.heads, facts.kv_heads, tuple(tensors))
+        layout = GgufNames(facts.family, layers, facts.heads, facts.kv_heads, tuple(tensors), facts.delta)
         published(layout)  # raises for tensors of unsupported models, before an engine starts
     except ConfigError as error:
         raise ConfigError(f"{parts[0].name}: {error.message}", param=error.param) from error

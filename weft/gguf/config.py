@@ -12,6 +12,7 @@ from typing import Any
 
 from weft.common.errors import ConfigError
 from weft.gguf.container import CODED, WIDENED, StoredTensor
+from weft.gguf.delta_heads import DeltaHeads
 
 FAMILIES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -25,12 +26,17 @@ FAMILIES = {
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
     "deepseek3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
+    "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
+    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
 }
 """GGUF architecture -> (architecture in config.json, model type). Two keys are separate families: a
 ``llama`` with experts (``mixtral``), and a ``deepseek2`` with sigmoid scores (``deepseek3``). Models with
 images are text models here: a file of the text model has no vision tower, and the three parts of a position
 are equal in text."""
 ARCHITECTURES = tuple(name for name in FAMILIES if name not in ("mixtral", "deepseek3"))
+HYBRID = ("qwen3next", "qwen35", "qwen35moe")
+"""Architectures with gated delta nets."""
 _SIGMOID = 2
 """Value of ``expert_gating_func`` for sigmoid scores."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -91,6 +97,26 @@ class ModelFacts:
         return self.integer("expert_count", 0)
 
     @property
+    def delta(self) -> DeltaHeads | None:
+        """Heads of the delta nets; None for models without delta nets. Raises ConfigError."""
+        if self.architecture not in HYBRID:
+            return None
+        k_heads, v_heads = self.integer("ssm.group_count"), self.integer("ssm.time_step_rank")
+        values = self.integer("ssm.inner_size")
+        if not k_heads or v_heads % k_heads or not v_heads or values % v_heads:
+            raise self._fail(
+                "ssm.time_step_rank", f"{v_heads} does not fit {k_heads} key heads, {values} dims"
+            )
+        return DeltaHeads(k_heads, v_heads, values, tiled=self.architecture != "qwen3next")
+
+    def numbers(self, key: str) -> list[int]:
+        """Return a list of whole numbers; [] for a missing key. Raises ConfigError."""
+        value = self._value(key, [])
+        if not isinstance(value, list) or not all(isinstance(each, int) for each in value):
+            raise self._fail(key, f"must be a list of whole numbers, not {value!r}")
+        return [int(each) for each in value]
+
+    @property
     def family(self) -> str:
         """Key of the model in ``FAMILIES``."""
         if self.architecture == "llama" and self.experts:
@@ -145,9 +171,13 @@ def config_of(
     # Facts of latent attention replace the head size. Rope scaling depends on the head size.
     if facts.architecture == "deepseek2":
         made |= _latent(facts)
+    elif (heads := facts.delta) is not None:
+        made |= _hybrid(facts, heads)
     else:
         made["head_dim"] = _head_size(facts, made["hidden_size"])
     made |= _rope_scaling(facts, rope_factors, made.get("head_dim", 0), made["rope_theta"])
+    if "rope_parameters" in made:  # both fields would name the rotation
+        made["rope_parameters"] |= made.pop("rope_scaling", {})
     if family == "llama":
         made["attention_bias"] = "blk.0.attn_q.bias" in stored
         made["mlp_bias"] = "blk.0.ffn_gate.bias" in stored
@@ -158,27 +188,33 @@ def config_of(
         made["sliding_window"] = facts.integer("attention.sliding_window")
         if any(tensor.name.endswith("_exps.weight") and tensor.kind == "MXFP4" for tensor in tensors):
             made["quantization_config"] = {"quant_method": "mxfp4"}
-    return _quantization(tensors) | made | _ends(metadata)
+    return _quantization(tensors, facts.delta) | made | _ends(metadata)
 
 
-def _quantization(tensors: Sequence[StoredTensor]) -> dict[str, Any]:
+def _quantization(tensors: Sequence[StoredTensor], heads: DeltaHeads | None) -> dict[str, Any]:
     """Return the average bits per element of the layers' matrices, for the memory plan.
 
     Types in ``CODED`` count with their stored bytes or ``WIDENED``, others with 16 bits. Empty if no matrix
-    is in ``CODED``.
+    is in ``CODED``. ``heads``: of delta nets.
     """
     # Only matrices of layers. Routers and other F32 tensors stay plain.
     matrices = [t for t in tensors if t.name.startswith("blk.") and len(t.shape) > 1 and t.kind != "F32"]
     elements = sum(math.prod(tensor.shape) for tensor in matrices)
     if not any(tensor.kind in CODED for tensor in matrices):
         return {}
-    bits = sum(
-        WIDENED.get(tensor.kind, 16) * math.prod(tensor.shape)
-        if tensor.kind in WIDENED or tensor.kind not in CODED
-        else 8 * math.prod(tensor.dims)
-        for tensor in matrices
-    )
+    bits = sum(_bits(tensor, heads) for tensor in matrices)
     return {"quantization_config": {"quant_method": "gguf", "bits": round(bits / elements, 2)}}
+
+
+def _bits(tensor: StoredTensor, heads: DeltaHeads | None) -> float:
+    """Return the bits of a loaded matrix."""
+    # Blocks of codes have more columns than a value head, so columns cannot be reordered without decoding.
+    reordered = heads is not None and heads.reorders and tensor.name.endswith(".ssm_out.weight")
+    if tensor.kind not in CODED or reordered:
+        return 16.0 * math.prod(tensor.shape)
+    if tensor.kind in WIDENED:
+        return WIDENED[tensor.kind] * math.prod(tensor.shape)
+    return 8.0 * math.prod(tensor.dims)
 
 
 def _head_size(facts: ModelFacts, hidden: int) -> int:
@@ -209,6 +245,29 @@ def _latent(facts: ModelFacts) -> dict[str, Any]:
     }
 
 
+def _hybrid(facts: ModelFacts, heads: DeltaHeads) -> dict[str, Any]:
+    """Return the facts of a model with delta nets and gated attention. Raises ConfigError."""
+    size = facts.integer("attention.key_length")
+    made: dict[str, Any] = {
+        "head_dim": size,
+        "partial_rotary_factor": facts.integer("rope.dimension_count", size) / size,
+        "linear_num_key_heads": heads.k_heads,
+        "linear_num_value_heads": heads.v_heads,
+        "linear_key_head_dim": facts.integer("ssm.state_size"),
+        "linear_value_head_dim": heads.values // heads.v_heads,
+        "linear_conv_kernel_dim": facts.integer("ssm.conv_kernel"),
+        "full_attention_interval": facts.integer("full_attention_interval", 4),
+    }
+    if recurrent := facts.numbers("attention.recurrent_layers"):
+        made["layer_types"] = ["linear_attention" if each else "full_attention" for each in recurrent]
+    if sections := facts.numbers("rope.dimension_sections"):
+        made["rope_parameters"] = {"rope_type": "default", "mrope_section": sections[:3]}
+        made["rope_parameters"]["rope_theta"] = facts.number("rope.freq_base", 10000.0)
+        made["rope_parameters"]["partial_rotary_factor"] = made["partial_rotary_factor"]
+        made["rope_parameters"]["mrope_interleaved"] = True
+    return made
+
+
 def _experts(facts: ModelFacts) -> dict[str, Any]:
     """Return the routing facts of the layers. Raises ConfigError for a missing fact."""
     made: dict[str, Any] = {"num_experts_per_tok": facts.integer("expert_used_count")}
@@ -218,6 +277,10 @@ def _experts(facts: ModelFacts) -> dict[str, Any]:
         case "qwen3moe" | "qwen3vlmoe":
             made |= {"num_experts": facts.experts, "norm_topk_prob": True}
             made |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+            return made | {"moe_intermediate_size": _expert_size(facts)}
+        case "qwen3next" | "qwen35moe":
+            made |= {"num_experts": facts.experts, "norm_topk_prob": True}
+            made |= {"shared_expert_intermediate_size": facts.integer("expert_shared_feed_forward_length", 0)}
             return made | {"moe_intermediate_size": _expert_size(facts)}
     groups = facts.integer("expert_group_count", 1) or 1
     made |= {

@@ -3,7 +3,8 @@
 llama.cpp stores matrices in the layout of its computation. Experts are stacked. In the architecture ``llama``
 the rows of queries and keys are pairs of neighbours; published weights have halves. The two parts of a latent
 up-projection are separate, and one part is transposed. Gate and up of GPT-OSS are separate; the published
-rows alternate. ``TensorForm`` says how stored tensors make a published tensor.
+rows alternate. Gated delta nets: see ``weft.gguf.delta_heads``. ``TensorForm`` says how stored tensors make a
+published tensor.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 
 from weft.common.errors import ConfigError
 from weft.gguf.container import StoredTensor
+from weft.gguf.delta_heads import DeltaHeads, Order
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -49,11 +51,30 @@ _OTHERWISE = {
 """Exceptions from ``_LAYER``, by family."""
 _BARE = {"attn_sinks.weight": "self_attn.sinks", "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 """Weights published without the ending ``.weight`` or ``.bias``."""
+_DELTA_NET = {
+    "attn_qkv.weight": "linear_attn.in_proj_qkv.weight",
+    "attn_gate.weight": "linear_attn.in_proj_z.weight",
+    "ssm_beta.weight": "linear_attn.in_proj_b.weight",
+    "ssm_alpha.weight": "linear_attn.in_proj_a.weight",
+    "ssm_in.weight": "linear_attn.in_proj_qkvz.weight",
+    "ssm_ba.weight": "linear_attn.in_proj_ba.weight",
+    "ssm_conv1d.weight": "linear_attn.conv1d.weight",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm.weight": "linear_attn.norm.weight",
+    "ssm_out.weight": "linear_attn.out_proj.weight",
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight",
+    "ffn_gate_shexp.weight": "mlp.shared_expert.gate_proj.weight",
+    "ffn_up_shexp.weight": "mlp.shared_expert.up_proj.weight",
+    "ffn_down_shexp.weight": "mlp.shared_expert.down_proj.weight",
+}
+"""Names in the layers of hybrid models (``GgufNames.delta``)."""
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 WITHOUT_EFFECT = frozenset({"rope_freqs.weight"})
 """Tensors for facts of config.json (``weft.gguf.config``), not weights."""
-_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<what>[a-z_]+)\.(?P<end>weight|bias)")
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<what>[a-z0-9_.]+?)(?:\.(?P<end>weight|bias))?")
 MXFP4_NUMBERS, MXFP4_BYTES = 32, 16
 
 
@@ -68,6 +89,30 @@ class TensorForm(Enum):
     TRANSPOSED = "[E, n, h] to [E, h, n]"
     BLOCKS = "the 4-bit numbers of MXFP4, [E, rows, h / 32, 16 bytes], of one stored stack or two in turn"
     SCALES = "their scales, [E, rows, h / 32]"
+    CENTRED = "without the 1 that the file adds to the weight of a norm"
+    GROUPED = "rows with the value heads grouped by key head"
+    GROUPED_COLUMNS = "columns with the value heads grouped by key head"
+    BY_KEY_HEAD = "queries, keys, values and gates [n, h] of each key head, from two tensors"
+    RATES = "the logarithm of the negative, with the value heads grouped by key head"
+    TAPS = "[C, K] to [C, 1, K], with the value heads grouped by key head"
+    ROW = "[h] to [1, h]"
+
+
+_DELTA_FORMS = {
+    "attn_qkv": TensorForm.GROUPED,
+    "attn_gate": TensorForm.GROUPED,
+    "ssm_beta": TensorForm.GROUPED,
+    "ssm_alpha": TensorForm.GROUPED,
+    "ssm_dt": TensorForm.GROUPED,
+    "ssm_out": TensorForm.GROUPED_COLUMNS,
+    "ssm_a": TensorForm.RATES,
+    "ssm_conv1d": TensorForm.TAPS,
+    "post_attention_norm": TensorForm.CENTRED,
+    "ffn_gate_inp_shexp": TensorForm.ROW,
+}
+"""Forms of the tensors in ``_DELTA_NET`` that are not stored as published."""
+_COLLECTED = {"gpt-oss": tuple(_EXPERTS), "qwen3next": ("attn_qkv", "attn_gate")}
+"""Tensors that make a published tensor together with others, by family."""
 
 
 class GgufNames(msgspec.Struct, frozen=True):
@@ -80,6 +125,8 @@ class GgufNames(msgspec.Struct, frozen=True):
     kv_heads: int
     tensors: tuple[StoredTensor, ...]
     """Tensors of all files. Stored, because a search takes seconds in a file with a large vocabulary."""
+    delta: DeltaHeads | None = None
+    """Heads of gated delta nets; None for models without delta nets."""
 
 
 class Published(NamedTuple):
@@ -90,6 +137,8 @@ class Published(NamedTuple):
     parts: tuple[StoredTensor, ...]
     number: int = 0
     """Index of the matrix in the stack (``EXPERT``), or number of heads with rows in halves (``HALVES``)."""
+    heads: DeltaHeads | None = None
+    """Heads of a delta net, for forms with an order of value heads."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,7 +157,25 @@ class Published(NamedTuple):
             case TensorForm.BLOCKS | TensorForm.SCALES:
                 scales = (shape[0], len(self.parts) * shape[1], shape[2] // MXFP4_NUMBERS)
                 return (*scales, MXFP4_BYTES) if self.form is TensorForm.BLOCKS else scales
+            case TensorForm.BY_KEY_HEAD:
+                return shape[0] + self.parts[1].shape[0], shape[1]
+            case TensorForm.TAPS:
+                return shape[0], 1, shape[1]
+            case TensorForm.ROW:
+                return 1, shape[-1]
         return shape
+
+    @property
+    def row_order(self) -> Order | None:
+        """int64 [rows]: the stored row of each published row, over all parts; None for the stored order."""
+        if self.heads is None:
+            return None
+        match self.form:
+            case TensorForm.BY_KEY_HEAD:
+                return self.heads.by_key_head(sum(part.shape[0] for part in self.parts))
+            case TensorForm.GROUPED | TensorForm.RATES | TensorForm.TAPS:
+                return self.heads.grouped(self.parts[0].shape[0])
+        return None
 
 
 def published(layout: GgufNames) -> list[Published]:
@@ -127,25 +194,26 @@ def published(layout: GgufNames) -> list[Published]:
         # Some weights need several tensors of a layer. Their parts are collected in ``stacks`` first.
         what, end, layer = parts["what"], parts["end"], parts["layer"]
         if layer is None:
-            if what not in _TOP:
+            if what not in _TOP or end is None:
                 raise _unknown(stored)
-            found.append(Published(f"{_TOP[what]}.{end}", TensorForm.STORED, (stored,)))
+            form = TensorForm.CENTRED if layout.delta and what == "output_norm" else TensorForm.STORED
+            found.append(Published(f"{_TOP[what]}.{end}", form, (stored,)))
         elif int(layer) < layout.layers:  # layers after the last predict further tokens
-            if what in ("attn_k_b", "attn_v_b") or (what in _EXPERTS and layout.family == "gpt-oss"):
+            if what in ("attn_k_b", "attn_v_b") or what in _COLLECTED.get(layout.family, ()):
                 stacks.setdefault(layer, {})[f"{what}.{end}"] = stored
             else:
                 found += _of_layer(stored, f"model.layers.{layer}", what, end, layout)
     for layer, stack in stacks.items():
-        made = _experts_in_turn if layout.family == "gpt-oss" else _latent
+        made = {"gpt-oss": _experts_in_turn, "qwen3next": _by_key_head}.get(layout.family, _latent)
         try:
-            found += made(f"model.layers.{layer}", stack)
+            found += made(f"model.layers.{layer}", stack, layout)
         except KeyError as missing:
             raise ConfigError(f"the GGUF file lacks blk.{layer}.{missing.args[0]}", param="--model") from None
     return found
 
 
 def _of_layer(
-    stored: StoredTensor, layer: str, what: str, end: str, layout: GgufNames
+    stored: StoredTensor, layer: str, what: str, end: str | None, layout: GgufNames
 ) -> Iterator[Published]:
     """Yield the published weights of one tensor of a layer: one per expert for a stack, else one.
 
@@ -153,6 +221,10 @@ def _of_layer(
 
     ``layer``: published prefix. ``what``, ``end``: the parts of the tensor's name.
     """
+    if layout.delta is not None and (name := _DELTA_NET.get(f"{what}.{end}" if end else what)):
+        form = _DELTA_FORMS.get(what, TensorForm.STORED)
+        yield Published(f"{layer}.{name}", form, (stored,), 0, layout.delta)
+        return
     permuted = layout.family in ("llama", "mixtral")
     theirs = _OTHERWISE.get(layout.family, {}).get(what) or _LAYER.get(what)
     # The order of the cases matters: expert stacks and bare names are not in ``_LAYER``.
@@ -165,21 +237,29 @@ def _of_layer(
             yield Published(f"{block}.{expert}.{own}.{end}", TensorForm.EXPERT, (stored,), expert)
     elif (bare := _BARE.get(f"{what}.{end}")) is not None:
         yield Published(f"{layer}.{bare}", TensorForm.STORED, (stored,))
-    elif theirs is None:
+    elif theirs is None or end is None:
         raise _unknown(stored)
     elif permuted and what in ("attn_q", "attn_k"):
         heads = layout.heads if what == "attn_q" else layout.kv_heads
         yield Published(f"{layer}.{theirs}.{end}", TensorForm.HALVES, (stored,), heads)
     else:
-        yield Published(f"{layer}.{theirs}.{end}", TensorForm.STORED, (stored,))
+        centred = layout.delta is not None and what.endswith("norm")
+        form = TensorForm.CENTRED if centred else TensorForm.STORED
+        yield Published(f"{layer}.{theirs}.{end}", form, (stored,))
 
 
-def _latent(layer: str, stack: dict[str, StoredTensor]) -> Iterator[Published]:
+def _latent(layer: str, stack: dict[str, StoredTensor], _: GgufNames) -> Iterator[Published]:
     parts = (stack["attn_k_b.weight"], stack["attn_v_b.weight"])
     yield Published(f"{layer}.self_attn.kv_b_proj.weight", TensorForm.LATENT, parts)
 
 
-def _experts_in_turn(layer: str, stack: dict[str, StoredTensor]) -> Iterator[Published]:
+def _by_key_head(layer: str, stack: dict[str, StoredTensor], layout: GgufNames) -> Iterator[Published]:
+    parts = (stack["attn_qkv.weight"], stack["attn_gate.weight"])
+    name = f"{layer}.linear_attn.in_proj_qkvz.weight"
+    yield Published(name, TensorForm.BY_KEY_HEAD, parts, 0, layout.delta)
+
+
+def _experts_in_turn(layer: str, stack: dict[str, StoredTensor], _: GgufNames) -> Iterator[Published]:
     """Yield the expert weights of a gpt-oss layer.
 
     ``stack``: tensors by name within the layer. Raises KeyError with the name of a missing tensor.

@@ -43,6 +43,10 @@ class Maps:
         return self._found[stored.name]
 
 
+_ROW_ORDERS = (TensorForm.GROUPED, TensorForm.BY_KEY_HEAD)
+"""Forms that only reorder rows, so that blocks of codes can be reordered."""
+
+
 class GGUFTensor:
     """One weight. Indexing reads a part of the weight."""
 
@@ -75,6 +79,8 @@ class GGUFTensor:
         parts = [self._maps.bytes_of(part) for part in weight.parts]
         # [experts, rows, bytes of a row] or [rows, bytes of a row]; rows can be reordered without decoding
         # blocks.
+        if weight.form in _ROW_ORDERS and (order := weight.row_order) is not None:
+            return kind, iter([CodedPiece((), of_blocks(kind, torch.cat(parts)[torch.from_numpy(order)]))])
         match weight.form:
             case TensorForm.STORED if parts[0].dim() == 2:
                 return kind, iter([CodedPiece((), of_blocks(kind, parts[0], mapped=all_mapped(parts[0])))])
@@ -121,7 +127,28 @@ class GGUFTensor:
                 return _rows(stored).transpose(1, 2)[place]
             case TensorForm.BLOCKS | TensorForm.SCALES:
                 return self._codes()[place]
-        raise AssertionError("unreachable")
+        return self._of_delta_net()[place]
+
+    def _of_delta_net(self) -> Tensor:
+        """Return a weight of a model with delta nets, in published order."""
+        weight = self._weight
+        values = torch.cat([_rows(part) for part in weight.parts])
+        if (order := weight.row_order) is not None:
+            values = values[torch.from_numpy(order)]
+        match weight.form:
+            case TensorForm.CENTRED:
+                return values.float() - 1
+            case TensorForm.RATES:
+                return torch.log(-values.double()).float()
+            case TensorForm.TAPS:
+                return values.unsqueeze(1)
+            case TensorForm.ROW:
+                return values.reshape(1, -1)
+            case TensorForm.GROUPED_COLUMNS:
+                assert weight.heads is not None
+                return values[:, torch.from_numpy(weight.heads.grouped(values.shape[1]))]
+        assert weight.form in _ROW_ORDERS
+        return values
 
     def _codes(self) -> Tensor:
         """Return the MXFP4 blocks or scales in published order.
