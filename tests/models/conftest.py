@@ -17,6 +17,8 @@ import pytest
 import torch
 import transformers
 
+from tests.support.declared_models import CASES as DECLARED_CASES
+from tests.support.declared_models import DEFAULT as DECLARED_DEFAULT
 from tests.support.delta_models import CASES as DELTA_CASES
 from tests.support.gpt_oss_models import CASES as GPT_OSS_CASES
 from tests.support.latent_models import CASES as LATENT_CASES
@@ -127,6 +129,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **DELTA_CASES,
     **GPT_OSS_CASES,
     **SPARSE_CASES,
+    **DECLARED_CASES,
 }
 #: Families with another name of the configuration in transformers.
 _CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
@@ -418,12 +421,14 @@ def checkpoint(request: pytest.FixtureRequest, checkpoints: Any) -> Checkpoint:
 
 
 def _by_family() -> list[Any]:
-    """The first configuration of each family by default, the others are slow."""
-    first = {family: name for name, (family, _) in reversed(CASES.items())}
-    return [
-        pytest.param(name, marks=[] if first[family] == name else [pytest.mark.slow])
-        for name, (family, _) in CASES.items()
-    ]
+    """The first configuration of each family with code by default, and some declared ones.
+
+    The others are slow.
+    """
+    written = {name: family for name, (family, _) in CASES.items() if name not in DECLARED_CASES}
+    first = {family: name for name, family in reversed(written.items())}
+    default = {*first.values(), *DECLARED_DEFAULT}
+    return [pytest.param(name, marks=[] if name in default else [pytest.mark.slow]) for name in CASES]
 
 
 @pytest.fixture(params=_by_family())

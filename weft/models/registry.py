@@ -28,6 +28,7 @@ _FAMILIES = (
     "deepseek_v4",
     "kimi_k25",
     "gpt_oss",
+    "declared",
 )
 for _family in _FAMILIES:
     BLOCKS.add(_family, f"weft.models.{_family}.model:make_block")

@@ -80,9 +80,32 @@ class Facts:
         self._config = config
         self.weights = weights
         self._read: set[str] = set()
+        self._given = tuple(config)
+        """Fields of the file, without fields added by ``completed``."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._config
+
+    def completed(self, defaults: Mapping[str, Any], renamed: Mapping[str, str]) -> Facts:
+        """Return the fields under the names of ``renamed`` (old to new), completed by ``defaults``.
+
+        The result keeps its own record of the fields read: its reader must refuse what is unread. Here all
+        fields count as read. Raise ConfigError for a field with two values.
+        """
+        config = dict[str, Any]()
+        for name, value in self._config.items():
+            new = renamed.get(name, name)
+            if config.get(new, value) != value:
+                raise self.fail(name, f"= {value!r} contradicts the same field under another name")
+            config[new] = value
+            self._read.add(name)
+        result = Facts({**defaults, **config}, self.weights, self.file)
+        result._given = tuple(config)
+        return result
+
+    def unread(self) -> dict[str, Any]:
+        """Return the given fields that were not read, with their values."""
+        return {name: self._config[name] for name in self._given if name not in self._read}
 
     def get(self, name: str) -> Any:
         """Return the raw value, or None if missing. Mark the field as read."""

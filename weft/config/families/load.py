@@ -10,6 +10,8 @@ import msgspec
 
 from weft.common.errors import ConfigError
 from weft.common.registry import Registry
+from weft.config.families.declared.rows import MODEL_TYPES as DECLARED_TYPES
+from weft.config.families.declared.rows import ROWS
 from weft.config.families.facts import Facts, read_json
 from weft.config.families.quantized import quantized_spec
 from weft.config.families.vision import read_tower
@@ -39,6 +41,8 @@ FAMILIES.add("Qwen3VLMoeForConditionalGeneration", "weft.config.families.qwen3_v
 FAMILIES.add("Kimi_K25ForConditionalGeneration", "weft.config.families.kimi_k25:build_spec")
 FAMILIES.add("KimiK25ForConditionalGeneration", "weft.config.families.kimi_k25:build_spec")
 FAMILIES.add("GptOssForCausalLM", "weft.config.families.gpt_oss:build_spec")
+for _architecture_name in ROWS:
+    FAMILIES.add(_architecture_name, "weft.config.families.declared.build:build_spec")
 
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -61,6 +65,7 @@ MODEL_TYPES = {
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "kimi_k25": "KimiK25ForConditionalGeneration",
     "gpt_oss": "GptOssForCausalLM",
+    **DECLARED_TYPES,
 }
 """Architecture for each ``model_type``, for a ``config.json`` without ``architectures``."""
 

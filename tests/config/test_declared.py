@@ -1,0 +1,97 @@
+"""Rows of declared architectures: fields, defaults of configuration classes, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.declared_models import CASES
+from weft.common.errors import ConfigError
+from weft.config.families import FAMILIES, load_spec
+from weft.config.families.declared.class_defaults import FILE, class_defaults
+from weft.config.families.declared.rows import MODEL_TYPES, ROWS
+
+Fields = dict[str, Any]
+SEED: Fields = {
+    "architectures": ["SeedOssForCausalLM"],
+    "model_type": "seed_oss",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+
+
+def _write(folder: Path, **changes: Any) -> str:
+    (folder / "config.json").write_text(json.dumps({**SEED, **changes}))
+    return str(folder)
+
+
+def test_missing_fields_have_the_defaults_of_the_class(tmp_path: Path) -> None:
+    spec = load_spec(_write(tmp_path))
+    assert spec.family == "declared"
+    assert spec.head_dim == 128  # of the class, not 64 / 4
+    assert spec.qkv_bias
+    assert not spec.o_bias
+    assert spec.max_position == 524288
+    assert spec.eos_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"a_new_kind_of_gate": True},
+        {"sliding_window": 128},
+        {"embedding_multiplier": 2.0},
+        {"residual_scale": 0},
+        {"attention_chunk_size": 8192},
+        {"layer_types": ["sliding_attention", "full_attention"]},
+    ],
+)
+def test_an_unread_field_is_refused_by_name(fields: Fields, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(fields))} = .* is not supported"):
+        load_spec(_write(tmp_path, **fields))
+
+
+def test_harmless_fields_and_defaults_are_accepted(tmp_path: Path) -> None:
+    fields = {"residual_dropout": 0.3, "initializer_range": 1, "pad_token_id": 7, "pretraining_tp": 4}
+    plain = load_spec(_write(tmp_path))
+    assert load_spec(_write(tmp_path, **fields, an_unset_field=None)) == plain
+
+
+def test_the_model_type_alone_names_the_row(tmp_path: Path) -> None:
+    assert load_spec(_write(tmp_path, architectures=None)).architecture == "SeedOssForCausalLM"
+
+
+def test_two_names_of_one_field_must_agree(tmp_path: Path) -> None:
+    fields = {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }
+    assert load_spec(_write(tmp_path, **fields, num_local_experts=8)).moe is not None
+    with pytest.raises(ConfigError, match="contradicts the same field under another name"):
+        load_spec(_write(tmp_path, **fields, num_local_experts=9))
+
+
+def test_every_row_has_a_class_a_type_and_a_case() -> None:
+    cases = {family for family, _ in CASES.values()}
+    for name, row in ROWS.items():
+        assert row.config in class_defaults(), name
+        assert name in FAMILIES
+        assert name in MODEL_TYPES.values(), name
+        assert row.text or name.removesuffix("ForCausalLM") in cases, f"{name} has no case"
+
+
+@pytest.mark.slow
+def test_the_defaults_are_those_of_the_installed_transformers() -> None:
+    from scripts.class_defaults import described
+
+    for name in class_defaults():
+        assert json.loads(FILE.read_text())[name] == json.loads(json.dumps(described(name))), name

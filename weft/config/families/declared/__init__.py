@@ -1,0 +1,1 @@
+"""Architectures declared as rows of a table: see ``row.py`` and ``rows.py``."""

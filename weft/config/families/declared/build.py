@@ -1,0 +1,123 @@
+"""From config.json to a ``ModelSpec``, by the row of the architecture."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from weft.config.families.common import Defaults, decoder_spec, layer_count
+from weft.config.families.declared.class_defaults import class_defaults
+from weft.config.families.declared.row import Row, flag
+from weft.config.families.declared.rows import ROWS
+from weft.config.families.deepseek import with_mtp
+from weft.config.families.facts import MOST_PARTS, Facts
+from weft.config.spec import ModelSpec
+
+_HARMLESS = re.compile(
+    r"""
+    # identity and files
+    model_type | architectures | transformers_version | _\w+ | auto_map | (torch_)?dtype | torchscript
+    | quantization_config | compression_config | language | license | name_or_path
+    # sizes that only files of training, or of other runtimes, read
+    | initializer_\w+ | \w*init_(std|range|method\w*) | \w*_(dropout\w*|pdrop) | \w*dropout(_rate|_prob)?
+    | use_cache | cache_implementation | gradient_checkpointing | use_flash_attn\w* | flash_attn\w*
+    | attn_implementation | pretraining_tp | tp_plan | pp_plan | fused\w* | recompute\w*
+    # losses
+    | \w*aux_loss\w* | output_router_logits | router_jitter_noise | \w*z_loss\w*
+    # tokens, and defaults of generation and of classifiers
+    | \w+_token(_id|_ids|_index)? | (id2label|label2id|num_labels|problem_type|finetuning_task|prefix)
+    | output_(hidden_states|attentions) | return_dict\w* | use_return_dict | chunk_size_feed_forward
+    | task_specific_params | keys_to_ignore_at_inference | pruned_heads | tokenizer_class
+    | (max|min)_length | do_sample | early_stopping | num_beams | num_beam_groups | diversity_penalty
+    | temperature | top_k | top_p | typical_p | repetition_penalty | length_penalty | no_repeat_ngram_size
+    | encoder_no_repeat_ngram_size | bad_words_ids | num_return_sequences | forced_\w+ | remove_invalid_values
+    | exponential_decay_length_penalty | suppress_tokens | begin_suppress_tokens | tie_encoder_decoder
+    | cross_attention_hidden_size | bos_id | eos_id
+    """,
+    re.VERBOSE,
+)
+"""Names of fields without effect on results, in any architecture."""
+
+
+def build_spec(facts: Facts, override: int | None) -> ModelSpec:
+    """Return the spec of an architecture with a row. Raise ConfigError.
+
+    A field of config.json is refused unless the row's readers read the field, the name is harmless, or the
+    value is the default of the configuration class.
+    """
+    row = ROWS[facts.get("architectures")[0]]
+    if row.text:
+        facts = _text_facts(facts)
+    known = class_defaults()[row.config]
+    renamed = {**known.renamed, **row.renamed}
+    fields = {renamed.get(name, name): value for name, value in known.fields.items()}
+    full = facts.completed(fields, renamed)
+    spec = _spec(row, full, override)
+    _refuse_others(row, full, fields)
+    return spec
+
+
+def _text_facts(facts: Facts) -> Facts:
+    """Return the fields of ``text_config``, with the fields that the outer configuration completes."""
+    text = facts.get("text_config")
+    if not isinstance(text, dict):
+        raise facts.fail("text_config", f"must be an object, not {text!r}")
+    facts.get("vision_config")  # the tower is not read
+    around = ("architectures", "tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
+    outer = {name: facts.get(name) for name in around if name in facts}
+    first = {name: outer[name] for name in ("architectures", "tie_word_embeddings") if name in outer}
+    return Facts({**outer, **text, **first}, facts.weights)
+
+
+def _spec(row: Row, facts: Facts, override: int | None) -> ModelSpec:
+    """Return the spec by the row's traits and readers. Raise ConfigError."""
+    layers = layer_count(facts, override)
+    window, types = row.windows(facts, layers)
+    theta = class_defaults()[row.config].theta
+    defaults = Defaults(
+        partial=row.partial,
+        theta=theta if isinstance(theta, float) else 10000.0,
+        # Without dense layers there may be no size for them.
+        intermediate=facts.get("moe_intermediate_size"),
+    )
+    spec = decoder_spec(
+        facts,
+        family="declared",
+        layers=layers,
+        defaults=defaults,
+        window=window,
+        types=types,
+        qkv_bias=flag(row.qkv_bias, facts),
+        o_bias=flag(row.o_bias, facts),
+        mlp_bias=flag(row.mlp_bias, facts),
+        qk_norm=flag(row.qk_norm, facts),
+        moe=None if row.experts is None else row.experts(facts, layers),
+    )
+    for change in row.change:
+        spec = change(facts, spec)
+    if row.modules and spec.layers == layer_count(facts, None):
+        # The modules continue the last layer, so a model cut to fewer layers has none.
+        modules = facts.integer("num_nextn_predict_layers", 0, low=0, high=MOST_PARTS)
+        spec = with_mtp(spec, modules) if modules else spec
+    return spec
+
+
+def _refuse_others(row: Row, facts: Facts, defaults: dict[str, Any]) -> None:
+    """Raise ConfigError for an unread field that may change results."""
+    for name, values in row.only.items():
+        value = facts.get(name)
+        if name in facts and not any(value == one and type(value) is type(one) for one in values):
+            raise facts.fail(name, f"= {value!r} is not supported by this version")
+    for name, value in facts.unread().items():
+        if _HARMLESS.fullmatch(name) or name in row.unused:
+            continue
+        if name in defaults and _equal(value, defaults[name]):
+            continue
+        if value is None and name not in defaults:
+            continue  # an unset field
+        raise facts.fail(name, f"= {value!r} is not supported by this version")
+
+
+def _equal(value: Any, default: Any) -> bool:
+    """Return True for equal values. True and 1 differ, 1 and 1.0 do not."""
+    return bool(value == default) and isinstance(value, bool) == isinstance(default, bool)
