@@ -117,7 +117,7 @@ def test_values_that_mean_something_else_are_refused(name: str, value: Any) -> N
 def test_what_weft_lacks_is_refused_with_what_it_does() -> None:
     with pytest.raises(ConfigError, match="pipeline parallelism"):
         foreign.arguments(["-pp", "2"])
-    with pytest.raises(ConfigError, match="LoRA"):
+    with pytest.raises(ConfigError, match="--max-loras"):
         from_keywords({"enable_lora": True})
     with pytest.raises(ConfigError, match="use --max-num-seqs"):
         parse_values({"max-running-requests": 4}, "file", "--config")

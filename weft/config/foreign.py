@@ -48,7 +48,7 @@ _EVENTS_ENDPOINT = "tcp://*:5557"
 _PARSERS = "--tool-call-parser and --reasoning-parser name other formats"
 _ALWAYS = "this is always on: leave the flag out"
 _OWN_FORMAT = "Weft reads the checkpoint's config.json only: leave the flag out"
-_LORA = "Weft serves no LoRA adapters: merge the adapter into the checkpoint"
+_LORA = "use --max-loras, the number of adapters that run at the same time"
 _PIPELINE = "Weft has no pipeline parallelism: use --tensor-parallel-size, or --data-parallel-size with --ep"
 _HOSTS = (
     "set `hosts` for the group in a topology file, and run `weft engine FILE --group NAME` on each host, all "
@@ -72,9 +72,6 @@ INSTEAD: dict[str, str] = {
     "kv_cache_memory_bytes": "use --kv-cache-memory",
     "num_gpu_blocks_override": "use --kv-cache-memory",
     "enable_lora": _LORA,
-    "lora_modules": _LORA,
-    "max_loras": _LORA,
-    "max_lora_rank": _LORA,
     "enable_prompt_embeds": "Weft takes prompts as text or as token ids",
     "hf_overrides": _OWN_FORMAT,
     "rope_scaling": _OWN_FORMAT,

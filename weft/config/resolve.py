@@ -114,6 +114,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         grammar=config.grammar,
         media=config.media,
         events=config.events,
+        lora=config.lora,
         gpus=gpus,
         group=group,
         host=host,

@@ -18,6 +18,7 @@ from weft.config.sections.all import (
     TransferSection,
 )
 from weft.config.sections.events_section import EventsSection
+from weft.config.sections.lora_section import LoraSection
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.types.faults import Fault
 from weft.types.media_item import BLOCK_ROWS
@@ -176,6 +177,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     grammar: GrammarSection = GrammarSection()
     media: MediaSection = MediaSection()
     events: EventsSection = EventsSection()
+    lora: LoraSection = LoraSection()
     gpus: tuple[str, ...] = ()
     """GPUs of the group on this host, in CUDA_VISIBLE_DEVICES notation.
 

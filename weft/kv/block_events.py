@@ -31,11 +31,15 @@ class Content(Protocol):
     def salt(self) -> str: ...
 
     @property
+    def adapter(self) -> str: ...
+
+    @property
     def media(self) -> tuple[MediaItem, ...]: ...
 
 
 ExtraKeys: TypeAlias = tuple[str | tuple[str, int], ...]
-"""Further content of a block: the salt, and (image key in hex, position relative to the block)."""
+"""Further content of a block: salt, digest of the adapter, and (image key in hex, position relative to the
+block)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,7 @@ class BlockEvents:
 
     def _extra(self, content: Content, first: int, end: int) -> list[ExtraKeys | None]:
         """Return the extra keys of the blocks ``first`` .. end - 1. Only the first block of a sequence has
-        the salt: all later hashes depend on the first."""
+        the salt and the adapter: all later hashes depend on the first."""
         images = media_keys(content.media, self._base) if content.media else {}
         found: list[ExtraKeys | None] = []
         for entry in range(first, end):
@@ -149,8 +153,8 @@ class BlockEvents:
             for number in range(entry * self._ratio, (entry + 1) * self._ratio):
                 begin = (number - entry * self._ratio) * self._base
                 keys += [_image(key, begin) for key in images.get(number, ())]
-            if entry == 0 and content.salt:
-                keys.append(content.salt)
+            if entry == 0:
+                keys += [key for key in (content.salt, content.adapter) if key]
             # An image in two base blocks of the block counts once.
             found.append(tuple(dict.fromkeys(keys)) or None)
         return found

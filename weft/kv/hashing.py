@@ -40,14 +40,18 @@ def root(**fields: bytes) -> bytes:
     return blake2b(b"root" + data, digest_size=DIGEST_BYTES).digest()
 
 
-def salted_root(salt: str) -> bytes:
-    """Return the root hash shared by all sequences with equal ``salt``."""
-    return root(salt=_text(salt))
+def salted_root(salt: str, adapter: str = "") -> bytes:
+    """Return the root hash shared by all sequences with equal ``salt`` and equal ``adapter``.
+
+    ``adapter``: digest of the LoRA adapter; "" for the model alone, with the root of the salt alone.
+    """
+    return root(salt=_text(salt), adapter=_text(adapter))
 
 
-def request_root(request: int, salt: str) -> bytes:
-    """Return a root hash shared only by sequences of one prompt (``request``) and salt."""
-    return root(request=request.to_bytes(16, "little", signed=True), salt=_text(salt))
+def request_root(request: int, salt: str, adapter: str = "") -> bytes:
+    """Return a root hash shared only by sequences of one prompt (``request``), salt and ``adapter``."""
+    number = request.to_bytes(16, "little", signed=True)
+    return root(request=number, salt=_text(salt), adapter=_text(adapter))
 
 
 def _text(value: str) -> bytes:
@@ -88,14 +92,16 @@ def salted_media(items: tuple[MediaItem, ...], salt: str) -> tuple[MediaItem, ..
     return tuple(msgspec.structs.replace(item, key=root(media=item.key, salt=salted)) for item in items)
 
 
-def prompt_hashes(prompt: bytes, salt: str, block_size: int, media: Iterable[MediaItem] = ()) -> list[bytes]:
+def prompt_hashes(
+    prompt: bytes, salt: str, block_size: int, media: Iterable[MediaItem] = (), adapter: str = ""
+) -> list[bytes]:
     """Return the hashes of the full blocks of ``prompt`` (int32 ids), equal to the hashes in caches of the
     same block size.
 
-    ``media``: the images of the prompt.
+    ``media``: the images of the prompt. ``adapter``: see ``salted_root``.
     """
     size = 4 * block_size
-    parent = salted_root(salt)
+    parent = salted_root(salt, adapter)
     hashes = []
     keys = media_keys(media, block_size)
     for number, begin in enumerate(range(0, len(prompt) - size + 1, size)):

@@ -114,6 +114,7 @@ class Sequence:
     """A token stream. ``tokens`` is the prompt plus the output known from commits or from the client."""
 
     __slots__ = (
+        "adapter",
         "blocked",
         "blocked_images",
         "chain",
@@ -158,6 +159,8 @@ class Sequence:
         self.choice = submit.choice
         self.seed = submit.seed
         self.salt = submit.salt
+        self.adapter = submit.adapter
+        """Digest of the LoRA adapter; "" for the model alone."""
         self.client = submit.client
         self.session = submit.session
         self.params: TokenParams = submit.params

@@ -275,7 +275,8 @@ class SchedulerState:
             return []
         upto = min(upto, len(sequence.tokens) if caching else sequence.num_prompt)
         if sequence.chain is None:
-            root = salted_root(sequence.salt) if caching else request_root(sequence.request, sequence.salt)
+            salt, adapter = sequence.salt, sequence.adapter
+            root = salted_root(salt, adapter) if caching else request_root(sequence.request, salt, adapter)
             keys = media_keys(sequence.media, self.kv.block_size)
             sequence.chain = HashChain(root, self.kv.block_size, keys)
         return sequence.chain.grow(sequence.tokens, upto)

@@ -22,6 +22,7 @@ from msgspec import UNSET, UnsetType
 
 from weft.common.errors import ErrorInfo, InvalidRequest
 from weft.common.shared_bytes import SharedName
+from weft.types.adapters import AdapterChanged, DropAdapter, LoadAdapter
 from weft.types.grammar import Grammar
 from weft.types.handshake import EngineIdentity
 from weft.types.media_item import MediaItem
@@ -130,6 +131,8 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     """Name of shared memory. An API server that can open it may publish pixels (``MediaItem.shared``)."""
     engine: EngineIdentity | None = None
     """Identity of the engine process. Only in version 2."""
+    max_loras: int = 0
+    """Places for LoRA adapters. 0: the engine process takes no messages about adapters."""
 
 
 class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -183,6 +186,8 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Hash of the session; "" if unknown. Later requests of the session go to the same engine, and cached
     blocks are retained for a while.
     """
+    adapter: str = ""
+    """Digest of the LoRA adapter; "" for the model alone. An unknown digest fails the request."""
 
 
 class Finish(_Message, frozen=True, kw_only=True):
@@ -477,8 +482,9 @@ class EngineFailed(_Message, frozen=True, kw_only=True):
     error: ErrorInfo
 
 
-ToEngine = Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Profile | Shutdown
-ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | EngineFailed
+ToAdapters: TypeAlias = LoadAdapter | DropAdapter
+ToEngine = Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Profile | Shutdown | ToAdapters
+ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | EngineFailed | AdapterChanged
 
 
 def stats_in(version: int, stats: EngineStats) -> EngineStats:

@@ -15,6 +15,7 @@ from msgspec import Meta
 from weft.config.foreign import spelled
 from weft.config.sections.events_section import EventsSection
 from weft.config.sections.front_section import FrontSection
+from weft.config.sections.lora_section import LoraSection
 from weft.config.sections.media_section import MediaSection
 from weft.config.sections.parallel_section import ParallelSection, Section
 
@@ -445,6 +446,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferSection = TransferSection()
     media: MediaSection = MediaSection()
     events: EventsSection = EventsSection()
+    lora: LoraSection = LoraSection()
     front: FrontSection = FrontSection()
 
 

@@ -126,7 +126,8 @@ class Router:
         if entry.pinned is not None:
             return next((Route(one) for one in takers if one.name == entry.pinned), None)
         session = entry.submit.session
-        hashes = hashes_of(entry.submit.prompt_ids, entry.submit.salt, entry.hashes, entry.submit.media)
+        asked = entry.submit
+        hashes = hashes_of(asked.prompt_ids, asked.salt, entry.hashes, asked.media, asked.adapter)
         helped = encoders is not None and bool(entry.submit.media)
         computing = [one for one in takers if not helped or sees(one, encoders or ())]
         willing = [one for one in computing if one.name not in entry.refused]

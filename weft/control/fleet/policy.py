@@ -260,7 +260,11 @@ def block_of(instance: Instance) -> int:
 
 
 def hashes_of(
-    prompt: bytes, salt: str, known: PromptHashes | None = None, media: tuple[MediaItem, ...] = ()
+    prompt: bytes,
+    salt: str,
+    known: PromptHashes | None = None,
+    media: tuple[MediaItem, ...] = (),
+    adapter: str = "",
 ) -> Hashes:
     """Return the lazy block hashes of ``prompt`` (int32 ids as bytes) with the images ``media``.
 
@@ -270,7 +274,7 @@ def hashes_of(
 
     def hashes(block: int) -> Sequence[bytes]:
         if block not in made:
-            made[block] = prompt_hashes(prompt, salt, block, media)
+            made[block] = prompt_hashes(prompt, salt, block, media, adapter)
         return made[block]
 
     return hashes

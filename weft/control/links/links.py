@@ -255,7 +255,8 @@ class Links:
             return {}
         return {
             submit.request: {
-                block: prompt_hashes(submit.prompt_ids, submit.salt, block, submit.media) for block in blocks
+                block: prompt_hashes(submit.prompt_ids, submit.salt, block, submit.media, submit.adapter)
+                for block in blocks
             }
             for submit in submits
             if submit.choice == 0

@@ -1,0 +1,101 @@
+"""Adapter folders: digest, scales and ranks per module, and refusals by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from weft.common.errors import ConfigError
+from weft.config.adapters import AdapterFile, parse_modules, read_adapter
+
+PREFIX = "base_model.model.model.layers.0"
+PLAIN = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", "target_modules": ["q_proj"]}
+
+
+def write(folder: Path, tensors: dict[str, tuple[int, ...]] | None = None, **settings: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    shapes = tensors or {
+        f"{PREFIX}.self_attn.q_proj.lora_A.weight": (2, 8),
+        f"{PREFIX}.self_attn.q_proj.lora_B.weight": (4, 2),
+    }
+    save_file({n: torch.ones(s) for n, s in shapes.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(PLAIN | settings))
+    return folder
+
+
+def only(adapter: AdapterFile) -> tuple[str, int, int, int, float]:
+    (found,) = adapter.modules
+    return found.module, found.rank, found.inputs, found.outputs, found.scale
+
+
+def test_modules_have_names_of_the_base_and_scales(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj"
+    assert only(read_adapter(write(tmp_path / "a"))) == (name, 2, 8, 4, 3.0)
+    stable = read_adapter(write(tmp_path / "b", use_rslora=True))
+    assert only(stable)[-1] == pytest.approx(6 / math.sqrt(2))
+    other = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.0\.self_attn\.q_proj": 5}, "r": 64}
+    assert only(read_adapter(write(tmp_path / "c", **other)))[-1] == 2.5
+    default = {f"x.q.lora_{side}.default.weight": (2, 2) for side in "AB"}
+    assert only(read_adapter(write(tmp_path / "d", default)))[0] == "x.q"
+
+
+def test_the_digest_is_content_and_nothing_else(tmp_path: Path) -> None:
+    one, same = read_adapter(write(tmp_path / "one")), read_adapter(write(tmp_path / "two"))
+    assert one.digest == same.digest
+    assert len(one.digest) == 32
+    assert read_adapter(write(tmp_path / "three", lora_alpha=7)).digest != one.digest
+    path = tmp_path / "two" / "adapter_model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert read_adapter(tmp_path / "two").digest != one.digest
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"peft_type": "LOHA"}, "LOHA"),
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
+        ({"some_new_thing": 3}, "some_new_thing"),
+        ({"r": 3}, "rank 3"),
+        ({"lora_alpha": 0}, "lora_alpha"),
+        ({"rank_pattern": {"(": 2}}, "rank_pattern"),
+    ],
+)
+def test_settings_that_change_results_are_refused(
+    tmp_path: Path, settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_adapter(write(tmp_path / "a", **settings))
+
+
+def test_files_and_tensors_that_are_no_adapter_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"adapter_config.json can't be read"):
+        read_adapter(tmp_path)
+    alone = {"x.q.lora_A.weight": (2, 2)}
+    with pytest.raises(ConfigError, match=r"x.q.lora_A.weight"):
+        read_adapter(write(tmp_path / "a", alone))
+    with pytest.raises(ConfigError, match="lora_magnitude_vector"):
+        read_adapter(write(tmp_path / "b", {"x.q.lora_magnitude_vector": (2,)}))
+    with pytest.raises(ConfigError, match="--max-lora-rank is 1"):
+        read_adapter(write(tmp_path / "c"), max_rank=1)
+    (tmp_path / "c" / "adapter_model.safetensors").unlink()
+    (tmp_path / "c" / "adapter_model.bin").touch()
+    with pytest.raises(ConfigError, match="safetensors"):
+        read_adapter(tmp_path / "c")
+
+
+def test_modules_of_the_flag() -> None:
+    assert parse_modules(["a=/x=y", '{"name": "b", "path": "/z"}']) == {"a": "/x=y", "b": "/z"}
+    for wrong in (["a"], ["=x"], ['{"name": "b"}'], ["a=1", "a=2"]):
+        with pytest.raises(ConfigError, match="--lora-modules"):
+            parse_modules(wrong)

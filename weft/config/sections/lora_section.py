@@ -1,0 +1,33 @@
+"""Settings of LoRA adapters; one of the sections (see ``sections``)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from weft.config.sections.parallel_section import Section
+
+
+class LoraSection(Section, frozen=True, kw_only=True):
+    """LoRA adapters, served beside the model."""
+
+    max_loras: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1024,
+            description="Places for LoRA adapters in the memory of the device: adapters that run at the same "
+            "time. 0: no adapters, at no cost.",
+        ),
+    ] = 0
+    max_lora_rank: Annotated[
+        int, Meta(ge=1, le=1024, description="Largest rank of a LoRA adapter. Sets the size of a place.")
+    ] = 16
+    lora_modules: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="LoRA adapters to load at the start: NAME=FOLDER, or a JSON object with name and "
+            "path. Requires --max-loras."
+        ),
+    ] = ()
