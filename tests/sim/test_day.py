@@ -7,8 +7,8 @@ import random
 import pytest
 
 from weft.common.errors import InvalidRequest
-from weft.config.budget import with_budget
 from weft.config.sections.all import SchedulerSection
+from weft.config.sizing.budget import with_budget
 from weft.control.planner.capacity import Capacity, Limits, Load
 from weft.control.planner.observations import Meter
 from weft.front.monitoring.front_tables import LATENCY_BOUNDS

@@ -9,8 +9,8 @@ import pytest
 
 from tests.support.slow import mostly_slow
 from weft.cli.sim.sim_plan import advice, divisions, table
-from weft.config.budget import with_budget
 from weft.config.sections.all import SchedulerSection
+from weft.config.sizing.budget import with_budget
 from weft.control.fleet import encoders
 from weft.sim.deployment import Deployment, Groups, SimulatedOutcome
 from weft.sim.engine import kv_config, simulate

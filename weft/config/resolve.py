@@ -17,7 +17,6 @@ from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config import devices, hub
-from weft.config.budget import check_budget, with_budget
 from weft.config.expert_settings import check_experts
 from weft.config.families import load_spec
 from weft.config.families.facts import read_json
@@ -42,6 +41,7 @@ from weft.config.sections.events_section import check_events
 from weft.config.sections.front_section import check_front
 from weft.config.sections.media_section import check_media
 from weft.config.sharding import local_spec
+from weft.config.sizing.budget import check_budget, with_budget
 from weft.config.sizing.cache_sizes import make_caches
 from weft.config.sizing.encoder import check_encoder, encoder_caches, encoder_spec
 from weft.config.spec import ModelSpec

@@ -22,9 +22,9 @@ from collections.abc import Iterable
 from weft.common.errors import DeadlineExceeded, EngineDead, ErrorInfo, InvalidRequest, Overloaded
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
-from weft.config.budget import check_budget
 from weft.config.resolved import KVConfig
 from weft.config.sections.all import SchedulerSection, SpeculationSection, TransferSection
+from weft.config.sizing.budget import check_budget
 from weft.kv.prefix_log import PrefixLog
 from weft.scheduler.commit import commit
 from weft.scheduler.constraints import Constraint, TokenMatcher, masks_of

@@ -159,8 +159,7 @@ class Sequence:
         self.choice = submit.choice
         self.seed = submit.seed
         self.salt = submit.salt
-        self.adapter = submit.adapter
-        """Digest of the LoRA adapter; "" for the model alone."""
+        self.adapter = submit.adapter  # digest
         self.client = submit.client
         self.session = submit.session
         self.params: TokenParams = submit.params

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from weft.common.errors import WeftError
-from weft.config.budget import with_budget
 from weft.config.sections.all import SchedulerSection
+from weft.config.sizing.budget import with_budget
 from weft.control.planner.capacity import Capacity, Limits
 from weft.control.planner.fleet_planner import FleetPlanner, Observed, Range, Refused, Scale
 from weft.control.planner.fleet_planner import Settings as PlannerSettings

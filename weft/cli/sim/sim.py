@@ -19,10 +19,10 @@ from weft.cli.sim.sim_plan import plan_command
 from weft.common import log
 from weft.common.errors import ConfigError
 from weft.common.progress import progress_bar
-from weft.config.budget import with_budget
 from weft.config.flags import SETTINGS, suggest
 from weft.config.resolved import KVConfig
 from weft.config.sections.all import Config, SchedulerSection
+from weft.config.sizing.budget import with_budget
 from weft.scheduler.policy.step_cost import CostModel, StepShape
 from weft.sim import Arrival, Report, simulate
 from weft.sim.engine import kv_config

@@ -13,9 +13,9 @@ import msgspec
 
 from weft.common.errors import ConfigError
 from weft.common.progress import progress_bar
-from weft.config.budget import with_budget
 from weft.config.flags import parse_size
 from weft.config.sections.all import SchedulerSection
+from weft.config.sizing.budget import with_budget
 from weft.control.fleet.policy import DEFAULT_BLOCK
 from weft.scheduler.policy.step_cost import CostModel
 from weft.sim.deployment import Deployment, Groups, SimulatedOutcome
