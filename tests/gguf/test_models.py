@@ -79,6 +79,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENT, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "q_lora_rank": None},
     ),
     "deepseek-v3": ("DeepseekV3", {**LATENT, "n_group": 2, "topk_group": 1, "norm_topk_prob": True}),
+    "glm-dsa": (
+        "GlmMoeDsa",
+        {
+            **LATENT,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": 8,
+            "indexer_types": ["full", "shared"],
+            "mlp_layer_types": ["dense", "sparse"],
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         {
@@ -159,6 +173,7 @@ def test_parameters_are_those_of_the_checkpoint(case: str, tmp_path: Path) -> No
         "norm_eps",
         "moe",
         "delta",
+        "index",
     ):
         assert getattr(spec, fact) == getattr(theirs, fact), fact
     assert spec.eos_ids == (2,)

@@ -22,6 +22,7 @@ ARCHITECTURES = {
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "glm_moe_dsa": gguf.MODEL_ARCH.GLM_DSA,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
@@ -160,7 +161,7 @@ def _in_turn(block: str, name: str, values: np.ndarray) -> dict[str, np.ndarray]
 
 def _latent_facts(config: Any) -> dict[str, Any]:
     """Return the keys of latent attention and of DeepSeek's routing."""
-    sigmoid = config.model_type == "deepseek_v3"
+    sigmoid = config.model_type in ("deepseek_v3", "glm_moe_dsa")
     facts = {
         "attention.head_count_kv": 1,
         "attention.kv_lora_rank": config.kv_lora_rank,
@@ -182,6 +183,11 @@ def _latent_facts(config: Any) -> dict[str, Any]:
     }
     if config.q_lora_rank is not None:
         facts["attention.q_lora_rank"] = config.q_lora_rank
+    if config.model_type == "glm_moe_dsa":
+        facts["attention.indexer.head_count"] = config.index_n_heads
+        facts["attention.indexer.key_length"] = config.index_head_dim
+        facts["attention.indexer.top_k"] = config.index_topk
+        facts["attention.indexer.types"] = [int(kind == "full") for kind in config.indexer_types]
     return facts
 
 

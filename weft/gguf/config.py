@@ -25,6 +25,7 @@ FAMILIES = {
     "qwen3vlmoe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
     "deepseek3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
+    "glm-dsa": ("GlmMoeDsaForCausalLM", "glm_moe_dsa"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
     "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
@@ -169,8 +170,10 @@ def config_of(
         "dtype": "float32" if all(tensor.kind == "F32" for tensor in tensors) else "bfloat16",
     }
     # Facts of latent attention replace the head size. Rope scaling depends on the head size.
-    if facts.architecture == "deepseek2":
+    if facts.architecture in ("deepseek2", "glm-dsa"):
         made |= _latent(facts)
+        if facts.architecture == "glm-dsa":
+            made |= _indexers(facts)
     elif (heads := facts.delta) is not None:
         made |= _hybrid(facts, heads)
     else:
@@ -243,6 +246,18 @@ def _latent(facts: ModelFacts) -> dict[str, Any]:
         "v_head_dim": facts.integer("attention.value_length_mla", facts.integer("attention.value_length")),
         "rope_interleave": True,
     }
+
+
+def _indexers(facts: ModelFacts) -> dict[str, Any]:
+    """Return the facts of the indexers. Raises ConfigError for a missing size."""
+    made: dict[str, Any] = {
+        "index_n_heads": facts.integer("attention.indexer.head_count"),
+        "index_head_dim": facts.integer("attention.indexer.key_length"),
+        "index_topk": facts.integer("attention.indexer.top_k"),
+    }
+    if own := facts.numbers("attention.indexer.types"):
+        made["indexer_types"] = ["full" if each else "shared" for each in own]
+    return made
 
 
 def _hybrid(facts: ModelFacts, heads: DeltaHeads) -> dict[str, Any]:
