@@ -16,6 +16,7 @@ import torch
 
 from weft.attention.base import Backends, SegmentInput, StepInput
 from weft.config.resolved import KVConfig
+from weft.ops.low_rank import AdapterRows
 from weft.ops.upload import upload
 from weft.runner.batch.staging import (
     LogitsColumns,
@@ -249,12 +250,15 @@ class BatchBuilder:
             logits_index=logits_index,
             rope_positions=self._state.rope_positions(token_slots, positions),
             media=None if self._media is None else self._media.rows(prefill, shift),
+            adapters=self._adapters(token_slots, prefill.slot, decode.slot),
         )
 
     def build_even(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
         """Build a plan with ``even`` rows from the slots alone. The batch equals the batch of ``build``."""
         staged = self.stage_decode(plan, 0, buffer)
         step = _agreed(plan, self.decode(staged[0], plan.decode))
+        token_slots = staged[0].repeat_interleave(len(step.ids) // max(len(staged[0]), 1))
+        step = replace(step, adapters=self._adapters(token_slots, plan.decode.slot))
         rows = self.decode_rows(plan, staged, step.ids, step.positions)
         return Batch(step=step, **rows)
 
@@ -352,6 +356,14 @@ class BatchBuilder:
             logits_index=self._order[: rows * each],
             rope_positions=self._state.rope_positions(token_slots, positions),
         )
+
+    def _adapters(self, token_slots: Tensor, *slots: np.ndarray) -> AdapterRows | None:
+        """Return the places of the adapters of all tokens; None if no row has an adapter.
+
+        token_slots: int64 [T]. ``slots``: the slots of the rows, on the host.
+        """
+        present = self._state.adapters(*slots)
+        return AdapterRows(self._state.places[token_slots], present) if present else None
 
     def _writes(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """Return, for each KV cache group, int64 [T]: flat index of the cache entry of each token; empty for
