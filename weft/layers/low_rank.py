@@ -28,9 +28,7 @@ class LowRank:
         """Make the empty pool. ``shape``: outputs and inputs on this rank; for ``spans`` see
         ``LowRankPool``."""
         options = self._options
-        self.pool = make_pool(
-            options.places, options.rank, parts, shape, spans, self._dtype, self._device
-        )
+        self.pool = make_pool(options.places, options.rank, parts, shape, spans, self._dtype, self._device)
 
     def add(self, y: Tensor, x: Tensor, rows: AdapterRows | None) -> None:
         """Add the low-rank products of the rows with an adapter to y [T, outputs], in place.

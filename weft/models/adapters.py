@@ -4,7 +4,7 @@ The family's weight map has all knowledge: an adapter tensor ``X.lora_B`` goes w
 go, and ``X.lora_A`` where the columns go. No family code deals with adapters.
 
     layer divided by outputs     A whole, B cut as the outputs
-    layer divided by inputs      A cut as the inputs, B whole; the products are added before the sum over ranks
+    layer divided by inputs      A cut as the inputs, B whole; the products are added to the partial results
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.models.files import WeightFile
 from weft.models.slices import Window, part_shape, windows
 from weft.models.weights import Placement, WeightMap
 from weft.ops import torch_ops
-from weft.types.plan import AdapterUpdate, HoldAdapter, PlaceAdapter
+from weft.types.plan import HoldAdapter, PlaceAdapter, ReleaseAdapter, SlotUpdate
 
 if TYPE_CHECKING:
     from weft.models.decoder import Model
@@ -80,10 +80,12 @@ class Adapters:
         self._held: dict[str, list[_Held]] = {}
         """Adapters in host memory, by digest."""
         nbytes = sum(low.pool.nbytes for low in self._layers if low.pool is not None)
-        _log.info("%d places for LoRA adapters of rank %d: %.1f MB", options.places, options.rank, nbytes / 1e6)
+        _log.info(
+            "%d places for LoRA adapters of rank %d: %.1f MB", options.places, options.rank, nbytes / 1e6
+        )
 
     def check(self, adapter: AdapterFile) -> None:
-        """Raise ConfigError unless every module of ``adapter`` fits the model. The message lists the modules."""
+        """Raise ConfigError unless every module of ``adapter`` fits the model. The message lists modules."""
         if adapter.rank > self._options.rank:
             raise ConfigError(
                 f"the adapter has rank {adapter.rank}, and --max-lora-rank is {self._options.rank}",
@@ -105,19 +107,25 @@ class Adapters:
             if names
         ]
         if problems:
-            raise ConfigError(f"the adapter does not fit the model; {'; '.join(problems)}", param="--lora-modules")
+            raise ConfigError(
+                f"the adapter does not fit the model; {'; '.join(problems)}", param="--lora-modules"
+            )
 
-    def apply(self, op: AdapterUpdate) -> None:
-        """Apply one update of a plan. Raises EngineDead if the folder does not have the digest any more."""
-        if isinstance(op, HoldAdapter):
-            try:
-                self.hold(op.digest, op.folder)
-            except (ConfigError, OSError) as error:
-                raise EngineDead(f"the files of a LoRA adapter changed while in use: {error}") from error
-        elif isinstance(op, PlaceAdapter):
-            self.place(op.digest, op.place)
-        else:
-            self._held.pop(op.digest, None)
+    def apply(self, ops: Iterable[SlotUpdate]) -> None:
+        """Apply the updates of a plan that concern adapters, in order.
+
+        Raises EngineDead if a folder does not have the digest any more.
+        """
+        for op in ops:
+            if isinstance(op, HoldAdapter):
+                try:
+                    self.hold(op.digest, op.folder)
+                except (ConfigError, OSError) as error:
+                    raise EngineDead(f"the files of a LoRA adapter changed while in use: {error}") from error
+            elif isinstance(op, PlaceAdapter):
+                self.place(op.digest, op.place)
+            elif isinstance(op, ReleaseAdapter):
+                self._held.pop(op.digest, None)
 
     def hold(self, digest: str, folder: str) -> None:
         """Read an adapter into host memory. Idempotent.
@@ -186,9 +194,9 @@ def _targets(model: Model, weights: WeightMap) -> dict[str, _Target]:
     found: dict[str, list[tuple[str, Placement]]] = {}
     for name, placement in weights.placements.items():
         owner = placement.parameter.removesuffix(_WEIGHT)
-        if owner in layers and placement.parameter.endswith(_WEIGHT) and name.endswith(_WEIGHT):
-            if _keeps_columns(placement, parameters[placement.parameter]):
-                found.setdefault(owner, []).append((name.removesuffix(_WEIGHT), placement))
+        weighs = placement.parameter.endswith(_WEIGHT) and name.endswith(_WEIGHT)
+        if owner in layers and weighs and _keeps_columns(placement, parameters[placement.parameter]):
+            found.setdefault(owner, []).append((name.removesuffix(_WEIGHT), placement))
     made: dict[str, _Target] = {}
     for owner, placed in found.items():
         weight = parameters[owner + _WEIGHT]

@@ -3,8 +3,8 @@
 A pool has the matrices of several adapters for one matrix of the model, each adapter in one place. A row
 names its place, or -1 for no adapter.
 
-    a  [places, parts, rank, inputs]     ``parts``: published matrices beside each other in one matrix (q, k, v)
-    b  [places, outputs, rank]           rows of a part only read the part's A
+    a  [places, parts, rank, inputs]     part: one of the published matrices in one matrix (q, k, v)
+    b  [places, outputs, rank]           the outputs of a part read the part's A only
 
 Source: Hu et al. 2021, arXiv 2106.09685; rows of different adapters in one batch, Chen et al. 2023, arXiv
 2310.18547.

@@ -24,7 +24,6 @@ from weft.common.log import get_logger
 from weft.common.progress import progress_bar
 from weft.config.resolved import KVConfig
 from weft.config.sections.all import SpeculationSection
-from weft.models.adapters import Adapters
 from weft.models.decoder import Model
 from weft.overlap.times import StepTimes, Stretch
 from weft.parallel.comm import drive
@@ -47,16 +46,7 @@ from weft.runner.step_trace import StepTrace
 from weft.runner.verify import accept
 from weft.runner.warm_up import plans
 from weft.speculation.base import Drafter, Sampled
-from weft.types.plan import (
-    AdapterUpdate,
-    AllocSlot,
-    Export,
-    FreeSlot,
-    Rebalance,
-    StepPlan,
-    StepResult,
-    TokenMasks,
-)
+from weft.types.plan import AllocSlot, Export, FreeSlot, Rebalance, StepPlan, StepResult, TokenMasks
 from weft.types.transfer import Endpoint
 
 log = get_logger(__name__)
@@ -99,6 +89,7 @@ class Runner:
         """
         self.kv = kv
         self._model, self._backends, self._device = model, backends, device
+        self.adapters = model.adapters
         self._state = SlotState(kv, device)
         self._transfers, self.embeddings = transfers, embeddings
         layers, name = model.spec.layers, str(dtype).removeprefix("torch.")
@@ -136,11 +127,6 @@ class Runner:
     def cache(self) -> Sequence[LayerCache]:
         """Caches of each layer. Tests overwrite the caches; other callers only read."""
         return self._cache
-
-    @property
-    def adapters(self) -> Adapters | None:
-        """LoRA adapters of the model on this rank; None without places for adapters."""
-        return self._model.adapters
 
     @property
     def transfer(self) -> TransferThread | None:
@@ -305,8 +291,8 @@ class Runner:
                 self._sampler.slots.free(op.slot)
             elif isinstance(op, Rebalance) and self._model.experts is not None:
                 drive(self._model.experts.rebalance())
-            elif isinstance(op, AdapterUpdate) and self._model.adapters is not None:
-                self._model.adapters.apply(op)
+        if self.adapters is not None:
+            self.adapters.apply(plan.ops)
         # Only SaveState and LoadState change recurrent states, so the other slot updates may run first.
         self._states.apply(plan.ops)
         self._pooler.apply(plan.ops)
@@ -350,8 +336,8 @@ class Runner:
         Sets ``uncaptured`` of ``handle``, and after a replay ``hidden``, ``each`` and ``drawn``.
         """
         assert handle.buffer is not None
-        # A captured step has no low-rank products: steps with adapters run op by op.
-        if self.graphs is None or self._state.adapters(plan.prefill.slot, plan.decode.slot):
+        # A captured step has no low-rank products.
+        if self.graphs is None or self._state.adapters(plan.decode.slot):
             return None
         direct = self._sampler.slots.direct
         # A captured step may also sample, if no row needs drafts, masks or anything beyond a plain draw.

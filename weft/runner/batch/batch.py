@@ -16,7 +16,6 @@ import torch
 
 from weft.attention.base import Backends, SegmentInput, StepInput
 from weft.config.resolved import KVConfig
-from weft.ops.low_rank import AdapterRows
 from weft.ops.upload import upload
 from weft.runner.batch.staging import (
     LogitsColumns,
@@ -27,6 +26,7 @@ from weft.runner.batch.staging import (
     row_columns,
     verify_columns,
 )
+from weft.runner.batch.step_adapters import agreed, with_adapters
 from weft.runner.images.image_store import MediaStore
 from weft.runner.sampling.sampler import SampleRows
 from weft.runner.slot_state import SlotState
@@ -82,12 +82,6 @@ class _Staged:
     """int64 [decode rows, most drafts]: merged row of each draft, -1 as padding; None without drafts."""
 
 
-def _agreed(plan: StepPlan, step: StepInput) -> StepInput:
-    """Return the step with the exchange that the replicas agreed on, or ``step`` without an agreement."""
-    agreed = plan.agreed
-    return step if agreed is None else replace(step, exchange=Exchange(rows=agreed.padded_tokens))
-
-
 def _upload(buffer: StagingBuffer, *groups: Sequence[np.ndarray]) -> list[list[Tensor]]:
     """Copy groups of columns to the device in one copy. Return the same groups as tensors."""
     buffer.begin(sum(len(column) for group in groups for column in group))
@@ -123,7 +117,7 @@ class BatchBuilder:
         device. The tensors are valid until ``buffer`` is released."""
         rows, staged = self._stage(plan, buffer)
         starts = self._state.num_computed[rows.slot]
-        step = _agreed(plan, self._step(plan.prefill, plan.decode, rows, starts, staged.logits.merged_row))
+        step = agreed(plan, self._step(plan.prefill, plan.decode, rows, starts, staged.logits.merged_row))
         return Batch(step=step, **self._sampling(rows, starts, staged, step.ids, step.positions))
 
     def rows(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
@@ -241,7 +235,7 @@ class BatchBuilder:
             self._segment(prefill, 0, slots[p], starts[p], rows.prefill_offsets.int(), live[p]),
             self._segment(decode, prefill.tokens, slots[d], starts[d], rows.decode_offsets.int(), live[d]),
         )
-        return StepInput(
+        made = StepInput(
             ids=self._state.history[token_slots, positions + shift].long(),
             positions=positions,
             writes=self._writes(token_slots, positions),
@@ -250,15 +244,14 @@ class BatchBuilder:
             logits_index=logits_index,
             rope_positions=self._state.rope_positions(token_slots, positions),
             media=None if self._media is None else self._media.rows(prefill, shift),
-            adapters=self._adapters(token_slots, prefill.slot, decode.slot),
         )
+        return with_adapters(made, self._state, token_slots, prefill.slot, decode.slot)
 
     def build_even(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
         """Build a plan with ``even`` rows from the slots alone. The batch equals the batch of ``build``."""
         staged = self.stage_decode(plan, 0, buffer)
-        step = _agreed(plan, self.decode(staged[0], plan.decode))
-        token_slots = staged[0].repeat_interleave(len(step.ids) // max(len(staged[0]), 1))
-        step = replace(step, adapters=self._adapters(token_slots, plan.decode.slot))
+        step = agreed(plan, self.decode(staged[0], plan.decode))
+        step = with_adapters(step, self._state, staged[0], plan.decode.slot)
         rows = self.decode_rows(plan, staged, step.ids, step.positions)
         return Batch(step=step, **rows)
 
@@ -356,14 +349,6 @@ class BatchBuilder:
             logits_index=self._order[: rows * each],
             rope_positions=self._state.rope_positions(token_slots, positions),
         )
-
-    def _adapters(self, token_slots: Tensor, *slots: np.ndarray) -> AdapterRows | None:
-        """Return the places of the adapters of all tokens; None if no row has an adapter.
-
-        token_slots: int64 [T]. ``slots``: the slots of the rows, on the host.
-        """
-        present = self._state.adapters(*slots)
-        return AdapterRows(self._state.places[token_slots], present) if present else None
 
     def _writes(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """Return, for each KV cache group, int64 [T]: flat index of the cache entry of each token; empty for
