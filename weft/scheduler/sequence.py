@@ -133,6 +133,7 @@ class Sequence:
         "num_prompt",
         "owner",
         "params",
+        "place",
         "pooling",
         "preemptions",
         "prompt_logprobs",
@@ -159,7 +160,10 @@ class Sequence:
         self.choice = submit.choice
         self.seed = submit.seed
         self.salt = submit.salt
-        self.adapter = submit.adapter  # digest
+        self.adapter = submit.adapter
+        """Digest of the LoRA adapter; "" for the model alone."""
+        self.place = -1
+        """Place of the adapter in the pool, kept from the queue to the end; -1 for none."""
         self.client = submit.client
         self.session = submit.session
         self.params: TokenParams = submit.params
@@ -305,6 +309,7 @@ class Sequence:
             params=self.params,
             num_prompt=self.num_prompt,
             num_cached=num_cached,
+            adapter=self.place,
             token_ids=column(np.array(self.tokens, np.int32)),  # a copy: the array keeps growing
             pooling=self.pooling,
             spans=self.spans,

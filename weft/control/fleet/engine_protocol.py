@@ -41,6 +41,12 @@ class EngineInterface(Protocol):
     def follow_prefixes(self) -> tuple[PrefixLog, int] | None: ...
 
 
+class AdapterLoader(Protocol):
+    """Loads and drops LoRA adapters. See ``weft.engine.adapters``."""
+
+    def apply(self, message: m.ToAdapters) -> m.AdapterChanged: ...
+
+
 class Pixels(Protocol):
     """Resolver of images passed by name. See ``weft.engine.server.engine_server``."""
 
@@ -73,12 +79,15 @@ class EngineProtocol:
         incarnation: int,
         pixels: Pixels | None = None,
         identity: EngineIdentity | None = None,
+        adapters: AdapterLoader | None = None,
     ) -> None:
         """Create the protocol without connections.
 
         ``incarnation`` goes into every Welcome. ``pixels`` is None if images always come as bytes.
         ``identity``: API servers that want another engine are refused; None refuses nobody.
+        ``adapters``: None for an engine without LoRA adapters.
         """
+        self._adapters = adapters
         self._identity = identity
         self._engine = engine
         self._pixels = pixels
@@ -121,6 +130,8 @@ class EngineProtocol:
             self.draining = True
         elif isinstance(message, m.Goodbye):
             self.forget(front)
+        elif isinstance(message, m.ToAdapters):
+            return [(front, self._changed(message))]
         elif not isinstance(message, m.Profile):  # the step loop handles profiles
             self.stopped = True
         return []
@@ -225,6 +236,13 @@ class EngineProtocol:
             return self._reject(front, submit, error)
         self._owners[submit.sequence] = _Owner(front, submit.attempt)
         return self.events(events)
+
+    def _changed(self, message: m.ToAdapters) -> m.AdapterChanged:
+        """Load or drop a LoRA adapter. Return the answer; an engine without adapters answers with an error."""
+        if self._adapters is not None:
+            return self._adapters.apply(message)
+        error = InvalidRequest("the engine takes no LoRA adapters", param="adapter")
+        return m.AdapterChanged(digest=message.digest, loaded=False, error=error.info())
 
     def _named(self, connection: bytes, name: str) -> bool:
         """Return True if the connection belongs to the API server ``name``."""
