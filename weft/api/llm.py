@@ -197,8 +197,8 @@ class LLM:
         """Return one vector per prompt, made from the final hidden states: the last state, or the mean of all
         states.
 
-        ``prompts``, ``priority`` and ``lora``: see ``generate``. Vectors have length 1 unless ``normalize`` is False.
-        Raise the errors of ``generate``. If only one prompt fails, its output has ``error``.
+        ``prompts``, ``priority`` and ``lora``: see ``generate``. Vectors have length 1 unless ``normalize``
+        is False. Raise the errors of ``generate``. If only one prompt fails, its output has ``error``.
         """
         if pooling not in ("last", "mean"):
             raise InvalidRequest('pooling must be "last" or "mean"', param="pooling")

@@ -155,5 +155,5 @@ class LatentAttention(Layer):
                 ),
             )
         out = out.view(len(x), self._heads * mla.v)
-        rows = out if logits_indices is None else out[logits_indices]
-        return self.out(rows, step.adapters_at(logits_indices))
+        wanted = out if logits_indices is None else out[logits_indices]
+        return self.out(wanted, step.adapters_at(logits_indices))

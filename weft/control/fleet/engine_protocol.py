@@ -16,6 +16,7 @@ from weft.common.shared_bytes import SharedName
 from weft.control.fleet.prefix_index import PrefixReports
 from weft.kv.prefix_log import PrefixLog
 from weft.types import messages as m
+from weft.types.adapters import AdapterChanged
 from weft.types.handshake import IDENTITY_SINCE, EngineIdentity, why_another, why_apart
 
 Outgoing: TypeAlias = list[tuple[bytes, m.ToFront]]
@@ -44,7 +45,7 @@ class EngineInterface(Protocol):
 class AdapterLoader(Protocol):
     """Loads and drops LoRA adapters. See ``weft.engine.adapters``."""
 
-    def apply(self, message: m.ToAdapters) -> m.AdapterChanged: ...
+    def apply(self, message: m.ToAdapters) -> AdapterChanged: ...
 
 
 class Pixels(Protocol):
@@ -237,12 +238,12 @@ class EngineProtocol:
         self._owners[submit.sequence] = _Owner(front, submit.attempt)
         return self.events(events)
 
-    def _changed(self, message: m.ToAdapters) -> m.AdapterChanged:
-        """Load or drop a LoRA adapter. Return the answer; an engine without adapters answers with an error."""
+    def _changed(self, message: m.ToAdapters) -> AdapterChanged:
+        """Load or drop a LoRA adapter. Return the answer, with an error from an engine without adapters."""
         if self._adapters is not None:
             return self._adapters.apply(message)
         error = InvalidRequest("the engine takes no LoRA adapters", param="adapter")
-        return m.AdapterChanged(digest=message.digest, loaded=False, error=error.info())
+        return AdapterChanged(digest=message.digest, loaded=False, error=error.info())
 
     def _named(self, connection: bytes, name: str) -> bool:
         """Return True if the connection belongs to the API server ``name``."""
