@@ -64,8 +64,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
 
     Downloads missing model files. Raise ConfigError; see the steps.
 
-    In a server of several groups, ``group`` is the group's name and ``host`` describes the other groups on
-    the host.
+    ``group``: the group's name in a server of several groups. ``host``: the other groups on the host.
     """
     model, cache, runner, speculation = config.model, config.cache, config.runner, config.speculation
     check_runs_model(config.front)

@@ -76,7 +76,10 @@ def build_model(
         adapters=adapters or AdapterOptions(),
     )
     frame = FRAMES.get(spec.family) if spec.family in FRAMES else Decoder
-    return frame(spec, build, BLOCKS.get(spec.family))
+    model: Model = frame(spec, build, BLOCKS.get(spec.family))
+    if build.adapters.places:
+        model.adapters = Adapters(model, WEIGHTS.get(spec.family)(spec), build.adapters)
+    return model
 
 
 def load_model(
@@ -113,8 +116,6 @@ def load_model(
     given: dict[str, Any] = {"quantization": quantization, "invariant": invariant, "experts": experts}
     staged = pack and load_format != "dummy" and (held or quantization != "none")
     model = build_model(spec, dtype, device, mesh, **given, adapters=adapters, staged=staged)
-    if adapters is not None and adapters.places:
-        model.adapters = Adapters(model, WEIGHTS.get(spec.family)(spec), adapters)
     if placements is not None:
         routed = [module for module in model.modules() if isinstance(module, RoutedMLP)]
         for module, placement in zip(routed, placements, strict=True):

@@ -88,8 +88,7 @@ class Runner:
         the caches lie in the memory of these transfers. ``close`` closes the launcher and both transfers.
         """
         self.kv = kv
-        self._model, self._backends, self._device = model, backends, device
-        self.adapters = model.adapters
+        self._model, self._backends, self._device, self.adapters = model, backends, device, model.adapters
         self._state = SlotState(kv, device)
         self._transfers, self.embeddings = transfers, embeddings
         layers, name = model.spec.layers, str(dtype).removeprefix("torch.")

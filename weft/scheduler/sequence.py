@@ -160,10 +160,7 @@ class Sequence:
         self.choice = submit.choice
         self.seed = submit.seed
         self.salt = submit.salt
-        self.adapter = submit.adapter
-        """Digest of the LoRA adapter; "" for the model alone."""
-        self.place = -1
-        """Place of the adapter in the pool, kept from the queue to the end; -1 for none."""
+        self.adapter, self.place = submit.adapter, -1  # digest; place in the pool, from queue to end
         self.client = submit.client
         self.session = submit.session
         self.params: TokenParams = submit.params
