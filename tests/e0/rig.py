@@ -23,6 +23,7 @@ from weft.config.sections.all import (
     SpeculationSection,
 )
 from weft.config.sections.events_section import EventsSection
+from weft.config.sections.lora_section import LoraSection
 from weft.config.sizing.media_limits import media_limits
 from weft.config.sizing.memory import hit_unit, kind_block
 from weft.config.spec import ModelSpec
@@ -126,6 +127,7 @@ def make_engine(
     grammars: GrammarSource | None = None,
     media: MediaSection = MediaSection(),
     events: EventsSection = EventsSection(),
+    lora: LoraSection = LoraSection(),
 ) -> tuple[EngineCore, Recorder]:
     """Return an engine with ``blocks`` blocks for each KV cache group, and caches full of NaN.
 
@@ -167,6 +169,7 @@ def make_engine(
         speculation=speculation,
         media=media,
         events=events,
+        lora=lora,
     )
     runner = Recorder(
         model or model_of(folder, mtp, kv_cache_dtype),

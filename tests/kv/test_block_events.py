@@ -21,6 +21,7 @@ BASE = 4
 class Sequence:
     tokens: array[int]
     salt: str = ""
+    adapter: str = ""
     media: tuple[MediaItem, ...] = ()
     hashes: list[bytes] = field(default_factory=list)
 

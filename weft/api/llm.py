@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from weft.api.loras import Loras
 from weft.api.request import Request, RequestMaker, client_error, spread_grammars, spread_params
 from weft.api.request_outputs import EmbeddingOutput, RequestOutput
 from weft.api.settings import read_settings
@@ -83,6 +84,7 @@ class LLM:
         self._text = load_text(self.config, settings.front.chat_template)
         self._core: EngineCore | Replicas | None = start_engine(self.config)
         self._maker = request_maker(self.config, self._core, self._text)
+        self._loras = Loras(self.config)
         self._lock = threading.Lock()
         self._death: str | None = None
 
@@ -119,6 +121,7 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Run prompts to completion and return the outputs in the order of the prompts.
 
@@ -127,7 +130,8 @@ class LLM:
         prompts, or a list with one value per prompt. A smaller ``priority`` runs first; equal priorities run
         in order of arrival. ``grammar`` constrains each whole output (``weft.types.grammar``; build grammars
         from JSON schemas, patterns and the like with ``weft.grammar.build``). None in the list leaves a
-        prompt unconstrained.
+        prompt unconstrained. ``lora`` is the name of an adapter of ``lora_modules``, or a list with a name or
+        None per prompt.
 
         Raise InvalidRequest for an invalid prompt, before any computation; the error names the prompt. Raise
         EngineDead if the engine fails. If only one sequence fails, its output has finish_reason "error" and
@@ -135,7 +139,7 @@ class LLM:
         """
         many = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
         from_prompt = self._maker.from_prompt
-        made = self._run(many, sampling_params, grammar, from_prompt, "prompt", use_tqdm, priority)
+        made = self._run(many, sampling_params, grammar, from_prompt, "prompt", use_tqdm, priority, lora)
         return [request.output() for request in made]
 
     def chat(
@@ -150,6 +154,7 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         grammar: Grammar | Sequence[Grammar | None] | None = None,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation (a list of messages with role and content), or a list of conversations.
 
@@ -175,7 +180,8 @@ class LLM:
                 grammar=grammar,
             )
 
-        made = self._run(conversations, sampling_params, grammar, make, "conversation", use_tqdm, priority)
+        what = "conversation"
+        made = self._run(conversations, sampling_params, grammar, make, what, use_tqdm, priority, lora)
         return [request.output() for request in made]
 
     def embed(
@@ -186,12 +192,13 @@ class LLM:
         normalize: bool = True,
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
+        lora: str | Sequence[str | None] | None = None,
     ) -> list[EmbeddingOutput]:
         """Return one vector per prompt, made from the final hidden states: the last state, or the mean of all
         states.
 
-        ``prompts`` and ``priority``: see ``generate``. Vectors have length 1 unless ``normalize`` is False.
-        Raise the errors of ``generate``. If only one prompt fails, its output has ``error``.
+        ``prompts``, ``priority`` and ``lora``: see ``generate``. Vectors have length 1 unless ``normalize``
+        is False. Raise the errors of ``generate``. If only one prompt fails, its output has ``error``.
         """
         if pooling not in ("last", "mean"):
             raise InvalidRequest('pooling must be "last" or "mean"', param="pooling")
@@ -200,7 +207,7 @@ class LLM:
         def make(prompt: Any, params: SamplingParams, seed: int, grammar: None) -> Request:
             return self._maker.to_embed(prompt, pooling, seed)
 
-        made = self._run(many, None, None, make, "prompt", use_tqdm, priority)
+        made = self._run(many, None, None, make, "prompt", use_tqdm, priority, lora)
         return [request.embedding(normalize) for request in made]
 
     def shutdown(self) -> None:
@@ -228,6 +235,7 @@ class LLM:
         what: str,
         use_tqdm: bool,
         priority: int | Sequence[int],
+        lora: str | Sequence[str | None] | None,
     ) -> list[Request]:
         """Make one request per prompt with ``make``, run all requests to completion and return the
         requests. All ids are released at the return.
@@ -242,6 +250,7 @@ class LLM:
             raise InvalidRequest(
                 f"there are {len(prompts)} prompts but {len(priorities)} priorities", param="priority"
             )
+        adapters = self._loras.digests(lora, len(prompts))
         requests: list[Request] = []
         try:
             # Make every request before the first one runs, so that an invalid prompt costs no computation.
@@ -249,6 +258,7 @@ class LLM:
                 try:
                     requests.append(make(prompt, own, self._maker.seeds.mint(), grammar=its))
                     requests[-1].prioritise(priorities[number])
+                    requests[-1].adapt(adapters[number])
                 except WeftError as error:
                     raise _naming(error, f"{what} {number}" if len(prompts) > 1 else None) from None
             with self._lock:

@@ -58,6 +58,11 @@ class Request:
             )
         self.submits = [msgspec.structs.replace(submit, priority=priority) for submit in self.submits]
 
+    def adapt(self, digest: str) -> None:
+        """Set the LoRA adapter in ``submits``, before the request is submitted. ``digest``: "" for none."""
+        if digest:
+            self.submits = [msgspec.structs.replace(submit, adapter=digest) for submit in self.submits]
+
     def show(self, media: tuple[MediaItem, ...]) -> None:
         """Attach the checked images of the prompt, before the request is submitted."""
         if media:

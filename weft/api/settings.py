@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from weft.api.loras import as_flags
 from weft.common.log import get_logger
 from weft.config.flags import from_keywords
 from weft.config.sections.all import Config
@@ -35,4 +36,4 @@ def read_settings(model: str, keywords: Mapping[str, Any]) -> Config:
     idle = [name for name in SERVER_ONLY if name in keywords]
     if idle:
         log.warning("without a server these settings have no effect: %s", ", ".join(idle))
-    return from_keywords({"model": model, **keywords})
+    return from_keywords({"model": model, **as_flags(keywords)})

@@ -16,6 +16,7 @@ import torch
 
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
+from weft.ops.low_rank import AdapterRows
 from weft.types.exchange import UNAGREED, Exchange
 
 Tensor = torch.Tensor
@@ -104,6 +105,12 @@ class StepInput:
     None: all three equal ``positions``."""
     media: MediaRows | None = None
     """None if no token is an image placeholder."""
+    adapters: AdapterRows | None = None
+    """Places of the adapters of the T rows; None if no row has an adapter."""
+
+    def adapters_at(self, index: Tensor | None) -> AdapterRows | None:
+        """Return ``adapters`` of the rows ``index`` (int64 [L]; None: all rows)."""
+        return None if self.adapters is None else self.adapters.at(index)
 
 
 class CoreInput(NamedTuple):

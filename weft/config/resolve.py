@@ -39,6 +39,7 @@ from weft.config.sections.all import (
 )
 from weft.config.sections.events_section import check_events
 from weft.config.sections.front_section import check_front
+from weft.config.sections.lora_section import check_lora
 from weft.config.sections.media_section import check_media
 from weft.config.sharding import local_spec
 from weft.config.sizing.budget import check_budget, with_budget
@@ -63,8 +64,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
 
     Downloads missing model files. Raise ConfigError; see the steps.
 
-    In a server of several groups, ``group`` is the group's name and ``host`` describes the other groups on
-    the host.
+    ``group``: the group's name in a server of several groups. ``host``: the other groups on the host.
     """
     model, cache, runner, speculation = config.model, config.cache, config.runner, config.speculation
     check_runs_model(config.front)
@@ -79,6 +79,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     check_ngram(speculation)
     check_grammar(config.grammar)
     numbers = engines_on(config.parallel, host.index)
+    check_lora(config.lora)
     check_events(config.events, host.first + max(numbers, default=0))
     spec = read_spec(config, path)
     check_weight_files(Path(path), model.load_format, _prefixes(spec, transfer.role))

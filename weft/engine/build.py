@@ -19,7 +19,7 @@ from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sharding import local_spec
 from weft.config.sizing.memory import activation_bytes, pools_for
 from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings, open_transfers
-from weft.layers.build import ExpertOptions
+from weft.layers.build import AdapterOptions, ExpertOptions
 from weft.models.loader import Model, load_model
 from weft.ops import cpu
 from weft.ops.coded import DEQUANTIZED
@@ -172,6 +172,7 @@ def load(
             redundant=config.parallel.redundant_experts,
             counts=config.parallel.eplb_interval > 0,
         ),
+        adapters=AdapterOptions(places=config.lora.max_loras, rank=config.lora.max_lora_rank),
     )
     # Without a fixed size, the pools take the GPU memory left after the weights.
     kv = config.kv

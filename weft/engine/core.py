@@ -18,9 +18,11 @@ import msgspec
 import zmq
 
 from weft.common.clock import Clock, SystemClock
+from weft.common.errors import InvalidRequest
 from weft.common.log import get_logger
 from weft.config.fingerprint import fingerprint, tower_fingerprint
 from weft.config.resolved import EngineConfig
+from weft.engine.adapters import EngineAdapters
 from weft.engine.event_sources import sources_of
 from weft.engine.expert_group import ExpertGroup
 from weft.engine.grammars import GrammarSource, ModelGrammars
@@ -30,10 +32,12 @@ from weft.engine.loop import EngineLoop, InFlight
 from weft.engine.start import start_executor
 from weft.engine.step_scheduler import make_scheduler
 from weft.engine.transfer_start import make_embeddings, make_transfers
+from weft.group.types import GroupLost
 from weft.overlap.overlap_policy import OverlapPolicy, mode_of
 from weft.runner.step_handle import StepHandle
 from weft.runner.wakeup_descriptor import WakeupDescriptor
 from weft.scheduler.plan_builder import PlanBuilder
+from weft.scheduler.scheduler import Scheduler
 from weft.tracing.writer import SpanWriter
 from weft.types.messages import OLDEST, VERSION, EngineStats, Welcome
 from weft.types.plan import Rebalance, StepPlan, TokenMasks
@@ -94,8 +98,12 @@ class EngineCore(EngineLoop[StepHandle]):
         # A prefill group on a CPU handles transfers during a step.
         self._bell = runner.bell or (WakeupDescriptor() if rings else None)
         self._kv_events = start_kv_events(config, self.scheduler)
+        book = self.scheduler.adapters if isinstance(self.scheduler, Scheduler) else None
+        self.adapters = EngineAdapters(config.lora, book, runner.runner.adapters)
+        """LoRA adapters: loaded and dropped by messages of API servers."""
         # Complete before a server starts: a server reads `sockets` once.
         self.sources = sources_of(self.grammars, self.transfers, self.embeddings, self._bell, self._kv_events)
+        self.sources.append(self.adapters)
         self._encode_seconds = 0.0
 
     @property
@@ -152,6 +160,12 @@ class EngineCore(EngineLoop[StepHandle]):
         replicas.
         """
         return super().has_work() or (self.expert_group is not None and self.expert_group.awake)
+
+    def _lose(self, lost: GroupLost) -> None:
+        super()._lose(lost)
+        if isinstance(scheduler := self.scheduler, Scheduler):
+            error = InvalidRequest("the files of the LoRA adapter changed: load the adapter again").info()
+            self.adapters.lost(lambda digest: scheduler.fail_adapter(digest, error))
 
     def _agree(self, builder: PlanBuilder | None) -> PlanBuilder | None:
         if builder is not None:
@@ -215,6 +229,7 @@ class EngineCore(EngineLoop[StepHandle]):
             embeddings="" if self.embeddings is None else self.embeddings.address,
             tower=kv.media is not None and kv.media.tower,
             tower_fingerprint=self._tower,
+            max_loras=self.config.lora.max_loras if self.config.transfer.role != "encode" else 0,
         )
 
     def close(self, failed: bool = False) -> None:

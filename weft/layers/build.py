@@ -20,6 +20,7 @@ from weft.ops import (
     implementations,  # noqa: F401 (registers every implementation)
     torch_ops,
 )
+from weft.ops.low_rank import AdapterRows
 from weft.ops.registry import Implementation, choose
 from weft.parallel.comm import Comm, Pending, reduced
 from weft.parallel.mesh import Mesh
@@ -43,6 +44,16 @@ class ExpertOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOptions:
+    """Memory for LoRA adapters; see ``LoraSection``."""
+
+    places: int = 0
+    """Adapters in device memory at the same time; 0 for none."""
+    rank: int = 0
+    """Largest rank of an adapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
     """Dtype, device and group of a model under construction."""
 
@@ -56,6 +67,7 @@ class Build:
     invariant: bool = False
     """Require ops in which the bits of a row do not depend on other rows."""
     experts: ExpertOptions = ExpertOptions()
+    adapters: AdapterOptions = AdapterOptions()
     ops: dict[tuple[str, torch.dtype], Implementation] = field(default_factory=dict)
     """Chosen implementations, by op and dtype."""
     notes: Notes = field(default_factory=Notes)
@@ -159,6 +171,9 @@ class Build:
 class Layer(nn.Module):
     """A module without hooks. Calls go directly to ``forward``; a step makes some hundred calls."""
 
+    adapted: tuple[str, ...] = ()
+    """Names of the linear layers to which ``forward`` passes the adapters of the rows."""
+
     def __call__(self, *inputs: Any) -> Any:
         return self.forward(*inputs)
 
@@ -170,14 +185,19 @@ class FeedForward(Layer):
     """True if the block reads token ids."""
 
     def steps(
-        self, comm: Comm, x: torch.Tensor, ids: torch.Tensor | None, exchange: Exchange = UNAGREED
+        self,
+        comm: Comm,
+        x: torch.Tensor,
+        ids: torch.Tensor | None,
+        exchange: Exchange = UNAGREED,
+        adapters: AdapterRows | None = None,
     ) -> Generator[Pending, None, torch.Tensor]:
         """Return the block's contribution to the stream, [T, hidden]; yield once per collective.
 
         x: [T, hidden]; ids: int64 [T], token ids of the rows, needed with ``reads_ids``; comm: sums partials;
-        exchange: agreement of the ranks about rows sent to other ranks.
+        exchange: agreement of the ranks about rows sent to other ranks; adapters: places of the rows.
         """
-        return (yield from reduced(comm, self.forward(x, ids)))
+        return (yield from reduced(comm, self.forward(x, ids, adapters)))
 
 
 class Packs(Layer, ABC):

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from weft.layers.build import Build, FeedForward, Layer, Packs
+from weft.layers.low_rank import make_low_rank
 from weft.layers.pending_codes import Weight, has_pending_codes, in_place, put_codes, take_codes
 from weft.layers.shard import Shard, joined, whole
 from weft.ops import torch_ops
+from weft.ops.low_rank import AdapterRows
 from weft.parallel.comm import Pending, awaited
 
 Tensor = torch.Tensor
@@ -37,12 +39,17 @@ class Linear(Packs):
         self._op = build.matrix_op("linear", wide=wide)
         self._notes = build.notes
         self._packed: object = None
+        self.low = None if wide else make_low_rank(build)
+        """Adapters of the matrix; None without places for adapters."""
 
     def pack(self) -> None:
         self._packed = self._give("weight", self._op)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """``adapters``: places of the rows; None if no row has an adapter."""
         result: Tensor = self._op.run(x, self._packed, self.bias)
+        if self.low is not None:
+            self.low.add(result, x, adapters)
         return result
 
 
@@ -61,12 +68,18 @@ class RowLinear(Packs):
         self._notes = build.notes
         self._packed: object = None
         self._adds_bias = build.comm.rank == 0
+        self.low = make_low_rank(build)
+        """Adapters of the matrix; None without places for adapters."""
 
     def pack(self) -> None:
         self._packed = self._give("weight", self._op)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """``adapters``: places of the rows; None if no row has an adapter."""
         partial: Tensor = self._op.run(x, self._packed, self.bias if self._adds_bias else None)
+        # Added before the sum over ranks: A has the inputs of this rank, so the products are partial, too.
+        if self.low is not None:
+            self.low.add(partial, x, adapters)
         return partial
 
 
@@ -228,6 +241,8 @@ class GateUp(Packs):
     """``activation(gate(x)) * up(x)`` with outputs divided over ranks (column-parallel).
 
     ``weight`` contains both matrices, gate first: [2 * intermediate, hidden]. ``bias`` has the same order.
+    With places for adapters, product and activation are two ops for every row, because the low-rank product
+    comes between them. So the bits of a row do not depend on the adapters of other rows.
     """
 
     def __init__(
@@ -238,20 +253,32 @@ class GateUp(Packs):
         self.weight = build.matrix(both.count, hidden, shard=both)
         self.bias = build.weight(both.count, shard=both) if bias else None
         self._activation = activation
-        self._op = build.matrix_op("gated_linear")
+        self.low = make_low_rank(build)
+        """Adapters of both matrices; None without places for adapters."""
+        self._op = build.matrix_op("gated_linear" if self.low is None else "linear")
+        self._gated = None if self.low is None else build.op("gated").run
         self._notes = build.notes
         self._packed: object = None
 
     def pack(self) -> None:
         self._packed = self._give("weight", self._op)
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self._op.run(x, self._packed, self.bias, self._activation)
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """``adapters``: places of the rows; None if no row has an adapter."""
+        result: Tensor
+        if self.low is None or self._gated is None:
+            result = self._op.run(x, self._packed, self.bias, self._activation)
+            return result
+        both: Tensor = self._op.run(x, self._packed, self.bias)
+        self.low.add(both, x, adapters)
+        result = self._gated(both, self._activation)
         return result
 
 
 class GatedMLP(FeedForward):
     """``down(activation(gate(x)) * up(x))``, a partial result. Source: Shazeer 2020, arXiv 2002.05202."""
+
+    adapted = ("gate_up", "down")
 
     def __init__(
         self, hidden: int, intermediate: int, activation: str, build: Build, *, bias: bool = False
@@ -261,7 +288,7 @@ class GatedMLP(FeedForward):
         self.gate_up = GateUp(hidden, inner, activation, build, bias=bias)
         self.down = RowLinear(inner, hidden, build, bias=bias)
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor | None = None, adapters: AdapterRows | None = None) -> Tensor:
         """Return the partial result for x [T, hidden]. ``ids`` are not read."""
-        partial: Tensor = self.down(self.gate_up(x))
+        partial: Tensor = self.down(self.gate_up(x, adapters), adapters)
         return partial

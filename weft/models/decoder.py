@@ -20,6 +20,7 @@ from weft.config.spec import ModelSpec
 from weft.layers.build import Build, FeedForward, Layer, pack_all
 from weft.layers.dense import Linear, LMHead, NoHead, RMSNorm, TokenEmbedding
 from weft.layers.rope import Rope
+from weft.models.adapters import Adapters
 from weft.models.vision import Tower, make_tower
 from weft.moe.balance import ExpertLayers
 from weft.moe.block import RoutedMLP
@@ -44,6 +45,8 @@ class Model(nn.Module, ABC):
         self._ops = build.ops
         self.experts: ExpertLayers | None = None
         """Expert layers divided over ranks. Set by ``pack``; None without such layers."""
+        self.adapters: Adapters | None = None
+        """LoRA adapters on this rank. Set by the loader; None without places for adapters."""
         self.vision: Tower | None = None
         """Tower that makes the rows of ``StepInput.media``; None for text-only models."""
 
@@ -166,7 +169,8 @@ class Block(nn.Module):
         ids = None
         if self.feed_forward.reads_ids:
             ids = shared.step.ids if logits_indices is None else shared.step.ids[logits_indices]
-        delta = yield from self.feed_forward.steps(self._comm, normed, ids, shared.step.exchange)
+        adapters = shared.step.adapters_at(logits_indices)
+        delta = yield from self.feed_forward.steps(self._comm, normed, ids, shared.step.exchange, adapters)
         return x, delta
 
 

@@ -24,9 +24,10 @@ from weft.common.progress import progress_bar
 from weft.config.families.facts import Facts, read_json
 from weft.config.families.weight_files import weight_files
 from weft.config.spec import ModelSpec
-from weft.layers.build import Build, ExpertOptions
+from weft.layers.build import AdapterOptions, Build, ExpertOptions
 from weft.layers.pending_codes import Notes, Weight, has_pending_codes
 from weft.layers.shard import cut
+from weft.models.adapters import Adapters
 from weft.models.decoder import Decoder, Model
 from weft.models.files import WeightFile
 from weft.models.quantized.filling import FillTarget, hold_rounded, is_zero_bias
@@ -57,6 +58,7 @@ def build_model(
     quantization: str = "none",
     invariant: bool = False,
     experts: ExpertOptions | None = None,
+    adapters: AdapterOptions | None = None,
     staged: bool = False,
 ) -> Model:
     """Build the model with unset weights. Call ``pack`` after setting the weights. ``staged``: see ``Build``.
@@ -71,9 +73,13 @@ def build_model(
         staged=staged,
         invariant=invariant,
         experts=experts or ExpertOptions(),
+        adapters=adapters or AdapterOptions(),
     )
     frame = FRAMES.get(spec.family) if spec.family in FRAMES else Decoder
-    return frame(spec, build, BLOCKS.get(spec.family))
+    model: Model = frame(spec, build, BLOCKS.get(spec.family))
+    if build.adapters.places:
+        model.adapters = Adapters(model, WEIGHTS.get(spec.family)(spec), build.adapters)
+    return model
 
 
 def load_model(
@@ -89,6 +95,7 @@ def load_model(
     quantization: str = "none",
     invariant: bool = False,
     experts: ExpertOptions | None = None,
+    adapters: AdapterOptions | None = None,
     placements: Sequence[ExpertPlacement] | None = None,
     pack: bool = True,
     packed: bool = True,
@@ -108,7 +115,7 @@ def load_model(
     held = pack and packed and quantization == "none" and keeps_codes(spec, dtype, device)
     given: dict[str, Any] = {"quantization": quantization, "invariant": invariant, "experts": experts}
     staged = pack and load_format != "dummy" and (held or quantization != "none")
-    model = build_model(spec, dtype, device, mesh, **given, staged=staged)
+    model = build_model(spec, dtype, device, mesh, **given, adapters=adapters, staged=staged)
     if placements is not None:
         routed = [module for module in model.modules() if isinstance(module, RoutedMLP)]
         for module, placement in zip(routed, placements, strict=True):

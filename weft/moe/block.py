@@ -21,6 +21,7 @@ from weft.moe.expert_choice import Chooser
 from weft.moe.experts import rank_experts
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order
+from weft.ops.low_rank import AdapterRows
 from weft.ops.moe import Gate, Routed, has_codes
 from weft.ops.routing import Rule
 from weft.parallel.comm import Comm, Pending
@@ -207,16 +208,22 @@ class RoutedMLP(FeedForward, Packs):
         )
 
     def steps(
-        self, comm: Comm, x: Tensor, ids: Tensor | None, exchange: Exchange = UNAGREED
+        self,
+        comm: Comm,
+        x: Tensor,
+        ids: Tensor | None,
+        exchange: Exchange = UNAGREED,
+        adapters: AdapterRows | None = None,
     ) -> Generator[Pending, None, Tensor]:
         if self.divided is not None:
             return (yield from self.divided.steps(x, ids, exchange))
-        return (yield from super().steps(comm, x, ids, exchange))
+        return (yield from super().steps(comm, x, ids, exchange, adapters))
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor | None = None, adapters: AdapterRows | None = None) -> Tensor:
         """Return a partial result, for a rank with a part of every expert.
 
-        x: [T, hidden]; ids: int64 [T], token ids of the rows, needed with ``reads_ids``.
+        x: [T, hidden]; ids: int64 [T], token ids of the rows, needed with ``reads_ids``. ``adapters`` are not
+        read: no adapter changes experts.
         """
         partial: Tensor = self._run(x, ids, self._packed)
         return partial

@@ -56,6 +56,7 @@ class EncodeRunner:
     transfer: TransferThread | None = None
     reports: Reports | None = None
     endpoint: Endpoint | None = None
+    adapters = None
 
     def __init__(
         self,

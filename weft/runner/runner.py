@@ -88,7 +88,7 @@ class Runner:
         the caches lie in the memory of these transfers. ``close`` closes the launcher and both transfers.
         """
         self.kv = kv
-        self._model, self._backends, self._device = model, backends, device
+        self._model, self._backends, self._device, self.adapters = model, backends, device, model.adapters
         self._state = SlotState(kv, device)
         self._transfers, self.embeddings = transfers, embeddings
         layers, name = model.spec.layers, str(dtype).removeprefix("torch.")
@@ -290,6 +290,8 @@ class Runner:
                 self._sampler.slots.free(op.slot)
             elif isinstance(op, Rebalance) and self._model.experts is not None:
                 drive(self._model.experts.rebalance())
+        if self.adapters is not None:
+            self.adapters.apply(plan.ops)
         # Only SaveState and LoadState change recurrent states, so the other slot updates may run first.
         self._states.apply(plan.ops)
         self._pooler.apply(plan.ops)
@@ -333,7 +335,8 @@ class Runner:
         Sets ``uncaptured`` of ``handle``, and after a replay ``hidden``, ``each`` and ``drawn``.
         """
         assert handle.buffer is not None
-        if self.graphs is None:
+        # A captured step has no low-rank products.
+        if self.graphs is None or self._state.adapters(plan.decode.slot):
             return None
         direct = self._sampler.slots.direct
         # A captured step may also sample, if no row needs drafts, masks or anything beyond a plain draw.

@@ -50,6 +50,7 @@ class SlotState:
     history       int32 [slots + 1, max_len + 1]; content beyond the known length of a slot is arbitrary
     num_computed  int64 [slots + 1]: number of positions in the cache
     num_prompt    int64 [slots + 1]
+    places        int32 [slots + 1]: place of the LoRA adapter; -1 for the model alone
     live          int64 [slots + 1]: copy of the recurrent state after num_computed positions. Arbitrary at
                   position 0, where no state is read; ``LoadState`` and every step set the value
     tables        per KV cache group, int32 [slots + 1, entries]: block ids, 0 beyond the appended blocks;
@@ -66,6 +67,7 @@ class SlotState:
         self.history = torch.zeros(slots, length, dtype=torch.int32, device=device)
         self.num_computed = torch.zeros(slots, dtype=torch.int64, device=device)
         self.num_prompt = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.places = torch.full((slots,), -1, dtype=torch.int32, device=device)
         self.live = torch.zeros(slots, dtype=torch.int64, device=device)
         entries = [0 if p.cache.kind == "state" else -(-length // p.block_size) + 1 for p in kv.pools]
         self.tables = tuple(torch.zeros(slots, n, dtype=torch.int32, device=device) for n in entries)
@@ -75,7 +77,8 @@ class SlotState:
             EmbeddingSpans(slots, media.most_items, device) if media is not None and has_spans else None
         )
         self._block_sizes = tuple(pool.block_size for pool in kv.pools)
-        # Host mirrors for checks and offsets: generation and table length of each slot.
+        # Host mirrors for checks and offsets: place, generation and table length of each slot.
+        self._places = np.full(slots, -1, np.int32)
         self._gen = np.zeros(kv.num_slots, np.int64)
         self._live = np.zeros(kv.num_slots, bool)
         self._entries = np.zeros((len(kv.pools), kv.num_slots), np.int64)
@@ -128,6 +131,9 @@ class SlotState:
         if not 0 < op.num_prompt <= known < self.history.shape[1] or not 0 <= op.num_cached < known:
             raise EngineDead(f"slot {op.slot} is allocated with lengths that cannot be")
         self._live[op.slot], self._gen[op.slot] = True, op.gen
+        if self._places[op.slot] != op.adapter:
+            self._places[op.slot] = op.adapter
+            self.places[op.slot].fill_(op.adapter)
         self._entries[:, op.slot] = 0
         self.history[op.slot, :known] = self._upload(op.token_ids)
         # Not ``x[slot] = number``: on a GPU the number would be copied from pageable memory, and the host
@@ -142,6 +148,13 @@ class SlotState:
     def rope_positions(self, slots: Tensor, positions: Tensor) -> Tensor | None:
         """Return ``EmbeddingSpans.rope_positions``; None if positions do not count by images."""
         return None if self.spans is None else self.spans.rope_positions(slots, positions)
+
+    def adapters(self, *slots: np.ndarray) -> tuple[int, ...]:
+        """Return the different places of the adapters of ``slots``, ascending. () for the model alone."""
+        found = [self._places[some] for some in slots if len(some)]
+        if not found or max(int(some.max()) for some in found) < 0:
+            return ()
+        return tuple(int(place) for place in np.unique(np.concatenate(found)) if place >= 0)
 
     def _free(self, op: FreeSlot) -> None:
         self._check(op.slot, op.gen)

@@ -68,13 +68,15 @@ class Scheduler:
         retention: float = 0.0,
         *,
         generates: bool = True,
+        places: int = 0,
     ) -> None:
         """Create the scheduler with an empty queue and empty caches.
 
         ``kv``: cache sizes and the maximum number of drafts. ``speculation``: adaptive or fixed draft counts.
         ``transfer``: the role of the group. ``remembered_bytes``: memory for earlier prompts, used to explain
         cache misses. ``retention``: seconds for which the blocks of a session are evicted after all others.
-        ``generates``: False for an embedding model, see ``check_submit``.
+        ``generates``: False for an embedding model, see ``check_submit``. ``places``: places for LoRA
+        adapters.
         """
         check_budget(section, kv.block_size, kv.drafts)
         self._section = section
@@ -84,7 +86,7 @@ class Scheduler:
         # A decode row with drafts counts as a chunk. Blocks for the drafts to propose are reserved with the
         # row.
         longest = max(min(threshold, section.max_num_batched_tokens), 1 + kv.drafts) + kv.drafts
-        self._state = SchedulerState(kv, longest, remembered_bytes, retention)
+        self._state = SchedulerState(kv, longest, remembered_bytes, retention, places)
         self.planner = Planner(self._state, section, speculation)
         """The planner chooses the rows of each step."""
         self._step = 0
@@ -98,6 +100,8 @@ class Scheduler:
         self._transfers = SchedulerTransfers(
             self._state, role, vocab_size, lambda: self.planner.starved, self.planner.promised
         )
+        self.adapters = self._state.adapters
+        """LoRA adapters: loaded and dropped by the engine."""
         self.embeddings: MediaTransfers | None = None
         """The receiver of embedding transfers; None if the group receives no embeddings."""
         if kv.media is not None and kv.media.takes:
@@ -121,6 +125,8 @@ class Scheduler:
         )
         if submit.sequence in state.live:
             raise InvalidRequest("a sequence with this id is running", param="sequence")
+        if not state.adapters.accepts(submit.adapter):
+            raise InvalidRequest("the LoRA adapter of the request is not loaded", param="model")
         self._transfers.check(submit)
         if self.embeddings is not None:
             self.embeddings.check(submit)
@@ -230,6 +236,17 @@ class Scheduler:
             self._blocked_until or self._blocked or state.transfers.any_blocked or state.images.any_blocked
         )
         return bool(any_blocked) and not self.has_work()
+
+    def fail_adapter(self, digest: str, error: ErrorInfo) -> list[TokenEvent]:
+        """End every live sequence of an adapter with ``error``. Return the terminal events."""
+        state = self._state
+        lost = [sequence for sequence in state.live.values() if sequence.adapter == digest]
+        for sequence in lost:
+            self._blocked_until.pop(sequence.id, None)
+            state.end(sequence, "error", error)
+        return [
+            TokenEvent(sequence=one.id, finish="error", error=error, position=one.position) for one in lost
+        ]
 
     def finish(self, sequence: int) -> list[TokenEvent]:
         """Abort a sequence and return the terminal event. Unknown ids are ignored: return [].

@@ -133,6 +133,7 @@ class Sequence:
         "num_prompt",
         "owner",
         "params",
+        "place",
         "pooling",
         "preemptions",
         "prompt_logprobs",
@@ -159,7 +160,7 @@ class Sequence:
         self.choice = submit.choice
         self.seed = submit.seed
         self.salt = submit.salt
-        self.adapter = submit.adapter  # digest
+        self.adapter, self.place = submit.adapter, -1  # digest; place in the pool, from queue to end
         self.client = submit.client
         self.session = submit.session
         self.params: TokenParams = submit.params
@@ -305,6 +306,7 @@ class Sequence:
             params=self.params,
             num_prompt=self.num_prompt,
             num_cached=num_cached,
+            adapter=self.place,
             token_ids=column(np.array(self.tokens, np.int32)),  # a copy: the array keeps growing
             pooling=self.pooling,
             spans=self.spans,

@@ -16,6 +16,7 @@ from weft.kv.caches import Caches, make_cache_groups
 from weft.kv.hashing import HashChain, media_keys, request_root, salted_root
 from weft.kv.slots import SlotTable
 from weft.kv.snapshots import SnapshotMarks
+from weft.scheduler.adapters import AdapterBook
 from weft.scheduler.counts import Counts
 from weft.scheduler.images.image_transfers import ImageTransfers
 from weft.scheduler.images.media_book import MediaBook
@@ -42,9 +43,12 @@ from weft.types.transfer import TransferKey
 class SchedulerState:
     """The complete state of a scheduler. Raises ConfigError when the caches cannot hold one sequence."""
 
-    def __init__(self, kv: KVConfig, max_chunk: int, remembered_bytes: int = 0, retention: float = 0) -> None:
+    def __init__(
+        self, kv: KVConfig, max_chunk: int, remembered_bytes: int = 0, retention: float = 0, places: int = 0
+    ) -> None:
         """``max_chunk``: maximum tokens of one row. ``remembered_bytes``: memory for earlier prompts.
-        ``retention``: seconds for which the blocks of a session are retained."""
+        ``retention``: seconds for which the blocks of a session are retained. ``places``: places for LoRA
+        adapters."""
         self.kv = kv
         self.caches = Caches(make_cache_groups(kv, max_chunk), kv.max_model_len)
         self.pins = Pins(self.caches)
@@ -63,6 +67,7 @@ class SchedulerState:
         self.running = SequenceQueue()
         self.ops: list[SlotUpdate] = []
         """Slot updates without a row. The next plan carries all of them."""
+        self.adapters = AdapterBook(places, lambda op: self.ops.append(op))
         self._order: np.ndarray | None = None
         self.in_flight: deque[StepPlan] = deque()
         """Plans without a commit, oldest first."""
@@ -78,6 +83,7 @@ class SchedulerState:
         of a prompt makes the prompt's blocks shareable, also without prefix caching.
         """
         self.live[sequence.id] = sequence
+        self.adapters.arrive(sequence)
         self.media.arrive(sequence)
         self.waiting.enter(sequence)
         request = self.requests.get(sequence.request)
@@ -89,6 +95,7 @@ class SchedulerState:
         # KV from another group does not depend on the first sample: such a sequence does not wait for the
         # first sample.
         if sequence.fetches:
+            self.adapters.take(sequence)
             sequence.move(Blocked())
         elif request.first_sample is sequence or request.prompt_computed:
             self._enqueue(sequence)
@@ -129,6 +136,8 @@ class SchedulerState:
         del self.live[sequence.id]
         self.waiting.leave(sequence)
         self._leave(sequence)
+        for ready in self.adapters.leave(sequence):
+            self._go_on(ready)
         self.images.ended(sequence, finish, error)
         if sequence.transfer is not None:
             self.transfers.ended(sequence, finish, error)
@@ -184,6 +193,7 @@ class SchedulerState:
             self.waiting.add(sequence)
         self.in_flight.clear()
         self.ops.clear()
+        self.adapters.restore()
         self.caches.reset()
         self.images.clear()
         self.media.clear()
@@ -433,13 +443,13 @@ class SchedulerState:
 
     def _go_on(self, sequence: Sequence) -> None:
         lacks = sequence.blocked or sequence.blocked_images or sequence.fetches
-        if isinstance(sequence.state, Blocked) and not lacks:
+        if isinstance(sequence.state, Blocked) and not lacks and self.adapters.take(sequence):
             self._enqueue(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
         """Enqueue a sequence, or mark the sequence as blocked if input is missing. The caller has checked
         that no first sample is awaited."""
-        if sequence.blocked or sequence.blocked_images:
+        if sequence.blocked or sequence.blocked_images or not self.adapters.take(sequence):
             sequence.move(Blocked())
         else:
             sequence.move(Waiting())

@@ -61,6 +61,8 @@ class AllocSlot(_SlotUpdate, frozen=True, kw_only=True):
     """Leading positions found in the cache: the initial ``num_computed`` of the slot."""
     token_ids: np.ndarray
     """int32 [prompt + emitted]."""
+    adapter: int = -1
+    """Place of the LoRA adapter, filled by an earlier ``PlaceAdapter``; -1 for the model alone."""
     pooling: str = ""
     """"last" or "mean" for a sequence ending with an embedding and no token; else ""."""
     spans: np.ndarray = EMPTY
@@ -217,6 +219,29 @@ class MoveMedia(_SlotUpdate, frozen=True, kw_only=True):
     up: bool
 
 
+class HoldAdapter(_SlotUpdate, frozen=True, kw_only=True):
+    """Read the LoRA adapter ``digest`` from ``folder`` into the host memory of every rank."""
+
+    digest: str
+    folder: str
+
+
+class PlaceAdapter(_SlotUpdate, frozen=True, kw_only=True):
+    """Copy the adapter ``digest`` from host memory to ``place`` of the pool. No sequence uses the place."""
+
+    digest: str
+    place: int
+
+
+class ReleaseAdapter(_SlotUpdate, frozen=True, kw_only=True):
+    """Free the host memory of the adapter ``digest``. Nothing names the adapter afterwards."""
+
+    digest: str
+
+
+AdapterUpdate: TypeAlias = HoldAdapter | PlaceAdapter | ReleaseAdapter
+
+
 class Rebalance(_SlotUpdate, frozen=True, kw_only=True):
     """Sum the load of each expert over all ranks of the expert-parallel group, and move experts accordingly.
 
@@ -238,10 +263,11 @@ SlotUpdate: TypeAlias = (
     | GatherMedia
     | MoveMedia
     | Rebalance
+    | AdapterUpdate
 )
 
 
-OfNoSlot: TypeAlias = Encode | SendMedia | GatherMedia | MoveMedia | Rebalance
+OfNoSlot: TypeAlias = Encode | SendMedia | GatherMedia | MoveMedia | Rebalance | AdapterUpdate
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

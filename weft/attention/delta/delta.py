@@ -32,6 +32,8 @@ class DeltaNet(Packs):
     out         [hidden, v heads]
     """
 
+    adapted = ("qkvz", "gates", "out")
+
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()
         delta = spec.delta
@@ -82,8 +84,8 @@ class DeltaNet(Packs):
         assert isinstance(backend, DeltaBackend)
         assert self._weights is not None, "not packed"
         step = shared.step
-        qkvz = self.qkvz(x)
-        gates = self.gates(x)
+        qkvz = self.qkvz(x, step.adapters)
+        gates = self.gates(x, step.adapters)
         out = qkvz.new_empty(x.shape[0], self._value)
         # Only decode rows may be cut back to an earlier token (rejected drafts), so only decode rows store a
         # state per token.
@@ -97,5 +99,6 @@ class DeltaNet(Packs):
                 out[rows],
                 DeltaInput(segment, caches[self._kind], self._weights, each, prepared[self._kind]),
             )
-        result: Tensor = self.out(out if logits_indices is None else out[logits_indices])
+        wanted = out if logits_indices is None else out[logits_indices]
+        result: Tensor = self.out(wanted, step.adapters_at(logits_indices))
         return result

@@ -35,6 +35,8 @@ class Attention(Layer):
     the matrix of the gate comes first, [heads * head_dim, hidden].
     """
 
+    adapted = ("qkv", "out")
+
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()
         heads = build.part(spec.heads)
@@ -71,7 +73,7 @@ class Attention(Layer):
         step = shared.step
         backend = shared.backends["gqa"]
         assert isinstance(backend, AttentionBackend)
-        made = self.qkv(x)
+        made = self.qkv(x, step.adapters)
         q = self._rotate_and_cache(
             made[:, self._gate :] if self._gate else made,
             self._heads,
@@ -105,4 +107,4 @@ class Attention(Layer):
             made = made[logits_indices]
         if self._weigh is not None:
             out = self._weigh(out, made[:, : self._gate])
-        return self.out(out)
+        return self.out(out, step.adapters_at(logits_indices))

@@ -75,6 +75,8 @@ class LatentAttention(Layer):
     Every rank caches all entries and computes its own heads.
     """
 
+    adapted = ("down", "q_up", "out")
+
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()
         mla = spec.mla
@@ -117,7 +119,7 @@ class LatentAttention(Layer):
         assert isinstance(backend, LatentBackend)
         cos, sin = shared.angles
         q = self._rotate_and_cache(
-            self.down(x),
+            self.down(x, step.adapters),
             None if self.q_norm is None else self.q_norm.weight,
             self.kv_norm.weight,
             mla.norm_eps,
@@ -130,7 +132,7 @@ class LatentAttention(Layer):
         if logits_indices is not None and not len(logits_indices):  # only the cache entries were needed
             return self.out(x.new_empty(0, self._heads * mla.v))
         if self.q_up is not None:
-            q = self.q_up(q)
+            q = self.q_up(q, step.adapters)
         # [T, heads, nope + rope]
         q = q.unflatten(1, (self._heads, -1))
         out = x.new_empty(len(x), self._heads, mla.v)
@@ -153,4 +155,5 @@ class LatentAttention(Layer):
                 ),
             )
         out = out.view(len(x), self._heads * mla.v)
-        return self.out(out if logits_indices is None else out[logits_indices])
+        wanted = out if logits_indices is None else out[logits_indices]
+        return self.out(wanted, step.adapters_at(logits_indices))

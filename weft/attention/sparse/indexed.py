@@ -102,7 +102,7 @@ class IndexedAttention(LatentAttention):
         assert self.q_norm is not None
         assert self.q_up is not None
         assert mla.q_lora is not None
-        low, latent, key = self.down(x).split((mla.q_lora, mla.kv_lora, mla.rope), dim=1)
+        low, latent, key = self.down(x, step.adapters).split((mla.q_lora, mla.kv_lora, mla.rope), dim=1)
         low = self.q_norm(low.contiguous())
         entry = [self.kv_norm(latent.contiguous()), rotate_pairs(key, *shared.angles, mla.interleaved)]
         index: tuple[Tensor, Tensor] | None = None
@@ -116,7 +116,8 @@ class IndexedAttention(LatentAttention):
         )
         if logits_indices is not None and not len(logits_indices):  # only the cache entries were needed
             return self.out(x.new_empty(0, self._heads * mla.v))
-        nope, turned = self.q_up(low).unflatten(1, (self._heads, -1)).split((mla.nope, mla.rope), dim=-1)
+        q = self.q_up(low, step.adapters).unflatten(1, (self._heads, -1))
+        nope, turned = q.split((mla.nope, mla.rope), dim=-1)
         turned = rotate_pairs(turned, *shared.angles, mla.interleaved)
         up = self.kv_up.matrices
         absorb, values = (None, None) if up.packed is None else (up.packed.absorb, up.packed.values)
@@ -125,7 +126,8 @@ class IndexedAttention(LatentAttention):
         latents = self._attend(q, index, shared, caches)
         if logits_indices is not None:
             latents = latents[logits_indices]
-        return self.out(self._product(latents, up.values, values).flatten(1))
+        made = self._product(latents, up.values, values).flatten(1)
+        return self.out(made, step.adapters_at(logits_indices))
 
     def _attend(
         self, q: Tensor, index: tuple[Tensor, Tensor] | None, shared: IndexedInput, caches: LayerCache

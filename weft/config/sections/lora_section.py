@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from weft.common.errors import ConfigError
 from weft.config.sections.parallel_section import Section
 
 
@@ -31,3 +32,9 @@ class LoraSection(Section, frozen=True, kw_only=True):
             "path. Requires --max-loras."
         ),
     ] = ()
+
+
+def check_lora(lora: LoraSection) -> None:
+    """Raise ConfigError for adapters without places."""
+    if lora.lora_modules and not lora.max_loras:
+        raise ConfigError("--lora-modules requires --max-loras", param="--lora-modules")

@@ -16,6 +16,7 @@ from weft.common.shared_bytes import SharedName
 from weft.control.fleet.prefix_index import PrefixReports
 from weft.kv.prefix_log import PrefixLog
 from weft.types import messages as m
+from weft.types.adapters import AdapterChanged
 from weft.types.handshake import IDENTITY_SINCE, EngineIdentity, why_another, why_apart
 
 Outgoing: TypeAlias = list[tuple[bytes, m.ToFront]]
@@ -39,6 +40,12 @@ class EngineInterface(Protocol):
     def welcome(self, incarnation: int) -> m.Welcome: ...
 
     def follow_prefixes(self) -> tuple[PrefixLog, int] | None: ...
+
+
+class AdapterLoader(Protocol):
+    """Loads and drops LoRA adapters. See ``weft.engine.adapters``."""
+
+    def apply(self, message: m.ToAdapters) -> AdapterChanged: ...
 
 
 class Pixels(Protocol):
@@ -73,12 +80,15 @@ class EngineProtocol:
         incarnation: int,
         pixels: Pixels | None = None,
         identity: EngineIdentity | None = None,
+        adapters: AdapterLoader | None = None,
     ) -> None:
         """Create the protocol without connections.
 
         ``incarnation`` goes into every Welcome. ``pixels`` is None if images always come as bytes.
         ``identity``: API servers that want another engine are refused; None refuses nobody.
+        ``adapters``: None for an engine without LoRA adapters.
         """
+        self._adapters = adapters
         self._identity = identity
         self._engine = engine
         self._pixels = pixels
@@ -121,6 +131,8 @@ class EngineProtocol:
             self.draining = True
         elif isinstance(message, m.Goodbye):
             self.forget(front)
+        elif isinstance(message, m.ToAdapters):
+            return [(front, self._changed(message))]
         elif not isinstance(message, m.Profile):  # the step loop handles profiles
             self.stopped = True
         return []
@@ -225,6 +237,13 @@ class EngineProtocol:
             return self._reject(front, submit, error)
         self._owners[submit.sequence] = _Owner(front, submit.attempt)
         return self.events(events)
+
+    def _changed(self, message: m.ToAdapters) -> AdapterChanged:
+        """Load or drop a LoRA adapter. Return the answer, with an error from an engine without adapters."""
+        if self._adapters is not None:
+            return self._adapters.apply(message)
+        error = InvalidRequest("the engine takes no LoRA adapters", param="adapter")
+        return AdapterChanged(digest=message.digest, loaded=False, error=error.info())
 
     def _named(self, connection: bytes, name: str) -> bool:
         """Return True if the connection belongs to the API server ``name``."""

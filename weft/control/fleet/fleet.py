@@ -224,7 +224,7 @@ class Fleet:
                 self._send(instance, m.WatchPrefixes())
         elif isinstance(message, m.Welcome):
             self._welcome(instance, message)
-        else:
+        elif isinstance(message, m.EngineFailed):
             self._lose(instance, ReportedError(message.error))
 
     def _welcome(self, instance: Instance, welcome: m.Welcome) -> None:

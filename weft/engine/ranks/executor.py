@@ -6,6 +6,7 @@ import zlib
 from typing import Protocol
 
 from weft.config.resolved import KVConfig
+from weft.models.adapters import Adapters
 from weft.runner.exports import RankTransfers, Reports, TransferThread
 from weft.runner.graphs.graphs import DecodeGraphs
 from weft.runner.step_handle import StepHandle
@@ -29,6 +30,9 @@ class RankRunner(Protocol):
 
     @property
     def varying(self) -> tuple[str, ...]: ...
+
+    @property
+    def adapters(self) -> Adapters | None: ...
 
     @property
     def transfer(self) -> TransferThread | None: ...

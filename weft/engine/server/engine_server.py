@@ -29,7 +29,7 @@ from weft.common.log import get_logger
 from weft.common.shared_bytes import SharedBytes, SharedName, most_descriptors, open_shared
 from weft.config.names import engine_identity, process_name
 from weft.config.resolved import EngineConfig
-from weft.control.fleet.engine_protocol import EngineInterface, EngineProtocol, Outgoing
+from weft.control.fleet.engine_protocol import AdapterLoader, EngineInterface, EngineProtocol, Outgoing
 from weft.engine.server.listener import Listener
 from weft.engine.server.profiling import Profiler
 from weft.types import messages as m
@@ -150,13 +150,14 @@ class EngineServer:
         profiler: Profiler | None = None,
         shows: bool = False,
         identity: EngineIdentity | None = None,
+        adapters: AdapterLoader | None = None,
     ) -> None:
         """``core``: the engine, closed at the end of ``run``.
 
         ``endpoint``: the address to listen at, or an open listener. ``wait_ms``: returns the milliseconds for
         which a busy engine may wait for messages (default: 0). ``profiler``: default: none. ``shows``: True
-        if other processes of the group must be able to open images in shared memory. ``identity``: see
-        ``EngineProtocol``.
+        if other processes of the group must be able to open images in shared memory. ``identity`` and
+        ``adapters``: see ``EngineProtocol``.
         """
         self._profiler = profiler or Profiler(None, "")
         self._core = core
@@ -167,7 +168,7 @@ class EngineServer:
         for one in (self._socket, *core.sockets):
             self._poller.register(one, zmq.POLLIN)
         self._pixels = PixelInbox(shows)
-        self._protocol = EngineProtocol(core, core.incarnation, self._pixels, identity)
+        self._protocol = EngineProtocol(core, core.incarnation, self._pixels, identity, adapters)
         self._last_heartbeat = 0.0
         self._strangers = CountedLog(log)
         self._next_report = time.monotonic() + REPORT_S
@@ -332,4 +333,5 @@ def run_engine(config: EngineConfig, listener: Listener, pipe: int | None = None
         profiler=profiler,
         shows=shows,
         identity=engine_identity(config),
+        adapters=core.adapters,
     ).run()

@@ -64,7 +64,8 @@ class StreamsBlock(Block):
         if self.feed_forward.reads_ids:
             ids = shared.step.ids if logits_indices is None else shared.step.ids[logits_indices]
         normed = self.feed_forward_norm(one)
-        made = yield from self.feed_forward.steps(self._comm, normed, ids, shared.step.exchange)
+        adapters = shared.step.adapters_at(logits_indices)
+        made = yield from self.feed_forward.steps(self._comm, normed, ids, shared.step.exchange, adapters)
         return self.feed_forward_streams.add(x, made, out, mix), None
 
 

@@ -26,6 +26,7 @@ from weft.runner.batch.staging import (
     row_columns,
     verify_columns,
 )
+from weft.runner.batch.step_adapters import agreed, with_adapters
 from weft.runner.images.image_store import MediaStore
 from weft.runner.sampling.sampler import SampleRows
 from weft.runner.slot_state import SlotState
@@ -81,12 +82,6 @@ class _Staged:
     """int64 [decode rows, most drafts]: merged row of each draft, -1 as padding; None without drafts."""
 
 
-def _agreed(plan: StepPlan, step: StepInput) -> StepInput:
-    """Return the step with the exchange that the replicas agreed on, or ``step`` without an agreement."""
-    agreed = plan.agreed
-    return step if agreed is None else replace(step, exchange=Exchange(rows=agreed.padded_tokens))
-
-
 def _upload(buffer: StagingBuffer, *groups: Sequence[np.ndarray]) -> list[list[Tensor]]:
     """Copy groups of columns to the device in one copy. Return the same groups as tensors."""
     buffer.begin(sum(len(column) for group in groups for column in group))
@@ -122,7 +117,7 @@ class BatchBuilder:
         device. The tensors are valid until ``buffer`` is released."""
         rows, staged = self._stage(plan, buffer)
         starts = self._state.num_computed[rows.slot]
-        step = _agreed(plan, self._step(plan.prefill, plan.decode, rows, starts, staged.logits.merged_row))
+        step = agreed(plan, self._step(plan.prefill, plan.decode, rows, starts, staged.logits.merged_row))
         return Batch(step=step, **self._sampling(rows, starts, staged, step.ids, step.positions))
 
     def rows(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
@@ -240,7 +235,7 @@ class BatchBuilder:
             self._segment(prefill, 0, slots[p], starts[p], rows.prefill_offsets.int(), live[p]),
             self._segment(decode, prefill.tokens, slots[d], starts[d], rows.decode_offsets.int(), live[d]),
         )
-        return StepInput(
+        made = StepInput(
             ids=self._state.history[token_slots, positions + shift].long(),
             positions=positions,
             writes=self._writes(token_slots, positions),
@@ -250,11 +245,13 @@ class BatchBuilder:
             rope_positions=self._state.rope_positions(token_slots, positions),
             media=None if self._media is None else self._media.rows(prefill, shift),
         )
+        return with_adapters(made, self._state, token_slots, prefill.slot, decode.slot)
 
     def build_even(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
         """Build a plan with ``even`` rows from the slots alone. The batch equals the batch of ``build``."""
         staged = self.stage_decode(plan, 0, buffer)
-        step = _agreed(plan, self.decode(staged[0], plan.decode))
+        step = agreed(plan, self.decode(staged[0], plan.decode))
+        step = with_adapters(step, self._state, staged[0], plan.decode.slot)
         rows = self.decode_rows(plan, staged, step.ids, step.positions)
         return Batch(step=step, **rows)
 

@@ -163,12 +163,12 @@ class SchedulerTransfers:
             self._book.wanted(record, offer)
 
     def _answer(self, record: TransferRecord) -> None:
-        """Answer an offer, unless the sequence waits for its first sample or for a grammar. The answer goes
-        into ``requests``."""
+        """Answer an offer, unless the sequence waits for its first sample, a grammar or an adapter. The
+        answer goes into ``requests``."""
         offer = record.offer
         sequence = record.sequence
         request = self._state.requests[sequence.request]
-        if offer is None or sequence.blocked:
+        if offer is None or sequence.blocked or (sequence.adapter and sequence.place < 0):
             return
         if request.first_sample is not sequence and not request.prompt_computed:
             return

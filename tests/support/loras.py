@@ -1,0 +1,66 @@
+"""Random LoRA adapters of a checkpoint, and the checkpoint with an adapter merged into its weights."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from weft.config.adapters import read_adapter
+
+ATTENTION = r"self_attn\.(q|k|v|o)_proj$"
+DENSE = r"(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)$"
+LATENT = r"(self_attn\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|o_proj)|layers\.0\.mlp\.(gate|up|down)_proj)$"
+DELTA = (
+    r"(linear_attn\.(in_proj_qkvz|in_proj_ba|out_proj)|self_attn\.(q|k|v|o)_proj|layers\.1\.mlp\.\w+_proj)$"
+)
+
+
+def make_adapter(
+    folder: Path,
+    base: Path,
+    targets: str = DENSE,
+    *,
+    rank: int = 3,
+    alpha: float = 5,
+    seed: int = 0,
+    prefix: str = "base_model.model.",
+    **settings: Any,
+) -> Path:
+    """Save a random adapter for the modules of ``base`` that match ``targets``. Return ``folder``."""
+    random = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, weight in load_file(base / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if weight.dim() != 2 or not re.search(targets, module):
+            continue
+        outputs, inputs = weight.shape
+        own = next((r for key, r in settings.get("rank_pattern", {}).items() if re.search(key, module)), rank)
+        a, b = (torch.randn(shape, generator=random) for shape in ((own, inputs), (outputs, own)))
+        tensors[f"{prefix}{module}.lora_A.weight"] = a * 0.3
+        tensors[f"{prefix}{module}.lora_B.weight"] = b * 0.3
+    assert tensors, "no module matches"
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    made = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none", **settings}
+    made["target_modules"] = sorted({name.split(".")[-3] for name in tensors})
+    (folder / "adapter_config.json").write_text(json.dumps(made))
+    return folder
+
+
+def merge(folder: Path, base: Path, adapter: Path) -> Path:
+    """Save ``base`` with ``adapter`` added to its weights in float64. Return ``folder``."""
+    shutil.copytree(base, folder)
+    weights = load_file(base / "model.safetensors")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for module in read_adapter(adapter).modules:
+        product = tensors[module.b].double() @ tensors[module.a].double()
+        name = f"{module.module}.weight"
+        weights[name] = weights[name].double() + module.scale * product
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

@@ -1,0 +1,128 @@
+"""LoRA adapters of an engine: checks the files, then lets the scheduler accept sequences.
+
+The engine reads and checks an adapter completely before any rank does. So a folder that is no adapter of the
+model is an answer to the sender, and no rank fails. The adapters of ``--lora-modules`` are loaded with the
+engine, also after each restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from weft.common.errors import ConfigError, InvalidRequest, WeftError
+from weft.common.log import get_logger
+from weft.config.adapters import AdapterFile, parse_modules, read_adapter
+from weft.config.sections.lora_section import LoraSection
+from weft.scheduler.adapters import AdapterBook
+from weft.types.adapters import AdapterChanged, DropAdapter, LoadAdapter
+from weft.types.messages import TokenEvent
+
+log = get_logger(__name__)
+
+
+class ModelAdapters(Protocol):
+    """The adapters of a model on the local rank. See ``weft.models.adapters``."""
+
+    def check(self, adapter: AdapterFile) -> None: ...
+
+
+class EngineAdapters:
+    """The adapters of one engine. Also an ``AwaitedSource``, for events after a loss of ranks."""
+
+    def __init__(self, section: LoraSection, book: AdapterBook | None, model: ModelAdapters | None) -> None:
+        """Load the adapters of ``--lora-modules``. ``book`` and ``model``: None for an engine without places.
+
+        Raise ConfigError if an adapter cannot be loaded.
+        """
+        self._section = section
+        self._book, self._model = book, model
+        self.digests: dict[str, str] = {}
+        """Name -> digest of the adapters of ``--lora-modules``."""
+        self._events: list[TokenEvent] = []
+        for name, folder in parse_modules(section.lora_modules).items() if self._takes else ():
+            try:
+                self.digests[name] = self._load(name, folder)
+            except WeftError as error:
+                raise ConfigError(error.message, param="--lora-modules") from error
+
+    @property
+    def _takes(self) -> bool:
+        return self._book is not None and self._model is not None
+
+    def apply(self, message: LoadAdapter | DropAdapter) -> AdapterChanged:
+        """Load or drop an adapter, and return the answer. Raises nothing for an adapter that cannot be
+        loaded.
+
+        Ranks read the adapter with the next step. Drop of an unknown digest succeeds.
+        """
+        try:
+            if isinstance(message, LoadAdapter):
+                self._load(message.name, message.folder, message.digest, pinned=message.pinned)
+            elif self._book is not None:
+                self._book.drop(message.digest)
+        except (WeftError, OSError) as error:
+            known = error if isinstance(error, WeftError) else InvalidRequest("the adapter can't be read")
+            log.warning("a LoRA adapter was not loaded: %s", known.message)
+            loaded = self._book is not None and self._book.accepts(message.digest)
+            return AdapterChanged(digest=message.digest, loaded=loaded, error=known.info())
+        return AdapterChanged(digest=message.digest, loaded=isinstance(message, LoadAdapter))
+
+    def _load(self, name: str, folder: str, digest: str = "", *, pinned: bool = False) -> str:
+        """Check the files of an adapter, load the adapter, and return the digest.
+
+        ``digest``: the digest that the folder must have; "" for any. Raise ConfigError or InvalidRequest.
+        """
+        if self._book is None or self._model is None:
+            raise InvalidRequest(
+                "the engine has no places for LoRA adapters: set --max-loras", param="adapter"
+            )
+        adapter = read_adapter(folder, name, self._section.max_lora_rank)
+        if digest and adapter.digest != digest:
+            raise InvalidRequest(
+                f"the folder of adapter {name!r} has other content than announced; load the adapter again",
+                param="digest",
+            )
+        try:
+            self._model.check(adapter)
+        except ConfigError as error:
+            raise ConfigError(f"adapter {name!r}: {error.message}", param=error.param) from error
+        self._book.load(adapter.digest, adapter.folder, pinned)
+        log.info("LoRA adapter %r loaded: rank %d, %.1f MB", name, adapter.rank, adapter.nbytes / 1e6)
+        return adapter.digest
+
+    def lost(self, fail: Callable[[str], list[TokenEvent]]) -> None:
+        """Drop the adapters whose files changed, before new ranks read them. Call after a loss of ranks.
+
+        ``fail`` ends all sequences of a digest and returns the events; ``take`` returns the events later.
+        """
+        for digest, folder in [] if self._book is None else self._book.folders():
+            if not _has(folder, digest):
+                log.warning("the files of a LoRA adapter changed; its requests end")
+                self._events += fail(digest)
+                if self._book is not None:
+                    self._book.drop(digest)
+
+    # ---- AwaitedSource
+
+    @property
+    def sockets(self) -> Sequence[Any]:
+        """Return no sockets: events come from losses only, which the step loop sees."""
+        return ()
+
+    def take(self, scheduler: object) -> list[TokenEvent]:
+        """Return the events of sequences ended by ``lost``."""
+        events, self._events = self._events, []
+        return events
+
+    def asked(self, scheduler: object) -> list[TokenEvent]:
+        """Return no events: the scheduler requests nothing."""
+        return []
+
+
+def _has(folder: str, digest: str) -> bool:
+    """Return True if ``folder`` has the content of ``digest``."""
+    try:
+        return read_adapter(folder).digest == digest
+    except (ConfigError, OSError):
+        return False

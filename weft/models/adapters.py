@@ -1,0 +1,263 @@
+"""LoRA adapters of a model on one rank: where the tensors go, the copies in host memory, the pool.
+
+The family's weight map has all knowledge: an adapter tensor ``X.lora_B`` goes where the rows of ``X.weight``
+go, and ``X.lora_A`` where the columns go. No family code deals with adapters.
+
+    layer divided by outputs     A whole, B cut as the outputs
+    layer divided by inputs      A cut as the inputs, B whole; the products are added to the partial results
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.common.errors import ConfigError, EngineDead
+from weft.common.log import get_logger
+from weft.config.adapters import AdapterFile, AdapterModule, read_adapter
+from weft.layers.build import AdapterOptions, Layer
+from weft.layers.low_rank import LowRank
+from weft.layers.pending_codes import Weight
+from weft.models.files import WeightFile
+from weft.models.slices import Window, part_shape, windows
+from weft.models.weights import Placement, WeightMap
+from weft.ops import torch_ops
+from weft.types.plan import HoldAdapter, PlaceAdapter, ReleaseAdapter, SlotUpdate
+
+if TYPE_CHECKING:
+    from weft.models.decoder import Model
+
+_log = get_logger(__name__)
+
+Tensor = torch.Tensor
+
+_ALL = slice(None)
+_SHOWN = 8
+_WEIGHT = ".weight"
+#: Name of a module from its layer number on; the part before differs between classes of one model.
+_LAYER = re.compile(r"^((?:base_model\.|model\.|language_model\.|text_model\.|transformer\.)*)(layers\..+)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """The place of one published matrix in the low-rank part of a layer."""
+
+    low: LowRank
+    part: int
+    placement: Placement
+    shape: tuple[int, int]
+    """Outputs and inputs of the published matrix."""
+    taken: tuple[Window, ...]
+    """Windows of this rank; () if the rank stores nothing of the matrix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """One module of an adapter in host memory, cut for this rank, with the scale in ``b``."""
+
+    target: _Target
+    a: Tensor
+    """[rank, inputs of this rank]."""
+    b: Tensor
+    """[outputs of the published matrix, rank], in the order of the parameter."""
+
+
+class Adapters:
+    """The adapters of a model on one rank."""
+
+    def __init__(self, model: Model, weights: WeightMap, options: AdapterOptions) -> None:
+        """Allocate the pool. Call before the model is packed: notes about parameters end there."""
+        self._options = options
+        self._dtype = model.dtype
+        self._pinned = model.device.type == "cuda"
+        self._targets = _targets(model, weights)
+        self._by_layer = _by_layer(self._targets)
+        self._layers = list({id(target.low): target.low for target in self._targets.values()}.values())
+        self._held: dict[str, list[_Held]] = {}
+        """Adapters in host memory, by digest."""
+        nbytes = sum(low.pool.nbytes for low in self._layers if low.pool is not None)
+        _log.info(
+            "%d places for LoRA adapters of rank %d: %.1f MB", options.places, options.rank, nbytes / 1e6
+        )
+
+    def check(self, adapter: AdapterFile) -> None:
+        """Raise ConfigError unless every module of ``adapter`` fits the model. The message lists modules."""
+        if adapter.rank > self._options.rank:
+            raise ConfigError(
+                f"the adapter has rank {adapter.rank}, and --max-lora-rank is {self._options.rank}",
+                param="--max-lora-rank",
+            )
+        unknown, misfits = [], []
+        for module in adapter.modules:
+            target = self._target(module.module)
+            if target is None:
+                unknown.append(module.module)
+            elif target.shape != (module.outputs, module.inputs):
+                outputs, inputs = target.shape
+                misfits.append(
+                    f"{module.module} [{module.outputs}, {module.inputs}] instead of [{outputs}, {inputs}]"
+                )
+        problems = [
+            f"{what}: {_listed(names)}"
+            for what, names in (("modules that take no adapter", unknown), ("other shapes", misfits))
+            if names
+        ]
+        if problems:
+            raise ConfigError(
+                f"the adapter does not fit the model; {'; '.join(problems)}", param="--lora-modules"
+            )
+
+    def apply(self, ops: Iterable[SlotUpdate]) -> None:
+        """Apply the updates of a plan that concern adapters, in order.
+
+        Raises EngineDead if a folder does not have the digest any more.
+        """
+        for op in ops:
+            if isinstance(op, HoldAdapter):
+                try:
+                    self.hold(op.digest, op.folder)
+                except (ConfigError, OSError) as error:
+                    raise EngineDead(f"the files of a LoRA adapter changed while in use: {error}") from error
+            elif isinstance(op, PlaceAdapter):
+                self.place(op.digest, op.place)
+            elif isinstance(op, ReleaseAdapter):
+                self._held.pop(op.digest, None)
+
+    def hold(self, digest: str, folder: str) -> None:
+        """Read an adapter into host memory. Idempotent.
+
+        Raise ConfigError for files that are no adapter of the model, or with another digest.
+        """
+        if digest in self._held:
+            return
+        adapter = read_adapter(folder, max_rank=self._options.rank)
+        if adapter.digest != digest:
+            raise ConfigError("the files of the adapter have other content", param="--lora-modules")
+        self.check(adapter)
+        with WeightFile(adapter.weights) as file:
+            made = [self._read(module, file) for module in adapter.modules]
+        # Checked again: the files may have changed between the digest and the tensors.
+        if read_adapter(folder).digest != digest:
+            raise ConfigError("the files of the adapter changed while they were read", param="--lora-modules")
+        self._held[digest] = [held for held in made if held.target.taken]
+
+    def place(self, digest: str, place: int) -> None:
+        """Copy an adapter to ``place`` of the pool, over any other adapter."""
+        held = self._held.get(digest)
+        if held is None:
+            raise EngineDead("a LoRA adapter is placed that was never read")
+        ranks: dict[int, int] = {}
+        for low in self._layers:
+            assert low.pool is not None
+            if low.pool.ranks[place]:
+                low.pool.clear(place)
+        for one in held:
+            pool = one.target.low.pool
+            assert pool is not None
+            rank = len(one.a)
+            pool.a[place, one.target.part, :rank].copy_(one.a, non_blocking=True)
+            for window in one.target.taken:
+                rows, to, *_ = (*_rows(window), None)
+                pool.b[place, to, :rank].copy_(one.b[rows], non_blocking=True)
+            ranks[id(pool)] = max(rank, ranks.get(id(pool), 0))
+            pool.set_rank(place, ranks[id(pool)])
+
+    def _target(self, module: str) -> _Target | None:
+        """Return the target of a module by its whole name, or by its name from the layer number on."""
+        found = self._targets.get(module)
+        if found is None and (match := _LAYER.match(module)) is not None:
+            found = self._by_layer.get(match[2])
+        return found
+
+    def _read(self, module: AdapterModule, file: WeightFile) -> _Held:
+        """Return one module in the model's dtype. The scale is multiplied in a wide dtype before rounding."""
+        target = self._target(module.module)
+        assert target is not None
+        wide = torch_ops.wide(self._dtype)
+        a = file.tensor(module.a)
+        b = target.placement.arranged(file.tensor(module.b).to(wide) * module.scale, wide)
+        columns = _columns(target.taken)
+        made = [values.to(self._dtype).contiguous() for values in (a[:, columns].clone(), b)]
+        if self._pinned:
+            made = [values.pin_memory() for values in made]
+        return _Held(target=target, a=made[0], b=made[1])
+
+
+def _targets(model: Model, weights: WeightMap) -> dict[str, _Target]:
+    """Return published module name -> target, for all layers that take adapters, and allocate the layers."""
+    layers = dict(_adapted(model))
+    parameters = model.notes.weights(model.named_parameters())
+    found: dict[str, list[tuple[str, Placement]]] = {}
+    for name, placement in weights.placements.items():
+        owner = placement.parameter.removesuffix(_WEIGHT)
+        weighs = placement.parameter.endswith(_WEIGHT) and name.endswith(_WEIGHT)
+        if owner in layers and weighs and _keeps_columns(placement, parameters[placement.parameter]):
+            found.setdefault(owner, []).append((name.removesuffix(_WEIGHT), placement))
+    made: dict[str, _Target] = {}
+    for owner, placed in found.items():
+        weight = parameters[owner + _WEIGHT]
+        spans = []
+        for part, (name, placement) in enumerate(placed):
+            taken = tuple(windows(weight, placement.index))
+            outputs, inputs = part_shape(weight, placement.index)
+            made[name] = _Target(
+                low=layers[owner], part=part, placement=placement, shape=(outputs, inputs), taken=taken
+            )
+            spans += [(part, *_span(_rows(window)[1], weight.parameter.shape[0])) for window in taken]
+        outputs, inputs = weight.parameter.shape
+        layers[owner].allocate(len(placed), (outputs, inputs), spans)
+    return made
+
+
+def _adapted(model: Model) -> Iterable[tuple[str, LowRank]]:
+    """Yield (name, low-rank part) of each layer that gets the adapters of the rows."""
+    for name, module in model.named_modules():
+        for child in module.adapted if isinstance(module, Layer) else ():
+            low = getattr(getattr(module, child), "low", None)
+            if low is not None:
+                yield f"{name}.{child}", low
+
+
+def _keeps_columns(placement: Placement, weight: Weight) -> bool:
+    """Return True if the parameter stores whole columns of the published matrix, in any order of rows."""
+    if len(weight.parameter.shape) != 2 or len(placement.index) > 1:
+        return False
+    if placement.read is None:
+        return True
+    rows = part_shape(weight, placement.index)[0]
+    try:
+        return placement.read(torch.zeros(rows, 1)).shape == (rows, 1)
+    except (RuntimeError, ValueError, IndexError):
+        return False
+
+
+def _by_layer(targets: Mapping[str, _Target]) -> dict[str, _Target]:
+    """Return the targets by the names from the layer number on."""
+    return {match[2]: target for name, target in targets.items() if (match := _LAYER.match(name)) is not None}
+
+
+def _rows(window: Window) -> tuple[slice, slice]:
+    """Return (rows of the published matrix, rows of the local parameter) of a window."""
+    source = window.source[0] if window.source else _ALL
+    target = window.target[0] if window.target else _ALL
+    assert isinstance(target, slice)
+    return source, target
+
+
+def _columns(taken: Iterable[Window]) -> slice:
+    """Return the columns of the published matrix that this rank stores: the same columns in every window."""
+    return next((window.source[1] for window in taken if len(window.source) > 1), _ALL)
+
+
+def _span(rows: slice, count: int) -> tuple[int, int]:
+    begin, end, _ = rows.indices(count)
+    return begin, end
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

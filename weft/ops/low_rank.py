@@ -1,0 +1,127 @@
+"""Low-rank products for rows of different adapters: ``y += B (A x)`` with the A and B of each row's place.
+
+A pool has the matrices of several adapters for one matrix of the model, each adapter in one place. A row
+names its place, or -1 for no adapter.
+
+    a  [places, parts, rank, inputs]     part: one of the published matrices in one matrix (q, k, v)
+    b  [places, outputs, rank]           the outputs of a part read the part's A only
+
+Source: Hu et al. 2021, arXiv 2106.09685; rows of different adapters in one batch, Chen et al. 2023, arXiv
+2310.18547.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from weft.ops.registry import Implementation, register
+
+Tensor = torch.Tensor
+
+
+class AdapterRows:
+    """Places of the rows of a step. Belongs to one step."""
+
+    __slots__ = ("_groups", "_selected", "numbers", "present")
+
+    def __init__(self, numbers: Tensor, present: Sequence[int]) -> None:
+        """``numbers``: int32 [T], on the device. ``present``: the different places among them, ascending."""
+        self.numbers = numbers
+        self.present = tuple(present)
+        self._groups: list[tuple[int, Tensor | None]] | None = None
+        self._selected: tuple[Tensor, AdapterRows] | None = None
+
+    def groups(self) -> list[tuple[int, Tensor | None]]:
+        """Return (place, int64 [n]: rows) for each place with rows; None for all rows.
+
+        Computed once. The host waits for the device.
+        """
+        if self._groups is None:
+            found = [(place, (self.numbers == place).nonzero().view(-1)) for place in self.present]
+            self._groups = [
+                (place, None if len(rows) == len(self.numbers) else rows)
+                for place, rows in found
+                if len(rows)
+            ]
+        return self._groups
+
+    def at(self, index: Tensor | None) -> AdapterRows:
+        """Return the places of the rows ``index`` (int64 [L]; None: all rows)."""
+        if index is None:
+            return self
+        if self._selected is None or self._selected[0] is not index:
+            self._selected = index, AdapterRows(self.numbers[index], self.present)
+        return self._selected[1]
+
+
+@dataclass(slots=True, kw_only=True)
+class LowRankPool:
+    """Matrices of all places for one matrix of the model. Unused ranks and parts are zero."""
+
+    a: Tensor
+    b: Tensor
+    spans: tuple[tuple[int, int, int], ...]
+    """(part, begin, end): outputs begin .. end - 1 read the A of ``part``. Other outputs get nothing."""
+    ranks: list[int] = field(default_factory=list)
+    """Largest rank of a part, by place; 0 if the adapter in the place has no matrices here."""
+    device_ranks: Tensor
+    """int32 [places]: ``ranks`` on the device."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    def clear(self, place: int) -> None:
+        """Remove the matrices of ``place``."""
+        self.a[place].zero_()
+        self.b[place].zero_()
+        self.set_rank(place, 0)
+
+    def set_rank(self, place: int, rank: int) -> None:
+        """Set the rank of ``place`` after its matrices were written."""
+        self.ranks[place] = rank
+        self.device_ranks[place].fill_(rank)
+
+
+def make_pool(
+    places: int,
+    rank: int,
+    parts: int,
+    shape: tuple[int, int],
+    spans: Sequence[tuple[int, int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LowRankPool:
+    """Return an empty pool for a matrix of ``shape`` (outputs, inputs) on this rank."""
+    outputs, inputs = shape
+    return LowRankPool(
+        a=torch.zeros(places, parts, rank, inputs, dtype=dtype, device=device),
+        b=torch.zeros(places, outputs, rank, dtype=dtype, device=device),
+        spans=tuple(spans),
+        ranks=[0] * places,
+        device_ranks=torch.zeros(places, dtype=torch.int32, device=device),
+    )
+
+
+def low_rank(y: Tensor, x: Tensor, pool: LowRankPool, rows: AdapterRows) -> None:
+    """Add the low-rank product of each row to y [T, outputs], in place. x: [T, inputs], in y's dtype."""
+    for place, index in rows.groups():
+        rank = pool.ranks[place]
+        if not rank:
+            continue
+        mine = x if index is None else x.index_select(0, index)
+        # [n, parts * rank]
+        inner = F.linear(mine, pool.a[place, :, :rank].flatten(0, 1))
+        for part, begin, end in pool.spans:
+            added = F.linear(inner[:, part * rank : (part + 1) * rank], pool.b[place, begin:end, :rank])
+            if index is None:
+                y[:, begin:end] += added
+            else:
+                y[:, begin:end].index_add_(0, index, added)
+
+
+register("low_rank", Implementation(name="torch", run=low_rank, asks=True))
