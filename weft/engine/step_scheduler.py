@@ -88,4 +88,5 @@ def make_scheduler(config: EngineConfig, kv: KVConfig) -> StepScheduler:
         0 if config.cache.explain_cache == "off" else REMEMBERED_BYTES,
         config.cache.session_retention,
         generates=config.spec.head,
+        classifies=config.spec.classify is not None,
     )

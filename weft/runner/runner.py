@@ -98,7 +98,8 @@ class Runner:
         self._states = States(kv, memory, self._state.live, dtype, blocks)
         self._vocab_size = vocab_size
         self._sampler = Sampler(kv.num_slots, vocab_size, device, processed)
-        self._pooler = Pooler(kv.num_slots, model.spec.hidden, device)
+        classify = None if model.spec.classify is None else lambda hidden: drive(model.classify(hidden))
+        self._pooler = Pooler(kv.num_slots, model.spec.hidden, device, classify)
         self._ring = StagingRing(device, depth, poison=poison)
         self._media = media_store(model, kv.media, device, dtype, embeddings)
         self._builder = BatchBuilder(self._state, kv, backends, dtype, self._media)

@@ -62,7 +62,7 @@ class AllocSlot(_SlotUpdate, frozen=True, kw_only=True):
     token_ids: np.ndarray
     """int32 [prompt + emitted]."""
     pooling: str = ""
-    """"last" or "mean" for a sequence ending with an embedding and no token; else ""."""
+    """Pooling of a sequence that ends with an embedding and no token (``messages.Pooling``); else ""."""
     spans: np.ndarray = EMPTY
     """int32 [items * 6], for models with rope sections: the image spans of the prompt, cached images
     included, row by row as ``weft.types.media_item.spans_of`` returns the spans.
@@ -408,7 +408,9 @@ class EmbeddingRows(msgspec.Struct, frozen=True, kw_only=True):
     rows: np.ndarray
     """int32 [n], ascending: rows of the plan. Such rows have no logits and no row in the result."""
     values: np.ndarray
-    """float32 [n, hidden], not normalized."""
+    """float32 [n, most lengths], not normalized."""
+    lengths: np.ndarray
+    """int32 [n]: numbers of each row; further numbers are padding."""
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
