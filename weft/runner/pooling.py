@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from weft.common.errors import EngineDead
+from weft.models.decoder import Model
+from weft.parallel.comm import drive
 from weft.runner.batch.staging import offsets_of
 from weft.types.plan import AllocSlot, FreeSlot, SlotUpdate, StepPlan
 
@@ -38,6 +40,12 @@ class Pooled:
     """float32 [n, most lengths], on the device; zeros behind the length of a row."""
     lengths: np.ndarray
     """int64 [n]: numbers of each row."""
+
+
+def classifier(model: Model) -> Callable[[Tensor], Tensor] | None:
+    """Return the function from last hidden states [n, hidden] to numbers [n, labels]; None for a model
+    without classes."""
+    return None if model.spec.classify is None else lambda hidden: drive(model.classify(hidden))
 
 
 class Pooler:
