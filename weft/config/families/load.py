@@ -111,9 +111,9 @@ def load_spec(
     names = tensor_names(path)
     facts = Facts({**config, "architectures": [_architecture(Facts(config))]}, names)
     build = FAMILIES.get(facts.get("architectures")[0])
-    spec = build(facts, num_hidden_layers_override)
     classifies = _classifies(config)
-    classify = classify_spec(facts, path, classifies=classifies)
+    classify, pooled = classify_spec(facts, path, classifies=classifies), pooled_spec(facts, path)
+    spec = build(facts, num_hidden_layers_override)
     facts.refuse_unknown_computation()
     if mtp > spec.mtp_layers or (mtp and not _has_modules(facts)):
         raise ConfigError(
@@ -127,7 +127,7 @@ def load_spec(
         head=not classifies and (spec.tied or names is None or any(map(_HEAD.search, names))),
         tied=spec.tied and not classifies,
         classify=classify,
-        pooled=pooled_spec(facts, path),
+        pooled=pooled,
         eos_ids=_eos_ids(spec, path),
         dtype=spec.dtype or _SAFETENSORS_DTYPES.get(saved_dtype(path) or "", "float32"),
         quantized=quantized_spec(facts, path) or quantized_spec(_text_facts(facts), path),
