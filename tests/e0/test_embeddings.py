@@ -26,7 +26,9 @@ from weft.types.sampling import TokenParams
 SEEDED = SAMPLING["seeded"]
 ONE = TokenParams(max_tokens=1)
 BATCH = 4
-POOLING = ["last", "mean"]
+POOLING = ["last", "mean", "cls"]
+WRITES = 5
+"""Number of the sequence with output, behind the sequences of each pooling."""
 CLOSE, DELTA = 2e-5, 3e-4
 """transformers normalizes in float32 for any weights, and computes a delta net entirely in float32."""
 
@@ -70,7 +72,7 @@ class Models:
 
     def check(self, shape: str, prompt: list[int], pooling: str, answer: Answer) -> None:
         states = self.states(shape, tuple(prompt))
-        expected = states[-1] if pooling == "last" else states.mean(0)
+        expected = {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[pooling]
         assert answer.ends == ["stop"]
         assert answer.tokens == []
         got = np.frombuffer(answer.embedding, "<f4")
@@ -90,7 +92,7 @@ def pooled(first: int = 0) -> list[Submit]:
         for place, pooling in enumerate(POOLING):
             number = first + 10 * n + place
             made.append(submit(number, PROMPTS[n], ONE, request=number, pooling=pooling))
-        made.append(submit(first + 10 * n + 2, PROMPTS[n], SEEDED, request=n))
+        made.append(submit(first + 10 * n + WRITES, PROMPTS[n], SEEDED, request=n))
     return made
 
 
@@ -109,11 +111,11 @@ def test_they_are_the_reference_s_hidden_states(shape: str, depth: int, chunk: i
         for first in (0, 1000):
             answers = run(engine, [pooled(first)])
             check_all(models, shape, answers, first)
-            assert all(len(answers[first + 10 * n + 2].tokens) for n in range(BATCH))
+            assert all(len(answers[first + 10 * n + WRITES].tokens) for n in range(BATCH))
     finally:
         engine.close()
     assert answers[1000 + 10 * (BATCH - 1)].num_cached > 0
-    assert all(answers[1000 + 10 * n + 1].num_cached == 0 for n in range(BATCH))
+    assert all(answers[1000 + 10 * n + place].num_cached == 0 for n in range(BATCH) for place in (1, 2))
     if depth == 2:
         assert runner.deepest == 2
 

@@ -63,7 +63,10 @@ def test_forms_of_input_and_answer(server: Any) -> None:
 
 
 def test_what_is_refused(server: Any) -> None:
-    assert refused(server, dimensions=64) == (400, "dimensions", "unsupported_parameter")
+    assert refused(server, dimensions=64)[:2] == (400, "dimensions")
+    assert refused(server, truncate_prompt_tokens=0)[:2] == (400, "truncate_prompt_tokens")
+    assert refused(server, truncate_prompt_tokens=1 << 20)[:2] == (400, "truncate_prompt_tokens")
+    assert refused(server, pooling="mean") == (400, "pooling", "unsupported_parameter")
     assert refused(server, encoding_format="int8")[:2] == (400, "encoding_format")
     assert refused(server, input="")[:2] == (400, "input")
     assert refused(server, input=[])[:2] == (400, "input")

@@ -625,7 +625,8 @@ def _embeddings(made: list[tuple[int, list[float]]]) -> EmbeddingRows | None:
     if not made:
         return None
     values = np.array([values for _, values in made], np.float32)
-    return EmbeddingRows(rows=column([number for number, _ in made]), values=values)
+    lengths = column([values.shape[1]] * len(values))
+    return EmbeddingRows(rows=column([number for number, _ in made]), values=values, lengths=lengths)
 
 
 def _logprobs(offsets: np.ndarray, tokens: list[int]) -> LogprobRows:

@@ -6,13 +6,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from weft.api.loras import Loras
+from weft.api.pooled_calls import PooledCalls
 from weft.api.request import Request, RequestMaker, client_error, spread_grammars, spread_params
-from weft.api.request_outputs import EmbeddingOutput, RequestOutput
+from weft.api.request_outputs import RequestOutput
 from weft.api.settings import read_settings
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded, WeftError
 from weft.common.log import get_logger
@@ -66,7 +67,7 @@ def model_limits(config: EngineConfig, core: EngineCore | Replicas, text: TextMo
     return ModelLimits(vocab_size=welcome.vocab_size, max_model_len=welcome.max_model_len, end_ids=ends)
 
 
-class LLM:
+class LLM(PooledCalls):
     """A model and its engine.
 
     ``model`` is a folder, a hub name or the name of a bundled model. Every other setting is a keyword (the
@@ -183,32 +184,6 @@ class LLM:
         what = "conversation"
         made = self._run(conversations, sampling_params, grammar, make, what, use_tqdm, priority, lora)
         return [request.output() for request in made]
-
-    def embed(
-        self,
-        prompts: Any,
-        *,
-        pooling: Literal["last", "mean"] = "last",
-        normalize: bool = True,
-        priority: int | Sequence[int] = 0,
-        use_tqdm: bool = True,
-        lora: str | Sequence[str | None] | None = None,
-    ) -> list[EmbeddingOutput]:
-        """Return one vector per prompt, made from the final hidden states: the last state, or the mean of all
-        states.
-
-        ``prompts``, ``priority`` and ``lora``: see ``generate``. Vectors have length 1 unless ``normalize``
-        is False. Raise the errors of ``generate``. If only one prompt fails, its output has ``error``.
-        """
-        if pooling not in ("last", "mean"):
-            raise InvalidRequest('pooling must be "last" or "mean"', param="pooling")
-        many = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
-
-        def make(prompt: Any, params: SamplingParams, seed: int, grammar: None) -> Request:
-            return self._maker.to_embed(prompt, pooling, seed)
-
-        made = self._run(many, None, None, make, "prompt", use_tqdm, priority, lora)
-        return [request.embedding(normalize) for request in made]
 
     def shutdown(self) -> None:
         """Free the engine. Idempotent. Wait for a call in another thread to return first."""

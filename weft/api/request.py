@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from weft.api.request_outputs import EmbeddingOutput, RequestOutput, completion_of
+from weft.api.request_outputs import RequestOutput, completion_of
 from weft.common.errors import ContextLength, ErrorInfo, InvalidRequest, WeftError
 from weft.config.resolved import MediaLimits
 from weft.media.local import LocalPictures, placed
@@ -18,8 +18,8 @@ from weft.text.choice import Choice
 from weft.text.detokenizer import Stops
 from weft.text.logprobs import PositionLogprobs
 from weft.text.model import TextModel
-from weft.text.pooled import normalized
 from weft.text.submit import IdMint, ModelLimits, SeedMint, build_submits, prompt_bytes, submits_of
+from weft.text.tokenizer import Tokenizer
 from weft.types.grammar import Grammar
 from weft.types.media_item import MediaItem
 from weft.types.messages import Pooling, Submit
@@ -71,20 +71,6 @@ class Request:
     @property
     def finished(self) -> bool:
         return all(choice.finished for choice in self.choices)
-
-    def embedding(self, normalize: bool) -> EmbeddingOutput:
-        """Return the output of an ended embedding request. ``normalize``: scale the vector to length 1. A
-        failed request gives an empty vector and ``error``."""
-        choice = self.choices[0]
-        raw = np.frombuffer(choice.embedding, "<f4").astype(np.float32)
-        return EmbeddingOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=list(self.prompt_ids),
-            embedding=normalized(choice.embedding) if normalize else raw,
-            num_cached_tokens=choice.num_cached,
-            error=choice.error,
-        )
 
     def output(self) -> RequestOutput:
         """Return the accumulated output, with copied lists. May be called while the request runs."""
@@ -205,6 +191,11 @@ class RequestMaker:
         made = Request(f"{submits[0].request:016x}", text, ids, submits, [choice])
         made.show(media)
         return made
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model."""
+        return self._text.tokenizer
 
     def release(self, request: Request) -> None:
         """Release the ids of a request, which then may be used again. Call once, after the end of the

@@ -62,6 +62,29 @@ class EmbeddingOutput:
     error: ErrorInfo | None = None
 
 
+@dataclass(slots=True)
+class ClassOutput:
+    """Classes of one prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    probs: np.ndarray
+    """float64 [labels], in the order of ``ModelSpec.classify``; empty if ``error`` is set."""
+    label: str
+    """Name of the label with the largest number."""
+    num_cached_tokens: int = 0
+    error: ErrorInfo | None = None
+
+
+@dataclass(slots=True)
+class ScoreOutput:
+    """Score of one pair of texts."""
+
+    score: float
+    """Not a number if ``error`` is set."""
+    error: ErrorInfo | None = None
+
+
 def completion_of(choice: Choice) -> CompletionOutput:
     """Return the present state of a choice, with copied lists."""
     return CompletionOutput(

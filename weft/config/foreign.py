@@ -73,7 +73,6 @@ INSTEAD: dict[str, str] = {
     "num_gpu_blocks_override": "use --kv-cache-memory",
     "enable_lora": _LORA,
     "enable_prompt_embeds": "Weft takes prompts as text or as token ids",
-    "hf_overrides": _OWN_FORMAT,
     "rope_scaling": _OWN_FORMAT,
     "rope_theta": _OWN_FORMAT,
     "tokenizer_mode": "Weft reads the tokenizer's files only: leave the flag out",
@@ -301,6 +300,11 @@ def events(value: Any) -> dict[str, Any]:
         return {}
     given.setdefault("endpoint", _EVENTS_ENDPOINT)
     return {_EVENTS[key]: one for key, one in given.items() if one not in (None, "")}
+
+
+def as_json(value: Any) -> Any:
+    """Return a mapping as JSON text; any other value unchanged."""
+    return json.dumps(dict(value)) if isinstance(value, Mapping) else value
 
 
 def _object(flag: str, value: Any) -> Mapping[str, Any]:

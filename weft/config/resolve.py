@@ -20,6 +20,7 @@ from weft.config import devices, hub
 from weft.config.expert_settings import check_experts
 from weft.config.families import load_spec
 from weft.config.families.facts import read_json
+from weft.config.families.pooling import overrides_of
 from weft.config.families.weight_files import check_weight_files, refuse_adapter
 from weft.config.gpus import gpus_here, gpus_of_group
 from weft.config.hosts import check_hosts, engines_on, refuse_hosts
@@ -136,6 +137,7 @@ def read_spec(config: Config, path: str) -> ModelSpec:
         path,
         model.num_hidden_layers_override,
         trust_remote_code=model.trust_remote_code,
+        overrides=overrides_of(model),
         mtp=int(config.speculation.speculative_method == "mtp" and not encodes),
     )
     if encodes:

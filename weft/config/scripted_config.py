@@ -12,6 +12,7 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.config import hub
 from weft.config.families import load_spec
+from weft.config.families.pooling import overrides_of
 from weft.config.names import accepted_names, served_names
 from weft.config.resolve import check_checkpoint, check_files
 from weft.config.resolved import EngineConfig, KVConfig
@@ -33,7 +34,10 @@ def resolve_scripted(config: Config) -> EngineConfig:
     tokenizer_path = hub.resolve_tokenizer_path(model.tokenizer, path)
     check_checkpoint(model, path, tokenizer_path)
     spec = load_spec(
-        path, trust_remote_code=model.trust_remote_code, language_model_only=model.language_model_only
+        path,
+        trust_remote_code=model.trust_remote_code,
+        language_model_only=model.language_model_only,
+        overrides=overrides_of(model),
     )
     if model.tokenizer is not None:  # another tokenizer has other end ids
         spec = msgspec.structs.replace(spec, eos_ids=())

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from weft.config.media import MediaFacts
+from weft.types.pooled import ClassifySpec, PooledSpec
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -330,6 +331,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Layout of the quantized weights; None for plain weights."""
     vision: VisionSpec | None = None
     """Vision tower; None for a text-only model."""
+    classify: ClassifySpec | None = None
+    """Numbers for a whole prompt; None for a model that does not classify."""
+    pooled: PooledSpec = PooledSpec()
 
     def cache_of(self, layer: int) -> int:
         """Return the number of the first KV cache group of ``layer``. Raise KeyError if there is none."""

@@ -89,4 +89,5 @@ def make_scheduler(config: EngineConfig, kv: KVConfig) -> StepScheduler:
         config.cache.session_retention,
         generates=config.spec.head,
         places=config.lora.max_loras,
+        classifies=config.spec.classify is not None,
     )

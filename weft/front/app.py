@@ -27,6 +27,7 @@ from weft.front.monitoring.metrics import CONTENT_TYPE
 from weft.front.openai.chat_route import add_chat
 from weft.front.openai.completions import add_completions
 from weft.front.openai.embeddings_route import add_embeddings
+from weft.front.openai.scoring_route import add_scoring
 from weft.front.requests.context import Front
 from weft.front.responses.routes import add_responses
 from weft.front.small_routes import add_tokenizing
@@ -40,6 +41,7 @@ def build_app(front: Front, hosts: Hosts) -> AccessGate:
     add_chat(app, front)
     add_completions(app, front)
     add_embeddings(app, front)
+    add_scoring(app, front)
     add_responses(app, front)
     add_tokenizing(app, front)
     add_tokens(app, front)

@@ -20,6 +20,7 @@ from weft.config.spec import ModelSpec
 from weft.layers.build import Build, FeedForward, Layer, pack_all
 from weft.layers.dense import Linear, LMHead, NoHead, RMSNorm, TokenEmbedding
 from weft.layers.rope import Rope
+from weft.layers.score import ScoreHead
 from weft.models.adapters import Adapters
 from weft.models.vision import Tower, make_tower
 from weft.moe.balance import ExpertLayers
@@ -49,6 +50,9 @@ class Model(nn.Module, ABC):
         """LoRA adapters on this rank. Set by the loader; None without places for adapters."""
         self.vision: Tower | None = None
         """Tower that makes the rows of ``StepInput.media``; None for text-only models."""
+        own = spec.classify is not None and not spec.classify.tokens
+        self.score = ScoreHead(spec.hidden, spec.classify.labels, build) if spec.classify and own else None
+        """Matrix of a classifier; None for other models."""
 
     def pack(self) -> None:
         """Pass every loaded weight to the op that reads the weight. Call once, before the first ``steps``."""
@@ -119,6 +123,20 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
         """Return logits [L, vocab], in the model's dtype, for a result of ``hidden``."""
+
+    def classify(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
+        """Return the numbers of ``spec.classify`` for final hidden states [n, hidden], float64 [n, labels].
+
+        Yields like ``logits``.
+        """
+        wanted = self.spec.classify
+        assert wanted is not None
+        if self.score is not None:
+            made: Tensor = self.score(hidden)
+            return made
+        logits = yield from self.logits(hidden)
+        made = logits[:, list(wanted.tokens)].double()
+        return made[:, 1:] - made[:, :1] if wanted.difference else made
 
     def steps(
         self,

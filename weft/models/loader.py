@@ -34,7 +34,7 @@ from weft.models.quantized.filling import FillTarget, hold_rounded, is_zero_bias
 from weft.models.quantized.sources import Part, TensorSource, part_of, without_effect
 from weft.models.registry import BLOCKS, FRAMES, WEIGHTS
 from weft.models.slices import note_largest, part_shape, windows
-from weft.models.weights import Placement, WeightMap
+from weft.models.weights import Placement, WeightMap, add_score
 from weft.moe.block import RoutedMLP
 from weft.moe.placement import Placement as ExpertPlacement
 from weft.ops import torch_ops, triton
@@ -130,7 +130,7 @@ def load_model(
         if partial:
             fill_randomly(model, seed)
         saved = _saved_layers(path, spec)
-        weights = WEIGHTS.get(spec.family)(spec)
+        weights = add_score(WEIGHTS.get(spec.family)(spec), spec)
         stay = {"packed": held, "blocks": device.type == "cpu"}
         filled = fill(model, weights, files, saved, progress, partial, **stay)
     if pack:

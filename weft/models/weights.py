@@ -156,6 +156,15 @@ def decoder_weights(spec: ModelSpec, prefix: str = "model", head: str = "lm_head
     return weight_map
 
 
+def add_score(made: WeightMap, spec: ModelSpec) -> WeightMap:
+    """Return ``made``, with the matrix of a classifier if the model has one. A saved output head is ignored
+    then."""
+    if spec.classify is not None and not spec.classify.tokens:
+        made.add("score.weight", "score.weight")
+        made.ignored.append(re.compile(r"(^|\.)lm_head\."))
+    return made
+
+
 def add_block(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
     """Add the norms and the attention of one layer to ``made``."""
     made.add_norm(spec, f"{theirs}.input_layernorm", f"{ours}.attention_norm")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ class HostCopy:
         self._cuda = output.tokens.is_cuda
         self.accepted = None if accepted is None else self._start(accepted)
         self.drafts = None if drafts is None else self._start(drafts)
-        self.pooled = None if pooled is None else Pooled(pooled.rows, self._start(pooled.values))
+        self.pooled = None if pooled is None else replace(pooled, values=self._start(pooled.values))
         self.output = output
         self.tokens, self.error = self._start(output.tokens), self._start(output.error)
         self.logprobs = self._start_all(output.logprobs)
@@ -151,7 +151,10 @@ def to_result(plan: StepPlan, copy: HostCopy | Drawn) -> StepResult:
 
 
 def _embeddings(pooled: Pooled | None) -> EmbeddingRows | None:
-    return None if pooled is None else EmbeddingRows(rows=column(pooled.rows), values=pooled.values.numpy())
+    if pooled is None:
+        return None
+    lengths = column(pooled.lengths)
+    return EmbeddingRows(rows=column(pooled.rows), values=pooled.values.numpy(), lengths=lengths)
 
 
 def _plain(plan: StepPlan, tokens: np.ndarray, wrong: np.ndarray, drafts: np.ndarray) -> StepResult:

@@ -37,7 +37,7 @@ from weft.runner.exports import Exports, LayerDone, RankTransfers, Reports, Tran
 from weft.runner.graphs.graphs import DecodeGraphs, GraphOptions
 from weft.runner.images.media_departures import media_store
 from weft.runner.kv_tensors import by_layer, stacked
-from weft.runner.pooling import Pooler
+from weft.runner.pooling import Pooler, classifier
 from weft.runner.result import Drawn, HostCopy, synchronize, to_result
 from weft.runner.sampling.sampler import NO_MASKS, Sampler
 from weft.runner.slot_state import SlotState, States
@@ -98,7 +98,7 @@ class Runner:
         self._states = States(kv, memory, self._state.live, dtype, blocks)
         self._vocab_size = vocab_size
         self._sampler = Sampler(kv.num_slots, vocab_size, device, processed)
-        self._pooler = Pooler(kv.num_slots, model.spec.hidden, device)
+        self._pooler = Pooler(kv.num_slots, model.spec.hidden, device, classifier(model))
         self._ring = StagingRing(device, depth, poison=poison)
         self._media = media_store(model, kv.media, device, dtype, embeddings)
         self._builder = BatchBuilder(self._state, kv, backends, dtype, self._media)

@@ -258,9 +258,11 @@ def _embeddings(result: StepResult) -> dict[int, tuple[bytes, ErrorInfo | None]]
     if made is None:
         return {}
     broken = RowError("the model's output for this request is not finite").info()
-    errors = [None if right else broken for right in np.isfinite(made.values).all(axis=1).tolist()]
-    values = [row.astype("<f4").tobytes() for row in made.values]
-    return dict(zip(made.rows.tolist(), zip(values, errors, strict=True), strict=True))
+    found: dict[int, tuple[bytes, ErrorInfo | None]] = {}
+    for row, values, length in zip(made.rows.tolist(), made.values, made.lengths.tolist(), strict=True):
+        numbers = values[:length]
+        found[row] = (numbers.astype("<f4").tobytes(), None if np.isfinite(numbers).all() else broken)
+    return found
 
 
 def _running(sequence: Sequence) -> tuple[Sequence, Running]:

@@ -69,19 +69,20 @@ class Scheduler:
         *,
         generates: bool = True,
         places: int = 0,
+        classifies: bool = False,
     ) -> None:
         """Create the scheduler with an empty queue and empty caches.
 
         ``kv``: cache sizes and the maximum number of drafts. ``speculation``: adaptive or fixed draft counts.
         ``transfer``: the role of the group. ``remembered_bytes``: memory for earlier prompts, used to explain
         cache misses. ``retention``: seconds for which the blocks of a session are evicted after all others.
-        ``generates``: False for an embedding model, see ``check_submit``. ``places``: places for LoRA
-        adapters.
+        ``generates``: False for an embedding model; ``classifies``: see ``check_submit``. ``places``: places
+        for LoRA adapters.
         """
         check_budget(section, kv.block_size, kv.drafts)
         self._section = section
         self._vocab_size = vocab_size
-        self._generates = generates
+        self._generates, self._classifies = generates, classifies
         threshold = section.long_prefill_token_threshold or section.max_num_batched_tokens
         # A decode row with drafts counts as a chunk. Blocks for the drafts to propose are reserved with the
         # row.
@@ -121,7 +122,12 @@ class Scheduler:
         """
         state = self._state
         tokens, num_prompt = check_submit(
-            submit, self._vocab_size, state.kv.max_model_len, state.kv.media, generates=self._generates
+            submit,
+            self._vocab_size,
+            state.kv.max_model_len,
+            state.kv.media,
+            generates=self._generates,
+            classifies=self._classifies,
         )
         if submit.sequence in state.live:
             raise InvalidRequest("a sequence with this id is running", param="sequence")

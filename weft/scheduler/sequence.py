@@ -269,10 +269,10 @@ class Sequence:
     def may_skip(self) -> int:
         """Return how many leading positions need no computing if cached.
 
-        The last known id is always computed. Mean pooling needs all positions. Prompt logprobs need all
-        positions not delivered yet.
+        The last known id is always computed. Pooling by mean or cls needs all positions. Prompt logprobs
+        need all positions not delivered yet.
         """
-        most = 0 if self.pooling == "mean" else len(self.tokens) - 1
+        most = 0 if self.pooling in ("mean", "cls") else len(self.tokens) - 1
         return min(most, self.delivered) if self.delivered < self.prompt_logprobs else most
 
     def take(self, token: int) -> None:

@@ -26,12 +26,13 @@ def check_submit(
     limits: MediaLimits | None = None,
     *,
     generates: bool = True,
+    classifies: bool = False,
 ) -> tuple[array[int], int]:
     """Return (prompt and emitted ids, number of prompt ids) of a valid Submit.
 
     ``limits``: limits of images; None if the model takes no images. ``generates``: False for a model without
-    an output head. Raises ContextLength when no token fits after the prompt, and InvalidRequest with the name
-    of the parameter for every other unsupported request.
+    an output head. ``classifies``: True for a model with classes. Raises ContextLength when no token fits
+    after the prompt, and InvalidRequest with the name of the parameter for every other unsupported request.
     """
     tokens = _ids("prompt", submit.prompt_ids)
     num_prompt = len(tokens)
@@ -43,6 +44,8 @@ def check_submit(
             "Use /v1/embeddings, or LLM.embed",
             param="model",
         )
+    if submit.pooling == "classify" and not classifies:
+        raise InvalidRequest("this checkpoint has no classes; it makes embeddings or text", param="pooling")
     if submit.pooling and (submit.emitted_ids or submit.grammar is not None or submit.transfer is not None):
         raise InvalidRequest("an embedding has no output, no grammar and no transfer", param="pooling")
     if num_prompt > max_model_len or (num_prompt == max_model_len and not submit.pooling):

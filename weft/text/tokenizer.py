@@ -126,6 +126,27 @@ class Tokenizer:
             raise TooManyTokens(len(ids))
         return ids
 
+    def encode_cut(self, text: str, other: str | None = None, limit: int | None = None) -> list[int]:
+        """Return the ids of ``text``, or of a pair of texts in the tokenizer's own form, with special tokens.
+
+        ``limit``: keep at most so many ids. The ids of the text end early; special tokens behind the text
+        stay. Raises InvalidRequest for lone surrogates.
+        """
+        check_text(text)
+        if other is None:
+            ids = self.encode_private(text, add_special_tokens=True)
+        elif self._segments.trivial:
+            check_text(other)
+            ids = self._private.encode(text, other).ids
+        else:
+            before, behind = self._around
+            bare = [self.encode_private(part, add_special_tokens=False) for part in (text, other)]
+            ids = [*before, *bare[0], *bare[1], *behind]
+        if limit is None or len(ids) <= limit:
+            return ids
+        behind = self._around[1][:limit]
+        return [*ids[: limit - len(behind)], *behind]
+
     def _check_pieces(self, text: str, limit: int) -> None:
         """Raise TooManyTokens if the pieces of ``text`` prove that ``text`` exceeds ``limit``.
 

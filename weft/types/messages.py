@@ -78,7 +78,7 @@ READINESS_SALT = "weft readiness"
 """Salt of probe sequences. API servers send probe sequences to check if an engine process produces tokens."""
 
 Role: TypeAlias = Literal["unified", "prefill", "decode", "encode"]
-Pooling: TypeAlias = Literal["", "last", "mean"]
+Pooling: TypeAlias = Literal["", "last", "mean", "cls", "classify"]
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -175,8 +175,8 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     ranks receive masks.
     """
     pooling: Pooling = ""
-    """Return an embedding in place of tokens: the final hidden state of the last prompt token, or the mean
-    over all.
+    """Return an embedding in place of tokens: the final hidden state of the last prompt token, the mean over
+    all, or the state of the first token (cls). "classify": the numbers of ``ModelSpec.classify``.
     """
     explain: bool = False
     """Report why the prefix cache did not match more of the prompt (``TokenEvent.cache_miss``)."""
@@ -320,8 +320,8 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     ``emitted_ids``. Both engine processes report the first token. -1 if not reported.
     """
     embedding: bytes = b""
-    """For a Submit with ``pooling``: float32 [hidden size], little-endian, not normalized. Sent with the end
-    "stop".
+    """For a Submit with ``pooling``: float32 [hidden size], little-endian, not normalized; for "classify"
+    float32 [labels]. Sent with the end "stop".
     """
     cache_miss: CacheMiss | None = None
     """For a Submit with ``explain``: sent once, with ``num_cached``."""

@@ -64,7 +64,7 @@ class AllocSlot(_SlotUpdate, frozen=True, kw_only=True):
     adapter: int = -1
     """Place of the LoRA adapter, filled by an earlier ``PlaceAdapter``; -1 for the model alone."""
     pooling: str = ""
-    """"last" or "mean" for a sequence ending with an embedding and no token; else ""."""
+    """Pooling of a sequence that ends with an embedding and no token (``messages.Pooling``); else ""."""
     spans: np.ndarray = EMPTY
     """int32 [items * 6], for models with rope sections: the image spans of the prompt, cached images
     included, row by row as ``weft.types.media_item.spans_of`` returns the spans.
@@ -434,7 +434,9 @@ class EmbeddingRows(msgspec.Struct, frozen=True, kw_only=True):
     rows: np.ndarray
     """int32 [n], ascending: rows of the plan. Such rows have no logits and no row in the result."""
     values: np.ndarray
-    """float32 [n, hidden], not normalized."""
+    """float32 [n, most lengths], not normalized."""
+    lengths: np.ndarray
+    """int32 [n]: numbers of each row; further numbers are padding."""
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

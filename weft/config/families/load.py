@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -13,6 +14,7 @@ from weft.common.registry import Registry
 from weft.config.families.declared.rows import MODEL_TYPES as DECLARED_TYPES
 from weft.config.families.declared.rows import ROWS
 from weft.config.families.facts import Facts, read_json
+from weft.config.families.pooling import CLASSIFIES, classify_spec, pooled_spec, with_overrides
 from weft.config.families.quantized import quantized_spec
 from weft.config.families.vision import read_tower
 from weft.config.families.weight_files import refuse_adapter, saved_dtype, tensor_names
@@ -81,14 +83,15 @@ def load_spec(
     trust_remote_code: bool = False,
     mtp: int = 0,
     language_model_only: bool = False,
+    overrides: Mapping[str, Any] | None = None,
 ) -> ModelSpec:
     """Return the spec of the checkpoint in ``folder``.
 
     End-of-text ids are the union of ``config.json`` and ``generation_config.json``. Tensor names decide if
     there is an output head (``ModelSpec.head``). A checkpoint with code (``auto_map``) is refused unless
     ``trust_remote_code``. The code never runs: the architecture must be one of Weft's own. At most ``mtp``
-    modules that predict further tokens are kept. ``language_model_only`` drops the vision tower. Raise
-    ConfigError for a checkpoint that cannot be served.
+    modules that predict further tokens are kept. ``language_model_only`` drops the vision tower.
+    ``overrides``: fields of --hf-overrides. Raise ConfigError for a checkpoint that cannot be served.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -103,10 +106,13 @@ def load_spec(
             "--trust-remote-code to accept the checkpoint and serve it with Weft's own implementation",
             param="--trust-remote-code",
         )
+    config = with_overrides(config, overrides or {})
     # From here on the architecture decides: every field that no reader has read must be without effect.
     names = tensor_names(path)
     facts = Facts({**config, "architectures": [_architecture(Facts(config))]}, names)
     build = FAMILIES.get(facts.get("architectures")[0])
+    classifies = _classifies(config)
+    classify, pooled = classify_spec(facts, path, classifies=classifies), pooled_spec(facts, path)
     spec = build(facts, num_hidden_layers_override)
     facts.refuse_unknown_computation()
     if mtp > spec.mtp_layers or (mtp and not _has_modules(facts)):
@@ -117,7 +123,11 @@ def load_spec(
         )
     return msgspec.structs.replace(
         keep_mtp(spec, mtp),
-        head=spec.tied or names is None or any(map(_HEAD.search, names)),
+        # A classifier's own matrix stands in place of the output head.
+        head=not classifies and (spec.tied or names is None or any(map(_HEAD.search, names))),
+        tied=spec.tied and not classifies,
+        classify=classify,
+        pooled=pooled,
         eos_ids=_eos_ids(spec, path),
         dtype=spec.dtype or _SAFETENSORS_DTYPES.get(saved_dtype(path) or "", "float32"),
         quantized=quantized_spec(facts, path) or quantized_spec(_text_facts(facts), path),
@@ -135,6 +145,12 @@ def refuse_unserved(folder: Path) -> None:
         FAMILIES.get(_architecture(Facts(config)))
 
 
+def _classifies(config: Mapping[str, Any]) -> bool:
+    """Return True if the architecture has the matrix ``score.weight`` in place of an output head."""
+    names = config.get("architectures")
+    return isinstance(names, list) and all(isinstance(n, str) and n.endswith(CLASSIFIES) for n in names)
+
+
 def _text_facts(facts: Facts) -> Facts:
     """Return the fields of ``text_config``; no fields if there is none."""
     text = facts.get("text_config")
@@ -146,8 +162,8 @@ def _architecture(facts: Facts) -> str:
 
     Raise ConfigError without either, or with several.
 
-    Embedding models are published under the name of the model without head (``Qwen3Model``), with the same
-    layers: such a name is returned with ``ForCausalLM``.
+    Embedding models are published under the name of the model without head (``Qwen3Model``), and classifiers
+    as ``Qwen3ForSequenceClassification``, with the same layers: such a name is returned with ``ForCausalLM``.
     """
     names = facts.get("architectures")
     if names in (None, []):
@@ -161,8 +177,11 @@ def _architecture(facts: Facts) -> str:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise facts.fail("architectures", f"must name one architecture; there are: {', '.join(FAMILIES)}")
     # Tensor names decide later if there is a head.
-    below = f"{names[0].removesuffix('Model')}ForCausalLM"
-    return below if names[0].endswith("Model") and below in FAMILIES else names[0]
+    for ending in ("Model", CLASSIFIES):
+        below = f"{names[0].removesuffix(ending)}ForCausalLM"
+        if names[0].endswith(ending) and below in FAMILIES:
+            return below
+    return names[0]
 
 
 def _eos_ids(spec: ModelSpec, folder: Path) -> tuple[int, ...]:

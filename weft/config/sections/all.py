@@ -12,12 +12,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from weft.config.foreign import spelled
+from weft.config.foreign import as_json, spelled
 from weft.config.sections.events_section import EventsSection
 from weft.config.sections.front_section import FrontSection
 from weft.config.sections.lora_section import LoraSection
 from weft.config.sections.media_section import MediaSection
 from weft.config.sections.parallel_section import ParallelSection, Section
+from weft.config.sections.speculation_section import SpeculationSection
 
 __all__ = [
     "CacheSection",
@@ -85,6 +86,14 @@ class ModelSection(Section, frozen=True, kw_only=True):
     language_model_only: Annotated[
         bool, Meta(description="Load no vision tower. Requests with images are rejected.")
     ] = False
+    hf_overrides: Annotated[
+        str | None,
+        Meta(
+            description="JSON object with fields that replace fields of the checkpoint's config.json, for "
+            "scores, classes and shorter embeddings (docs/http.md lists the fields).",
+            extra={"reader": as_json},
+        ),
+    ] = None
     trust_remote_code: Annotated[
         bool,
         Meta(
@@ -203,41 +212,6 @@ class SchedulerSection(Section, frozen=True, kw_only=True):
             "Prompt chunks are sized to meet the target. 0: no target.",
         ),
     ] = 0.0
-
-
-class SpeculationSection(Section, frozen=True, kw_only=True):
-    """Speculative decoding. Drafts of later tokens are verified in one step, and never change the output."""
-
-    speculative_method: Annotated[
-        Literal["none", "mtp", "ngram"],
-        Meta(
-            description="Source of drafts. mtp: the model's own draft module. ngram: the tokens that "
-            "followed an equal n-gram earlier in the prompt or output."
-        ),
-    ] = "none"
-    num_speculative_tokens: Annotated[
-        int, Meta(ge=1, le=8, description="Maximum number of drafts per sequence and step.")
-    ] = 3
-    speculative_adaptive: Annotated[
-        bool,
-        Meta(description="Propose fewer drafts, or none, if the acceptance rate is too low to save time."),
-    ] = True
-    ngram_min_length: Annotated[
-        int, Meta(ge=1, le=16, description="ngram: minimum number of matching tokens.")
-    ] = 2
-    ngram_max_length: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=16,
-            description="ngram: maximum number of matching tokens. Longer matches are tried first.",
-        ),
-    ] = 4
-
-    @property
-    def drafts(self) -> int:
-        """Maximum number of drafts per sequence and step; 0 without speculation."""
-        return 0 if self.speculative_method == "none" else self.num_speculative_tokens
 
 
 class RunnerSection(Section, frozen=True, kw_only=True):

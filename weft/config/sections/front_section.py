@@ -158,12 +158,13 @@ class FrontSection(Section, frozen=True, kw_only=True):
         Meta(description="File with scripted outputs, for a server without a model (docs/scripted.md)."),
     ] = None
     pooling: Annotated[
-        Literal["last", "mean"],
+        Literal["auto", "last", "mean", "cls"],
         Meta(
-            description="Pooling of final hidden states for /v1/embeddings: the last token, or the "
-            "mean of all tokens. Vectors have length 1."
+            description="Pooling of final hidden states for /v1/embeddings: the last token, the mean of "
+            "all tokens, or the first token (cls), as vectors of length 1. auto: as the checkpoint's "
+            "modules.json says, else last."
         ),
-    ] = "last"
+    ] = "auto"
     max_request_bytes: Annotated[int, Meta(ge=1024, description="Maximum bytes of a request body.")] = 8 << 20
     max_response_bytes: Annotated[
         int,

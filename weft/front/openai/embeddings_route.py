@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: vectors of length 1, made from a prompt's final hidden states."""
+"""POST /v1/embeddings: vectors made from a prompt's final hidden states."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from weft.front.http.streaming import StreamForm
 from weft.front.protocol.embeddings_request import EmbeddingRequest
 from weft.front.requests.context import Front
 from weft.front.requests.generation import Generation
+from weft.front.requests.read_pooled import decode_facts
 from weft.front.requests.serving import handle
 from weft.text.choice import Choice, TextDelta
-from weft.text.pooled import normalized
+from weft.text.scoring import shown
 
 NUMBER_BYTES = 24
 """Maximum bytes of a number in JSON."""
@@ -44,8 +45,10 @@ class EmbeddingShape:
         """Raises InvalidRequest for an answer above ``--max-response-bytes``, by an estimate of the size."""
         self._generation = generation
         self._asked = generation.job.asked
+        self._facts = decode_facts(generation.job.facts)
         each = 6 if self._asked.encoding == "base64" else NUMBER_BYTES
-        size = len(generation.choices) * front.config.spec.hidden * each
+        dimensions = self._facts.dimensions or front.config.spec.hidden
+        size = len(generation.choices) * dimensions * each
         if size > (most := front.section.max_response_bytes):
             raise InvalidRequest(
                 f"the answer would have about {size} bytes; this server's limit is {most} "
@@ -81,7 +84,7 @@ class EmbeddingShape:
         yield b'],"model":' + to_json(self._asked.model) + b',"usage":' + to_json(counts) + b"}"
 
     def _embedding(self, choice: Choice) -> Embedding:
-        vector = normalized(choice.embedding)
+        vector = shown(choice.embedding, self._facts.dimensions, self._facts.normalize)
         if self._asked.encoding == "base64":
             return Embedding(index=choice.index, embedding=base64.b64encode(vector.tobytes()).decode())
         return Embedding(index=choice.index, embedding=np.asarray(vector).tolist())

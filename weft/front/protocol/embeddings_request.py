@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta
 
 from weft.common.errors import InvalidRequest
 from weft.front.protocol.conversation import Sharing
@@ -16,22 +18,26 @@ MAX_INPUTS = 2048
 
 
 class EmbeddingRequest(Body, frozen=True, kw_only=True):
-    """POST /v1/embeddings. The dimension of the vectors is the model's hidden size."""
+    """POST /v1/embeddings. The dimension of the vectors is the model's hidden size, or ``dimensions``."""
 
     neutral: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
         "user": is_one_of(""),
         "cache_salt": is_one_of(""),
         "add_special_tokens": is_one_of(True),
     }
-    unsupported: ClassVar[frozenset[str]] = frozenset(
-        {"dimensions", "truncate_prompt_tokens", "add_special_tokens", "pooling", "normalize"}
-    )
+    unsupported: ClassVar[frozenset[str]] = frozenset({"add_special_tokens", "pooling"})
 
     model: str | None = None
     """Model name; default: the server's model."""
     input: str | list[Any]
     """A text, token ids, a list of texts or a list of lists of token ids."""
     encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    """Number of leading elements of each vector, for a checkpoint that allows shorter vectors."""
+    normalize: bool | None = None
+    """True: vectors of length 1. Default: as the checkpoint says, else true."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    """Maximum tokens of each input; longer inputs are cut at the end. -1: the model's context."""
     user: str | None = None
     """Label of the caller's user, without effect."""
     priority: int | None = None
@@ -45,6 +51,11 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
             short("model", self.model)
         if self.user is not None:
             short("user", self.user)
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest(
+                "truncate_prompt_tokens must be at least 1, or -1 for the model's context",
+                param="truncate_prompt_tokens",
+            )
         self.sharing()
         self.prompts()
 
@@ -57,13 +68,18 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
 
         Raises InvalidRequest for an empty or invalid input, and for too many.
         """
-        if isinstance(self.input, str):
-            return [_one(self.input)]
-        if self.input and type(self.input[0]) is int:
-            return [_one(self.input)]
-        if not 1 <= len(self.input) <= MAX_INPUTS:
-            raise InvalidRequest(f"input must hold 1 to {MAX_INPUTS} inputs", param="input")
-        return [_one(item) for item in self.input]
+        return inputs_of(self.input)
+
+
+def inputs_of(given: str | list[Any]) -> list[str | list[int]]:
+    """Return every input of the field ``input``. Raises InvalidRequest."""
+    if isinstance(given, str):
+        return [_one(given)]
+    if given and type(given[0]) is int:
+        return [_one(given)]
+    if not 1 <= len(given) <= MAX_INPUTS:
+        raise InvalidRequest(f"input must hold 1 to {MAX_INPUTS} inputs", param="input")
+    return [_one(item) for item in given]
 
 
 def _one(item: Any) -> str | list[int]:

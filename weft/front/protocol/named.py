@@ -9,8 +9,17 @@ from weft.front.protocol.completions_request import CompletionRequest
 from weft.front.protocol.embeddings_request import EmbeddingRequest
 from weft.front.protocol.messages.messages_request import CountRequest
 from weft.front.protocol.responses.protocol import TokensRequest
+from weft.front.protocol.scoring_request import ClassifyRequest, RerankRequest, ScoreRequest
 from weft.front.protocol.tokens_request import GenerateRequest
 
 Named: TypeAlias = (
-    ChatRequest | CompletionRequest | EmbeddingRequest | CountRequest | TokensRequest | GenerateRequest
+    ChatRequest
+    | CompletionRequest
+    | EmbeddingRequest
+    | RerankRequest
+    | ScoreRequest
+    | ClassifyRequest
+    | CountRequest
+    | TokensRequest
+    | GenerateRequest
 )

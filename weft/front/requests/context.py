@@ -59,6 +59,7 @@ from weft.media.pictures import Wanted, headers_of
 from weft.media.service import MediaService
 from weft.text.model import TextModel
 from weft.text.parsing.parser import OutputParser, OutputSpec
+from weft.text.scoring import Tasks
 from weft.text.submit import IdMint, ModelLimits, SeedMint
 from weft.tracing.writer import open_writer
 from weft.types.messages import EngineStats
@@ -186,6 +187,7 @@ class Front:
             keep_attribution=self.section.keep_attribution_lines,
             grammar_timeout=self.config.grammar.grammar_compile_timeout,
             media=self.config.media,
+            tasks=Tasks.of(self.config.spec, self.section.pooling),
         )
         command = (sys.executable, "-m", "weft.front.requests.read_worker")
         each = most_of_client(READ_PROCESSES) if self._keys_share else 0

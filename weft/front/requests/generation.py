@@ -93,7 +93,7 @@ class Generation:
         if len(job.prompts) * job.params.n > most:
             raise InvalidRequest(
                 f"the number of prompts times n must be at most {most} on this server",
-                param="input" if job.asked.encoding else "n",
+                param=job.param if job.pooling else "n",
             )
         size = sum(prompt.count for prompt in job.prompts) * 4 * job.params.n
         if size > MAX_SUBMITTED:
@@ -136,7 +136,7 @@ class Generation:
                 grammar=job.grammar,
                 explain=self.explain,
                 session=session,
-                pooling=self._front.section.pooling if job.asked.encoding else "",
+                pooling=job.pooling,
                 priority=job.sharing.priority,
                 salt=salt,
                 media=job.media,

@@ -18,6 +18,7 @@ from weft.common.workers import Answer, serve
 from weft.front.protocol.messages.read_messages import read_count, read_messages
 from weft.front.protocol.responses.read import read_response, read_tokens
 from weft.front.requests.proofs import NeedsProof, Told, Unproved
+from weft.front.requests.read_pooled import read_classify, read_embeddings, read_rerank, read_score
 from weft.front.requests.read_tokens import read_generate, render_chat, render_completions
 from weft.front.requests.reading import Job, Reader
 from weft.front.requests.setup import Setup
@@ -33,7 +34,10 @@ NICENESS = 5
 BODY_READERS: dict[str, Callable[[Reader, bytes], Job]] = {
     "chat": Reader.chat,
     "completions": Reader.completions,
-    "embeddings": Reader.embeddings,
+    "embeddings": read_embeddings,
+    "rerank": read_rerank,
+    "score": read_score,
+    "classify": read_classify,
     "messages": read_messages,
     "count": read_count,
     "responses": read_response,

@@ -20,7 +20,6 @@ from weft.front.protocol.chat_request import ChatRequest, conversation_of
 from weft.front.protocol.completions_request import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from weft.front.protocol.conversation import AnswerOptions, Conversation, Sharing
 from weft.front.protocol.effort import effort_variables, switch_variables
-from weft.front.protocol.embeddings_request import EmbeddingRequest
 from weft.front.protocol.generate_request import form_of
 from weft.front.protocol.held_schemas import advised, all_firm, blamed, form_held, tools_held, tools_open
 from weft.front.protocol.named import Named
@@ -34,10 +33,12 @@ from weft.text.chat import ChatPrompt, expanded
 from weft.text.model import TextModel
 from weft.text.parsing.output import ModelOutput
 from weft.text.parsing.parser import OutputSpec, Tool
+from weft.text.scoring import Tasks
 from weft.text.submit import ModelLimits, max_tokens_for, prompt_bytes, resolve_params
 from weft.text.tokenizer import TooManyTokens, check_text
 from weft.types.grammar import Grammar, JsonSchema, OneOf
 from weft.types.media_item import MediaItem
+from weft.types.messages import Pooling
 from weft.types.sampling import SamplingParams, TokenParams
 
 R = TypeVar("R", bound=Named)
@@ -93,6 +94,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Grammar of each choice's whole output; None without a constraint."""
     sharing: Sharing = Sharing()
     thinking_budget: int | None = None
+    pooling: Pooling = ""
+    """Pooling in place of output tokens; "" for a request with output."""
     facts: bytes = b""
     """Facts of the request for the shape of the answer, encoded by the API's own code."""
     pictures: tuple[Picture, ...] = ()
@@ -113,10 +116,12 @@ class Reader:
         *,
         keep_attribution: bool = False,
         pictures: Pictures | None = None,
+        tasks: Tasks = Tasks(),
     ) -> None:
         """``names``: of the served model. ``max_response_bytes``: maximum size of the repeated prompts in
         an answer. ``keep_attribution``: see ``weft.front.protocol.messages.messages_conversion``.
-        ``pictures``: None if the model takes no images."""
+        ``pictures``: None if the model takes no images. ``tasks``: embeddings and classes of the model."""
+        self.tasks = tasks
         self.text = text
         self.limits = limits
         self._names = names
@@ -243,7 +248,7 @@ class Reader:
         # Each image has one placeholder so far and will get `count`: check before the expansion.
         least = len(prompt.ids) + sum(picture.count - 1 for picture in found)
         if least > self.limits.max_model_len:
-            raise self._too_long(TooManyTokens(least), "messages")
+            raise self.too_long(TooManyTokens(least), "messages")
         ids, starts = expanded(
             prompt.ids, self._pictures.facts.placeholders, [picture.count for picture in found]
         )
@@ -267,7 +272,7 @@ class Reader:
             param = "chat_template_kwargs" if asked.template else "tools" if asked.tools.told else "messages"
             raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
         except TooManyTokens as error:
-            raise self._too_long(error, "messages") from None
+            raise self.too_long(error, "messages") from None
 
     def completions(self, body: bytes) -> Job:
         """Return the job of a completions request. Without ``max_tokens``, the length is
@@ -290,22 +295,9 @@ class Reader:
             prompts, params, form, continues=True, param="prompt", grammar=grammar, sharing=asked.sharing()
         )
 
-    def embeddings(self, body: bytes) -> Job:
-        """Return the job of an embeddings request: prompts only, without limits on the output. Raises
-        WeftError."""
-        asked = self.named(parse(body, EmbeddingRequest))
-        prompts = [self._prompt(prompt, "input", echo=False)[0] for prompt in asked.prompts()]
-        return Job(
-            prompts=[Prompt(data=prompt_bytes(ids, self.limits, "input"), max_tokens=1) for ids in prompts],
-            params=SamplingParams(max_tokens=1),
-            token_params=TokenParams(max_tokens=1),
-            asked=AnswerOptions(
-                model=asked.model or "", stream=False, encoding=asked.encoding_format or "float"
-            ),
-            continues=True,
-            param="input",
-            sharing=asked.sharing(),
-        )
+    def ids_of(self, prompt: str | list[int], param: str) -> list[int]:
+        """Return the token ids of a prompt. Raises the errors of ``_prompt``."""
+        return self._prompt(prompt, param, echo=False)[0]
 
     def _prompt(self, prompt: str | list[int], param: str, echo: bool) -> tuple[list[int], str]:
         """Return (token ids, text for ``echo``). A string is tokenized. Token ids are returned unchecked
@@ -316,12 +308,12 @@ class Reader:
             try:
                 return self.text.tokenizer.encode(prompt, limit=self.limits.max_model_len), prompt
             except TooManyTokens as error:
-                raise self._too_long(error, param) from None
+                raise self.too_long(error, param) from None
         if len(prompt) > self.limits.max_model_len:
-            raise self._too_long(TooManyTokens(len(prompt)), param)
+            raise self.too_long(TooManyTokens(len(prompt)), param)
         return prompt, self.text.tokenizer.decode(prompt) if echo else ""
 
-    def _too_long(self, error: TooManyTokens, param: str) -> ContextLength:
+    def too_long(self, error: TooManyTokens, param: str) -> ContextLength:
         """Return the error for a prompt longer than the model's context."""
         return ContextLength(
             f"the model's context is {self.limits.max_model_len} tokens, but the prompt has at least "

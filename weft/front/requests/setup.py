@@ -16,6 +16,7 @@ from weft.grammar.guard.guarded import BackendArguments, GuardedCompiler
 from weft.media.pictures import Pictures
 from weft.text.chat import image_rules
 from weft.text.model import TextModel
+from weft.text.scoring import Tasks
 from weft.text.submit import ModelLimits
 from weft.types.grammar import Grammar
 
@@ -73,6 +74,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     max_response_bytes: int
     keep_attribution: bool = False
     media: MediaSection = MediaSection()
+    tasks: Tasks = Tasks()
     grammar_timeout: float = 10.0
     """Maximum seconds for compiling a grammar."""
 
@@ -85,6 +87,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             self.max_response_bytes,
             keep_attribution=self.keep_attribution,
             pictures=None if self.text.images is None else Pictures(self.text.images, self.media),
+            tasks=self.tasks,
         )
 
 
