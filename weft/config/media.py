@@ -51,8 +51,8 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
         """Return the numbers of the frames to show, in ascending order, at equal distances.
 
         ``total``, ``rate``: number of frames and frames per second of the file. ``most``: maximum frames
-        chosen by rate. ``fps``: frames per second to choose, else the processor's. ``count``: number of frames
-        to choose, instead of a rate; some numbers then stand twice if the file has fewer frames.
+        chosen by rate. ``fps``: frames per second to choose; None for the processor's. ``count``: frames to
+        choose, instead of a rate; some numbers then stand twice if the file has fewer frames.
         """
         if count is None:
             count = int(total / rate * (fps or self.fps))

@@ -127,7 +127,7 @@ class Pictures:
     def __init__(self, facts: MediaFacts, section: MediaSection) -> None:
         """``facts``: image sizes of the model. ``section``: limits and allowed domains of the server."""
         self.facts = facts
-        self._section = section
+        self.section = section
         self._fingerprint = blake2b(msgspec.json.encode(facts), digest_size=KEY_BYTES).digest()
         least = min(facts.min_pixels, LOW_PIXELS)
         self._low = msgspec.structs.replace(
@@ -140,8 +140,8 @@ class Pictures:
     def measured(self, parts: Sequence[Asked], known: Mapping[str, Header]) -> list[Picture]:
         """Return one picture per image and per frame group of ``parts``, in order.
 
-        ``known`` maps the URLs of fetched files, and the names of video files, to headers. Raises InvalidRequest with the part, and
-        NeedsFiles for files neither in the request nor known.
+        ``known`` maps the URLs of fetched files, and the names of video files, to headers. Raises
+        InvalidRequest with the part, and NeedsFiles for files neither in the request nor known.
         """
         # A part with a video file has frame numbers instead of sources.
         each = [
@@ -164,10 +164,10 @@ class Pictures:
                 ]
             # Check the total before the next part, so that many large images stop early.
             work += sum(frame.header.work for frame in frames)
-            if work > self._section.max_request_pixels:
+            if work > self.section.max_request_pixels:
                 raise BadMedia(
                     f"brings the images of this prompt to {work} pixels (a JPEG counts once for each scan); "
-                    f"the limit is {self._section.max_request_pixels} (--max-request-pixels); send fewer or "
+                    f"the limit is {self.section.max_request_pixels} (--max-request-pixels); send fewer or "
                     "smaller images",
                     TOO_LARGE,
                 ).at(part.where)
@@ -184,7 +184,7 @@ class Pictures:
         if source in known or not is_web(source):
             return False
         try:
-            web_address(source, self._section.allowed_media_domains)
+            web_address(source, self.section.allowed_media_domains)
         except BadMedia as error:
             raise error.at(where) from None
         return True
@@ -196,7 +196,7 @@ class Pictures:
         if isinstance(header := known.get(source), ImageHeader):
             return self._checked(Frame(where=where, header=header, url=source))
         try:
-            data = inline(source, self._section.max_image_bytes)
+            data = inline(source, self.section.max_image_bytes)
             header = read_header(data)
         except BadMedia as error:
             raise error.at(where) from None
@@ -205,9 +205,9 @@ class Pictures:
     def _checked(self, frame: Frame) -> Frame:
         """Return ``frame``. Raise InvalidRequest if the image exceeds the pixel limit."""
         header = frame.header
-        if header.width * header.height > self._section.max_image_pixels:
+        if header.width * header.height > self.section.max_image_pixels:
             raise BadMedia(
-                f"has {header.width} x {header.height} pixels; the limit is {self._section.max_image_pixels} "
+                f"has {header.width} x {header.height} pixels; the limit is {self.section.max_image_pixels} "
                 "(--max-image-pixels); send a smaller image",
                 TOO_LARGE,
             ).at(frame.where)
@@ -261,3 +261,22 @@ class Pictures:
             fingerprint=self._fingerprint,
         )
         return Picture(where=where, frames=frames, target=target, grid=fit.grid, count=fit.tokens)
+
+
+def runs_of(pictures: Sequence[Picture]) -> list[list[Picture]]:
+    """Return ``pictures`` in order, with all groups of one video file together. An image, or a group of a
+    list of frames, stands alone."""
+    runs: list[list[Picture]] = []
+    for picture in pictures:
+        first = picture.frames[0]
+        same = runs and runs[-1][0].frames[0]
+        # Two parts of a message may name the same file.
+        if (
+            same
+            and isinstance(first.header, VideoHeader)
+            and (first.url, picture.where) == (same.url, runs[-1][0].where)
+        ):
+            runs[-1].append(picture)
+        else:
+            runs.append([picture])
+    return runs

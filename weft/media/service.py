@@ -14,13 +14,13 @@ from weft.common.errors import DeadlineExceeded, WeftError
 from weft.common.workers import CpuSpent, WorkerDied, WorkerPool, most_of_client
 from weft.config.sections.media_section import MediaSection
 from weft.media.decode import can_decode, missing
+from weft.media.headers import ImageHeader
 from weft.media.media_errors import TOO_LARGE, UNREACHABLE, BadMedia
 from weft.media.media_memory import MediaLease, MediaMemory
-from weft.media.headers import ImageHeader
 from weft.media.media_messages import Decode, DecodeFile, Fetch, WorkerRules, packed, result_of
-from weft.media.pictures import Picture, Wanted
+from weft.media.pictures import Picture, Wanted, runs_of
 from weft.media.video_header import VideoHeader, of_video
-from weft.media.video_service import VideoService, runs_of
+from weft.media.video_service import VideoService
 from weft.types.media_item import MediaItem
 
 T = TypeVar("T")

@@ -17,9 +17,15 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weft.media.decode import finished
-from weft.media.media_errors import INVALID, TOO_LARGE
 from weft.media.media_messages import Target
-from weft.media.video_header import LEAST_RATE, MOST_RATE, BadVideo, VideoHeader, container_of
+from weft.media.video_header import (
+    LEAST_RATE,
+    MOST_RATE,
+    VIDEO_TOO_LARGE,
+    BadVideo,
+    VideoHeader,
+    container_of,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -72,13 +78,13 @@ def header_of(data: bytes | memoryview, most_pixels: int) -> VideoHeader:
                 count += 1
                 shown += not packet.is_discard
             if count > MOST_PACKETS:
-                raise BadVideo(f"has more than {MOST_PACKETS} frames; send a shorter video", TOO_LARGE)
+                raise BadVideo(f"has more than {MOST_PACKETS} frames; send a shorter video", VIDEO_TOO_LARGE)
             if first is None:
                 first = next(iter(packet.decode()), None)
         if first is None or not shown:
-            raise BadVideo("has no frame that can be decoded", INVALID)
+            raise BadVideo("has no frame that can be decoded")
         if stream.frames > count:
-            raise BadVideo(f"is cut off: the file has {count} of {stream.frames} frames", INVALID)
+            raise BadVideo(f"is cut off: the file has {count} of {stream.frames} frames")
         rate = float(stream.average_rate or stream.guessed_rate or DEFAULT_RATE)
         if not LEAST_RATE <= rate <= MOST_RATE:
             raise BadVideo(f"has {rate:g} frames per second; accepted are {LEAST_RATE:g} to {MOST_RATE:g}")
@@ -112,9 +118,7 @@ def groups_of(
                     frame, at, fresh = after, at + 1, True
                 # A file may have fewer frames than packets. The last frame then stands for the missing ones.
                 if frame is None or (at < number and at + 1 < COMPLETE * header.frames):
-                    raise BadVideo(
-                        f"is damaged or cut off: only {at + 1} of {header.frames} frames decode", INVALID
-                    )
+                    raise BadVideo(f"is damaged or cut off: only {at + 1} of {header.frames} frames decode")
                 pixels = finished(_upright(frame, header.turn), target) if fresh or not pixels else pixels
                 made.append(pixels)
             yield b"".join(made)
@@ -123,9 +127,9 @@ def groups_of(
 def _check(frame: Any, header: VideoHeader) -> None:
     """Raise BadVideo for a damaged frame, or for a frame of another size than the first."""
     if frame.is_corrupt:
-        raise BadVideo("cannot be decoded: the file is damaged or cut off", INVALID)
+        raise BadVideo("cannot be decoded: the file is damaged or cut off")
     if (frame.width, frame.height) != (header.width, header.height):
-        raise BadVideo("changes its size; all frames must have the same size", INVALID)
+        raise BadVideo("changes its size; all frames must have the same size")
 
 
 def _turn_of(frame: Any) -> int:
@@ -164,10 +168,10 @@ def _opened(data: bytes | memoryview, most_pixels: int) -> Iterator[tuple[Any, A
         raise
     except MemoryError:
         raise BadVideo(
-            "needs more memory to decode than this server allows; send a smaller video", TOO_LARGE
+            "needs more memory to decode than this server allows; send a smaller video", VIDEO_TOO_LARGE
         ) from None
     except Exception:  # FFmpeg's readers raise arbitrary errors for damaged files
-        raise BadVideo("cannot be decoded: the file is damaged or cut off", INVALID) from None
+        raise BadVideo("cannot be decoded: the file is damaged or cut off") from None
 
 
 def _stream_of(container: Any, most_pixels: int) -> Any:
@@ -178,7 +182,7 @@ def _stream_of(container: Any, most_pixels: int) -> Any:
         if not stream.disposition & Disposition.attached_pic:
             break
     else:
-        raise BadVideo("has no video stream; audio alone is not supported", INVALID)
+        raise BadVideo("has no video stream; audio alone is not supported")
     context = stream.codec_context
     name = "this codec" if context is None else context.name
     if name not in CODECS:
@@ -187,8 +191,8 @@ def _stream_of(container: Any, most_pixels: int) -> Any:
         )
     if context.width * context.height > most_pixels:
         raise BadVideo(
-            f"has {context.width} x {context.height} pixels; the limit is {most_pixels} (--max-image-pixels); "
-            "send a smaller video",
-            TOO_LARGE,
+            f"has {context.width} x {context.height} pixels; the limit is {most_pixels} "
+            "(--max-image-pixels); send a smaller video",
+            VIDEO_TOO_LARGE,
         )
     return stream

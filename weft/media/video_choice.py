@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from weft.common.errors import InvalidRequest
 from weft.config.media import MediaFacts
 from weft.config.sections.media_section import MediaSection
 from weft.media.media_errors import BadMedia
-from weft.media.pictures import NeedsFiles, Wanted
+from weft.media.pictures import NeedsFiles, Pictures, Wanted
 from weft.media.urls import inline, is_web, web_address
 from weft.media.video import can_decode_videos, missing_videos
 from weft.media.video_header import VIDEO_TOO_LARGE, BadVideo, Header, VideoHeader, container_of, of_video
@@ -33,6 +33,10 @@ class AskedFile(Protocol):
 
     @property
     def num_frames(self) -> int | None: ...
+
+
+Choose: TypeAlias = Callable[[Sequence[AskedFile], int], list[VideoClip]]
+"""Returns the chosen frames of each file. The second argument is the maximum number of frames of a file."""
 
 
 class VideoChoice:
@@ -97,8 +101,8 @@ class VideoChoice:
             ).at(file.where)
         if file.num_frames is not None and file.num_frames > most:
             raise InvalidRequest(
-                f"{file.where}: num_frames is {file.num_frames}, and the prompt has room for {most} frames of "
-                "this video (--limit-mm-per-prompt)",
+                f"{file.where}: num_frames is {file.num_frames}, and the prompt has room for {most} frames "
+                "of this video (--limit-mm-per-prompt)",
                 param=file.where,
                 code="too_many_images",
             )
@@ -109,7 +113,15 @@ class VideoChoice:
         return VideoClip(key=name, numbers=tuple(numbers), times=times)
 
 
+def choosing(pictures: Pictures | None, known: Mapping[str, Header]) -> Choose | None:
+    """Return a function that chooses the frames of video files with known headers, see ``clips``. Return None
+    for a model without images."""
+    if pictures is None:
+        return None
+    choice = VideoChoice(pictures.facts, pictures.section)
+    return lambda files, most: choice.clips(files, known, most)
+
+
 def name_of(url: str) -> str:
     """Return the name of a video file among the files of a request: no URL, and short."""
     return "video " + blake2b(url.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES).hexdigest()
-

@@ -30,6 +30,9 @@ class BadVideo(BadMedia):
 
     noun = "video"
 
+    def __init__(self, reason: str, code: str = INVALID_VIDEO) -> None:
+        super().__init__(reason, code)
+
 
 def of_video(error: BadMedia) -> BadVideo:
     """Return the error of a file or URL as the error of a video."""
@@ -80,4 +83,4 @@ def container_of(data: bytes | memoryview) -> str:
         return "matroska"
     if start[:6] in (b"GIF87a", b"GIF89a"):
         return "gif"
-    raise BadVideo("has an unsupported format; send MP4, MOV, WebM, MKV or GIF", INVALID_VIDEO)
+    raise BadVideo("has an unsupported format; send MP4, MOV, WebM, MKV or GIF")

@@ -26,7 +26,7 @@ class VideoService:
     processes equally, counted in decoded pixels and bytes."""
 
     def __init__(self, section: MediaSection, pool: WorkerPool) -> None:
-        """``pool``: processes with ``section.video_timeout`` seconds for a task. The owner closes the pool."""
+        """``pool``: processes with ``section.video_timeout`` seconds for a task. The owner closes them."""
         self._section = section
         self._pool = pool
 
@@ -40,7 +40,9 @@ class VideoService:
         for one in wanted:
             if one.is_video:
                 file = files[one.url]
-                done, _ = await self._call(one.where, packed(ReadVideo()), file, client=client, cost=len(file))
+                done, _ = await self._call(
+                    one.where, packed(ReadVideo()), file, client=client, cost=len(file)
+                )
                 if done.header is None:
                     raise _failed(one.where)
                 found[one.url] = done.header
@@ -101,33 +103,14 @@ class VideoService:
             raise error.at(where) from None
         except (CpuSpent, DeadlineExceeded):
             late = BadVideo(
-                f"takes more than {self._section.video_timeout:g} seconds to decode (--video-timeout); send a "
-                "shorter or smaller video",
+                f"takes more than {self._section.video_timeout:g} seconds to decode (--video-timeout); send "
+                "a shorter or smaller video",
                 VIDEO_TOO_LARGE,
             )
             raise late.at(where) from None
         # A reply that cannot be decoded is a server error, not an error of the video.
         except (WorkerDied, ValueError, msgspec.DecodeError):
             raise _failed(where) from None
-
-
-def runs_of(pictures: Sequence[Picture]) -> list[list[Picture]]:
-    """Return ``pictures`` in order, with all groups of one video file together. An image, or a group of a
-    list of frames, stands alone."""
-    runs: list[list[Picture]] = []
-    for picture in pictures:
-        first = picture.frames[0]
-        same = runs and runs[-1][0].frames[0]
-        # Two parts of a message may name the same file.
-        if (
-            same
-            and isinstance(first.header, VideoHeader)
-            and (first.url, picture.where) == (same.url, runs[-1][0].where)
-        ):
-            runs[-1].append(picture)
-        else:
-            runs.append([picture])
-    return runs
 
 
 def _failed(where: str) -> WeftError:
