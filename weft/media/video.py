@@ -11,6 +11,7 @@ codecs are allow-lists, and no file or URL named inside the bytes is opened.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
 from collections.abc import Iterator, Sequence
@@ -57,8 +58,8 @@ def missing_videos() -> BadVideo:
 def load_videos() -> Any:
     """Import PyAV and return the module. Raises BadVideo without PyAV."""
     try:
-        import av
-        import av.logging
+        av: Any = importlib.import_module("av")
+        importlib.import_module("av.logging")
     except ImportError:
         raise missing_videos() from None
     av.logging.set_level(None)
@@ -134,7 +135,7 @@ def _check(frame: Any, header: VideoHeader) -> None:
 
 def _turn_of(frame: Any) -> int:
     """Return the counterclockwise turn of the frame's display matrix in degrees, as a multiple of 90."""
-    return round(frame.rotation / 90) * 90 % 360
+    return round(int(frame.rotation) / 90) * 90 % 360
 
 
 def _upright(frame: Any, turn: int) -> Image:
@@ -176,10 +177,9 @@ def _opened(data: bytes | memoryview, most_pixels: int) -> Iterator[tuple[Any, A
 
 def _stream_of(container: Any, most_pixels: int) -> Any:
     """Return the first video stream that is no cover picture. Raises BadVideo."""
-    from av.stream import Disposition
-
+    cover = importlib.import_module("av.stream").Disposition.attached_pic
     for stream in container.streams.video:
-        if not stream.disposition & Disposition.attached_pic:
+        if not stream.disposition & cover:
             break
     else:
         raise BadVideo("has no video stream; audio alone is not supported")

@@ -139,8 +139,8 @@ def group_times(video: VideoPart, size: int, fps: float) -> list[float]:
 
 
 def video_part(part: Mapping[str, Any], where: str, least: int) -> VideoPart | str:
-    """Return a checked video part, or the URL of a video file if the part has one. Raises InvalidRequest, also for
-    fewer than ``least`` frames."""
+    """Return a checked video part, or the URL of a video file if the part has one. Raises InvalidRequest,
+    also for fewer than ``least`` frames."""
     part_type = str(part.get("type"))
     given = part.get(part_type)
     if part_type == "video_url":
