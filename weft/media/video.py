@@ -31,6 +31,8 @@ from weft.media.video_header import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+LIBRARY = "av"
+"""PyAV."""
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mjpeg", "gif", "png")
 """FFmpeg's names of the permitted decoders."""
 MOST_PACKETS = 100_000
@@ -43,7 +45,7 @@ DEFAULT_RATE = 24.0
 
 def can_decode_videos() -> bool:
     """Return True if PyAV is installed. Imports nothing."""
-    return importlib.util.find_spec("av") is not None
+    return importlib.util.find_spec(LIBRARY) is not None
 
 
 def missing_videos() -> BadVideo:
@@ -58,7 +60,7 @@ def missing_videos() -> BadVideo:
 def load_videos() -> Any:
     """Import PyAV and return the module. Raises BadVideo without PyAV."""
     try:
-        av: Any = importlib.import_module("av")
+        av: Any = importlib.import_module(LIBRARY)
         importlib.import_module("av.logging")
     except ImportError:
         raise missing_videos() from None
