@@ -160,8 +160,8 @@ def test_a_file_is_read_as_its_frames_are(server: Running, folder: Path) -> None
         (due,) = llm.chat(asked(listed, image_part(A)), GREEDY, use_tqdm=False)
         (found,) = llm.chat(asked(part, image_part(A)), GREEDY, use_tqdm=False)
         (other,) = llm.chat(asked({**part, "num_frames": 4}, image_part(A)), GREEDY, use_tqdm=False)
+        bad = {"type": "video", "video": data_url(b"no film here")}
         with pytest.raises(InvalidRequest, match=r"content\[1\]: the video has an unsupported format"):
-            bad = {"type": "video", "video": data_url(b"no film here")}
             llm.chat(asked(bad), GREEDY, use_tqdm=False)
         with pytest.raises(InvalidRequest, match="allowed-media-domains"):
             llm.chat(asked({"type": "video", "video": "https://example.org/a.mp4"}), GREEDY, use_tqdm=False)
