@@ -172,8 +172,7 @@ class ChatFormat:
             )
         mark = secret_digits()
         form = self._form_of(template)
-        checked = self._checked(messages, template)
-        checked = with_clips(checked, None if self._images is None else self._images.shows, choose)
+        checked = self._checked(messages, template, choose)
         checked = arranged(checked, self._order_of(template, form), form.one_call)
         conversation = conversation_of(checked, template, form, self._marks, mark)
         # The tail marks the end of the continued message in the rendered text; ``_cut`` removes the rest.
@@ -247,14 +246,16 @@ class ChatFormat:
         """Return True if ``prompt`` ends inside reasoning. ``last``: text of the continued message, or ""."""
         return self._in_reasoning is not None and self._in_reasoning(prompt, last)
 
-    def _checked(self, messages: Any, template: ChatTemplate) -> list[ChatMessage]:
-        """Return checked messages. Raise InvalidRequest for images with a template without content parts."""
+    def _checked(self, messages: Any, template: ChatTemplate, choose: Choose | None) -> list[ChatMessage]:
+        """Return checked messages, with chosen frames of video files. Raise InvalidRequest for images with a
+        template without content parts."""
         if isinstance(messages, list) and bool(messages) and isinstance(messages[0], ChatMessage):
             return messages
-        checked = check_messages(messages, None if self._images is None else self._images.shows)
+        shows = None if self._images is None else self._images.shows
+        checked = check_messages(messages, shows)
         if not template.takes_parts and (shown := [one for each in checked for one in each.shown]):
             raise _not_shown(shown[0])
-        return checked
+        return with_clips(checked, shows, choose)
 
     def _with_groups(self, rendered: str, mark: str, shown: Sequence[ShownPart]) -> str:
         """Write the frame groups of all videos into ``rendered``, see ``with_groups``. Raises InvalidRequest
