@@ -152,11 +152,9 @@ class ChatFormat:
         """Return ids and text of a conversation (request messages, or ``ChatMessage`` objects).
 
         ``tools`` are shown to the model. ``continue_final_message`` needs ``add_generation_prompt=False``.
-        ``kwargs`` are template variables. ``limit`` is the maximum useful number of tokens; a longer prompt
-        raises TooManyTokens (see ``Tokenizer.encode_private``). ``choose`` chooses the frames of video files.
-
-        Raises InvalidRequest, with the parameter's name, for invalid messages, variables, tools or
-        combinations, a missing or failing template, and a forbidden ``chat_template``.
+        ``kwargs`` are template variables. ``choose`` chooses the frames of video files. A prompt with more
+        than ``limit`` tokens raises TooManyTokens. Raises InvalidRequest, with the parameter's name, for invalid
+        messages, variables, tools or combinations, a missing or failing or forbidden template.
         """
         template = self._choose(chat_template)
         if continue_final_message and add_generation_prompt:
