@@ -153,8 +153,8 @@ class ChatFormat:
 
         ``tools`` are shown to the model. ``continue_final_message`` needs ``add_generation_prompt=False``.
         ``kwargs`` are template variables. ``choose`` chooses the frames of video files. A prompt with more
-        than ``limit`` tokens raises TooManyTokens. Raises InvalidRequest, with the parameter's name, for invalid
-        messages, variables, tools or combinations, a missing or failing or forbidden template.
+        than ``limit`` tokens raises TooManyTokens. Raises InvalidRequest, with the parameter's name, for
+        invalid messages, variables, tools or combinations, and a missing, failing or forbidden template.
         """
         template = self._choose(chat_template)
         if continue_final_message and add_generation_prompt:
