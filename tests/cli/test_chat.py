@@ -239,6 +239,13 @@ def test_videos_go_with_the_next_message(tmp_path: Path) -> None:
     assert seen["content"] == [{"type": "video", "video": frames}, {"type": "text", "text": "what is it?"}]
     assert not talk.videos
     assert "(a video of 4 frames)" in talk.as_markdown()
+    (tmp_path / "clip.mp4").write_bytes(b"film")
+    talk.videos.append(frame_urls(str(tmp_path / "clip.mp4")))
+    talk.say("And this?")
+    assert talk.messages[-1]["content"][0] == {"type": "video", "video": "data:video/mp4;base64,ZmlsbQ=="}
+    assert "(a video file)" in talk.as_markdown()
+    with pytest.raises(ConfigError, match="extension of an image"):
+        frame_urls(f"{tmp_path}/clip.mp4 {tmp_path}/clip.mp4")
 
 
 def test_an_image_of_a_file(tmp_path: Path) -> None:

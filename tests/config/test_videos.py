@@ -75,6 +75,30 @@ def test_grids_are_those_of_the_reference(tmp_path: Path, bounds: tuple[int, int
     assert refused < 100
 
 
+def test_chosen_frames_are_those_of_the_reference(tmp_path: Path) -> None:
+    facts = _facts(tmp_path, videos={**_VIDEOS, "min_frames": 5, "max_frames": 60}).frames
+    default = _facts(tmp_path).frames
+    assert facts is not None
+    assert default is not None
+    source = random.Random(6)
+    for number in range(3000):
+        video, more = (facts, {"min_frames": 5, "max_frames": 60}) if number % 2 else (default, {})
+        processor = Qwen3VLVideoProcessor(**more)
+        total = source.choice([1, 2, 3, 7, 100, source.randint(1, 40000)])
+        rate = source.choice([24, 25, 30, 30000 / 1001, source.uniform(0.1, 240)])
+        data = VideoMetadata(total_num_frames=total, fps=rate)
+        fps = source.choice([None, 1, 0.3, 4, source.uniform(0.01, 60)])
+        expected = processor.sample_frames(data, fps=fps).tolist()
+        assert video.chosen(total, rate, 768, fps=fps) == expected, (total, rate, fps)
+        count = source.randint(2, 800)
+        processor.fps = None
+        expected = processor.sample_frames(data, num_frames=count).tolist()
+        assert video.chosen(total, rate, 768, count=count) == expected, (total, count)
+    # A lower limit of the server acts as the processor's own.
+    few = Qwen3VLVideoProcessor(max_frames=20).sample_frames(VideoMetadata(total_num_frames=9999, fps=25))
+    assert default.chosen(9999, 25, 20) == few.tolist()
+
+
 def test_a_frame_without_pixels(tmp_path: Path) -> None:
     facts = _facts(tmp_path)
     assert facts.frames is not None

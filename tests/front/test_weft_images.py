@@ -137,6 +137,47 @@ def test_one_answer_however_a_video_comes(server: Running, folder: Path) -> None
     assert cached[0] < first < cached[2] < last  # the first group is the same
 
 
+def test_a_file_is_read_as_its_frames_are(server: Running, folder: Path) -> None:
+    """A video file gives the tokens of the chosen frames as a list, in Python and over HTTP."""
+    from tests.support.films import film, pictures
+    from weft.media.decode import finished
+    from weft.media.media_messages import Target
+    from weft.media.video import groups_of, header_of
+
+    file = film(pictures(30, (32, 24)), rate=6)
+    header = header_of(file, 1 << 20)
+    numbers = [0, 3, 6, 10, 13, 16, 19, 23, 26, 29]  # 2 frames per second
+    whole = Target(height=24, width=32, canvas=(24, 32), resample=3, fingerprint=b"")
+    frames = [
+        Image.frombytes("RGB", (32, 24), pixels)
+        for pixels in groups_of(file, header, [[number] for number in numbers], whole, 1 << 20)
+    ]
+    assert finished(frames[0], whole) == frames[0].tobytes()
+    times = [number / 6 for number in numbers]
+    listed = {"type": "video", "video": frames, "timestamps": times}
+    part = {"type": "video_url", "video_url": {"url": data_url(file, "video/mp4")}}
+    with LLM(model=str(folder), **SETTINGS) as llm:
+        (due,) = llm.chat(asked(listed, image_part(A)), GREEDY, use_tqdm=False)
+        (found,) = llm.chat(asked(part, image_part(A)), GREEDY, use_tqdm=False)
+        (other,) = llm.chat(asked({**part, "num_frames": 4}, image_part(A)), GREEDY, use_tqdm=False)
+        bad = {"type": "video", "video": data_url(b"no film here")}
+        with pytest.raises(InvalidRequest, match=r"content\[1\]: the video has an unsupported format"):
+            llm.chat(asked(bad), GREEDY, use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="allowed-media-domains"):
+            llm.chat(asked({"type": "video", "video": "https://example.org/a.mp4"}), GREEDY, use_tqdm=False)
+    ids, tokens = list(due.prompt_token_ids), list(due.outputs[0].token_ids)
+    assert (list(found.prompt_token_ids), list(found.outputs[0].token_ids)) == (ids, tokens)
+    assert ids.count(START) == 1 + 5 + 1
+    assert list(other.prompt_token_ids).count(START) == 1 + 2 + 1
+    body = {"model": "seeing", "temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    parts = asked(part, image_part(A))
+    answer = server.http.post(
+        "/v1/chat/completions", json={**body, "return_token_ids": True, "messages": parts}
+    ).json()
+    assert answer["prompt_token_ids"] == ids
+    assert answer["choices"][0]["token_ids"] == tokens
+
+
 @pytest.mark.requirement("F33")
 def test_a_tenant_of_its_own_shares_nothing(server: Running) -> None:
     body = {"model": "seeing", "max_tokens": 2, "messages": asked(image_part(A))}

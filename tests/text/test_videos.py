@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,8 @@ from weft.text.chat import ChatFormat, expanded, image_rules
 from weft.text.chat_messages import Shows, check_messages
 from weft.text.images import VideoPart, group_times
 from weft.text.tokenizer import Tokenizer
+from weft.text.videos import VideoFile
+from weft.types.video_clip import VideoClip
 
 FOLDER = Path(weft.__file__).parent / "checkpoints" / "spool-vision"
 NAMES = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
@@ -48,6 +51,10 @@ def _format(template: str = IMAGE_TEMPLATE, most: int = 64, **changes: Any) -> t
 
 def _video(frames: int, **more: Any) -> dict[str, Any]:
     return {"type": "video", "video": [f"data:,{n}" for n in range(frames)], **more}
+
+
+def _file(url: str = "data:video/mp4;base64,AAAA", **more: Any) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": url}, **more}
 
 
 def _text(text: str) -> dict[str, Any]:
@@ -181,9 +188,19 @@ def test_forms() -> None:
         ({"type": "video", "video": ["data:,", None]}, r"video\[1\]"),
         ({"type": "video", "video": ["data:,", {"url": "x"}]}, r"video\[1\]"),
         (_video(1), "at least 2 frames; send a single frame as an image"),
-        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, "send the frames"),
-        ({"type": "video_url", "video_url": {"url": "https://example.org/a.mp4"}}, "send the frames"),
-        ({"type": "video_url", "video_url": "file:///etc/passwd"}, "send the frames"),
+        (_file(timestamps=[1, 2]), r"timestamps is for lists of frames; a video file has its own times"),
+        (_file(num_frames=1), "num_frames must be an integer from 2"),
+        (_file(num_frames=2.5), "num_frames must be an integer from 2"),
+        (_file(num_frames=True), "num_frames must be an integer from 2"),
+        (_file(num_frames=1 << 70), "num_frames must be an integer from 2"),
+        (_file(num_frames=4, fps=2), "fps or num_frames, but not both"),
+        (_file(fps=0), "fps must be"),
+        (_file(max_pixels=1000), "max_pixels is not supported in a part with a video"),
+        (_file(uuid="mine"), "uuid is not supported"),
+        (
+            _video(4, num_frames=2),
+            "num_frames is not supported in a part with a video; num_frames is for video files",
+        ),
         ({"type": "video_url", "video_url": {"url": 5}}, "of the form"),
         ({"type": "video_url", "video_url": {"url": "data:,", "x": 1}}, "of the form"),
         ({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,QQ=="}}, "at least 2 frames"),
@@ -236,12 +253,12 @@ def test_any_other_part_is_refused_by_name() -> None:
             return {source.choice(["url", "video", "type"]): value(depth - 1)}
         return source.choice(leaves)
 
-    read = 0
+    read = files = 0
     wrong = set()
     for _ in range(3000):
         kind = source.choice(["video", "video_url"])
         part = {"type": kind, kind: value(2)}
-        for name in ("fps", "timestamps", "x"):
+        for name in ("fps", "timestamps", "num_frames", "x"):
             if source.random() < 0.2:
                 part[name] = value(2)
         try:
@@ -249,12 +266,16 @@ def test_any_other_part_is_refused_by_name() -> None:
         except InvalidRequest as error:
             wrong.add(error.param)
         else:
+            if isinstance(shown, VideoFile):
+                files += 1
+                continue
             assert all(isinstance(frame, str) for frame in shown.frames)
             assert 2 <= len(shown.frames) <= 16
             assert all(len(f"{time:.1f}") < 12 for time in group_times(shown, 2, 2.0))
             read += 1
     assert wrong == {"messages[0].content[0]"}
     assert read > 10
+    assert files > 10
 
 
 def test_images_and_videos_are_counted_together() -> None:
@@ -265,3 +286,43 @@ def test_images_and_videos_are_counted_together() -> None:
     for role in ("assistant", "system"):
         with pytest.raises(InvalidRequest, match="type video are not supported"):
             check_messages([{"role": role, "content": [_video(2)]}], Shows(8, 2))
+
+
+def test_forms_of_files() -> None:
+    shown = _read(
+        _file(fps=4),
+        _file("https://example.org/a.mp4", num_frames=8),
+        {"type": "video", "video": "data:image/gif;base64,R0lG"},
+        {"type": "video_url", "video_url": "https://example.org/b.webm"},
+    )
+    assert all(isinstance(one, VideoFile) for one in shown)
+    assert [one.url[-4:] for one in shown] == ["AAAA", ".mp4", "R0lG", "webm"]
+    assert [(one.fps, one.num_frames) for one in shown] == [
+        (4.0, None),
+        (None, 8),
+        (None, None),
+        (None, None),
+    ]
+    with pytest.raises(InvalidRequest, match="the limit is 8"):
+        _read(*[_file()] * 9)
+
+
+def test_files_share_the_room_of_the_prompt() -> None:
+    """The chosen frames stand in the prompt as a list with the same times does."""
+    made, _ = _format(most=16)
+    asked: list[int] = []
+
+    def choose(files: Sequence[VideoFile], most: int) -> list[VideoClip]:
+        asked.extend([len(files), most])
+        return [VideoClip(key=one.url, numbers=(0, 5, 9), times=(0.0, 2.5, 4.5)) for one in files]
+
+    content = [_text("a"), _file("data:,1"), IMAGE, _video(3), _file("data:,2"), _text("b")]
+    prompt = made.encode([{"role": "user", "content": content}], choose=choose)
+    assert asked == [2, (16 - 1 - 2) // 2 * 2]
+    timed = _video(3, timestamps=[0, 2.5, 4.5])
+    listed = [timed if part["type"] == "video_url" else part for part in content]
+    assert prompt.ids == made.encode([{"role": "user", "content": listed}]).ids
+    assert [part.file for part in prompt.shown] == ["data:,1", "", "", "data:,2"]
+    assert prompt.shown[0].frames == (0, 5, 9)
+    with pytest.raises(InvalidRequest, match="video files are not supported here"):
+        made.encode([{"role": "user", "content": content}])

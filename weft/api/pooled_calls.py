@@ -41,10 +41,10 @@ class PooledCalls:
         """Return one vector per prompt, made from the final hidden states: the last state, the mean of all
         states, or the first state (cls). auto: as the checkpoint says, else the last state.
 
-        ``prompts``, ``priority`` and ``lora``: see ``generate``. Vectors have length 1, unless ``normalize`` is
-        False, or is None and the checkpoint says otherwise. ``dimensions``: length of the vectors, if the checkpoint
-        allows shorter vectors. Raise the errors of ``generate``. If only one prompt fails, its output has
-        ``error``.
+        ``prompts``, ``priority`` and ``lora``: see ``generate``. Vectors have length 1, unless ``normalize``
+        is False, or is None and the checkpoint says otherwise. ``dimensions``: length of the vectors, if the
+        checkpoint allows shorter vectors. Raise the errors of ``generate``. If only one prompt fails, its
+        output has ``error``.
         """
         if pooling not in ("auto", "last", "mean", "cls"):
             raise InvalidRequest('pooling must be "auto", "last", "mean" or "cls"', param="pooling")

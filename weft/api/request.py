@@ -148,12 +148,14 @@ class RequestMaker:
 
         Raise InvalidRequest or ContextLength; no id is taken then.
         """
-        made = self._text.chat.encode(messages, **options)
+        videos = None if self._pictures is None else self._pictures.videos()
+        choose = None if videos is None else videos.choose
+        made = self._text.chat.encode(messages, choose=choose, **options)
         continues = bool(options.get("continue_final_message"))
         ids = made.ids
         media: tuple[MediaItem, ...] = ()
         if made.shown and self._pictures is not None:
-            items = self._pictures.items(made.shown)
+            items = self._pictures.items(made.shown, videos)
             # One placeholder per image becomes as many placeholders as the image has embedding rows.
             ids, starts = expanded(ids, self._pictures.facts.placeholders, [item.count for item in items])
             media = placed(items, starts)

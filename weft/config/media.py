@@ -41,6 +41,25 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Assumed frames per second of a video without a stated rate."""
     frame_tokens: int = 0
     """Tokens that bound the area of each frame; 0: only ``max_pixels`` bounds the area."""
+    min_frames: int = 4
+    max_frames: int = 768
+    """Bounds of the number of frames that are chosen from a file by rate."""
+
+    def chosen(
+        self, total: int, rate: float, most: int, *, fps: float | None = None, count: int | None = None
+    ) -> list[int]:
+        """Return the numbers of the frames to show, in ascending order, at equal distances.
+
+        ``total``, ``rate``: number of frames and frames per second of the file. ``most``: maximum frames
+        chosen by rate. ``fps``: frames per second to choose; None for the processor's. ``count``: frames to
+        choose, instead of a rate; some numbers then stand twice if the file has fewer frames.
+        """
+        if count is None:
+            count = int(total / rate * (fps or self.fps))
+            count = min(max(count, self.min_frames), self.max_frames, total, most)
+        # From the first to the last frame. Halves round to even, as in the reference.
+        step = (total - 1) / max(count - 1, 1)
+        return [min(round(number * step), total - 1) for number in range(count)]
 
 
 class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):

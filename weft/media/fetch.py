@@ -22,7 +22,7 @@ from weft.media.urls import WebAddress, redirected, too_large, web_address
 MAX_REDIRECTS = 3
 _PIECE = 64 << 10
 _MOVED = frozenset((301, 302, 303, 307, 308))
-_HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "weft", "Connection": "close"}
+_HEADERS = {"Accept-Encoding": "identity", "User-Agent": "weft", "Connection": "close"}
 
 
 class Fetcher:
@@ -47,15 +47,17 @@ class Fetcher:
         self._permits = permits
         self._secure = secure
 
-    def fetch(self, url: str) -> bytes:
-        """Return the bytes of the file, of any content. Blocks. Raises BadMedia for a refused URL, a failed
-        fetch, a time-out, and a file that is too large."""
+    def fetch(self, url: str, most: int | None = None, *, video: bool = False) -> bytes:
+        """Return the bytes of the file, of any content. Blocks. ``most``: maximum bytes, if not the
+        fetcher's. ``video``: the file is a video. Raises BadMedia for a refused URL, a failed fetch, a
+        time-out, and a file that is too large."""
+        most = self._most if most is None else most
         deadline = time.monotonic() + self._seconds
         address = web_address(url, self._allowed)
         try:
             # ``_get`` checks each new address like the first.
             for _ in range(1 + MAX_REDIRECTS):
-                found = self._get(address, deadline)
+                found = self._get(address, deadline, most, video)
                 if isinstance(found, bytes):
                     return found
                 address = found
@@ -67,12 +69,12 @@ class Fetcher:
             ) from None
         raise BadMedia(f"is behind more than {MAX_REDIRECTS} redirects", REFUSED)
 
-    def _get(self, address: WebAddress, deadline: float) -> bytes | WebAddress:
+    def _get(self, address: WebAddress, deadline: float, most: int, video: bool) -> bytes | WebAddress:
         """Return the file, or the address of a redirect. The connection is closed at the return. Raises
         BadMedia, OSError (TimeoutError past the deadline) or HTTPException."""
         with self._connect(address, deadline) as link:
             watched = _Watched(link, deadline)
-            link.sendall(_request(address))
+            link.sendall(_request(address, video))
             answer = http.client.HTTPResponse(watched, method="GET")  # type: ignore[arg-type]
             try:
                 answer.begin()
@@ -85,19 +87,19 @@ class Fetcher:
                 # A compressed body could expand beyond every limit, so only plain bodies are read.
                 if (answer.getheader("Content-Encoding") or "identity").lower() != "identity":
                     raise BadMedia("could not be fetched: its server sent a compressed response", UNREACHABLE)
-                if answer.length is not None and answer.length > self._most:
-                    raise too_large(self._most)
-                return self._read(answer)
+                if answer.length is not None and answer.length > most:
+                    raise too_large(most, video=video)
+                return self._read(answer, most, video)
             finally:
                 answer.close()
 
-    def _read(self, answer: http.client.HTTPResponse) -> bytes:
+    def _read(self, answer: http.client.HTTPResponse, most: int, video: bool) -> bytes:
         """Return the body. Raises BadMedia for a body longer than the limit or shorter than declared."""
         data = bytearray()
-        while piece := answer.read(min(_PIECE, self._most + 1 - len(data))):
+        while piece := answer.read(min(_PIECE, most + 1 - len(data))):
             data += piece
-            if len(data) > self._most:
-                raise too_large(self._most)
+            if len(data) > most:
+                raise too_large(most, video=video)
         if answer.length:
             raise BadMedia("could not be fetched: its server closed the connection early", UNREACHABLE)
         return bytes(data)
@@ -169,7 +171,8 @@ def _left(deadline: float) -> float:
     return left
 
 
-def _request(address: WebAddress) -> bytes:
-    lines = [f"GET {address.target} HTTP/1.1", f"Host: {address.netloc}"]
+def _request(address: WebAddress, video: bool) -> bytes:
+    accept = "video/*, image/gif" if video else "image/*"
+    lines = [f"GET {address.target} HTTP/1.1", f"Host: {address.netloc}", f"Accept: {accept}"]
     lines += [f"{name}: {value}" for name, value in _HEADERS.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")

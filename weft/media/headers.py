@@ -30,7 +30,7 @@ _MOST_TURNS = 1 << 17
 """Maximum parts of any kind examined in a file. Real files have far fewer."""
 
 
-class ImageHeader(msgspec.Struct, frozen=True, kw_only=True):
+class ImageHeader(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The facts of an image before decoding."""
 
     format: Format

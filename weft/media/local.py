@@ -12,8 +12,10 @@ from weft.config.sections.media_section import MediaSection
 from weft.media.decode import finished, key_of, load, pixels_of
 from weft.media.fetch import Fetcher
 from weft.media.headers import ImageHeader
+from weft.media.local_videos import LocalVideos
 from weft.media.media_errors import INVALID, BadMedia
-from weft.media.pictures import Asked, NeedsFiles, Picture, Pictures, headers_of
+from weft.media.pictures import Asked, NeedsFiles, Picture, Pictures, headers_of, runs_of
+from weft.media.video_header import Header, VideoHeader
 from weft.types.media_item import MediaItem
 
 if TYPE_CHECKING:
@@ -28,15 +30,20 @@ class LocalPictures:
         self._pictures = Pictures(facts, section)
         self._fetcher = Fetcher(section.allowed_media_domains, section.max_image_bytes, section.media_timeout)
 
-    def items(self, parts: Sequence[Asked]) -> list[MediaItem]:
+    def videos(self) -> LocalVideos:
+        """Return the video files of a new request, none so far."""
+        return LocalVideos(self._pictures, self._fetcher)
+
+    def items(self, parts: Sequence[Asked], videos: LocalVideos | None = None) -> list[MediaItem]:
         """Return one item per image and per frame group of ``parts``, in order, each at position 0, with
-        pixels. Fetches and decodes here, and blocks meanwhile.
+        pixels. Fetches and decodes here, and blocks meanwhile. ``videos``: the request's video files.
 
         Raises InvalidRequest with the part for an image that is refused, missing or damaged.
         """
         opened: dict[str, Image] = {}
         named = [_named(part, opened) for part in parts]
-        headers = {name: _header(image) for name, image in opened.items()}
+        headers: dict[str, Header] = {name: _header(image) for name, image in opened.items()}
+        headers |= {} if videos is None else videos.headers
         files: dict[str, memoryview] = {}
         try:
             # First without files. ``NeedsFiles`` lists all files to fetch; then measure again.
@@ -48,7 +55,13 @@ class LocalPictures:
                 except BadMedia as error:
                     raise error.at(wanted.where) from None
             found = self._pictures.measured(named, {**headers, **headers_of(needs.wanted, files)})
-        return [_item(picture, self._pixels(picture, opened, files)) for picture in found]
+        made: list[MediaItem] = []
+        for run in runs_of(found):
+            if videos is not None and isinstance(run[0].frames[0].header, VideoHeader):
+                made += videos.items(run)
+            else:
+                made.append(_item(run[0], self._pixels(run[0], opened, files)))
+        return made
 
     def _pixels(
         self, picture: Picture, opened: Mapping[str, Image], files: Mapping[str, memoryview]
@@ -62,6 +75,7 @@ class LocalPictures:
                     made.append(finished(image, picture.target))
                 else:
                     data = files[frame.url] if frame.url else frame.data
+                    assert isinstance(frame.header, ImageHeader)
                     made.append(pixels_of(data, frame.header, picture.target))
             except BadMedia as error:
                 raise error.at(frame.where) from None
@@ -71,11 +85,12 @@ class LocalPictures:
 class _Named(msgspec.Struct, frozen=True):
     """A part with a name (or URL) for each image."""
 
-    frames: tuple[str, ...]
+    frames: tuple[Any, ...]
     where: str
     detail: str
     is_video: bool
     places: tuple[str, ...]
+    file: str = ""
 
     def place(self, number: int) -> str:
         return self.places[number]
@@ -86,6 +101,8 @@ def _named(part: Asked, opened: dict[str, Image]) -> _Named:
     name. Raises InvalidRequest for a source that is no URL and no readable image."""
     places = tuple(part.place(number) for number in range(len(part.frames)))
     names = []
+    if part.file:
+        return _Named(part.frames, part.where, part.detail, part.is_video, places, part.file)
     for source, where in zip(part.frames, places, strict=True):
         if not isinstance(source, str):
             name = f"\0opened {len(opened)}"  # no URL starts with a NUL

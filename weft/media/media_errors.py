@@ -13,6 +13,8 @@ UNREACHABLE = "image_fetch_failed"
 class BadMedia(Exception):
     """An unusable image. ``reason`` continues the words "the image " and includes a remedy."""
 
+    noun = "image"
+
     def __init__(self, reason: str, code: str = INVALID, frame: int = 0) -> None:
         """``reason``: see the class. ``code``: error code for the client. ``frame``: number of the frame
         among several frames in one task of a media worker."""
@@ -25,4 +27,4 @@ class BadMedia(Exception):
         """Return the error of a request. ``where`` names the part; ``param`` names the parameter (default:
         ``where``).
         """
-        return InvalidRequest(f"{where}: the image {self.reason}", param=param or where, code=self.code)
+        return InvalidRequest(f"{where}: the {self.noun} {self.reason}", param=param or where, code=self.code)

@@ -14,6 +14,7 @@ from msgspec import Meta
 from weft.common.shared_bytes import SharedName
 from weft.media.headers import ImageHeader
 from weft.media.media_errors import BadMedia
+from weft.media.video_header import BadVideo, VideoHeader
 
 _LENGTH = struct.Struct("<I")
 Side: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -30,6 +31,10 @@ class WorkerRules(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum seconds of one fetch."""
     allowed: tuple[str, ...] = ()
     """Domains from which files may be fetched."""
+    videos: bool = False
+    """True for a worker that decodes videos."""
+    most_pixels: int = 0
+    """Maximum pixels of a video frame."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +55,10 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Task: fetch a file."""
 
     url: str
+    video: bool = False
+    """True for a video file."""
+    most_bytes: int
+    """Maximum bytes of the file."""
 
 
 class DecodeFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +78,22 @@ class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Shared memory for the pixels. If writing fails, the reply contains the pixels."""
 
 
-Task: TypeAlias = Fetch | Decode
+class ReadVideo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Task: read the header of the video file behind the head."""
+
+
+class DecodeVideo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Task: decode frame groups of the video file behind the head, in order."""
+
+    header: VideoHeader
+    groups: tuple[tuple[int, ...], ...]
+    """Numbers of the frames of each group."""
+    target: Target
+    into: tuple[SharedName | None, ...]
+    """Shared memory for the pixels of each group. If writing fails, the reply contains the pixels."""
+
+
+Task: TypeAlias = Fetch | Decode | ReadVideo | DecodeVideo
 
 
 class MediaDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +109,12 @@ class MediaDone(msgspec.Struct, frozen=True, kw_only=True):
     code: str = ""
     frame: int = 0
     """Number of the failed frame."""
+    header: VideoHeader | None = None
+    """Header of a video file."""
+    keys: tuple[bytes, ...] = ()
+    """Cache key of each frame group of a video file."""
+    written: tuple[bool, ...] = ()
+    """True for each frame group in shared memory. The pixels of the other groups follow, in order."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -108,11 +138,25 @@ def result_of(answer: bytes | bytearray) -> tuple[bytes, memoryview]:
     """Return (key, bytes behind the reply). The bytes are a view into ``answer``; a fetched file has an
     empty key. Raises BadMedia for a reply with a failure, and ValueError or msgspec.DecodeError for an
     invalid reply."""
-    head, rest = _split(answer)
-    done = _done.decode(head)
+    done, rest = reply_of(answer)
     if done.reason:
         raise BadMedia(done.reason, done.code, done.frame)
     return done.key, rest
+
+
+def video_result_of(answer: bytes | bytearray) -> tuple[MediaDone, memoryview]:
+    """Return (reply to a task with a video file, bytes behind the reply). Raises BadVideo for a reply with a
+    failure, and ValueError or msgspec.DecodeError for an invalid reply."""
+    done, rest = reply_of(answer)
+    if done.reason:
+        raise BadVideo(done.reason, done.code)
+    return done, rest
+
+
+def reply_of(answer: bytes | bytearray) -> tuple[MediaDone, memoryview]:
+    """Return a reply and the bytes behind the reply. Raises ValueError or msgspec.DecodeError."""
+    head, rest = _split(answer)
+    return _done.decode(head), rest
 
 
 def _split(data: bytes | bytearray) -> tuple[memoryview, memoryview]:

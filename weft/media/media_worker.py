@@ -20,16 +20,16 @@ from typing import TypeVar
 import msgspec
 
 from weft.common.confine import confine
-from weft.common.errors import PixelsLost
 from weft.common.log import get_logger
 from weft.common.priority import LONG_S, step_back
-from weft.common.shared_bytes import SharedName, write_shared
 from weft.common.workers import Answer, serve
 from weft.media.decode import can_decode, group_pixels, key_of, load
 from weft.media.fetch import Fetcher
 from weft.media.headers import ImageHeader
 from weft.media.media_errors import UNREACHABLE, BadMedia
-from weft.media.media_messages import Decode, MediaDone, WorkerRules, packed, task_of
+from weft.media.media_messages import Decode, Fetch, MediaDone, WorkerRules, packed, task_of
+from weft.media.video import can_decode_videos, load_videos
+from weft.media.video_tasks import video_reply, written
 
 log = get_logger(__name__)
 
@@ -52,6 +52,8 @@ def main(make: Callable[..., Fetcher] = Fetcher) -> None:
         rules = msgspec.msgpack.decode(greeting, type=WorkerRules)
         if can_decode():
             load()
+        if rules.videos and can_decode_videos():
+            load_videos()
         confine(rules.memory)
         fetcher = make(rules.allowed, rules.most_bytes, rules.seconds)
         return lambda payload: answer_to(payload, fetcher, rules)
@@ -69,9 +71,11 @@ def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[byt
             # Long decodes must not slow down the engines and other requests.
             pixels, key = _stepping_back(lambda: _decoded(task, data))
             done = packed(MediaDone(key=key))
-            return (done,) if _written(pixels, task.into) else (done, pixels)
+            return (done,) if written(pixels, task.into) else (done, pixels)
+        if not isinstance(task, Fetch):
+            return _stepping_back(lambda: video_reply(task, data, rules.most_pixels))
         with _interrupted(rules.seconds + GRACE_S):
-            return packed(MediaDone()), fetcher.fetch(task.url)
+            return packed(MediaDone()), fetcher.fetch(task.url, task.most_bytes, video=task.video)
     except BadMedia as error:
         return (packed(MediaDone(reason=error.reason, code=error.code, frame=error.frame)),)
     except MemoryError:
@@ -118,18 +122,6 @@ def _files(task: Decode, data: memoryview) -> list[tuple[bytes | memoryview, Ima
     ends = list(itertools.accumulate(file.size for file in task.files))
     cuts = zip([0, *ends], ends, task.files, strict=False)
     return [(data[begin:end], file.header) for begin, end, file in cuts]
-
-
-def _written(pixels: bytes, into: SharedName | None) -> bool:
-    """Write ``pixels`` to the shared memory ``into``. Return True on success; False without shared memory,
-    or if the memory cannot be opened."""
-    if into is None:
-        return False
-    try:
-        write_shared(into, pixels)
-    except PixelsLost:  # the API server is in another namespace, or has dropped the shared memory
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from weft.media.headers import ImageHeader, read_header
 from weft.media.media_errors import INVALID, TOO_LARGE, BadMedia
 from weft.media.media_messages import Target
 from weft.media.urls import inline, is_web, web_address
+from weft.media.video_header import Header, VideoHeader
 
 LOW_PIXELS = 512 * 512
 """Maximum pixels of an image with ``detail: low`` after resizing."""
@@ -36,6 +37,10 @@ class Asked(Protocol):
     def detail(self) -> str: ...
 
     @property
+    def file(self) -> str:
+        """Name of the video file whose frame numbers are the ``frames``; "" for a part with sources."""
+
+    @property
     def is_video(self) -> bool: ...
 
     def place(self, number: int) -> str:
@@ -46,7 +51,16 @@ class Wanted(msgspec.Struct, frozen=True):
     """A file to fetch."""
 
     url: str
+    """URL, and name among the files of the request. For a video file, a name."""
     where: str
+    address: str = ""
+    """For a video file: the URL; "" for a file inside the request."""
+    data: memoryview = msgspec.field(default_factory=lambda: memoryview(b""))
+    """The video file, for a file inside the request."""
+
+    @property
+    def is_video(self) -> bool:
+        return bool(self.address) or bool(self.data)
 
 
 class NeedsFiles(Exception):
@@ -62,9 +76,11 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 
     where: str
     """The place in the request, for errors."""
-    header: ImageHeader
+    header: Header
     url: str = ""
-    """URL of a fetched file; "" for a file inside the request."""
+    """URL of a fetched file, or name of a video file; "" for an image inside the request."""
+    number: int = 0
+    """Number of the frame in the video file."""
     data: memoryview = msgspec.field(default_factory=lambda: memoryview(b""))
     """The file, for a file inside the request."""
 
@@ -93,9 +109,11 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 
 def headers_of(wanted: Sequence[Wanted], files: Mapping[str, memoryview]) -> dict[str, ImageHeader]:
     """Return URL -> header for fetched files. ``files``: URL -> file, with every wanted URL. Raises
-    InvalidRequest with the part for an unusable file."""
+    InvalidRequest with the part for an unusable file. Video files are left out."""
     found = {}
     for one in wanted:
+        if one.is_video:
+            continue
         try:
             found[one.url] = read_header(files[one.url])
         except BadMedia as error:
@@ -109,7 +127,7 @@ class Pictures:
     def __init__(self, facts: MediaFacts, section: MediaSection) -> None:
         """``facts``: image sizes of the model. ``section``: limits and allowed domains of the server."""
         self.facts = facts
-        self._section = section
+        self.section = section
         self._fingerprint = blake2b(msgspec.json.encode(facts), digest_size=KEY_BYTES).digest()
         least = min(facts.min_pixels, LOW_PIXELS)
         self._low = msgspec.structs.replace(
@@ -119,13 +137,17 @@ class Pictures:
             max_patches=min(facts.max_patches, LOW_PIXELS // facts.patch**2),
         )
 
-    def measured(self, parts: Sequence[Asked], known: Mapping[str, ImageHeader]) -> list[Picture]:
+    def measured(self, parts: Sequence[Asked], known: Mapping[str, Header]) -> list[Picture]:
         """Return one picture per image and per frame group of ``parts``, in order.
 
-        ``known`` maps the URLs of fetched files to headers. Raises InvalidRequest with the part, and
-        NeedsFiles for files neither in the request nor known.
+        ``known`` maps the URLs of fetched files, and the names of video files, to headers. Raises
+        InvalidRequest with the part, and NeedsFiles for files neither in the request nor known.
         """
-        each = [[(source, part.place(n)) for n, source in enumerate(part.frames)] for part in parts]
+        # A part with a video file has frame numbers instead of sources.
+        each = [
+            [(source, part.place(n)) for n, source in enumerate(part.frames) if not part.file]
+            for part in parts
+        ]
         sources = itertools.chain.from_iterable(each)
         wanted = {source: where for source, where in sources if self._is_missing(source, where, known)}
         if wanted:
@@ -134,12 +156,18 @@ class Pictures:
         work = 0
         for part, places in zip(parts, each, strict=True):
             frames = [self._frame(source, where, known) for source, where in places]
+            if part.file:
+                header = known[part.file]
+                frames = [
+                    Frame(where=part.where, header=header, url=part.file, number=number)
+                    for number in part.frames
+                ]
             # Check the total before the next part, so that many large images stop early.
             work += sum(frame.header.work for frame in frames)
-            if work > self._section.max_request_pixels:
+            if work > self.section.max_request_pixels:
                 raise BadMedia(
                     f"brings the images of this prompt to {work} pixels (a JPEG counts once for each scan); "
-                    f"the limit is {self._section.max_request_pixels} (--max-request-pixels); send fewer or "
+                    f"the limit is {self.section.max_request_pixels} (--max-request-pixels); send fewer or "
                     "smaller images",
                     TOO_LARGE,
                 ).at(part.where)
@@ -149,25 +177,26 @@ class Pictures:
                 found.append(self.fitted(frames[0], part.detail))
         return found
 
-    def _is_missing(self, source: str, where: str, known: Mapping[str, ImageHeader]) -> bool:
+    def _is_missing(self, source: str, where: str, known: Mapping[str, Header]) -> bool:
         """Return True for an allowed web URL without a known header. Raises InvalidRequest for a forbidden
         URL.
         """
         if source in known or not is_web(source):
             return False
         try:
-            web_address(source, self._section.allowed_media_domains)
+            web_address(source, self.section.allowed_media_domains)
         except BadMedia as error:
             raise error.at(where) from None
         return True
 
-    def _frame(self, source: str, where: str, known: Mapping[str, ImageHeader]) -> Frame:
+    def _frame(self, source: str, where: str, known: Mapping[str, Header]) -> Frame:
         """Return the checked frame of one source: a known file, or a ``data:`` URL that is decoded here.
         Raises InvalidRequest."""
-        if source in known:
-            return self._checked(Frame(where=where, header=known[source], url=source))
+        # A client may spell the name of a video file as the URL of an image.
+        if isinstance(header := known.get(source), ImageHeader):
+            return self._checked(Frame(where=where, header=header, url=source))
         try:
-            data = inline(source, self._section.max_image_bytes)
+            data = inline(source, self.section.max_image_bytes)
             header = read_header(data)
         except BadMedia as error:
             raise error.at(where) from None
@@ -176,9 +205,9 @@ class Pictures:
     def _checked(self, frame: Frame) -> Frame:
         """Return ``frame``. Raise InvalidRequest if the image exceeds the pixel limit."""
         header = frame.header
-        if header.width * header.height > self._section.max_image_pixels:
+        if header.width * header.height > self.section.max_image_pixels:
             raise BadMedia(
-                f"has {header.width} x {header.height} pixels; the limit is {self._section.max_image_pixels} "
+                f"has {header.width} x {header.height} pixels; the limit is {self.section.max_image_pixels} "
                 "(--max-image-pixels); send a smaller image",
                 TOO_LARGE,
             ).at(frame.where)
@@ -232,3 +261,22 @@ class Pictures:
             fingerprint=self._fingerprint,
         )
         return Picture(where=where, frames=frames, target=target, grid=fit.grid, count=fit.tokens)
+
+
+def runs_of(pictures: Sequence[Picture]) -> list[list[Picture]]:
+    """Return ``pictures`` in order, with all groups of one video file together. An image, or a group of a
+    list of frames, stands alone."""
+    runs: list[list[Picture]] = []
+    for picture in pictures:
+        first = picture.frames[0]
+        same = runs and runs[-1][0].frames[0]
+        # Two parts of a message may name the same file.
+        if (
+            same
+            and isinstance(first.header, VideoHeader)
+            and (first.url, picture.where) == (same.url, runs[-1][0].where)
+        ):
+            runs[-1].append(picture)
+        else:
+            runs.append([picture])
+    return runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -13,10 +14,13 @@ from weft.common.errors import DeadlineExceeded, WeftError
 from weft.common.workers import CpuSpent, WorkerDied, WorkerPool, most_of_client
 from weft.config.sections.media_section import MediaSection
 from weft.media.decode import can_decode, missing
+from weft.media.headers import ImageHeader
 from weft.media.media_errors import TOO_LARGE, UNREACHABLE, BadMedia
 from weft.media.media_memory import MediaLease, MediaMemory
 from weft.media.media_messages import Decode, DecodeFile, Fetch, WorkerRules, packed, result_of
-from weft.media.pictures import Picture, Wanted
+from weft.media.pictures import Picture, Wanted, runs_of
+from weft.media.video_header import VideoHeader, of_video
+from weft.media.video_service import VideoService
 from weft.types.media_item import MediaItem
 
 T = TypeVar("T")
@@ -53,23 +57,32 @@ class MediaService:
         self.memory = MediaMemory(section.media_memory, apart=apart)
         files = MOST_FRAMES * section.max_image_bytes
         pixels = SLACK + BYTES_A_PIXEL * section.max_image_pixels + 2 * files
-        self._decoders = self._pool(section.media_workers, pixels)
-        self._fetchers = self._pool(FETCHERS, SLACK + 4 * section.max_image_bytes)
+        self._decoders = self._pool(section.media_workers, pixels, section.media_timeout, self._cpu_seconds)
+        largest = max(section.max_image_bytes, section.max_video_bytes)
+        fetching = SLACK + 4 * largest
+        self._fetchers = self._pool(FETCHERS, fetching, section.media_timeout, self._cpu_seconds)
+        frames = SLACK + BYTES_A_PIXEL * section.max_image_pixels + 2 * section.max_video_bytes
+        seconds = section.video_timeout
+        self._films = self._pool(section.media_workers, frames, seconds, seconds, videos=True)
+        self.videos = VideoService(section, self._films)
 
-    def _pool(self, most: int, memory: int) -> WorkerPool:
-        """Return a pool of at most ``most`` processes, each with ``memory`` bytes for a task. No process is
-        started yet."""
+    def _pool(
+        self, most: int, memory: int, seconds: float, cpu_seconds: float, *, videos: bool = False
+    ) -> WorkerPool:
+        """Return a pool of at most ``most`` processes, each with ``memory`` bytes, ``seconds`` and
+        ``cpu_seconds`` for a task. No process is started yet. ``videos``: the processes decode videos."""
         section = self._section
         rules = WorkerRules(
             most_bytes=section.max_image_bytes,
             memory=memory,
             seconds=section.media_timeout,
             allowed=section.allowed_media_domains,
+            videos=videos,
+            most_pixels=section.max_image_pixels,
         )
-        command = (*COMMAND, str(self._cpu_seconds))
-        seconds = section.media_timeout + LATE_S
+        command = (*COMMAND, str(cpu_seconds))
         each = most_of_client(most) if self._apart else 0
-        return WorkerPool(command, msgspec.msgpack.encode(rules), most, seconds, each)
+        return WorkerPool(command, msgspec.msgpack.encode(rules), most, seconds + LATE_S, each)
 
     @property
     def _cpu_seconds(self) -> float:
@@ -95,11 +108,16 @@ class MediaService:
     ) -> memoryview:
         """Fetch one file. Take the maximum size from ``lease`` first, and give the unused part back
         afterwards; after an error, the whole size stays taken until the lease closes."""
+        if wanted.is_video and not wanted.address:
+            lease.take(len(wanted.data))
+            return wanted.data
+        section, video = self._section, wanted.is_video
+        most = section.max_video_bytes if video else section.max_image_bytes
         async with few:
-            lease.take(self._section.max_image_bytes)
-            task = packed(Fetch(url=wanted.url))
-            _, file = await self._call(self._fetchers, [wanted.where], task, client=client)
-            lease.give(self._section.max_image_bytes - len(file))
+            lease.take(most)
+            task = packed(Fetch(url=wanted.address or wanted.url, video=video, most_bytes=most))
+            _, file = await self._call(self._fetchers, [wanted.where], task, client=client, video=video)
+            lease.give(most - len(file))
         return file
 
     async def decode(
@@ -121,11 +139,15 @@ class MediaService:
         lease.take(sum(picture.nbytes for picture in pictures))
         few = asyncio.Semaphore(self._section.media_workers)
 
-        async def one(picture: Picture) -> MediaItem:
+        async def one(run: list[Picture]) -> list[MediaItem]:
+            """Decode an image, or all groups of a video file."""
+            first = run[0].frames[0]
             async with few:
-                return await self._decode(picture, files, lease, client)
+                if isinstance(first.header, VideoHeader):
+                    return await self.videos.decode(run, files[first.url], lease, client)
+                return [await self._decode(run[0], files, lease, client)]
 
-        return tuple(await _all(map(one, pictures)))
+        return tuple(itertools.chain.from_iterable(await _all(map(one, runs_of(pictures)))))
 
     async def _decode(
         self, picture: Picture, files: Mapping[str, memoryview], lease: MediaLease, client: int
@@ -136,7 +158,9 @@ class MediaService:
         into = None if shared is None else shared.name
         data = [files[frame.url] if frame.url else frame.data for frame in picture.frames]
         each = zip(picture.frames, data, strict=True)
-        sizes = tuple(DecodeFile(header=frame.header, size=len(file)) for frame, file in each)
+        sizes = tuple(
+            DecodeFile(header=cast(ImageHeader, frame.header), size=len(file)) for frame, file in each
+        )
         task = packed(Decode(files=sizes, target=picture.target, into=into))
         places = [frame.where for frame in picture.frames]
         cost = float(sum(frame.header.work for frame in picture.frames) + sum(map(len, data)))
@@ -167,9 +191,10 @@ class MediaService:
         *payload: bytes | memoryview,
         client: int = -1,
         cost: float = 1.0,
+        video: bool = False,
     ) -> tuple[bytes, memoryview]:
         """Run one task in ``pool`` and return (key, bytes). ``places``: the place of each frame in the
-        request, for errors. ``cost``: the client's use of the pool.
+        request, for errors. ``cost``: the client's use of the pool. ``video``: the file is a video.
 
         Raises InvalidRequest with the place for an error of the image, WeftError with the place if the
         worker dies, and the pool's own errors, such as Overloaded.
@@ -177,6 +202,7 @@ class MediaService:
         try:
             return result_of(await pool.call(*payload, client=client, cost=cost))
         except BadMedia as error:
+            error = of_video(error) if video else error
             raise error.at(places[error.frame if error.frame < len(places) else 0]) from None
         except CpuSpent:
             spent = BadMedia(
@@ -187,7 +213,7 @@ class MediaService:
             raise spent.at(places[0]) from None
         except DeadlineExceeded:
             late = BadMedia(f"took longer than {self._section.media_timeout:g} seconds", UNREACHABLE)
-            raise late.at(places[0]) from None
+            raise (of_video(late) if video else late).at(places[0]) from None
         # A reply that cannot be decoded is a server error, not an error of the image.
         except (WorkerDied, ValueError, msgspec.DecodeError):
             raise _failed(places[0]) from None
@@ -195,11 +221,11 @@ class MediaService:
     @property
     def processes(self) -> int:
         """Number of live processes."""
-        return self._decoders.processes + self._fetchers.processes
+        return self._decoders.processes + self._fetchers.processes + self._films.processes
 
     async def close(self) -> None:
         """End every process. Waiting callers get Unavailable."""
-        await asyncio.gather(self._decoders.close(), self._fetchers.close())
+        await asyncio.gather(self._decoders.close(), self._fetchers.close(), self._films.close())
 
 
 def _failed(where: str) -> WeftError:

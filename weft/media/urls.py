@@ -51,9 +51,9 @@ def is_web(url: str) -> bool:
     return url[:8].lower().startswith(("http://", "https://"))
 
 
-def inline(url: str, most: int) -> bytes:
+def inline(url: str, most: int, *, video: bool = False) -> bytes:
     """Return the bytes in a ``data:`` URL; the declared type is ignored. Raises BadMedia for any other URL,
-    for data that is not base64, and for more than ``most`` bytes."""
+    for data that is not base64, and for more than ``most`` bytes. ``video``: the file is a video."""
     if url[:5].lower() != "data:":
         raise BadMedia(
             "must be a data: URL with base64, or an http(s) URL if this server allows http(s); this server "
@@ -66,14 +66,14 @@ def inline(url: str, most: int) -> bytes:
         raise BadMedia("has an invalid data: URL; use the form data:image/png;base64,...")
     if not found[1].lower().endswith(";base64"):
         raise BadMedia("must be encoded in base64 in its data: URL (data:image/png;base64,...)")
-    return from_base64(url[at + 1 :], most)
+    return from_base64(url[at + 1 :], most, video=video)
 
 
-def from_base64(text: str, most: int) -> bytes:
+def from_base64(text: str, most: int, *, video: bool = False) -> bytes:
     """Return the decoded bytes. Line breaks and missing padding are accepted. Raises BadMedia for invalid
     or empty data and for more than ``most`` bytes."""
     if len(text) > most // 2 * 3 + 4096:  # before decoding; leaves room for line breaks
-        raise too_large(most)
+        raise too_large(most, video=video)
     try:
         data = text.encode("ascii")
     except UnicodeEncodeError:
@@ -83,7 +83,7 @@ def from_base64(text: str, most: int) -> bytes:
     except binascii.Error:
         made = _tolerant(data)
     if len(made) > most:
-        raise too_large(most)
+        raise too_large(most, video=video)
     if not made:
         raise BadMedia("has no bytes")
     return made
@@ -98,9 +98,10 @@ def _tolerant(data: bytes) -> bytes:
         raise BadMedia("is not valid base64") from None
 
 
-def too_large(most: int) -> BadMedia:
-    """Return the error of an image with more than ``most`` bytes."""
-    return BadMedia(f"has more than {most} bytes (--max-image-bytes); send a smaller image", TOO_LARGE)
+def too_large(most: int, *, video: bool = False) -> BadMedia:
+    """Return the error of an image, or of a video, with more than ``most`` bytes."""
+    noun = "video" if video else "image"
+    return BadMedia(f"has more than {most} bytes (--max-{noun}-bytes); send a smaller {noun}", TOO_LARGE)
 
 
 def web_address(url: str, allowed: Sequence[str]) -> WebAddress:

@@ -29,12 +29,13 @@ from weft.config.media import MediaFacts
 from weft.text.chat_messages import ChatMessage, ShownPart, Shows, check_messages
 from weft.text.conversation import RoleOrder, arranged, check_kwargs, conversation_of, tool_objects
 from weft.text.forms import PROBE_TOOLS, TemplateForm, find_ends, find_form
-from weft.text.images import VideoPart, group_times
+from weft.text.images import VideoPart
 from weft.text.limits import MAX_SECONDS
 from weft.text.marks import Marks, secret_digits
 from weft.text.parsing.parser import Tool
 from weft.text.template import TOO_EXPENSIVE, ChatTemplate
 from weft.text.tokenizer import Tokenizer
+from weft.text.videos import Choose, with_clips, with_groups
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
@@ -146,15 +147,14 @@ class ChatFormat:
         kwargs: Any = None,
         chat_template: str | None = None,
         limit: int | None = None,
+        choose: Choose | None = None,
     ) -> ChatPrompt:
         """Return ids and text of a conversation (request messages, or ``ChatMessage`` objects).
 
         ``tools`` are shown to the model. ``continue_final_message`` needs ``add_generation_prompt=False``.
-        ``kwargs`` are template variables. ``limit`` is the maximum useful number of tokens; a longer prompt
-        raises TooManyTokens (see ``Tokenizer.encode_private``).
-
-        Raises InvalidRequest, with the parameter's name, for invalid messages, variables, tools or
-        combinations, a missing or failing template, and a forbidden ``chat_template``.
+        ``kwargs`` are template variables. ``choose`` chooses the frames of video files. A prompt with more
+        than ``limit`` tokens raises TooManyTokens. Raises InvalidRequest, with the parameter's name, for
+        invalid messages, variables, tools or combinations, and a missing, failing or forbidden template.
         """
         template = self._choose(chat_template)
         if continue_final_message and add_generation_prompt:
@@ -170,7 +170,8 @@ class ChatFormat:
             )
         mark = secret_digits()
         form = self._form_of(template)
-        checked = arranged(self._checked(messages, template), self._order_of(template, form), form.one_call)
+        checked = self._checked(messages, template, choose)
+        checked = arranged(checked, self._order_of(template, form), form.one_call)
         conversation = conversation_of(checked, template, form, self._marks, mark)
         # The tail marks the end of the continued message in the rendered text; ``_cut`` removes the rest.
         tail = secret_digits() + " "
@@ -243,37 +244,28 @@ class ChatFormat:
         """Return True if ``prompt`` ends inside reasoning. ``last``: text of the continued message, or ""."""
         return self._in_reasoning is not None and self._in_reasoning(prompt, last)
 
-    def _checked(self, messages: Any, template: ChatTemplate) -> list[ChatMessage]:
-        """Return checked messages. Raise InvalidRequest for images with a template without content parts."""
+    def _checked(self, messages: Any, template: ChatTemplate, choose: Choose | None) -> list[ChatMessage]:
+        """Return checked messages, with chosen frames of video files. Raise InvalidRequest for images with a
+        template without content parts."""
         if isinstance(messages, list) and bool(messages) and isinstance(messages[0], ChatMessage):
             return messages
-        checked = check_messages(messages, None if self._images is None else self._images.shows)
+        shows = None if self._images is None else self._images.shows
+        checked = check_messages(messages, shows)
         if not template.takes_parts and (shown := [one for each in checked for one in each.shown]):
             raise _not_shown(shown[0])
-        return checked
+        return with_clips(checked, shows, choose)
 
     def _with_groups(self, rendered: str, mark: str, shown: Sequence[ShownPart]) -> str:
-        """Replace the placeholder of each video in ``rendered`` by the placeholders of the frame groups.
-
-        Each group becomes a time and a placeholder between the start and end tokens. The template's text
-        around the video's placeholder stays, as in the reference implementation. Raises InvalidRequest if the
-        template does not show each video once.
-        """
+        """Write the frame groups of all videos into ``rendered``, see ``with_groups``. Raises InvalidRequest
+        if the template does not show each video once."""
         videos = [part for part in shown if isinstance(part, VideoPart)]
         rules = self._images
         if not videos or rules is None:
             return rendered
-        video, start, end = (self._tokenizer.token_text(one) for one in (rules.video, rules.start, rules.end))
-        # User text cannot contain the placeholder: its special tokens have marks inside.
-        pieces = rendered.split(video) if video and start and end else []
-        if len(pieces) != 1 + len(videos):
+        tokens = [self._tokenizer.token_text(one) or "" for one in (rules.video, rules.start, rules.end)]
+        if not (made := with_groups(rendered, videos, rules, tokens)):
             raise _not_shown(videos[0])
-        made = [pieces[0]]
-        for part, after in zip(videos, pieces[1:], strict=True):
-            times = group_times(part, rules.shows.group, rules.fps)
-            made += [f"<{time:.1f} seconds>{start}{video}{end}" for time in times]
-            made.append(after)
-        return "".join(made)
+        return made
 
     def _check_shown(self, shown: Sequence[ShownPart], ids: list[int]) -> None:
         """Raise InvalidRequest unless ``ids`` contain the placeholder of each image and frame group once, in

@@ -16,8 +16,9 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.text.echoes import REASONING, reasoning_of, without_reasoning
-from weft.text.images import VIDEO_PARTS, ImagePart, VideoPart, image_part, video_part
+from weft.text.images import VIDEO_PARTS, ImagePart, VideoPart, fps_of, image_part, video_part
 from weft.text.tokenizer import check_text
+from weft.text.videos import video_file
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
@@ -388,4 +389,7 @@ def _video(part: Mapping[str, Any], where: str, shows: Shows) -> VideoPart:
         raise InvalidRequest(
             f"{where}: this model accepts images, but no videos", param=where, code="unsupported_parameter"
         )
-    return video_part(part, where, shows.group)
+    found = video_part(part, where, shows.group)
+    if isinstance(found, VideoPart):
+        return found
+    return video_file(part, found, where, shows.group, fps_of(part, where))

@@ -1,8 +1,7 @@
 """Images and videos in messages.
 
 A video is a list of frames with the time of each frame. A model reads a video in groups of frames. Each group
-is read like an image, behind the time of the group. Containers such as MP4 are not read: clients must send
-the frames.
+is read like an image, behind the time of the group. ``videos.py`` has video files such as MP4.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ class ImagePart(msgspec.Struct, frozen=True):
     """The API's name for such parts."""
 
     is_video = False
+    file = ""
 
     @property
     def frames(self) -> tuple[Any, ...]:
@@ -101,7 +101,7 @@ class VideoPart(msgspec.Struct, frozen=True):
     """A video of a message."""
 
     frames: tuple[Any, ...]
-    """URLs of images, or Pillow images from a caller in this process."""
+    """URLs of images, or Pillow images from a caller in this process. Frame numbers for a ``file``."""
     where: str
     """The part of the request, for errors."""
     fps: float | None = None
@@ -110,6 +110,8 @@ class VideoPart(msgspec.Struct, frozen=True):
     """Time of each frame in seconds, in order."""
     part_type: str = "video"
     """The API's name for such parts."""
+    file: str = ""
+    """Name of the video file whose frames were chosen; "" for a list of frames."""
 
     detail = "auto"
     is_video = True
@@ -120,7 +122,7 @@ class VideoPart(msgspec.Struct, frozen=True):
 
     def place(self, number: int) -> str:
         """Return the place of a frame in the request, for errors."""
-        return f"{self.where}.{self.part_type}[{number}]"
+        return self.where if self.file else f"{self.where}.{self.part_type}[{number}]"
 
 
 def group_times(video: VideoPart, size: int, fps: float) -> list[float]:
@@ -136,47 +138,46 @@ def group_times(video: VideoPart, size: int, fps: float) -> list[float]:
     ]
 
 
-def video_part(part: Mapping[str, Any], where: str, least: int) -> VideoPart:
-    """Return a checked video part. Raises InvalidRequest, also for fewer than ``least`` frames."""
+def video_part(part: Mapping[str, Any], where: str, least: int) -> VideoPart | str:
+    """Return a checked video part, or the URL of a video file if the part has one. Raises InvalidRequest,
+    also for fewer than ``least`` frames."""
     part_type = str(part.get("type"))
+    given = part.get(part_type)
+    if part_type == "video_url":
+        given = given.get("url") if isinstance(given, Mapping) and given.keys() == {"url"} else given
+        if not isinstance(given, str):
+            raise InvalidRequest(
+                f'{where} must be a part of the form {{"type": "video_url", "video_url": {{"url": '
+                '"data:video/mp4;base64,..."}}}}',
+                param=where,
+            )
+    # Match only the start, because a data URL can be megabytes long.
+    is_file = isinstance(given, str) and _JPEGS.match(given[:64]) is None
     unknown = {name for name, value in part.items() if value is not None}
-    if unknown := unknown - {"type", part_type, "fps", "timestamps"}:
+    if unknown := unknown - {"type", part_type, "fps", "num_frames" if is_file else "", "timestamps"}:
         # Echo the field's name only if short and plain: the name comes from the client.
         shown = min((name for name in unknown if isinstance(name, str)), default="")
         shown = shown if re.fullmatch(r"\w{1,40}", shown) else "a field"
-        raise InvalidRequest(f"{where}.{shown} is not supported in a part with a video", param=where)
-    given = part.get(part_type)
-    if part_type == "video_url":
-        url = given.get("url") if isinstance(given, Mapping) and given.keys() == {"url"} else given
-        if not isinstance(url, str):
-            raise InvalidRequest(
-                f'{where} must be a part of the form {{"type": "video_url", "video_url": {{"url": '
-                '"data:video/jpeg;base64,<JPEG>,<JPEG>,..."}}',
-                param=where,
-            )
-        given = url
+        only = "; num_frames is for video files" if shown == "num_frames" else ""
+        raise InvalidRequest(f"{where}.{shown} is not supported in a part with a video{only}", param=where)
+    if is_file:
+        return str(given)
     frames = _frames(given, where)
     if len(frames) < least:
         raise InvalidRequest(
             f"{where}: a video must have at least {least} frames; send a single frame as an image",
             param=where,
         )
-    fps, times = _timing(part, len(frames), where)
+    times = _times(part, len(frames), where)
+    fps = fps_of(part, where)
     return VideoPart(frames, where, fps, times, part_type)
 
 
 def _frames(given: Any, where: str) -> tuple[Any, ...]:
-    """Return the frames of a list, or of a data URL with JPEGs. Raises InvalidRequest for containers."""
+    """Return the frames of a list, or of a data URL with JPEGs. Raises InvalidRequest."""
     if isinstance(given, str):
-        # Match only the start, because a data URL can be megabytes long.
         found = _JPEGS.match(given[:64])
-        if found is None:
-            raise InvalidRequest(
-                f"{where}: this server does not decode video files (MP4, WebM, ...): send the frames "
-                f"as {_FORM}, or as JPEGs in one URL, data:video/jpeg;base64,<JPEG>,<JPEG>,...",
-                param=where,
-                code="invalid_video",
-            )
+        assert found is not None
         return tuple(_JPEG + piece for piece in given[found.end() :].split(","))
     if not isinstance(given, list | tuple) or not given:
         raise InvalidRequest(f"{where} must be a part of the form {_FORM}", param=where)
@@ -186,21 +187,24 @@ def _frames(given: Any, where: str) -> tuple[Any, ...]:
     return tuple(given)
 
 
-def _timing(part: Mapping[str, Any], count: int, where: str) -> tuple[float | None, tuple[float, ...] | None]:
-    """Return (fps, seconds of each frame).
-
-    At most one of the two is given; the other is None. Raises InvalidRequest for both, for a rate out of
-    range, and for invalid times.
-    """
-    fps, times = part.get("fps"), part.get("timestamps")
-    if fps is not None and times is not None:
-        raise InvalidRequest(f"{where} may have fps or timestamps, but not both", param=where)
+def fps_of(part: Mapping[str, Any], where: str) -> float | None:
+    """Return the frames per second of a part, or None. Raises InvalidRequest for a rate out of range."""
+    fps = part.get("fps")
     if fps is not None and not (_number(fps) and LEAST_FPS <= fps <= MOST_FPS):
         raise InvalidRequest(
             f"{where}.fps must be between {LEAST_FPS:g} and {MOST_FPS:g} frames per second", param=where
         )
+    return None if fps is None else float(fps)
+
+
+def _times(part: Mapping[str, Any], count: int, where: str) -> tuple[float, ...] | None:
+    """Return the seconds of each frame, or None. Raises InvalidRequest for invalid times, and for times
+    beside a rate."""
+    fps, times = part.get("fps"), part.get("timestamps")
     if times is None:
-        return (None if fps is None else float(fps)), None
+        return None
+    if fps is not None:
+        raise InvalidRequest(f"{where} may have fps or timestamps, but not both", param=where)
     # Check the length before the values, so that a long list costs nothing.
     fits = isinstance(times, list | tuple) and len(times) == count
     if not fits or not all(_number(time) and 0 <= time <= MOST_SECONDS for time in times):
@@ -209,7 +213,7 @@ def _timing(part: Mapping[str, Any], count: int, where: str) -> tuple[float | No
         )
     if any(after < before for before, after in itertools.pairwise(times)):
         raise InvalidRequest(f"{where}.timestamps must be in ascending order", param=where)
-    return None, tuple(map(float, times))
+    return tuple(map(float, times))
 
 
 def _number(value: Any) -> bool:

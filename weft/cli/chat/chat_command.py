@@ -137,17 +137,17 @@ def read_tools(path: str) -> list[Any]:
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
-def image_url(name: str) -> str:
+def image_url(name: str, kinds: tuple[str, ...] = ("image/",)) -> str:
     """Return an image in the form of requests: an http(s) or ``data:`` URL unchanged, a file as a ``data:``
     URL.
 
-    Raise ConfigError for an unreadable file, or a name without an image suffix.
+    ``kinds``: permitted types. Raise ConfigError for an unreadable file, or a name with another suffix.
     """
     if name.startswith(("http://", "https://", "data:")):
         return name
     path = Path(name).expanduser()
     kind = mimetypes.guess_type(path.name)[0] or ""
-    if not kind.startswith("image/"):
+    if not kind.startswith(kinds):
         raise ConfigError(f"{name} does not have the extension of an image: .png, .jpg, .webp, .gif, .bmp")
     try:
         return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
@@ -156,10 +156,9 @@ def image_url(name: str) -> str:
 
 
 def frame_urls(names: str) -> list[str]:
-    """Return the frames of a video in the form of requests.
+    """Return the frames of a video, or a single video file, in the form of requests.
 
-    ``names``: files, URLs or file patterns, quoted as in a shell. Files of a pattern are sorted by name.
-    Raise ConfigError for an unreadable file or an open quote.
+    ``names``: files, URLs or patterns, quoted as in a shell; sorted. Raise ConfigError for an open quote.
     """
     try:
         words = shlex.split(names)
@@ -169,7 +168,8 @@ def frame_urls(names: str) -> list[str]:
     for word in words:
         pattern = str(Path(word).expanduser()) if "*" in word else ""
         found += sorted(glob.glob(pattern)) or [word]
-    return [image_url(name) for name in found]
+    kinds = ("image/", "video/") if len(found) == 1 else ("image/",)
+    return [image_url(name, kinds) for name in found]
 
 
 def _key_for(url: str) -> str:
@@ -429,7 +429,7 @@ class Talk:
                 return
         counts = ", ".join(str(len(frames)) for frames in videos)
         self._view.note(
-            f"videos of the next message: {len(videos)}" + (f" ({counts} frames)" if counts else "")
+            f"videos of the next message: {len(videos)}" + (f" (files: {counts})" if counts else "")
         )
 
     def _save(self, name: str) -> None:

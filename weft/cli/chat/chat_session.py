@@ -15,7 +15,7 @@ COMMANDS = {
     "/reset": "forget the conversation; the system message stays",
     "/system": "/system TEXT sets the system message, /system - removes it, /system shows it",
     "/image": "/image FILE or URL adds an image to the next message; /image - removes all images",
-    "/video": "/video FILE FILE ... or frames/*.jpg adds the frames of a video; /video - removes all videos",
+    "/video": "/video FILE.mp4 or frames/*.jpg adds a video, also as frames; /video - removes all videos",
     "/save": "/save FILE writes the conversation as JSON, or as Markdown to *.md",
     "/model": "/model NAME continues with another model, /model lists the models",
     "/help": "show this",
@@ -138,7 +138,7 @@ class ChatHistory:
         self.images: list[str] = []
         """URLs of images for the user's next message."""
         self.videos: list[list[str]] = []
-        """Videos for the user's next message: URLs of the frames of each video."""
+        """Videos for the user's next message: URLs of the frames of each video, or of one video file."""
         self._settings = settings
 
     def body(self) -> dict[str, Any]:
@@ -150,7 +150,8 @@ class ChatHistory:
         pending lists.
         """
         images = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
-        shown = [*images, *({"type": "video", "video": frames} for frames in self.videos)]
+        videos = [urls[0] if len(urls) == 1 else urls for urls in self.videos]
+        shown = [*images, *({"type": "video", "video": video} for video in videos)]
         self._show_nothing()
         content: Any = [*shown, {"type": "text", "text": text}] if shown else text
         self.messages.append({"role": "user", "content": content})
@@ -219,7 +220,8 @@ def _shown(content: Any) -> str:
     for part in content:
         url = part.get("image_url", {}).get("url", "")
         if "video" in part:
-            parts.append(f"(a video of {len(part['video'])} frames)")
+            video = part["video"]
+            parts.append("(a video file)" if isinstance(video, str) else f"(a video of {len(video)} frames)")
         else:
             parts.append(f"![image]({url.partition(',')[0]})" if url else part["text"])
     return "\n\n".join(parts)

@@ -104,6 +104,8 @@ def _video_facts(read: _Processor, images: MediaFacts) -> VideoFacts:
         max_pixels=most,
         fps=read.facts.optional_number("fps") or 2.0,
         frame_tokens=read.facts.integer("max_video_tokens", 768) if capped else 0,
+        min_frames=read.facts.integer("min_frames", 4),
+        max_frames=read.facts.integer("max_frames", 768),
     )
 
 

@@ -67,12 +67,26 @@ class MediaSection(Section, frozen=True, kw_only=True):
     max_image_bytes: Annotated[
         int, Meta(ge=1024, le=1 << 30, description="Maximum bytes of an image file.")
     ] = 20 << 20
+    max_video_bytes: Annotated[
+        int, Meta(ge=1024, le=1 << 30, description="Maximum bytes of a video file.")
+    ] = 64 << 20
+    max_video_seconds: Annotated[
+        float, Meta(gt=0, le=86400, description="Maximum duration of a video file, in seconds.")
+    ] = 600.0
+    video_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=600,
+            description="Maximum seconds to decode a video file, and maximum seconds of CPU time.",
+        ),
+    ] = 60.0
     max_image_pixels: Annotated[
         int,
         Meta(
             ge=1024,
             le=1 << 30,
-            description="Maximum pixels of an image, checked in the header before decoding. The memory "
+            description="Maximum pixels of an image or of a video frame, checked before decoding. The memory "
             "of a media worker follows from this limit.",
         ),
     ] = 64 << 20
@@ -82,7 +96,7 @@ class MediaSection(Section, frozen=True, kw_only=True):
             ge=1024,
             le=1 << 34,
             description="Maximum pixels of all images of a prompt. Each scan of a progressive JPEG "
-            "counts again.",
+            "counts again. Of a video file, only the chosen frames count.",
         ),
     ] = 512 << 20
     media_timeout: Annotated[

@@ -53,10 +53,10 @@ from weft.front.requests.setup import GrammarCheck, Setup, TextSetup
 from weft.front.siblings import Siblings
 from weft.grammar.guard.compile_jobs import Compile
 from weft.media.decode import can_decode
-from weft.media.headers import ImageHeader
 from weft.media.media_memory import MediaLease
 from weft.media.pictures import Wanted, headers_of
 from weft.media.service import MediaService
+from weft.media.video_header import Header
 from weft.text.model import TextModel
 from weft.text.parsing.parser import OutputParser, OutputSpec
 from weft.text.scoring import Tasks
@@ -359,7 +359,7 @@ class Front:
         of ``read``."""
         reader = self._ready_reader()
         files: dict[str, memoryview] = {}
-        headers: dict[str, ImageHeader] = {}
+        headers: dict[str, Header] = {}
         verdicts: dict[str, ErrorInfo | None] = {}
 
         def take(data: bytes | bytearray | None) -> T | tuple[Wanted, ...] | Unproved:
@@ -381,9 +381,9 @@ class Front:
                 if isinstance(found, Unproved):
                     verdicts[digest_of(found.grammar)] = await self._verdict(found, client)
                 elif isinstance(found, tuple):
-                    assert not files  # all files were requested at once
-                    files = await self.media.fetch(found, lease or own, client)
-                    headers = await self.in_thread(headers_of, found, files)
+                    files |= await self.media.fetch(found, lease or own, client)
+                    headers |= await self.in_thread(headers_of, found, files)
+                    headers |= await self.media.videos.headers(found, files, client)
                 else:
                     return found, files
         raise Overloaded("compiling the request's grammars takes too long; try again later")

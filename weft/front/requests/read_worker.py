@@ -23,8 +23,8 @@ from weft.front.requests.read_tokens import read_generate, render_chat, render_c
 from weft.front.requests.reading import Job, Reader
 from weft.front.requests.setup import Setup
 from weft.front.requests.tokenizing import detokenize, tokenize
-from weft.media.headers import ImageHeader
 from weft.media.pictures import NeedsFiles, Wanted
+from weft.media.video_header import Header
 
 log = get_logger(__name__)
 
@@ -73,8 +73,8 @@ class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class Known(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a request, found by the API server after the first attempt to read."""
 
-    files: dict[str, ImageHeader] = {}
-    """URL -> header of a fetched image."""
+    files: dict[str, Header] = {}
+    """URL -> header of a fetched image; name -> header of a video file."""
     verdicts: dict[str, ErrorInfo | None] = {}
     """Digest of a grammar (``digest_of``) -> compile error; None for a grammar that compiles."""
 

@@ -27,8 +27,9 @@ from weft.front.protocol.parse import parse, printable
 from weft.front.protocol.turns import renamed, shows_system_inside, shows_users_apart
 from weft.front.requests.proofs import Grammars, NeedsProof
 from weft.grammar.backends.checks import check_tree
-from weft.media.headers import ImageHeader
 from weft.media.pictures import Picture, Pictures
+from weft.media.video_choice import choosing
+from weft.media.video_header import Header
 from weft.text.chat import ChatPrompt, expanded
 from weft.text.model import TextModel
 from weft.text.parsing.output import ModelOutput
@@ -118,9 +119,9 @@ class Reader:
         pictures: Pictures | None = None,
         tasks: Tasks = Tasks(),
     ) -> None:
-        """``names``: of the served model. ``max_response_bytes``: maximum size of the repeated prompts in
-        an answer. ``keep_attribution``: see ``weft.front.protocol.messages.messages_conversion``.
-        ``pictures``: None if the model takes no images. ``tasks``: embeddings and classes of the model."""
+        """``names``: of the served model. ``max_response_bytes``: maximum size of the repeated prompts in an
+        answer. ``keep_attribution``: see ``messages_conversion``. ``pictures``: None without images.
+        ``tasks``: embeddings and classes of the model."""
         self.tasks = tasks
         self.text = text
         self.limits = limits
@@ -129,16 +130,16 @@ class Reader:
         self._grammars: Grammars | None = None
         self.keep_attribution = keep_attribution
         self._pictures = pictures
-        self._files: Mapping[str, ImageHeader] = {}
+        self._files: Mapping[str, Header] = {}
         self._client = 0
 
     def knowing(
-        self, files: Mapping[str, ImageHeader], client: int = 0, grammars: Grammars | None = None
+        self, files: Mapping[str, Header], client: int = 0, grammars: Grammars | None = None
     ) -> Reader:
         """Return a copy of the reader for one request, or the reader itself if nothing is given. ``files``:
-        headers of the request's fetched images, by URL; reading raises NeedsFiles while one is missing.
-        ``client``: number of the API key. ``grammars``: compiles each grammar before submission to an engine;
-        reading raises NeedsProof instead of waiting for a slow grammar. None: grammars are not compiled."""
+        headers of the request's files; reading raises NeedsFiles while one is missing. ``client``: number of
+        the API key. ``grammars``: compiles each grammar before submission to an engine; reading raises
+        NeedsProof instead of waiting for a slow grammar. None: grammars are not compiled."""
         if not files and not client and grammars is None:
             return self
         made = copy.copy(self)
@@ -256,9 +257,9 @@ class Reader:
         return msgspec.structs.replace(prompt, ids=ids), tuple(placed)
 
     def _rendered(self, asked: Conversation) -> ChatPrompt:
-        """Return the prompt rendered by the chat template, with one placeholder per image. Raises
-        ContextLength for a prompt that is too long, and InvalidRequest for messages, tools or template
-        variables that the template refuses or that are nested too deeply."""
+        """Return the prompt rendered by the chat template, with one placeholder per image. Raises NeedsFiles,
+        ContextLength, and InvalidRequest for messages, tools or template variables that the template refuses
+        or that are nested too deeply."""
         try:
             return self.text.chat.encode(
                 asked.messages,
@@ -267,6 +268,7 @@ class Reader:
                 tools=asked.tools.told,
                 kwargs=variables_of(asked, self.text),
                 limit=self.limits.max_model_len,
+                choose=choosing(self._pictures, self._files),
             )
         except RecursionError:
             param = "chat_template_kwargs" if asked.template else "tools" if asked.tools.told else "messages"
@@ -300,9 +302,8 @@ class Reader:
         return self._prompt(prompt, param, echo=False)[0]
 
     def _prompt(self, prompt: str | list[int], param: str, echo: bool) -> tuple[list[int], str]:
-        """Return (token ids, text for ``echo``). A string is tokenized. Token ids are returned unchecked
-        except for their number, with the text decoded only for ``echo``. Raises InvalidRequest for invalid
-        text and ContextLength for too many tokens."""
+        """Return (token ids, text for ``echo``). A string is tokenized. Token ids are unchecked except for
+        their number, and decoded only for ``echo``. Raises InvalidRequest and ContextLength."""
         if isinstance(prompt, str):
             check_text(prompt, param)
             try:
