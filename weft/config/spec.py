@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from weft.config.media import MediaFacts
+from weft.config.mixers import ConvSpec, MambaSpec
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -312,6 +313,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     mla: MLASpec | None = None
     index: IndexSpec | None = None
     delta: DeltaSpec | None = None
+    conv: ConvSpec | None = None
+    mamba: MambaSpec | None = None
     sparse: SparseSpec | None = None
     hyper: HyperSpec | None = None
     mtp_layers: int = 0
