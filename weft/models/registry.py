@@ -29,6 +29,7 @@ _FAMILIES = (
     "kimi_k25",
     "gpt_oss",
     "declared",
+    "lfm2",
 )
 for _family in _FAMILIES:
     BLOCKS.add(_family, f"weft.models.{_family}.model:make_block")

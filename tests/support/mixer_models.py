@@ -1,0 +1,52 @@
+"""Tiny configurations of the families with short convolutions or Mamba2, for parity tests: see
+tests/models/conftest.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+CONV, FULL = "conv", "full_attention"
+
+_LFM2: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "block_multiple_of": 8,
+    "layer_types": [CONV, CONV, FULL, CONV],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
+_LFM2_MOE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_dense_layers": 1,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "layer_types": [CONV, FULL, CONV, CONV],
+}
+
+#: name -> (family name in transformers, configuration)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("Lfm2", _LFM2),
+    "lfm2-bias-taps": (
+        "Lfm2",
+        {
+            **_LFM2,
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "tie_word_embeddings": False,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": None,
+            "full_attn_idxs": [0, 3],
+        },
+    ),
+    "lfm2-moe": ("Lfm2Moe", _LFM2_MOE),
+    "lfm2-moe-plain-scores": (
+        "Lfm2Moe",
+        {
+            **_LFM2_MOE,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7,
+            "conv_L_cache": 2,
+        },
+    ),
+}
