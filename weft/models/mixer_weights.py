@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.config.mixers import MambaSpec
 from weft.config.spec import ModelSpec
 from weft.models.weights import WeightMap, add_experts
 
@@ -48,3 +49,17 @@ def add_routed(
     placed = made.placements.pop(f"{theirs}.gate.e_score_correction_bias", None)
     if placed is not None:
         made.add(f"{theirs}.{correction}", placed.parameter)
+
+
+def add_mamba(made: WeightMap, mamba: MambaSpec, theirs: str, ours: str) -> None:
+    """Add the tensors of a Mamba2 layer to ``made``. Published rows are z, x, B, C and time steps."""
+    made.add_linear(f"{theirs}.in_proj", f"{ours}.zxbcdt", bias=mamba.bias)
+    made.add(f"{theirs}.conv1d.weight", f"{ours}.conv")
+    if mamba.conv_bias:
+        made.add(f"{theirs}.conv1d.bias", f"{ours}.conv_bias")
+    made.add(f"{theirs}.A_log", f"{ours}.log_rate")
+    made.add(f"{theirs}.dt_bias", f"{ours}.step_bias")
+    made.add(f"{theirs}.D", f"{ours}.skip")
+    if mamba.norm != "none":
+        made.add(f"{theirs}.norm.weight", f"{ours}.norm")
+    made.add_linear(f"{theirs}.out_proj", f"{ours}.out", bias=mamba.bias)

@@ -30,6 +30,7 @@ _FAMILIES = (
     "gpt_oss",
     "declared",
     "lfm2",
+    "nemotron_h",
 )
 for _family in _FAMILIES:
     BLOCKS.add(_family, f"weft.models.{_family}.model:make_block")

@@ -45,6 +45,7 @@ for _architecture_name in ROWS:
     FAMILIES.add(_architecture_name, "weft.config.families.declared.build:build_spec")
 FAMILIES.add("Lfm2ForCausalLM", "weft.config.families.lfm2:build_spec")
 FAMILIES.add("Lfm2MoeForCausalLM", "weft.config.families.lfm2:build_moe_spec")
+FAMILIES.add("NemotronHForCausalLM", "weft.config.families.nemotron_h:build_spec")
 
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -70,6 +71,7 @@ MODEL_TYPES = {
     **DECLARED_TYPES,
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
 }
 """Architecture for each ``model_type``, for a ``config.json`` without ``architectures``."""
 

@@ -1,7 +1,11 @@
-"""KV cache groups of state mixers: the parts of a sequence's state, per layer."""
+"""Facts that families with state mixers share: KV cache groups, and bounds of Mamba2's time step."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+from weft.config.families.facts import Facts
 from weft.config.mixers import ConvSpec, MambaSpec
 from weft.config.spec import CacheSpec, StatePart
 
@@ -33,3 +37,27 @@ def mamba_cache(mamba: MambaSpec) -> CacheSpec:
         ),
         form="mamba",
     )
+
+
+_UNBOUNDED = 1e300
+"""A bound of the time step from this number on is no bound: some files have 1e308 for infinity."""
+
+
+def time_step_limits(facts: Facts) -> tuple[float, float]:
+    """Return the bounds of the time step: ``time_step_limit``, (0, inf) if missing. Raise ConfigError."""
+    limits = facts.get("time_step_limit")
+    if limits is None:
+        return 0.0, math.inf
+    bounds = [_number(one) for one in limits] if isinstance(limits, list) else []
+    if len(bounds) != 2 or bounds[0] is None or bounds[1] is None or not 0 <= bounds[0] < bounds[1]:
+        raise facts.fail("time_step_limit", f"must be two numbers, 0 <= low < high, not {limits!r}")
+    return bounds[0], math.inf if bounds[1] >= _UNBOUNDED else bounds[1]
+
+
+def _number(value: Any) -> float | None:
+    """Return a number of a JSON file, or None for anything else. transformers writes infinity as an
+    object.
+    """
+    if isinstance(value, dict) and set(value) == {"__float__"} and value["__float__"] == "Infinity":
+        return math.inf
+    return None if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
