@@ -51,6 +51,7 @@ DEFAULT = (
     "deepseek-v4",
     "deepseek-v32",
     "lfm2-moe",
+    "nemotron-h-moe",
 )
 GRID = (
     "llama",
@@ -72,6 +73,8 @@ GRID = (
     "lfm2",
     "lfm2-bias-taps",
     "lfm2-moe-plain-scores",
+    "nemotron-h-dense",
+    "nemotron-h-latent",
 )
 
 
