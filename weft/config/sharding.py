@@ -88,7 +88,7 @@ def _divided(spec: ModelSpec, layout: Layout) -> list[tuple[str, int]]:
     if spec.sparse is not None:
         found.append(("groups of heads (o_groups)", spec.sparse.o_groups))
     routing = 0 if spec.moe is None else len(spec.moe.layers)
-    if routing < spec.layers + spec.mtp_layers:
+    if routing + len(spec.bare_layers) < spec.layers + spec.mtp_layers:
         found.append(("intermediate size", spec.intermediate))
     if spec.moe is not None and not layout.expert:
         found.append(("expert intermediate size", spec.moe.intermediate))
