@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from weft.common.errors import ConfigError
-from weft.config.mixers import MambaSpec
+from weft.config.parts.mixers import MambaSpec
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.types.layout import Layout
 

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from weft.config.media import MediaFacts
-from weft.config.mixers import ConvSpec, MambaSpec
+from weft.config.parts.mixers import ConvSpec, MambaSpec
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 

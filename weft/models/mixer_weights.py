@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.config.mixers import MambaSpec
+from weft.config.parts.mixers import MambaSpec
 from weft.config.spec import ModelSpec
 from weft.models.weights import WeightMap, add_experts
 

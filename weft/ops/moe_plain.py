@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,8 +79,8 @@ def _register(form: str, name: str, pieces: Pieces, **facts: Any) -> None:
     """Register both ops for matrices in ``form``; "" for plain matrices."""
     ending = f"_{form}" if form else ""
     register_pieces(f"moe_plain_pieces{ending}", name, pieces, asks=True, **facts)
-    run = Implementation(name=name, run=lambda *given: block(*given, pieces), asks=True, **facts)
-    register(f"moe_plain{ending}", run)
+    run = partial(block, pieces=pieces)
+    register(f"moe_plain{ending}", Implementation(name=name, run=run, asks=True, **facts))
 
 
 _invariant: dict[str, Any] = {"devices": ("cpu",), "invariant": True, "priority": -1}

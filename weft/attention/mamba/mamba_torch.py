@@ -98,11 +98,9 @@ class TorchMamba(MambaBackend):
         if real is not None:  # padding must leave the state unchanged
             filler = torch.arange(zxbcdt.shape[1], device=real.device) >= real.view(-1, 1, 1)
             dt = dt.masked_fill(filler, 0.0)
-        tokens = _MambaTokens(
-            x * dt.unsqueeze(3),
-            *(part.unflatten(2, (weights.groups, state)).transpose(1, 2) for part in (b, c)),
-            -weights.rate.view(-1, 1) * dt,
-        )
+        # [B, groups, n, state]
+        b, c = (part.unflatten(2, (weights.groups, state)).transpose(1, 2) for part in (b, c))
+        tokens = _MambaTokens(x * dt.unsqueeze(3), b, c, -weights.rate.view(-1, 1) * dt)
         y, rows.state = self._recur(tokens, rows.state)
         y = (y + x * weights.skip.view(-1, 1, 1)).transpose(1, 2).flatten(2)
         return self._finished(y, z, weights)

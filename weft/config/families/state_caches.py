@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from weft.config.families.facts import Facts
-from weft.config.mixers import ConvSpec, MambaSpec
+from weft.config.parts.mixers import ConvSpec, MambaSpec
 from weft.config.spec import CacheSpec, StatePart
 
 
