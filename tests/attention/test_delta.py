@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.specs import model_spec
+from weft.attention import recurrent
 from weft.attention.base import SegmentInput
-from weft.attention.delta import delta_torch
 from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaWeights
 from weft.attention.delta.delta_cpu import CpuDelta
 from weft.attention.delta.delta_torch import InvariantDelta, TorchDelta
@@ -384,7 +384,7 @@ def test_rows_of_equal_counts_ask_the_host_nothing(
             assert not any(word in func.name() for word in ("local_scalar", "nonzero", "unique"))
             return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(delta_torch, "upload", refused)
+    monkeypatch.setattr(recurrent, "upload", refused)
     scene = Scene(SHAPES[0], lengths=[6, 6, 6])
     segment, qkvz, gates = scene.stage([(row, count) for row in scene.rows])
     out = torch.empty(len(qkvz), scene.spec.v_heads * scene.spec.v_dim, dtype=qkvz.dtype)

@@ -121,9 +121,39 @@ def compressed(c: Fields) -> tuple[float, float]:
     return total, entry
 
 
+_LETTERS = {"mamba": "M", "attention": "*", "moe": "E", "mlp": "-"}
+
+
+def pattern_of(c: Fields) -> str:
+    """Return the published layers of Nemotron-H as letters."""
+    names = c.get("layers_block_type")
+    return str(c["hybrid_override_pattern"]) if names is None else "".join(_LETTERS[one] for one in names)
+
+
+def single_parts(c: Fields) -> tuple[float, float]:
+    """Return the same for Nemotron-H: layers of one part each, and feed-forward blocks without gates."""
+    hidden, pattern = c["hidden_size"], pattern_of(c)
+    dim = c.get("head_dim") or c["attention_head_dim"]
+    heads, kv = c["num_attention_heads"], c["num_key_value_heads"]
+    inner = c["mamba_num_heads"] * c["mamba_head_dim"]
+    shared = 2 * c["n_groups"] * c["ssm_state_size"]
+    mamba = hidden * (3 * inner + shared + c["mamba_num_heads"]) + c["conv_kernel"] * (inner + shared)
+    total = pattern.count("*") * hidden * dim * 2 * (heads + kv) + pattern.count("M") * mamba
+    total += pattern.count("-") * 2 * hidden * c["intermediate_size"]
+    if "E" in pattern:
+        latent = c.get("moe_latent_size") or hidden
+        routed = c["n_routed_experts"] * (2 * latent * c["moe_intermediate_size"] + hidden)
+        routed += 2 * hidden * c["moe_shared_expert_intermediate_size"]
+        routed += 2 * hidden * latent if latent != hidden else 0
+        total += pattern.count("E") * routed
+    return total, pattern.count("*") * 2 * kv * dim * 2
+
+
 def attention_of(c: Fields) -> Callable[[Fields], tuple[float, float]]:
     if "compress_ratios" in c:
         return compressed
+    if "mamba_num_heads" in c:
+        return single_parts
     return latent if c.get("kv_lora_rank") else grouped
 
 
@@ -136,6 +166,8 @@ def experts_of(c: Fields) -> int:
 
 def feed_forward(c: Fields) -> float:
     """Parameters of all layers' feed-forward blocks, routers included."""
+    if "mamba_num_heads" in c:
+        return 0.0  # counted with the attention
     hidden, layers, experts = c["hidden_size"], c["num_hidden_layers"], experts_of(c)
     if not experts:
         return float(layers * 3 * hidden * c["intermediate_size"])
@@ -185,10 +217,14 @@ def test_families_that_are_served_have_the_sizes_of_their_files() -> None:
     for folder in filter(served, real_folders("configs")):
         c = text_of(config_of(folder))
         spec = load_spec(str(folder), trust_remote_code=True)
-        latents = attention_of(c) is not grouped
-        found = (spec.layers, spec.hidden, spec.vocab_size, spec.heads)
-        names = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
+        latents = attention_of(c) in (latent, compressed)
+        found = (spec.hidden, spec.vocab_size, spec.heads)
+        names = ("hidden_size", "vocab_size", "num_attention_heads")
         assert found == tuple(c[name] for name in names), folder.name
+        # A layer of Nemotron-H is a mixer with the feed-forward behind.
+        single = attention_of(c) is single_parts
+        layers = sum(map(pattern_of(c).count, "M*")) if single else c["num_hidden_layers"]
+        assert spec.layers == layers, folder.name
         assert latents or spec.kv_heads == c["num_key_value_heads"], folder.name
         moe = spec.moe
         assert (moe.experts if moe else 0) == experts_of(c), folder.name

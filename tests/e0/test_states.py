@@ -41,9 +41,13 @@ class Alone:
         return self._tokens[key]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    return Alone(make_checkpoint(tmp_path_factory.mktemp("states"), "qwen3_next"))
+#: Delta nets, short convolutions, Mamba2.
+FAMILIES = ["qwen3_next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfm2", "nemotron_h"))]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    return Alone(make_checkpoint(tmp_path_factory.mktemp("states"), request.param))
 
 
 def engine_of(

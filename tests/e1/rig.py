@@ -102,6 +102,21 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
         },
     ),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 3}),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+    ),
     "gpt_oss": ("GptOss", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 70}),
     "deepseek_v32": ("DeepseekV32", {**LATENT, **INDEX}),
     "deepseek_v4": (

@@ -213,6 +213,20 @@ OTHERS += [
 ]
 FIRST = {case["model"]: case for case in reversed(OTHERS)}
 """Model -> the first of its cases, which runs by default."""
+OTHERS += [
+    {"model": "lfm2", "form": form, "dtype": dtype, "batch": 16, "chunk": chunk, **more}
+    for form, dtype, chunk, more in (
+        ("cpp", "bfloat16", 16, {"prefix": "hit", "preempt": True}),
+        ("fallback", "float32", 0, {"prefix": "hit", "sampling": "seeded"}),
+    )
+]
+OTHERS += [
+    {"model": "nemotron_h", "form": "fallback", "dtype": dtype, "batch": 16, "chunk": chunk, **more}
+    for dtype, chunk, more in (
+        ("float32", 16, {"prefix": "hit", "preempt": True}),
+        ("bfloat16", 0, {"sampling": "seeded"}),
+    )
+]
 OTHERS.append({"model": "qwen3_moe", "form": "fallback", "dtype": "float64", "batch": 16, "chunk": 16})
 
 

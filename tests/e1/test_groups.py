@@ -28,6 +28,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen3_moe": {},
     "qwen3_next": {},
+    "lfm2": {},
+    "nemotron_h": {"deterministic": True},
     "gpt_oss": {},
     "deepseek_v3": {"deterministic": True},
     "deepseek_v32": {},

@@ -22,6 +22,7 @@ from tests.support.declared_models import DEFAULT as DECLARED_DEFAULT
 from tests.support.delta_models import CASES as DELTA_CASES
 from tests.support.gpt_oss_models import CASES as GPT_OSS_CASES
 from tests.support.latent_models import CASES as LATENT_CASES
+from tests.support.mixer_models import CASES as MIXER_CASES
 from tests.support.sparse_models import CASES as SPARSE_CASES
 from tests.support.vision_models import Prompt, Seen, media_of, rope_positions_of, save_tiny
 from weft.attention.base import SegmentInput, StepInput
@@ -130,6 +131,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **GPT_OSS_CASES,
     **SPARSE_CASES,
     **DECLARED_CASES,
+    **MIXER_CASES,
 }
 #: Families with another name of the configuration in transformers.
 _CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
@@ -147,7 +149,7 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
         else:
             weight.normal_(0.0, 0.25, generator=generator)
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "expert_bias")):
             buffer.normal_(0.0, 0.25, generator=generator)
         elif name.endswith("tid2eid"):
             experts = model.config.n_routed_experts

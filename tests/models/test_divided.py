@@ -49,6 +49,7 @@ DEFAULT = [
     ("deepseek-v4", "ep2", "auto"),
     ("qwen3-next", "tp2dp2", "auto"),
     ("mixtral", "ep2", "low-latency"),
+    ("nemotron-h-moe", "ep2", "gather"),
 ]
 MODELS = (
     "qwen3-moe",
@@ -64,6 +65,8 @@ MODELS = (
     "deepseek-v4-odd",
     "deepseek-v32",
     "glm-dsa",
+    "lfm2-moe",
+    "nemotron-h-moe",
 )
 GRID = [
     (model, layout, form)

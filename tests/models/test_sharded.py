@@ -50,6 +50,8 @@ DEFAULT = (
     "gpt-oss",
     "deepseek-v4",
     "deepseek-v32",
+    "lfm2-moe",
+    "nemotron-h-moe",
 )
 GRID = (
     "llama",
@@ -68,6 +70,11 @@ GRID = (
     "deepseek-v4-odd",
     "deepseek-v4-window",
     "glm-dsa",
+    "lfm2",
+    "lfm2-bias-taps",
+    "lfm2-moe-plain-scores",
+    "nemotron-h-dense",
+    "nemotron-h-latent",
 )
 
 

@@ -78,6 +78,38 @@ def _qwen3_next_wide() -> tuple[str, dict[str, Any]]:
     return family, {**settings, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 
+def _lfm2() -> tuple[str, dict[str, Any]]:
+    return "Lfm2Moe", {
+        **{name: value for name, value in _COMMON.items() if name != "head_dim"},
+        "num_hidden_layers": 4,
+        "intermediate_size": 64,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    }
+
+
+def _nemotron_h() -> tuple[str, dict[str, Any]]:
+    mamba, attention = "linear_attention", "full_attention"
+    return "NemotronH", {
+        **_COMMON,
+        "layers_block_type": [mamba, "moe", mamba, attention, "mlp", mamba],
+        "intermediate_size": 64,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 24,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "rescale_prenorm_residual": False,
+    }
+
+
 def _deepseek_v3() -> tuple[str, dict[str, Any]]:
     return "DeepseekV3", {
         **{name: value for name, value in _COMMON.items() if name != "head_dim"},
@@ -145,6 +177,8 @@ SHAPES = {
     "qwen3_next": _qwen3_next,
     "qwen3_next_wide": _qwen3_next_wide,
     "deepseek_v3": _deepseek_v3,
+    "lfm2": _lfm2,
+    "nemotron_h": _nemotron_h,
 }
 
 

@@ -36,8 +36,22 @@ DELTA.add("cpu", "weft.attention.delta.delta_cpu:CpuDelta")
 DELTA.add("torch", "weft.attention.delta.delta_torch:TorchDelta")
 DELTA.add("invariant", "weft.attention.delta.delta_torch:InvariantDelta")
 
+CONV: Registry[type[Backend]] = Registry("short convolution backend")
+CONV.add("torch", "weft.attention.conv.conv_torch:TorchConv")
+
+MAMBA: Registry[type[Backend]] = Registry("Mamba backend")
+MAMBA.add("torch", "weft.attention.mamba.mamba_torch:TorchMamba")
+MAMBA.add("invariant", "weft.attention.mamba.mamba_torch:InvariantMamba")
+
 #: Backends of each form, by name.
-FORMS: dict[str, Registry[Any]] = {"gqa": BACKENDS, "latent": LATENT, "delta": DELTA, "sparse": SPARSE}
+FORMS: dict[str, Registry[Any]] = {
+    "gqa": BACKENDS,
+    "latent": LATENT,
+    "delta": DELTA,
+    "sparse": SPARSE,
+    "conv": CONV,
+    "mamba": MAMBA,
+}
 
 #: Names per form and device, in order of preference. ``auto`` takes the first backend that can serve the
 #: model. FlashInfer is used only by name.
@@ -52,6 +66,8 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
         "cuda": ("torch", "invariant"),
     },
     "sparse": {"cpu": ("cpu", "torch"), "cuda": ("torch",)},
+    "conv": {"cpu": ("torch",), "cuda": ("torch",)},
+    "mamba": {"cpu": ("torch", "invariant"), "cuda": ("torch", "invariant")},
 }
 
 

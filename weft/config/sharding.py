@@ -12,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from weft.common.errors import ConfigError
+from weft.config.parts.mixers import MambaSpec
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.types.layout import Layout
 
@@ -77,10 +78,17 @@ def _divided(spec: ModelSpec, layout: Layout) -> list[tuple[str, int]]:
     found = [("attention heads", spec.heads)]
     if spec.delta is not None:
         found += [("delta net key heads", spec.delta.k_heads), ("delta net value heads", spec.delta.v_heads)]
+    if spec.conv is not None:
+        found.append(("parts of the short convolution", spec.conv.heads))
+    if spec.mamba is not None:
+        found += [("Mamba heads", spec.mamba.heads), ("Mamba groups", spec.mamba.places)]
+        # A single norm over all channels is summed over the ranks.
+        if spec.mamba.norm != "none" and spec.mamba.norm_groups > 1:
+            found.append(("norm groups of Mamba", spec.mamba.norm_groups))
     if spec.sparse is not None:
         found.append(("groups of heads (o_groups)", spec.sparse.o_groups))
     routing = 0 if spec.moe is None else len(spec.moe.layers)
-    if routing < spec.layers + spec.mtp_layers:
+    if routing + len(spec.bare_layers) < spec.layers + spec.mtp_layers:
         found.append(("intermediate size", spec.intermediate))
     if spec.moe is not None and not layout.expert:
         found.append(("expert intermediate size", spec.moe.intermediate))
@@ -107,6 +115,9 @@ def local_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
         moe = msgspec.structs.replace(moe, intermediate=moe.intermediate // ranks, shared=moe.shared // ranks)
     if delta is not None:
         delta = msgspec.structs.replace(delta, k_heads=delta.k_heads // ranks, v_heads=delta.v_heads // ranks)
+    conv = spec.conv
+    if conv is not None:
+        conv = msgspec.structs.replace(conv, heads=conv.heads // ranks)
     if sparse is not None:
         sparse = msgspec.structs.replace(sparse, o_groups=sparse.o_groups // ranks)
     return msgspec.structs.replace(
@@ -116,8 +127,20 @@ def local_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
         intermediate=spec.intermediate // ranks,
         moe=moe,
         delta=delta,
+        conv=conv,
+        mamba=None if spec.mamba is None else _local_mamba(spec.mamba, ranks),
         sparse=sparse,
         caches=tuple(_local_cache(cache, ranks) for cache in spec.caches),
+    )
+
+
+def _local_mamba(mamba: MambaSpec, ranks: int) -> MambaSpec:
+    """Return the part of one rank: heads, groups and norm groups are divided; at least one group."""
+    return msgspec.structs.replace(
+        mamba,
+        heads=mamba.heads // ranks,
+        groups=max(mamba.groups // ranks, 1),
+        norm_groups=max(mamba.norm_groups // ranks, 1),
     )
 
 

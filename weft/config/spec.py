@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from weft.config.media import MediaFacts
+from weft.config.parts.mixers import ConvSpec, MambaSpec
 from weft.types.pooled import ClassifySpec, PooledSpec
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -97,6 +98,11 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True):
     """True if router and experts have biases."""
     hash_layers: tuple[int, ...] = ()
     """Routing layers that choose experts by a table of token ids."""
+    gated: bool = True
+    """False for experts, and shared experts, of two matrices: ``down(activation(up(x)))``."""
+    latent: int = 0
+    """Width of the rows that experts read and write, behind a projection from the hidden size; 0: the hidden
+    size. Router and shared experts read the hidden size."""
 
 
 class MLASpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -305,6 +311,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """True if RMSNorm weights are published as the difference from 1. The weights stay in a wide type:
     rounding to bf16 near 1 would lose trained precision.
     """
+    gated: bool = True
+    """False for dense feed-forward blocks without a gate: ``down(activation(up(x)))``."""
+    bare_layers: tuple[int, ...] = ()
+    """Layers without a feed-forward block."""
     output_gate: bool = False
     """True if attention output is multiplied by the sigmoid of a projection of the attention input."""
     sinks: bool = False
@@ -313,6 +323,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     mla: MLASpec | None = None
     index: IndexSpec | None = None
     delta: DeltaSpec | None = None
+    conv: ConvSpec | None = None
+    mamba: MambaSpec | None = None
     sparse: SparseSpec | None = None
     hyper: HyperSpec | None = None
     mtp_layers: int = 0

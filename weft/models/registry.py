@@ -29,6 +29,8 @@ _FAMILIES = (
     "kimi_k25",
     "gpt_oss",
     "declared",
+    "lfm2",
+    "nemotron_h",
 )
 for _family in _FAMILIES:
     BLOCKS.add(_family, f"weft.models.{_family}.model:make_block")

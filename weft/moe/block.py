@@ -46,7 +46,7 @@ class ExpertRouter(nn.Module):
 
 
 class Experts(nn.Module):
-    """Stacked weights of the experts. Gate rows precede up rows.
+    """Stacked weights of the experts. Gate rows precede up rows; experts without a gate have up rows only.
 
     Without ``mine`` every expert is divided over ranks. With ``mine`` this rank has whole experts.
     """
@@ -54,9 +54,10 @@ class Experts(nn.Module):
     def __init__(self, hidden: int, spec: MoESpec, build: Build, mine: Shard | None) -> None:
         """``mine``: the experts of this rank; None divides every expert over the ranks."""
         super().__init__()
+        hidden = spec.latent or hidden
         inner = build.part(spec.intermediate) if mine is None else whole(spec.intermediate)
         count = spec.experts if mine is None else mine.count
-        both = joined(inner, inner).at(1)
+        both = (joined(inner, inner) if spec.gated else inner).at(1)
         up, down = (both, inner.at(2)) if mine is None else (mine, mine)
         self.gate_up = build.matrix(count, both.count, hidden, shard=up)
         self.down = build.matrix(count, hidden, inner.count, shard=down)
@@ -75,7 +76,7 @@ class Shared(nn.Module):
     def __init__(self, hidden: int, spec: MoESpec, build: Build) -> None:
         super().__init__()
         inner = whole(spec.shared) if build.divides_experts else build.part(spec.shared)
-        both = joined(inner, inner)
+        both = joined(inner, inner) if spec.gated else inner
         self.gate_up = build.matrix(both.count, hidden, shard=both)
         self.down = build.matrix(hidden, inner.count, shard=inner.at(1))
         self.gate = build.weight(1, hidden, wide=True) if spec.shared_gate else None
@@ -120,7 +121,8 @@ class RoutedMLP(FeedForward, Packs):
         self._round_shared_inner = build.rounds_inner(spec.shared)
         self._build = build
         self._notes = build.notes
-        self._op = build.matrix_op("moe_pieces" if build.divides_experts else "moe")
+        op = "moe" if spec.gated else "moe_plain"
+        self._op = build.matrix_op(f"{op}_pieces" if build.divides_experts else op)
         self._run = self._op.run
         self._packed: Any = None
         self.divided: DividedExperts | None = None
@@ -167,6 +169,7 @@ class RoutedMLP(FeedForward, Packs):
             round_inner=self._round_inner,
             round_shared_inner=self._round_shared_inner,
         )
+        weights = self._completed(weights)
         pack = self._op.pack_codes if has_codes(weights) else self._op.pack
         self._packed = weights if pack is None else pack(weights)
         if self._placement:
@@ -177,6 +180,10 @@ class RoutedMLP(FeedForward, Packs):
         for held in (experts, shared):
             if held is not None:
                 held.gate_up = held.down = None  # type: ignore[assignment]
+
+    def _completed(self, weights: Routed) -> Routed:
+        """Return the weights of the op, from the weights that every routed block has."""
+        return weights
 
     def _matrices(self, holder: Experts | Shared, name: str) -> Any:
         """Return the matrices ``name``: codes if loaded as codes and accepted by the op, otherwise plain.

@@ -7,49 +7,36 @@
 
 Computes in float32 (float64 in a float64 model) and rounds once. Rows of equal counts need no host column, so
 such a segment can be captured in a CUDA graph.
-
-Sigmoid and softplus are written with exp and log. In torch's own functions the last elements of a loop differ
-from the other elements in the last bits, which would break bitwise invariance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from weft.attention.base import SegmentInput
 from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaWeights
+from weft.attention.recurrent import (
+    FEW,
+    Recurrence,
+    RowGroup,
+    convolve,
+    read_inputs,
+    row_groups,
+    sigmoid,
+    silu,
+    softplus,
+    tree_sum,
+    write_inputs,
+)
 from weft.config.spec import CacheSpec, ModelSpec
-from weft.ops.upload import upload
 
 Tensor = torch.Tensor
 
 CHUNK = 64
-FEW = 16
-"""Maximum tokens of a row for the computation token by token."""
-SPAN = 2048
-"""Tokens of a row per pass. Bounds the memory. A multiple of ``CHUNK``."""
 LENGTH_EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """B rows of at most n tokens each, in one computation."""
-
-    rows: Tensor | None
-    """int64 [B]; None: all rows of the segment."""
-    tokens: Tensor | None
-    """int64 [B, n]: places in the segment; padding names the first token of the row. None: all tokens, in
-    order."""
-    counts: Tensor | None
-    """int64 [B]; None: n for every row."""
-    size: int
-    most: int
-    """n."""
 
 
 @dataclass(slots=True)
@@ -87,47 +74,15 @@ class TorchDelta(DeltaBackend):
 
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
-    ) -> tuple[_Group, ...]:
-        return tuple(_groups(segment))
+    ) -> tuple[RowGroup, ...]:
+        return tuple(row_groups(segment))
 
     def run(self, qkvz: Tensor, gates: Tensor, out: Tensor, delta: DeltaInput) -> None:
         """See ``DeltaBackend.run``. Writes ``out`` and the states in place; does nothing without tokens."""
-        if not delta.segment.tokens:
-            return
-        prepared = delta.prepared
-        groups = prepared if isinstance(prepared, tuple) else tuple(_groups(delta.segment))
-        for group in groups:
-            self._run(qkvz, gates, out, delta, group)
+        recurrence = _DeltaRecurrence(self, delta.state, delta.weights)
+        recurrence.advance((qkvz, gates), out, delta.segment, delta.prepared, each=delta.each)
 
-    def _run(self, qkvz: Tensor, gates: Tensor, out: Tensor, delta: DeltaInput, group: _Group) -> None:
-        """Compute the rows of one group in passes of at most ``SPAN`` tokens.
-
-        Writes ``out`` and the states: after each token with ``each``, else after the last token.
-        """
-        segment = delta.segment
-        state = delta.state
-        each = delta.each
-        slots, live, starts = (
-            column if group.rows is None else column[group.rows]
-            for column in (segment.slots, segment.live, segment.starts)
-        )
-        rows = _read(state, slots, live, starts == 0)
-        # With ``each`` a pass has one token, because the state after every token is stored.
-        span = 1 if each else SPAN
-        for begin in range(0, group.most, span):
-            n = min(span, group.most - begin)
-            x, raw = (_take(tensor, group, begin, n) for tensor in (qkvz, gates))
-            real = None
-            if group.counts is not None:
-                real = (group.counts - begin).clamp(0, n)
-            made = self._tokens(x, raw, rows, delta.weights, real)
-            _put(out, made, group, begin, n)
-            if each:
-                _write(state, slots, begin, rows)
-        if not each:
-            _write(state, slots, 0, rows)
-
-    def _tokens(
+    def tokens(
         self, qkvz: Tensor, gates: Tensor, rows: _DeltaRows, weights: DeltaWeights, real: Tensor | None
     ) -> Tensor:
         """Return outputs [B, n, v_heads * v_dim] for qkvz [B, n, .] and gates [B, n, .]. Advances ``rows``.
@@ -138,15 +93,16 @@ class TorchDelta(DeltaBackend):
         batch, n = qkvz.shape[:2]
         value = v_heads * v_dim
         inputs, z = qkvz.to(rows.state.dtype).split((qkvz.shape[2] - value, value), dim=2)
-        mixed, rows.past = _convolve(inputs, rows.past, weights.taps, real)
+        mixed, rows.past = convolve(inputs, rows.past, weights.taps, real)
+        mixed = silu(mixed)
         key = (mixed.shape[2] - value) // 2
         q, k, v = mixed.split((key, key, value), dim=2)
         # Value heads per key head.
         group = v_heads * k_dim // key
         q, k = (self._length_1(x.view(batch, n, -1, k_dim)).transpose(1, 2) for x in (q, k))
         b, a = gates.to(mixed.dtype).transpose(1, 2).chunk(2, dim=1)  # [B, v_heads, n]
-        log_decay = -weights.rate.view(-1, 1) * _softplus(a + weights.bias.view(-1, 1))
-        beta = _sigmoid(b)
+        log_decay = -weights.rate.view(-1, 1) * softplus(a + weights.bias.view(-1, 1))
+        beta = sigmoid(b)
         if real is not None:  # padding must leave the state unchanged
             filler = torch.arange(n, device=real.device) >= real.view(-1, 1, 1)
             log_decay = log_decay.masked_fill(filler, 0.0)
@@ -161,7 +117,7 @@ class TorchDelta(DeltaBackend):
         o, rows.state = self._recur(tokens, rows.state)
         o = o.transpose(1, 2)  # [B, n, v_heads, v_dim]
         o = o * torch.rsqrt(self._sum(o.square(), 3) / v_dim + weights.eps) * weights.norm
-        return o.reshape(batch, n, value) * (z * _sigmoid(z))
+        return o.reshape(batch, n, value) * silu(z)
 
     def _length_1(self, x: Tensor) -> Tensor:
         """Return x [B, n, heads, dim] with each head divided by its length."""
@@ -208,120 +164,30 @@ class InvariantDelta(TorchDelta):
 
     def _sum(self, x: Tensor, dim: int) -> Tensor:
         """Return the sum over ``dim``, which keeps size 1, in an order that depends on the size only."""
-        # Add the upper half to the lower half until one element is left: the tree depends on the size only.
-        while (n := x.shape[dim]) > 1:
-            half = (n + 1) // 2
-            low, high = x.split((half, n - half), dim=dim)
-            x = torch.cat((low.narrow(dim, 0, n - half) + high, low.narrow(dim, n - half, 2 * half - n)), dim)
-        return x
+        return tree_sum(x, dim)
 
 
-# --- rows ---
+class _DeltaRecurrence(Recurrence[_DeltaRows]):
+    """The recurrence of one layer: the states of its slots, and the functions of a backend."""
 
+    def __init__(self, backend: TorchDelta, state: tuple[Tensor, ...], weights: DeltaWeights) -> None:
+        self._backend = backend
+        self._inputs = state[:-1]
+        self._recurrent = state[-1]
+        self._weights = weights
 
-def _groups(segment: SegmentInput) -> Iterator[_Group]:
-    """Yield rows grouped by equal counts (short rows), or by counts within a factor of two (longer rows)."""
-    counts = segment.host_counts.astype(np.int64)
-    device = segment.starts.device
-    if not segment.rows:
-        return
-    if (counts == counts[0]).all():
-        yield _Group(rows=None, tokens=None, counts=None, size=segment.rows, most=int(counts[0]))
-        return
-    firsts = np.cumsum(counts) - counts
-    alike: dict[int, list[int]] = {}
-    for row, count in enumerate(counts.tolist()):
-        if count:
-            alike.setdefault(count if count <= FEW else FEW * count.bit_length(), []).append(row)
-    for members in alike.values():
-        rows = np.array(members, np.int64)
-        each = counts[rows]
-        most = int(counts[rows].max())
-        within = np.arange(most)
-        places = firsts[rows, None] + np.where(within < each[:, None], within, 0)
-        yield _Group(
-            rows=upload(rows, device),
-            tokens=upload(places, device),
-            counts=None if (each == most).all() else upload(each, device),
-            size=len(members),
-            most=most,
-        )
+    def read(self, slots: Tensor, live: Tensor, fresh: Tensor) -> _DeltaRows:
+        recurrent = self._recurrent[slots, live].masked_fill(fresh.view(-1, 1, 1, 1), 0.0)
+        past = read_inputs(self._inputs, slots, live, fresh)
+        return _DeltaRows(past.to(recurrent.dtype), recurrent)
 
+    def write(self, slots: Tensor, copy: int, rows: _DeltaRows) -> None:
+        write_inputs(self._inputs, slots, copy, rows.past)
+        self._recurrent[:, copy].index_copy_(0, slots, rows.state)
 
-def _take(x: Tensor, group: _Group, begin: int, n: int) -> Tensor:
-    """Return tokens begin .. begin + n - 1 of the rows of a group: [B, n, columns] from x [T, columns]."""
-    if group.tokens is None:
-        return x.unflatten(0, (group.size, group.most))[:, begin : begin + n]
-    return x[group.tokens[:, begin : begin + n]]
-
-
-def _put(out: Tensor, made: Tensor, group: _Group, begin: int, n: int) -> None:
-    """Write ``made`` [B, n, columns] to the rows of ``out``. Padding writes too, so its value must be
-    harmless."""
-    if group.tokens is None:
-        out.unflatten(0, (group.size, group.most))[:, begin : begin + n] = made
-        return
-    places = group.tokens[:, begin : begin + n]
-    if group.counts is not None:
-        # Padding indices point at the first token of the row, so they must write the same value as the first
-        # token.
-        filler = torch.arange(begin, begin + n, device=out.device) >= group.counts.unsqueeze(1)
-        first = out[group.tokens[:, 0]] if begin else made[:, 0].to(out.dtype)
-        made = torch.where(filler.unsqueeze(2), first.unsqueeze(1), made.to(out.dtype))
-    out[places] = made.to(out.dtype)
-
-
-def _read(state: tuple[Tensor, ...], slots: Tensor, live: Tensor, fresh: Tensor) -> _DeltaRows:
-    """Return copies of the states of rows, zeros where a row is fresh."""
-    *conv, recurrent = (part[slots, live] for part in state)
-    flat = [part.transpose(1, 2).flatten(2) for part in conv]  # [B, conv - 1, heads * dim]
-    past = torch.cat(flat, dim=2).to(recurrent.dtype)
-    return _DeltaRows(
-        past.masked_fill(fresh.view(-1, 1, 1), 0.0), recurrent.masked_fill(fresh.view(-1, 1, 1, 1), 0.0)
-    )
-
-
-def _write(state: tuple[Tensor, ...], slots: Tensor, copy: int, rows: _DeltaRows) -> None:
-    """Write the states of ``rows`` to place ``copy`` of their slots, in place."""
-    *conv, recurrent = state
-    sizes = [part.shape[2] * part.shape[4] for part in conv]
-    # [B, conv - 1, heads * dim] -> [B, heads, conv - 1, dim]
-    for part, past in zip(conv, rows.past.split(sizes, dim=2), strict=True):
-        heads = past.unflatten(2, (part.shape[2], part.shape[4])).transpose(1, 2)
-        part[:, copy].index_copy_(0, slots, heads.to(part.dtype))
-    recurrent[:, copy].index_copy_(0, slots, rows.state)
-
-
-# --- tokens ---
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + (-x).exp())
-
-
-def _softplus(x: Tensor) -> Tensor:
-    return x.clamp(min=0) + (1 + (-x.abs()).exp()).log()
-
-
-def _convolve(inputs: Tensor, past: Tensor, taps: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (silu of the causal convolution [B, n, channels], last inputs for the next token).
-
-    inputs: [B, n, channels]; past: [B, conv - 1, channels], the inputs before; real: int64 [B], None for all
-    n.
-    """
-    n = inputs.shape[1]
-    back = past.shape[1]
-    window = torch.cat((past, inputs), dim=1)
-    made = window[:, :n] * taps[0]
-    for j in range(1, back + 1):
-        made = made + window[:, j : j + n] * taps[j]
-    if real is None:
-        last = window[:, n:]
-    else:
-        # The last ``back`` real inputs of each row; padding behind the real inputs is skipped.
-        places = real.unsqueeze(1) + torch.arange(back, device=real.device)
-        last = window.gather(1, places.unsqueeze(2).expand(-1, -1, window.shape[2]))
-    return made * _sigmoid(made), last
+    def tokens(self, inputs: tuple[Tensor, ...], rows: _DeltaRows, real: Tensor | None) -> Tensor:
+        qkvz, gates = inputs
+        return self._backend.tokens(qkvz, gates, rows, self._weights, real)
 
 
 def _chunked(tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:

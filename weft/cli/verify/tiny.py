@@ -139,6 +139,33 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "swiglu_limit": 7.0,
         },
     ),
+    "lfm2_moe": (
+        "Lfm2MoeForCausalLM",
+        "lfm2_moe",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", FULL, "conv", "conv"],
+            "num_dense_layers": 1,
+            "norm_eps": 1e-5,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        {
+            "hybrid_override_pattern": "MEM*EM-",
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 64,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
 }
 
 

@@ -45,6 +45,9 @@ FAMILIES.add("KimiK25ForConditionalGeneration", "weft.config.families.kimi_k25:b
 FAMILIES.add("GptOssForCausalLM", "weft.config.families.gpt_oss:build_spec")
 for _architecture_name in ROWS:
     FAMILIES.add(_architecture_name, "weft.config.families.declared.build:build_spec")
+FAMILIES.add("Lfm2ForCausalLM", "weft.config.families.lfm2:build_spec")
+FAMILIES.add("Lfm2MoeForCausalLM", "weft.config.families.lfm2:build_moe_spec")
+FAMILIES.add("NemotronHForCausalLM", "weft.config.families.nemotron_h:build_spec")
 
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
@@ -68,6 +71,9 @@ MODEL_TYPES = {
     "kimi_k25": "KimiK25ForConditionalGeneration",
     "gpt_oss": "GptOssForCausalLM",
     **DECLARED_TYPES,
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
 }
 """Architecture for each ``model_type``, for a ``config.json`` without ``architectures``."""
 

@@ -20,6 +20,13 @@ from weft.config.cache_layout import block_bytes, slot_tensors
 from weft.config.resolved import PoolSpec
 from weft.config.sections.all import SchedulerSection
 from weft.config.sharding import local_spec
+from weft.config.sizing.layer_elements import (
+    dense_elements,
+    latent_elements,
+    recurrent_elements,
+    recurrent_layers,
+    recurrent_row,
+)
 from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec, SparseSpec, VisionSpec
 from weft.types.layout import ALONE, Layout
 from weft.types.plan import MAX_PROMPT_LOGITS
@@ -307,22 +314,23 @@ def weight_bytes(
     """
     size = DTYPE_BYTES[dtype]
     spec = local_spec(spec, layout)
-    recurrent = len(spec.delta.layers) if spec.delta is not None else 0
-    matrices = (spec.layers - recurrent) * _attention_elements(spec)
-    matrices += recurrent * _delta_elements(spec)
-    dense = 3 * spec.hidden * spec.intermediate
+    matrices = (spec.layers - recurrent_layers(spec)) * _attention_elements(spec)
+    matrices += recurrent_elements(spec) + latent_elements(spec)
+    dense = dense_elements(spec)
     routers = 0
     routed = 0
+    feeding = spec.layers - len(spec.bare_layers)
     if spec.moe is None:
-        matrices += spec.layers * dense
+        matrices += feeding * dense
     else:
         moe = spec.moe
         routing = len(spec.moe.layers)
-        matrices += (spec.layers - routing) * dense
+        matrices += (feeding - routing) * dense
         # Expert parallelism divides whole experts over all ranks; otherwise each expert is divided.
         experts = -(-(moe.experts + redundant) // layout.ranks) if layout.expert else moe.experts
-        matrices += routing * 3 * spec.hidden * moe.shared
-        routed = routing * 3 * spec.hidden * experts * moe.intermediate
+        each = 3 if moe.gated else 2
+        matrices += routing * each * spec.hidden * moe.shared
+        routed = routing * each * (moe.latent or spec.hidden) * experts * moe.intermediate
         routers = routing * moe.experts * spec.hidden * max(4, size)
     table = -(-spec.vocab_size // layout.tensor) * spec.hidden
     head = table * (size if quantization == "none" else 1)
@@ -371,16 +379,6 @@ def _attention_elements(spec: ModelSpec) -> int:
     )
 
 
-def _delta_elements(spec: ModelSpec) -> int:
-    """Return the parameters of one delta net layer."""
-    delta = spec.delta
-    if delta is None:
-        return 0
-    key = delta.k_heads * delta.k_dim
-    value = delta.v_heads * delta.v_dim
-    return spec.hidden * (2 * key + 3 * value + 2 * delta.v_heads) + delta.conv * (2 * key + value)
-
-
 def _sparse_elements(spec: ModelSpec, sparse: SparseSpec) -> int:
     """Return the mean number of parameters of a sparse attention layer."""
     queries = spec.heads * spec.head_dim
@@ -405,9 +403,7 @@ def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -
     if spec.moe is not None:
         wide = max(wide, spec.moe.intermediate * spec.moe.top_k + spec.moe.shared)
     inner = 2 * spec.head_dim * (spec.heads + spec.kv_heads)
-    if spec.delta is not None:
-        heads = spec.delta.k_heads * spec.delta.k_dim + spec.delta.v_heads * spec.delta.v_dim
-        inner = max(inner, 4 * heads)
+    inner = max(inner, recurrent_row(spec))
     row = 4 * spec.hidden + inner + _sparse_row(spec, DTYPE_BYTES[dtype]) + 3 * wide
     if spec.hyper is not None:
         row += 7 * spec.hyper.streams * spec.hidden  # the streams, and float32 copies

@@ -1,0 +1,94 @@
+"""Tiny configurations of the families with short convolutions or Mamba2, for parity tests: see
+tests/models/conftest.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+CONV, FULL = "conv", "full_attention"
+
+_LFM2: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "block_multiple_of": 8,
+    "layer_types": [CONV, CONV, FULL, CONV],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+}
+_LFM2_MOE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_dense_layers": 1,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "layer_types": [CONV, FULL, CONV, CONV],
+}
+MAMBA, ATTENTION, DENSE, ROUTED = "linear_attention", "full_attention", "mlp", "moe"
+_NEMOTRON: dict[str, Any] = {
+    "num_hidden_layers": None,
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 10,
+    "n_groups": 2,
+    # transformers clamps the time step of prompts, not of decode steps: keep the clamp out of reach
+    "time_step_min": 1e-20,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+}
+
+#: name -> (family name in transformers, configuration)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": ("Lfm2", _LFM2),
+    "lfm2-bias-taps": (
+        "Lfm2",
+        {
+            **_LFM2,
+            "conv_bias": True,
+            "conv_L_cache": 5,
+            "tie_word_embeddings": False,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": None,
+            "full_attn_idxs": [0, 3],
+        },
+    ),
+    "lfm2-moe": ("Lfm2Moe", _LFM2_MOE),
+    "lfm2-moe-plain-scores": (
+        "Lfm2Moe",
+        {
+            **_LFM2_MOE,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.7,
+            "conv_L_cache": 2,
+        },
+    ),
+    "nemotron-h-moe": (
+        "NemotronH",
+        {**_NEMOTRON, "layers_block_type": [MAMBA, ROUTED, MAMBA, ATTENTION, ROUTED, MAMBA, ROUTED, MAMBA]},
+    ),
+    "nemotron-h-dense": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "layers_block_type": [MAMBA, DENSE, ATTENTION, MAMBA, DENSE],
+            "use_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 3,
+            "n_groups": 1,
+        },
+    ),
+    "nemotron-h-latent": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "layers_block_type": [MAMBA, ROUTED, ATTENTION, ROUTED],
+            "moe_latent_size": 20,
+            "n_group": 3,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+}

@@ -1,0 +1,1 @@
+"""Gated short convolutions: the layer and the backends."""

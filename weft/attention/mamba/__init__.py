@@ -1,0 +1,1 @@
+"""Mamba2: the layer and the backends."""

@@ -1,0 +1,1 @@
+"""Specs of parts of a model."""

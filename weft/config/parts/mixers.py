@@ -1,0 +1,58 @@
+"""Specs of state mixers: layers with a recurrent state in place of attention, or beside attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+
+class ConvSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Gated short convolution over all channels of the hidden size. Source: LFM2, arXiv 2511.23404."""
+
+    layers: tuple[int, ...]
+    heads: int
+    """Equal parts of the channels, which ranks divide. Heads have no other meaning here."""
+    dim: int
+    """Channels per head."""
+    taps: int
+    """Taps of the causal convolution."""
+    bias: bool = False
+    """True if convolution and projections have biases."""
+
+
+class MambaSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Mamba2. Source: Dao and Gu 2024, arXiv 2405.21060."""
+
+    layers: tuple[int, ...]
+    heads: int
+    dim: int
+    """Channels per head."""
+    groups: int
+    """Groups of heads; each group shares its input and output vectors B and C."""
+    state: int
+    """Elements of B and of C."""
+    conv: int
+    """Taps of the causal convolution."""
+    conv_bias: bool = True
+    bias: bool = False
+    """True if the projections have biases."""
+    norm: Literal["gated", "normed", "none"] = "gated"
+    """RMSNorm and gate of the output y: norm(y * silu(z)), norm(y) * silu(z), or y * silu(z)."""
+    norm_groups: int = 1
+    """Equal groups of channels with a separate RMSNorm each."""
+    low: float = 0.0
+    """Lower bound of the time step."""
+    high: float = math.inf
+    """Upper bound of the time step."""
+
+    @property
+    def places(self) -> int:
+        """Number of equal parts in which ranks divide the groups: a multiple of ``groups``, a divisor of
+        ``heads``.
+
+        The state has the last inputs of B and C for each place. So up to eight ranks divide a state with
+        fewer groups, and the layout of the state does not depend on the number of ranks.
+        """
+        return math.gcd(self.heads, math.lcm(self.groups, 8))

@@ -1,0 +1,55 @@
+"""Parameters of recurrent mixers and of feed-forward blocks, for the memory plan."""
+
+from __future__ import annotations
+
+from weft.config.spec import ModelSpec
+
+
+def recurrent_layers(spec: ModelSpec) -> int:
+    """Return the number of layers with a recurrent mixer in place of attention."""
+    mixers = (spec.delta, spec.conv, spec.mamba)
+    return sum(len(mixer.layers) for mixer in mixers if mixer is not None)
+
+
+def recurrent_elements(spec: ModelSpec) -> int:
+    """Return the parameters of all recurrent mixers, without norms and biases."""
+    total = 0
+    if (delta := spec.delta) is not None:
+        key = delta.k_heads * delta.k_dim
+        value = delta.v_heads * delta.v_dim
+        one = spec.hidden * (2 * key + 3 * value + 2 * delta.v_heads) + delta.conv * (2 * key + value)
+        total += len(delta.layers) * one
+    if (conv := spec.conv) is not None:
+        channels = conv.heads * conv.dim
+        total += len(conv.layers) * channels * (4 * spec.hidden + conv.taps)
+    if (mamba := spec.mamba) is not None:
+        inner = mamba.heads * mamba.dim
+        shared = 2 * mamba.groups * mamba.state
+        one = spec.hidden * (3 * inner + shared + mamba.heads) + mamba.conv * (inner + shared)
+        total += len(mamba.layers) * one
+    return total
+
+
+def recurrent_row(spec: ModelSpec) -> int:
+    """Return the elements of a token's intermediate results in a recurrent mixer; 0 without mixers."""
+    rows = [0]
+    if spec.delta is not None:
+        heads = spec.delta.k_heads * spec.delta.k_dim + spec.delta.v_heads * spec.delta.v_dim
+        rows.append(4 * heads)
+    if spec.conv is not None:
+        rows.append(8 * spec.conv.heads * spec.conv.dim)
+    if spec.mamba is not None:
+        mamba = spec.mamba
+        rows.append(4 * (mamba.heads * mamba.dim + mamba.groups * mamba.state))
+    return max(rows)
+
+
+def dense_elements(spec: ModelSpec) -> int:
+    """Return the parameters of one dense feed-forward block."""
+    return (3 if spec.gated else 2) * spec.hidden * spec.intermediate
+
+
+def latent_elements(spec: ModelSpec) -> int:
+    """Return the parameters of all projections before and behind latent experts."""
+    moe = spec.moe
+    return 0 if moe is None else 2 * len(moe.layers) * spec.hidden * moe.latent

@@ -1,0 +1,57 @@
+"""Blocks of models with Mamba2 layers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from torch import nn
+
+from weft.attention.base import LayerCache
+from weft.attention.gqa.gqa import Attention, AttentionInput
+from weft.attention.mamba.mamba import Mamba
+from weft.config.spec import ModelSpec
+from weft.layers.build import Build, FeedForward
+from weft.layers.dense import RMSNorm
+from weft.models.decoder import Block
+from weft.parallel.comm import Pending, reduced
+
+Tensor = torch.Tensor
+
+
+class MixerBlock(Block):
+    """Mamba2 or attention, then perhaps a feed-forward, each on a normalized copy of the stream."""
+
+    def __init__(self, spec: ModelSpec, layer: int, build: Build, feed_forward: FeedForward | None) -> None:
+        nn.Module.__init__(self)
+        recurrent = spec.mamba is not None and layer in spec.mamba.layers
+        self.attention_norm = RMSNorm(spec.hidden, spec.norm_eps, build)
+        self.attention = Mamba(spec, layer, build) if recurrent else Attention(spec, layer, build)
+        self._feeds = feed_forward is not None
+        if feed_forward is not None:
+            self.feed_forward_norm = RMSNorm(spec.hidden, spec.norm_eps, build)
+            self.feed_forward = feed_forward
+        self._comm = build.comm
+
+    def steps(
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        shared: AttentionInput,
+        caches: LayerCache,
+        logits_indices: Tensor | None = None,
+    ) -> Generator[Pending, None, tuple[Tensor, Tensor | None]]:
+        """Run the block; see ``Block.steps``."""
+        x, normed = self.attention_norm.add(x, delta)
+        if isinstance(self.attention, Mamba):
+            partial = yield from self.attention.steps(normed, shared, caches, logits_indices)
+        else:
+            partial = self.attention(normed, shared, caches, logits_indices)
+        if logits_indices is not None:
+            x = x[logits_indices]
+        delta = yield from reduced(self._comm, partial)
+        if not self._feeds:
+            return x, delta
+        x, normed = self.feed_forward_norm.add(x, delta)
+        delta = yield from self.feed_forward.steps(self._comm, normed, None, shared.step.exchange)
+        return x, delta

@@ -1,0 +1,65 @@
+"""Helpers for the published weight names of models with state mixers: names differ by family."""
+
+from __future__ import annotations
+
+from weft.config.parts.mixers import MambaSpec
+from weft.config.spec import ModelSpec
+from weft.models.weights import WeightMap, add_experts
+
+
+def add_decoder(made: WeightMap, spec: ModelSpec, embedding: str, norm: str, head: str = "lm_head") -> None:
+    """Add embedding, final norm and head to ``made``, with the family's names."""
+    made.add(f"{embedding}.weight", "embedding.weight")
+    made.add_norm(spec, norm, "norm")
+    if spec.tied:
+        made.same_as[f"{head}.weight"] = f"{embedding}.weight"
+    elif spec.head:
+        made.add(f"{head}.weight", "head.weight")
+
+
+def add_grouped_attention(
+    made: WeightMap,
+    spec: ModelSpec,
+    theirs: str,
+    ours: str,
+    names: tuple[str, str, str] = ("o_proj", "q_norm", "k_norm"),
+) -> None:
+    """Add grouped-query attention without output gate to ``made``.
+
+    names: the family's names of the output projection and of the norms of queries and keys.
+    """
+    out, q_norm, k_norm = names
+    q = spec.heads * spec.head_dim
+    kv = spec.kv_heads * spec.head_dim
+    for name, first, last in (("q", 0, q), ("k", q, q + kv), ("v", q + kv, q + 2 * kv)):
+        made.add_linear(f"{theirs}.{name}_proj", f"{ours}.qkv", slice(first, last), bias=spec.qkv_bias)
+    made.add_linear(f"{theirs}.{out}", f"{ours}.out", bias=spec.o_bias)
+    if spec.qk_norm:
+        made.add_norm(spec, f"{theirs}.{q_norm}", f"{ours}.q_norm")
+        made.add_norm(spec, f"{theirs}.{k_norm}", f"{ours}.k_norm")
+
+
+def add_routed(
+    made: WeightMap, spec: ModelSpec, theirs: str, ours: str, names: tuple[str, str, str], *, correction: str
+) -> None:
+    """Add routed experts to ``made`` as ``add_experts`` does. correction: the family's name of the addend to
+    the scores, beside the router.
+    """
+    add_experts(made, spec, theirs, ours, names)
+    placed = made.placements.pop(f"{theirs}.gate.e_score_correction_bias", None)
+    if placed is not None:
+        made.add(f"{theirs}.{correction}", placed.parameter)
+
+
+def add_mamba(made: WeightMap, mamba: MambaSpec, theirs: str, ours: str) -> None:
+    """Add the tensors of a Mamba2 layer to ``made``. Published rows are z, x, B, C and time steps."""
+    made.add_linear(f"{theirs}.in_proj", f"{ours}.zxbcdt", bias=mamba.bias)
+    made.add(f"{theirs}.conv1d.weight", f"{ours}.conv")
+    if mamba.conv_bias:
+        made.add(f"{theirs}.conv1d.bias", f"{ours}.conv_bias")
+    made.add(f"{theirs}.A_log", f"{ours}.log_rate")
+    made.add(f"{theirs}.dt_bias", f"{ours}.step_bias")
+    made.add(f"{theirs}.D", f"{ours}.skip")
+    if mamba.norm != "none":
+        made.add(f"{theirs}.norm.weight", f"{ours}.norm")
+    made.add_linear(f"{theirs}.out_proj", f"{ours}.out", bias=mamba.bias)
