@@ -134,8 +134,8 @@ def rope_spec(
         return RopeSpec(**common)
     low = read.number("low_freq_factor")
     high = read.number("high_freq_factor")
-    if high <= low:
-        raise read.fail("high_freq_factor", "must be greater than low_freq_factor")
+    if high < low:
+        raise read.fail("high_freq_factor", "must be at least low_freq_factor")
     return RopeSpec(**common, original_max_position=original, low_freq_factor=low, high_freq_factor=high)
 
 
