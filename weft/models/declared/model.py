@@ -12,8 +12,8 @@ from weft.attention.base import Backends, LayerCache, StepInput
 from weft.attention.gqa.declared import TraitAttention, TraitInput
 from weft.attention.gqa.gqa import Attention
 from weft.attention.mla.mla import LatentAttention
-from weft.config.spec import ModelSpec
 from weft.config.parts.traits import AttentionSpec, LayerSpec, NormSpec, TemperatureSpec
+from weft.config.spec import ModelSpec
 from weft.layers.build import Build, FeedForward
 from weft.layers.dense import GatedMLP, RMSNorm
 from weft.layers.norms import LayerNorm, stream_norm

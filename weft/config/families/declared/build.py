@@ -13,8 +13,8 @@ from weft.config.families.declared.row import Row, flag
 from weft.config.families.declared.rows import ROWS, TEXT_ROWS, WRAPPERS
 from weft.config.families.deepseek import with_mtp
 from weft.config.families.facts import MOST_PARTS, Facts
-from weft.config.spec import ModelSpec
 from weft.config.parts.traits import AttentionSpec
+from weft.config.spec import ModelSpec
 
 _HARMLESS = re.compile(
     r"""

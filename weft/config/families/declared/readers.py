@@ -11,8 +11,8 @@ from weft.config.families.declared.ropes import sizes_of_full_layers
 from weft.config.families.declared.row import Experts, Windows
 from weft.config.families.deepseek import latent_attention
 from weft.config.families.facts import MOST_PARTS, Facts
-from weft.config.spec import CacheSpec, ModelSpec, MoESpec
 from weft.config.parts.traits import LayerSpec, ScaleSpec, TemperatureSpec
+from weft.config.spec import CacheSpec, ModelSpec, MoESpec
 
 
 def typed_windows(facts: Facts, layers: int) -> tuple[int | None, list[str]]:

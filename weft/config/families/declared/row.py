@@ -14,8 +14,8 @@ import msgspec
 from weft.config.families.common import uniform_window
 from weft.config.families.declared.ropes import Ropes, one_rope
 from weft.config.families.facts import Facts
-from weft.config.spec import ModelSpec, MoESpec
 from weft.config.parts.traits import NormSpec
+from weft.config.spec import ModelSpec, MoESpec
 
 
 class Field(msgspec.Struct, frozen=True):
