@@ -19,7 +19,7 @@ from weft.config.families import FAMILIES
         ("Qwen35ForCausalLM", "Qwen3_5ForCausalLM"),
         ("Qwen3VlForConditionalGeneratoin", "Qwen3VLForConditionalGeneration"),
         ("MiniMaxM3ForCausalLM", None),
-        ("NemotronHForCausalLM", None),
+        ("GraniteHForCausalLM", None),
         ("KimiK3ForConditionalGeneration", None),
         ("Qwen4ForCausalLM", None),
         ("Gemma5ForConditionalGeneration", None),
