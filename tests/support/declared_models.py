@@ -46,6 +46,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "phi3-long": (
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 8,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.67,
+                "short_factor": [1.0, 1.2, 1.5, 2.0],
+                "long_factor": [1.0, 1.7, 3.0, 9.0],
+            },
+        },
+    ),
     "granite": (
         "Granite",
         {

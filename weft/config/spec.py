@@ -18,7 +18,7 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary embedding, with every scaling method of the families' configs (names as in config.json)."""
 
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "proportional"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "proportional", "longrope"] = "default"
     theta: float = 10000.0
     dim: int
     """Rotated dims per head; the remaining dims are not rotated."""
@@ -36,6 +36,10 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True
     pairs: int = 0
     """proportional: number of rotated pairs. Further pairs, up to ``dim``, do not rotate."""
+    divisors: tuple[float, ...] = ()
+    """longrope: divisors of the frequencies, one per pair, for contexts beyond ``original_max_position``."""
+    short_divisors: tuple[float, ...] = ()
+    """longrope: divisors for contexts of at most ``original_max_position``."""
     sections: tuple[int, int, int] | None = None
     """Models with images: number of dim pairs per axis, rotated by the frame, row and column of a token; see
     ``weft.layers.rope.axes``. None: all pairs rotate by the position.

@@ -31,6 +31,8 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
     base = spec.theta**-exponents
     if spec.kind == "linear":
         return base / spec.factor
+    if spec.kind == "longrope":
+        return base / torch.tensor(spec.divisors, dtype=torch.float64)
     if spec.kind == "proportional":
         return torch.where(torch.arange(spec.dim // 2) < spec.pairs, base / spec.factor, 0.0)
     if spec.kind == "llama3":
@@ -78,7 +80,7 @@ def _yarn(spec: RopeSpec, base: Tensor) -> Tensor:
 
 def attention_factor(spec: RopeSpec) -> float:
     """Return the factor of cos and sin: the configured factor of yarn, or the temperature of ``spec``."""
-    if spec.kind == "yarn" and spec.attention_factor is not None:
+    if spec.kind in ("yarn", "longrope") and spec.attention_factor is not None:
         return spec.attention_factor
     return spec.temperature
 

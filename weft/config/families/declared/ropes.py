@@ -111,6 +111,27 @@ apertus_rope = rope_or(
 )
 
 
+def phi_rope(facts: Facts, given: RopeInput) -> RopeTraits:
+    """Return one rotary embedding. Older files call longrope ``su`` or ``yarn``. Raise ConfigError."""
+    for name in ("rope_scaling", "rope_parameters"):
+        parameters = facts.get(name)
+        if isinstance(parameters, dict) and parameters:
+            kind = parameters.get("rope_type") or parameters.get("type")
+            kept = {key: value for key, value in parameters.items() if key not in ("type", "rope_type")}
+            kept["rope_type"] = "longrope" if kind in ("su", "yarn") else kind or "default"
+            # Without longrope the field has no effect.
+            original = facts.optional_integer("original_max_position_embeddings")
+            if kept["rope_type"] == "longrope":
+                kept["original_max_position_embeddings"] = (
+                    kept.get("original_max_position_embeddings") or original
+                )
+            kept.setdefault("rope_theta", facts.number("rope_theta", 10000.0))
+            kept.setdefault("partial_rotary_factor", facts.number("partial_rotary_factor", 1.0))
+            return one_rope(Facts({"rope_parameters": kept}, file=facts.file), given)
+    facts.get("original_max_position_embeddings")
+    return one_rope(facts, given)
+
+
 def ministral_rope(facts: Facts, given: RopeInput) -> RopeTraits:
     """Return one rotary embedding. The temperature of the queries is read elsewhere. Raise ConfigError."""
     for name in ("rope_scaling", "rope_parameters"):

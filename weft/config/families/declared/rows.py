@@ -35,6 +35,7 @@ from weft.config.families.declared.ropes import (
     apertus_rope,
     gemma4_ropes,
     ministral_rope,
+    phi_rope,
     rope_by_list,
     rope_in_windows,
     rope_of_latent,
@@ -316,7 +317,7 @@ ROWS: dict[str, Row] = {
         only={"qk_norm": (True,), "post_norm": (False,)},
     ),
     # Phi-3, Phi-4 and Phi-4-mini: arXiv 2404.14219, 2412.08905.
-    "Phi3ForCausalLM": Row(config="Phi3Config", partial=1.0, windows=one_window),
+    "Phi3ForCausalLM": Row(config="Phi3Config", partial=1.0, windows=one_window, ropes=phi_rope),
 }
 """Architecture in config.json -> row."""
 
