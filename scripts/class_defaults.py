@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 
 from weft.config.families.declared.class_defaults import FILE
-from weft.config.families.declared.rows import ROWS
+from weft.config.families.declared.rows import ROWS, TEXT_ROWS
 
 
 def described(name: str) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def described(name: str) -> dict[str, Any]:
 
 def main() -> None:
     """Write the file."""
-    classes = sorted({row.config for row in ROWS.values()})
+    classes = sorted({row.config for row in (*ROWS.values(), *TEXT_ROWS.values())})
     text = json.dumps({name: described(name) for name in classes}, indent=1)
     FILE.write_text(text + "\n", encoding="utf-8")
 

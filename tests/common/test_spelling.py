@@ -18,11 +18,11 @@ from weft.config.families import FAMILIES
         ("MixtralForCasualLM", "MixtralForCausalLM"),
         ("Qwen35ForCausalLM", "Qwen3_5ForCausalLM"),
         ("Qwen3VlForConditionalGeneratoin", "Qwen3VLForConditionalGeneration"),
-        ("MiniMaxM2ForCausalLM", None),
-        ("NemotronHForCausalLM", None),
+        ("MiniMaxM3ForCausalLM", None),
+        ("GraniteHForCausalLM", None),
         ("KimiK3ForConditionalGeneration", None),
         ("Qwen4ForCausalLM", None),
-        ("Gemma4ForConditionalGeneration", None),
+        ("Gemma5ForConditionalGeneration", None),
         ("Step3p7FlashForCausalLM", None),
         ("DeciLMForCausalLM", None),
         ("x", None),
@@ -34,7 +34,7 @@ def test_a_few_letters_and_never_a_digit(name: str, meant: str | None) -> None:
     with pytest.raises(ConfigError) as raised:
         FAMILIES.get(name)
     assert ("Did you mean" in raised.value.message) == (meant is not None)
-    assert "There are: DeepseekV2ForCausalLM" in raised.value.message
+    assert "There are: ApertusForCausalLM" in raised.value.message
 
 
 def test_the_nearest_of_several() -> None:

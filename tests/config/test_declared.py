@@ -13,6 +13,8 @@ from weft.common.errors import ConfigError
 from weft.config.families import FAMILIES, load_spec
 from weft.config.families.declared.class_defaults import FILE, class_defaults
 from weft.config.families.declared.rows import MODEL_TYPES, ROWS
+from weft.config.flags import from_keywords
+from weft.config.resolve import resolve
 
 Fields = dict[str, Any]
 SEED: Fields = {
@@ -81,12 +83,12 @@ def test_two_names_of_one_field_must_agree(tmp_path: Path) -> None:
 
 
 def test_every_row_has_a_class_a_type_and_a_case() -> None:
-    cases = {family for family, _ in CASES.values()}
+    cases = {family.removesuffix("Text") for family, _ in CASES.values()}
     for name, row in ROWS.items():
         assert row.config in class_defaults(), name
         assert name in FAMILIES
         assert name in MODEL_TYPES.values(), name
-        assert row.text or name.removesuffix("ForCausalLM") in cases, f"{name} has no case"
+        assert name.removesuffix("ForCausalLM") in cases, f"{name} has no case"
 
 
 @pytest.mark.slow
@@ -95,3 +97,26 @@ def test_the_defaults_are_those_of_the_installed_transformers() -> None:
 
     for name in class_defaults():
         assert json.loads(FILE.read_text())[name] == json.loads(json.dumps(described(name))), name
+
+
+def test_longrope_follows_the_longest_context(tmp_path: Path) -> None:
+    scaling = {"type": "su", "long_factor": [3.0] * 8, "short_factor": [1.0] * 8}
+    folder = _write(
+        tmp_path,
+        architectures=["Phi3ForCausalLM"],
+        rope_scaling=scaling,
+        original_max_position_embeddings=64,
+        max_position_embeddings=256,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    long = load_spec(folder)
+    assert long.rope.kind == "longrope"
+    assert long.rope.divisors == (3.0,) * 8
+    assert long.rope.attention_factor == pytest.approx((1 + 1 / 3) ** 0.5)  # log 4 / log 64
+    config = {"model": folder, "load_format": "dummy", "device": "cpu", "kv_cache_memory": "1M"}
+    for length, divisors in ((64, (1.0,) * 8), (65, (3.0,) * 8)):
+        assert resolve(from_keywords({**config, "max_model_len": length})).spec.rope.divisors == divisors
+    bad = {**scaling, "long_factor": [1]}
+    with pytest.raises(ConfigError, match="long_factor must be a list of 8 positive numbers"):
+        load_spec(_write(tmp_path, architectures=["Phi3ForCausalLM"], rope_scaling=bad))

@@ -186,8 +186,8 @@ def test_unknown_architecture_lists_what_exists(tmp_path: Path) -> None:
 
 
 def test_other_models_are_not_suggested(tmp_path: Path) -> None:
-    for name in ("MiniMaxM2ForCausalLM", "Qwen4ForCausalLM", "NemotronHForCausalLM"):
-        with pytest.raises(ConfigError, match=f"no architecture called '{name}'. There are: Deepseek"):
+    for name in ("MiniMaxM3ForCausalLM", "Qwen4ForCausalLM", "GraniteHForCausalLM"):
+        with pytest.raises(ConfigError, match=f"no architecture called '{name}'. There are: Apertus"):
             _load(tmp_path, architectures=[name])
 
 

@@ -20,6 +20,7 @@ from weft.common.errors import ConfigError
 from weft.config import devices
 from weft.config.cache_layout import block_bytes
 from weft.config.families import FAMILIES, load_spec
+from weft.config.families.declared.rows import WRAPPERS
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.sizing.memory import weight_bytes
@@ -37,6 +38,8 @@ NAMED = {
     "DeepSeek-V4-Pro": 1600,
     "GLM-5": 744,
     "Kimi-K2": 1000,
+    "MiniMax-M2": 230,
+    "Llama-4-Scout": 109,
 }
 """Parameters in billions, from model cards, for models without the number in their name."""
 
@@ -52,6 +55,12 @@ def text_of(config: Fields) -> Fields:
 
 def served(folder: Path) -> bool:
     return config_of(folder)["architectures"][0] in FAMILIES
+
+
+def spec_of(folder: Path) -> ModelSpec:
+    """Return the spec of a served model, of the text model alone if the tower is not served."""
+    (architecture,) = config_of(folder)["architectures"]
+    return load_spec(str(folder), trust_remote_code=True, language_model_only=architecture in WRAPPERS)
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +82,10 @@ def grouped(c: Fields) -> tuple[float, float]:
     full = types.count("full_attention")
     attending = full + types.count("sliding_attention")
     one = hidden * dim * (gate * heads + 2 * kv)
+    if "global_head_dim" in c:  # full layers have keys alone, of another size
+        wide, few = c["global_head_dim"], c["num_global_key_value_heads"]
+        of_full = hidden * wide * (gate * heads + few)
+        return (attending - full) * one + full * of_full, full * 2 * few * wide * 2
     linear = 0
     if attending < layers:
         keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
@@ -172,6 +185,10 @@ def feed_forward(c: Fields) -> float:
     if not experts:
         return float(layers * 3 * hidden * c["intermediate_size"])
     inner = c.get("moe_intermediate_size") or c["intermediate_size"]
+    if c.get("enable_moe_block"):  # beside a dense block in each layer
+        return float(layers * (3 * hidden * (c["intermediate_size"] + experts * inner) + experts * hidden))
+    if "intermediate_size_mlp" in c:  # a shared expert of the same size in each layer
+        return float(layers * (3 * hidden * (experts + 1) * inner + experts * hidden))
     dense = c.get("first_k_dense_replace", 0)
     shared = c.get("n_shared_experts", 0) * inner + c.get("shared_expert_intermediate_size", 0)
     routed = 3 * hidden * (experts * inner + shared) + experts * hidden
@@ -216,7 +233,7 @@ def test_the_files_are_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_families_that_are_served_have_the_sizes_of_their_files() -> None:
     for folder in filter(served, real_folders("configs")):
         c = text_of(config_of(folder))
-        spec = load_spec(str(folder), trust_remote_code=True)
+        spec = spec_of(folder)
         latents = attention_of(c) in (latent, compressed)
         found = (spec.hidden, spec.vocab_size, spec.heads)
         names = ("hidden_size", "vocab_size", "num_attention_heads")
@@ -228,7 +245,8 @@ def test_families_that_are_served_have_the_sizes_of_their_files() -> None:
         assert latents or spec.kv_heads == c["num_key_value_heads"], folder.name
         moe = spec.moe
         assert (moe.experts if moe else 0) == experts_of(c), folder.name
-        assert moe is None or moe.top_k == c["num_experts_per_tok"], folder.name
+        top_k = c.get("top_k_experts") or c.get("num_experts_per_tok")
+        assert moe is None or moe.top_k == top_k, folder.name
         text = msgspec.structs.replace(spec, vision=None)
         assert counted(text) == pytest.approx(parameters_of(c), rel=2e-3), folder.name
         assert token_bytes(spec) == pytest.approx(attention_of(c)(c)[1], rel=1e-9), folder.name
@@ -240,7 +258,7 @@ def test_parameters_are_those_of_the_published_names() -> None:
     for folder in filter(served, real_folders("configs")):
         billions = named_billions(folder)
         assert billions is not None, folder.name
-        spec = load_spec(str(folder), trust_remote_code=True)
+        spec = spec_of(folder)
         assert counted(spec) / 1e9 == pytest.approx(billions, rel=0.12), folder.name
         named += 1
     assert named
@@ -250,10 +268,11 @@ def test_quantized_weights_are_planned_near_the_bits_that_their_files_name() -> 
     """FP8 needs 8 to 9 bits per element, four-bit formats 4 to 6, whichever field names the format."""
     for folder in filter(served, real_folders("configs")):
         config = config_of(folder)
-        spec = load_spec(str(folder), trust_remote_code=True)
+        spec = spec_of(folder)
         four = "NVFP4" in folder.name or config.get("expert_dtype") == "fp4" or "Kimi-K2" in folder.name
         four = four or "gpt-oss" in folder.name
         eight = "FP8" in folder.name or config["architectures"][0] == "DeepseekV3ForCausalLM"
+        eight = eight or folder.name.endswith("MiniMax-M2.7")
         assert (spec.quantized is not None) == (four or eight), folder.name
         if (
             spec.quantized is None or "Qwen3.6" in folder.name
@@ -267,6 +286,7 @@ def test_quantized_weights_are_planned_near_the_bits_that_their_files_name() -> 
 def test_families_that_are_served_resolve() -> None:
     for folder in filter(served, real_folders("configs")):
         keywords: Fields = {"load_format": "dummy", "trust_remote_code": True, "max_model_len": 4096}
+        keywords["language_model_only"] = config_of(folder)["architectures"][0] in WRAPPERS
         config = resolve(from_keywords({"model": str(folder), **keywords}))
         assert config.spec.architecture == config_of(folder)["architectures"][0]
         with pytest.raises(ConfigError, match=r"the checkpoint has no \*\.safetensors file"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence as Seq
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -134,7 +135,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **MIXER_CASES,
 }
 #: Families with another name of the configuration in transformers.
-_CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
+_CONFIGS = {
+    "Gemma3Text": "Gemma3TextConfig",
+    "Qwen3_5": "Qwen3_5TextConfig",
+    "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
+}
 
 
 @torch.no_grad()
@@ -151,6 +156,8 @@ def _randomize(model: torch.nn.Module, seed: int) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith(("correction_bias", "expert_bias")):
             buffer.normal_(0.0, 0.25, generator=generator)
+        elif name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5, generator=generator)
         elif name.endswith("tid2eid"):
             experts = model.config.n_routed_experts
             order = torch.rand(len(buffer), experts, generator=generator).argsort(dim=1)
@@ -175,8 +182,7 @@ class Checkpoint:
 
     def reference_in_float64(self) -> Any:
         """Return a float64 copy of the reference, with experts that accept doubles."""
-        copy = type(self.reference)(self.reference.config).double().eval()
-        copy.load_state_dict(self.reference.state_dict())
+        copy = deepcopy(self.reference).double()
         copy.config._experts_implementation = "eager"
         return copy
 
@@ -191,7 +197,7 @@ def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Checkpoint:
     unlike = {name for name, value in changes.items() if value is None and name in _BASE}
     settings = {name: value for name, value in {**_BASE, **changes}.items() if name not in unlike}
     config = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**settings)
-    reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    reference = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     _randomize(reference, seed)
     reference.save_pretrained(folder)
     return Checkpoint(name, reference, str(folder))

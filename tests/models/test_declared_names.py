@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,39 @@ def test_two_readings_are_refused(checkpoints: Any, paged: Any, tmp_path: Path) 
 
     with pytest.raises(ConfigError, match="two spellings of the feed-forward block"):
         _logits(_changed(checkpoints("phi3").folder, tmp_path / "b", two_spellings), paged)
+
+
+def _wrapped(source: str, folder: Path, architecture: str, kind: str) -> str:
+    """Save a text model as the part of a model with a tower."""
+    shutil.copytree(source, folder)
+    text = json.loads((folder / "config.json").read_text())
+    own = {name: text.pop(name) for name in ("architectures", "tie_word_embeddings") if name in text}
+    config = {**own, "architectures": [architecture], "vision_config": {"hidden_size": 8}}
+    (folder / "config.json").write_text(json.dumps({**config, "text_config": {**text, "model_type": kind}}))
+    tensors = load_file(folder / "model.safetensors")
+    below = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    towers = {"vision_tower.patch.weight": torch.ones(2), "multi_modal_projector.norm.weight": torch.ones(2)}
+    save_file({**below, **towers}, folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "kind"),
+    [
+        ("mistral-window", "Mistral3ForConditionalGeneration", "mistral"),
+        ("gemma3", "Gemma3ForConditionalGeneration", "gemma3_text"),
+    ],
+)
+def test_the_text_model_of_a_model_with_a_tower(
+    name: str, architecture: str, kind: str, checkpoints: Any, tmp_path: Path
+) -> None:
+    source = checkpoints(name)
+    folder = _wrapped(source.folder, tmp_path / "wrapped", architecture, kind)
+    spec = load_spec(folder, language_model_only=True)
+    assert spec.architecture == architecture
+    model = load_model(folder, spec, torch.float32, torch.device("cpu"), progress=False, pack=False)
+    found, expected = dict(model.named_parameters()), dict(source.read().named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[one], expected[one]) for one in found)
+    with pytest.raises(ConfigError, match=r"images of .* are not supported: --language-model-only"):
+        load_spec(folder)

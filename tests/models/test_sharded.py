@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.declared_models import CASES as DECLARED
 from tests.support.ranks import on_ranks
 from tests.support.sharded import assert_parts, note_reads, weights_of
 from weft.attention.registry import choose
@@ -52,8 +53,10 @@ DEFAULT = (
     "deepseek-v32",
     "lfm2-moe",
     "nemotron-h-moe",
+    "olmo3",
 )
 GRID = (
+    *(name for name in DECLARED if name != "olmo3"),
     "llama",
     "llama-tied-mha",
     "qwen2-mixed-window",

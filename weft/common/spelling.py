@@ -23,7 +23,10 @@ def misspelt(name: str, known: Iterable[str]) -> str | None:
         other = _folded(one)
         if abs(len(other) - len(asked)) <= most and _digits(asked) == _digits(other):
             distance = _distance(asked, other)
-            if distance <= most:
+            # An added capital is a variant: "NemotronH" is a different model from "Nemotron".
+            longer = len(asked) != len(other) and _mixed(name) and _mixed(one)
+            variant = longer and _capitals(name) != _capitals(one)
+            if distance <= most and not variant:
                 found.append((distance, one))
     return min(found)[1] if found else None
 
@@ -34,6 +37,15 @@ def _folded(name: str) -> str:
 
 def _digits(name: str) -> str:
     return "".join(letter for letter in name if letter.isdigit())
+
+
+def _mixed(name: str) -> bool:
+    """Return True for a name with small and capital letters."""
+    return name != name.lower() and name != name.upper()
+
+
+def _capitals(name: str) -> int:
+    return sum(letter.isupper() for letter in name)
 
 
 def _distance(one: str, other: str) -> int:

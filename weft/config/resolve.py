@@ -21,6 +21,7 @@ from weft.config.expert_settings import check_experts
 from weft.config.families import load_spec
 from weft.config.families.facts import read_json
 from weft.config.families.pooling import overrides_of
+from weft.config.families.rope_settings import fit_context
 from weft.config.families.weight_files import check_weight_files, refuse_adapter
 from weft.config.gpus import gpus_here, gpus_of_group
 from weft.config.hosts import check_hosts, engines_on, refuse_hosts
@@ -102,7 +103,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         tokenizer_path=tokenizer_path,
         served_names=served_names(model, path),
         accepted_names=accepted_names(model, path),
-        spec=spec,
+        spec=fit_context(spec, kv.max_model_len),
         dtype=dtype,
         device=device,
         model=model,

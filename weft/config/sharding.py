@@ -49,9 +49,9 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError with --tensor-parallel-size if the ranks do not divide all sizes of ``spec``."""
     ranks = layout.tensor
     problems = [f"{size} {what}" for what, size in _divided(spec, layout) if size % ranks]
-    kv = spec.kv_heads
-    if _has_kv_heads(spec) and kv % ranks and ranks % kv:
-        problems.append(f"{kv} KV heads (nor do they divide it)")
+    for kv in _kv_heads(spec):
+        if kv % ranks and ranks % kv:
+            problems.append(f"{kv} KV heads (nor do they divide it)")
     if problems:
         # The error lists smaller sizes that would work.
         works = [n for n in range(1, ranks) if _fits(spec, layout, n)]
@@ -64,18 +64,20 @@ def check(spec: ModelSpec, layout: Layout) -> None:
 
 def _fits(spec: ModelSpec, layout: Layout, ranks: int) -> bool:
     """Return True if ``ranks`` ranks divide the model evenly."""
-    kv = not _has_kv_heads(spec) or spec.kv_heads % ranks == 0 or ranks % spec.kv_heads == 0
+    kv = all(heads % ranks == 0 or ranks % heads == 0 for heads in _kv_heads(spec))
     return kv and all(size % ranks == 0 for _, size in _divided(spec, layout))
 
 
-def _has_kv_heads(spec: ModelSpec) -> bool:
-    """Return True if any KV cache group stores KV heads."""
-    return any(cache.kv_heads for cache in spec.caches)
+def _kv_heads(spec: ModelSpec) -> list[int]:
+    """Return the different numbers of KV heads in KV cache groups."""
+    return sorted({cache.kv_heads for cache in spec.caches if cache.kv_heads})
 
 
 def _divided(spec: ModelSpec, layout: Layout) -> list[tuple[str, int]]:
     """Return (name, size) of everything that must be divided evenly."""
     found = [("attention heads", spec.heads)]
+    if spec.layer.inputs:
+        found.append(("dims of layer inputs", spec.layer.inputs))
     if spec.delta is not None:
         found += [("delta net key heads", spec.delta.k_heads), ("delta net value heads", spec.delta.v_heads)]
     if spec.conv is not None:
@@ -87,7 +89,7 @@ def _divided(spec: ModelSpec, layout: Layout) -> list[tuple[str, int]]:
             found.append(("norm groups of Mamba", spec.mamba.norm_groups))
     if spec.sparse is not None:
         found.append(("groups of heads (o_groups)", spec.sparse.o_groups))
-    routing = 0 if spec.moe is None else len(spec.moe.layers)
+    routing = 0 if spec.moe is None or spec.moe.beside else len(spec.moe.layers)
     if routing + len(spec.bare_layers) < spec.layers + spec.mtp_layers:
         found.append(("intermediate size", spec.intermediate))
     if spec.moe is not None and not layout.expert:

@@ -9,6 +9,7 @@ import msgspec
 
 from weft.config.media import MediaFacts
 from weft.config.parts.mixers import ConvSpec, MambaSpec
+from weft.config.parts.traits import AttentionSpec, LayerSpec, NormSpec, ScaleSpec
 from weft.types.pooled import ClassifySpec, PooledSpec
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -17,7 +18,7 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary embedding, with every scaling method of the families' configs (names as in config.json)."""
 
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "proportional", "longrope"] = "default"
     theta: float = 10000.0
     dim: int
     """Rotated dims per head; the remaining dims are not rotated."""
@@ -33,6 +34,12 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    pairs: int = 0
+    """proportional: number of rotated pairs. Further pairs, up to ``dim``, do not rotate."""
+    divisors: tuple[float, ...] = ()
+    """longrope: divisors of the frequencies, one per pair, for contexts beyond ``original_max_position``."""
+    short_divisors: tuple[float, ...] = ()
+    """longrope: divisors for contexts of at most ``original_max_position``."""
     sections: tuple[int, int, int] | None = None
     """Models with images: number of dim pairs per axis, rotated by the frame, row and column of a token; see
     ``weft.layers.rope.axes``. None: all pairs rotate by the position.
@@ -96,6 +103,12 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True):
     """If greater than 0, experts compute ``gate * sigmoid(alpha * gate) * (up + 1)``."""
     bias: bool = False
     """True if router and experts have biases."""
+    on_input: bool = False
+    """True if the weight of the one chosen expert multiplies the input, not the output."""
+    inputs_first: bool = False
+    """True if stacks of experts are published with inputs before outputs."""
+    beside: bool = False
+    """True if the routing layers also have the dense feed-forward, and the outputs are added."""
     hash_layers: tuple[int, ...] = ()
     """Routing layers that choose experts by a table of token ids."""
     gated: bool = True
@@ -302,6 +315,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """True if the output head shares the embedding table."""
     head: bool = True
     """False for a checkpoint without an output head: an embedding model, which generates no tokens."""
+    head_bias: bool = False
+    """True if the output head has a bias."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -319,6 +334,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """True if attention output is multiplied by the sigmoid of a projection of the attention input."""
     sinks: bool = False
     """True if each head has an attention sink: a score without value in every softmax."""
+    scales: ScaleSpec = ScaleSpec()
+    norms: NormSpec = NormSpec()
+    attention: AttentionSpec = AttentionSpec()
+    layer: LayerSpec = LayerSpec()
+    ropes: tuple[RopeSpec, ...] = ()
+    """Further rotary embeddings, numbered from 1 in ``attention.rope_of``."""
     moe: MoESpec | None = None
     mla: MLASpec | None = None
     index: IndexSpec | None = None
@@ -333,7 +354,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     In the caches these modules are layers ``layers`` and up.
     """
     caches: tuple[CacheSpec, ...]
-    """KV cache groups. Every layer belongs to at least one group."""
+    """KV cache groups. Every layer is in a group, except layers that read the cache of another layer."""
     max_position: int
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None

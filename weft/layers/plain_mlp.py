@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from weft.layers.build import Build, FeedForward
 from weft.layers.dense import Linear, RowLinear
+from weft.ops.low_rank import AdapterRows
 from weft.ops.torch_ops import ACTIVATIONS
 
 Tensor = torch.Tensor
@@ -18,9 +19,14 @@ PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
 }
 
+_BETA, _EPS = 0.5, -1e-6
+"""Constants of xIELU."""
+
 
 class PlainMLP(FeedForward):
     """``down(activation(up(x)))``, a partial result. Source: Vaswani et al. 2017, arXiv 1706.03762."""
+
+    adapted = ("up", "down")
 
     def __init__(
         self, hidden: int, intermediate: int, activation: str, build: Build, *, bias: bool = False
@@ -29,9 +35,25 @@ class PlainMLP(FeedForward):
         inner = build.part(intermediate)
         self.up = Linear(hidden, inner, build, bias=bias)
         self.down = RowLinear(inner, hidden, build, bias=bias)
-        self._activation = PLAIN_ACTIVATIONS[activation]
+        self._activation: Callable[[Tensor], Tensor]
+        self.alpha_p = self.alpha_n = None
+        if activation == "xielu":
+            self.alpha_p = build.weight(1, wide=True)
+            self.alpha_n = build.weight(1, wide=True)
+            self._activation = self._xielu
+        else:
+            self._activation = PLAIN_ACTIVATIONS[activation]
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+    def _xielu(self, x: Tensor) -> Tensor:
+        """Return xIELU of x, with two trained numbers. Source: Huang and Schlag 2024, arXiv 2411.13010."""
+        assert self.alpha_p is not None
+        assert self.alpha_n is not None
+        y = x.to(self.alpha_p.dtype)
+        right = F.softplus(self.alpha_p) * y.square()
+        left = (y.clamp(max=_EPS).expm1() - y) * (_BETA + F.softplus(self.alpha_n))
+        return (torch.where(y > 0, right, left) + _BETA * y).to(x.dtype)
+
+    def forward(self, x: Tensor, ids: Tensor | None = None, adapters: AdapterRows | None = None) -> Tensor:
         """Return the partial result for x [T, hidden]. ``ids`` are not read."""
-        partial: Tensor = self.down(self._activation(self.up(x)))
+        partial: Tensor = self.down(self._activation(self.up(x, adapters)), adapters)
         return partial

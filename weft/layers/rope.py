@@ -31,6 +31,10 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
     base = spec.theta**-exponents
     if spec.kind == "linear":
         return base / spec.factor
+    if spec.kind == "longrope":
+        return base / torch.tensor(spec.divisors, dtype=torch.float64)
+    if spec.kind == "proportional":
+        return torch.where(torch.arange(spec.dim // 2) < spec.pairs, base / spec.factor, 0.0)
     if spec.kind == "llama3":
         return _llama3(spec, base)
     if spec.kind == "yarn":
@@ -41,8 +45,10 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
 def _llama3(spec: RopeSpec, base: Tensor) -> Tensor:
     """Divide slow pairs by the factor, keep fast pairs, blend others. Source: Llama 3.1 reference code."""
     turns = spec.original_max_position * base / (2 * math.pi)
-    blend = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
-    blend = blend.clamp(0, 1)
+    width = spec.high_freq_factor - spec.low_freq_factor
+    # Equal factors divide the pairs into slow and fast ones, without a blend.
+    blend = ((turns - spec.low_freq_factor) / width).clamp(0, 1) if width else turns >= spec.low_freq_factor
+    blend = blend.to(base.dtype)
     return (1 - blend) * base / spec.factor + blend * base
 
 
@@ -74,7 +80,7 @@ def _yarn(spec: RopeSpec, base: Tensor) -> Tensor:
 
 def attention_factor(spec: RopeSpec) -> float:
     """Return the factor of cos and sin: the configured factor of yarn, or the temperature of ``spec``."""
-    if spec.kind == "yarn" and spec.attention_factor is not None:
+    if spec.kind in ("yarn", "longrope") and spec.attention_factor is not None:
         return spec.attention_factor
     return spec.temperature
 

@@ -257,12 +257,11 @@ class Decoder(Model):
         Writes the caches ``kv``. Yields at each pending communication. ``done(layer)`` is called after each
         layer.
         """
-        shared = self.share(step, kv, backends)
-        embedded = yield from self._embed(step)
-        x = self.enter(embedded)
+        x, shared = yield from self.begin(step, kv, backends)
         delta = None
         last = len(self.blocks) - 1
-        for layer, (block, caches) in enumerate(zip(self.blocks, kv[: last + 1], strict=True)):
+        for layer, block in enumerate(self.blocks):
+            caches = kv[self.spec.attention.source(layer)]
             assert isinstance(block, Block)
             # After the keys and values of the last layer only the rows with logits are needed.
             wanted = logits_indices if layer == last else None
@@ -271,6 +270,14 @@ class Decoder(Model):
             if done is not None:
                 done(layer)
         return self.leave(x, delta)
+
+    def begin(
+        self, step: StepInput, kv: Sequence[LayerCache], backends: Backends
+    ) -> Generator[Pending, None, tuple[Tensor, Any]]:
+        """Return (stream before the first block, input ``shared`` of every block)."""
+        shared = self.share(step, kv, backends)
+        embedded = yield from self._embed(step)
+        return self.enter(embedded), shared
 
     def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> Any:
         """Return the input ``shared`` of every block."""

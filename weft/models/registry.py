@@ -38,5 +38,6 @@ for _family in _FAMILIES:
 
 #: Families with a subclass of ``Decoder`` as frame.
 FRAMES: Registry[type[Decoder]] = Registry("model family")
+FRAMES.add("declared", "weft.models.declared.model:DeclaredDecoder")
 FRAMES.add("deepseek_v32", "weft.models.deepseek_v32.model:IndexedDecoder")
 FRAMES.add("deepseek_v4", "weft.models.deepseek_v4.model:StreamsDecoder")

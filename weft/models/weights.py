@@ -114,8 +114,10 @@ class WeightMap:
         self.placements[name] = Placement(parameter, index, groups, parts, offset, read)
 
     def add_norm(self, spec: ModelSpec, name: str, parameter: str) -> None:
-        """Map the weight of an RMSNorm, published directly or as its difference from 1."""
+        """Map the weight of a norm, published directly or as its difference from 1, and the bias if any."""
         self.add(f"{name}.weight", f"{parameter}.weight", offset=float(spec.centred_norms))
+        if spec.norms.bias:
+            self.add(f"{name}.bias", f"{parameter}.bias")
 
     def add_linear(self, name: str, parameter: str, *index: slice, bias: bool) -> None:
         """Map ``name.weight`` and, with ``bias``, ``name.bias`` to the same rows."""
@@ -167,29 +169,55 @@ def add_score(made: WeightMap, spec: ModelSpec) -> WeightMap:
 
 def add_block(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
     """Add the norms and the attention of one layer to ``made``."""
-    made.add_norm(spec, f"{theirs}.input_layernorm", f"{ours}.attention_norm")
-    made.add_norm(spec, f"{theirs}.post_attention_layernorm", f"{ours}.feed_forward_norm")
+    for name, norm in _NORMS[spec.norms.place]:
+        made.add_norm(spec, f"{theirs}.{name}", f"{ours}.{norm}")
     if spec.mla is not None:
         _add_latent_attention(made, spec, f"{theirs}.self_attn", f"{ours}.attention")
     elif spec.delta is None or layer not in spec.delta.layers:
-        _add_attention(made, spec, f"{theirs}.self_attn", f"{ours}.attention")
+        _add_attention(made, spec, layer, f"{theirs}.self_attn", f"{ours}.attention")
 
 
-def _add_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
+_NORMS = {
+    "pre": (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "feed_forward_norm")),
+    "post": (
+        ("post_attention_layernorm", "attention_out_norm"),
+        ("post_feedforward_layernorm", "feed_forward_out_norm"),
+    ),
+    "both": (
+        ("input_layernorm", "attention_norm"),
+        ("post_attention_layernorm", "attention_out_norm"),
+        ("pre_feedforward_layernorm", "feed_forward_norm"),
+        ("post_feedforward_layernorm", "feed_forward_out_norm"),
+    ),
+    "parallel": (("input_layernorm", "attention_norm"),),
+}
+"""Place of the norms -> (published name, name in the block)."""
+
+
+def _add_attention(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
     """Add the tensors of grouped-query attention to ``made``, as far as ``spec`` has such tensors."""
-    q = spec.heads * spec.head_dim
-    kv = spec.kv_heads * spec.head_dim
+    source = spec.attention.source(layer)
+    cache = spec.caches[spec.cache_of(source)]
+    q = spec.heads * cache.head_dim
+    kv = cache.kv_heads * cache.head_dim
     begin = 2 * q if spec.output_gate else q
-    for name, first, last in (("k", begin, begin + kv), ("v", begin + kv, begin + 2 * kv)):
+    parts = [("k", begin, begin + kv), ("v", begin + kv, begin + 2 * kv)]
+    # A layer may have no matrix for values, or neither keys nor values.
+    parts = [] if source != layer else parts[: 1 if layer in spec.attention.key_is_value else 2]
+    for name, first, last in parts:
         made.add_linear(f"{theirs}.{name}_proj", f"{ours}.qkv", slice(first, last), bias=spec.qkv_bias)
     if spec.output_gate:
         _add_gated_queries(made, spec, f"{theirs}.q_proj", f"{ours}.qkv")
     else:
         made.add_linear(f"{theirs}.q_proj", f"{ours}.qkv", slice(0, q), bias=spec.qkv_bias)
     made.add_linear(f"{theirs}.o_proj", f"{ours}.out", bias=spec.o_bias)
-    if spec.qk_norm:
-        made.add_norm(spec, f"{theirs}.q_norm", f"{ours}.q_norm")
-        made.add_norm(spec, f"{theirs}.k_norm", f"{ours}.k_norm")
+    if spec.qk_norm and spec.attention.norm in ("head", "behind"):
+        offset = float(spec.centred_norms)
+        for name in ("q_norm", "k_norm") if source == layer else ("q_norm",):
+            made.add(f"{theirs}.{name}.weight", f"{ours}.{name}.weight", offset=offset)
+    elif spec.qk_norm and spec.attention.norm == "all":
+        made.add(f"{theirs}.q_norm.weight", f"{ours}.q_weight")
+        made.add(f"{theirs}.k_norm.weight", f"{ours}.k_weight")
 
 
 def _add_gated_queries(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
@@ -227,8 +255,12 @@ def _add_latent_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: s
 
 
 def add_gated_mlp(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
-    """Map a dense feed-forward block with names ``gate_proj``, ``up_proj``, ``down_proj``."""
+    """Map a dense feed-forward block with names ``gate_proj`` (if gated), ``up_proj``, ``down_proj``."""
     n = spec.intermediate
+    if not spec.gated:
+        made.add_linear(f"{theirs}.up_proj", f"{ours}.up", bias=spec.mlp_bias)
+        made.add_linear(f"{theirs}.down_proj", f"{ours}.down", bias=spec.mlp_bias)
+        return
     made.add_linear(f"{theirs}.gate_proj", f"{ours}.gate_up", slice(0, n), bias=spec.mlp_bias)
     made.add_linear(f"{theirs}.up_proj", f"{ours}.gate_up", slice(n, 2 * n), bias=spec.mlp_bias)
     made.add_linear(f"{theirs}.down_proj", f"{ours}.down", bias=spec.mlp_bias)

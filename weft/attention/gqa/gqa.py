@@ -37,25 +37,28 @@ class Attention(Layer):
 
     adapted = ("qkv", "out")
 
-    def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, build: Build, *, kv_parts: int = 2) -> None:
+        """``kv_parts``: matrices of keys and values in ``qkv``, for subclasses: 2, 1 (keys) or 0."""
         super().__init__()
+        self._kind = spec.cache_of(layer)
+        cache = spec.caches[self._kind]
         heads = build.part(spec.heads)
-        kv_heads = build.kv_part(spec.kv_heads)
+        kv_heads = build.kv_part(cache.kv_heads)
         self._heads = heads.count
         self._kv_heads = kv_heads.count
-        self._dim = spec.head_dim
-        self._kind = spec.cache_of(layer)
+        self._dim = cache.head_dim
+        self._scale = spec.scales.attention or cache.head_dim**-0.5
         self._cache_spec: CacheSpec = build.local(spec).caches[self._kind]
-        q = heads.times(spec.head_dim)
-        kv = kv_heads.times(spec.head_dim)
+        q = heads.times(cache.head_dim)
+        kv = kv_heads.times(cache.head_dim)
         self._gate = q.count if spec.output_gate else 0
-        inputs = joined(q, q, kv, kv) if spec.output_gate else joined(q, kv, kv)
+        inputs = joined(*([q] if spec.output_gate else []), q, *[kv] * kv_parts)
         self.qkv = Linear(spec.hidden, inputs, build, bias=spec.qkv_bias)
         self.out = RowLinear(q, spec.hidden, build, bias=spec.o_bias)
         self.q_norm = self.k_norm = None
-        if spec.qk_norm:
-            self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps, build, wide=spec.centred_norms)
-            self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps, build, wide=spec.centred_norms)
+        if spec.qk_norm and spec.attention.norm == "head":
+            self.q_norm = RMSNorm(cache.head_dim, spec.norm_eps, build, wide=spec.centred_norms)
+            self.k_norm = RMSNorm(cache.head_dim, spec.norm_eps, build, wide=spec.centred_norms)
         self.sinks = build.weight(heads.count, shard=heads) if spec.sinks else None
         self._eps = spec.norm_eps
         fp8 = self._cache_spec.fp8
@@ -70,10 +73,7 @@ class Attention(Layer):
 
         logits_indices: rows to return (None: all).
         """
-        step = shared.step
-        backend = shared.backends["gqa"]
-        assert isinstance(backend, AttentionBackend)
-        made = self.qkv(x, step.adapters)
+        made = self.qkv(x, shared.step.adapters)
         q = self._rotate_and_cache(
             made[:, self._gate :] if self._gate else made,
             self._heads,
@@ -83,10 +83,27 @@ class Attention(Layer):
             self._eps,
             *shared.angles,
             *caches[self._kind],
-            step.writes[self._kind],
+            shared.step.writes[self._kind],
         )
+        return self._attended(q, made, shared, caches, logits_indices)
+
+    def _attended(
+        self,
+        q: Tensor,
+        made: Tensor,
+        shared: AttentionInput,
+        caches: LayerCache,
+        logits_indices: Tensor | None,
+    ) -> Tensor:
+        """Return the partial sum of ``forward`` for rotated queries q [T, heads, head_dim].
+
+        The caches have the entries of the step. ``made``: result of ``qkv``.
+        """
+        step = shared.step
+        backend = shared.backends["gqa"]
+        assert isinstance(backend, AttentionBackend)
         if logits_indices is not None and not len(logits_indices):  # only the cache entries were needed
-            return self.out(x.new_empty(0, self._heads * self._dim))
+            return self.out(q.new_empty(0, self._heads * self._dim))
         out = torch.empty_like(q)
         for segment, prepared in zip(step.segments, step.prepared, strict=True):
             if not segment.tokens:
@@ -97,11 +114,11 @@ class Attention(Layer):
             backend.attend(
                 q if alone else q[rows],
                 out if alone else out[rows],
-                CoreInput(segment, caches, self._dim**-0.5, prepared[self._kind], self.sinks),
+                CoreInput(segment, caches, self._scale, prepared[self._kind], self.sinks),
                 self._kind,
                 self._cache_spec,
             )
-        out = out.view(x.shape[0], self._heads * self._dim)
+        out = out.view(len(q), self._heads * self._dim)
         if logits_indices is not None:
             out = out[logits_indices]
             made = made[logits_indices]

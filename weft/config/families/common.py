@@ -180,7 +180,7 @@ def decoder_spec(
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "intermediate": facts.integer("intermediate_size", defaults.intermediate),
-        "activation": facts.activation(),
+        "activation": more.get("activation") or facts.activation(),
         "norm_eps": facts.number("rms_norm_eps", defaults.norm_eps),
         "rope": rope,
         "tied": facts.flag("tie_word_embeddings", False),

@@ -88,7 +88,7 @@ def _build(
         o_bias=facts.flag("attention_bias", False),
         moe=_moe(facts, layers, routing, first_dense),
     )
-    mla = _mla(facts, spec.rope, nope, rope, q_lora)
+    mla = latent_attention(facts, spec.rope, nope, rope, q_lora)
     cache = CacheSpec(kind="latent", layers=tuple(range(layers)), width=mla.kv_lora + mla.rope, form="latent")
     return msgspec.structs.replace(spec, mla=mla, caches=(cache,))
 
@@ -109,7 +109,7 @@ def with_mtp(spec: ModelSpec, modules: int) -> ModelSpec:
     return msgspec.structs.replace(spec, mtp_layers=modules, caches=caches, moe=moe)
 
 
-def _mla(facts: Facts, rope: RopeSpec, nope: int, rotated: int, q_lora: int) -> MLASpec:
+def latent_attention(facts: Facts, rope: RopeSpec, nope: int, rotated: int, q_lora: int) -> MLASpec:
     """Return the latent attention spec. Raise ConfigError."""
     scale = (nope + rotated) ** -0.5
     if rope.kind == "yarn" and rope.mscale_all_dim:

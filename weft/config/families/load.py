@@ -12,7 +12,7 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.common.registry import Registry
 from weft.config.families.declared.rows import MODEL_TYPES as DECLARED_TYPES
-from weft.config.families.declared.rows import ROWS
+from weft.config.families.declared.rows import ROWS, WRAPPERS
 from weft.config.families.facts import Facts, read_json
 from weft.config.families.pooling import CLASSIFIES, classify_spec, pooled_spec, with_overrides
 from weft.config.families.quantized import quantized_spec
@@ -48,6 +48,8 @@ for _architecture_name in ROWS:
 FAMILIES.add("Lfm2ForCausalLM", "weft.config.families.lfm2:build_spec")
 FAMILIES.add("Lfm2MoeForCausalLM", "weft.config.families.lfm2:build_moe_spec")
 FAMILIES.add("NemotronHForCausalLM", "weft.config.families.nemotron_h:build_spec")
+for _architecture_name in WRAPPERS:
+    FAMILIES.add(_architecture_name, "weft.config.families.declared.build:build_text_spec")
 
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",

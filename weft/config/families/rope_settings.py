@@ -6,15 +6,16 @@ all fields in ``rope_parameters``. If both exist, a non-empty ``rope_scaling`` w
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
 
 from weft.common.errors import ConfigError
 from weft.config.families.facts import Facts
-from weft.config.spec import RopeSpec
+from weft.config.spec import ModelSpec, RopeSpec
 
-_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 #: Fields that each kind reads besides theta. Any other field is refused, because it would be ignored.
 _FIELDS: dict[str, frozenset[str]] = {
@@ -22,6 +23,7 @@ _FIELDS: dict[str, frozenset[str]] = {
     "linear": frozenset({"factor"}),
     "dynamic": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
+    "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor"}),
     "yarn": frozenset(
         {
             "factor",
@@ -127,6 +129,8 @@ def rope_spec(
     common["sections"] = None if sections is None else _sections(read, kind, sections)
     if kind == "default":
         return RopeSpec(**common)
+    if kind == "longrope":
+        return _longrope(read, common, original)
     if kind == "yarn":
         return _yarn(read, common, original)
     common["factor"] = read.number("factor")
@@ -134,8 +138,8 @@ def rope_spec(
         return RopeSpec(**common)
     low = read.number("low_freq_factor")
     high = read.number("high_freq_factor")
-    if high <= low:
-        raise read.fail("high_freq_factor", "must be greater than low_freq_factor")
+    if high < low:
+        raise read.fail("high_freq_factor", "must be at least low_freq_factor")
     return RopeSpec(**common, original_max_position=original, low_freq_factor=low, high_freq_factor=high)
 
 
@@ -152,6 +156,43 @@ def _sections(read: Facts, kind: str, default: tuple[int, int, int]) -> tuple[in
     if len(found) != 3 or min(found) < 0:
         raise read.fail("mrope_section", f"must be a list of three numbers, not {found!r}")
     return found[0], found[1], found[2]
+
+
+def _longrope(read: Facts, common: dict[str, Any], original: int) -> RopeSpec:
+    """Return the spec for longrope, for long contexts. Source: arXiv 2402.13753. Raise ConfigError."""
+    pairs = common["dim"] // 2
+    divisors = {}
+    for name in ("long_factor", "short_factor"):
+        values = read.get(name)
+        if (
+            not isinstance(values, list)
+            or len(values) != pairs
+            or not all(isinstance(v, int | float) and not isinstance(v, bool) and v > 0 for v in values)
+        ):
+            raise read.fail(name, f"must be a list of {pairs} positive numbers")
+        divisors[name] = tuple(map(float, values))
+    stretch = read.number("factor", common["max_position"] / original)
+    derived = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return RopeSpec(
+        **common,
+        factor=stretch,
+        original_max_position=original,
+        attention_factor=read.number("attention_factor", derived),
+        divisors=divisors["long_factor"],
+        short_divisors=divisors["short_factor"],
+    )
+
+
+def fit_context(spec: ModelSpec, positions: int) -> ModelSpec:
+    """Return ``spec`` for contexts of at most ``positions`` tokens.
+
+    longrope has two sets of divisors. transformers chooses by the length of each sequence, so cached keys do
+    not fit when a sequence grows. Here all sequences of an engine have the set of the longest context.
+    """
+    rope = spec.rope
+    if rope.kind != "longrope" or positions > rope.original_max_position:
+        return spec
+    return msgspec.structs.replace(spec, rope=msgspec.structs.replace(rope, divisors=rope.short_divisors))
 
 
 def _yarn(read: Facts, common: dict[str, Any], original: int) -> RopeSpec:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from weft.common.errors import ConfigError
 from weft.config.families.facts import MOST_PARTS, Facts
 from weft.config.families.image_processors import area_facts, patches_facts
 from weft.config.spec import ModelSpec, VisionSpec
@@ -28,6 +29,12 @@ def read_tower(facts: Facts, folder: Path, spec: ModelSpec) -> VisionSpec | None
     Raise ConfigError for an unsupported tower, or missing image settings.
     """
     read = _TOWERS.get(spec.architecture)
+    if read is None and facts.get("vision_config"):
+        raise ConfigError(
+            f"the images of {spec.architecture} are not supported: --language-model-only serves the text "
+            "model alone",
+            param="--language-model-only",
+        )
     if read is None:
         return None
     vision = facts.get("vision_config")

@@ -53,3 +53,27 @@ def latent_elements(spec: ModelSpec) -> int:
     """Return the parameters of all projections before and behind latent experts."""
     moe = spec.moe
     return 0 if moe is None else 2 * len(moe.layers) * spec.hidden * moe.latent
+
+
+def grouped_elements(spec: ModelSpec) -> int:
+    """Return the mean number of parameters of a layer with grouped queries."""
+    # Query and output projections, plus the output gate; then keys and values.
+    queries = spec.heads * (3 if spec.output_gate else 2)
+    if not spec.attention.shared_kv and not spec.attention.key_is_value:
+        heads = [cache for cache in spec.caches if cache.kv_heads]
+        if len({(cache.kv_heads, cache.head_dim) for cache in heads}) < 2:
+            return spec.hidden * spec.head_dim * (queries + 2 * spec.kv_heads)
+    total = 0
+    for layer in range(spec.layers):
+        source = spec.attention.source(layer)
+        cache = spec.caches[spec.cache_of(source)]
+        parts = 0 if source != layer else 1 if layer in spec.attention.key_is_value else 2
+        total += spec.hidden * cache.head_dim * (queries + parts * cache.kv_heads)
+    return total // spec.layers
+
+
+def layer_elements(spec: ModelSpec) -> int:
+    """Return the parameters of all layers' inputs and doubled feed-forwards, tables included."""
+    double = len(spec.layer.double) * (3 if spec.gated else 2) * spec.hidden * spec.intermediate
+    width = spec.layers * spec.layer.inputs
+    return double + width * (3 * spec.hidden + spec.layer.inputs_vocab)

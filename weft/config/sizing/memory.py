@@ -22,7 +22,9 @@ from weft.config.sections.all import SchedulerSection
 from weft.config.sharding import local_spec
 from weft.config.sizing.layer_elements import (
     dense_elements,
+    grouped_elements,
     latent_elements,
+    layer_elements,
     recurrent_elements,
     recurrent_layers,
     recurrent_row,
@@ -315,7 +317,7 @@ def weight_bytes(
     size = DTYPE_BYTES[dtype]
     spec = local_spec(spec, layout)
     matrices = (spec.layers - recurrent_layers(spec)) * _attention_elements(spec)
-    matrices += recurrent_elements(spec) + latent_elements(spec)
+    matrices += recurrent_elements(spec) + latent_elements(spec) + layer_elements(spec)
     dense = dense_elements(spec)
     routers = 0
     routed = 0
@@ -325,7 +327,7 @@ def weight_bytes(
     else:
         moe = spec.moe
         routing = len(spec.moe.layers)
-        matrices += (feeding - routing) * dense
+        matrices += (feeding if moe.beside else feeding - routing) * dense
         # Expert parallelism divides whole experts over all ranks; otherwise each expert is divided.
         experts = -(-(moe.experts + redundant) // layout.ranks) if layout.expert else moe.experts
         each = 3 if moe.gated else 2
@@ -366,9 +368,7 @@ def _attention_elements(spec: ModelSpec) -> int:
     if spec.sparse is not None:
         return _sparse_elements(spec, spec.sparse)
     if mla is None:
-        # Query and output projections, plus the output gate; then keys and values.
-        queries = spec.heads * (3 if spec.output_gate else 2)
-        return spec.hidden * spec.head_dim * (queries + 2 * spec.kv_heads)
+        return grouped_elements(spec)
     queries = spec.heads * (mla.nope + mla.rope)
     inputs = spec.hidden + queries if mla.q_lora else queries
     return (

@@ -7,10 +7,13 @@ from typing import Any
 
 from weft.config.families.common import Defaults, decoder_spec, layer_count
 from weft.config.families.declared.class_defaults import class_defaults
+from weft.config.families.declared.readers import plain_activation
+from weft.config.families.declared.ropes import RopeInput
 from weft.config.families.declared.row import Row, flag
-from weft.config.families.declared.rows import ROWS
+from weft.config.families.declared.rows import ROWS, TEXT_ROWS, WRAPPERS
 from weft.config.families.deepseek import with_mtp
 from weft.config.families.facts import MOST_PARTS, Facts
+from weft.config.parts.traits import AttentionSpec
 from weft.config.spec import ModelSpec
 
 _HARMLESS = re.compile(
@@ -45,9 +48,24 @@ def build_spec(facts: Facts, override: int | None) -> ModelSpec:
     A field of config.json is refused unless the row's readers read the field, the name is harmless, or the
     value is the default of the configuration class.
     """
-    row = ROWS[facts.get("architectures")[0]]
-    if row.text:
-        facts = _text_facts(facts)
+    return _read(ROWS[facts.get("architectures")[0]], facts, override)
+
+
+def build_text_spec(facts: Facts, override: int | None) -> ModelSpec:
+    """Return the spec of the text model of an architecture with a tower that is not served.
+
+    ``text_config`` names the row by its ``model_type``. Raise ConfigError; see ``build_spec``.
+    """
+    text = _text_facts(facts)
+    kind = text.get("model_type")
+    known = WRAPPERS[facts.get("architectures")[0]]
+    if kind not in known:
+        raise text.fail("model_type", f"{kind!r} is not supported; there are: {', '.join(known)}")
+    return _read(TEXT_ROWS[kind], text, override)
+
+
+def _read(row: Row, facts: Facts, override: int | None) -> ModelSpec:
+    """Return the spec by ``row``. Raise ConfigError for a field that may change results, and is not read."""
     known = class_defaults()[row.config]
     renamed = {**known.renamed, **row.renamed}
     fields = {renamed.get(name, name): value for name, value in known.fields.items()}
@@ -63,34 +81,51 @@ def _text_facts(facts: Facts) -> Facts:
     if not isinstance(text, dict):
         raise facts.fail("text_config", f"must be an object, not {text!r}")
     facts.get("vision_config")  # the tower is not read
-    around = ("architectures", "tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
+    inside = ("architectures", "tie_word_embeddings")
+    around = (*inside, "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
     outer = {name: facts.get(name) for name in around if name in facts}
-    first = {name: outer[name] for name in ("architectures", "tie_word_embeddings") if name in outer}
-    return Facts({**outer, **text, **first}, facts.weights)
+    # Of the first two, the outer value counts, as in transformers.
+    first: dict[str, Any] = {name: outer[name] for name in inside if name in outer}
+    return Facts({**outer, **text, **first}, facts.weights, f"{facts.file} (text_config)")
 
 
 def _spec(row: Row, facts: Facts, override: int | None) -> ModelSpec:
     """Return the spec by the row's traits and readers. Raise ConfigError."""
     layers = layer_count(facts, override)
     window, types = row.windows(facts, layers)
+    heads = facts.integer("num_attention_heads")
     theta = class_defaults()[row.config].theta
-    defaults = Defaults(
+    given = RopeInput(
+        head_dim=facts.integer("head_dim", facts.integer("hidden_size") // heads),
+        max_position=facts.integer("max_position_embeddings"),
+        theta=10000.0 if theta is None else theta,
         partial=row.partial,
-        theta=theta if isinstance(theta, float) else 10000.0,
-        # Without dense layers there may be no size for them.
-        intermediate=facts.get("moe_intermediate_size"),
+        types=types,
     )
+    ropes = row.ropes(facts, given)
     spec = decoder_spec(
         facts,
         family="declared",
         layers=layers,
-        defaults=defaults,
+        # Without dense layers there may be no size for them.
+        defaults=Defaults(intermediate=facts.get("moe_intermediate_size")),
         window=window,
         types=types,
         qkv_bias=flag(row.qkv_bias, facts),
         o_bias=flag(row.o_bias, facts),
         mlp_bias=flag(row.mlp_bias, facts),
         qk_norm=flag(row.qk_norm, facts),
+        norms=row.norms,
+        centred_norms=row.centred_norms,
+        gated=row.gated,
+        activation=facts.activation() if row.gated else plain_activation(facts),
+        rope=ropes.rope,
+        ropes=ropes.more,
+        attention=AttentionSpec(
+            norm=row.norm_over if flag(row.qk_norm, facts) else "head",
+            interleaved=row.interleaved,
+            rope_of=ropes.rope_of,
+        ),
         moe=None if row.experts is None else row.experts(facts, layers),
     )
     for change in row.change:

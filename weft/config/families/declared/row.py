@@ -7,12 +7,14 @@ architecture's configuration class in transformers (``class_defaults.json``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from weft.config.families.common import uniform_window
+from weft.config.families.declared.ropes import Ropes, one_rope
 from weft.config.families.facts import Facts
+from weft.config.parts.traits import NormSpec
 from weft.config.spec import ModelSpec, MoESpec
 
 
@@ -51,7 +53,18 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     o_bias: bool | Field = False
     mlp_bias: bool | Field = False
     qk_norm: bool | Field = False
-    """RMSNorm on every head of queries and keys."""
+    """Norm of queries and keys."""
+    norm_over: Literal["head", "all", "behind", "unit"] = "head"
+    """Form of the norm of queries and keys: see ``AttentionSpec.norm``."""
+    norms: NormSpec = NormSpec()
+    interleaved: bool = False
+    """True if rotated pairs are neighbours."""
+    centred_norms: bool = False
+    """True if norm weights are published as the difference from 1."""
+    gated: bool = True
+    """False for a feed-forward without a gate."""
+    ropes: Ropes = one_rope
+    """Reader of the rotary embeddings."""
     partial: float | None = None
     """Share of a head's dims that rotate, if config.json states none. None: all dims."""
     windows: Windows = no_window
@@ -68,7 +81,3 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Fields without effect on the results of this architecture."""
     modules: bool = False
     """True if modules that predict further tokens are published as layers behind the last layer."""
-    text: bool = False
-    """True if ``text_config`` has the fields, beside the configuration of a tower that is not served."""
-    model_type: str = ""
-    """``model_type`` of config.json; empty: as in ``class_defaults.json``."""

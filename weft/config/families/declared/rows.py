@@ -6,8 +6,44 @@ Sources are the papers and model cards of the families, and the configuration cl
 from __future__ import annotations
 
 from weft.config.families.declared.class_defaults import class_defaults
-from weft.config.families.declared.readers import grouped_sigmoid, one_window, typed_windows
+from weft.config.families.declared.readers import (
+    ernie_experts,
+    full_attention_types,
+    gemma4_experts,
+    gemma4_traits,
+    gemma4_windows,
+    gemma_scales,
+    grouped_sigmoid,
+    hunyuan_experts,
+    latent,
+    llama4_experts,
+    llama4_traits,
+    logit_scale,
+    multipliers,
+    one_window,
+    periodic_windows,
+    query_temperature,
+    rope_windows,
+    sigmoid_experts,
+    softmax_experts,
+    typed_sigmoid,
+    typed_windows,
+    with_head_bias,
+)
+from weft.config.families.declared.ropes import (
+    alpha_rope,
+    apertus_rope,
+    gemma4_ropes,
+    ministral_rope,
+    phi_rope,
+    rope_by_list,
+    rope_in_windows,
+    rope_of_latent,
+    rope_of_size,
+    ropes_by_type,
+)
 from weft.config.families.declared.row import Row, field
+from weft.config.parts.traits import NormSpec
 
 ROWS: dict[str, Row] = {
     # GLM-4.5, 4.6, 4.7: arXiv 2508.06471.
@@ -37,14 +73,275 @@ ROWS: dict[str, Row] = {
         o_bias=field("attention_out_bias"),
         mlp_bias=field("mlp_bias"),
     ),
+    # Granite 3 and 4, dense and with experts.
+    "GraniteForCausalLM": Row(
+        config="GraniteConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        mlp_bias=field("mlp_bias"),
+        change=(multipliers,),
+    ),
+    "GraniteMoeForCausalLM": Row(
+        config="GraniteMoeConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        experts=softmax_experts(inner="intermediate_size"),
+        change=(multipliers,),
+    ),
+    "GraniteMoeSharedForCausalLM": Row(
+        config="GraniteMoeSharedConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        experts=softmax_experts(inner="intermediate_size", shared="shared_intermediate_size"),
+        change=(multipliers,),
+    ),
+    # OLMo 2 and 3: arXiv 2501.00656, 2512.13961.
+    "Olmo2ForCausalLM": Row(
+        config="Olmo2Config",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        qk_norm=True,
+        norm_over="all",
+        norms=NormSpec(place="post"),
+    ),
+    "Olmo3ForCausalLM": Row(
+        config="Olmo3Config",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        qk_norm=True,
+        norm_over="all",
+        norms=NormSpec(place="post"),
+        windows=periodic_windows(4),
+        ropes=ropes_by_type(),
+    ),
+    # EXAONE 4: arXiv 2507.11407.
+    "Exaone4ForCausalLM": Row(
+        config="Exaone4Config",
+        qk_norm=True,
+        norms=NormSpec(place="post"),
+        windows=periodic_windows(4, field="sliding_window_pattern"),
+        ropes=rope_in_windows,
+    ),
+    # MiniMax M2.
+    "MiniMaxM2ForCausalLM": Row(
+        config="MiniMaxM2Config",
+        qk_norm=True,
+        norm_over="all",
+        experts=sigmoid_experts,
+        ropes=rope_of_size("rotary_dim"),
+        change=(full_attention_types,),
+        only={
+            "scoring_func": ("sigmoid",),
+            "use_qk_norm": (True,),
+            "qk_norm_type": ("per_layer",),
+            "use_routing_bias": (True,),
+            "shared_intermediate_size": (0,),
+        },
+        unused=("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "layernorm_full_attention_beta"),
+    ),
+    # Hunyuan V1.
+    "HunYuanDenseV1ForCausalLM": Row(
+        config="HunYuanDenseV1Config",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        qk_norm=True,
+        norm_over="behind",
+        ropes=alpha_rope,
+        only={"use_qk_norm": (True,), "use_cla": (False,), "cla_share_factor": (1, 2)},
+    ),
+    "HunYuanMoEV1ForCausalLM": Row(
+        config="HunYuanMoEV1Config",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        qk_norm=True,
+        norm_over="behind",
+        ropes=alpha_rope,
+        experts=hunyuan_experts,
+    ),
+    # Gemma 3: arXiv 2503.19786.
+    "Gemma3ForCausalLM": Row(
+        config="Gemma3TextConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        qk_norm=True,
+        centred_norms=True,
+        norms=NormSpec(place="both"),
+        windows=periodic_windows(6, field="sliding_window_pattern"),
+        ropes=ropes_by_type("rope_local_base_freq"),
+        renamed={"hidden_activation": "hidden_act"},
+        change=(gemma_scales,),
+    ),
+    # Gemma 4: dense, with layer inputs, and with experts.
+    "Gemma4ForCausalLM": Row(
+        config="Gemma4TextConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        qk_norm=True,
+        norms=NormSpec(place="both"),
+        windows=gemma4_windows,
+        ropes=gemma4_ropes,
+        renamed={"hidden_activation": "hidden_act"},
+        experts=gemma4_experts,
+        change=(gemma4_traits,),
+    ),
+    # Llama 4, within one chunk of attention.
+    "Llama4ForCausalLM": Row(
+        config="Llama4TextConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        qk_norm=field("use_qk_norm"),
+        norm_over="unit",
+        interleaved=True,
+        ropes=rope_by_list,
+        experts=llama4_experts,
+        change=(llama4_traits,),
+        only={"for_llm_compressor": (False,)},
+    ),
+    "SmolLM3ForCausalLM": Row(
+        config="SmolLM3Config",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        mlp_bias=field("mlp_bias"),
+        windows=rope_windows,
+        ropes=rope_by_list,
+    ),
+    "Ministral3ForCausalLM": Row(
+        config="Ministral3Config", windows=one_window, ropes=ministral_rope, change=(query_temperature,)
+    ),
+    # Ernie 4.5.
+    "Ernie4_5ForCausalLM": Row(
+        config="Ernie4_5Config",
+        qkv_bias=field("use_bias"),
+        o_bias=field("use_bias"),
+        mlp_bias=field("use_bias"),
+        interleaved=True,
+    ),
+    "Ernie4_5_MoeForCausalLM": Row(
+        config="Ernie4_5_MoeConfig",
+        qkv_bias=field("use_bias"),
+        o_bias=field("use_bias"),
+        mlp_bias=field("use_bias"),
+        interleaved=True,
+        experts=ernie_experts,
+        only={"use_bias": (False,), "moe_use_aux_free": (True,), "moe_gate": ("top2_fused",)},
+        unused=("moe_capacity", "moe_gate_act", "moe_multimodal_dispatch_use_allgather"),
+    ),
+    # GLM-4-0414.
+    "Glm4ForCausalLM": Row(
+        config="Glm4Config",
+        qkv_bias=field("attention_bias"),
+        partial=0.5,
+        interleaved=True,
+        norms=NormSpec(place="both"),
+    ),
+    # GLM-4.7-Flash.
+    "Glm4MoeLiteForCausalLM": Row(
+        config="Glm4MoeLiteConfig",
+        o_bias=field("attention_bias"),
+        experts=typed_sigmoid,
+        ropes=rope_of_latent,
+        change=(latent,),
+        modules=True,
+        unused=("qk_head_dim",),
+    ),
+    # Command R7B and Command A: arXiv 2504.00698.
+    "Cohere2ForCausalLM": Row(
+        config="Cohere2Config",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        interleaved=True,
+        norms=NormSpec(place="parallel", kind="layer"),
+        windows=periodic_windows(4, field="sliding_window_pattern"),
+        ropes=rope_in_windows,
+        renamed={"layer_norm_eps": "rms_norm_eps"},
+        change=(logit_scale,),
+        only={"use_qk_norm": (False,), "use_parallel_block": (True,), "use_gated_activation": (True,)},
+        unused=(
+            "position_embedding_type",
+            "rotary_pct",
+            "order_of_interleaved_layers",
+            "use_embedding_sharing",
+        ),
+    ),
+    # Nemotron 4 and Minitron: arXiv 2402.16819.
+    "NemotronForCausalLM": Row(
+        config="NemotronConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        mlp_bias=field("mlp_bias"),
+        partial=0.5,
+        centred_norms=True,
+        norms=NormSpec(kind="layer", bias=True),
+        gated=False,
+        renamed={"norm_eps": "rms_norm_eps"},
+    ),
+    "ArceeForCausalLM": Row(
+        config="ArceeConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        mlp_bias=field("mlp_bias"),
+        gated=False,
+    ),
+    # StarCoder 2: arXiv 2402.19173.
+    "Starcoder2ForCausalLM": Row(
+        config="Starcoder2Config",
+        qkv_bias=field("use_bias"),
+        o_bias=field("use_bias"),
+        mlp_bias=field("use_bias"),
+        norms=NormSpec(kind="layer", bias=True),
+        gated=False,
+        windows=one_window,
+        renamed={"norm_epsilon": "rms_norm_eps"},
+        only={"norm_type": ("layer_norm",), "mlp_type": ("default",)},
+    ),
+    # Phi-1.5 and Phi-2.
+    "PhiForCausalLM": Row(
+        config="PhiConfig",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        partial=0.5,
+        norms=NormSpec(place="parallel", kind="layer", bias=True),
+        gated=False,
+        renamed={"layer_norm_eps": "rms_norm_eps"},
+        change=(with_head_bias,),
+    ),
+    # Apertus: arXiv 2509.14233.
+    "ApertusForCausalLM": Row(
+        config="ApertusConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        qk_norm=True,
+        gated=False,
+        ropes=apertus_rope,
+        only={"qk_norm": (True,), "post_norm": (False,)},
+    ),
     # Phi-3, Phi-4 and Phi-4-mini: arXiv 2404.14219, 2412.08905.
-    "Phi3ForCausalLM": Row(config="Phi3Config", partial=1.0, windows=one_window),
+    "Phi3ForCausalLM": Row(config="Phi3Config", partial=1.0, windows=one_window, ropes=phi_rope),
 }
 """Architecture in config.json -> row."""
 
+TEXT_ROWS: dict[str, Row] = {
+    "mistral": Row(config="MistralConfig", windows=one_window),
+    "gemma3_text": ROWS["Gemma3ForCausalLM"],
+    "llama4_text": ROWS["Llama4ForCausalLM"],
+    "gemma4_text": ROWS["Gemma4ForCausalLM"],
+    "ministral3": ROWS["Ministral3ForCausalLM"],
+}
+"""``model_type`` of a text model below ``text_config`` -> row."""
+
+WRAPPERS: dict[str, tuple[str, ...]] = {
+    # Mistral Small 3.1 and later, Ministral 3.
+    "Mistral3ForConditionalGeneration": ("mistral", "ministral3"),
+    "Gemma3ForConditionalGeneration": ("gemma3_text",),
+    "Gemma4ForConditionalGeneration": ("gemma4_text",),
+    "Llama4ForConditionalGeneration": ("llama4_text",),
+}
+"""Architecture with a tower that is not served -> types of its text model."""
+
 MODEL_TYPES: dict[str, str] = {
-    row.model_type or class_defaults()[row.config].model_type: name
+    class_defaults()[row.config].model_type: name
     for name, row in ROWS.items()
-    if row.model_type or row.config in class_defaults()
+    if row.config in class_defaults()
 }
 """``model_type`` in config.json -> architecture."""

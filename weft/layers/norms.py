@@ -1,0 +1,44 @@
+"""Norms by the traits of a model."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.config.spec import ModelSpec
+from weft.layers.build import Build, Layer
+from weft.layers.dense import RMSNorm
+from weft.ops import torch_ops
+
+Tensor = torch.Tensor
+
+
+class LayerNorm(Layer):
+    """LayerNorm over the last dim, of ``size``, in float32 (float64 in a float64 model). Keeps x's dtype.
+
+    ``wide``: weight and bias are stored in float32 (float64). Source: Ba et al. 2016, arXiv 1607.06450.
+    """
+
+    def __init__(self, size: int, eps: float, build: Build, *, bias: bool, wide: bool = False) -> None:
+        super().__init__()
+        self.weight = build.weight(size, wide=wide)
+        self.bias = build.weight(size, wide=wide) if bias else None
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to(torch_ops.wide(x.dtype))
+        y = y - y.mean(-1, keepdim=True)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self._eps) * self.weight.to(y.dtype)
+        return (y if self.bias is None else y + self.bias.to(y.dtype)).to(x.dtype)
+
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (x + delta, norm of the sum)."""
+        x = x if delta is None else x + delta
+        return x, self.forward(x)
+
+
+def stream_norm(spec: ModelSpec, build: Build) -> RMSNorm | LayerNorm:
+    """Return a norm of the stream, [T, hidden], with unset weights."""
+    if spec.norms.kind == "layer":
+        norms, eps = spec.norms, spec.norm_eps
+        return LayerNorm(spec.hidden, eps, build, bias=norms.bias, wide=spec.centred_norms)
+    return RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
