@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+from tests.composition import groups
 from tests.composition.references import PLAIN
 from tests.composition.rig import MAX_LEN, VOCAB, run
 from tests.support.checkpoints import spread
@@ -83,3 +86,52 @@ def test_tokens_are_those_of_each_sequence_alone(name: str, case: Case, tmp_path
     assert seen.stats.prefix_hits > 0
     assert sum(seen.stats.drafts) > 0
     assert not case["preempt"] or seen.stats.preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma4-inputs", "gemma4-moe", "olmo3", "hunyuan"])
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1)])
+def test_a_prefill_and_a_decode_group(name: str, ranks: tuple[int, int], tmp_path: Path) -> None:
+    """Also with layers that read the cache of another layer: only caches move."""
+    _save(tmp_path, name)
+    case = {**EVERYTHING, "blocks": "larger", "ranks": ranks, "overlap": False}
+    kept = ("n", "penalties", "stop", "kv")
+    expected, _ = run(tmp_path, {**PLAIN, **{feature: case[feature] for feature in kept}}, alone=True)
+    made, seen = groups.run(tmp_path, case, None)
+    assert made.keys() == expected.keys()
+    assert all(made[key].tokens == expected[key].tokens for key in made)
+    assert seen.decode.transfers is not None
+    assert seen.decode.transfers.done > 0
+
+
+def _add_module(folder: Path) -> None:
+    """Add a module that predicts further tokens: a copy of the last layer, with random further weights."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    last = "model.layers.2."
+    made = {name.replace(last, "model.layers.3."): t.clone() for name, t in tensors.items() if last in name}
+    hidden = tensors["model.norm.weight"]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        made[f"model.layers.3.{name}.weight"] = hidden.clone()
+    made["model.layers.3.eh_proj.weight"] = torch.randn(len(hidden), 2 * len(hidden), dtype=hidden.dtype) / 7
+    save_file({**tensors, **made}, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 1
+    config.pop("num_mtp_layers", None)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.slow
+def test_drafts_of_the_module_of_a_row(tmp_path: Path) -> None:
+    """GLM-4.5 publishes a module as the layer behind the last layer."""
+    _save(tmp_path, "glm4-moe")
+    _add_module(tmp_path)
+    case = {**EVERYTHING, "draft": "mtp", "penalties": False}
+    expected, _ = run(
+        tmp_path, {**PLAIN, "n": 2, "penalties": False, "stop": False, "kv": "auto"}, alone=True
+    )
+    made, seen = run(tmp_path, case)
+    assert {key: one.tokens for key, one in made.items()} == {
+        key: one.tokens for key, one in expected.items()
+    }
+    assert sum(seen.stats.drafts) > 0

@@ -50,6 +50,9 @@ DEFAULT = [
     ("qwen3-next", "tp2dp2", "auto"),
     ("mixtral", "ep2", "low-latency"),
     ("nemotron-h-moe", "ep2", "gather"),
+    ("gemma4-moe", "tp2dp2", "throughput"),
+    ("llama4", "ep2", "reduce"),
+    ("ernie-moe", "dp2", "gather"),
 ]
 MODELS = (
     "qwen3-moe",
@@ -67,6 +70,10 @@ MODELS = (
     "glm-dsa",
     "lfm2-moe",
     "nemotron-h-moe",
+    "gemma4-moe",
+    "llama4",
+    "glm4-moe",
+    "minimax-m2",
 )
 GRID = [
     (model, layout, form)
