@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.declared_models import CASES
+from tests.models.conftest import CASES
 from weft.common.errors import ConfigError
 from weft.config.families import FAMILIES, load_spec
 from weft.config.families.declared.class_defaults import FILE, class_defaults

@@ -39,7 +39,7 @@ def _load(folder: Path, override: int | None = None, trust: bool = False, **chan
 
 def test_llama_2(tmp_path: Path) -> None:
     spec = _load(tmp_path, num_key_value_heads=..., eos_token_id=2, bos_token_id=1, rms_norm_eps=1e-5)
-    assert (spec.family, spec.kv_heads, spec.head_dim, spec.norm_eps) == ("llama", 4, 8, 1e-5)
+    assert (spec.family, spec.kv_heads, spec.head_dim, spec.norm_eps) == ("declared", 4, 8, 1e-5)
     assert (spec.eos_ids, spec.bos_id, spec.dtype, spec.tied) == ((2,), 1, "float32", False)
     assert [(c.kind, c.layers, c.window) for c in spec.caches] == [("full", (0, 1, 2, 3), 0)]
     assert spec.rope.kind == "default"
@@ -102,7 +102,7 @@ def test_qwen3_moe_layers(tmp_path: Path) -> None:
     assert (spec.moe.experts, spec.moe.layers, spec.moe.renormalize) == (4, (3,), False)
     spec = _load(tmp_path, **moe, num_experts=4, use_sliding_window=True, sliding_window=16)
     assert [(c.kind, c.window, len(c.layers)) for c in spec.caches] == [("window", 16, 4)]
-    with pytest.raises(ConfigError, match="num_experts_per_tok 2 is more than num_experts 1"):
+    with pytest.raises(ConfigError, match="num_experts_per_tok 2 is more than the 1 experts"):
         _load(tmp_path, **moe, num_experts=1)
 
 
@@ -142,7 +142,7 @@ def test_yarn_factor_from_the_contexts(tmp_path: Path) -> None:
     [
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
-            "rope type 'longrope'",
+            "long_factor must be a list",
         ),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor must be a number greater than 0"),
@@ -212,7 +212,7 @@ def test_every_model_type_means_an_architecture_that_exists() -> None:
 
 def test_a_type_of_model_that_is_not_served_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"architectures must name one.*model_type 'bloom' is none of: llama"
+        ConfigError, match=r"architectures must name one.*model_type 'bloom' is none of: qwen3_next"
     ):
         _load(tmp_path, architectures=..., model_type="bloom")
     with pytest.raises(ConfigError, match="no architecture called 'GemmaModel'"):
@@ -229,7 +229,7 @@ def test_an_automatic_dtype_is_that_of_the_weights(tmp_path: Path, name: str) ->
 def test_attention_to_later_tokens_is_refused(tmp_path: Path, field: str) -> None:
     """Some embedding models keep the architecture of their base model but attend to later tokens."""
     causal = field == "is_causal"
-    assert _load(tmp_path, **{field: causal}).family == "llama"
+    assert _load(tmp_path, **{field: causal}).family == "declared"
     with pytest.raises(ConfigError, match=f"{field} = {not causal}"):
         _load(tmp_path, **{field: not causal})
 
@@ -300,7 +300,7 @@ def test_remote_code_is_refused_and_never_run(tmp_path: Path) -> None:
     auto_map = {"AutoModelForCausalLM": "modeling_x.X"}
     with pytest.raises(ConfigError, match="--trust-remote-code"):
         _load(tmp_path, auto_map=auto_map)
-    assert _load(tmp_path, trust=True, auto_map=auto_map).family == "llama"
+    assert _load(tmp_path, trust=True, auto_map=auto_map).family == "declared"
 
 
 def test_end_of_text_ids_of_both_files(tmp_path: Path) -> None:
@@ -327,4 +327,4 @@ def test_dtype_from_the_weights_where_the_config_is_silent(tmp_path: Path) -> No
 
 def test_bundled_checkpoint_loads() -> None:
     path = hub.resolve_model_path("spool-text")
-    assert load_spec(path, None).family == "qwen3_moe"
+    assert load_spec(path, None).family == "declared"

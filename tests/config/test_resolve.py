@@ -237,13 +237,13 @@ def test_dtype(tmp_path: Path) -> None:
 def test_checkpoints_that_bring_code_are_refused_unless_trusted(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, auto_map={"AutoModelForCausalLM": "model.Model"})
     assert "--trust-remote-code" in refused(folder)
-    assert resolved(folder, trust_remote_code=True).spec.family == "llama"
+    assert resolved(folder, trust_remote_code=True).spec.family == "declared"
     checkpoint(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["t.T", null]}}')
     message = refused(folder)
     assert "--trust-remote-code" in message
     assert "tokenizer_config.json" in message
-    assert resolved(folder, trust_remote_code=True).spec.family == "llama"
+    assert resolved(folder, trust_remote_code=True).spec.family == "declared"
 
 
 def test_pickled_weights_are_refused_unless_asked_for(tmp_path: Path) -> None:

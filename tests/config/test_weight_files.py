@@ -198,7 +198,7 @@ def test_an_adapter_is_no_model(change: Callable[[Path], None], folder: Path) ->
 
 def test_a_model_that_keeps_its_adapter_is_one(folder: Path) -> None:
     _lora(folder)
-    assert load_spec(str(folder)).family == "llama"
+    assert load_spec(str(folder)).family == "declared"
     resolve(from_keywords({"model": str(folder)}))
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     resolve(from_keywords({"model": str(folder)}))

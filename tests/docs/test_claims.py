@@ -164,7 +164,8 @@ def test_names_stand_in_the_files_that_the_pages_name() -> None:
 def test_the_steps_for_a_new_model_name_the_lists_to_extend() -> None:
     """Each registry of the page already has the family of the page's example."""
     text = (ROOT / "docs/adding-a-model.md").read_text(encoding="utf-8")
-    steps = text[: text.index("\n## ")]
+    begin = text.index("\n## Families with code")
+    steps = text[begin : text.index("\n## ", begin + 1)]
     family = re.search(r"The example is `(\w+)`", steps)
     assert family is not None
     entry = re.compile(rf'^\s*"({family[1]}|{family[1].replace("_", "-")})"', re.MULTILINE)

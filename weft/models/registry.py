@@ -14,12 +14,6 @@ BLOCKS: Registry[Callable[[ModelSpec, int, Build], Block]] = Registry("model fam
 WEIGHTS: Registry[Callable[[ModelSpec], WeightMap]] = Registry("model family")
 
 _FAMILIES = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
     "qwen3_next",
     "qwen3_vl",
     "qwen3_5",

@@ -42,12 +42,13 @@ def window_layers(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
     unknown layer types, and for window layers without a window.
     """
     window = None
+    facts.get("sliding_window")  # read in every case: has no effect unless use_sliding_window
     if facts.flag("use_sliding_window", False):
         # An explicit null means no window; a missing field means the family's default of 4096.
         window = facts.optional_integer("sliding_window") if "sliding_window" in facts else 4096
     types = layer_types(facts)
+    first = facts.integer("max_window_layers", 28, low=0)
     if types is None:
-        first = facts.integer("max_window_layers", 28, low=0)
         types = [SLIDING if window is not None and i >= first else FULL for i in range(layers)]
     if SLIDING in types and window is None:
         raise facts.fail(

@@ -13,7 +13,7 @@ from weft.common.lfs import refuse_pointer
 
 #: Fields that change results, with the values without effect. Any other value in a field that the family
 # does not read is refused by name. Ignoring the field would give wrong results.
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1, 1.0),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
@@ -95,7 +95,7 @@ class Facts:
         config = dict[str, Any]()
         for name, value in self._config.items():
             new = renamed.get(name, name)
-            if config.get(new, value) != value:
+            if new in config and config[new] != value:
                 raise self.fail(name, f"= {value!r} contradicts the same field under another name")
             config[new] = value
             self._read.add(name)
@@ -211,7 +211,7 @@ class Facts:
 
         Call after the family's reader: a family reads every implemented field, and each read is recorded.
         """
-        for name, harmless in _WITHOUT_EFFECT.items():
+        for name, harmless in WITHOUT_EFFECT.items():
             value = self._config.get(name)
             if name not in self._read and not any(value == h and type(value) is type(h) for h in harmless):
                 raise self.fail(name, f"= {value!r} is not supported by this version")

@@ -22,12 +22,6 @@ from weft.config.spec import ModelSpec, keep_mtp
 
 #: Architecture name in ``config.json`` -> function that reads the spec.
 FAMILIES: Registry[Callable[[Facts, int | None], ModelSpec]] = Registry("architecture")
-FAMILIES.add("LlamaForCausalLM", "weft.config.families.llama:build_spec")
-FAMILIES.add("MistralForCausalLM", "weft.config.families.mistral:build_spec")
-FAMILIES.add("Qwen2ForCausalLM", "weft.config.families.qwen2:build_spec")
-FAMILIES.add("Qwen3ForCausalLM", "weft.config.families.qwen3:build_spec")
-FAMILIES.add("Qwen3MoeForCausalLM", "weft.config.families.qwen3_moe:build_spec")
-FAMILIES.add("MixtralForCausalLM", "weft.config.families.mixtral:build_spec")
 FAMILIES.add("DeepseekV2ForCausalLM", "weft.config.families.deepseek:build_v2")
 FAMILIES.add("DeepseekV3ForCausalLM", "weft.config.families.deepseek:build_v3")
 FAMILIES.add("DeepseekV32ForCausalLM", "weft.config.families.deepseek_v32:build_spec")
@@ -52,12 +46,6 @@ for _architecture_name in WRAPPERS:
     FAMILIES.add(_architecture_name, "weft.config.families.declared.build:build_text_spec")
 
 MODEL_TYPES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_text": "Qwen3_5ForCausalLM",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from weft.config.families import qwen3_moe
 from weft.config.families.common import FULL, Defaults, decoder_spec, layer_count, text_spec
+from weft.config.families.declared.first_rows import experts_by_step
 from weft.config.families.facts import Facts
 from weft.config.spec import ModelSpec
 
@@ -28,7 +28,7 @@ def build_spec(facts: Facts, override: int | None) -> ModelSpec:
 def _text(facts: Facts, override: int | None) -> ModelSpec:
     """Return the spec of the text model from the fields of ``text_config``. Raise ConfigError."""
     layers = layer_count(facts, override)
-    moe = qwen3_moe.experts(facts, layers, 60, 4, 1408) if "Moe" in facts.get("architectures")[0] else None
+    moe = experts_by_step(facts, layers, 60, 4, 1408) if "Moe" in facts.get("architectures")[0] else None
     bias = facts.flag("attention_bias", False)
     spec = decoder_spec(
         facts,

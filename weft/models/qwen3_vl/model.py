@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from weft.models.qwen3_moe.model import make_block
+from weft.models.declared.model import make_block
 
 __all__ = ["make_block"]

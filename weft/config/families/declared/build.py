@@ -12,7 +12,7 @@ from weft.config.families.declared.ropes import RopeInput
 from weft.config.families.declared.row import Row, flag
 from weft.config.families.declared.rows import ROWS, TEXT_ROWS, WRAPPERS
 from weft.config.families.deepseek import with_mtp
-from weft.config.families.facts import MOST_PARTS, Facts
+from weft.config.families.facts import MOST_PARTS, WITHOUT_EFFECT, Facts
 from weft.config.parts.traits import AttentionSpec
 from weft.config.spec import ModelSpec
 
@@ -20,7 +20,8 @@ _HARMLESS = re.compile(
     r"""
     # identity and files
     model_type | architectures | transformers_version | _\w+ | auto_map | (torch_)?dtype | torchscript
-    | quantization_config | compression_config | language | license | name_or_path
+    | unsloth_\w+
+    | quantization_config | compression_config | expert_dtype | language | license | name_or_path
     # sizes that only files of training, or of other runtimes, read
     | initializer_\w+ | \w*init_(std|range|method\w*) | \w*_(dropout\w*|pdrop) | \w*dropout(_rate|_prob)?
     | use_cache | cache_implementation | gradient_checkpointing | use_flash_attn\w* | flash_attn\w*
@@ -67,6 +68,8 @@ def build_text_spec(facts: Facts, override: int | None) -> ModelSpec:
 def _read(row: Row, facts: Facts, override: int | None) -> ModelSpec:
     """Return the spec by ``row``. Raise ConfigError for a field that may change results, and is not read."""
     known = class_defaults()[row.config]
+    for name in row.stated:
+        facts.integer(name)
     renamed = {**known.renamed, **row.renamed}
     fields = {renamed.get(name, name): value for name, value in known.fields.items()}
     full = facts.completed(fields, renamed)
@@ -148,9 +151,17 @@ def _refuse_others(row: Row, facts: Facts, defaults: dict[str, Any]) -> None:
             continue
         if name in defaults and _equal(value, defaults[name]):
             continue
-        if value is None and name not in defaults:
-            continue  # an unset field
+        if name in WITHOUT_EFFECT:
+            if value in WITHOUT_EFFECT[name]:
+                continue
+        elif value is None or (name not in defaults and _off(value)):
+            continue  # an unset field, or a feature of another architecture that is switched off
         raise facts.fail(name, f"= {value!r} is not supported by this version")
+
+
+def _off(value: Any) -> bool:
+    """Return True for false and for empty values. The number 0 may be a setting."""
+    return value is False or (isinstance(value, str | list | dict) and not value)
 
 
 def _equal(value: Any, default: Any) -> bool:

@@ -79,5 +79,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Fields with the values that the implementation has. Any other value is refused."""
     unused: tuple[str, ...] = ()
     """Fields without effect on the results of this architecture."""
+    stated: tuple[str, ...] = ()
+    """Sizes that config.json must state, because the class's defaults fit no published checkpoint."""
     modules: bool = False
     """True if modules that predict further tokens are published as layers behind the last layer."""

@@ -5,7 +5,15 @@ Sources are the papers and model cards of the families, and the configuration cl
 
 from __future__ import annotations
 
+from weft.config.families.common import window_layers
 from weft.config.families.declared.class_defaults import class_defaults
+from weft.config.families.declared.first_rows import (
+    full_layers,
+    mixtral_experts,
+    qwen_experts,
+    switched_window,
+    window_everywhere,
+)
 from weft.config.families.declared.readers import (
     ernie_experts,
     full_attention_types,
@@ -45,7 +53,45 @@ from weft.config.families.declared.ropes import (
 from weft.config.families.declared.row import Row, field
 from weft.config.parts.traits import NormSpec
 
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_LLAMA = Row(
+    stated=_SIZES,
+    config="LlamaConfig",
+    qkv_bias=field("attention_bias"),
+    o_bias=field("attention_bias"),
+    mlp_bias=field("mlp_bias"),
+    windows=full_layers,
+    unused=("sliding_window", "use_sliding_window", "max_window_layers"),
+)
+
 ROWS: dict[str, Row] = {
+    # Llama 2 and 3.x: arXiv 2307.09288, 2407.21783.
+    "LlamaForCausalLM": _LLAMA,
+    # Mistral and Mixtral: arXiv 2310.06825, 2401.04088.
+    "MistralForCausalLM": Row(config="MistralConfig", stated=_SIZES, windows=window_everywhere),
+    "MixtralForCausalLM": Row(
+        config="MixtralConfig", stated=_SIZES, windows=window_everywhere, experts=mixtral_experts
+    ),
+    # Qwen2 and Qwen2.5: arXiv 2407.10671. Qwen3: arXiv 2505.09388.
+    "Qwen2ForCausalLM": Row(config="Qwen2Config", stated=_SIZES, qkv_bias=True, windows=window_layers),
+    "Qwen3ForCausalLM": Row(
+        config="Qwen3Config",
+        stated=_SIZES,
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        qk_norm=True,
+        windows=window_layers,
+    ),
+    "Qwen3MoeForCausalLM": Row(
+        config="Qwen3MoeConfig",
+        stated=_SIZES,
+        only={"use_qk_norm": (True,)},
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        qk_norm=True,
+        windows=switched_window,
+        experts=qwen_experts,
+    ),
     # GLM-4.5, 4.6, 4.7: arXiv 2508.06471.
     "Glm4MoeForCausalLM": Row(
         config="Glm4MoeConfig",
@@ -322,7 +368,7 @@ ROWS: dict[str, Row] = {
 """Architecture in config.json -> row."""
 
 TEXT_ROWS: dict[str, Row] = {
-    "mistral": Row(config="MistralConfig", windows=one_window),
+    "mistral": ROWS["MistralForCausalLM"],
     "gemma3_text": ROWS["Gemma3ForCausalLM"],
     "llama4_text": ROWS["Llama4ForCausalLM"],
     "gemma4_text": ROWS["Gemma4ForCausalLM"],

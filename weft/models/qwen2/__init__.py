@@ -1,1 +1,0 @@
-"""Qwen2 and Qwen2.5."""
