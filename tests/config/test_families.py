@@ -141,8 +141,8 @@ def test_yarn_factor_from_the_contexts(tmp_path: Path) -> None:
     ("changes", "named"),
     [
         (
-            {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
-            "rope type 'longrope'",
+            {"rope_scaling": {"type": "elsewhere", "short_factor": [1], "long_factor": [1]}},
+            "rope type 'elsewhere'",
         ),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor must be a number greater than 0"),
@@ -215,8 +215,8 @@ def test_a_type_of_model_that_is_not_served_is_named(tmp_path: Path) -> None:
         ConfigError, match=r"architectures must name one.*model_type 'bloom' is none of: llama"
     ):
         _load(tmp_path, architectures=..., model_type="bloom")
-    with pytest.raises(ConfigError, match="no architecture called 'GemmaModel'"):
-        _load(tmp_path, architectures=["GemmaModel"])
+    with pytest.raises(ConfigError, match="no architecture called 'BloomModel'"):
+        _load(tmp_path, architectures=["BloomModel"])
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])

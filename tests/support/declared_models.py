@@ -14,6 +14,8 @@ _EXPERTS = {
 }
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral-window": ("Mistral", {"sliding_window": 9, "rms_norm_eps": 1e-4}),
+    "mistral-full": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     "glm4-moe": (
         "Glm4Moe",
         {
@@ -304,6 +306,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 DEFAULT = (
+    "mistral-window",
     "glm4-moe",
     "phi3-partial-window",
     "granite",

@@ -15,7 +15,6 @@ WEIGHTS: Registry[Callable[[ModelSpec], WeightMap]] = Registry("model family")
 
 _FAMILIES = (
     "llama",
-    "mistral",
     "mixtral",
     "qwen2",
     "qwen3",

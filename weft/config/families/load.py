@@ -23,7 +23,6 @@ from weft.config.spec import ModelSpec, keep_mtp
 #: Architecture name in ``config.json`` -> function that reads the spec.
 FAMILIES: Registry[Callable[[Facts, int | None], ModelSpec]] = Registry("architecture")
 FAMILIES.add("LlamaForCausalLM", "weft.config.families.llama:build_spec")
-FAMILIES.add("MistralForCausalLM", "weft.config.families.mistral:build_spec")
 FAMILIES.add("Qwen2ForCausalLM", "weft.config.families.qwen2:build_spec")
 FAMILIES.add("Qwen3ForCausalLM", "weft.config.families.qwen3:build_spec")
 FAMILIES.add("Qwen3MoeForCausalLM", "weft.config.families.qwen3_moe:build_spec")
@@ -53,7 +52,6 @@ for _architecture_name in WRAPPERS:
 
 MODEL_TYPES = {
     "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",

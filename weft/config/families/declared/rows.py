@@ -51,6 +51,8 @@ from weft.config.families.declared.row import Row, field
 from weft.config.parts.traits import NormSpec
 
 ROWS: dict[str, Row] = {
+    # Mistral 7B and Nemo: arXiv 2310.06825.
+    "MistralForCausalLM": Row(config="MistralConfig", windows=one_window),
     # GLM-4.5, 4.6, 4.7: arXiv 2508.06471.
     "Glm4MoeForCausalLM": Row(
         config="Glm4MoeConfig",
@@ -373,7 +375,7 @@ ROWS: dict[str, Row] = {
 """Architecture in config.json -> row."""
 
 TEXT_ROWS: dict[str, Row] = {
-    "mistral": Row(config="MistralConfig", windows=one_window),
+    "mistral": ROWS["MistralForCausalLM"],
     "gemma3_text": ROWS["Gemma3ForCausalLM"],
     "llama4_text": ROWS["Llama4ForCausalLM"],
     "gemma4_text": ROWS["Gemma4ForCausalLM"],
