@@ -61,7 +61,13 @@ def test_an_unread_field_is_refused_by_name(fields: Fields, tmp_path: Path) -> N
 
 
 def test_harmless_fields_and_defaults_are_accepted(tmp_path: Path) -> None:
-    fields = {"residual_dropout": 0.3, "initializer_range": 1, "pad_token_id": 7, "pretraining_tp": 4}
+    fields = {
+        "unsloth_version": "2026.1",
+        "residual_dropout": 0.3,
+        "initializer_range": 1,
+        "pad_token_id": 7,
+        "pretraining_tp": 4,
+    }
     plain = load_spec(_write(tmp_path))
     assert load_spec(_write(tmp_path, **fields, an_unset_field=None)) == plain
 

@@ -80,8 +80,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False}},
     ),
-    "mistral-window": ("Mistral", {"sliding_window": 9, "rms_norm_eps": 1e-4}),
-    "mistral-full": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-mixed-window": (
         "Qwen2",

@@ -14,6 +14,8 @@ _EXPERTS = {
 }
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral-window": ("Mistral", {"sliding_window": 9, "rms_norm_eps": 1e-4}),
+    "mistral-full": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     "glm4-moe": (
         "Glm4Moe",
         {
@@ -181,6 +183,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [_SLIDING, _FULL, _FULL],
         },
     ),
+    "gemma": ("Gemma", {"head_dim": 16, "tie_word_embeddings": False}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 36,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "eos_token_id": 2},
+    ),
+    "exaone-moe": (
+        "ExaoneMoe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "sliding_window": 6,
+            "num_hidden_layers": 4,
+            "first_k_dense_replace": 2,
+        },
+    ),
+    "glm": ("Glm", {"head_dim": 20, "pad_token_id": 0, "eos_token_id": 2}),
+    "cwm": ("Cwm", {"head_dim": 16, "sliding_window": 6, "eos_token_id": 2, "bos_token_id": 1}),
+    "ministral": (
+        "Ministral",
+        {"head_dim": 12, "sliding_window": 6, "layer_types": [_SLIDING, _FULL, _SLIDING]},
+    ),
     "llama4": (
         "Llama4Text",
         {
@@ -272,6 +306,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 DEFAULT = (
+    "mistral-window",
     "glm4-moe",
     "phi3-partial-window",
     "granite",

@@ -7,7 +7,6 @@ import torch
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Layer
 from weft.layers.dense import RMSNorm
-from weft.ops import torch_ops
 
 Tensor = torch.Tensor
 
@@ -23,12 +22,11 @@ class LayerNorm(Layer):
         self.weight = build.weight(size, wide=wide)
         self.bias = build.weight(size, wide=wide) if bias else None
         self._eps = eps
+        self._op = build.op("layer_norm").run
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.to(torch_ops.wide(x.dtype))
-        y = y - y.mean(-1, keepdim=True)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self._eps) * self.weight.to(y.dtype)
-        return (y if self.bias is None else y + self.bias.to(y.dtype)).to(x.dtype)
+        result: Tensor = self._op(x, self.weight, self.bias, self._eps)
+        return result
 
     def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (x + delta, norm of the sum)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -10,14 +11,15 @@ import torch.nn.functional as F
 from weft.layers.build import Build, FeedForward
 from weft.layers.dense import Linear, RowLinear
 from weft.ops.low_rank import AdapterRows
-from weft.ops.torch_ops import ACTIVATIONS
 
 Tensor = torch.Tensor
 
-PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    **ACTIVATIONS,
-    "relu2": lambda x: F.relu(x).square(),
-}
+
+def plain_activation(name: str, build: Build) -> Callable[[Tensor], Tensor]:
+    """Return the activation ``name`` as one op. Raise ConfigError if no implementation fits."""
+    op = build.op("activation_erf" if name == "gelu" else "activation").run
+    return functools.partial(op, name=name)
+
 
 _BETA, _EPS = 0.5, -1e-6
 """Constants of xIELU."""
@@ -42,7 +44,7 @@ class PlainMLP(FeedForward):
             self.alpha_n = build.weight(1, wide=True)
             self._activation = self._xielu
         else:
-            self._activation = PLAIN_ACTIVATIONS[activation]
+            self._activation = plain_activation(activation, build)
 
     def _xielu(self, x: Tensor) -> Tensor:
         """Return xIELU of x, with two trained numbers. Source: Huang and Schlag 2024, arXiv 2411.13010."""
@@ -50,7 +52,8 @@ class PlainMLP(FeedForward):
         assert self.alpha_n is not None
         y = x.to(self.alpha_p.dtype)
         right = F.softplus(self.alpha_p) * y.square()
-        left = (y.clamp(max=_EPS).expm1() - y) * (_BETA + F.softplus(self.alpha_n))
+        # exp, because torch computes the last elements of a loop of expm1 with another function.
+        left = (y.clamp(max=_EPS).exp() - 1 - y) * (_BETA + F.softplus(self.alpha_n))
         return (torch.where(y > 0, right, left) + _BETA * y).to(x.dtype)
 
     def forward(self, x: Tensor, ids: Tensor | None = None, adapters: AdapterRows | None = None) -> Tensor:

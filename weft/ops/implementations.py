@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.ops import kv_fp8, latent_ops, moe, moe_plain, tiled, torch_ops, triton
+from weft.ops import kv_fp8, latent_ops, moe, moe_plain, plain_ops, tiled, torch_ops, triton
 from weft.ops.cpu import fused, latent, linear
 from weft.ops.cpu import moe as cpu_moe
 
@@ -15,6 +15,7 @@ __all__ = [
     "linear",
     "moe",
     "moe_plain",
+    "plain_ops",
     "tiled",
     "torch_ops",
     "triton",

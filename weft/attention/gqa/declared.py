@@ -60,6 +60,7 @@ class TraitAttention(Attention):
         self._totals = (spec.heads * self._dim, copies * cache.kv_heads * self._dim)
         norm = traits.norm if spec.qk_norm else "head"
         self._over_all = norm == "all"
+        self._squares = build.op("squares").run if norm == "all" else None
         self._behind = norm == "behind"
         self._unit: Tensor | None = None
         self._ones = torch.ones(self._dim, dtype=build.dtype, device=build.device)
@@ -165,8 +166,8 @@ class TraitAttention(Attention):
         q_size, k_size = self._sizes
         gate, q, k, v = made.split((self._gate, q_size, k_size, k_size), dim=1)
         exact = torch_ops.wide(made.dtype)
-        squares = [part.to(exact).square().sum(1, keepdim=True) for part in (q, k)]
-        sums = yield from reduced(self._comm, torch.cat(squares, dim=1))
+        assert self._squares is not None
+        sums = yield from reduced(self._comm, torch.cat((self._squares(q), self._squares(k)), dim=1))
         scaled = [gate]
         parts = ((q, self.q_weight), (k, self.k_weight))
         for column, ((part, weight), total) in enumerate(zip(parts, self._totals, strict=True)):

@@ -13,7 +13,7 @@ from torch import nn
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build
 from weft.layers.dense import Linear, RMSNorm, RowLinear, TokenEmbedding
-from weft.ops.torch_ops import ACTIVATIONS
+from weft.layers.plain_mlp import plain_activation
 from weft.parallel.comm import Comm, Pending, reduced
 
 Tensor = torch.Tensor
@@ -53,7 +53,7 @@ class LayerInputs(nn.Module):
         self.gate = Linear(spec.hidden, dims, build)
         self.out = RowLinear(dims, spec.hidden, build)
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, build)
-        self._activation = ACTIVATIONS[spec.activation]
+        self._activation = plain_activation(spec.activation, build)
 
     def steps(
         self, comm: Comm, x: Tensor, inputs: Tensor, rows: Tensor | None

@@ -128,6 +128,7 @@ class DeclaredDecoder(Decoder):
             self.norm = stream_norm(spec, build)  # type: ignore[assignment]
         self._more = [Rope(rope, build) for rope in spec.ropes]
         self._wide = build.wide
+        self._softcap = build.op("softcap").run if spec.scales.softcap else None
         self.inputs = InputTable(spec, build) if spec.layer.inputs else None
         self.head_bias = build.weight(spec.vocab_size) if spec.head_bias else None
 
@@ -166,12 +167,13 @@ class DeclaredDecoder(Decoder):
         scales = self.spec.scales
         if scales.logits != 1:
             made = made * scales.logits
-        if scales.softcap:
-            made = (made / scales.softcap).tanh() * scales.softcap
+        if self._softcap is not None:
+            made = self._softcap(made, scales.softcap)
         return made
 
 
 def _temperature(warm: TemperatureSpec, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the factor of the queries at int64 [T] positions: [T, 1, 1]."""
     turns = (positions + warm.shift).div(warm.length, rounding_mode="floor").to(dtype)
-    return (1 + warm.beta * turns.log1p()).view(-1, 1, 1)
+    # log computes every element alike, log1p does not.
+    return (1 + warm.beta * (1 + turns).log()).view(-1, 1, 1)

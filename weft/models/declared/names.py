@@ -43,8 +43,16 @@ ROLES = (
     Role("gate and up of the shared experts", ("gate_up_proj", "input_linear"), before=_SHARED),
     Role("down matrix of the shared experts", ("down_proj", "output_linear"), before=_SHARED),
     Role(
-        "shared experts", ("mlp.shared_experts", "mlp.shared_mlp", "shared_mlp", "feed_forward.shared_expert")
+        "shared experts",
+        (
+            "mlp.shared_experts",
+            "mlp.shared_expert",
+            "mlp.shared_mlp",
+            "shared_mlp",
+            "feed_forward.shared_expert",
+        ),
     ),
+    Role("gate of the shared expert", ("mlp.shared_experts_gate", "mlp.shared_expert_gate")),
     Role("gate and up of all experts", ("experts.gate_up_proj", "input_linear.weight"), _BLOCK, "$"),
     Role("down matrices of all experts", ("experts.down_proj", "output_linear.weight"), _BLOCK, "$"),
     Role("gate of an expert", ("gate_proj", "w1"), _EXPERT),

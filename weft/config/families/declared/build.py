@@ -26,6 +26,8 @@ _HARMLESS = re.compile(
     | initializer_\w+ | \w*init_(std|range|method\w*) | \w*_(dropout\w*|pdrop) | \w*dropout(_rate|_prob)?
     | use_cache | cache_implementation | gradient_checkpointing | use_flash_attn\w* | flash_attn\w*
     | attn_implementation | pretraining_tp | tp_plan | pp_plan | fused\w* | recompute\w*
+    # tools that changed the file
+    | unsloth_\w+ | (\w+_)?version | model_name | base_model\w* | author | date | merge_\w+
     # losses
     | \w*aux_loss\w* | output_router_logits | router_jitter_noise | \w*z_loss\w*
     # tokens, and defaults of generation and of classifiers

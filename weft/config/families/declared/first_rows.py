@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from weft.config.families.common import refuse_sliding_types, uniform_window
-from weft.config.families.declared.readers import check_top_k
 from weft.config.families.facts import MOST_PARTS, Facts
 from weft.config.spec import MoESpec
 
@@ -84,3 +83,9 @@ def experts_by_step(
         renormalize=facts.flag("norm_topk_prob", False),
         layers=routed,
     )
+
+
+def check_top_k(facts: Facts, name: str, top_k: int, experts: int) -> None:
+    """Raise ConfigError if the field ``name`` chooses more than ``experts`` experts."""
+    if top_k > experts:
+        raise facts.fail(name, f"{top_k} is more than the {experts} experts")

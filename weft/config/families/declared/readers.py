@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from weft.config.families.common import FULL, SLIDING, layer_types
+from weft.config.families.declared.first_rows import check_top_k, experts_by_step
 from weft.config.families.declared.ropes import sizes_of_full_layers
 from weft.config.families.declared.row import Experts, Windows
 from weft.config.families.deepseek import latent_attention
@@ -131,34 +132,30 @@ def typed_sigmoid(facts: Facts, layers: int) -> MoESpec | None:
     return None if made is None or not routed else msgspec.structs.replace(made, layers=routed)
 
 
-def check_top_k(facts: Facts, name: str, top_k: int, experts: int) -> None:
-    """Raise ConfigError if the field ``name`` chooses more than ``experts`` experts."""
-    if top_k > experts:
-        raise facts.fail(name, f"{top_k} is more than the {experts} experts")
-
-
 def softmax_experts(
     *,
     count: str = "num_local_experts",
     top_k: str = "num_experts_per_tok",
     inner: str = "moe_intermediate_size",
     shared: str = "",
+    renormalized: str = "",
 ) -> Callable[[Facts, int], MoESpec]:
     """Return the reader of experts in all layers: a softmax over the chosen experts.
 
-    The arguments name fields; ``shared`` has the total width of shared experts.
+    The arguments name fields. ``shared``: total width of shared experts. ``renormalized``: false for a
+    softmax over all experts.
     """
 
     def read(facts: Facts, layers: int) -> MoESpec:
         """Return the routing. Raise ConfigError."""
-        experts = facts.integer(count, high=MOST_PARTS)
+        total = facts.integer(count, high=MOST_PARTS)
         chosen = facts.integer(top_k)
-        check_top_k(facts, top_k, chosen, experts)
+        check_top_k(facts, top_k, chosen, total)
         return MoESpec(
-            experts=experts,
+            experts=total,
             top_k=chosen,
             intermediate=facts.integer(inner),
-            renormalize=True,
+            renormalize=facts.flag(renormalized, False) if renormalized else True,
             layers=tuple(range(layers)),
             shared=facts.integer(shared, 0, low=0) if shared else 0,
         )
@@ -239,6 +236,34 @@ def plain_activation(facts: Facts) -> str:
     """Return the activation of a feed-forward without a gate. Raise ConfigError."""
     name = facts.get("hidden_act")
     return name if name in ("relu2", "xielu") else facts.activation()
+
+
+def gemma_embedding(facts: Facts, spec: ModelSpec) -> ModelSpec:
+    """Return ``spec`` with the scale of Gemma's embeddings. Older files say gelu for gelu_pytorch_tanh."""
+    activation = "gelu_pytorch_tanh" if spec.activation == "gelu" else spec.activation
+    return msgspec.structs.replace(spec, scales=ScaleSpec(embedding=spec.hidden**0.5), activation=activation)
+
+
+def qwen2_experts(facts: Facts, layers: int) -> MoESpec | None:
+    """Return the routing of Qwen2-MoE: a softmax over all experts, a shared expert behind a gate.
+
+    Raise ConfigError.
+    """
+    made = experts_by_step(facts, layers, 60, 4, 1408)
+    shared = facts.integer("shared_expert_intermediate_size", 0, low=0)
+    return made and msgspec.structs.replace(made, shared=shared, shared_gate=shared > 0)
+
+
+def ministral_windows(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
+    """Return (window, type of each layer): by ``layer_types``; without, all with the window if any."""
+    window, types = one_window(facts, layers)
+    return checked_types(facts, window, layer_types(facts) or types, layers)
+
+
+def cwm_windows(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
+    """Return (window, type of each layer): by ``layer_types``; without, every fourth layer from 0 is full."""
+    types = layer_types(facts) or [FULL if i % 4 == 0 else SLIDING for i in range(layers)]
+    return checked_types(facts, facts.optional_integer("sliding_window"), types, layers)
 
 
 def gemma_scales(facts: Facts, spec: ModelSpec) -> ModelSpec:
@@ -414,8 +439,8 @@ def ernie_experts(facts: Facts, layers: int) -> MoESpec | None:
     )
 
 
-def rope_windows(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
-    """Return (window, type of each layer) of SmolLM3: by ``layer_types``, with ``use_sliding_window``.
+def switched_windows(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
+    """Return (window, type of each layer): by ``layer_types``, if ``use_sliding_window`` is true.
 
     Raise ConfigError.
     """

@@ -111,6 +111,18 @@ apertus_rope = rope_or(
 )
 
 
+cwm_rope = rope_or(
+    {
+        "rope_type": "llama3",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 8192,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+)
+
+
 def phi_rope(facts: Facts, given: RopeInput) -> RopeTraits:
     """Return one rotary embedding. Older files call longrope ``su`` or ``yarn``. Raise ConfigError."""
     for name in ("rope_scaling", "rope_parameters"):

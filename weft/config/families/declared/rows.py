@@ -15,11 +15,13 @@ from weft.config.families.declared.first_rows import (
     window_everywhere,
 )
 from weft.config.families.declared.readers import (
+    cwm_windows,
     ernie_experts,
     full_attention_types,
     gemma4_experts,
     gemma4_traits,
     gemma4_windows,
+    gemma_embedding,
     gemma_scales,
     grouped_sigmoid,
     hunyuan_experts,
@@ -27,13 +29,15 @@ from weft.config.families.declared.readers import (
     llama4_experts,
     llama4_traits,
     logit_scale,
+    ministral_windows,
     multipliers,
     one_window,
     periodic_windows,
     query_temperature,
-    rope_windows,
+    qwen2_experts,
     sigmoid_experts,
     softmax_experts,
+    switched_windows,
     typed_sigmoid,
     typed_windows,
     with_head_bias,
@@ -41,6 +45,7 @@ from weft.config.families.declared.readers import (
 from weft.config.families.declared.ropes import (
     alpha_rope,
     apertus_rope,
+    cwm_rope,
     gemma4_ropes,
     ministral_rope,
     phi_rope,
@@ -230,6 +235,52 @@ ROWS: dict[str, Row] = {
         experts=gemma4_experts,
         change=(gemma4_traits,),
     ),
+    # Gemma 1: arXiv 2403.08295.
+    "GemmaForCausalLM": Row(
+        config="GemmaConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        centred_norms=True,
+        change=(gemma_embedding,),
+    ),
+    # Qwen1.5-MoE and Qwen2-57B-A14B: arXiv 2407.10671.
+    "Qwen2MoeForCausalLM": Row(
+        config="Qwen2MoeConfig",
+        qkv_bias=field("qkv_bias"),
+        windows=switched_windows,
+        experts=qwen2_experts,
+        unused=("max_window_layers", "sliding_window"),
+    ),
+    # OLMoE: arXiv 2409.02060.
+    "OlmoeForCausalLM": Row(
+        config="OlmoeConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        qk_norm=True,
+        norm_over="all",
+        experts=softmax_experts(
+            count="num_experts", inner="intermediate_size", renormalized="norm_topk_prob"
+        ),
+    ),
+    # K-EXAONE.
+    "ExaoneMoeForCausalLM": Row(
+        config="ExaoneMoeConfig",
+        qk_norm=True,
+        windows=periodic_windows(4, field="sliding_window_pattern"),
+        ropes=rope_in_windows,
+        renamed={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+        experts=typed_sigmoid,
+    ),
+    # GLM-4-9B of June 2024.
+    "GlmForCausalLM": Row(
+        config="GlmConfig", qkv_bias=field("attention_bias"), partial=0.5, interleaved=True
+    ),
+    # Code World Model: arXiv 2510.02387.
+    "CwmForCausalLM": Row(
+        config="CwmConfig", mlp_bias=field("mlp_bias"), windows=cwm_windows, ropes=cwm_rope
+    ),
+    # Ministral of 2024, with windows in some layers.
+    "MinistralForCausalLM": Row(config="MinistralConfig", windows=ministral_windows),
     # Llama 4, within one chunk of attention.
     "Llama4ForCausalLM": Row(
         config="Llama4TextConfig",
@@ -248,7 +299,7 @@ ROWS: dict[str, Row] = {
         qkv_bias=field("attention_bias"),
         o_bias=field("attention_bias"),
         mlp_bias=field("mlp_bias"),
-        windows=rope_windows,
+        windows=switched_windows,
         ropes=rope_by_list,
     ),
     "Ministral3ForCausalLM": Row(
