@@ -78,6 +78,8 @@ GRID = (
     "lfm2-moe-plain-scores",
     "nemotron-h-dense",
     "nemotron-h-latent",
+    "bamba",
+    "bamba-groups-bias",
 )
 
 

@@ -38,6 +38,12 @@ _NEMOTRON: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "routed_scaling_factor": 2.5,
 }
+_BAMBA: dict[str, Any] = {
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+}
 
 #: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -89,6 +95,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_group": 3,
             "topk_group": 2,
             "norm_topk_prob": False,
+        },
+    ),
+    "bamba": ("Bamba", _BAMBA),
+    "bamba-groups-bias": (
+        "Bamba",
+        {
+            **_BAMBA,
+            "mamba_n_groups": 4,
+            "mamba_d_conv": 2,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "time_step_limit": [0.2, 0.9],
+            "tie_word_embeddings": True,
         },
     ),
 }

@@ -25,6 +25,7 @@ _FAMILIES = (
     "declared",
     "lfm2",
     "nemotron_h",
+    "bamba",
 )
 for _family in _FAMILIES:
     BLOCKS.add(_family, f"weft.models.{_family}.model:make_block")

@@ -44,6 +44,7 @@ FAMILIES.add("Lfm2MoeForCausalLM", "weft.config.families.lfm2:build_moe_spec")
 FAMILIES.add("NemotronHForCausalLM", "weft.config.families.nemotron_h:build_spec")
 for _architecture_name in WRAPPERS:
     FAMILIES.add(_architecture_name, "weft.config.families.declared.build:build_text_spec")
+FAMILIES.add("BambaForCausalLM", "weft.config.families.bamba:build_spec")
 
 MODEL_TYPES = {
     "qwen3_next": "Qwen3NextForCausalLM",
@@ -64,6 +65,7 @@ MODEL_TYPES = {
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
+    "bamba": "BambaForCausalLM",
 }
 """Architecture for each ``model_type``, for a ``config.json`` without ``architectures``."""
 
