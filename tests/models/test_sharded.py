@@ -80,6 +80,8 @@ GRID = (
     "nemotron-h-latent",
     "bamba",
     "bamba-groups-bias",
+    "granite-hybrid",
+    "granite-hybrid-dense",
 )
 
 

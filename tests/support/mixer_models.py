@@ -44,6 +44,16 @@ _BAMBA: dict[str, Any] = {
     "mamba_d_state": 10,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
 }
+_GRANITE: dict[str, Any] = {
+    "layer_types": [MAMBA, ATTENTION, MAMBA],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+    "shared_intermediate_size": 56,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.6,
+}
 
 #: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -110,6 +120,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
             "time_step_limit": [0.2, 0.9],
             "tie_word_embeddings": True,
+        },
+    ),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {**_GRANITE, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 3},
+    ),
+    "granite-hybrid-dense": (
+        "GraniteMoeHybrid",
+        {**_GRANITE, "num_local_experts": 0, "mamba_n_groups": 2, "tie_word_embeddings": True},
+    ),
+    "granite-hybrid-rope": (
+        "GraniteMoeHybrid",
+        {
+            **_GRANITE,
+            "num_local_experts": 0,
+            "layer_types": [ATTENTION] * 3,
+            "position_embedding_type": "rope",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+            "attention_bias": True,
         },
     ),
 }

@@ -26,6 +26,7 @@ _FAMILIES = (
     "lfm2",
     "nemotron_h",
     "bamba",
+    "granite_hybrid",
 )
 for _family in _FAMILIES:
     BLOCKS.add(_family, f"weft.models.{_family}.model:make_block")
@@ -34,5 +35,6 @@ for _family in _FAMILIES:
 #: Families with a subclass of ``Decoder`` as frame.
 FRAMES: Registry[type[Decoder]] = Registry("model family")
 FRAMES.add("declared", "weft.models.declared.model:DeclaredDecoder")
+FRAMES.add("granite_hybrid", "weft.models.declared.model:DeclaredDecoder")
 FRAMES.add("deepseek_v32", "weft.models.deepseek_v32.model:IndexedDecoder")
 FRAMES.add("deepseek_v4", "weft.models.deepseek_v4.model:StreamsDecoder")

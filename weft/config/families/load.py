@@ -44,6 +44,7 @@ FAMILIES.add("Lfm2MoeForCausalLM", "weft.config.families.lfm2:build_moe_spec")
 FAMILIES.add("NemotronHForCausalLM", "weft.config.families.nemotron_h:build_spec")
 for _architecture_name in WRAPPERS:
     FAMILIES.add(_architecture_name, "weft.config.families.declared.build:build_text_spec")
+FAMILIES.add("GraniteMoeHybridForCausalLM", "weft.config.families.granite_hybrid:build_spec")
 FAMILIES.add("BambaForCausalLM", "weft.config.families.bamba:build_spec")
 
 MODEL_TYPES = {
@@ -66,6 +67,7 @@ MODEL_TYPES = {
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "bamba": "BambaForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }
 """Architecture for each ``model_type``, for a ``config.json`` without ``architectures``."""
 
