@@ -80,6 +80,8 @@ GRID = (
     "nemotron-h-latent",
     "bamba",
     "bamba-groups-bias",
+    "falcon-h1",
+    "falcon-h1-norm",
     "granite-hybrid",
     "granite-hybrid-dense",
 )

@@ -54,6 +54,22 @@ _GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.2,
     "logits_scaling": 1.6,
 }
+_FALCON: dict[str, Any] = {
+    "mamba_d_ssm": 40,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 10,
+    "mamba_n_groups": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8],
+    "mlp_multipliers": [1.4, 0.6],
+}
 
 #: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -140,5 +156,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
             "attention_bias": True,
         },
+    ),
+    "falcon-h1": ("FalconH1", _FALCON),
+    "falcon-h1-norm": (
+        "FalconH1",
+        {
+            **_FALCON,
+            "mamba_rms_norm": True,
+            "mamba_n_groups": 1,
+            "mlp_multipliers": None,
+            "ssm_multipliers": None,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon-h1-gated-norm": (
+        "FalconH1",
+        {**_FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_ssm": None},
     ),
 }

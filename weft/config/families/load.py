@@ -45,6 +45,7 @@ FAMILIES.add("NemotronHForCausalLM", "weft.config.families.nemotron_h:build_spec
 for _architecture_name in WRAPPERS:
     FAMILIES.add(_architecture_name, "weft.config.families.declared.build:build_text_spec")
 FAMILIES.add("GraniteMoeHybridForCausalLM", "weft.config.families.granite_hybrid:build_spec")
+FAMILIES.add("FalconH1ForCausalLM", "weft.config.families.falcon_h1:build_spec")
 FAMILIES.add("BambaForCausalLM", "weft.config.families.bamba:build_spec")
 
 MODEL_TYPES = {
@@ -67,6 +68,7 @@ MODEL_TYPES = {
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "bamba": "BambaForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }
 """Architecture for each ``model_type``, for a ``config.json`` without ``architectures``."""
