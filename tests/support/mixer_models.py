@@ -179,3 +179,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_ssm": None},
     ),
 }
+
+DEFAULT = ("lfm2-moe", "nemotron-h-moe", "granite-hybrid", "falcon-h1")
+"""Cases that run by default."""
