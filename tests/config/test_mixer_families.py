@@ -1,4 +1,6 @@
-"""Configuration files of LFM2 and Nemotron-H: published fields, and settings that are refused by name."""
+"""Configuration files of families with state mixers: published fields, and settings that are
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +67,29 @@ NEMOTRON: dict[str, Any] = {
     "partial_rotary_factor": 1.0,
     "time_step_limit": [0.0, 1e308],
 }
+_MAMBA: dict[str, Any] = {
+    **_SIZES,
+    "num_hidden_layers": 3,
+    "intermediate_size": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+}
+BAMBA = {**_MAMBA, "architectures": ["BambaForCausalLM"], "attn_layer_indices": [1], "attn_rotary_emb": 8}
+#: Published Granite 4 files say mamba, attention and nope.
+GRANITE = {
+    **_MAMBA,
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "layer_types": ["mamba", "attention", "mamba"],
+    "position_embedding_type": "nope",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 48,
+    "mamba_d_head": 16,
+    "mamba_expand": 2,
+    "normalization_function": "rmsnorm",
+    "logits_scaling": 6,
+}
+FALCON = {**_MAMBA, "architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 64}
 
 
 def spec_of(folder: Path, config: dict[str, Any], override: int | None = None) -> ModelSpec:
@@ -120,6 +145,18 @@ def test_nemotron_joins_each_mixer_with_the_part_behind(tmp_path: Path) -> None:
         (NEMOTRON, {"time_step_limit": [0.1, 0.05]}, "time_step_limit"),
         (NEMOTRON, {"time_step_limit": [0.0, {"__float__": "NaN"}]}, "time_step_limit"),
         (NEMOTRON, {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more"),
+        (BAMBA, {"partial_rotary_factor": 1.0}, "partial_rotary_factor"),
+        (BAMBA, {"mamba_d_head": 8}, "mamba_d_head times mamba_n_heads must be 128"),
+        (BAMBA, {"mamba_n_heads": 12}, "mamba_n_heads 12 does not divide"),
+        (BAMBA, {"mamba_n_groups": 3}, "mamba_n_heads 8 is not a multiple"),
+        (BAMBA, {"hidden_act": "gelu"}, "hidden_act"),
+        (GRANITE, {"position_embedding_type": "alibi"}, "position_embedding_type"),
+        (GRANITE, {"layer_types": ["mamba", "attention"]}, "layer_types has 2 entries"),
+        (GRANITE, {"layer_types": ["mamba", "conv", "mamba"]}, "layer_types must be a list"),
+        (GRANITE, {"num_experts_per_tok": 5}, "num_experts_per_tok 5"),
+        (FALCON, {"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers must be a list of 5"),
+        (FALCON, {"projectors_bias": True}, "projectors_bias"),
+        (FALCON, {"mamba_d_ssm": 60}, "mamba_n_heads 8 does not divide"),
     ],
 )
 def test_refusals_name_the_field(
@@ -127,6 +164,22 @@ def test_refusals_name_the_field(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         spec_of(tmp_path, {**config, **changes})
+
+
+def test_granite_as_published(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, GRANITE)
+    assert spec.mamba is not None
+    assert spec.moe is not None
+    assert (spec.mamba.layers, spec.caches[0].layers, spec.rope.dim) == ((0, 2), (1,), 0)
+    assert (spec.moe.shared, spec.moe.intermediate, spec.scales.logits) == (48, 96, 1 / 6)
+    # One group has eight equal places for the inputs of B and C, so eight ranks could divide the state.
+    assert [part.shape for part in spec.caches[1].parts[1:3]] == [(8, 3, 16)] * 2
+
+
+def test_falcon_has_layer_numbers_of_its_own_for_states(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, FALCON)
+    assert [cache.layers for cache in spec.caches] == [(0, 1, 2), (3, 4, 5)]
+    assert spec_of(tmp_path, FALCON, override=2).caches[1].layers == (2, 3)
 
 
 def test_an_override_outside_of_the_published_layers_is_refused(tmp_path: Path) -> None:
