@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from weft.config.families.facts import Facts
-from weft.config.families.state_caches import time_step_limits
+from weft.config.families.mixers.state_caches import time_step_limits
 from weft.config.parts.mixers import MambaSpec
 
 

@@ -9,8 +9,8 @@ import msgspec
 
 from weft.config.families.common import FULL, Defaults, decoder_spec, layer_count
 from weft.config.families.facts import Facts
-from weft.config.families.mamba_fields import mamba_spec
-from weft.config.families.state_caches import mamba_cache
+from weft.config.families.mixers.mamba_fields import mamba_spec
+from weft.config.families.mixers.state_caches import mamba_cache
 from weft.config.spec import ModelSpec
 
 MAMBA = "linear_attention"
