@@ -68,7 +68,7 @@ class ShortConv(Packs):
         assert isinstance(backend, ConvBackend)
         assert self._weights is not None, "not packed"
         step = shared.step
-        bcx = self.bcx(x, step.adapters)
+        bcx = self.bcx(x, shared.step.adapters)
         out = bcx.new_empty(x.shape[0], self._channels)
         # Only decode rows may be cut back to an earlier token (rejected drafts), so only decode rows store a
         # state per token.
@@ -82,5 +82,5 @@ class ShortConv(Packs):
                 ConvInput(segment, caches[self._kind], self._weights, each, prepared[self._kind]),
             )
         wanted = out if logits_indices is None else out[logits_indices]
-        result: Tensor = self.out(wanted, step.adapters_at(logits_indices))
+        result: Tensor = self.out(wanted, shared.step.adapters_at(logits_indices))
         return result

@@ -127,7 +127,7 @@ class Mamba(Packs):
             out, z = out[logits_indices], z[logits_indices]
         if self._sums:
             out = yield from self._normed(out, z.to(self._wide), backend)
-        result: Tensor = self.out(out.to(x.dtype), step.adapters_at(logits_indices))
+        result: Tensor = self.out(out.to(x.dtype), shared.step.adapters_at(logits_indices))
         return result
 
     def _normed(self, y: Tensor, z: Tensor, backend: MambaBackend) -> Generator[Pending, None, Tensor]:
