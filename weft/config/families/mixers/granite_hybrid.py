@@ -6,6 +6,8 @@ Source: the model cards of ibm-granite/granite-4.0-h-tiny and granite-4.0-micro.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from weft.config.families.common import FULL, Defaults, decoder_spec, layer_count
@@ -32,7 +34,7 @@ def build_spec(facts: Facts, override: int | None) -> ModelSpec:
     kind = facts.get("position_embedding_type")
     if kind not in (None, "nope", "rope"):
         raise facts.fail("position_embedding_type", f"{kind!r} is not supported; there are: rope, nope")
-    rope = {} if kind == "rope" else {"rope": RopeSpec(dim=0, max_position=positions)}
+    rope: dict[str, Any] = {} if kind == "rope" else {"rope": RopeSpec(dim=0, max_position=positions)}
     result = decoder_spec(
         facts,
         family="granite_hybrid",
