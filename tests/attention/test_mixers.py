@@ -20,7 +20,7 @@ from weft.attention.conv.conv_torch import TorchConv
 from weft.attention.mamba.mamba_backend import MambaInput, MambaWeights
 from weft.attention.mamba.mamba_torch import InvariantMamba, TorchMamba
 from weft.attention.registry import choose
-from weft.config.families.state_caches import conv_cache, mamba_cache
+from weft.config.families.mixers.state_caches import conv_cache, mamba_cache
 from weft.config.parts.mixers import ConvSpec, MambaSpec
 from weft.config.spec import CacheSpec
 from weft.ops.torch_ops import wide

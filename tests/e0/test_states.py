@@ -41,8 +41,11 @@ class Alone:
         return self._tokens[key]
 
 
-#: Delta nets, short convolutions, Mamba2.
-FAMILIES = ["qwen3_next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfm2", "nemotron_h"))]
+#: Delta nets, short convolutions, Mamba2, Mamba2 beside attention.
+FAMILIES = [
+    "qwen3_next",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfm2", "nemotron_h", "falcon_h1")),
+]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -24,6 +24,7 @@ from tests.support.delta_models import CASES as DELTA_CASES
 from tests.support.gpt_oss_models import CASES as GPT_OSS_CASES
 from tests.support.latent_models import CASES as LATENT_CASES
 from tests.support.mixer_models import CASES as MIXER_CASES
+from tests.support.mixer_models import DEFAULT as MIXER_DEFAULT
 from tests.support.sparse_models import CASES as SPARSE_CASES
 from tests.support.vision_models import Prompt, Seen, media_of, rope_positions_of, save_tiny
 from weft.attention.base import SegmentInput, StepInput
@@ -431,9 +432,10 @@ def _by_family() -> list[Any]:
 
     The others are slow.
     """
-    written = {name: family for name, (family, _) in CASES.items() if name not in DECLARED_CASES}
+    others = (*DECLARED_CASES, *MIXER_CASES)
+    written = {name: family for name, (family, _) in CASES.items() if name not in others}
     first = {family: name for name, family in reversed(written.items())}
-    default = {*first.values(), *DECLARED_DEFAULT}
+    default = {*first.values(), *DECLARED_DEFAULT, *MIXER_DEFAULT}
     return [pytest.param(name, marks=[] if name in default else [pytest.mark.slow]) for name in CASES]
 
 

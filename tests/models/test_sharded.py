@@ -78,6 +78,12 @@ GRID = (
     "lfm2-moe-plain-scores",
     "nemotron-h-dense",
     "nemotron-h-latent",
+    "bamba",
+    "bamba-groups-bias",
+    "falcon-h1",
+    "falcon-h1-norm",
+    "granite-hybrid",
+    "granite-hybrid-dense",
 )
 
 

@@ -33,10 +33,14 @@ FAMILIES = [
     "deepseek-v32",
     "glm-dsa",
     "deepseek-v4",
+    "lfm2-moe",
+    "nemotron-h-moe",
+    "granite-hybrid",
+    "falcon-h1",
 ]
 
 
-BRIEF = {"llama-biases-head-dim", "qwen3-next", "qwen3-5-moe"}
+BRIEF = {"llama-biases-head-dim", "qwen3-next", "qwen3-5-moe", "lfm2-moe", "granite-hybrid", "falcon-h1"}
 """Families whose longer prompts are covered by other families or tests."""
 ONE = {"deepseek-v4"}
 """Families with so many operators that one prompt is enough."""

@@ -110,6 +110,18 @@ def _nemotron_h() -> tuple[str, dict[str, Any]]:
     }
 
 
+def _falcon_h1() -> tuple[str, dict[str, Any]]:
+    return "FalconH1", {
+        **_COMMON,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 8,
+        "key_multiplier": 0.5,
+    }
+
+
 def _deepseek_v3() -> tuple[str, dict[str, Any]]:
     return "DeepseekV3", {
         **{name: value for name, value in _COMMON.items() if name != "head_dim"},
@@ -177,6 +189,7 @@ SHAPES = {
     "qwen3_next": _qwen3_next,
     "qwen3_next_wide": _qwen3_next_wide,
     "deepseek_v3": _deepseek_v3,
+    "falcon_h1": _falcon_h1,
     "lfm2": _lfm2,
     "nemotron_h": _nemotron_h,
 }

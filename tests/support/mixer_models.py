@@ -38,6 +38,38 @@ _NEMOTRON: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "routed_scaling_factor": 2.5,
 }
+_BAMBA: dict[str, Any] = {
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+}
+_GRANITE: dict[str, Any] = {
+    "layer_types": [MAMBA, ATTENTION, MAMBA],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+    "shared_intermediate_size": 56,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 1.6,
+}
+_FALCON: dict[str, Any] = {
+    "mamba_d_ssm": 40,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 10,
+    "mamba_n_groups": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8],
+    "mlp_multipliers": [1.4, 0.6],
+}
 
 #: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -91,4 +123,62 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "bamba": ("Bamba", _BAMBA),
+    "bamba-groups-bias": (
+        "Bamba",
+        {
+            **_BAMBA,
+            "mamba_n_groups": 4,
+            "mamba_d_conv": 2,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "time_step_limit": [0.2, 0.9],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {**_GRANITE, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 3},
+    ),
+    "granite-hybrid-dense": (
+        "GraniteMoeHybrid",
+        {**_GRANITE, "num_local_experts": 0, "mamba_n_groups": 2, "tie_word_embeddings": True},
+    ),
+    "granite-hybrid-rope": (
+        "GraniteMoeHybrid",
+        {
+            **_GRANITE,
+            "num_local_experts": 0,
+            "layer_types": [ATTENTION] * 3,
+            "position_embedding_type": "rope",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+            "attention_bias": True,
+        },
+    ),
+    "falcon-h1": ("FalconH1", _FALCON),
+    "falcon-h1-norm": (
+        "FalconH1",
+        {
+            **_FALCON,
+            "mamba_rms_norm": True,
+            "mamba_n_groups": 1,
+            "mlp_multipliers": None,
+            "ssm_multipliers": None,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "mamba_conv_bias": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon-h1-gated-norm": (
+        "FalconH1",
+        {**_FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_ssm": None},
+    ),
 }
+
+DEFAULT = ("lfm2-moe", "nemotron-h-moe", "granite-hybrid", "falcon-h1")
+"""Cases that run by default."""

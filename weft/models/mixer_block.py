@@ -31,6 +31,7 @@ class MixerBlock(Block):
         if feed_forward is not None:
             self.feed_forward_norm = RMSNorm(spec.hidden, spec.norm_eps, build)
             self.feed_forward = feed_forward
+        self._scale = spec.scales.residual
         self._comm = build.comm
 
     def steps(
@@ -49,9 +50,14 @@ class MixerBlock(Block):
             partial = self.attention(normed, shared, caches, logits_indices)
         if logits_indices is not None:
             x = x[logits_indices]
-        delta = yield from reduced(self._comm, partial)
+        delta = self._scaled((yield from reduced(self._comm, partial)))
         if not self._feeds:
             return x, delta
         x, normed = self.feed_forward_norm.add(x, delta)
-        delta = yield from self.feed_forward.steps(self._comm, normed, None, shared.step.exchange)
-        return x, delta
+        adapters = shared.step.adapters_at(logits_indices)
+        delta = yield from self.feed_forward.steps(self._comm, normed, None, shared.step.exchange, adapters)
+        return x, self._scaled(delta)
+
+    def _scaled(self, made: Tensor) -> Tensor:
+        """Return the contribution of a part to the stream, from the part's output [T, hidden]."""
+        return made if self._scale == 1 else made * self._scale

@@ -25,6 +25,9 @@ _FAMILIES = (
     "declared",
     "lfm2",
     "nemotron_h",
+    "bamba",
+    "falcon_h1",
+    "granite_hybrid",
 )
 for _family in _FAMILIES:
     BLOCKS.add(_family, f"weft.models.{_family}.model:make_block")
@@ -33,5 +36,7 @@ for _family in _FAMILIES:
 #: Families with a subclass of ``Decoder`` as frame.
 FRAMES: Registry[type[Decoder]] = Registry("model family")
 FRAMES.add("declared", "weft.models.declared.model:DeclaredDecoder")
+FRAMES.add("falcon_h1", "weft.models.declared.model:DeclaredDecoder")
+FRAMES.add("granite_hybrid", "weft.models.declared.model:DeclaredDecoder")
 FRAMES.add("deepseek_v32", "weft.models.deepseek_v32.model:IndexedDecoder")
 FRAMES.add("deepseek_v4", "weft.models.deepseek_v4.model:StreamsDecoder")

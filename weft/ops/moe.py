@@ -231,7 +231,7 @@ def _at(weight: Any, expert: int) -> Any:
     return weight[expert]
 
 
-def by_gather(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
+def by_gather(x: Tensor, ids: Tensor, weights: Routed, gated: Gated = torch_ops.gated) -> Tensor:
     """Copy each token's matrices side by side, then run two batched products: [T, k, hidden].
 
     Fast for few tokens.
@@ -243,14 +243,14 @@ def by_gather(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
     inner = torch.bmm(weights.gate_up[flat], rows).squeeze(-1)
     if weights.gate_up_bias is not None:
         inner = inner + weights.gate_up_bias[flat]
-    inner = activate(inner, weights.gate)
+    inner = activate(inner, weights.gate, gated)
     made = torch.bmm(weights.down[flat], inner.unsqueeze(-1)).squeeze(-1)
     if weights.down_bias is not None:
         made = made + weights.down_bias[flat]
     return made.view(tokens, top_k, x.shape[1])
 
 
-def by_group(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
+def by_group(x: Tensor, ids: Tensor, weights: Routed, gated: Gated = torch_ops.gated) -> Tensor:
     """Compute all experts with one ``torch._grouped_mm`` per matrix: [T, k, hidden]. bfloat16 only, no
     synchronisation.
     """
@@ -265,7 +265,7 @@ def by_group(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
     inner = torch._grouped_mm(x[order // top_k], weights.gate_up.transpose(-2, -1), offs=ends)
     if weights.gate_up_bias is not None:
         inner = inner + weights.gate_up_bias[flat]
-    inner = activate(inner, weights.gate)
+    inner = activate(inner, weights.gate, gated)
     made = torch._grouped_mm(inner, weights.down.transpose(-2, -1), offs=ends)
     if weights.down_bias is not None:
         made = made + weights.down_bias[flat]

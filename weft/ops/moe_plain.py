@@ -22,13 +22,17 @@ from weft.ops.moe import (
     Routed,
     as_they_are,
     by_expert,
+    by_gather,
+    by_group,
     choose_experts,
     combine,
+    count_of,
     in_fp8,
     in_int4,
     in_w4a8,
     quantized,
     register_pieces,
+    usable,
     with_rounded_rows,
 )
 from weft.ops.registry import Implementation, register
@@ -37,6 +41,9 @@ Tensor = torch.Tensor
 
 PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu2": lambda x: F.relu(x).square()}
 """Functions between the two matrices: exact or rounded once, so rows do not depend on each other."""
+
+GATHERED = 64
+"""Maximum number of pairs of token and expert for which a GPU copies the matrices of each pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +77,12 @@ def _pieces(router: Multiply, matrix: Multiply) -> Pieces:
     """Return the parts of a block with products ``router`` and ``matrix``."""
 
     def experts(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
+        if x.device.type != "cpu" and isinstance(weights.down, Tensor) and count_of(weights):
+            # Without a wait for the device, where possible.
+            if "grouped" in usable(weights):
+                return by_group(x, ids, weights, plain)
+            if ids.numel() <= GATHERED:
+                return by_gather(x, ids, weights, plain)
         return by_expert(x, ids, weights, matrix=matrix, gated=plain)
 
     return Pieces(router, matrix, plain, experts)

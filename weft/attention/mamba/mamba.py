@@ -34,6 +34,8 @@ class Mamba(Packs):
     out         [hidden, heads * dim]
     """
 
+    adapted = ("zxbcdt", "out")
+
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()
         mamba = spec.mamba
@@ -61,6 +63,11 @@ class Mamba(Packs):
         self.skip = build.weight(heads.count, shard=heads, wide=True)
         self.norm = None if mamba.norm == "none" else build.weight(inner.count, shard=inner, wide=True)
         self.out = RowLinear(inner, spec.hidden, build, bias=mamba.bias)
+        sizes = (inner.count, inner.count, shared.count, shared.count, heads.count)
+        self._factors: Tensor | None = None
+        if any(factor != 1 for factor in mamba.factors):
+            parts = [torch.full((size,), factor) for size, factor in zip(sizes, mamba.factors, strict=True)]
+            self._factors = torch.cat(parts).to(build.device, build.dtype)
         # A norm over the channels of several ranks needs a sum over the ranks.
         self._sums = mamba.norm != "none" and mamba.norm_groups < build.comm.size
         self._weights: MambaWeights | None = None
@@ -100,7 +107,9 @@ class Mamba(Packs):
         assert isinstance(backend, MambaBackend)
         assert self._weights is not None, "not packed"
         step = shared.step
-        zxbcdt = self.zxbcdt(x)
+        zxbcdt = self.zxbcdt(x if self._mamba.input == 1 else x * self._mamba.input, step.adapters)
+        if self._factors is not None:
+            zxbcdt = zxbcdt * self._factors
         out = zxbcdt.new_empty(x.shape[0], self._inner, dtype=self._wide if self._sums else x.dtype)
         # Only decode rows may be cut back to an earlier token (rejected drafts), so only decode rows store a
         # state per token.
@@ -118,7 +127,7 @@ class Mamba(Packs):
             out, z = out[logits_indices], z[logits_indices]
         if self._sums:
             out = yield from self._normed(out, z.to(self._wide), backend)
-        result: Tensor = self.out(out.to(x.dtype))
+        result: Tensor = self.out(out.to(x.dtype), shared.step.adapters_at(logits_indices))
         return result
 
     def _normed(self, y: Tensor, z: Tensor, backend: MambaBackend) -> Generator[Pending, None, Tensor]:

@@ -166,6 +166,25 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "granite_hybrid": (
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        {
+            "layer_types": ["mamba", FULL],
+            "intermediate_size": 32,
+            "shared_intermediate_size": 64,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "residual_multiplier": 0.5,
+            "mamba_n_heads": 8,
+            "mamba_d_state": 16,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1ForCausalLM",
+        "falcon_h1",
+        {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_state": 16, "ssm_out_multiplier": 0.5},
+    ),
 }
 
 

@@ -39,11 +39,14 @@ FAMILIES.add("KimiK25ForConditionalGeneration", "weft.config.families.kimi_k25:b
 FAMILIES.add("GptOssForCausalLM", "weft.config.families.gpt_oss:build_spec")
 for _architecture_name in ROWS:
     FAMILIES.add(_architecture_name, "weft.config.families.declared.build:build_spec")
-FAMILIES.add("Lfm2ForCausalLM", "weft.config.families.lfm2:build_spec")
-FAMILIES.add("Lfm2MoeForCausalLM", "weft.config.families.lfm2:build_moe_spec")
-FAMILIES.add("NemotronHForCausalLM", "weft.config.families.nemotron_h:build_spec")
+FAMILIES.add("Lfm2ForCausalLM", "weft.config.families.mixers.lfm2:build_spec")
+FAMILIES.add("Lfm2MoeForCausalLM", "weft.config.families.mixers.lfm2:build_moe_spec")
+FAMILIES.add("NemotronHForCausalLM", "weft.config.families.mixers.nemotron_h:build_spec")
 for _architecture_name in WRAPPERS:
     FAMILIES.add(_architecture_name, "weft.config.families.declared.build:build_text_spec")
+FAMILIES.add("GraniteMoeHybridForCausalLM", "weft.config.families.mixers.granite_hybrid:build_spec")
+FAMILIES.add("FalconH1ForCausalLM", "weft.config.families.mixers.falcon_h1:build_spec")
+FAMILIES.add("BambaForCausalLM", "weft.config.families.mixers.bamba:build_spec")
 
 MODEL_TYPES = {
     "qwen3_next": "Qwen3NextForCausalLM",
@@ -64,6 +67,9 @@ MODEL_TYPES = {
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
+    "bamba": "BambaForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }
 """Architecture for each ``model_type``, for a ``config.json`` without ``architectures``."""
 

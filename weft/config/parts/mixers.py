@@ -26,6 +26,8 @@ class MambaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Mamba2. Source: Dao and Gu 2024, arXiv 2405.21060."""
 
     layers: tuple[int, ...]
+    """Layers of the caches. In models with a Mamba2 beside every attention (Falcon-H1), numbers from
+    ``ModelSpec.layers`` on: number ``ModelSpec.layers + i`` is the Mamba2 of layer i."""
     heads: int
     dim: int
     """Channels per head."""
@@ -47,6 +49,11 @@ class MambaSpec(msgspec.Struct, frozen=True, kw_only=True):
     high: float = math.inf
     """Upper bound of the time step."""
 
+    input: float = 1.0
+    """Factor of the layer's input."""
+    factors: tuple[float, float, float, float, float] = (1.0,) * 5
+    """Factors of z, x, B, C and the time step, behind the input projection."""
+
     @property
     def places(self) -> int:
         """Number of equal parts in which ranks divide the groups: a multiple of ``groups``, a divisor of
@@ -56,3 +63,17 @@ class MambaSpec(msgspec.Struct, frozen=True, kw_only=True):
         fewer groups, and the layout of the state does not depend on the number of ranks.
         """
         return math.gcd(self.heads, math.lcm(self.groups, 8))
+
+
+class ParallelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Factors of Falcon-H1, whose layers have Mamba2 and attention side by side. arXiv 2507.22448."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    key: float = 1.0
+    """Factor of the keys, before the rotation."""
+    mamba_out: float = 1.0
+    gate: float = 1.0
+    """Factor of the gate of the feed-forward, before the activation."""
+    down: float = 1.0
+    """Factor of the output of the feed-forward."""

@@ -6,9 +6,9 @@ from weft.config.spec import ModelSpec
 
 
 def recurrent_layers(spec: ModelSpec) -> int:
-    """Return the number of layers with a recurrent mixer in place of attention."""
+    """Return the number of layers with a recurrent mixer in place of attention, not beside attention."""
     mixers = (spec.delta, spec.conv, spec.mamba)
-    return sum(len(mixer.layers) for mixer in mixers if mixer is not None)
+    return sum(layer < spec.layers for mixer in mixers if mixer is not None for layer in mixer.layers)
 
 
 def recurrent_elements(spec: ModelSpec) -> int:

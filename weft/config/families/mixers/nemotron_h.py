@@ -15,7 +15,7 @@ import msgspec
 
 from weft.config.families.common import FULL, Defaults, decoder_spec
 from weft.config.families.facts import MOST_PARTS, Facts
-from weft.config.families.state_caches import mamba_cache, time_step_limits
+from weft.config.families.mixers.state_caches import mamba_cache, time_step_limits
 from weft.config.parts.mixers import MambaSpec
 from weft.config.spec import ModelSpec, MoESpec, RopeSpec
 

@@ -11,7 +11,7 @@ import msgspec
 
 from weft.config.families.common import FULL, Defaults, decoder_spec, layer_count
 from weft.config.families.facts import MOST_PARTS, Facts
-from weft.config.families.state_caches import conv_cache
+from weft.config.families.mixers.state_caches import conv_cache
 from weft.config.parts.mixers import ConvSpec
 from weft.config.spec import ModelSpec, MoESpec
 

@@ -1,0 +1,195 @@
+"""Configuration files of families with state mixers: published fields, and settings that are
+refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.common.errors import ConfigError
+from weft.config import sharding
+from weft.config.families import load_spec
+from weft.config.spec import ModelSpec
+from weft.models.registry import WEIGHTS
+from weft.types.layout import Layout
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+#: Fields of the publisher's own configurations.
+LFM2: dict[str, Any] = {
+    **_SIZES,
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "num_hidden_layers": 4,
+    "block_auto_adjust_ff_dim": True,
+    "block_dim": 64,
+    "block_ff_dim": 150,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 16,
+    "block_norm_eps": 1e-5,
+    "block_use_swiglu": True,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "conv_dim": 64,
+    "full_attn_idxs": [2],
+    "norm_eps": 1e-5,
+    "num_heads": 4,
+    "rope_theta": 1000000.0,
+    "use_pos_enc": True,
+    "tie_embedding": True,
+}
+NEMOTRON: dict[str, Any] = {
+    **_SIZES,
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "num_hidden_layers": 9,
+    "hybrid_override_pattern": "MEM*EM-ME",
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "partial_rotary_factor": 1.0,
+    "time_step_limit": [0.0, 1e308],
+}
+_MAMBA: dict[str, Any] = {
+    **_SIZES,
+    "num_hidden_layers": 3,
+    "intermediate_size": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+}
+BAMBA = {**_MAMBA, "architectures": ["BambaForCausalLM"], "attn_layer_indices": [1], "attn_rotary_emb": 8}
+#: Published Granite 4 files say mamba, attention and nope.
+GRANITE = {
+    **_MAMBA,
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "layer_types": ["mamba", "attention", "mamba"],
+    "position_embedding_type": "nope",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 48,
+    "mamba_d_head": 16,
+    "mamba_expand": 2,
+    "normalization_function": "rmsnorm",
+    "logits_scaling": 6,
+}
+FALCON = {**_MAMBA, "architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 64}
+
+
+def spec_of(folder: Path, config: dict[str, Any], override: int | None = None) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps(config))
+    return load_spec(str(folder), override)
+
+
+def test_lfm2_as_published(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, LFM2)
+    assert spec.conv is not None
+    assert (spec.conv.layers, spec.caches[0].layers) == ((0, 1, 3), (2,))
+    assert (spec.intermediate, spec.tied, spec.rope.theta) == (112, True, 1e6)
+    assert [cache.form for cache in spec.caches] == ["gqa", "conv"]
+    assert spec.caches[1].parts[0].shape == (4, 2, 16)
+
+
+def test_nemotron_joins_each_mixer_with_the_part_behind(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, NEMOTRON)
+    assert spec.layers == 5
+    assert spec.mamba is not None
+    assert spec.moe is not None
+    assert (spec.mamba.layers, spec.mamba.high) == ((0, 1, 3, 4), math.inf)
+    assert (spec.moe.layers, spec.bare_layers, spec.caches[0].layers) == ((0, 2, 4), (1,), (2,))
+    names = WEIGHTS.get(spec.family)(spec).placements
+    assert names["backbone.layers.2.mixer.A_log"].parameter == "blocks.1.attention.log_rate"
+    assert names["backbone.layers.3.mixer.q_proj.weight"].parameter == "blocks.2.attention.qkv.weight"
+    assert names["backbone.layers.6.mixer.up_proj.weight"].parameter == "blocks.3.feed_forward.up.weight"
+    assert names["backbone.layers.8.norm.weight"].parameter == "blocks.4.feed_forward_norm.weight"
+    named = {**NEMOTRON, "hybrid_override_pattern": None}
+    named["layers_block_type"] = [
+        {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}[letter] for letter in "MEM*EM-ME"
+    ]
+    assert spec_of(tmp_path, named) == spec
+    assert spec_of(tmp_path, NEMOTRON, override=4).layers == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "named"),
+    [
+        (LFM2, {"layer_types": ["conv", "full_attention"]}, "layer_types has 2 entries"),
+        (LFM2, {"layer_types": ["conv"] * 3 + ["mamba"]}, "layer_types must be a list"),
+        (LFM2, {"conv_L_cache": 1}, "conv_L_cache"),
+        (LFM2, {"hidden_size": 66}, "num_attention_heads"),
+        (NEMOTRON, {"hybrid_override_pattern": "EM*"}, "moe in layer 0"),
+        (NEMOTRON, {"hybrid_override_pattern": "ME-*"}, "mlp in layer 2"),
+        (NEMOTRON, {"hybrid_override_pattern": "MXE"}, "hybrid_override_pattern must be"),
+        (NEMOTRON, {"layers_block_type": ["mamba", "conv"]}, "layers_block_type must be"),
+        (NEMOTRON, {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+        (NEMOTRON, {"mlp_bias": True}, "mlp_bias"),
+        (NEMOTRON, {"sliding_window": 64}, "sliding_window"),
+        (NEMOTRON, {"n_shared_experts": 2}, "n_shared_experts"),
+        (NEMOTRON, {"n_groups": 3}, "mamba_num_heads 8 is not a multiple"),
+        (NEMOTRON, {"time_step_limit": [0.1, 0.05]}, "time_step_limit"),
+        (NEMOTRON, {"time_step_limit": [0.0, {"__float__": "NaN"}]}, "time_step_limit"),
+        (NEMOTRON, {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more"),
+        (BAMBA, {"partial_rotary_factor": 1.0}, "partial_rotary_factor"),
+        (BAMBA, {"mamba_d_head": 8}, "mamba_d_head times mamba_n_heads must be 128"),
+        (BAMBA, {"mamba_n_heads": 12}, "mamba_n_heads 12 does not divide"),
+        (BAMBA, {"mamba_n_groups": 3}, "mamba_n_heads 8 is not a multiple"),
+        (BAMBA, {"hidden_act": "gelu"}, "hidden_act"),
+        (GRANITE, {"position_embedding_type": "alibi"}, "position_embedding_type"),
+        (GRANITE, {"layer_types": ["mamba", "attention"]}, "layer_types has 2 entries"),
+        (GRANITE, {"layer_types": ["mamba", "conv", "mamba"]}, "layer_types must be a list"),
+        (GRANITE, {"num_experts_per_tok": 5}, "num_experts_per_tok 5"),
+        (FALCON, {"ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers must be a list of 5"),
+        (FALCON, {"projectors_bias": True}, "projectors_bias"),
+        (FALCON, {"mamba_d_ssm": 60}, "mamba_n_heads 8 does not divide"),
+    ],
+)
+def test_refusals_name_the_field(
+    config: dict[str, Any], changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        spec_of(tmp_path, {**config, **changes})
+
+
+def test_granite_as_published(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, GRANITE)
+    assert spec.mamba is not None
+    assert spec.moe is not None
+    assert (spec.mamba.layers, spec.caches[0].layers, spec.rope.dim) == ((0, 2), (1,), 0)
+    assert (spec.moe.shared, spec.moe.intermediate, spec.scales.logits) == (48, 96, 1 / 6)
+    # One group has eight equal places for the inputs of B and C, so eight ranks could divide the state.
+    assert [part.shape for part in spec.caches[1].parts[1:3]] == [(8, 3, 16)] * 2
+
+
+def test_falcon_has_layer_numbers_of_its_own_for_states(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, FALCON)
+    assert [cache.layers for cache in spec.caches] == [(0, 1, 2), (3, 4, 5)]
+    assert spec_of(tmp_path, FALCON, override=2).caches[1].layers == (2, 3)
+
+
+def test_an_override_outside_of_the_published_layers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be between 1 and 9"):
+        spec_of(tmp_path, NEMOTRON, override=10)
+
+
+def test_ranks_that_do_not_divide_the_norms_are_refused(tmp_path: Path) -> None:
+    """Two norm groups divide over two ranks, not over four."""
+    spec = spec_of(tmp_path, {**NEMOTRON, "num_key_value_heads": 4})
+    sharding.check(spec, Layout(tensor=2))
+    with pytest.raises(ConfigError, match="2 norm groups of Mamba; 1 or 2 would work"):
+        sharding.check(spec, Layout(tensor=4))

@@ -1,0 +1,1 @@
+"""Families with state mixers: short convolutions and Mamba2."""

@@ -1,0 +1,52 @@
+"""Mamba2's fields of config.json as Bamba, Granite 4 and Falcon-H1 name them: ``mamba_n_heads`` and so on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from weft.config.families.facts import Facts
+from weft.config.families.mixers.state_caches import time_step_limits
+from weft.config.parts.mixers import MambaSpec
+
+
+def mamba_spec(
+    facts: Facts,
+    layers: tuple[int, ...],
+    *,
+    inner: int | None = None,
+    groups: int = 1,
+    state: int = 256,
+    norm: Literal["gated", "normed", "none"] = "gated",
+) -> MambaSpec:
+    """Return the Mamba2 spec for ``layers``. Raise ConfigError.
+
+    inner: channels of all heads; None: ``mamba_expand`` times the hidden size. groups, state: defaults.
+    """
+    if inner is None:
+        inner = facts.integer("mamba_expand", 2) * facts.integer("hidden_size")
+    facts.get("mamba_expand")
+    heads = facts.integer("mamba_n_heads", 128)
+    groups = facts.integer("mamba_n_groups", groups)
+    if heads % groups:
+        raise facts.fail("mamba_n_heads", f"{heads} is not a multiple of mamba_n_groups {groups}")
+    if inner % heads:
+        raise facts.fail("mamba_n_heads", f"{heads} does not divide the {inner} channels of all heads")
+    if facts.get("mamba_d_head") not in (None, "auto", inner // heads):
+        raise facts.fail("mamba_d_head", f"times mamba_n_heads must be {inner}")
+    if facts.activation() != "silu":
+        raise facts.fail("hidden_act", f"{facts.activation()!r} is not supported in Mamba layers")
+    low, high = time_step_limits(facts)
+    return MambaSpec(
+        layers=layers,
+        heads=heads,
+        dim=inner // heads,
+        groups=groups,
+        state=facts.integer("mamba_d_state", state),
+        conv=facts.integer("mamba_d_conv", 4, low=2, high=64),
+        conv_bias=facts.flag("mamba_conv_bias", True),
+        bias=facts.flag("mamba_proj_bias", False),
+        norm=norm,
+        norm_groups=groups,
+        low=low,
+        high=high,
+    )

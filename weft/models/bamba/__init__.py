@@ -1,0 +1,1 @@
+"""Bamba: Mamba2 and grouped-query attention, gated feed-forward blocks."""

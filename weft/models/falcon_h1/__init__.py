@@ -1,0 +1,1 @@
+"""Falcon-H1: Mamba2 and grouped-query attention side by side."""
