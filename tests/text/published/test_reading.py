@@ -28,7 +28,6 @@ from weft.text.template import ChatTemplate
 
 pytestmark = pytest.mark.slow
 
-_GEMMA = "calls with their own quotes are not read: Weft serves no Gemma"
 _NO_CALLS = "the template shows no calls of earlier turns"
 NOT_SUPPORTED = {
     "data--v1": "Mistral's first tokenizer has no calls, and its template refuses results",
@@ -39,19 +38,12 @@ NOT_SUPPORTED = {
     "models--LFM2.5-Instruct": _NO_CALLS,
     "models--fireworks-ai-llama-3-firefunction-v2": "it wants tools in a variable that no API has",
     "models--google-gemma-2-2b-it": _NO_CALLS,
-    "models--google-gemma-4-31B-it-interleaved": _GEMMA,
     "models--ibm-granite-granite-3.3-2B-Instruct": _NO_CALLS,
     "models--llama-cpp-rwkv-world": _NO_CALLS,
     "mrs--gemma3n": _NO_CALLS,
     "mrs--smollm3": _NO_CALLS,
     "tok--llama3": "the template of Llama 3.0, which has no calls",
     "trl--cohere2": _NO_CALLS,
-    "trl--diffusion_gemma": _GEMMA,
-    "trl--gemma4": _GEMMA,
-    "trl--gemma4_v2": _GEMMA,
-    "trl--gemma4_v3": _GEMMA,
-    "trl--gemma4_v4": _GEMMA,
-    "trl--gemma4_v5": _GEMMA,
     "trl--idefics3": _NO_CALLS,
     "trl--lfm2": _NO_CALLS,
     "trl--llama3": "the template of Llama 3.0, which has no calls",

@@ -194,7 +194,7 @@ def _one_call(call: Call, tools: Items[Tool]) -> Grammar:
         if isinstance(spelled, Parameters):
             body = parameter_parts(spelled, tool)
         elif isinstance(spelled, Keywords):
-            body = keyword_parts(tool)
+            body = keyword_parts(spelled, tool)
         else:
             body = (_arguments(tool),)
         # ``\1`` marks the place of the call's number, see ``_written``.

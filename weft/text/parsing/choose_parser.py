@@ -28,6 +28,8 @@ _CALLS_BY_TEXT = (
     (("<|tools_prefix|>",), "apertus"),
     (("<|START_ACTION|>",), "command_a"),
     (("<|tool_call_start|>",), "lfm2"),
+    (("<|tool_call>", "call:"), "gemma4"),
+    (("<start_function_call>",), "functiongemma"),
     (("<|function_call|>",), "gigachat3"),
     (("<|role_sep|>", "function call"), "gigachat3"),
     (("<tool_calls>[",), "apriel"),

@@ -101,6 +101,15 @@ class Parameters(_Part, frozen=True, kw_only=True):
 class Keywords(_Part, frozen=True, kw_only=True):
     """``key=value, ...)`` with values in Python or JSON spelling."""
 
+    assign: str = "="
+    end: str = ")"
+    between: str = ", "
+    """The text of a grammar between two keywords. A reader accepts a comma with white space."""
+    quote: str = ""
+    """A text at both ends of a string, without escapes inside the string. Keys of nested objects then need no
+    quotes. The quotes of Python stay valid.
+    """
+
 
 Arguments: TypeAlias = JsonArguments | CallObject | Parameters | Keywords
 
@@ -111,7 +120,7 @@ class Section(_Part, frozen=True, kw_only=True):
     head: Syntax = ()
     tail: Syntax = ()
     between: str = ""
-    """Separator of two calls. If not empty, no other text may stand between calls."""
+    """Separator of two calls, or white space. If not empty, no other text may stand between calls."""
     required: bool = True
     """True if a call outside the section does not count as a call."""
 
@@ -244,6 +253,8 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
                 spelled = call.arguments
                 yield from (spelled.key_open, spelled.key_close, spelled.value_open)
                 yield from (spelled.value_close, spelled.end)
+            elif isinstance(call.arguments, Keywords):
+                yield call.arguments.quote
         if self.channels is not None:
             used = self.channels
             yield from (used.start, used.channel, used.constrain, used.message, *used.ends)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.common.errors import InvalidRequest
-from weft.text.parsing.declaration import Parameters
+from weft.text.parsing.declaration import Keywords, Parameters
 from weft.text.parsing.parser import Tool
 from weft.text.parsing.values import types_of
 from weft.types.grammar import FreeText, Grammar, GrammarSequence, JsonSchema, OneOf, Regex, Repeated, Text
@@ -15,6 +15,9 @@ from weft.types.grammar import FreeText, Grammar, GrammarSequence, JsonSchema, O
 _KEY = Regex(r"[A-Za-z0-9_.\-]{1,64}")
 _HELD = frozenset(("type", "enum", "const", "description", "title", "default", "examples", "$comment"))
 """Schema keywords a grammar can enforce for a string without quotes."""
+_NESTED = frozenset((*_HELD, "items", "properties", "required", "additionalProperties"))
+"""Schema keywords a grammar can enforce for a value with the quotes of the family."""
+_MAX_NESTED = 8
 
 
 def parameter_parts(spelled: Parameters, tool: Tool) -> tuple[Grammar, ...]:
@@ -39,29 +42,79 @@ def parameter_parts(spelled: Parameters, tool: Tool) -> tuple[Grammar, ...]:
     return (*parts, Text(gap + spelled.end))
 
 
-def keyword_parts(tool: Tool) -> tuple[Grammar, ...]:
-    """Return the grammar of ``a=1, b=2)`` behind the opening parenthesis, with values in JSON.
+def keyword_parts(spelled: Keywords, tool: Tool) -> tuple[Grammar, ...]:
+    """Return the grammar of ``a=1, b=2)`` behind the opening bracket, in the spelling of ``spelled``.
 
-    Raises InvalidRequest if the form cannot express a strict schema.
+    Values are JSON, or have the quotes of ``spelled``. Raises InvalidRequest if the form cannot express a
+    strict schema.
     """
     properties, needed = _properties(tool)
+    end = Text(spelled.end)
     if properties is None:
-        pair = GrammarSequence((Regex(r"[A-Za-z_][A-Za-z0-9_]{0,63}"), Text("="), JsonSchema(schema="true")))
-        return (Repeated(part=pair, between=", "), Text(")"))
+        key = Regex(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+        pair = GrammarSequence((key, Text(spelled.assign), JsonSchema(schema="true")))
+        return (Repeated(part=pair, between=spelled.between), end)
     pairs = {
-        key: GrammarSequence((Text(f"{key}="), JsonSchema(schema=_schema(tool, schema))))
+        key: GrammarSequence((Text(key + spelled.assign), _keyword_value(spelled, tool, schema)))
         for key, schema in properties.items()
     }
-    # Required keywords come first, so that every optional keyword can start with a comma.
+    return (*_pairs(spelled, pairs, needed), end)
+
+
+def _pairs(
+    spelled: Keywords, pairs: Mapping[str, Grammar], needed: frozenset[str]
+) -> tuple[Grammar, ...]:
+    """Return the grammar of keywords: the needed keywords in order, then any others.
+
+    The needed keywords come first, so that every other keyword can start with a comma.
+    """
+    comma = Text(spelled.between)
     first = [pair for key, pair in pairs.items() if key in needed]
     others = [pair for key, pair in pairs.items() if key not in needed]
     if not first:
-        some = Repeated(part=OneOf(tuple(others)), between=", ", most=len(others)) if others else Text("")
-        return (some, Text(")"))
+        if not others:
+            return (Text(""),)
+        return (Repeated(part=OneOf(tuple(others)), between=spelled.between, most=len(others)),)
     parts: list[Grammar] = [first[0]]
-    parts += [GrammarSequence((Text(", "), pair)) for pair in first[1:]]
-    parts += [Repeated(part=GrammarSequence((Text(", "), pair)), most=1) for pair in others]
-    return (*parts, Text(")"))
+    parts += [GrammarSequence((comma, pair)) for pair in first[1:]]
+    parts += [Repeated(part=GrammarSequence((comma, pair)), most=1) for pair in others]
+    return tuple(parts)
+
+
+def _keyword_value(spelled: Keywords, tool: Tool, schema: Any, depth: int = 0) -> Grammar:
+    """Return the grammar of the value of a keyword.
+
+    With own quotes, strings have these quotes, also in arrays and in objects with known properties. Anything
+    that this spelling cannot express is JSON, which every reader of keywords accepts.
+    """
+    made = JsonSchema(schema=_schema(tool, schema))
+    known = _NESTED if tool.strict else None
+    if not spelled.quote or not isinstance(schema, Mapping) or depth > _MAX_NESTED:
+        return made
+    if known is not None and schema.keys() - known:
+        return made
+    types = types_of(schema, tool.parameters)
+    quote = spelled.quote
+    options = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(options, list) and options and all(isinstance(option, str) for option in options):
+        return OneOf(tuple(Text(quote + option + quote) for option in options))
+    if types == ("string",) and not isinstance(options, list):
+        return GrammarSequence((Text(quote), FreeText(ends=(quote,))))
+    items = schema.get("items")
+    if types == ("array",) and isinstance(items, Mapping):
+        one = _keyword_value(spelled, tool, items, depth + 1)
+        return GrammarSequence((Text("["), Repeated(part=one, between=spelled.between), Text("]")))
+    properties = schema.get("properties")
+    if types == ("object",) and isinstance(properties, Mapping) and properties:
+        needed = schema.get("required")
+        pairs = {
+            key: GrammarSequence((Text(key + ":"), _keyword_value(spelled, tool, value, depth + 1)))
+            for key, value in properties.items()
+        }
+        named = frozenset(needed) if isinstance(needed, list) else frozenset()
+        if named <= pairs.keys():
+            return GrammarSequence((Text("{"), *_pairs(spelled, pairs, named), Text("}")))
+    return made
 
 
 def _properties(tool: Tool) -> tuple[dict[str, Any] | None, frozenset[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from weft.text.parsing.declaration import OutputFormat
 from weft.text.parsing.formats import (
     deepseek,
+    gemma,
     gigachat,
     glm,
     gpt_oss,
@@ -18,7 +19,7 @@ from weft.text.parsing.formats import (
     tagged,
 )
 
-_FAMILIES = (deepseek, gigachat, glm, gpt_oss, hermes, kimi, lists, llama, mistral, qwen3_coder, tagged)
+_FAMILIES = (deepseek, gemma, gigachat, glm, gpt_oss, hermes, kimi, lists, llama, mistral, qwen3_coder, tagged)
 _CALL_ALIASES = {
     "qwen": "hermes",
     "qwen3_xml": "qwen3_coder",

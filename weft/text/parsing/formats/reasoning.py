@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from weft.text.parsing.declaration import OutputFormat, ReasoningMarks
 from weft.text.parsing.formats import lists
+from weft.text.parsing.formats.gemma import GEMMA4_REASONING
 from weft.text.parsing.formats.gpt_oss import GPT_OSS
 from weft.text.parsing.formats.mistral import MISTRAL_REASONING
 
@@ -18,7 +19,4 @@ DEEPSEEK_R1 = OutputFormat(
 SEED_OSS = OutputFormat(
     name="seed_oss", reasoning=(ReasoningMarks(open="<seed:think>", close="</seed:think>"),)
 )
-GEMMA4 = OutputFormat(
-    name="gemma4", reasoning=(ReasoningMarks(open="<|channel>thought", close="<channel|>"),)
-)
-FORMATS = (QWEN3, DEEPSEEK_R1, SEED_OSS, GEMMA4, MISTRAL_REASONING, GPT_OSS, *lists.REASONING)
+FORMATS = (QWEN3, DEEPSEEK_R1, SEED_OSS, GEMMA4_REASONING, MISTRAL_REASONING, GPT_OSS, *lists.REASONING)
