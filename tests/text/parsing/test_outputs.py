@@ -12,8 +12,8 @@ from tests.text.parsing.checks import check_output, read
 from tests.text.parsing.families import FAMILIES, SPEC, by_value
 from tests.text.parsing.outputs import Maker
 
-TAGS = {"qwen3_coder", "glm45", "deepseek_v32", "deepseek_v4", "minimax_m2", "seed_oss"}
-RAW = frozenset(FAMILIES) - TAGS - {"pythonic", "lfm2"}
+TAGS = {"qwen3_coder", "glm45", "hy_v3", "deepseek_v32", "deepseek_v4", "minimax_m2", "seed_oss", "step3"}
+RAW = frozenset(FAMILIES) - TAGS - {"pythonic", "lfm2", "olmo3", "gemma4", "functiongemma"}
 SEEDS = st.integers(0, 2**63)
 GRID = 5_000
 

@@ -92,6 +92,11 @@ class OutputGrammars:
         used = self._declared.channels
         if used is not None:
             part = GrammarSequence((Text(used.channel + used.texts[0] + used.message), part))
+        marked = tuple(
+            GrammarSequence((Text(marks.open + marks.gap), part, Text(marks.gap + marks.close)))
+            for marks in self._declared.answer
+        )
+        part = OneOf((part, *marked)) if marked else part
         return self.behind_reasoning(part, reasoning=reasoning, in_reasoning=in_reasoning)
 
     def behind_reasoning(
@@ -197,13 +202,17 @@ def _one_call(call: Call, tools: Items[Tool]) -> Grammar:
             body = keyword_parts(spelled, tool)
         else:
             body = (_arguments(tool),)
-        # ``\1`` marks the place of the call's number, see ``_written``.
-        first, numbered, rest = after.partition("\1")
-        number: tuple[Grammar, ...] = (_NUMBER, Text(rest)) if numbered else ()
-        bodies.append(GrammarSequence((Text(tool.name + first), *number, *body)))
+        bodies.append(GrammarSequence((*_with_number(tool.name + after), *body)))
     tail = ("}" if isinstance(spelled, CallObject) else "") + "".join(_written(call.tail))
-    parts: list[Grammar] = [*([Text(before)] if before else []), OneOf(tuple(bodies))]
+    parts: list[Grammar] = [*_with_number(before), OneOf(tuple(bodies))]
     return GrammarSequence((*parts, *([Text(tail)] if tail else [])))
+
+
+def _with_number(text: str) -> tuple[Grammar, ...]:
+    """Return the grammar of ``text``; the character ``\\1`` stands for a number, see ``_written``."""
+    first, numbered, rest = text.partition("\1")
+    number: tuple[Grammar, ...] = (_NUMBER, Text(rest)) if numbered else ()
+    return (*((Text(first),) if first else ()), *number)
 
 
 def _either(parts: list[Grammar]) -> tuple[Grammar]:
@@ -233,7 +242,7 @@ def _written(items: Syntax) -> list[str]:
         elif isinstance(item, Name):
             texts.append("\0")
         elif isinstance(item, Identifier):
-            texts.append("functions.\0:\1" if item.holds_name else "")
+            texts.append("functions.\0:\1" if item.holds_name else "\1" if item.written else "")
         elif item.written:
             texts += _written(item.items)
     return texts

@@ -40,6 +40,8 @@ class Identifier(msgspec.Struct, frozen=True, kw_only=True):
     """True if the id contains the name, as in ``functions.NAME:NUMBER``. The reader accepts an id without the
     prefix or the number, and with other separators.
     """
+    written: bool = False
+    """True if a grammar writes a number as the id. A grammar always writes an id with the name."""
 
 
 BLANK = Blank()
@@ -47,6 +49,7 @@ LINE = Blank("\n")
 NAME = Name()
 IDENTIFIER = Identifier()
 NAMING_IDENTIFIER = Identifier(holds_name=True)
+WRITTEN_IDENTIFIER = Identifier(written=True)
 
 
 class Optional(msgspec.Struct, frozen=True):
@@ -173,6 +176,19 @@ class ReasoningMarks(_Part, frozen=True, kw_only=True):
     """
 
 
+class AnswerMarks(_Part, frozen=True, kw_only=True):
+    """The texts around an answer. White space beside the texts belongs to the texts.
+
+    ``open`` counts only before any content, ``close`` only behind ``open`` and at the end of the content. In
+    other places both are content.
+    """
+
+    open: str
+    close: str
+    gap: str = "\n"
+    """The text of a grammar beside the answer."""
+
+
 class Channels(_Part, frozen=True, kw_only=True):
     """Messages with headers, in the spelling of GPT-OSS.
 
@@ -205,6 +221,8 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
 
     name: str
     reasoning: tuple[ReasoningMarks, ...] = ()
+    answer: tuple[AnswerMarks, ...] = ()
+    """Spellings of the texts around an answer. An answer may also lack these texts."""
     calls: tuple[Call, ...] = ()
     channels: Channels | None = None
     channel_reasoning: bool = True
@@ -246,6 +264,8 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
         """Yield all exact texts of the declaration, possibly "" and with repetitions."""
         for reasoning in self.reasoning:
             yield from (reasoning.open, reasoning.close)
+        for answer in self.answer:
+            yield from (answer.open, answer.close)
         for call in self.calls:
             section = call.section or Section()
             yield from texts_of((*section.head, *call.head, *call.tail, *section.tail))
@@ -283,6 +303,7 @@ def combined(thinking: OutputFormat | None, calling: OutputFormat | None) -> Out
     made = OutputFormat(
         name="+".join(dict.fromkeys(part.name for part in parts)),
         reasoning=() if thinking is None else thinking.reasoning,
+        answer=() if thinking is None else thinking.answer,
         calls=() if calling is None else calling.calls,
         channels=channels,
         channel_reasoning=thinking is not None and thinking.channels is not None,
@@ -295,7 +316,7 @@ def combined(thinking: OutputFormat | None, calling: OutputFormat | None) -> Out
 def check_format(declared: OutputFormat) -> None:
     """Raise ValueError if an opening text is empty or is a prefix of another opening text."""
     begins = list({trigger for call in declared.calls for trigger in call.triggers})
-    begins += [reasoning.open for reasoning in declared.reasoning]
+    begins += [marks.open for marks in (*declared.reasoning, *declared.answer)]
     if declared.channels is not None:
         begins += [declared.channels.start, declared.channels.channel]
     if "" in begins:
