@@ -286,7 +286,7 @@ def _functools(calls: Sequence[Call], first: int) -> str:
 
 def _command_r(calls: Sequence[Call], first: int) -> str:
     made = [{"tool_name": call.name, "parameters": call.arguments} for call in calls]
-    return f"Action:\n```json\n{_json(made)}\n```"
+    return f"Action:\n```json\n[\n{_json(made)[1:-1]}\n]```"
 
 
 def _olmo3(calls: Sequence[Call], first: int) -> str:

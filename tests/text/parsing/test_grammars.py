@@ -30,7 +30,8 @@ from weft.text.tokenizer import Tokenizer
 from weft.types.grammar import Grammar, JsonSchema, Text
 
 pytest.importorskip("llguidance")
-NAMES = sorted(FAMILIES.keys() - {"python_tag", "mistral_list", "bare"})
+NAMES = sorted(FAMILIES.keys() - {"python_tag", "mistral_list", "bare", "functools"})
+KEYWORDS = frozenset(("pythonic", "lfm2", "olmo3"))
 _TOKEN = re.compile(r"</?[^\s\"=]+>|\[/?[A-Z_]+\]")
 
 
@@ -102,13 +103,15 @@ def plain(value: Any) -> Any:
 
 
 def written(family: Family, calls: Sequence[Call]) -> str:
-    if family.name in ("pythonic", "lfm2"):  # under a grammar values are written as JSON
+    if family.name in KEYWORDS:  # under a grammar values are written as JSON
         made = []
         for one in calls:
             values = [
                 f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in one.arguments.items()
             ]
             made.append(f"{one.name}({', '.join(values)})")
+        if family.name == "olmo3":
+            return "<function_calls>\n" + "\n".join(made) + "\n</function_calls>"
         listed = f"[{', '.join(made)}]"
         return listed if family.name == "pythonic" else f"<|tool_call_start|>{listed}<|tool_call_end|>"
     if family.name == "gpt_oss":
@@ -125,10 +128,7 @@ def required(held: Held, **more: Any) -> Grammar:
 def some_calls(held: Held, seed: int) -> list[Call]:
     maker = Maker(held.family, random.Random(seed))
     calls = ordered(maker.calls().calls)
-    if held.family.name in (
-        "pythonic",
-        "lfm2",
-    ):  # all keywords are optional here: any order, but at least one keyword
+    if held.family.name in KEYWORDS:  # all keywords are optional here: any order, but at least one keyword
         calls = [one for one in calls if one.arguments] or [Call("get", {"days": 1})]
     return calls[:1] if held.family.name == "gpt_oss" else calls
 

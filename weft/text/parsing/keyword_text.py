@@ -12,7 +12,7 @@ from weft.text.parsing.tape import Reading, Tape
 
 MAX_KEY = 256
 _KEY = re.compile(r"[A-Za-z0-9_.:/\-]*")
-_KEY_BEFORE_COLON = re.compile(r"[^:{}\[\]<>,=\"'\s]*")
+_KEY_BEFORE_COLON = re.compile(r"[^:{}\[\]<>,\"'\n]*")
 
 
 class KeywordReader:
@@ -91,4 +91,4 @@ class KeywordReader:
         key = yield from tape.run(self._pattern, MAX_KEY)
         if len(key) > MAX_KEY or not key or not (yield from tape.blank()):
             return ""
-        return key if (yield from tape.literal(self._spelled.assign)) is not None else ""
+        return key.rstrip() if (yield from tape.literal(self._spelled.assign)) is not None else ""

@@ -21,7 +21,7 @@ _ESCAPES = {
 _HEX = {"x": 2, "u": 4, "U": 8}
 _NUMBER = re.compile(r"[0-9A-Za-z_.+\-]*")
 _WORD = re.compile(r"[A-Za-z0-9_]*")
-_BARE_KEY = re.compile(r"[^:{}\[\]<>,\"'\s]*")
+_BARE_KEY = re.compile(r"[^:{}\[\]<>,\"'\n]*")
 _MAX_BARE_KEY = 256
 _DIGITS = re.compile(r"[0-9a-fA-F]*")
 _PLAIN = {quote: re.compile(f"[^{quote}\\\\\n]*") for quote in "'\""}
@@ -203,7 +203,7 @@ class PythonReader:
         key = yield from tape.run(_BARE_KEY, _MAX_BARE_KEY)
         if not key or len(key) > _MAX_BARE_KEY:
             return False
-        self._give(quoted(key))
+        self._give(quoted(key.rstrip()))
         return True
 
     def _between_quotes(self) -> Reading[bool]:

@@ -10,7 +10,7 @@ from weft.text.parsing.declaration import BLANK, NAME, Call, Keywords, OutputFor
 
 
 def _noted(name: str, opens: str, closes: str, quote: str) -> OutputFormat:
-    """Return the format with calls between ``opens`` and ``closes``, and ``quote`` at both ends of strings."""
+    """Return the format with calls between ``opens`` and ``closes``, and strings between ``quote``."""
     spelled = Keywords(assign=":", end="}", between=",", quote=quote)
     call = Call(
         head=(opens, BLANK, "call:", NAME, BLANK, "{"), arguments=spelled, tail=(BLANK, closes), gap=""

@@ -50,9 +50,7 @@ def _hunyuan(suffix: str) -> Call:
     )
 
 
-GLM45 = OutputFormat(
-    name="glm45", calls=(Call(head=("<tool_call>", BLANK, NAME), arguments=_parameters()),)
-)
+GLM45 = OutputFormat(name="glm45", calls=(Call(head=("<tool_call>", BLANK, NAME), arguments=_parameters()),))
 HY_V3 = OutputFormat(name="hy_v3", calls=tuple(map(_hunyuan, SUFFIXES)))
 HY_V3_REASONING = OutputFormat(
     name="hy_v3",

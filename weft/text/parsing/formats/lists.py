@@ -63,8 +63,8 @@ COMMAND_R = OutputFormat(
     calls=(
         Call(
             section=Section(
-                head=("Action:", LINE, "```json", LINE, "[", BLANK),
-                tail=(BLANK, "]", LINE, "```"),
+                head=("Action:", LINE, "```json", LINE, "[", LINE),
+                tail=(LINE, "]", BLANK, "```"),
                 between=",",
             ),
             arguments=_COHERE,
@@ -77,9 +77,7 @@ OLMO3 = OutputFormat(
     name="olmo3",
     calls=(
         Call(
-            section=Section(
-                head=("<function_calls>", LINE), tail=(LINE, "</function_calls>"), between="\n"
-            ),
+            section=Section(head=("<function_calls>", LINE), tail=(LINE, "</function_calls>"), between="\n"),
             head=(NAME, "("),
             arguments=Keywords(),
         ),

@@ -1,4 +1,4 @@
-"""Reasoning in tags: ``<think>...</think>`` and similar tags. Some families also write tags around the answer.
+"""Reasoning in tags: ``<think>...</think>`` and similar tags. Some families also tag the answer.
 
 Most templates or models open the reasoning. ``deepseek_r1`` starts inside the reasoning without an opening
 tag: neither the first R1 nor its templates wrote an opening tag.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from weft.text.parsing.declaration import (
     BLANK,
+    NAME,
     WRITTEN_IDENTIFIER,
     AnswerMarks,
     Call,
     JsonArguments,
-    NAME,
     OutputFormat,
     ReasoningMarks,
     Section,
