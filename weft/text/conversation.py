@@ -4,7 +4,8 @@ Templates differ in system messages. Most show only a first system message. Othe
 message, or drop a later message silently. Instructions of an application must reach the model, so messages
 are rearranged where necessary:
 
-* System (and developer) messages before all others become one message, joined by an empty line.
+* System (and developer) messages before all others become one message, joined by an empty line. If no user
+  message follows, a developer message behind a system message is not joined: it takes the user's place.
 * A later system message stays in place if the template shows such messages. Otherwise the message becomes a
   part of the user's turn, between ``<system-reminder>`` tags. A first system message is treated the same way
   if the template shows no system messages at all.
@@ -108,13 +109,15 @@ def arranged(messages: Sequence[ChatMessage], order: RoleOrder, one_call: bool =
     ``one_call``: the template shows one call of a message. Each call then gets a message of its own.
     """
     made: list[ChatMessage] = []
+    asked = any(message.role == "user" for message in messages)
     for message in messages:
         last = made[-1] if made else None
         if message.role not in SYSTEM:
             made.append(message)
             continue
         # Only system messages so far: all join the first.
-        if last is not None and last.role in SYSTEM and len(made) == 1:
+        first = last is not None and last.role in SYSTEM and len(made) == 1
+        if last is not None and first and (asked or message.role == "system"):
             made[0] = _joined(last, message)
             continue
         role = order.first(message.role) if last is None else order.late(message.role)
@@ -291,7 +294,8 @@ def _content(message: ChatMessage, role: str, form: TemplateForm, marks: Marks, 
         ]
     # Without images, the form decides between a string and a list of parts.
     texts = [part.text for part in message.content if isinstance(part, TextPart)]
-    content = content_of(form, role, texts)
+    # Templates read a developer message in the form of a system message.
+    content = content_of(form, "system" if role == "developer" else role, texts)
     return (
         marks.around(content, mark)
         if isinstance(content, str)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.common.errors import ConfigError, InvalidRequest
+from weft.text.builtin import builtin_template
 from weft.text.chat import ChatFormat, ImageRules
 from weft.text.parsing.choose_parser import ModelHints, choose
 from weft.text.parsing.output import ModelOutput
@@ -41,12 +42,15 @@ class TextModel:
     ) -> TextModel:
         """Read the text files of a checkpoint's folder and return the text model.
 
-        ``chat_template`` is a file to use instead of the checkpoint's template. The parsers are names of
+        ``chat_template`` is a file to use instead of the checkpoint's template. Without both, a model may have
+        a template of Weft (``weft.text.builtin``). The parsers are names of
         ``weft.text.parsing.formats``, ``auto`` (chosen by the model) or ``none``. See ``ChatFormat`` for
         ``images`` and ``Tokenizer`` for ``hidden``. Raises ConfigError for any unusable input.
         """
         tokenizer = Tokenizer.load(folder, hidden)
         source = None if chat_template is None else _read_template(chat_template)
+        if source is None and tokenizer.files.chat_template is None:
+            source = builtin_template(tokenizer.files.model_type)
         used = tokenizer.files.chat_template if source is None else source
         hints = ModelHints(
             template=used or "",
