@@ -42,9 +42,9 @@ class TextModel:
     ) -> TextModel:
         """Read the text files of a checkpoint's folder and return the text model.
 
-        ``chat_template`` is a file to use instead of the checkpoint's template. Without both, a model may have
-        a template of Weft (``weft.text.builtin``). The parsers are names of
-        ``weft.text.parsing.formats``, ``auto`` (chosen by the model) or ``none``. See ``ChatFormat`` for
+        ``chat_template`` is a file to use instead of the checkpoint's template. Without both, some models use
+        a template of ``weft.text.builtin``. The parsers are names of ``weft.text.parsing.formats``, ``auto``
+        (chosen by the model) or ``none``. See ``ChatFormat`` for
         ``images`` and ``Tokenizer`` for ``hidden``. Raises ConfigError for any unusable input.
         """
         tokenizer = Tokenizer.load(folder, hidden)

@@ -33,6 +33,8 @@ from tests.text.published.conversations import (
 from tests.text.published.deepseek import MODELS, written
 from tests.text.published.files import VARIABLE
 
+pytestmark = pytest.mark.slow
+
 
 @functools.cache
 def _encoder(model_type: str) -> Any:
