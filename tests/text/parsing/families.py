@@ -457,6 +457,8 @@ FAMILIES = {
         Family("llama3_json", "llama3_json", "qwen3", _llama3_json),
         Family("python_tag", "llama3_json", "qwen3", _python_tag),
         Family("pythonic", "pythonic", "qwen3", _pythonic),
+        Family("llama4", "llama4", "qwen3", _pythonic),
+        Family("llama4_json", "llama4", "qwen3", _llama3_json),
         Family("mistral", "mistral", "mistral", _mistral, open="[THINK]", close="[/THINK]"),
         Family("mistral_list", "mistral", "mistral", _mistral_list, open="[THINK]", close="[/THINK]"),
         Family(

@@ -26,6 +26,7 @@ TEMPLATES = {
     "<|start|>assistant<|channel|>final<|message|>": "gpt_oss",
     "<|python_tag|>": "llama3_json",
     "[func_name1(params_name1=params_value1": "pythonic",
+    "<|python_start|>{{ x }}<|python_end|>": "llama4",
     "<|tool_call>call:{{ name }}{": "gemma4",
     "<start_function_call>call:": "functiongemma",
     "<TOOLCALL>[": "nemotron_json",

@@ -30,8 +30,8 @@ from weft.text.tokenizer import Tokenizer
 from weft.types.grammar import Grammar, JsonSchema, Text
 
 pytest.importorskip("llguidance")
-NAMES = sorted(FAMILIES.keys() - {"python_tag", "mistral_list", "bare", "functools"})
-KEYWORDS = frozenset(("pythonic", "lfm2", "olmo3"))
+NAMES = sorted(FAMILIES.keys() - {"python_tag", "mistral_list", "bare", "functools", "llama4_json"})
+KEYWORDS = frozenset(("pythonic", "llama4", "lfm2", "olmo3"))
 _TOKEN = re.compile(r"</?[^\s\"=]+>|\[/?[A-Z_]+\]")
 
 
@@ -113,7 +113,11 @@ def written(family: Family, calls: Sequence[Call]) -> str:
         if family.name == "olmo3":
             return "<function_calls>\n" + "\n".join(made) + "\n</function_calls>"
         listed = f"[{', '.join(made)}]"
-        return listed if family.name == "pythonic" else f"<|tool_call_start|>{listed}<|tool_call_end|>"
+        return (
+            listed
+            if family.name in ("pythonic", "llama4")
+            else f"<|tool_call_start|>{listed}<|tool_call_end|>"
+        )
     if family.name == "gpt_oss":
         return family.render([Calls(tuple(calls[:1]))]).removesuffix("<|call|>")  # an end of turn
     return family.write_calls(calls, 0)

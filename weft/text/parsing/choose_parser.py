@@ -46,7 +46,7 @@ _CALLS_BY_TEXT = (
     (("<|/tool|>",), "phi4_mini_json"),
     (("<|tool_call|>",), "granite"),
     (("func_name1(",), "pythonic"),
-    (("<|python_start|>",), "pythonic"),
+    (("<|python_start|>",), "llama4"),
     (("<|python_tag|>",), "llama3_json"),
     (("<|eom_id|>",), "llama3_json"),
     (('{"name": function name, "parameters"',), "llama3_json"),
@@ -76,7 +76,7 @@ _BY_MODEL = {
     "gpt_oss": "gpt_oss",
     "kimi_k2": "kimi_k2",
     "glm4_moe": "glm45",
-    "llama4": "pythonic",
+    "llama4": "llama4",
 }
 """``model_type`` to format of calls, for templates without any sign of a format."""
 

@@ -243,11 +243,13 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
     def ways(self, *, strict: bool) -> tuple[Call, ...]:
         """Return the accepted spellings of a call.
 
-        A grammar cannot forbid a bracket at the start of a line. With ``strict``, line-start spellings are
-        therefore dropped if the first spelling has tags.
+        A grammar forbids at most the bracket of the first spelling at the start of a line. With ``strict``,
+        line-start spellings with another bracket are therefore dropped.
         """
-        kept = tuple(call for call in self.calls if not call.line_start)
-        return self.calls if not strict or self.calls[:1] != kept[:1] else kept
+        kept = self.calls[0].triggers if self.calls and self.calls[0].line_start else ()
+        return tuple(
+            call for call in self.calls if not strict or not call.line_start or call.triggers == kept
+        )
 
     def openings(self) -> tuple[str, ...]:
         """Return the texts at the start of a call, except single brackets. Such a text also ends the previous

@@ -41,7 +41,7 @@ class KeywordReader:
     def read(self) -> Reading[bool]:
         """Read the keywords and the end of the arguments. Return False if the arguments break.
 
-        One of ``ends``, or the end of the output, may replace the end of the arguments.
+        The end of the call, another call or the end of the output may replace the end of the arguments.
         """
         tape = self._tape
         tape.arguments("{")
@@ -79,7 +79,8 @@ class KeywordReader:
         tape = self._tape
         behind = tape.at
         ended = not (yield from tape.peek())
-        missing = ended or (yield from tape.literal(*self._ends.closings)) is not None
+        marks = (*self._ends.closings, *self._ends.openings)
+        missing = ended or (yield from tape.literal(*marks)) is not None
         tape.at = behind
         if missing:
             tape.arguments("}", tape.done)

@@ -13,6 +13,7 @@ from weft.text.parsing.declaration import (
     AnswerMarks,
     Call,
     JsonArguments,
+    Optional,
     OutputFormat,
     ReasoningMarks,
     Section,
@@ -26,7 +27,7 @@ def _calls(opens: str) -> Call:
         section=Section(head=(opens, BLANK), tail=(BLANK, "<|calls|>")),
         head=(
             "<|tool_call:begin|>",
-            WRITTEN_IDENTIFIER,
+            Optional((WRITTEN_IDENTIFIER,), written=True),
             "<|tool_call:name|>",
             NAME,
             "<|tool_call:args|>",
