@@ -318,7 +318,8 @@ def combined(thinking: OutputFormat | None, calling: OutputFormat | None) -> Out
 def check_format(declared: OutputFormat) -> None:
     """Raise ValueError if an opening text is empty or is a prefix of another opening text."""
     begins = list({trigger for call in declared.calls for trigger in call.triggers})
-    begins += [marks.open for marks in (*declared.reasoning, *declared.answer)]
+    begins += [reasoning.open for reasoning in declared.reasoning]
+    begins += [answer.open for answer in declared.answer]
     if declared.channels is not None:
         begins += [declared.channels.start, declared.channels.channel]
     if "" in begins:
