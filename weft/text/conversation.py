@@ -25,7 +25,9 @@ from weft.text.chat_messages import CallMade, ChatMessage, Part, Role, TextPart
 from weft.text.forms import TemplateForm, ToolForm, content_of, without_content
 from weft.text.images import VideoPart
 from weft.text.marks import Marks
+from weft.text.parsing.declaration import OutputFormat
 from weft.text.parsing.parser import Tool
+from weft.text.parsing.write_calls import written_calls
 from weft.text.template import TOO_EXPENSIVE, ChatTemplate
 
 PROBE = "5d0e4b7a91"
@@ -261,6 +263,8 @@ def _for_template(
     if role == "developer" and not template.names_developer:
         role = "system"  # the template's name for the same role
     result: dict[str, Any] = {"role": role, "content": _content(message, role, form, marks, mark)}
+    if message.calls and form.writes is not None:
+        return {**result, "content": _with_calls(message, role, form, form.writes, marks, mark)}
     if message.calls and (message.content is None or (_is_empty(message) and not form.keeps_empty)):
         result = without_content(form, result)
     if message.name is not None:
@@ -301,6 +305,21 @@ def _content(message: ChatMessage, role: str, form: TemplateForm, marks: Marks, 
         if isinstance(content, str)
         else [{**part, "text": marks.around(part["text"], mark)} for part in content]
     )
+
+
+def _with_calls(
+    message: ChatMessage, role: str, form: TemplateForm, spelled: OutputFormat, marks: Marks, mark: str
+) -> Any:
+    """Return the content of a message followed by its calls, in the spelling of the model."""
+    pieces = written_calls(spelled, [(call.name, call.shown()) for call in message.calls])
+    # Only the texts of the format may become special tokens.
+    calls = "".join(text if markup else f"{marks.around(text, mark)}" for text, markup in pieces)
+    content = None if _is_empty(message) else _content(message, role, form, marks, mark)
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": calls}]
+    if content is None:
+        return content_of(form, role, [calls])
+    return f"{content}\n{calls}"
 
 
 def _call(call: CallMade, form: ToolForm, marks: Marks, mark: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ class TextModel:
         self.tokenizer = tokenizer
         self.chat = chat
         self.output = ModelOutput(None, {}) if output is None else output
+        chat.call_format = self.output.declared
         self.end_ids: tuple[int, ...] = tuple(sorted({*tokenizer.eos_ids, *chat.ends_of_turn()}))
         """Every id at the end of a turn, from the tokenizer, the generation config and the chat template."""
         self.output.one_call = chat.one_call

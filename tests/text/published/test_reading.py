@@ -28,29 +28,24 @@ from weft.text.template import ChatTemplate
 
 pytestmark = pytest.mark.slow
 
-_NO_CALLS = "the template shows no calls of earlier turns"
+_NO_TOOLS = "the template shows no tools, and its tokenizer has no marks of calls"
 NOT_SUPPORTED = {
     "data--v1": "Mistral's first tokenizer has no calls, and its template refuses results",
     "data--v1_spm": "Mistral's first tokenizer has no calls, and its template refuses results",
     "models--CohereForAI-c4ai-command-r-plus-tool_use": "it refuses objects without additionalProperties",
-    "models--HuggingFaceTB-SmolLM3-3B": _NO_CALLS,
-    "models--LFM2-8B-A1B": _NO_CALLS,
-    "models--LFM2.5-Instruct": _NO_CALLS,
+    "models--HuggingFaceTB-SmolLM3-3B": _NO_TOOLS,
     "models--fireworks-ai-llama-3-firefunction-v2": "it wants tools in a variable that no API has",
-    "models--google-gemma-2-2b-it": _NO_CALLS,
-    "models--ibm-granite-granite-3.3-2B-Instruct": _NO_CALLS,
-    "models--llama-cpp-rwkv-world": _NO_CALLS,
-    "mrs--gemma3n": _NO_CALLS,
-    "mrs--smollm3": _NO_CALLS,
+    "models--google-gemma-2-2b-it": _NO_TOOLS,
+    "models--llama-cpp-rwkv-world": _NO_TOOLS,
+    "mrs--gemma3n": _NO_TOOLS,
     "tok--llama3": "the template of Llama 3.0, which has no calls",
-    "trl--cohere2": _NO_CALLS,
-    "trl--idefics3": _NO_CALLS,
-    "trl--lfm2": _NO_CALLS,
+    "trl--cohere2": _NO_TOOLS,
+    "trl--idefics3": _NO_TOOLS,
     "trl--llama3": "the template of Llama 3.0, which has no calls",
-    "trl--llava_next": _NO_CALLS,
-    "trl--phi3": _NO_CALLS,
+    "trl--llava_next": _NO_TOOLS,
+    "trl--phi3": _NO_TOOLS,
     "trl--qwen2_5_vl": "the template of Qwen 2.5 VL, which has no calls",
-    "trl--smolvlm": _NO_CALLS,
+    "trl--smolvlm": _NO_TOOLS,
 }
 _REFUSED = "the template refuses text beside calls"
 _DROPPED = "the template drops text or calls where a message has both"

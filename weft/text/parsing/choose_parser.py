@@ -31,6 +31,8 @@ _CALLS_BY_TEXT = (
     (("<|START_ACTION|>",), "command_a"),
     (("Action:", '"tool_name"'), "command_r"),
     (("<|tool_call_start|>",), "lfm2"),
+    (("<|tool_list_start|>",), "lfm2"),
+    (("List of tools: [", "keep_past_thinking"), "lfm2"),
     (("<|tool_call>", "call:"), "gemma4"),
     (("<start_function_call>",), "functiongemma"),
     (("<|function_call|>",), "gigachat3"),
@@ -68,6 +70,7 @@ _REASONING_BY_TEXT = (
     (("<think>", "<response>"), "granite"),
     (("<think>", "<answer>"), "hunyuan_a13b"),
     (("<think>",), "qwen3"),
+    (("</think>", "keep_past_thinking"), "qwen3"),
     (("</think>",), "deepseek_r1"),
 )
 _BY_MODEL = {
@@ -76,7 +79,10 @@ _BY_MODEL = {
     "gpt_oss": "gpt_oss",
     "kimi_k2": "kimi_k2",
     "glm4_moe": "glm45",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2",
     "llama4": "llama4",
+    "smollm3": "hermes",
 }
 """``model_type`` to format of calls, for templates without any sign of a format."""
 

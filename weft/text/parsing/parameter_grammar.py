@@ -24,9 +24,9 @@ def parameter_parts(spelled: Parameters, tool: Tool) -> tuple[Grammar, ...]:
     parts: list[Grammar] = []
     gap = spelled.gap
     if properties is None:
-        any_value = FreeText(ends=(_close(spelled),))
+        any_value = FreeText(ends=(value_close(spelled),))
         key = GrammarSequence(
-            (Text(gap + spelled.key_open), _KEY, Text(_opening(spelled, string=True)), any_value)
+            (Text(gap + spelled.key_open), _KEY, Text(value_opening(spelled, string=True)), any_value)
         )
         parts.append(Repeated(part=key))
     for key_name, schema in (properties or {}).items():
@@ -104,29 +104,30 @@ def _value(spelled: Parameters, tool: Tool, key: str, schema: Any) -> tuple[Gram
     types = types_of(schema, tool.parameters)
     if types and "string" not in types:
         value = JsonSchema(schema=schema_text(tool, schema))
-        return (Text(_opening(spelled, string=False)), value, Text(_close(spelled)))
+        return (Text(value_opening(spelled, string=False)), value, Text(value_close(spelled)))
     # A string has no quotes here, so a JSON grammar does not apply: only fixed texts or free text remain.
     options = schema.get("enum") if isinstance(schema, Mapping) else None
     if isinstance(schema, Mapping) and "const" in schema:
         options = [schema["const"]]
     if isinstance(options, list) and options and all(isinstance(option, str) for option in options):
-        texts = OneOf(tuple(Text(option + _close(spelled)) for option in options))
-        return (Text(_opening(spelled, string=True)), texts)
+        texts = OneOf(tuple(Text(option + value_close(spelled)) for option in options))
+        return (Text(value_opening(spelled, string=True)), texts)
     if tool.strict and isinstance(schema, Mapping) and (odd := sorted(schema.keys() - HELD)):
         raise InvalidRequest(
             f"tool {tool.name}: strict cannot enforce {odd[0]} of the parameter {key} in this model's tool "
             "call format; leave strict or the keyword out",
             param="tools",
         )
-    return (Text(_opening(spelled, string=True)), FreeText(ends=(_close(spelled),)))
+    return (Text(value_opening(spelled, string=True)), FreeText(ends=(value_close(spelled),)))
 
 
-def _opening(spelled: Parameters, *, string: bool) -> str:
+def value_opening(spelled: Parameters, *, string: bool) -> str:
     """Return the text between the key and the value."""
     flag = spelled.string_flag + ("true" if string else "false") if spelled.string_flag else ""
     between = "\n" if spelled.value_open.startswith("<") else ""
     return spelled.key_close + flag + between + spelled.value_open + ("\n" if spelled.newlines else "")
 
 
-def _close(spelled: Parameters) -> str:
+def value_close(spelled: Parameters) -> str:
+    """Return the text behind a value."""
     return ("\n" if spelled.newlines else "") + spelled.value_close
