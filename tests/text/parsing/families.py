@@ -471,3 +471,15 @@ FAMILIES = {
         Family("gpt_oss", "openai", "openai_gptoss", _never),
     )
 }
+SAME = {
+    "functiongemma",
+    "functools",
+    "nemotron_json",
+    "command_r",
+    "hy_v3",
+    "step3",
+    "phi4_mini",
+    "llama4",
+    "llama4_json",
+}
+"""Families with the same forms of arguments as others."""

@@ -18,7 +18,7 @@ import pytest
 from tests.support.slow import mostly_slow
 from tests.support.text_folders import write_tokenizer
 from tests.text.parsing.checks import read
-from tests.text.parsing.families import FAMILIES, SPEC, TOOLS, Call, Calls, Family, ReasoningMarks
+from tests.text.parsing.families import FAMILIES, SAME, SPEC, TOOLS, Call, Calls, Family, ReasoningMarks
 from tests.text.parsing.outputs import Maker
 from weft.common.errors import InvalidRequest
 from weft.grammar.base import GrammarCompiler
@@ -79,7 +79,10 @@ class Held:
         return None
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] if name in SAME else []) for name in NAMES],
+)
 def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Held:
     return Held(FAMILIES[request.param], tmp_path_factory.mktemp("grammars") / request.param)
 

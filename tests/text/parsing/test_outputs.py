@@ -10,23 +10,11 @@ from hypothesis import strategies as st
 
 from tests.support.slow import mostly_slow
 from tests.text.parsing.checks import check_output, read
-from tests.text.parsing.families import FAMILIES, SPEC, by_value
+from tests.text.parsing.families import FAMILIES, SAME, SPEC, by_value
 from tests.text.parsing.outputs import Maker
 
 TAGS = {"qwen3_coder", "glm45", "hy_v3", "deepseek_v32", "deepseek_v4", "minimax_m2", "seed_oss", "step3"}
 RAW = frozenset(FAMILIES) - TAGS - {"pythonic", "llama4", "lfm2", "olmo3", "gemma4", "functiongemma"}
-SAME = {
-    "functiongemma",
-    "functools",
-    "nemotron_json",
-    "command_r",
-    "hy_v3",
-    "step3",
-    "phi4_mini",
-    "llama4",
-    "llama4_json",
-}
-"""Families with the same forms of arguments as others."""
 DEFAULT = [name for name in FAMILIES if name not in SAME]
 SEEDS = st.integers(0, 2**63)
 GRID = 5_000
