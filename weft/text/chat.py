@@ -117,7 +117,7 @@ class ChatFormat:
         self._source = template if template is not None else tokenizer.files.chat_template
         self._allow_request_template = allow_request_template
         self._default_kwargs = check_kwargs(default_kwargs)
-        self._in_reasoning = in_reasoning
+        self._in_reasoning = in_reasoning or (lambda prompt, continued: False)
         self.call_format: OutputFormat | None = None
         """The model's format, for calls that the template does not show."""
         self._form: TemplateForm | None = None
@@ -198,8 +198,7 @@ class ChatFormat:
         ids = self._tokenizer.encode_private(private, add_special_tokens=False, limit=limit)
         text = rendered.replace(mark, "")
         last = checked[-1].text() if continue_final_message else ""
-        continues = add_generation_prompt or continue_final_message
-        in_reasoning = continues and self._in_reasoning is not None and self._in_reasoning(text, last)
+        in_reasoning = (add_generation_prompt or continue_final_message) and self._in_reasoning(text, last)
         self._check_shown(shown, ids)
         return ChatPrompt(ids, text, in_reasoning, shown)
 

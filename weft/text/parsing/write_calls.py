@@ -67,6 +67,7 @@ def _arguments(spelled: Arguments, arguments: Mapping[str, Any]) -> Iterator[Pie
 
 def _value(quote: str, value: Any) -> Iterator[Piece]:
     """Yield the pieces of a value in Python's spelling, or with ``quote`` around strings."""
+    # Every text of a client is a piece of its own: such a text may spell a special token.
     if isinstance(value, str) and quote:
         yield from (Piece(quote, markup=True), Piece(value, markup=False), Piece(quote, markup=True))
     elif isinstance(value, Mapping):
