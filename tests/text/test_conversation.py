@@ -78,6 +78,19 @@ def test_system_messages_before_anything_else_are_one(
     assert shown(tokenizer, template, "system", second, "user") == "[system]m0\n\nm1[user]m2"
 
 
+def test_a_developer_message_without_a_user_takes_the_users_place(tokenizer: Tokenizer) -> None:
+    assert shown(tokenizer, ANY, "system", "developer") == "[system]m0[system]m1"
+    assert shown(tokenizer, FIRST, "system", "developer") == f"[system]m0[user]{reminder('m1')}"
+    assert shown(tokenizer, FIRST, "system", "system") == "[system]m0\n\nm1"
+
+
+def test_a_developer_message_has_the_form_of_a_system_message(tokenizer: Tokenizer) -> None:
+    template = (
+        "{%- for m in messages %}[{{ m.role if m.role == 'developer' else 'x' }}]{{ m.content }}{% endfor %}"
+    )
+    assert shown(tokenizer, template, "developer", "user") == "[developer]m0[x]m1"
+
+
 def test_a_later_one_stays_where_the_template_shows_it(tokenizer: Tokenizer) -> None:
     assert shown(tokenizer, ANY, "user", "system", "user") == "[user]m0[system]m1[user]m2"
 

@@ -32,6 +32,7 @@ from weft.text.forms import PROBE_TOOLS, TemplateForm, find_ends, find_form
 from weft.text.images import VideoPart
 from weft.text.limits import MAX_SECONDS
 from weft.text.marks import Marks, secret_digits
+from weft.text.parsing.declaration import OutputFormat
 from weft.text.parsing.parser import Tool
 from weft.text.template import TOO_EXPENSIVE, ChatTemplate
 from weft.text.tokenizer import Tokenizer
@@ -116,7 +117,9 @@ class ChatFormat:
         self._source = template if template is not None else tokenizer.files.chat_template
         self._allow_request_template = allow_request_template
         self._default_kwargs = check_kwargs(default_kwargs)
-        self._in_reasoning = in_reasoning
+        self._in_reasoning = in_reasoning or (lambda prompt, continued: False)
+        self.call_format: OutputFormat | None = None
+        """The model's format, for calls that the template does not show."""
         self._form: TemplateForm | None = None
         self._template: ChatTemplate | InvalidRequest | None = None
         if self._source is not None:
@@ -195,7 +198,7 @@ class ChatFormat:
         ids = self._tokenizer.encode_private(private, add_special_tokens=False, limit=limit)
         text = rendered.replace(mark, "")
         last = checked[-1].text() if continue_final_message else ""
-        in_reasoning = (add_generation_prompt or continue_final_message) and self._thinks(text, last)
+        in_reasoning = (add_generation_prompt or continue_final_message) and self._in_reasoning(text, last)
         self._check_shown(shown, ids)
         return ChatPrompt(ids, text, in_reasoning, shown)
 
@@ -239,10 +242,6 @@ class ChatFormat:
             if not template.uses_tools or error.error_code == TOO_EXPENSIVE:
                 raise
             return template.render({**variables, "tools": PROBE_TOOLS})  # some templates fail without tools
-
-    def _thinks(self, prompt: str, last: str) -> bool:
-        """Return True if ``prompt`` ends inside reasoning. ``last``: text of the continued message, or ""."""
-        return self._in_reasoning is not None and self._in_reasoning(prompt, last)
 
     def _checked(self, messages: Any, template: ChatTemplate, choose: Choose | None) -> list[ChatMessage]:
         """Return checked messages, with chosen frames of video files. Raise InvalidRequest for images with a
@@ -293,9 +292,9 @@ class ChatFormat:
         The forms of the model's template are cached. Raises InvalidRequest for too expensive probes.
         """
         if template is not self._template:
-            return find_form(template, self._named(), MAX_SECONDS)  # a template from a request gets less time
+            return find_form(template, self._named(), MAX_SECONDS, self.call_format)
         if self._form is None:
-            self._form = find_form(template, self._named())
+            self._form = find_form(template, self._named(), spelled=self.call_format)
         return self._form
 
     def ends_of_turn(self) -> set[int]:

@@ -4,7 +4,8 @@ Templates differ in system messages. Most show only a first system message. Othe
 message, or drop a later message silently. Instructions of an application must reach the model, so messages
 are rearranged where necessary:
 
-* System (and developer) messages before all others become one message, joined by an empty line.
+* System (and developer) messages before all others become one message, joined by an empty line. If no user
+  message follows, a developer message behind a system message is not joined: it takes the user's place.
 * A later system message stays in place if the template shows such messages. Otherwise the message becomes a
   part of the user's turn, between ``<system-reminder>`` tags. A first system message is treated the same way
   if the template shows no system messages at all.
@@ -24,7 +25,9 @@ from weft.text.chat_messages import CallMade, ChatMessage, Part, Role, TextPart
 from weft.text.forms import TemplateForm, ToolForm, content_of, without_content
 from weft.text.images import VideoPart
 from weft.text.marks import Marks
+from weft.text.parsing.declaration import OutputFormat
 from weft.text.parsing.parser import Tool
+from weft.text.parsing.write_calls import written_calls
 from weft.text.template import TOO_EXPENSIVE, ChatTemplate
 
 PROBE = "5d0e4b7a91"
@@ -108,13 +111,15 @@ def arranged(messages: Sequence[ChatMessage], order: RoleOrder, one_call: bool =
     ``one_call``: the template shows one call of a message. Each call then gets a message of its own.
     """
     made: list[ChatMessage] = []
+    asked = any(message.role == "user" for message in messages)
     for message in messages:
         last = made[-1] if made else None
         if message.role not in SYSTEM:
             made.append(message)
             continue
         # Only system messages so far: all join the first.
-        if last is not None and last.role in SYSTEM and len(made) == 1:
+        first = last is not None and last.role in SYSTEM and len(made) == 1
+        if last is not None and first and (asked or message.role == "system"):
             made[0] = _joined(last, message)
             continue
         role = order.first(message.role) if last is None else order.late(message.role)
@@ -258,6 +263,8 @@ def _for_template(
     if role == "developer" and not template.names_developer:
         role = "system"  # the template's name for the same role
     result: dict[str, Any] = {"role": role, "content": _content(message, role, form, marks, mark)}
+    if message.calls and form.writes is not None:
+        return {**result, "content": _with_calls(message, role, form, form.writes, marks, mark)}
     if message.calls and (message.content is None or (_is_empty(message) and not form.keeps_empty)):
         result = without_content(form, result)
     if message.name is not None:
@@ -291,12 +298,28 @@ def _content(message: ChatMessage, role: str, form: TemplateForm, marks: Marks, 
         ]
     # Without images, the form decides between a string and a list of parts.
     texts = [part.text for part in message.content if isinstance(part, TextPart)]
-    content = content_of(form, role, texts)
+    # Templates read a developer message in the form of a system message.
+    content = content_of(form, "system" if role == "developer" else role, texts)
     return (
         marks.around(content, mark)
         if isinstance(content, str)
         else [{**part, "text": marks.around(part["text"], mark)} for part in content]
     )
+
+
+def _with_calls(
+    message: ChatMessage, role: str, form: TemplateForm, spelled: OutputFormat, marks: Marks, mark: str
+) -> Any:
+    """Return the content of a message followed by its calls, in the spelling of the model."""
+    pieces = written_calls(spelled, [(call.name, call.shown()) for call in message.calls])
+    # Only the texts of the format may become special tokens.
+    calls = "".join(text if markup else f"{marks.around(text, mark)}" for text, markup in pieces)
+    content = None if _is_empty(message) else _content(message, role, form, marks, mark)
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": calls}]
+    if content is None:
+        return content_of(form, role, [calls])
+    return f"{content}\n{calls}"
 
 
 def _call(call: CallMade, form: ToolForm, marks: Marks, mark: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import msgspec
 from weft.common.errors import InvalidRequest
 from weft.text.limits import MAX_SECONDS
 from weft.text.marks import Marks
+from weft.text.parsing.declaration import OutputFormat
 from weft.text.template import TOO_EXPENSIVE, ChatTemplate
 
 log = logging.getLogger(__name__)
@@ -65,16 +66,24 @@ class TemplateForm(msgspec.Struct, frozen=True, kw_only=True):
     """True if the template refuses reasoning beside text and calls."""
     problem: str = ""
     """The reason why the template cannot show calls; "" if the template shows calls."""
+    writes: OutputFormat | None = None
+    """The format of calls in the content of a message, for a template that cannot show calls."""
 
 
-def find_form(template: ChatTemplate, named: Mapping[str, Any], seconds: float = SECONDS) -> TemplateForm:
+def find_form(
+    template: ChatTemplate,
+    named: Mapping[str, Any],
+    seconds: float = SECONDS,
+    spelled: OutputFormat | None = None,
+) -> TemplateForm:
     """Return the forms read by ``template``.
 
-    ``named``: variables besides the conversation. ``seconds``: limit for all probes together. If no form of
-    calls works, ``problem`` gives the reason. Raises InvalidRequest (``TOO_EXPENSIVE``) if the template's
-    process was ended: a conversation would fail too.
+    ``named``: variables besides the conversation. ``seconds``: limit for all probes together. ``spelled``:
+    the model's output format, for a template without calls. If no form of calls works, ``problem`` gives the
+    reason. Raises InvalidRequest (``TOO_EXPENSIVE``) if the template's process was ended: a conversation
+    would fail too.
     """
-    return _Prober(template, named, seconds).form()
+    return _Prober(template, named, seconds, spelled).form()
 
 
 def find_ends(
@@ -96,7 +105,14 @@ def find_ends(
 class _Prober:
     """Renders probes within one time limit."""
 
-    def __init__(self, template: ChatTemplate, named: Mapping[str, Any], seconds: float = SECONDS) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        named: Mapping[str, Any],
+        seconds: float = SECONDS,
+        spelled: OutputFormat | None = None,
+    ) -> None:
+        self._spelled = spelled if spelled is not None and spelled.calls else None
         self._template = template
         self._named = named
         self._until = time.monotonic() + seconds
@@ -195,7 +211,8 @@ class _Prober:
     def _calls(self, form: TemplateForm) -> TemplateForm:
         """Return ``form`` with the way the template reads calls and the content beside calls.
 
-        Without a working way, set ``form.problem``; log a warning if the template mentions ``tool_calls``.
+        Without a working way, set ``form.problem`` and ``form.writes``; log a warning if the template
+        mentions ``tool_calls`` and the call format is unknown.
         """
         forms: tuple[ToolForm, ...] = ("object", "text")
         for named, arguments, nothing in itertools.product((False, True), forms, _NOTHINGS):
@@ -212,9 +229,10 @@ class _Prober:
             one_call = two is None or _OTHER not in two
             return msgspec.structs.replace(tried, keeps_empty=empty is not None, one_call=one_call)
         problem = self._error or "the rendered text has no calls"
-        if "tool_calls" in self._template.source:
+        if "tool_calls" in self._template.source and self._spelled is None:
             log.warning("the chat template does not render the tool calls of earlier turns: %s", problem)
-        return msgspec.structs.replace(form, problem=problem, nothing=self._plainest(form))
+        nothing = self._plainest(form)
+        return msgspec.structs.replace(form, problem=problem, nothing=nothing, writes=self._spelled)
 
     def _plainest(self, form: TemplateForm) -> Nothing:
         """Return the form of missing content with the fewest "None" and "null" in the text, for a template

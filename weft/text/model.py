@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.common.errors import ConfigError, InvalidRequest
+from weft.text.builtin import builtin_template
 from weft.text.chat import ChatFormat, ImageRules
 from weft.text.parsing.choose_parser import ModelHints, choose
 from weft.text.parsing.output import ModelOutput
@@ -22,6 +23,7 @@ class TextModel:
         self.tokenizer = tokenizer
         self.chat = chat
         self.output = ModelOutput(None, {}) if output is None else output
+        chat.call_format = self.output.declared
         self.end_ids: tuple[int, ...] = tuple(sorted({*tokenizer.eos_ids, *chat.ends_of_turn()}))
         """Every id at the end of a turn, from the tokenizer, the generation config and the chat template."""
         self.output.one_call = chat.one_call
@@ -41,12 +43,15 @@ class TextModel:
     ) -> TextModel:
         """Read the text files of a checkpoint's folder and return the text model.
 
-        ``chat_template`` is a file to use instead of the checkpoint's template. The parsers are names of
-        ``weft.text.parsing.formats``, ``auto`` (chosen by the model) or ``none``. See ``ChatFormat`` for
+        ``chat_template`` is a file to use instead of the checkpoint's template. Without both, some models use
+        a template of ``weft.text.builtin``. The parsers are names of ``weft.text.parsing.formats``, ``auto``
+        (chosen by the model) or ``none``. See ``ChatFormat`` for
         ``images`` and ``Tokenizer`` for ``hidden``. Raises ConfigError for any unusable input.
         """
         tokenizer = Tokenizer.load(folder, hidden)
         source = None if chat_template is None else _read_template(chat_template)
+        if source is None and tokenizer.files.chat_template is None:
+            source = builtin_template(tokenizer.files.model_type)
         used = tokenizer.files.chat_template if source is None else source
         hints = ModelHints(
             template=used or "",

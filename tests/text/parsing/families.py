@@ -268,6 +268,94 @@ def _minimax_m2(calls: Sequence[Call], first: int) -> str:
     return f"<minimax:tool_call>\n{''.join(text)}</minimax:tool_call>"
 
 
+def _objects(calls: Sequence[Call]) -> str:
+    return _json([{"name": call.name, "arguments": call.arguments} for call in calls])
+
+
+def _nemotron_json(calls: Sequence[Call], first: int) -> str:
+    return f"<TOOLCALL>{_objects(calls)}</TOOLCALL>"
+
+
+def _phi4_mini(calls: Sequence[Call], first: int) -> str:
+    return f"<|tool_call|>{_objects(calls)}<|/tool_call|>"
+
+
+def _functools(calls: Sequence[Call], first: int) -> str:
+    return f"functools{_objects(calls)}"
+
+
+def _command_r(calls: Sequence[Call], first: int) -> str:
+    made = [{"tool_name": call.name, "parameters": call.arguments} for call in calls]
+    return f"Action:\n```json\n[\n{_json(made)[1:-1]}\n]```"
+
+
+def _olmo3(calls: Sequence[Call], first: int) -> str:
+    made = [
+        f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
+        for call in calls
+    ]
+    return "<function_calls>\n" + "\n".join(made) + "\n</function_calls>"
+
+
+GEMMA_QUOTE = '<|"|>'
+
+
+def _noted(value: Any, quote: str) -> str:
+    if isinstance(value, str):
+        return quote + value + quote
+    if isinstance(value, list):
+        return "[" + ",".join(_noted(one, quote) for one in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_noted(one, quote)}" for key, one in value.items()) + "}"
+    return "null" if value is None else _json(value)
+
+
+def _gemma4(calls: Sequence[Call], first: int) -> str:
+    made = [f"call:{call.name}{_noted(call.arguments, GEMMA_QUOTE)}" for call in calls]
+    return "".join(f"<|tool_call>{text}<tool_call|>" for text in made)
+
+
+def _functiongemma(calls: Sequence[Call], first: int) -> str:
+    return "".join(
+        f"<start_function_call>call:{call.name}{_noted(call.arguments, '<escape>')}<end_function_call>"
+        for call in calls
+    )
+
+
+def _step3(calls: Sequence[Call], first: int) -> str:
+    text = []
+    for call in calls:
+        values = "".join(
+            f'<steptml:parameter name="{key}">{_plain(value)}</steptml:parameter>\n'
+            for key, value in call.arguments.items()
+        )
+        text.append(
+            f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{call.name}">\n{values}'
+            "</steptml:invoke><｜tool_call_end｜>"
+        )
+    return "<｜tool_calls_begin｜>" + "\n".join(text) + "<｜tool_calls_end｜>"
+
+
+def _hy_v3(calls: Sequence[Call], first: int) -> str:
+    text = []
+    for call in calls:
+        values = "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{_plain(value)}</arg_value>\n"
+            for key, value in call.arguments.items()
+        )
+        text.append(f"<tool_call>{call.name}<tool_sep>\n{values}</tool_call>")
+    return "<tool_calls>\n" + "\n".join(text) + "\n</tool_calls>"
+
+
+def _solar(calls: Sequence[Call], first: int) -> str:
+    made = "".join(
+        f"<|tool_call:begin|>{first + number}<|tool_call:name|>{call.name}<|tool_call:args|>"
+        f"{_json(call.arguments)}<|tool_call:end|>"
+        for number, call in enumerate(calls)
+    )
+    return f"<|tool_calls|>{made}<|calls|>"
+
+
 def _mistral_list(calls: Sequence[Call], first: int) -> str:
     made = [
         {"name": call.name, "arguments": call.arguments, "id": f"call{first + number:05d}"}
@@ -345,12 +433,32 @@ FAMILIES = {
             close="<|END_THINKING|>",
         ),
         Family("gigachat3", "gigachat3", "qwen3", _gigachat3),
+        Family("nemotron_json", "nemotron_json", "nemotron_v3", _nemotron_json),
+        Family("phi4_mini", "phi4_mini_json", "qwen3", _phi4_mini),
+        Family("functools", "phi4_mini_json", "qwen3", _functools),
+        Family("command_r", "command_r", "qwen3", _command_r),
+        Family("olmo3", "olmo3", "olmo3", _olmo3),
+        Family("gemma4", "gemma4", "gemma4", _gemma4, open="<|channel>thought", close="<channel|>"),
+        Family("functiongemma", "functiongemma", "qwen3", _functiongemma),
+        Family("step3", "step3", "step3", _step3),
+        Family("hy_v3", "hy_v3", "hy_v3", _hy_v3),
+        Family(
+            "solar_open",
+            "solar_open",
+            "solar_open",
+            _solar,
+            open="<|think|>",
+            close="<|end|><|begin|>assistant",
+            ids=lambda name, number: str(number),
+        ),
         Family("lfm2", "lfm2", "qwen3", _lfm2),
         Family("minimax_m2", "minimax_m2", "qwen3", _minimax_m2),
         Family("seed_oss", "seed_oss", "seed_oss", _seed_oss, open="<seed:think>", close="</seed:think>"),
         Family("llama3_json", "llama3_json", "qwen3", _llama3_json),
         Family("python_tag", "llama3_json", "qwen3", _python_tag),
         Family("pythonic", "pythonic", "qwen3", _pythonic),
+        Family("llama4", "llama4", "qwen3", _pythonic),
+        Family("llama4_json", "llama4", "qwen3", _llama3_json),
         Family("mistral", "mistral", "mistral", _mistral, open="[THINK]", close="[/THINK]"),
         Family("mistral_list", "mistral", "mistral", _mistral_list, open="[THINK]", close="[/THINK]"),
         Family(
@@ -363,3 +471,15 @@ FAMILIES = {
         Family("gpt_oss", "openai", "openai_gptoss", _never),
     )
 }
+SAME = {
+    "functiongemma",
+    "functools",
+    "nemotron_json",
+    "command_r",
+    "hy_v3",
+    "step3",
+    "phi4_mini",
+    "llama4",
+    "llama4_json",
+}
+"""Families with the same forms of arguments as others."""

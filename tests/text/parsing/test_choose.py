@@ -26,6 +26,18 @@ TEMPLATES = {
     "<|start|>assistant<|channel|>final<|message|>": "gpt_oss",
     "<|python_tag|>": "llama3_json",
     "[func_name1(params_name1=params_value1": "pythonic",
+    "<|python_start|>{{ x }}<|python_end|>": "llama4",
+    "<|tool_call>call:{{ name }}{": "gemma4",
+    "<start_function_call>call:": "functiongemma",
+    "<TOOLCALL>[": "nemotron_json",
+    "<|tool|>{{ tool }}<|/tool|>": "phi4_mini_json",
+    "<|tool_call|>[": "granite",
+    "<function_calls>": "olmo3",
+    "<|tool_call:begin|>": "solar_open",
+    "<｜tool_calls_begin｜>": "step3",
+    "<tool_call>f<tool_sep>\n<arg_key>": "hy_v3",
+    "<tool_calls>[": "apriel",
+    'Action:\n```json\n[\n{"tool_name"': "command_r",
 }
 
 
@@ -47,6 +59,12 @@ def test_reasoning_by_template_or_tokens() -> None:
         (ModelHints(template="content.split('</think>')[-1]"), "deepseek_r1"),
         (ModelHints(added=frozenset({"[THINK]", "[/THINK]"})), "mistral"),
         (ModelHints(template="<|channel|>analysis<|message|>"), "gpt_oss"),
+        (ModelHints(template="<|channel>thought\n"), "gemma4"),
+        (ModelHints(template="<think></think><response>"), "granite"),
+        (ModelHints(template="Here is my thought process:"), "granite"),
+        (ModelHints(template="<think></think><answer>"), "hunyuan_a13b"),
+        (ModelHints(template="<|think|>x<|end|><|content|>"), "solar_open"),
+        (ModelHints(template="<think:opensource>"), "hy_v3"),
     ):
         declared = choose("none", "auto", hints)
         assert declared is not None

@@ -18,7 +18,7 @@ import pytest
 from tests.support.slow import mostly_slow
 from tests.support.text_folders import write_tokenizer
 from tests.text.parsing.checks import read
-from tests.text.parsing.families import FAMILIES, SPEC, TOOLS, Call, Calls, Family, ReasoningMarks
+from tests.text.parsing.families import FAMILIES, SAME, SPEC, TOOLS, Call, Calls, Family, ReasoningMarks
 from tests.text.parsing.outputs import Maker
 from weft.common.errors import InvalidRequest
 from weft.grammar.base import GrammarCompiler
@@ -30,7 +30,8 @@ from weft.text.tokenizer import Tokenizer
 from weft.types.grammar import Grammar, JsonSchema, Text
 
 pytest.importorskip("llguidance")
-NAMES = sorted(FAMILIES.keys() - {"python_tag", "mistral_list", "bare"})
+NAMES = sorted(FAMILIES.keys() - {"python_tag", "mistral_list", "bare", "functools", "llama4_json"})
+KEYWORDS = frozenset(("pythonic", "llama4", "lfm2", "olmo3"))
 _TOKEN = re.compile(r"</?[^\s\"=]+>|\[/?[A-Z_]+\]")
 
 
@@ -78,7 +79,10 @@ class Held:
         return None
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] if name in SAME else []) for name in NAMES],
+)
 def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Held:
     return Held(FAMILIES[request.param], tmp_path_factory.mktemp("grammars") / request.param)
 
@@ -102,15 +106,21 @@ def plain(value: Any) -> Any:
 
 
 def written(family: Family, calls: Sequence[Call]) -> str:
-    if family.name in ("pythonic", "lfm2"):  # under a grammar values are written as JSON
+    if family.name in KEYWORDS:  # under a grammar values are written as JSON
         made = []
         for one in calls:
             values = [
                 f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in one.arguments.items()
             ]
             made.append(f"{one.name}({', '.join(values)})")
+        if family.name == "olmo3":
+            return "<function_calls>\n" + "\n".join(made) + "\n</function_calls>"
         listed = f"[{', '.join(made)}]"
-        return listed if family.name == "pythonic" else f"<|tool_call_start|>{listed}<|tool_call_end|>"
+        return (
+            listed
+            if family.name in ("pythonic", "llama4")
+            else f"<|tool_call_start|>{listed}<|tool_call_end|>"
+        )
     if family.name == "gpt_oss":
         return family.render([Calls(tuple(calls[:1]))]).removesuffix("<|call|>")  # an end of turn
     return family.write_calls(calls, 0)
@@ -125,10 +135,7 @@ def required(held: Held, **more: Any) -> Grammar:
 def some_calls(held: Held, seed: int) -> list[Call]:
     maker = Maker(held.family, random.Random(seed))
     calls = ordered(maker.calls().calls)
-    if held.family.name in (
-        "pythonic",
-        "lfm2",
-    ):  # all keywords are optional here: any order, but at least one keyword
+    if held.family.name in KEYWORDS:  # all keywords are optional here: any order, but at least one keyword
         calls = [one for one in calls if one.arguments] or [Call("get", {"days": 1})]
     return calls[:1] if held.family.name == "gpt_oss" else calls
 

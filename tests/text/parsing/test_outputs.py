@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.slow import mostly_slow
 from tests.text.parsing.checks import check_output, read
-from tests.text.parsing.families import FAMILIES, SPEC, by_value
+from tests.text.parsing.families import FAMILIES, SAME, SPEC, by_value
 from tests.text.parsing.outputs import Maker
 
-TAGS = {"qwen3_coder", "glm45", "deepseek_v32", "deepseek_v4", "minimax_m2", "seed_oss"}
-RAW = frozenset(FAMILIES) - TAGS - {"pythonic", "lfm2"}
+TAGS = {"qwen3_coder", "glm45", "hy_v3", "deepseek_v32", "deepseek_v4", "minimax_m2", "seed_oss", "step3"}
+RAW = frozenset(FAMILIES) - TAGS - {"pythonic", "llama4", "lfm2", "olmo3", "gemma4", "functiongemma"}
+DEFAULT = [name for name in FAMILIES if name not in SAME]
 SEEDS = st.integers(0, 2**63)
 GRID = 5_000
 
@@ -51,7 +53,7 @@ def check_wrong(name: str, seed: int) -> None:
 
 
 @pytest.mark.requirement("G3", "G4")
-@pytest.mark.parametrize("name", FAMILIES)
+@mostly_slow("name", FAMILIES, DEFAULT)
 @settings(max_examples=100, deadline=None)
 @given(seed=SEEDS)
 def test_an_output_gives_its_parts(name: str, seed: int) -> None:
@@ -59,7 +61,7 @@ def test_an_output_gives_its_parts(name: str, seed: int) -> None:
 
 
 @pytest.mark.requirement("G2")
-@pytest.mark.parametrize("name", FAMILIES)
+@mostly_slow("name", FAMILIES, DEFAULT)
 @settings(max_examples=80, deadline=None)
 @given(seed=SEEDS)
 def test_a_mutated_output_loses_nothing(name: str, seed: int) -> None:

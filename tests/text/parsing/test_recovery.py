@@ -124,6 +124,24 @@ MENDED: list[tuple[str, str, Any]] = [
     # call endings in Python's form
     ("pythonic", "[get(city='Oslo'", CITY),
     ("pythonic", "[get(city='Oslo']", CITY),
+    ("olmo3", "<function_calls>\nget(city='Oslo'\n</function_calls>", CITY),
+    ("olmo3", "<function_calls>get(city='Oslo')", CITY),
+    ("gemma4", '<|tool_call>call:get{city:<|"|>Oslo<|"|><tool_call|>', CITY),
+    ("gemma4", '<|tool_call>call:get{city:<|"|>Oslo<|"|>', CITY),
+    ("gemma4", '<|tool_call>call:get{ city: "Oslo", }<tool_call|>', CITY),
+    ("gemma4", '<|tool_call>call:get{area:{<|"|>a b<|"|>:[<|"|>x<|"|>, 1],c:None}}<tool_call|>',
+     {"area": {"a b": ["x", 1], "c": None}}),
+    # other spellings
+    ("phi4_mini", '<|tool_call|>{"name": "get", "arguments": {"city": "Oslo",}}<|/tool_call|>', CITY),
+    ("nemotron_json", "<TOOLCALL>[{'name': 'get', 'arguments': {'city': 'Oslo'}}]</TOOLCALL>", CITY),
+    ("command_r", 'Action: ```json\n[{"tool_name": "get", "parameters": {"city": "Oslo"}}]\n```', CITY),
+    ("solar_open", '<|tool_calls|><|tool_call:begin|><|tool_call:name|>get<|tool_call:args|>{"city": "Oslo"',
+     CITY),
+    ("step3", '<｜tool_calls_begin｜><｜tool_call_begin｜><｜tool_sep｜><steptml:invoke name="get">'
+     '<steptml:parameter name="city">Oslo</steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>', CITY),
+    ("hy_v3", "<tool_calls:opensource><tool_call:opensource>get<arg_key:opensource>city"
+     "</arg_key:opensource><arg_value:opensource>Oslo</arg_value:opensource></tool_call:opensource>"
+     "</tool_calls:opensource>", CITY),
 ]  # fmt: skip
 NAMES = [f"{name}-{number}" for number, (name, _, _) in enumerate(MENDED)]
 

@@ -92,6 +92,11 @@ class OutputGrammars:
         used = self._declared.channels
         if used is not None:
             part = GrammarSequence((Text(used.channel + used.texts[0] + used.message), part))
+        marked = tuple(
+            GrammarSequence((Text(marks.open + marks.gap), part, Text(marks.gap + marks.close)))
+            for marks in self._declared.answer
+        )
+        part = OneOf((part, *marked)) if marked else part
         return self.behind_reasoning(part, reasoning=reasoning, in_reasoning=in_reasoning)
 
     def behind_reasoning(
@@ -134,8 +139,8 @@ class OutputGrammars:
         section = call.section or Section()
         one = _one_call(call, tools)
         calls = Repeated(part=one, between=call.gap, least=1, most=_MAX_CALLS if parallel else 1)
-        head = "".join(_written(section.head))
-        tail = "".join(_written(section.tail))
+        head = "".join(texts_written(section.head))
+        tail = "".join(texts_written(section.tail))
         parts: list[Grammar] = [*([Text(head)] if head else []), calls, *([Text(tail)] if tail else [])]
         return parts[0] if len(parts) == 1 else GrammarSequence(tuple(parts))
 
@@ -187,32 +192,36 @@ class OutputGrammars:
 
 def _one_call(call: Call, tools: Items[Tool]) -> Grammar:
     """Return the grammar of one call of any of ``tools``."""
-    before, after = _head(call)
+    before, after = head_texts(call)
     spelled = call.arguments
     bodies: list[Grammar] = []
     for tool in tools:
         if isinstance(spelled, Parameters):
             body = parameter_parts(spelled, tool)
         elif isinstance(spelled, Keywords):
-            body = keyword_parts(tool)
+            body = keyword_parts(spelled, tool)
         else:
             body = (_arguments(tool),)
-        # ``\1`` marks the place of the call's number, see ``_written``.
-        first, numbered, rest = after.partition("\1")
-        number: tuple[Grammar, ...] = (_NUMBER, Text(rest)) if numbered else ()
-        bodies.append(GrammarSequence((Text(tool.name + first), *number, *body)))
-    tail = ("}" if isinstance(spelled, CallObject) else "") + "".join(_written(call.tail))
-    parts: list[Grammar] = [*([Text(before)] if before else []), OneOf(tuple(bodies))]
+        bodies.append(GrammarSequence((*_with_number(tool.name + after), *body)))
+    tail = ("}" if isinstance(spelled, CallObject) else "") + "".join(texts_written(call.tail))
+    parts: list[Grammar] = [*_with_number(before), OneOf(tuple(bodies))]
     return GrammarSequence((*parts, *([Text(tail)] if tail else [])))
+
+
+def _with_number(text: str) -> tuple[Grammar, ...]:
+    """Return the grammar of ``text``; the character ``\\1`` stands for a number, see ``texts_written``."""
+    first, numbered, rest = text.partition("\1")
+    number: tuple[Grammar, ...] = (_NUMBER, Text(rest)) if numbered else ()
+    return (*((Text(first),) if first else ()), *number)
 
 
 def _either(parts: list[Grammar]) -> tuple[Grammar]:
     return (parts[0] if len(parts) == 1 else OneOf(tuple(parts)),)
 
 
-def _head(call: Call) -> tuple[str, str]:
+def head_texts(call: Call) -> tuple[str, str]:
     """Return the text before the name and the text behind the name."""
-    before, _, after = "".join(_written(call.head)).partition("\0")
+    before, _, after = "".join(texts_written(call.head)).partition("\0")
     if isinstance(call.arguments, CallObject):
         spelled = call.arguments
         before += "{" + quoted(spelled.name) + ': "'
@@ -220,7 +229,7 @@ def _head(call: Call) -> tuple[str, str]:
     return before, after
 
 
-def _written(items: Syntax) -> list[str]:
+def texts_written(items: Syntax) -> list[str]:
     """Return the text of a grammar for ``items``. NUL stands for the name, and the character ``\\1`` for a
     number.
     """
@@ -233,9 +242,9 @@ def _written(items: Syntax) -> list[str]:
         elif isinstance(item, Name):
             texts.append("\0")
         elif isinstance(item, Identifier):
-            texts.append("functions.\0:\1" if item.holds_name else "")
+            texts.append("functions.\0:\1" if item.holds_name else "\1" if item.written else "")
         elif item.written:
-            texts += _written(item.items)
+            texts += texts_written(item.items)
     return texts
 
 

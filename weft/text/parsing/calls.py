@@ -28,9 +28,9 @@ from weft.text.parsing.declaration import (
     Section,
     Syntax,
 )
-from weft.text.parsing.json_text import JsonObjectScanner, StringDecoder, quoted
+from weft.text.parsing.json_text import JsonObjectScanner, StringDecoder
+from weft.text.parsing.keyword_text import KeywordReader
 from weft.text.parsing.parser import Tool
-from weft.text.parsing.python_text import PythonReader
 from weft.text.parsing.tape import Reading, Tape, Texts
 from weft.text.parsing.xml_text import ParameterReader
 
@@ -204,7 +204,8 @@ class CallReader:
         # A list: further calls follow behind each separator.
         while outcome == "whole" and section is not None and section.between and self.allowed:
             tape = self._tape
-            if not (yield from tape.blank()) or (yield from tape.literal(section.between)) is None:
+            separator = section.between.strip()  # white space alone separates some lists
+            if not (yield from tape.blank()) or (yield from tape.literal(separator)) is None:
                 break
             yield from tape.blank()
             outcome = yield from self._one(call, call.head)
@@ -308,7 +309,7 @@ class CallReader:
         if isinstance(spelled, Parameters):
             return (yield from self._parameters(spelled, tool, ends))
         assert isinstance(spelled, Keywords)
-        return (yield from self._keywords(ends))
+        return (yield from self._keywords(spelled, ends))
 
     def _begin(self) -> None:
         """Begin the call. Everything before the cursor is markup, name or id."""
@@ -576,55 +577,16 @@ class CallReader:
         self._begin()
         return "whole" if (yield from reader.read()) else "broken"
 
-    def _keywords(self, ends: CallEnds) -> Reading[Outcome]:
-        """Read ``key=value, ...)`` behind the opening parenthesis of the head, give the arguments out as
-        JSON, and return the outcome.
+    def _keywords(self, spelled: Keywords, ends: CallEnds) -> Reading[Outcome]:
+        """Read arguments as keywords and return the outcome.
 
-        One of ``ends``, or the end of the output, may replace the closing parenthesis.
+        The call begins only if a keyword or the end of the arguments follows; else the outcome is "none".
         """
-        tape = self._tape
-        if not (yield from tape.blank()):
+        reader = KeywordReader(self._tape, spelled, ends)
+        if not (yield from reader.begins()):
             return "none"
-        start = tape.at
-        # Look ahead: the call begins only if a keyword or the closing parenthesis follows.
-        if (yield from tape.literal(")")) is None and not (yield from self._keyword()):
-            return "none"
-        tape.at = start
         self._begin()
-        tape.arguments("{")
-        values = PythonReader(tape, into_call=True)
-        count = 0
-        while True:
-            if not (yield from tape.blank()):
-                return "broken"
-            if (yield from tape.literal(")")) is not None:
-                tape.arguments("}", tape.done)
-                tape.skip(tape.at)
-                return "whole"
-            key = yield from self._keyword()
-            if not key:
-                return "broken"
-            tape.arguments((", " if count else "") + quoted(key) + ": ")
-            count += 1
-            if not (yield from values.value()) or not (yield from tape.blank()):
-                return "broken"
-            if (yield from tape.literal(",")) is not None:
-                tape.skip(tape.at)
-            elif (char := (yield from tape.peek())) != ")":
-                behind = tape.at
-                missing = not char or (yield from tape.literal(*ends.closings)) is not None
-                tape.at = behind
-                if missing:
-                    tape.arguments("}", tape.done)
-                return "whole" if missing else "broken"
-
-    def _keyword(self) -> Reading[str]:
-        """Read ``key =`` and return the key; "" for anything else."""
-        tape = self._tape
-        key = yield from tape.run(_NAME, MAX_KEY)
-        if len(key) > MAX_KEY or not key or not (yield from tape.blank()):
-            return ""
-        return key if (yield from tape.literal("=")) is not None else ""
+        return "whole" if (yield from reader.read()) else "broken"
 
 
 def _prefixes(text: str) -> tuple[int, ...]:

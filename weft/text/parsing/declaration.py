@@ -40,6 +40,8 @@ class Identifier(msgspec.Struct, frozen=True, kw_only=True):
     """True if the id contains the name, as in ``functions.NAME:NUMBER``. The reader accepts an id without the
     prefix or the number, and with other separators.
     """
+    written: bool = False
+    """True if a grammar writes a number as the id. A grammar always writes an id with the name."""
 
 
 BLANK = Blank()
@@ -47,6 +49,7 @@ LINE = Blank("\n")
 NAME = Name()
 IDENTIFIER = Identifier()
 NAMING_IDENTIFIER = Identifier(holds_name=True)
+WRITTEN_IDENTIFIER = Identifier(written=True)
 
 
 class Optional(msgspec.Struct, frozen=True):
@@ -101,6 +104,15 @@ class Parameters(_Part, frozen=True, kw_only=True):
 class Keywords(_Part, frozen=True, kw_only=True):
     """``key=value, ...)`` with values in Python or JSON spelling."""
 
+    assign: str = "="
+    end: str = ")"
+    between: str = ", "
+    """The text of a grammar between two keywords. A reader accepts a comma with white space."""
+    quote: str = ""
+    """A text at both ends of a string, without escapes inside the string. Keys of nested objects then need no
+    quotes. The quotes of Python stay valid.
+    """
+
 
 Arguments: TypeAlias = JsonArguments | CallObject | Parameters | Keywords
 
@@ -111,7 +123,7 @@ class Section(_Part, frozen=True, kw_only=True):
     head: Syntax = ()
     tail: Syntax = ()
     between: str = ""
-    """Separator of two calls. If not empty, no other text may stand between calls."""
+    """Separator of two calls, or white space. If not empty, no other text may stand between calls."""
     required: bool = True
     """True if a call outside the section does not count as a call."""
 
@@ -164,6 +176,19 @@ class ReasoningMarks(_Part, frozen=True, kw_only=True):
     """
 
 
+class AnswerMarks(_Part, frozen=True, kw_only=True):
+    """The texts around an answer. White space beside the texts belongs to the texts.
+
+    ``open`` counts only before any content, ``close`` only behind ``open`` and at the end of the content. In
+    other places both are content.
+    """
+
+    open: str
+    close: str
+    gap: str = "\n"
+    """The text of a grammar beside the answer."""
+
+
 class Channels(_Part, frozen=True, kw_only=True):
     """Messages with headers, in the spelling of GPT-OSS.
 
@@ -196,6 +221,8 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
 
     name: str
     reasoning: tuple[ReasoningMarks, ...] = ()
+    answer: tuple[AnswerMarks, ...] = ()
+    """Spellings of the texts around an answer. An answer may also lack these texts."""
     calls: tuple[Call, ...] = ()
     channels: Channels | None = None
     channel_reasoning: bool = True
@@ -216,11 +243,13 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
     def ways(self, *, strict: bool) -> tuple[Call, ...]:
         """Return the accepted spellings of a call.
 
-        A grammar cannot forbid a bracket at the start of a line. With ``strict``, line-start spellings are
-        therefore dropped if the first spelling has tags.
+        A grammar forbids at most the bracket of the first spelling at the start of a line. With ``strict``,
+        line-start spellings with another bracket are therefore dropped.
         """
-        kept = tuple(call for call in self.calls if not call.line_start)
-        return self.calls if not strict or self.calls[:1] != kept[:1] else kept
+        kept = self.calls[0].triggers if self.calls and self.calls[0].line_start else ()
+        return tuple(
+            call for call in self.calls if not strict or not call.line_start or call.triggers == kept
+        )
 
     def openings(self) -> tuple[str, ...]:
         """Return the texts at the start of a call, except single brackets. Such a text also ends the previous
@@ -237,6 +266,8 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
         """Yield all exact texts of the declaration, possibly "" and with repetitions."""
         for reasoning in self.reasoning:
             yield from (reasoning.open, reasoning.close)
+        for answer in self.answer:
+            yield from (answer.open, answer.close)
         for call in self.calls:
             section = call.section or Section()
             yield from texts_of((*section.head, *call.head, *call.tail, *section.tail))
@@ -244,6 +275,8 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
                 spelled = call.arguments
                 yield from (spelled.key_open, spelled.key_close, spelled.value_open)
                 yield from (spelled.value_close, spelled.end)
+            elif isinstance(call.arguments, Keywords):
+                yield call.arguments.quote
         if self.channels is not None:
             used = self.channels
             yield from (used.start, used.channel, used.constrain, used.message, *used.ends)
@@ -272,6 +305,7 @@ def combined(thinking: OutputFormat | None, calling: OutputFormat | None) -> Out
     made = OutputFormat(
         name="+".join(dict.fromkeys(part.name for part in parts)),
         reasoning=() if thinking is None else thinking.reasoning,
+        answer=() if thinking is None else thinking.answer,
         calls=() if calling is None else calling.calls,
         channels=channels,
         channel_reasoning=thinking is not None and thinking.channels is not None,
@@ -285,6 +319,7 @@ def check_format(declared: OutputFormat) -> None:
     """Raise ValueError if an opening text is empty or is a prefix of another opening text."""
     begins = list({trigger for call in declared.calls for trigger in call.triggers})
     begins += [reasoning.open for reasoning in declared.reasoning]
+    begins += [answer.open for answer in declared.answer]
     if declared.channels is not None:
         begins += [declared.channels.start, declared.channels.channel]
     if "" in begins:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from weft.common.errors import InvalidRequest
-from weft.text.parsing.declaration import Parameters
+from weft.text.parsing.declaration import Keywords, Parameters
+from weft.text.parsing.keyword_grammar import HELD, KeywordValues, keyword_pairs, schema_text
 from weft.text.parsing.parser import Tool
 from weft.text.parsing.values import types_of
 from weft.types.grammar import FreeText, Grammar, GrammarSequence, JsonSchema, OneOf, Regex, Repeated, Text
 
 _KEY = Regex(r"[A-Za-z0-9_.\-]{1,64}")
-_HELD = frozenset(("type", "enum", "const", "description", "title", "default", "examples", "$comment"))
-"""Schema keywords a grammar can enforce for a string without quotes."""
 
 
 def parameter_parts(spelled: Parameters, tool: Tool) -> tuple[Grammar, ...]:
@@ -26,9 +24,9 @@ def parameter_parts(spelled: Parameters, tool: Tool) -> tuple[Grammar, ...]:
     parts: list[Grammar] = []
     gap = spelled.gap
     if properties is None:
-        any_value = FreeText(ends=(_close(spelled),))
+        any_value = FreeText(ends=(value_close(spelled),))
         key = GrammarSequence(
-            (Text(gap + spelled.key_open), _KEY, Text(_opening(spelled, string=True)), any_value)
+            (Text(gap + spelled.key_open), _KEY, Text(value_opening(spelled, string=True)), any_value)
         )
         parts.append(Repeated(part=key))
     for key_name, schema in (properties or {}).items():
@@ -39,29 +37,24 @@ def parameter_parts(spelled: Parameters, tool: Tool) -> tuple[Grammar, ...]:
     return (*parts, Text(gap + spelled.end))
 
 
-def keyword_parts(tool: Tool) -> tuple[Grammar, ...]:
-    """Return the grammar of ``a=1, b=2)`` behind the opening parenthesis, with values in JSON.
+def keyword_parts(spelled: Keywords, tool: Tool) -> tuple[Grammar, ...]:
+    """Return the grammar of ``a=1, b=2)`` behind the opening bracket, in the spelling of ``spelled``.
 
-    Raises InvalidRequest if the form cannot express a strict schema.
+    Values are JSON, or have the quotes of ``spelled``. Raises InvalidRequest if the form cannot express a
+    strict schema.
     """
     properties, needed = _properties(tool)
+    end = Text(spelled.end)
+    values = KeywordValues(spelled, tool)
     if properties is None:
-        pair = GrammarSequence((Regex(r"[A-Za-z_][A-Za-z0-9_]{0,63}"), Text("="), JsonSchema(schema="true")))
-        return (Repeated(part=pair, between=", "), Text(")"))
+        key = Regex(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+        pair = GrammarSequence((key, Text(spelled.assign), values.of({})))
+        return (Repeated(part=pair, between=spelled.between), end)
     pairs = {
-        key: GrammarSequence((Text(f"{key}="), JsonSchema(schema=_schema(tool, schema))))
+        key: GrammarSequence((Text(key + spelled.assign), values.of(schema)))
         for key, schema in properties.items()
     }
-    # Required keywords come first, so that every optional keyword can start with a comma.
-    first = [pair for key, pair in pairs.items() if key in needed]
-    others = [pair for key, pair in pairs.items() if key not in needed]
-    if not first:
-        some = Repeated(part=OneOf(tuple(others)), between=", ", most=len(others)) if others else Text("")
-        return (some, Text(")"))
-    parts: list[Grammar] = [first[0]]
-    parts += [GrammarSequence((Text(", "), pair)) for pair in first[1:]]
-    parts += [Repeated(part=GrammarSequence((Text(", "), pair)), most=1) for pair in others]
-    return (*parts, Text(")"))
+    return (*keyword_pairs(spelled.between, pairs, needed), end)
 
 
 def _properties(tool: Tool) -> tuple[dict[str, Any] | None, frozenset[str]]:
@@ -110,37 +103,31 @@ def _value(spelled: Parameters, tool: Tool, key: str, schema: Any) -> tuple[Gram
     """
     types = types_of(schema, tool.parameters)
     if types and "string" not in types:
-        value = JsonSchema(schema=_schema(tool, schema))
-        return (Text(_opening(spelled, string=False)), value, Text(_close(spelled)))
+        value = JsonSchema(schema=schema_text(tool, schema))
+        return (Text(value_opening(spelled, string=False)), value, Text(value_close(spelled)))
     # A string has no quotes here, so a JSON grammar does not apply: only fixed texts or free text remain.
     options = schema.get("enum") if isinstance(schema, Mapping) else None
     if isinstance(schema, Mapping) and "const" in schema:
         options = [schema["const"]]
     if isinstance(options, list) and options and all(isinstance(option, str) for option in options):
-        texts = OneOf(tuple(Text(option + _close(spelled)) for option in options))
-        return (Text(_opening(spelled, string=True)), texts)
-    if tool.strict and isinstance(schema, Mapping) and (odd := sorted(schema.keys() - _HELD)):
+        texts = OneOf(tuple(Text(option + value_close(spelled)) for option in options))
+        return (Text(value_opening(spelled, string=True)), texts)
+    if tool.strict and isinstance(schema, Mapping) and (odd := sorted(schema.keys() - HELD)):
         raise InvalidRequest(
             f"tool {tool.name}: strict cannot enforce {odd[0]} of the parameter {key} in this model's tool "
             "call format; leave strict or the keyword out",
             param="tools",
         )
-    return (Text(_opening(spelled, string=True)), FreeText(ends=(_close(spelled),)))
+    return (Text(value_opening(spelled, string=True)), FreeText(ends=(value_close(spelled),)))
 
 
-def _opening(spelled: Parameters, *, string: bool) -> str:
+def value_opening(spelled: Parameters, *, string: bool) -> str:
     """Return the text between the key and the value."""
     flag = spelled.string_flag + ("true" if string else "false") if spelled.string_flag else ""
     between = "\n" if spelled.value_open.startswith("<") else ""
     return spelled.key_close + flag + between + spelled.value_open + ("\n" if spelled.newlines else "")
 
 
-def _close(spelled: Parameters) -> str:
+def value_close(spelled: Parameters) -> str:
+    """Return the text behind a value."""
     return ("\n" if spelled.newlines else "") + spelled.value_close
-
-
-def _schema(tool: Tool, schema: Any) -> str:
-    """Return a parameter's schema as JSON, with the definitions of the tool's schema for ``$ref``."""
-    made = schema if isinstance(schema, Mapping) else {}
-    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    return json.dumps({**made, **shared}, ensure_ascii=False)

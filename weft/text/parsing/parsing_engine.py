@@ -15,7 +15,7 @@ import msgspec
 
 from weft.text.parsing.calls import CallReader
 from weft.text.parsing.channels import ChannelReader
-from weft.text.parsing.declaration import OutputFormat, ReasoningMarks
+from weft.text.parsing.declaration import AnswerMarks, OutputFormat, ReasoningMarks
 from weft.text.parsing.events import OutputEvent
 from weft.text.parsing.parser import OutputSpec
 from weft.text.parsing.tape import BLANKS, MAX_BLANK, Reading, Tape, Texts
@@ -25,7 +25,9 @@ MAX_AGAIN = 1024
 start. A longer false start becomes text at once, which bounds the work per character.
 """
 
-Action: TypeAlias = Literal["open", "close", "call", "section end", "header", "message end"]
+Action: TypeAlias = Literal[
+    "open", "close", "answer", "answer end", "call", "section end", "header", "message end"
+]
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -80,6 +82,10 @@ class OutputEngine:
             self._in_reasoning = False  # the header of the first message decides
         self._behind_call = False
         """True if only white space was read since the last call."""
+        self._answer: AnswerMarks | None = None
+        """The marks around the current answer, or None."""
+        self._no_content = True
+        """True if the current part has no content yet."""
         self._known: dict[object, ParserMarks] = {}
         self._steps = self._read()
         self._started = False
@@ -133,7 +139,7 @@ class OutputEngine:
         far = tape.at - start > MAX_AGAIN
         tape.text(tape.at if far else start + 1, reasoning=self.thinking)
         tape.at = tape.done
-        self._behind_call = False
+        self._behind_call = self._no_content = False
 
     # -- text up to a mark
 
@@ -209,14 +215,14 @@ class OutputEngine:
     def _give(self, end: int) -> None:
         if end > self.tape.done:
             self.tape.text(end, reasoning=self.thinking)
-            self._behind_call = False
+            self._behind_call = self._no_content = False
 
     def _marks(self) -> ParserMarks:
         """Return the marks of the current region, built once per combination of states."""
         calls = self._tells_calls and self._calls.allowed
         body = None if self._channels is None else self._channels.body
         # Everything ``_marks_now`` depends on.
-        key = (self._in_reasoning, self._reasoning, calls, self._calls.section, body)
+        key = (self._in_reasoning, self._reasoning, calls, self._calls.section, body, self._answer)
         if key not in self._known:
             self._known[key] = ParserMarks(self._marks_now(calls))
         return self._known[key]
@@ -229,6 +235,11 @@ class OutputEngine:
         elif self._tells_reasoning:
             for reasoning in declared.reasoning:
                 yield Mark(reasoning.open, "open", line_start=True)
+        if self._tells_reasoning and not self._in_reasoning:
+            for answer in declared.answer:
+                yield Mark(answer.open, "answer")
+            if self._answer is not None:
+                yield Mark(self._answer.close, "answer end")
         for call in self._ways if calls else ():
             # A call without tags cannot be recognized inside reasoning: a bracket at the start of a line is
             # common there.
@@ -267,6 +278,9 @@ class OutputEngine:
             self._in_reasoning = False
             yield from self._blank()
             tape.begin_part()
+            self._no_content = True
+        elif mark.action in ("answer", "answer end"):
+            return (yield from self._answer_mark(mark, start))
         elif mark.action == "section end":
             tape.skip(start + len(mark.text))
             self._calls.section = None
@@ -281,6 +295,28 @@ class OutputEngine:
             return (yield from self._channels.header(start))
         return True
 
+    def _answer_mark(self, mark: Mark, start: int) -> Reading[bool]:
+        """Skip a mark around the answer. Return False, with nothing given out, if the text is content."""
+        tape = self.tape
+        tape.at = start + len(mark.text)
+        if mark.action == "answer":
+            if not self._no_content:
+                return False
+            self._answer = next(one for one in self._format.answer if one.open == mark.text)
+        else:
+            # The closing mark counts only if the output or the content ends behind the mark.
+            yield from tape.blank()
+            marks = [one.open for one in self._format.answer]
+            marks += [trigger for call in self._ways for trigger in call.triggers]
+            if (yield from tape.peek()) and (yield from tape.literal(*marks)) is None:
+                return False
+            self._answer = None
+            self._no_content = True
+        tape.skip(start + len(mark.text))
+        yield from self._blank()
+        tape.begin_part()
+        return True
+
     def _call(self, mark: Mark, start: int) -> Reading[bool]:
         """Read a call at ``start`` with the first declared spelling that fits.
 
@@ -292,7 +328,7 @@ class OutputEngine:
                 continue
             self.tape.at = start
             if (yield from self._calls.read(call, mark.text)):
-                self._behind_call = True
+                self._behind_call = self._no_content = True
                 return True
             farthest = max(farthest, self.tape.at)
         self.tape.at = farthest

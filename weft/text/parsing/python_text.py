@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from weft.text.parsing.json_text import MAX_DEPTH, escaped, is_number, quoted
-from weft.text.parsing.tape import Reading, Tape
+from weft.text.parsing.tape import Reading, Tape, Texts
 
 _WORDS = {
     "True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null",
@@ -21,6 +21,8 @@ _ESCAPES = {
 _HEX = {"x": 2, "u": 4, "U": 8}
 _NUMBER = re.compile(r"[0-9A-Za-z_.+\-]*")
 _WORD = re.compile(r"[A-Za-z0-9_]*")
+_BARE_KEY = re.compile(r"[^:{}\[\]<>,\"'\n]*")
+_MAX_BARE_KEY = 256
 _DIGITS = re.compile(r"[0-9a-fA-F]*")
 _PLAIN = {quote: re.compile(f"[^{quote}\\\\\n]*") for quote in "'\""}
 _PLAIN_LINES = {quote: re.compile(f"[^{quote}\\\\]*") for quote in "'\""}
@@ -54,10 +56,13 @@ class PythonReader:
     call.
     """
 
-    def __init__(self, tape: Tape, *, into_call: bool = False) -> None:
+    def __init__(self, tape: Tape, *, into_call: bool = False, quote: str = "") -> None:
+        """``quote``: a further text at both ends of strings, see ``Keywords.quote``."""
         self.pieces: list[str] = []
         self._tape = tape
         self._into_call = into_call
+        self._quote = quote
+        self._quotes = Texts((quote,) if quote else ())
 
     def value(self) -> Reading[bool]:
         """Read one value and give the value out as JSON.
@@ -114,11 +119,15 @@ class PythonReader:
     def _key(self) -> Reading[bool]:
         """Read a dict key with the colon.
 
-        A number becomes a string, as JSON requires. Return False for any other key or without a colon.
+        A number becomes a string, as JSON requires. With ``quote``, a key is a word or stands in these
+        quotes. Return False for any other key or without a colon.
         """
         tape = self._tape
         char = yield from tape.peek()
-        if char in ("'", '"'):
+        if self._quote and char not in ("'", '"'):
+            if not (yield from self._bare_key()):
+                return False
+        elif char in ("'", '"'):
             if not (yield from self._string(char)):
                 return False
         else:
@@ -142,6 +151,8 @@ class PythonReader:
         start = tape.at
         if char in ("'", '"'):
             return (yield from self._string(char))
+        if char and char == self._quote[:1] and (yield from tape.literal(self._quote)) is not None:
+            return (yield from self._between_quotes())
         if char and char in "0123456789+-.":
             found = _number(  # ``_NUMBER`` excludes a comma, so the run ends before the next item
                 (yield from tape.run(_NUMBER, _MAX_NUMBER))
@@ -180,6 +191,40 @@ class PythonReader:
                 tape.at += 1
                 self._give(escaped(quote))
             elif char != "\\" or not (yield from self._escape()):
+                return False
+
+    def _bare_key(self) -> Reading[bool]:
+        """Read a key between ``quote`` or without quotes and give the key out as JSON. Return False without a
+        key.
+        """
+        tape = self._tape
+        if (yield from tape.literal(self._quote)) is not None:
+            return (yield from self._between_quotes())
+        key = yield from tape.run(_BARE_KEY, _MAX_BARE_KEY)
+        if not key or len(key) > _MAX_BARE_KEY:
+            return False
+        self._give(quoted(key.rstrip()))
+        return True
+
+    def _between_quotes(self) -> Reading[bool]:
+        """Read a string from behind ``quote`` to the next ``quote`` and give the string out as JSON.
+
+        Return False if the output ends first.
+        """
+        tape = self._tape
+        self._give('"')
+        while True:
+            text = tape.slice(tape.at, tape.end)
+            found = self._quotes.pattern.search(text)
+            held = 0 if tape.ended else self._quotes.held(text)
+            free = len(text) - held if found is None else found.start()
+            tape.at += free
+            self._give(escaped(text[:free]))
+            if found is not None:
+                tape.at += len(self._quote)
+                self._give('"')
+                return True
+            if not (yield from tape.more()) and tape.at == tape.end:
                 return False
 
     def _escape(self) -> Reading[bool]:

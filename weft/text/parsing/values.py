@@ -44,7 +44,7 @@ def _types(schema: Any, root: Mapping[str, Any] | None, depth: int, followed: se
     reference = schema.get("$ref")
     if not types and isinstance(reference, str) and reference not in followed:
         followed.add(reference)
-        types = _types(_resolved(reference, root), root, depth + 1, followed)
+        types = _types(resolved(reference, root), root, depth + 1, followed)
     for union in ("anyOf", "oneOf", "allOf"):
         options = schema.get(union)
         if not types and isinstance(options, list):
@@ -60,9 +60,9 @@ def parameter_types(parameters: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return types_of(properties.get(key), parameters) if isinstance(properties, Mapping) else ()
 
 
-def _resolved(reference: str, root: Mapping[str, Any] | None) -> Any:
+def resolved(reference: Any, root: Mapping[str, Any] | None) -> Any:
     """Return the target of a ``#/...`` reference; None if missing or outside of ``root``."""
-    if root is None or not reference.startswith("#/"):
+    if root is None or not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     found: Any = root
     for step in reference[2:].split("/"):

@@ -1,16 +1,27 @@
 """Families that write all calls of an output as one list between tags.
 
 Apertus:      <|tools_prefix|>[{"f": {"a": 1}}, {"g": {}}]<|tools_suffix|>
-Apriel:       <tool_calls>[{"name": "f", "arguments": {"a": 1}}]</tool_calls>
+Apriel:       <tool_calls>[{"name": "f", "arguments": {"a": 1}}]</tool_calls>; Hunyuan A13B likewise
 Command A:    <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {}}]<|END_ACTION|>
+Command R:    Action:
+              ```json
+              [{"tool_name": "f", "parameters": {}}]
+              ```
 Granite 3:    <|tool_call|>[{"name": "f", "arguments": {"a": 1}}]
 LFM2:         <|tool_call_start|>[f(a=1), g()]<|tool_call_end|>
+Nemotron:     <TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>
+OLMo 3:       <function_calls>
+              f(a=1)
+              g()
+              </function_calls>
+Phi-4-mini:   <|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>, functools[...], or one object
 """
 
 from __future__ import annotations
 
 from weft.text.parsing.declaration import (
     BLANK,
+    LINE,
     NAME,
     Arguments,
     Blank,
@@ -44,15 +55,45 @@ APERTUS = _listed(
     tail=(BLANK, "}"),
 )
 APRIEL = _listed("apriel", "<tool_calls>", "</tool_calls>", CallObject())
-COMMAND_A = _listed(
-    "command_a",
-    "<|START_ACTION|>",
-    "<|END_ACTION|>",
-    CallObject(name="tool_name", arguments=("parameters",), id="tool_call_id"),
-)
+_COHERE = CallObject(name="tool_name", arguments=("parameters",), id="tool_call_id")
+COMMAND_A = _listed("command_a", "<|START_ACTION|>", "<|END_ACTION|>", _COHERE)
 GRANITE = _listed("granite", "<|tool_call|>", "", CallObject())
+COMMAND_R = OutputFormat(
+    name="command_r",
+    calls=(
+        Call(
+            section=Section(
+                head=("Action:", LINE, "```json", LINE, "[", LINE),
+                tail=(LINE, "]", BLANK, "```"),
+                between=",",
+            ),
+            arguments=_COHERE,
+            gap=", ",
+        ),
+    ),
+)
+NEMOTRON_JSON = _listed("nemotron_json", "<TOOLCALL>", "</TOOLCALL>", CallObject())
+OLMO3 = OutputFormat(
+    name="olmo3",
+    calls=(
+        Call(
+            section=Section(head=("<function_calls>", LINE), tail=(LINE, "</function_calls>"), between="\n"),
+            head=(NAME, "("),
+            arguments=Keywords(),
+        ),
+    ),
+)
+_PHI4 = _listed("", "<|tool_call|>", "<|/tool_call|>", CallObject()).calls
+PHI4_MINI = OutputFormat(
+    name="phi4_mini_json",
+    calls=(
+        *_PHI4,
+        Call(head=("<|tool_call|>", BLANK), arguments=CallObject(), tail=(BLANK, "<|/tool_call|>")),
+        *_listed("", "functools", "", CallObject()).calls,
+    ),
+)
 LFM2 = _listed("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", Keywords(), head=(NAME, "("))
-FORMATS = (APERTUS, APRIEL, COMMAND_A, GRANITE, LFM2)
+FORMATS = (APERTUS, APRIEL, COMMAND_A, COMMAND_R, GRANITE, LFM2, NEMOTRON_JSON, OLMO3, PHI4_MINI)
 REASONING = (
     OutputFormat(
         name="apertus", reasoning=(ReasoningMarks(open="<|inner_prefix|>", close="<|inner_suffix|>"),)

@@ -1,4 +1,4 @@
-"""Llama 3 (JSON), Llama 3.2 and Llama 4 (calls in Python syntax).
+"""Llama 3 (JSON), Llama 3.2 (calls in Python syntax), and Llama 4 (both).
 
     {"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}
     [f(a=1), g()]
@@ -40,4 +40,16 @@ PYTHONIC = OutputFormat(
         ),
     ),
 )
-FORMATS = (LLAMA3_JSON, PYTHONIC)
+LLAMA4 = OutputFormat(
+    name="llama4",
+    calls=(
+        *PYTHONIC.calls,
+        LLAMA3_JSON.calls[0],
+        Call(
+            section=Section(head=("<|python_start|>", BLANK), tail=(BLANK, "<|python_end|>"), between=";"),
+            arguments=_OBJECT,
+            gap="; ",
+        ),
+    ),
+)
+FORMATS = (LLAMA3_JSON, PYTHONIC, LLAMA4)

@@ -10,11 +10,23 @@ MiniMax M2: <minimax:tool_call>
             <parameter name="a">1</parameter>
             </invoke>
             </minimax:tool_call>
+Step 3:     <｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">
+            <steptml:parameter name="a">1</steptml:parameter>
+            </steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>
 """
 
 from __future__ import annotations
 
-from weft.text.parsing.declaration import LINE, NAME, Call, OutputFormat, Parameters, Section
+from weft.text.parsing.declaration import (
+    BLANK,
+    LINE,
+    NAME,
+    Call,
+    Optional,
+    OutputFormat,
+    Parameters,
+    Section,
+)
 
 SEED_OSS = OutputFormat(
     name="seed_oss",
@@ -40,4 +52,32 @@ MINIMAX_M2 = OutputFormat(
         ),
     ),
 )
-FORMATS = (SEED_OSS, MINIMAX_M2)
+STEP3 = OutputFormat(
+    name="step3",
+    calls=(
+        Call(
+            section=Section(
+                head=("<｜tool_calls_begin｜>", BLANK), tail=(BLANK, "<｜tool_calls_end｜>"), required=False
+            ),
+            head=(
+                "<｜tool_call_begin｜>",
+                BLANK,
+                Optional(("function",), written=True),
+                BLANK,
+                "<｜tool_sep｜>",
+                BLANK,
+                '<steptml:invoke name="',
+                NAME,
+                '">',
+            ),
+            arguments=Parameters(
+                key_open='<steptml:parameter name="',
+                key_close='">',
+                value_close="</steptml:parameter>",
+                end="</steptml:invoke>",
+            ),
+            tail=(BLANK, "<｜tool_call_end｜>"),
+        ),
+    ),
+)
+FORMATS = (SEED_OSS, MINIMAX_M2, STEP3)
