@@ -40,5 +40,5 @@ def test_names_of_adapters(tmp_path: Path) -> None:
 def test_modules_need_places_and_an_adapter(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="requires --max-loras"):
         LLM("spool-text", lora_modules={"a": str(tmp_path)}, **SETTINGS)
-    with pytest.raises(ConfigError, match="adapter_config.json can't be read"):
+    with pytest.raises(ConfigError, match=r"adapter_config.json can't be read"):
         LLM("spool-text", max_loras=1, lora_modules={"a": str(tmp_path)}, **SETTINGS)

@@ -35,7 +35,7 @@ def filled(layer: Any, spans: list[tuple[int, int, int]], inputs: int = INPUTS) 
         for place, rank in ((0, 4), (1, 2)):
             pool = layer.low.pool
             pool.a[place, :, :rank].copy_(torch.randn(parts, rank, inputs, generator=random) * 0.2)
-            pool.b[place, :, :rank].copy_(torch.randn(outputs, rank, generator=random) * 0.2)
+            pool.b[place, :rank].copy_(torch.randn(rank, outputs, generator=random) * 0.2)
             pool.set_rank(place, rank)
     layer.pack()
     return layer
@@ -48,10 +48,10 @@ def rows() -> AdapterRows:
 def due(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """Return what the adapters add to each row, [rows, outputs]."""
     pool = layer.low.pool
-    made = x.new_zeros(len(x), pool.b.shape[1])
+    made = x.new_zeros(len(x), pool.b.shape[2])
     for row, place in enumerate(PLACES):
         for part, begin, end in pool.spans if place >= 0 else ():
-            made[row, begin:end] = x[row] @ pool.a[place, part].T @ pool.b[place, begin:end].T
+            made[row, begin:end] = x[row] @ pool.a[place, part].T @ pool.b[place, :, begin:end]
     return made
 
 

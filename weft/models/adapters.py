@@ -63,7 +63,7 @@ class _Held:
     a: Tensor
     """[rank, inputs of this rank]."""
     b: Tensor
-    """[outputs of the published matrix, rank], in the order of the parameter."""
+    """[rank, outputs of the published matrix], in the order of the parameter."""
 
 
 class Adapters:
@@ -162,7 +162,7 @@ class Adapters:
             pool.a[place, one.target.part, :rank].copy_(one.a, non_blocking=True)
             for window in one.target.taken:
                 rows, to, *_ = (*_rows(window), None)
-                pool.b[place, to, :rank].copy_(one.b[rows], non_blocking=True)
+                pool.b[place, :rank, to].copy_(one.b[:, rows], non_blocking=True)
             ranks[id(pool)] = max(rank, ranks.get(id(pool), 0))
             pool.set_rank(place, ranks[id(pool)])
 
@@ -181,7 +181,7 @@ class Adapters:
         a = file.tensor(module.a)
         b = target.placement.arranged(file.tensor(module.b).to(wide) * module.scale, wide)
         columns = _columns(target.taken)
-        made = [values.to(self._dtype).contiguous() for values in (a[:, columns].clone(), b)]
+        made = [values.to(self._dtype).contiguous() for values in (a[:, columns].clone(), b.T)]
         if self._pinned:
             made = [values.pin_memory() for values in made]
         return _Held(target=target, a=made[0], b=made[1])

@@ -4,7 +4,7 @@ A pool has the matrices of several adapters for one matrix of the model, each ad
 names its place, or -1 for no adapter.
 
     a  [places, parts, rank, inputs]     part: one of the published matrices in one matrix (q, k, v)
-    b  [places, outputs, rank]           the outputs of a part read the part's A only
+    b  [places, rank, outputs]           the outputs of a part read the part's A only
 
 Source: Hu et al. 2021, arXiv 2106.09685; rows of different adapters in one batch, Chen et al. 2023, arXiv
 2310.18547.
@@ -72,6 +72,11 @@ class LowRankPool:
     """int32 [places]: ``ranks`` on the device."""
 
     @property
+    def flat_spans(self) -> list[int]:
+        """``spans`` as one list."""
+        return [number for span in self.spans for number in span]
+
+    @property
     def nbytes(self) -> int:
         return self.a.nbytes + self.b.nbytes
 
@@ -100,7 +105,7 @@ def make_pool(
     outputs, inputs = shape
     return LowRankPool(
         a=torch.zeros(places, parts, rank, inputs, dtype=dtype, device=device),
-        b=torch.zeros(places, outputs, rank, dtype=dtype, device=device),
+        b=torch.zeros(places, rank, outputs, dtype=dtype, device=device),
         spans=tuple(spans),
         ranks=[0] * places,
         device_ranks=torch.zeros(places, dtype=torch.int32, device=device),
@@ -117,7 +122,7 @@ def low_rank(y: Tensor, x: Tensor, pool: LowRankPool, rows: AdapterRows) -> None
         # [n, parts * rank]
         inner = F.linear(mine, pool.a[place, :, :rank].flatten(0, 1))
         for part, begin, end in pool.spans:
-            added = F.linear(inner[:, part * rank : (part + 1) * rank], pool.b[place, begin:end, :rank])
+            added = inner[:, part * rank : (part + 1) * rank] @ pool.b[place, :rank, begin:end]
             if index is None:
                 y[:, begin:end] += added
             else:
