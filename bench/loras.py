@@ -101,6 +101,7 @@ def main() -> None:
             "device": "cpu",
             "threads": 1,
             "kv_cache_memory": "256M",
+            "max_model_len": 1024,
             "enable_prefix_caching": False,
         }
         without = LLM(str(base), **common)

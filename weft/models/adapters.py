@@ -77,6 +77,8 @@ class Adapters:
         self._targets = _targets(model, weights)
         self._by_layer = _by_layer(self._targets)
         self._layers = list({id(target.low): target.low for target in self._targets.values()}.values())
+        self.capturable = all(low.capturable for low in self._layers)
+        """True if steps with adapters can be captured."""
         self._held: dict[str, list[_Held]] = {}
         """Adapters in host memory, by digest."""
         nbytes = sum(low.pool.nbytes for low in self._layers if low.pool is not None)

@@ -29,7 +29,8 @@ class AdapterRows:
     __slots__ = ("_groups", "_selected", "numbers", "present")
 
     def __init__(self, numbers: Tensor, present: Sequence[int]) -> None:
-        """``numbers``: int32 [T], on the device. ``present``: the different places among them, ascending."""
+        """``numbers``: int32 [T], on the device. ``present``: the different places among them, ascending; ()
+        in a captured step, where only ``numbers`` may be read."""
         self.numbers = numbers
         self.present = tuple(present)
         self._groups: list[tuple[int, Tensor | None]] | None = None
@@ -129,4 +130,5 @@ def low_rank(y: Tensor, x: Tensor, pool: LowRankPool, rows: AdapterRows) -> None
                 y[:, begin:end].index_add_(0, index, added)
 
 
-register("low_rank", Implementation(name="torch", run=low_rank, asks=True))
+# Not ``asks``: steps without adapters never call the op, and may be captured. ``AdapterRows.groups`` asks.
+register("low_rank", Implementation(name="torch", run=low_rank))
