@@ -336,8 +336,8 @@ class DecodeGraphs:
         """Return the bucket for the step of ``plan``; None if the step must be launched op by op.
 
         Call exactly once per step: the call counts steps per bucket and sets ``uncaptured``. ``draws``: True
-        if ``end`` can draw all rows. ``adapts``: True if a row has an adapter. With lazy captures, a bucket with
-        padding or several tokens per row is returned from its ``WORTH_CAPTURING``-th step on.
+        if ``end`` can draw all rows. ``adapts``: True if a row has an adapter. With lazy captures, a bucket
+        with padding or several tokens per row is returned from its ``WORTH_CAPTURING``-th step on.
         """
         self.uncaptured = False
         rows = plan.decode

@@ -16,9 +16,9 @@ namespace {
 
 using namespace vec;
 
-constexpr int64_t kRows = 4;      // rows computed together
-constexpr int64_t kWidth = 512;   // outputs of one piece of work
-constexpr int64_t kStep = 2;      // ranks of one piece of work of `inner`
+constexpr int64_t kRows = 4;     // rows computed together
+constexpr int64_t kWidth = 512;  // outputs of one piece of work
+constexpr int64_t kStep = 4;     // ranks of one piece of work of `inner`
 
 struct RowBlock {
   int64_t begin;  // first row
@@ -78,20 +78,34 @@ void inner(const T* x, const T* a, int64_t inputs, float* z, int64_t stride) {
     for (int j = 0; j < M; ++j) z[r * stride + j] = reduce_add(sums[r][j]);
 }
 
-// Adds the products of z with the lines of b [rank, outputs] to the outputs begin .. end - 1 of N rows of y.
+// Adds the products of z with the lines of b [rank, outputs] to `at .. at + K * kLanes - 1` of N rows of y; K = 1: to
+// the first `lanes` of them. Several vectors at once hide the latency of a sum.
+template <int N, int K, class T>
+inline void outer_at(T* y, const T* b, const float* z, int64_t stride, int64_t rank, int64_t outputs, int64_t at,
+                     int lanes) {
+  vf sums[N][K];
+  for (int r = 0; r < N; ++r)
+    for (int k = 0; k < K; ++k) sums[r][k] = splat(0.0f);
+  for (int64_t j = 0; j < rank; ++j)
+    for (int k = 0; k < K; ++k) {
+      const vf line = take(b + j * outputs + at + k * kLanes, lanes);
+      for (int r = 0; r < N; ++r) sums[r][k] = fma(splat(z[r * stride + j]), line, sums[r][k]);
+    }
+  for (int r = 0; r < N; ++r)
+    for (int k = 0; k < K; ++k) {
+      T* to = y + r * outputs + at + k * kLanes;
+      put(to, take(to, lanes) + sums[r][k], lanes);
+    }
+}
+
+// The same for the outputs begin .. end - 1.
 template <int N, class T>
 void outer(T* y, const T* b, const float* z, int64_t stride, int64_t rank, int64_t outputs, int64_t begin,
            int64_t end) {
-  in_steps(end - begin, [&](int64_t i, int lanes) {
-    const int64_t at = begin + i;
-    vf sums[N];
-    for (int r = 0; r < N; ++r) sums[r] = splat(0.0f);
-    for (int64_t j = 0; j < rank; ++j) {
-      const vf line = take(b + j * outputs + at, lanes);
-      for (int r = 0; r < N; ++r) sums[r] = fma(splat(z[r * stride + j]), line, sums[r]);
-    }
-    for (int r = 0; r < N; ++r) put(y + r * outputs + at, take(y + r * outputs + at, lanes) + sums[r], lanes);
-  });
+  constexpr int K = 8 / N;
+  int64_t at = begin;
+  for (; at + K * kLanes <= end; at += K * kLanes) outer_at<N, K>(y, b, z, stride, rank, outputs, at, kLanes);
+  in_steps(end - at, [&](int64_t i, int lanes) { outer_at<N, 1>(y, b, z, stride, rank, outputs, at + i, lanes); });
 }
 
 // Calls f with the number of rows as a constant.
@@ -141,10 +155,9 @@ void low_rank(const Tensor& y, const Tensor& given, const Tensor& a, const Tenso
         const T* lines = as + ((block.place * parts + part) * most + first) * inputs;
         float* to = z + (i / steps) * kRows * width + part * most + first;
         by_count(block.count, [&]<class N>(N) {
-          if (first + 1 < rank)
-            inner<N::value, kStep>(xs + block.begin * inputs, lines, inputs, to, width);
-          else
-            inner<N::value, 1>(xs + block.begin * inputs, lines, inputs, to, width);
+          by_count(std::min(kStep, rank - first), [&]<class M>(M) {
+            inner<N::value, M::value>(xs + block.begin * inputs, lines, inputs, to, width);
+          });
         });
       }
     });
