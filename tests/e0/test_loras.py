@@ -11,7 +11,7 @@ import torch
 
 from tests.e0.rig import CPU, Answer, make_engine, run, spec_of, submit
 from tests.support.checkpoints import make_checkpoint
-from tests.support.loras import DELTA, DENSE, LATENT, make_adapter, merge
+from tests.support.loras import DELTA, DENSE, LATENT, MAMBA, MIXERS, make_adapter, merge
 from weft.common.errors import InvalidRequest
 from weft.config.adapters import read_adapter
 from weft.config.sections.all import SpeculationSection
@@ -27,7 +27,14 @@ from weft.types.sampling import TokenParams
 
 GREEDY = TokenParams(temperature=0.0, max_tokens=9)
 PROMPTS = [[5 + 3 * i % 60 for i in range(length)] for length in (19, 26, 7)]
-TARGETS = {"llama": DENSE, "mistral": DENSE, "deepseek_v3": LATENT, "qwen3_next": DELTA}
+TARGETS = {
+    "llama": DENSE,
+    "mistral": DENSE,
+    "deepseek_v3": LATENT,
+    "qwen3_next": DELTA,
+    "lfm2": MIXERS,
+    "nemotron_h": MAMBA,
+}
 
 
 class World:
@@ -182,11 +189,12 @@ def test_files_that_are_no_adapter_of_the_model_are_an_answer(world: World, tmp_
     wrong = apply(LoadAdapter(name="a", digest="0" * 32, folder=folder))
     assert wrong.error is not None
     assert "other content" in wrong.error.message
-    alien = make_adapter(tmp_path / "alien", world.base, prefix="base_model.model.vision.")
+    targets = TARGETS[world.base.name]
+    alien = make_adapter(tmp_path / "alien", world.base, targets, prefix="base_model.model.vision.")
     named = apply(LoadAdapter(name="a", digest=read_adapter(alien).digest, folder=str(alien)))
     assert named.error is not None
     assert "vision." in named.error.message
-    wide = make_adapter(tmp_path / "wide", world.base, rank=5)
+    wide = make_adapter(tmp_path / "wide", world.base, targets, rank=5)
     high = apply(LoadAdapter(name="a", digest=read_adapter(wide).digest, folder=str(wide)))
     assert high.error is not None
     assert "--max-lora-rank" in high.error.message

@@ -20,6 +20,9 @@ DELTA = (
     r"(linear_attn\.(in_proj_qkvz|in_proj_ba|out_proj)|self_attn\.(q|k|v|o)_proj|layers\.1\.mlp\.\w+_proj)$"
 )
 
+MIXERS = r"(self_attn\.(q|k|v|out)_proj|conv\.(in|out)_proj|feed_forward\.w[123])$"
+MAMBA = r"mixer\.(in|out|q|k|v|o|up|down)_proj$"
+
 
 def make_adapter(
     folder: Path,

@@ -53,5 +53,6 @@ class MixerBlock(Block):
         if not self._feeds:
             return x, delta
         x, normed = self.feed_forward_norm.add(x, delta)
-        delta = yield from self.feed_forward.steps(self._comm, normed, None, shared.step.exchange)
+        adapters = shared.step.adapters_at(logits_indices)
+        delta = yield from self.feed_forward.steps(self._comm, normed, None, shared.step.exchange, adapters)
         return x, delta

@@ -29,6 +29,8 @@ class ShortConv(Packs):
     out         [hidden, channels]
     """
 
+    adapted = ("bcx", "out")
+
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()
         conv = spec.conv
@@ -66,7 +68,7 @@ class ShortConv(Packs):
         assert isinstance(backend, ConvBackend)
         assert self._weights is not None, "not packed"
         step = shared.step
-        bcx = self.bcx(x)
+        bcx = self.bcx(x, shared.step.adapters)
         out = bcx.new_empty(x.shape[0], self._channels)
         # Only decode rows may be cut back to an earlier token (rejected drafts), so only decode rows store a
         # state per token.
@@ -79,5 +81,6 @@ class ShortConv(Packs):
                 out[rows],
                 ConvInput(segment, caches[self._kind], self._weights, each, prepared[self._kind]),
             )
-        result: Tensor = self.out(out if logits_indices is None else out[logits_indices])
+        wanted = out if logits_indices is None else out[logits_indices]
+        result: Tensor = self.out(wanted, shared.step.adapters_at(logits_indices))
         return result

@@ -34,6 +34,8 @@ class Mamba(Packs):
     out         [hidden, heads * dim]
     """
 
+    adapted = ("zxbcdt", "out")
+
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()
         mamba = spec.mamba
@@ -100,7 +102,7 @@ class Mamba(Packs):
         assert isinstance(backend, MambaBackend)
         assert self._weights is not None, "not packed"
         step = shared.step
-        zxbcdt = self.zxbcdt(x)
+        zxbcdt = self.zxbcdt(x, shared.step.adapters)
         out = zxbcdt.new_empty(x.shape[0], self._inner, dtype=self._wide if self._sums else x.dtype)
         # Only decode rows may be cut back to an earlier token (rejected drafts), so only decode rows store a
         # state per token.
@@ -118,7 +120,7 @@ class Mamba(Packs):
             out, z = out[logits_indices], z[logits_indices]
         if self._sums:
             out = yield from self._normed(out, z.to(self._wide), backend)
-        result: Tensor = self.out(out.to(x.dtype))
+        result: Tensor = self.out(out.to(x.dtype), shared.step.adapters_at(logits_indices))
         return result
 
     def _normed(self, y: Tensor, z: Tensor, backend: MambaBackend) -> Generator[Pending, None, Tensor]:
