@@ -71,6 +71,8 @@ class LowRankPool:
     """Largest rank of a part, by place; 0 if the adapter in the place has no matrices here."""
     device_ranks: Tensor
     """int32 [places]: ``ranks`` on the device."""
+    owners: Tensor
+    """int32 [outputs], on the device: the part of each output, or -1."""
 
     @property
     def flat_spans(self) -> list[int]:
@@ -104,12 +106,16 @@ def make_pool(
 ) -> LowRankPool:
     """Return an empty pool for a matrix of ``shape`` (outputs, inputs) on this rank."""
     outputs, inputs = shape
+    owners = torch.full((outputs,), -1, dtype=torch.int32)
+    for part, begin, end in spans:
+        owners[begin:end] = part
     return LowRankPool(
         a=torch.zeros(places, parts, rank, inputs, dtype=dtype, device=device),
         b=torch.zeros(places, rank, outputs, dtype=dtype, device=device),
         spans=tuple(spans),
         ranks=[0] * places,
         device_ranks=torch.zeros(places, dtype=torch.int32, device=device),
+        owners=owners.to(device),
     )
 
 

@@ -257,7 +257,7 @@ class DecodeGraphs:
     def adapts(self) -> bool:
         """True if steps with adapters can be captured."""
         adapters = self._model.adapters
-        return self._options.lazy and adapters is not None and adapters.capturable
+        return adapters is not None and adapters.capturable
 
     @torch.inference_mode()
     def _capture(self, options: GraphOptions) -> None:
@@ -268,7 +268,8 @@ class DecodeGraphs:
         each = reversed(range(1, options.most_each + 1))
         micro_batches = (1, 2) if options.micro_batches else (1,)
         buckets = itertools.product(reversed(self._rows), each, reversed(self._contexts), micro_batches)
-        keys = [Key(*key) for key in buckets if key[0] >= key[3]]
+        adapts = (False, True) if self.adapts else (False,)
+        keys = [Key(*key, adapts=one) for key in buckets for one in adapts if key[0] >= key[3]]
         for key in progress_bar(keys, title="capturing decode", unit="graph", shown=options.progress):
             self._replays.put(key, options.capture(self._closure(key)))
         log.info(
