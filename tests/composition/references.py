@@ -29,9 +29,10 @@ class References:
 
     def of(self, family: str, case: dict[str, Any]) -> tuple[dict[Any, Answer], list[str] | None]:
         """Return (answers, the stop string of each prompt or None)."""
-        key = (family, *(case[feature] for feature in PARAMETERS))
+        key = (family, *(case[feature] for feature in PARAMETERS), case.get("lora", False))
         if key not in self._known:
             asked = {**PLAIN, **{feature: case[feature] for feature in PARAMETERS}}
+            asked["lora"] = case.get("lora", False)
             folder, stop = make_checkpoint(self.root, family), None
             if case["stop"]:
                 free = self.of(family, {**case, "stop": False})[0]

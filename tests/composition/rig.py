@@ -14,6 +14,7 @@ import torch
 from tests.composition import seeing
 from tests.e1.rig import force_preemptions
 from tests.support.checkpoints import SHAPES, spread
+from tests.support.loras import make_adapter
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.pairwise import Row, few_of, name
 from weft import LLM, SamplingParams
@@ -25,10 +26,12 @@ from weft.config.sizing.media_limits import media_limits
 from weft.config.sizing.memory import bytes_for, state_bytes
 from weft.engine.core import EngineCore
 from weft.types.grammar import Grammar
-from weft.types.plan import MoveMedia
+from weft.types.plan import MoveMedia, PlaceAdapter
 
 VOCAB, MAX_LEN, BLOCK, OUTPUT = 300, 160, 8, 16
 SEQUENCES = 8
+ADAPTED = r"layers\.\d+\.self_attn\.(q_proj|q_b_proj|o_proj)$"
+"""Modules with adapters: in every form of attention that takes adapters."""
 LONGEST = 96 + OUTPUT + 4
 """A little more than the longest prompt and its answer."""
 
@@ -185,6 +188,15 @@ def distinct_images(folder: Path) -> int:
     return len({item.key for one in asked_of(folder) for item in one.get("media", ())})
 
 
+def adapters_of(folder: Path) -> dict[str, str]:
+    """Return name -> folder of two adapters of the attention of a checkpoint, written once."""
+    made = {name: folder.with_name(f"{folder.name}-lora-{name}") for name in "ab"}
+    for seed, one in enumerate(made.values()):
+        if not one.exists():
+            make_adapter(one, folder, ADAPTED, rank=3 + seed, seed=seed)
+    return {name: str(one) for name, one in made.items()}
+
+
 def params(case: dict[str, Any], count: int, stop: list[str] | None = None) -> list[SamplingParams]:
     """Return the parameters of ``count`` prompts; every second prompt is greedy."""
     return [
@@ -211,6 +223,8 @@ class Seen:
     unfinished: int = 0
     """Prompt rows that did not reach the end of their prompt."""
     deepest: int = 0
+    placed: int = 0
+    """Adapters that got a place."""
     lifted: int = 0
     """Embeddings that came back from host memory."""
     stats: Any = None
@@ -244,6 +258,8 @@ def engine(folder: Path, case: dict[str, Any], *, alone: bool = False) -> LLM:
     }
     if case["kv"] != "auto":
         settings["kv_cache_dtype"] = case["kv"]
+    if case.get("lora"):
+        settings |= {"max_loras": 2, "max_lora_rank": 4, "lora_modules": adapters_of(folder)}
     if not alone:
         settings |= {
             "enable_prefix_caching": case["prefix"],
@@ -309,9 +325,12 @@ def run(
         _preempt_some(llm)
     try:
         asked: list[Any] = asked_of(folder)
+        # The prompts have no adapter, the first and the second in turn.
+        lora = [(None, "a", "b")[i % 3] if case.get("lora") else None for i in range(len(asked))]
         if case["prefix"] and not alone:
-            llm.generate(asked[-3:], SamplingParams(max_tokens=1), use_tqdm=False)
-        outputs = llm.generate(asked, params(case, len(asked), stop), use_tqdm=False, grammar=grammar)
+            llm.generate(asked[-3:], SamplingParams(max_tokens=1), use_tqdm=False, lora=lora[-3:])
+        wanted = params(case, len(asked), stop)
+        outputs = llm.generate(asked, wanted, use_tqdm=False, grammar=grammar, lora=lora)
         core = llm._core
         assert core is not None
         seen.stats = core.stats()
@@ -353,6 +372,7 @@ def _watch(llm: LLM) -> Seen:
         seen.in_flight += 1
         seen.deepest = max(seen.deepest, seen.in_flight)
         seen.unfinished += int((plan.prefill.sample == 0).sum())
+        seen.placed += sum(isinstance(op, PlaceAdapter) for op in plan.ops)
         seen.lifted += sum(isinstance(op, MoveMedia) and op.up for op in plan.ops)
         return forward(plan)
 

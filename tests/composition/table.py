@@ -17,6 +17,7 @@ NAMES = {
     "penalties": "penalties",
     "stop": "stop strings",
     "kv": "fp8 KV",
+    "lora": "adapters",
     "images": "images",
     "hits": "embedding hits",
     "room": "little room for embeddings",

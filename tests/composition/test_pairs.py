@@ -40,11 +40,13 @@ FEATURES: dict[str, list[Any]] = {
     "penalties": [False, True],
     "stop": [False, True],
     "kv": ["auto", "fp8"],
+    "lora": [False, True],
 }
 #: Different values for some families.
 OWN: dict[str, dict[str, list[Any]]] = {
     "latent": {"draft": ["none", "ngram", "mtp"]},
-    "sparse": {"kv": ["auto"]},  # the model was trained with compressed entries
+    # The model was trained with compressed entries. Its attention takes no adapters.
+    "sparse": {"kv": ["auto"], "lora": [False]},
     "images, delta": {"draft": ["none", "ngram", "mtp"]},
 }
 #: Memory for embeddings, in families with images.
@@ -135,6 +137,7 @@ def _engaged(case: dict[str, Any], made: dict[Any, Answer], seen: Any, distinct:
         "penalties": case["penalties"],
         "stop": any(answer.finish == "stop" for answer in made.values()),
         "kv": case["kv"] != "auto",
+        "lora": seen.placed >= 2,
         "images": stats.images_encoded > 0,
         "hits": stats.image_hits > 0,
         "room": _lacks_room(case, seen, distinct),

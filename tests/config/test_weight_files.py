@@ -191,7 +191,7 @@ def test_an_adapter_is_no_model(change: Callable[[Path], None], folder: Path) ->
     change(folder)
     message = told(folder)
     assert "is an adapter for Qwen/Qwen3-8B (adapter_config.json), not a model" in message
-    assert "--" not in message, "there is no flag for adapters"
+    assert "--lora-modules" in message
     with pytest.raises(ConfigError, match="is an adapter"):
         load_spec(str(folder))
 

@@ -212,6 +212,17 @@ def packed(dtype: torch.dtype, *forms: str) -> None:
             moe._product(made, stack, None, made, moe.cut(ids, 4, tile_m), 2, tile_m, True)
 
 
+def adapters(dtype: torch.dtype) -> None:
+    """Low-rank products: several parts, ranks that are no multiple of a step."""
+    from weft.ops import low_rank
+    from weft.ops.triton import low_rank as low_rank_kernels
+
+    spans = [(0, 0, 256), (1, 256, 512)]
+    pool = low_rank.make_pool(3, 12, 2, (512, 1000), spans, dtype, torch.device("cpu"))
+    rows = low_rank.AdapterRows(torch.zeros(5, dtype=torch.int32), [0])
+    low_rank_kernels.low_rank(torch.empty(5, 512, dtype=dtype), torch.empty(5, 1000, dtype=dtype), pool, rows)
+
+
 def main() -> None:
     made = compile_only(int(sys.argv[1]))
     elementwise(HALF)
@@ -225,6 +236,7 @@ def main() -> None:
 
 def others() -> None:
     products(HALF)
+    adapters(HALF)
     experts(HALF)
     packed(HALF, "int4 zeros", "nvfp4")
     attention(12, 4, 64, 16, 100, HALF)

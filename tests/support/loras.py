@@ -21,7 +21,8 @@ DELTA = (
 )
 CONV = r"(conv\.(in|out)_proj|self_attn\.(q|k|v)_proj|self_attn\.out_proj|layers\.0\.feed_forward\.w[123])$"
 PARALLEL = r"(mamba\.(in|out)_proj|self_attn\.(q|k|v|o)_proj|feed_forward\.(gate|up|down)_proj)$"
-MAMBA = r"mixer\.(in_proj|out_proj|q_proj|o_proj)$|layers\.4\.mixer\.(up|down)_proj$"
+
+MAMBA = r"mixer\.(in|out|q|k|v|o|up|down)_proj$"
 
 
 def make_adapter(

@@ -101,11 +101,11 @@ class AdapterFile:
         return Path(self.folder) / WEIGHTS
 
 
-def read_adapter(folder: str | Path, name: str = "", max_rank: int = 0) -> AdapterFile:
+def read_adapter(folder: str | Path, name: str = "", max_rank: int = 0, digest: str = "") -> AdapterFile:
     """Return the adapter in ``folder``. Reads both files completely, for the digest.
 
     ``name``: name for errors; default: the last part of the path. ``max_rank``: largest accepted rank; 0 for
-    no limit.
+    no limit. ``digest``: a digest that the caller has checked; then only the header of the weights is read.
 
     Raise ConfigError (param ``--lora-modules``) if a file is missing or damaged, or if a setting or a tensor
     is not supported. The message names every such setting, or the first tensors. The message contains no
@@ -134,7 +134,7 @@ def read_adapter(folder: str | Path, name: str = "", max_rank: int = 0) -> Adapt
     base = config.get("base_model_name_or_path")
     return AdapterFile(
         folder=str(path),
-        digest=digest_of(data, weights),
+        digest=digest or digest_of(data, weights),
         nbytes=weights.stat().st_size,
         rank=most,
         base=base if isinstance(base, str) else "",
@@ -142,10 +142,13 @@ def read_adapter(folder: str | Path, name: str = "", max_rank: int = 0) -> Adapt
     )
 
 
-def digest_of(config: bytes, weights: Path) -> str:
+def digest_of(config: bytes, weights: Path | bytes) -> str:
     """Return the digest over the bytes of both files, 32 hexadecimal digits. Raise OSError."""
     made = blake2b(b"adapter", digest_size=DIGEST_DIGITS // 2)
     made.update(len(config).to_bytes(8, "little") + config)
+    if isinstance(weights, bytes):
+        made.update(weights)
+        return made.hexdigest()
     with weights.open("rb") as file:
         while piece := file.read(_PIECE):
             made.update(piece)

@@ -17,7 +17,11 @@ class LowRank:
 
     def __init__(self, build: Build) -> None:
         """The pool is made by ``allocate``, when the published parts of the matrix are known."""
-        self._op = build.op("low_rank").run
+        op = build.op("low_rank")
+        self._op = op.run
+        self.capturable = op.name != "torch"
+        """True if the op reads the places from the device only, so that a step with adapters can be
+        captured."""
         self._options = build.adapters
         self._dtype = build.dtype
         self._device = build.device

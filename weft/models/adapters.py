@@ -12,17 +12,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import load
 
 from weft.common.errors import ConfigError, EngineDead
 from weft.common.log import get_logger
-from weft.config.adapters import AdapterFile, AdapterModule, read_adapter
+from weft.config.adapters import CONFIG, WEIGHTS, AdapterFile, AdapterModule, digest_of, read_adapter
 from weft.layers.build import AdapterOptions, Layer
 from weft.layers.low_rank import LowRank
 from weft.layers.pending_codes import Weight
-from weft.models.files import WeightFile
 from weft.models.slices import Window, part_shape, windows
 from weft.models.weights import Placement, WeightMap
 from weft.ops import torch_ops
@@ -63,7 +64,7 @@ class _Held:
     a: Tensor
     """[rank, inputs of this rank]."""
     b: Tensor
-    """[outputs of the published matrix, rank], in the order of the parameter."""
+    """[rank, outputs of the published matrix], in the order of the parameter."""
 
 
 class Adapters:
@@ -77,6 +78,8 @@ class Adapters:
         self._targets = _targets(model, weights)
         self._by_layer = _by_layer(self._targets)
         self._layers = list({id(target.low): target.low for target in self._targets.values()}.values())
+        self.capturable = all(low.capturable for low in self._layers)
+        """True if steps with adapters can be captured."""
         self._held: dict[str, list[_Held]] = {}
         """Adapters in host memory, by digest."""
         nbytes = sum(low.pool.nbytes for low in self._layers if low.pool is not None)
@@ -120,7 +123,7 @@ class Adapters:
             if isinstance(op, HoldAdapter):
                 try:
                     self.hold(op.digest, op.folder)
-                except (ConfigError, OSError) as error:
+                except (ConfigError, OSError, KeyError) as error:
                     raise EngineDead(f"the files of a LoRA adapter changed while in use: {error}") from error
             elif isinstance(op, PlaceAdapter):
                 self.place(op.digest, op.place)
@@ -134,15 +137,15 @@ class Adapters:
         """
         if digest in self._held:
             return
-        adapter = read_adapter(folder, max_rank=self._options.rank)
-        if adapter.digest != digest:
+        # One copy of the bytes for digest and tensors: the files may change meanwhile.
+        path = Path(folder)
+        data = (path / WEIGHTS).read_bytes()
+        if digest_of((path / CONFIG).read_bytes(), data) != digest:
             raise ConfigError("the files of the adapter have other content", param="--lora-modules")
+        adapter = read_adapter(folder, max_rank=self._options.rank, digest=digest)
         self.check(adapter)
-        with WeightFile(adapter.weights) as file:
-            made = [self._read(module, file) for module in adapter.modules]
-        # Checked again: the files may have changed between the digest and the tensors.
-        if read_adapter(folder).digest != digest:
-            raise ConfigError("the files of the adapter changed while they were read", param="--lora-modules")
+        tensors = load(data)
+        made = [self._read(module, tensors) for module in adapter.modules]
         self._held[digest] = [held for held in made if held.target.taken]
 
     def place(self, digest: str, place: int) -> None:
@@ -162,7 +165,7 @@ class Adapters:
             pool.a[place, one.target.part, :rank].copy_(one.a, non_blocking=True)
             for window in one.target.taken:
                 rows, to, *_ = (*_rows(window), None)
-                pool.b[place, to, :rank].copy_(one.b[rows], non_blocking=True)
+                pool.b[place, :rank, to].copy_(one.b[:, rows], non_blocking=True)
             ranks[id(pool)] = max(rank, ranks.get(id(pool), 0))
             pool.set_rank(place, ranks[id(pool)])
 
@@ -173,15 +176,15 @@ class Adapters:
             found = self._by_layer.get(match[2])
         return found
 
-    def _read(self, module: AdapterModule, file: WeightFile) -> _Held:
+    def _read(self, module: AdapterModule, tensors: Mapping[str, Tensor]) -> _Held:
         """Return one module in the model's dtype. The scale is multiplied in a wide dtype before rounding."""
         target = self._target(module.module)
         assert target is not None
         wide = torch_ops.wide(self._dtype)
-        a = file.tensor(module.a)
-        b = target.placement.arranged(file.tensor(module.b).to(wide) * module.scale, wide)
+        a = tensors[module.a]
+        b = target.placement.arranged(tensors[module.b].to(wide) * module.scale, wide)
         columns = _columns(target.taken)
-        made = [values.to(self._dtype).contiguous() for values in (a[:, columns].clone(), b)]
+        made = [values.to(self._dtype).contiguous() for values in (a[:, columns], b.T)]
         if self._pinned:
             made = [values.pin_memory() for values in made]
         return _Held(target=target, a=made[0], b=made[1])

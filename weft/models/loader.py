@@ -76,10 +76,7 @@ def build_model(
         adapters=adapters or AdapterOptions(),
     )
     frame = FRAMES.get(spec.family) if spec.family in FRAMES else Decoder
-    model: Model = frame(spec, build, BLOCKS.get(spec.family))
-    if build.adapters.places:
-        model.adapters = Adapters(model, WEIGHTS.get(spec.family)(spec), build.adapters)
-    return model
+    return frame(spec, build, BLOCKS.get(spec.family))
 
 
 def load_model(
@@ -121,18 +118,18 @@ def load_model(
         for module, placement in zip(routed, placements, strict=True):
             module.place(placement)
     filled: FillTarget | None = None
-    if load_format == "dummy":
+    partial = load_format == "partial"
+    if partial or load_format == "dummy":
         fill_randomly(model, seed)
-    else:
+    if load_format != "dummy":
         path = Path(folder)
         files = weight_files(path, load_format)
-        partial = load_format == "partial"
-        if partial:
-            fill_randomly(model, seed)
-        saved = _saved_layers(path, spec)
         weights = add_score(WEIGHTS.get(spec.family)(spec), spec)
         stay = {"packed": held, "blocks": device.type == "cpu"}
-        filled = fill(model, weights, files, saved, progress, partial, **stay)
+        filled = fill(model, weights, files, _saved_layers(path, spec), progress, partial, **stay)
+    if adapters is not None and adapters.places:  # in the names of the checkpoint, before notes end
+        named = WEIGHTS.get(spec.family)(spec) if filled is None else filled.weights
+        model.adapters = Adapters(model, named, adapters)
     if pack:
         model.pack()
     if filled is not None:

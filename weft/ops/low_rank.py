@@ -4,7 +4,7 @@ A pool has the matrices of several adapters for one matrix of the model, each ad
 names its place, or -1 for no adapter.
 
     a  [places, parts, rank, inputs]     part: one of the published matrices in one matrix (q, k, v)
-    b  [places, outputs, rank]           the outputs of a part read the part's A only
+    b  [places, rank, outputs]           the outputs of a part read the part's A only
 
 Source: Hu et al. 2021, arXiv 2106.09685; rows of different adapters in one batch, Chen et al. 2023, arXiv
 2310.18547.
@@ -29,7 +29,8 @@ class AdapterRows:
     __slots__ = ("_groups", "_selected", "numbers", "present")
 
     def __init__(self, numbers: Tensor, present: Sequence[int]) -> None:
-        """``numbers``: int32 [T], on the device. ``present``: the different places among them, ascending."""
+        """``numbers``: int32 [T], on the device. ``present``: the different places among them, ascending; ()
+        in a captured step, where only ``numbers`` may be read."""
         self.numbers = numbers
         self.present = tuple(present)
         self._groups: list[tuple[int, Tensor | None]] | None = None
@@ -70,6 +71,13 @@ class LowRankPool:
     """Largest rank of a part, by place; 0 if the adapter in the place has no matrices here."""
     device_ranks: Tensor
     """int32 [places]: ``ranks`` on the device."""
+    owners: Tensor
+    """int32 [outputs], on the device: the part of each output, or -1."""
+
+    @property
+    def flat_spans(self) -> list[int]:
+        """``spans`` as one list."""
+        return [number for span in self.spans for number in span]
 
     @property
     def nbytes(self) -> int:
@@ -98,12 +106,16 @@ def make_pool(
 ) -> LowRankPool:
     """Return an empty pool for a matrix of ``shape`` (outputs, inputs) on this rank."""
     outputs, inputs = shape
+    owners = torch.full((outputs,), -1, dtype=torch.int32)
+    for part, begin, end in spans:
+        owners[begin:end] = part
     return LowRankPool(
         a=torch.zeros(places, parts, rank, inputs, dtype=dtype, device=device),
-        b=torch.zeros(places, outputs, rank, dtype=dtype, device=device),
+        b=torch.zeros(places, rank, outputs, dtype=dtype, device=device),
         spans=tuple(spans),
         ranks=[0] * places,
         device_ranks=torch.zeros(places, dtype=torch.int32, device=device),
+        owners=owners.to(device),
     )
 
 
@@ -117,11 +129,12 @@ def low_rank(y: Tensor, x: Tensor, pool: LowRankPool, rows: AdapterRows) -> None
         # [n, parts * rank]
         inner = F.linear(mine, pool.a[place, :, :rank].flatten(0, 1))
         for part, begin, end in pool.spans:
-            added = F.linear(inner[:, part * rank : (part + 1) * rank], pool.b[place, begin:end, :rank])
+            added = inner[:, part * rank : (part + 1) * rank] @ pool.b[place, :rank, begin:end]
             if index is None:
                 y[:, begin:end] += added
             else:
                 y[:, begin:end].index_add_(0, index, added)
 
 
-register("low_rank", Implementation(name="torch", run=low_rank, asks=True))
+# Not ``asks``: steps without adapters never call the op, and may be captured. ``AdapterRows.groups`` asks.
+register("low_rank", Implementation(name="torch", run=low_rank))

@@ -335,14 +335,14 @@ class Runner:
         Sets ``uncaptured`` of ``handle``, and after a replay ``hidden``, ``each`` and ``drawn``.
         """
         assert handle.buffer is not None
-        # A captured step has no low-rank products.
-        if self.graphs is None or self._state.adapters(plan.decode.slot):
+        adapts = bool(self._state.adapters(plan.decode.slot))
+        if self.graphs is None or (adapts and not self.graphs.adapts):
             return None
         direct = self._sampler.slots.direct
         # A captured step may also sample, if no row needs drafts, masks or anything beyond a plain draw.
         rests = self.drafter is None or (self.drafter.rests and not plan.decode.next_k.any())
         draws = rests and not plan.constrained and bool(direct[plan.decode.slot].all())
-        key = self.graphs.find(plan, draws)
+        key = self.graphs.find(plan, draws, adapts)
         if key is None:
             handle.uncaptured = self.graphs.uncaptured
             return None

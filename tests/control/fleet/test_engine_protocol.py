@@ -9,6 +9,7 @@ from weft.config.sections.all import SchedulerSection
 from weft.control.fleet.engine_protocol import EngineProtocol
 from weft.sim.engine import kv_config
 from weft.types import messages as m
+from weft.types.adapters import AdapterChanged, DropAdapter, LoadAdapter
 from weft.types.sampling import TokenParams
 
 
@@ -82,3 +83,21 @@ def test_the_end_of_a_front_ends_its_own_sequences_alone() -> None:
     assert not one.stopped
     told = one.events([m.TokenEvent(sequence=s, token_ids=(5,)) for s in (1, 2)])
     assert [front for front, _ in told] == [b"other"]
+
+
+def test_adapters_are_answered_to_the_sender() -> None:
+    class Loader:
+        def apply(self, message: m.ToAdapters) -> AdapterChanged:
+            return AdapterChanged(digest=message.digest, loaded=isinstance(message, LoadAdapter))
+
+    load = LoadAdapter(name="a", digest="d" * 32, folder="/a")
+    one = engine()
+    one.on(b"f", m.Hello(versions=(m.OLDEST, m.VERSION), front="f"))
+    ((front, refused),) = one.on(b"f", load)
+    assert front == b"f"
+    assert isinstance(refused, AdapterChanged)
+    assert (refused.loaded, refused.error is None) == (False, False)
+    one._adapters = Loader()
+    assert one.on(b"f", load) == [(b"f", AdapterChanged(digest=load.digest, loaded=True))]
+    dropped = m.decode_to_engine(m.encode(DropAdapter(digest=load.digest)))
+    assert one.on(b"f", dropped) == [(b"f", AdapterChanged(digest=load.digest, loaded=False))]

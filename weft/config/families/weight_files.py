@@ -133,9 +133,9 @@ def refuse_adapter(folder: Path) -> None:
     base = said.get("base_model_name_or_path")
     of = f" for {base}" if isinstance(base, str) and base else ""
     raise ConfigError(
-        f"{folder.name!r} is an adapter{of} ({_ADAPTER}), not a model, and Weft serves no adapters: "
-        "merge the adapter into its base model (merge_and_unload of the package peft), and serve the "
-        "result",
+        f"{folder.name!r} is an adapter{of} ({_ADAPTER}), not a model: "
+        "serve the base model with --max-loras and --lora-modules, or merge the adapter into the base model "
+        "(merge_and_unload of the package peft)",
         param="--model",
     )
 

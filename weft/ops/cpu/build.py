@@ -73,6 +73,7 @@ SECONDS = {
     "collectives.cpp": 3,
     "sampling.cpp": 3,
     "fused.cpp": 3,
+    "low_rank.cpp": 3,
     "coded_pack.cpp": 2.5,
     "crew.cpp": 1.5,
     "transfer.cpp": 2,

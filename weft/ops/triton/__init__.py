@@ -2,7 +2,7 @@
 
 ``fused``: norms, rotary embedding with the cache write, the gated activation. ``matmul``: a batch-invariant
 matrix product for ``--deterministic``. ``coded``: products with weights that stay packed. ``moe``: routed
-feed-forward blocks. ``attention``: paged attention, for ``weft.attention``.
+feed-forward blocks. ``low_rank``: adapters. ``attention``: paged attention, for ``weft.attention``.
 
 The kernels compute float32, bfloat16 and float16; float64 stays on the torch implementations.
 """
@@ -72,6 +72,7 @@ def _offer(op: str, module: str, function: str, *, name: str = "triton", **more:
 
 for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "gated"):
     _offer(_op, "fused", _op, invariant=True, priority=FAST)
+_offer("low_rank", "low_rank", "low_rank", invariant=True, priority=FAST)
 _fast: dict[str, Any] = {"priority": FAST}
 _invariant: dict[str, Any] = {"name": "triton-invariant", "invariant": True, "priority": FALLBACK}
 for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):

@@ -16,6 +16,7 @@ import torch
 
 from weft.attention.base import Backends, SegmentInput, StepInput
 from weft.config.resolved import KVConfig
+from weft.ops.low_rank import AdapterRows
 from weft.ops.upload import upload
 from weft.runner.batch.staging import (
     LogitsColumns,
@@ -317,13 +318,19 @@ class BatchBuilder:
         }
 
     def decode(
-        self, slots: Tensor, bound: Segment, starts: Tensor | None = None, shift: int = 0
+        self,
+        slots: Tensor,
+        bound: Segment,
+        starts: Tensor | None = None,
+        shift: int = 0,
+        adapts: bool = False,
     ) -> StepInput:
         """Build a step with equally many tokens per slot (slots: int64 [R]) and logits for every token.
 
         The device derives all columns from the slots, so the step can be captured. ``bound`` has R rows of
         one count; its largest start bounds the context of every row. ``starts`` and ``shift``: see
-        ``follow``. Positions beyond the longest sequence are clamped to the last position.
+        ``follow``. ``adapts``: rows may have adapters. Positions beyond the longest sequence are clamped to
+        the last position.
         """
         rows = len(slots)
         each = int(bound.count.max(initial=1))
@@ -348,6 +355,7 @@ class BatchBuilder:
             prepared=(self._prepare(segments[0]), self._prepare(segments[1])),
             logits_index=self._order[: rows * each],
             rope_positions=self._state.rope_positions(token_slots, positions),
+            adapters=AdapterRows(self._state.places[token_slots], ()) if adapts else None,
         )
 
     def _writes(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, ...]:

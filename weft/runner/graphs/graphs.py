@@ -76,6 +76,8 @@ class Key(NamedTuple):
     """Token count that the replicas agreed on (``Agreement.padded_tokens``); 0 without an agreement."""
     ends: bool = False
     """True if the captured step also samples its tokens and advances its slots."""
+    adapts: bool = False
+    """True if rows may have LoRA adapters."""
 
 
 class Replayed(NamedTuple):
@@ -251,6 +253,12 @@ class DecodeGraphs:
         if not options.lazy:
             self._capture(options)
 
+    @property
+    def adapts(self) -> bool:
+        """True if steps with adapters can be captured."""
+        adapters = self._model.adapters
+        return adapters is not None and adapters.capturable
+
     @torch.inference_mode()
     def _capture(self, options: GraphOptions) -> None:
         """Capture every bucket with the spare slot, and log the time and the memory."""
@@ -260,7 +268,8 @@ class DecodeGraphs:
         each = reversed(range(1, options.most_each + 1))
         micro_batches = (1, 2) if options.micro_batches else (1,)
         buckets = itertools.product(reversed(self._rows), each, reversed(self._contexts), micro_batches)
-        keys = [Key(*key) for key in buckets if key[0] >= key[3]]
+        adapts = (False, True) if self.adapts else (False,)
+        keys = [Key(*key, adapts=one) for key in buckets for one in adapts if key[0] >= key[3]]
         for key in progress_bar(keys, title="capturing decode", unit="graph", shown=options.progress):
             self._replays.put(key, options.capture(self._closure(key)))
         log.info(
@@ -275,7 +284,7 @@ class DecodeGraphs:
         """Return a function that computes a step of bucket ``key`` for the slots in ``_slots``. The function
         writes logits, positions, hidden states, ids and, with ``key.ends``, sampled tokens into the buffers
         of this object, and calls ``hidden_sink``."""
-        rows, each, context, micro_batches, padded, ends = key
+        rows, each, context, micro_batches, padded, ends, adapts = key
         tokens = slice(rows * each)
         slots = self._slots[:rows]
         logits = self._logits[tokens]
@@ -291,7 +300,7 @@ class DecodeGraphs:
         def run() -> None:
             # Build the inputs inside the captured function: slots change between replays, shapes do not.
             steps = [
-                replace(self._builder.decode(part, of), exchange=exchange)
+                replace(self._builder.decode(part, of, adapts=adapts), exchange=exchange)
                 for part, of in zip(parts, bounds, strict=True)
             ]
             made = self._hidden_of(steps)
@@ -324,12 +333,12 @@ class DecodeGraphs:
         finally:
             self._launcher.threaded(False)
 
-    def find(self, plan: StepPlan, draws: bool = False) -> Key | None:
+    def find(self, plan: StepPlan, draws: bool = False, adapts: bool = False) -> Key | None:
         """Return the bucket for the step of ``plan``; None if the step must be launched op by op.
 
         Call exactly once per step: the call counts steps per bucket and sets ``uncaptured``. ``draws``: True
-        if ``end`` can draw all rows. With lazy captures, a bucket with padding or several tokens per row is
-        returned from its ``WORTH_CAPTURING``-th step on.
+        if ``end`` can draw all rows. ``adapts``: True if a row has an adapter. With lazy captures, a bucket
+        with padding or several tokens per row is returned from its ``WORTH_CAPTURING``-th step on.
         """
         self.uncaptured = False
         rows = plan.decode
@@ -342,7 +351,7 @@ class DecodeGraphs:
             return None
         bucket = _bucket(self._rows, rows.rows) if rows.rows else 0
         ends = draws and each == 1 and bool(bucket) and self._end is not None
-        key = Key(bucket, each, _bucket(self._contexts, longest), plan.micro_batches, padded, ends)
+        key = Key(bucket, each, _bucket(self._contexts, longest), plan.micro_batches, padded, ends, adapts)
         if plan.micro_batches > 1 and not self._options.micro_batches:
             return None
         if not self._options.lazy:

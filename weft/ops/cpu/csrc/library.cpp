@@ -112,10 +112,13 @@ void describe_products(torch::Library& m) {
       "qkv_rope_cache(Tensor qkv, int heads, int kv_heads, Tensor? q_weight, Tensor? k_weight, float eps, Tensor cos, "
       "Tensor sin, Tensor(a!) cache, Tensor writes, Tensor(b!)? scales=None) -> Tensor");
   m.def("gated(Tensor gate_up, int activation) -> Tensor");
+  m.def(
+      "low_rank(Tensor(a!) y, Tensor x, Tensor a, Tensor b, Tensor numbers, Tensor ranks, int[] spans) -> ()");
   m.impl("rms_norm", kCpu, TORCH_FN(rms_norm));
   m.impl("add_rms_norm_", kCpu, TORCH_FN(add_rms_norm_));
   m.impl("qkv_rope_cache", kCpu, TORCH_FN(qkv_rope_cache));
   m.impl("gated", kCpu, TORCH_FN(gated));
+  m.impl("low_rank", kCpu, TORCH_FN(low_rank));
   m.def("linear(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? scales, int activation) -> Tensor");
   m.def("pack(Tensor weight, bool gated) -> Tensor");
   m.def("pack_int8(Tensor values, bool gated, bool for_bf16) -> Tensor");

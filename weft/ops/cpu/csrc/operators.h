@@ -90,6 +90,11 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
                       const Tensor& cache, const Tensor& writes, const std::optional<Tensor>& scales);
 Tensor gated(const Tensor& given, int64_t code);
 
+// --- low_rank.cpp ---
+
+void low_rank(const Tensor& y, const Tensor& given, const Tensor& a, const Tensor& b, const Tensor& numbers,
+              const Tensor& ranks, at::IntArrayRef spans);
+
 // --- gemm.cpp ---
 
 Tensor linear(const Tensor& x, const Tensor& packed, int64_t rows, const std::optional<Tensor>& bias,
