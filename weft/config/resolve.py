@@ -19,6 +19,7 @@ from weft.common.log import get_logger
 from weft.config import devices, hub
 from weft.config.expert_settings import check_experts
 from weft.config.families import load_spec
+from weft.config.families.draft import with_draft
 from weft.config.families.facts import read_json
 from weft.config.families.pooling import overrides_of
 from weft.config.families.rope_settings import fit_context
@@ -84,6 +85,8 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     check_lora(config.lora)
     check_events(config.events, host.first + max(numbers, default=0))
     spec = read_spec(config, path)
+    if transfer.role != "encode":
+        speculation, spec = drafted(config, spec, path)
     check_weight_files(Path(path), model.load_format, _prefixes(spec, transfer.role))
     # With several groups on the host, the topology checks the cores of all groups together.
     if not host.ranks:
@@ -122,6 +125,24 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         group=group,
         host=host,
     )
+
+
+def drafted(config: Config, spec: ModelSpec, path: str) -> tuple[SpeculationSection, ModelSpec]:
+    """Return (speculation with the local folder of the draft model, spec with the draft model). Both are
+    unchanged without a draft model. Raise ConfigError."""
+    speculation, model = config.speculation, config.model
+    draft = speculation.speculative_model
+    if (speculation.speculative_method == "draft") != (draft is not None):
+        raise ConfigError(
+            "--speculative-method draft and --speculative-model belong together: set both, or none",
+            param="--speculative-model",
+        )
+    if draft is None:
+        return speculation, spec
+    folder = hub.resolve_model_path(draft, load_format=model.load_format)
+    check_weight_files(Path(folder), model.load_format)
+    spec = with_draft(spec, config, path, folder)
+    return msgspec.structs.replace(speculation, speculative_model=folder), spec
 
 
 def _prefixes(spec: ModelSpec, role: str) -> tuple[str, ...]:

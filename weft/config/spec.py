@@ -367,6 +367,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     classify: ClassifySpec | None = None
     """Numbers for a whole prompt; None for a model that does not classify."""
     pooled: PooledSpec = PooledSpec()
+    draft: ModelSpec | None = None
+    """Draft model; None for speculation without a draft model. In the caches its layers follow the model's
+    layers and MTP modules."""
 
     def cache_of(self, layer: int) -> int:
         """Return the number of the first KV cache group of ``layer``. Raise KeyError if there is none."""
