@@ -121,8 +121,7 @@ def test_tokens_do_not_change(root: Path, shape: str, depth: int, chunk: int, re
         answers = run(engine, arrivals(first))
         check(root, shape, answers, first)
     assert any(answer.num_cached for answer in answers.values())
-    accepted, rejected = engine.stats().drafts[:2]
-    assert accepted + rejected
+    assert sum(engine.stats().drafts)
     assert runner.deepest == depth
     engine.close()
 
