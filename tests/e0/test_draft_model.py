@@ -17,8 +17,8 @@ from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.expert_groups import Leading, run_layout
 from tests.support.slow import mostly_slow
 from weft.common.errors import ConfigError
-from weft.config.families.draft import draft_part, with_draft
 from weft.config.sections.all import Config, SpeculationSection
+from weft.config.sizing.draft import draft_part, with_draft
 from weft.config.spec import ModelSpec
 from weft.models.drafted import DraftedModel
 from weft.models.loader import load_model

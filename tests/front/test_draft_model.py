@@ -23,7 +23,5 @@ def test_prefill_and_decode_apart_give_the_same_tokens(start_weft: Any) -> None:
     expected = [tokens(plain, temperature=heat) for heat in (0, 0.8)]
     server = start_weft("--prefill", "1", "--decode", "1", *FLAGS)
     assert [tokens(server, temperature=heat) for heat in (0, 0.8)] == expected
-    drafts = server.metric("spec_decode_num_draft_tokens_total")
-    assert 0 < server.metric("spec_decode_num_accepted_tokens_total") <= drafts
     answer = server.complete(PROMPTS[0], max_tokens=24, temperature=0).json()
     assert answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] > 6

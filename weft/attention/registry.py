@@ -11,7 +11,7 @@ from weft.attention.mla.latent import LatentBackend
 from weft.attention.sparse.sparse import SparseBackend
 from weft.common.errors import ConfigError
 from weft.common.registry import Registry
-from weft.config.families.draft import owner_of
+from weft.config.sizing.draft import owner_of
 from weft.config.spec import ModelSpec
 
 BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backend")

@@ -14,10 +14,10 @@ from weft.attention.base import Backends
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
-from weft.config.families.draft import draft_part
 from weft.config.gpus import engine_rank, sharers
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sharding import local_spec
+from weft.config.sizing.draft import draft_part
 from weft.config.sizing.memory import activation_bytes, pools_for
 from weft.config.spec import ModelSpec
 from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings, open_transfers

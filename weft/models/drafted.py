@@ -60,8 +60,8 @@ class DraftedModel(Model):
     ) -> Generator[Pending, None, Tensor]:
         """Run the draft model on ``step``. Return its hidden states of the rows ``wanted`` (int64 [L]; None:
         all)."""
-        # The draft model has no adapters. It sees the placeholders of images, not the images. Its table may have fewer padded
-        # rows.
+        # The draft model has no adapters, and sees the placeholders of images instead of images. Its table
+        # may have fewer padded rows.
         ids = step.ids.clamp(max=self.draft.spec.vocab_size - 1)
         own = replace(step, ids=ids, media=None, rope_positions=None, adapters=None)
         return (yield from self.draft.hidden(own, kv[self._first :], backends, wanted))

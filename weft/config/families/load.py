@@ -14,8 +14,8 @@ from weft.common.registry import Registry
 from weft.config.families.declared.rows import MODEL_TYPES as DECLARED_TYPES
 from weft.config.families.declared.rows import ROWS, WRAPPERS
 from weft.config.families.facts import Facts, read_json
-from weft.config.families.pooling import CLASSIFIES, classify_spec, pooled_spec, with_overrides
 from weft.config.families.quantized import quantized_spec
+from weft.config.families.tasks.pooling import CLASSIFIES, classify_spec, pooled_spec, with_overrides
 from weft.config.families.vision import read_tower
 from weft.config.families.weight_files import refuse_adapter, saved_dtype, tensor_names
 from weft.config.spec import ModelSpec, keep_mtp
