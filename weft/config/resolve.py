@@ -132,9 +132,9 @@ def drafted(config: Config, spec: ModelSpec, path: str) -> tuple[SpeculationSect
     if config.transfer.role == "encode":
         return speculation, spec
     draft = speculation.speculative_model
-    if (speculation.speculative_method == "draft") != (draft is not None):
+    if (speculation.speculative_method in ("draft", "eagle3")) != (draft is not None):
         raise ConfigError(
-            "--speculative-method draft and --speculative-model belong together: set both, or none",
+            "--speculative-model belongs to --speculative-method draft or eagle3: set both, or none",
             param="--speculative-model",
         )
     if draft is None:

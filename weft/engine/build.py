@@ -21,8 +21,9 @@ from weft.config.sizing.draft import draft_part
 from weft.config.sizing.memory import activation_bytes, pools_for
 from weft.config.spec import ModelSpec
 from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings, open_transfers
-from weft.layers.build import AdapterOptions, ExpertOptions
+from weft.layers.build import AdapterOptions, Build, ExpertOptions
 from weft.models.drafted import DraftedModel
+from weft.models.eagle import EagleModel, load_eagle
 from weft.models.loader import Model, load_model
 from weft.ops import cpu
 from weft.ops.coded import DEQUANTIZED
@@ -207,7 +208,19 @@ def load_weights(config: EngineConfig, mesh: Mesh | None, progress: bool) -> Mod
     model = read(config.model_path, spec, places)
     if spec.draft is None or draft is None:
         return model
-    return DraftedModel(model, read(draft, draft_part(spec)))
+    if spec.draft.eagle is None:
+        return DraftedModel(model, read(draft, draft_part(spec)))
+    build = Build(
+        dtype=DTYPES[config.dtype],
+        device=device_of(config),
+        mesh=mesh or Mesh(),
+        quantization=config.model.quantization,
+        invariant=config.runner.deterministic,
+        experts=ExpertOptions(),
+    )
+    section = config.model
+    head = load_eagle(draft, draft_part(spec), build, section.load_format, section.seed or 0, progress)
+    return EagleModel(model, head)
 
 
 def release_unused() -> None:
@@ -246,7 +259,7 @@ def graph_options(
             exact=True,
             lazy=True,
             most_each=config.kv.copies,
-            keeps_hidden=config.speculation.speculative_method == "mtp",
+            keeps_hidden=config.speculation.speculative_method in ("mtp", "eagle3"),
         )
     meets = model.mesh.layout.expert_ranks > 1
     return GraphOptions(
@@ -257,7 +270,7 @@ def graph_options(
         # epoch.
         lazy=meets,
         micro_batches=meets,
-        keeps_hidden=config.speculation.speculative_method == "mtp",
+        keeps_hidden=config.speculation.speculative_method in ("mtp", "eagle3"),
     )
 
 

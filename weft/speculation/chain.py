@@ -73,7 +73,7 @@ class Chain:
     @property
     def sizes(self) -> tuple[int, torch.dtype, torch.device]:
         """(elements, dtype, device) of hidden states."""
-        return self._model.spec.hidden, self._model.dtype, self._model.device
+        return self._model.width, self._model.dtype, self._model.device
 
     def lookahead(self, step: StepInput, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """Run ``Model.lookahead`` to the end and count the pass."""
@@ -110,7 +110,9 @@ class Chain:
     def _best(self, hidden: Tensor) -> Tensor:
         """Return the likeliest token after each hidden state, int64 [rows]; 0 if the logits are not
         finite."""
-        return likeliest(drive(self._model.logits(hidden)), self._vocab)
+        logits = drive(self._model.draft_logits(hidden))
+        ids, named = likeliest(logits, min(self._vocab, logits.shape[1])), self._model.draft_ids
+        return ids if named is None else named[ids]
 
 
 def likeliest(logits: Tensor, vocab_size: int) -> Tensor:

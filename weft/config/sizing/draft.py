@@ -11,11 +11,12 @@ from pathlib import Path
 import msgspec
 
 from weft.common.errors import ConfigError
-from weft.config.families.facts import read_json
+from weft.config.families.facts import Facts, read_json
+from weft.config.families.llama import build_spec
 from weft.config.families.load import load_spec
 from weft.config.sections.all import Config
 from weft.config.sharding import check
-from weft.config.spec import CacheSpec, ModelSpec
+from weft.config.spec import CacheSpec, EagleSpec, ModelSpec
 
 _FLAG = "--speculative-model"
 _CACHES = ("full", "window", "latent")
@@ -24,6 +25,8 @@ _CACHES = ("full", "window", "latent")
 def with_draft(spec: ModelSpec, config: Config, path: str, draft_path: str) -> ModelSpec:
     """Return ``spec`` with the draft model of ``draft_path``. Raise ConfigError for a model that cannot
     draft for ``spec``."""
+    if config.speculation.speculative_method == "eagle3":
+        return _behind(spec, eagle_spec(spec, Path(draft_path)), config)
     draft = load_spec(draft_path, trust_remote_code=config.model.trust_remote_code, language_model_only=True)
     if not draft.head:
         raise ConfigError(f"{_FLAG}: the checkpoint has no output head, so it drafts no tokens", param=_FLAG)
@@ -41,6 +44,44 @@ def with_draft(spec: ModelSpec, config: Config, path: str, draft_path: str) -> M
             param=_FLAG,
         )
     _check_vocabulary(Path(path), spec, Path(draft_path), draft)
+    return _behind(spec, draft, config)
+
+
+def eagle_spec(spec: ModelSpec, folder: Path) -> ModelSpec:
+    """Return the spec of the EAGLE-3 head in ``folder`` for the model ``spec``. Raise ConfigError."""
+    config = read_json(folder, "config.json") or {}
+    names = config.get("architectures")
+    if names not in (["LlamaForCausalLMEagle3"], ["Eagle3LlamaForCausalLM"]):
+        raise ConfigError(
+            f"{_FLAG}: {folder.name!r} is no EAGLE-3 head (architectures is {names!r}); for a whole model "
+            "use --speculative-method draft",
+            param=_FLAG,
+        )
+    facts = Facts({**config, "architectures": ["LlamaForCausalLM"]})
+    draft = build_spec(facts, None)
+    low, high = 2, spec.layers - 3
+    taps = facts.integers("eagle_aux_hidden_state_layer_ids") or (low, spec.layers // 2, high)
+    problem = None
+    if draft.layers != 1:
+        problem = f"the head has {draft.layers} layers; Weft runs heads of one layer"
+    elif draft.hidden != spec.hidden or facts.integer("target_hidden_size", spec.hidden) != spec.hidden:
+        problem = f"the head was trained for a hidden size other than {spec.hidden}"
+    elif draft.vocab_size != spec.vocab_size:
+        problem = f"the head has a vocabulary of {draft.vocab_size} tokens, the model of {spec.vocab_size}"
+    elif len(taps) != 3 or not all(0 <= layer < spec.layers for layer in taps):
+        problem = f"the head reads the layers {taps}, and the model has {spec.layers}"
+    if problem is not None:
+        raise ConfigError(f"{_FLAG}: {problem}; choose another head", param=_FLAG)
+    eagle = EagleSpec(
+        layers=taps,
+        vocab_size=facts.integer("draft_vocab_size", draft.vocab_size),
+        norm_before_residual=facts.flag("norm_before_residual", False),
+    )
+    return msgspec.structs.replace(draft, eagle=eagle, tied=False, architecture=names[0])
+
+
+def _behind(spec: ModelSpec, draft: ModelSpec, config: Config) -> ModelSpec:
+    """Return ``spec`` with ``draft``, whose cache groups follow the groups of ``spec``. Raise ConfigError."""
     check(draft, config.parallel.layout)
     layers = spec.layers + spec.mtp_layers
     behind = tuple(
