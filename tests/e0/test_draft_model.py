@@ -106,7 +106,9 @@ def check(root: Path, shape: str, answers: dict[int, Answer], first: int = 0) ->
 
 
 @mostly_slow(("depth", "chunk", "replayed"), [(1, 0, False), (2, 7, False), (2, 7, True)], [(2, 7, True)])
-@pytest.mark.parametrize("shape", ["llama", "qwen2_windowed", "qwen3_moe", "deepseek_v3", "qwen3_next"])
+@mostly_slow(
+    "shape", ["llama", "qwen2_windowed", "qwen3_moe", "deepseek_v3", "qwen3_next"], ["qwen2_windowed"]
+)
 def test_tokens_do_not_change(root: Path, shape: str, depth: int, chunk: int, replayed: bool) -> None:
     """In two rounds; the second round has cached prefixes."""
     engine, runner = make_engine(
@@ -140,6 +142,7 @@ def test_an_equal_draft_model_is_always_right(root: Path) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_the_preempted_begin_again(root: Path) -> None:
     folder = target(root, "qwen3_moe")
     model = drafted(folder, small(root))

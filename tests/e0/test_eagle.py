@@ -18,6 +18,7 @@ from tests.e0.rig import Answer, make_engine, replaying, run, submit
 from tests.e0.test_grid import FILLER, PROMPTS, SAMPLING
 from tests.support.checkpoints import VOCAB
 from tests.support.expert_groups import Leading, run_layout
+from tests.support.slow import mostly_slow
 from weft.common.errors import ConfigError
 from weft.config.sections.all import Config, SpeculationSection
 from weft.config.sizing.draft import draft_part, with_draft
@@ -157,7 +158,7 @@ def drafts_of(root: Path, ids: list[int], count: int, before: bool, embeds: bool
     return drafts
 
 
-@pytest.mark.parametrize(("before", "embeds"), [(False, False), (True, True)])
+@mostly_slow(("before", "embeds"), [(False, False), (True, True)], [(True, True)])
 def test_the_drafts_are_those_of_the_publication(
     root: Path, before: bool, embeds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +211,7 @@ def check(root: Path, answers: dict[int, Answer], first: int = 0) -> None:
         assert answers[first + number].tokens == tokens, number
 
 
-@pytest.mark.parametrize(("depth", "chunk", "replayed"), [(1, 0, False), (2, 7, True)])
+@mostly_slow(("depth", "chunk", "replayed"), [(1, 0, False), (2, 7, True)], [(2, 7, True)])
 def test_tokens_do_not_change(root: Path, depth: int, chunk: int, replayed: bool) -> None:
     """In two rounds; the second round has cached prefixes."""
     engine, _ = make_engine(
@@ -229,6 +230,7 @@ def test_tokens_do_not_change(root: Path, depth: int, chunk: int, replayed: bool
     engine.close()
 
 
+@pytest.mark.slow
 def test_the_preempted_begin_again(root: Path) -> None:
     model = model_of(root, head(root)[0])
     engine, _ = make_engine(

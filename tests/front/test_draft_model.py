@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 FLAGS = ("--speculative-method", "draft", "--speculative-model", "spool-text", "--no-speculative-adaptive")
 PROMPTS = ["Tom has 3 pens and buys", "one two three one two three", "Ann"]
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_apart_give_the_same_tokens(start_weft: Any) -> None:
     """The draft model is the model itself, so the decode group accepts drafts from its first row on."""
 
