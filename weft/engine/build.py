@@ -14,6 +14,7 @@ from weft.attention.base import Backends
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
+from weft.config.families.rope_settings import fit_context
 from weft.config.gpus import engine_rank, sharers
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sharding import local_spec
@@ -208,8 +209,9 @@ def load_weights(config: EngineConfig, mesh: Mesh | None, progress: bool) -> Mod
     model = read(config.model_path, spec, places)
     if spec.draft is None or draft is None:
         return model
+    part = fit_context(draft_part(spec), config.kv.max_model_len)
     if spec.draft.eagle is None:
-        return DraftedModel(model, read(draft, draft_part(spec)))
+        return DraftedModel(model, read(draft, part))
     build = Build(
         dtype=DTYPES[config.dtype],
         device=device_of(config),
@@ -219,7 +221,7 @@ def load_weights(config: EngineConfig, mesh: Mesh | None, progress: bool) -> Mod
         experts=ExpertOptions(),
     )
     section = config.model
-    head = load_eagle(draft, draft_part(spec), build, section.load_format, section.seed or 0, progress)
+    head = load_eagle(draft, part, build, section.load_format, section.seed or 0, progress)
     return EagleModel(model, head)
 
 

@@ -11,14 +11,20 @@ from pathlib import Path
 import msgspec
 
 from weft.common.errors import ConfigError
+from weft.config.families.declared.build import build_spec
 from weft.config.families.facts import Facts, read_json
-from weft.config.families.llama import build_spec
 from weft.config.families.load import load_spec
 from weft.config.sections.all import Config
 from weft.config.sharding import check
 from weft.config.spec import CacheSpec, EagleSpec, ModelSpec
 
 _FLAG = "--speculative-model"
+_LAYER = (
+    *("attention_bias", "mlp_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size"),
+    *("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"),
+)
+"""Fields of config.json that describe the layer of an EAGLE-3 head."""
 _CACHES = ("full", "window", "latent")
 
 
@@ -57,8 +63,9 @@ def eagle_spec(spec: ModelSpec, folder: Path) -> ModelSpec:
             "use --speculative-method draft",
             param=_FLAG,
         )
-    facts = Facts({**config, "architectures": ["LlamaForCausalLM"]})
-    draft = build_spec(facts, None)
+    facts = Facts(config)
+    layer = {name: facts.get(name) for name in _LAYER if name in facts}
+    draft = build_spec(Facts({**layer, "architectures": ["LlamaForCausalLM"]}), None)
     low, high = 2, spec.layers - 3
     taps = facts.integers("eagle_aux_hidden_state_layer_ids") or (low, spec.layers // 2, high)
     problem = None
