@@ -45,9 +45,12 @@ def test_speculation_of_vllm_becomes_flags() -> None:
         section = from_keywords({"speculative_config": given}).speculation
         assert (section.speculative_method, section.num_speculative_tokens) == ("ngram", 4)
     assert foreign.speculation({"method": "deepseek_mtp"}) == {"speculative_method": "mtp"}
+    drafted = {"speculative_method": "draft", "speculative_model": "a/b"}
+    assert foreign.speculation({"model": "a/b"}) == drafted
+    assert foreign.speculation({"model": "a/b", "method": "draft_model"}) == drafted
 
 
-@pytest.mark.parametrize("wrong", ["", "{", "[]", "3", '{"model": "x"}', '{"draft_tensor_parallel_size": 1}'])
+@pytest.mark.parametrize("wrong", ["", "{", "[]", "3", '{"draft_tensor_parallel_size": 1}'])
 def test_wrong_speculation_is_refused(wrong: str) -> None:
     with pytest.raises(ConfigError, match="--speculative-config"):
         foreign.arguments(["--speculative-config", wrong])

@@ -17,6 +17,7 @@ from tests.e0.rig import make_engine, run, submit
 from tests.e0.test_grid import PROMPTS, SAMPLING
 from tests.support.checkpoints import make_checkpoint
 from tests.support.expert_groups import on_layout
+from tests.support.slow import mostly_slow
 from weft.common.errors import InvalidRequest
 from weft.scheduler.validate import check_submit
 from weft.types.layout import Layout
@@ -77,7 +78,7 @@ def asked(first: int, pooling: str) -> list[Submit]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("depth", "chunk"), [(1, 0), (2, 7)])
+@mostly_slow(("depth", "chunk"), [(1, 0), (2, 7)], [(2, 7)])
 def test_a_classifier_gives_the_reference_s_numbers(family: str, depth: int, chunk: int, root: Path) -> None:
     """In two rounds; the second round has cached prefixes."""
     folder, model = saved(root, family, tied=family == "Qwen3")

@@ -108,6 +108,7 @@ def test_what_is_refused(plain: Any, judge: Any) -> None:
     assert plain.metric("num_requests_running") == 0
 
 
+@pytest.mark.slow
 def test_where_prefill_and_decode_are_apart(start_weft: Any) -> None:
     server = start_weft("--prefill", "1", "--decode", "1", "--hf-overrides", json.dumps(TOKENS))
     scores = [one["score"] for one in ask(server, "/v1/score", text_1="pens", text_2=TEXTS)["data"]]

@@ -11,6 +11,7 @@ from weft.attention.mla.latent import LatentBackend
 from weft.attention.sparse.sparse import SparseBackend
 from weft.common.errors import ConfigError
 from weft.common.registry import Registry
+from weft.config.sizing.draft import owner_of
 from weft.config.spec import ModelSpec
 
 BACKENDS: Registry[type[AttentionBackend]] = Registry("attention backend")
@@ -123,7 +124,7 @@ def _choose(
                 )
             for cache in spec.caches:
                 if cache.form == form:
-                    backend.check(cache, spec, block_size, dtype, device)
+                    backend.check(cache, owner_of(cache, spec), block_size, dtype, device)
         except ConfigError as error:
             if name != "auto":
                 hint = f"{error.message}; or use --attention-backend auto"

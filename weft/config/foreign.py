@@ -29,6 +29,7 @@ SAME = {
 }
 """Flags of vLLM with another name in Weft and the same meaning."""
 _SPECULATION = {
+    "model": "speculative_model",
     "method": "speculative_method",
     "num_speculative_tokens": "num_speculative_tokens",
     "prompt_lookup_min": "ngram_min_length",
@@ -142,7 +143,7 @@ INSTEAD: dict[str, str] = {
     "speculative_algorithm": "use --speculative-method mtp or ngram",
     "speculative_num_draft_tokens": "use --num-speculative-tokens",
     "speculative_num_steps": "use --num-speculative-tokens",
-    "speculative_draft_model_path": "use --speculative-method mtp or ngram: there is no draft model",
+    "speculative_draft_model_path": "use --speculative-method draft with --speculative-model",
     "enable_metrics": _ALWAYS,
     "enable_cache_report": _ALWAYS,
     "disaggregation_mode": "use --role in a topology (weft up), or --prefill P --decode D",
@@ -276,6 +277,8 @@ def speculation(value: Any) -> dict[str, Any]:
         found[_SPECULATION[key]] = one
     if "speculative_method" in found and str(found["speculative_method"]).endswith("_mtp"):
         found["speculative_method"] = "mtp"  # older vLLM names contain the model: deepseek_mtp
+    if "speculative_model" in found and found.get("speculative_method", "draft_model") == "draft_model":
+        found["speculative_method"] = "draft"
     return found
 
 

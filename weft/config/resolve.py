@@ -20,8 +20,8 @@ from weft.config import devices, hub
 from weft.config.expert_settings import check_experts
 from weft.config.families import load_spec
 from weft.config.families.facts import read_json
-from weft.config.families.pooling import overrides_of
 from weft.config.families.rope_settings import fit_context
+from weft.config.families.tasks.pooling import overrides_of
 from weft.config.families.weight_files import check_weight_files, refuse_adapter
 from weft.config.gpus import gpus_here, gpus_of_group
 from weft.config.hosts import check_hosts, engines_on, refuse_hosts
@@ -46,6 +46,7 @@ from weft.config.sections.media_section import check_media
 from weft.config.sharding import local_spec
 from weft.config.sizing.budget import check_budget, with_budget
 from weft.config.sizing.cache_sizes import make_caches
+from weft.config.sizing.draft import with_draft
 from weft.config.sizing.encoder import check_encoder, encoder_caches, encoder_spec
 from weft.config.spec import ModelSpec
 from weft.config.transfers import check_transfer
@@ -83,7 +84,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     numbers = engines_on(config.parallel, host.index)
     check_lora(config.lora)
     check_events(config.events, host.first + max(numbers, default=0))
-    spec = read_spec(config, path)
+    speculation, spec = drafted(config, read_spec(config, path), path)
     check_weight_files(Path(path), model.load_format, _prefixes(spec, transfer.role))
     # With several groups on the host, the topology checks the cores of all groups together.
     if not host.ranks:
@@ -122,6 +123,26 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         group=group,
         host=host,
     )
+
+
+def drafted(config: Config, spec: ModelSpec, path: str) -> tuple[SpeculationSection, ModelSpec]:
+    """Return (speculation with the local folder of the draft model, spec with the draft model). Both are
+    unchanged without a draft model, and for an encode group. Raise ConfigError."""
+    speculation, model = config.speculation, config.model
+    if config.transfer.role == "encode":
+        return speculation, spec
+    draft = speculation.speculative_model
+    if (speculation.speculative_method in ("draft", "eagle3")) != (draft is not None):
+        raise ConfigError(
+            "--speculative-model belongs to --speculative-method draft or eagle3: set both, or none",
+            param="--speculative-model",
+        )
+    if draft is None:
+        return speculation, spec
+    folder = hub.resolve_model_path(draft, load_format=model.load_format)
+    check_weight_files(Path(folder), model.load_format)
+    spec = with_draft(spec, config, path, folder)
+    return msgspec.structs.replace(speculation, speculative_model=folder), spec
 
 
 def _prefixes(spec: ModelSpec, role: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.config import hub
 from weft.config.families import load_spec
-from weft.config.families.pooling import overrides_of
+from weft.config.families.tasks.pooling import overrides_of
 from weft.config.names import accepted_names, served_names
 from weft.config.resolve import check_checkpoint, check_files
 from weft.config.resolved import EngineConfig, KVConfig

@@ -109,6 +109,8 @@ def local_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
     ranks = layout.tensor
     if ranks == 1:
         return spec
+    if spec.draft is not None:
+        spec = msgspec.structs.replace(spec, draft=local_spec(spec.draft, layout))
     moe = spec.moe
     delta = spec.delta
     sparse = spec.sparse

@@ -294,6 +294,17 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return {"qwen3_vl": ("model.visual.",), "moonvit": ("vision_tower.", "mm_projector.")}[self.kind]
 
 
+class EagleSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """An EAGLE-3 draft head. Source: Li et al. 2025, arXiv 2503.01840."""
+
+    layers: tuple[int, ...]
+    """Layers of the model with an input that the head reads."""
+    vocab_size: int
+    """Tokens that the head can draft."""
+    norm_before_residual: bool = False
+    """True if the normalized stream enters the residual stream of the head."""
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only model. Layers are numbered from 0."""
 
@@ -369,6 +380,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     classify: ClassifySpec | None = None
     """Numbers for a whole prompt; None for a model that does not classify."""
     pooled: PooledSpec = PooledSpec()
+    eagle: EagleSpec | None = None
+    """Set only in ``draft`` of a model with an EAGLE-3 head."""
+    draft: ModelSpec | None = None
+    """Draft model; None for speculation without a draft model. In the caches its layers follow the model's
+    layers and MTP modules."""
 
     def cache_of(self, layer: int) -> int:
         """Return the number of the first KV cache group of ``layer``. Raise KeyError if there is none."""

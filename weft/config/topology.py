@@ -365,7 +365,7 @@ def _facts(one: EngineConfig, other: EngineConfig) -> list[tuple[str, object, ob
         return found
     found.append(("--kv-cache-dtype", one.cache.kv_cache_dtype, other.cache.kv_cache_dtype))
     methods = one.speculation.speculative_method, other.speculation.speculative_method
-    if "mtp" in methods:  # the MTP module has a cache; n-grams have none
+    if {"mtp", "draft", "eagle3"}.intersection(methods):  # both have a cache; n-grams have none
         found.append(("--speculative-method", *methods))
     return found
 

@@ -14,12 +14,17 @@ from weft.attention.base import Backends
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
+from weft.config.families.rope_settings import fit_context
 from weft.config.gpus import engine_rank, sharers
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sharding import local_spec
+from weft.config.sizing.draft import draft_part
 from weft.config.sizing.memory import activation_bytes, pools_for
+from weft.config.spec import ModelSpec
 from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings, open_transfers
-from weft.layers.build import AdapterOptions, ExpertOptions
+from weft.layers.build import AdapterOptions, Build, ExpertOptions
+from weft.models.drafted import DraftedModel
+from weft.models.eagle import EagleModel, load_eagle
 from weft.models.loader import Model, load_model
 from weft.ops import cpu
 from weft.ops.coded import DEQUANTIZED
@@ -156,24 +161,7 @@ def load(
     rank = engine_rank(config) if mesh is None else mesh.rank
     path = config.runner.trace
     trace = StepTrace(trace_of(path, rank, config.group)) if path else None
-    model = load_model(
-        config.model_path,
-        spec,
-        dtype,
-        device,
-        config.model.load_format,
-        config.model.seed or 0,
-        progress,
-        mesh,
-        quantization=config.model.quantization,
-        invariant=invariant,
-        experts=ExpertOptions(
-            dispatch=config.parallel.moe_dispatch,
-            redundant=config.parallel.redundant_experts,
-            counts=config.parallel.eplb_interval > 0,
-        ),
-        adapters=AdapterOptions(places=config.lora.max_loras, rank=config.lora.max_lora_rank),
-    )
+    model = load_weights(config, mesh, progress)
     # Without a fixed size, the pools take the GPU memory left after the weights.
     kv = config.kv
     if device.type == "cuda" and config.cache.kv_cache_memory is None:
@@ -190,6 +178,51 @@ def load(
         progress=progress,
         poison=poison,
     )
+
+
+def load_weights(config: EngineConfig, mesh: Mesh | None, progress: bool) -> Model:
+    """Load the model, or the share of ``mesh``, with the draft model if there is one. Raises the errors of
+    ``load_model``."""
+
+    def read(path: str, spec: ModelSpec, adapters: AdapterOptions = AdapterOptions()) -> Model:
+        return load_model(
+            path,
+            spec,
+            DTYPES[config.dtype],
+            device_of(config),
+            config.model.load_format,
+            config.model.seed or 0,
+            progress,
+            mesh,
+            quantization=config.model.quantization,
+            invariant=config.runner.deterministic,
+            experts=ExpertOptions(
+                dispatch=config.parallel.moe_dispatch,
+                redundant=config.parallel.redundant_experts,
+                counts=config.parallel.eplb_interval > 0,
+            ),
+            adapters=adapters,
+        )
+
+    spec, draft = config.loaded, config.speculation.speculative_model
+    places = AdapterOptions(places=config.lora.max_loras, rank=config.lora.max_lora_rank)
+    model = read(config.model_path, spec, places)
+    if spec.draft is None or draft is None:
+        return model
+    part = fit_context(draft_part(spec), config.kv.max_model_len)
+    if spec.draft.eagle is None:
+        return DraftedModel(model, read(draft, part))
+    build = Build(
+        dtype=DTYPES[config.dtype],
+        device=device_of(config),
+        mesh=mesh or Mesh(),
+        quantization=config.model.quantization,
+        invariant=config.runner.deterministic,
+        experts=ExpertOptions(),
+    )
+    section = config.model
+    head = load_eagle(draft, part, build, section.load_format, section.seed or 0, progress)
+    return EagleModel(model, head)
 
 
 def release_unused() -> None:
@@ -228,7 +261,7 @@ def graph_options(
             exact=True,
             lazy=True,
             most_each=config.kv.copies,
-            keeps_hidden=config.speculation.speculative_method == "mtp",
+            keeps_hidden=config.speculation.speculative_method in ("mtp", "eagle3"),
         )
     meets = model.mesh.layout.expert_ranks > 1
     return GraphOptions(
@@ -239,7 +272,7 @@ def graph_options(
         # epoch.
         lazy=meets,
         micro_batches=meets,
-        keeps_hidden=config.speculation.speculative_method == "mtp",
+        keeps_hidden=config.speculation.speculative_method in ("mtp", "eagle3"),
     )
 
 

@@ -120,6 +120,20 @@ class Model(nn.Module, ABC):
         """
         raise NotImplementedError
 
+    @property
+    def width(self) -> int:
+        """Elements of a result of ``hidden``."""
+        return self.spec.hidden
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """int64: token id of each column of ``draft_logits``; None for equal ids."""
+        return None
+
+    def draft_logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
+        """Return the logits of drafts for a result of ``lookahead`` [L, width]: by default ``logits``."""
+        return (yield from self.logits(hidden))
+
     @abstractmethod
     def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
         """Return logits [L, vocab], in the model's dtype, for a result of ``hidden``."""
@@ -251,11 +265,12 @@ class Decoder(Model):
         backends: Backends,
         logits_indices: Tensor | None = None,
         done: Callable[[int], None] | None = None,
+        see: Callable[[int, Tensor, Tensor | None], None] | None = None,
     ) -> Generator[Pending, None, Tensor]:
         """Return the final hidden states of rows ``logits_indices`` (int64 [L]; None: all).
 
         Writes the caches ``kv``. Yields at each pending communication. ``done(layer)`` is called after each
-        layer.
+        layer, and ``see(layer, stream, delta)`` before each layer.
         """
         x, shared = yield from self.begin(step, kv, backends)
         delta = None
@@ -265,6 +280,8 @@ class Decoder(Model):
             assert isinstance(block, Block)
             # After the keys and values of the last layer only the rows with logits are needed.
             wanted = logits_indices if layer == last else None
+            if see is not None:
+                see(layer, x, delta)
             x, delta = yield from block.steps(x, delta, shared, caches, wanted)
             delta = _with_level(delta, step.media, layer, wanted)
             if done is not None:
@@ -276,7 +293,7 @@ class Decoder(Model):
     ) -> Generator[Pending, None, tuple[Tensor, Any]]:
         """Return (stream before the first block, input ``shared`` of every block)."""
         shared = self.share(step, kv, backends)
-        embedded = yield from self._embed(step)
+        embedded = yield from self.embed(step)
         return self.enter(embedded), shared
 
     def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> Any:
@@ -306,7 +323,7 @@ class Decoder(Model):
         """
         # The rotation uses the position of the hidden state. Only differences of positions count, so the
         # shift is harmless.
-        embedded = yield from self._embed(step)
+        embedded = yield from self.embed(step)
         angles = self._rope.angles(step.positions, step.rope_positions)
         shared = AttentionInput(step=step, angles=angles, backends=backends)
         module = self.mtp[0]
@@ -317,7 +334,7 @@ class Decoder(Model):
     def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
         return (yield from self.head.steps(hidden))
 
-    def _embed(self, step: StepInput) -> Generator[Pending, None, Tensor]:
+    def embed(self, step: StepInput) -> Generator[Pending, None, Tensor]:
         """Return the embeddings of ``step.ids``, with images in place of their tokens: [T, hidden]."""
         embedded = yield from reduced(self._comm, self.embedding(step.ids))
         # After the sum over ranks, because every rank has the complete image rows.

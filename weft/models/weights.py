@@ -174,7 +174,7 @@ def add_block(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: s
     if spec.mla is not None:
         _add_latent_attention(made, spec, f"{theirs}.self_attn", f"{ours}.attention")
     elif spec.delta is None or layer not in spec.delta.layers:
-        _add_attention(made, spec, layer, f"{theirs}.self_attn", f"{ours}.attention")
+        add_attention(made, spec, layer, f"{theirs}.self_attn", f"{ours}.attention")
 
 
 _NORMS = {
@@ -194,7 +194,7 @@ _NORMS = {
 """Place of the norms -> (published name, name in the block)."""
 
 
-def _add_attention(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
+def add_attention(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
     """Add the tensors of grouped-query attention to ``made``, as far as ``spec`` has such tensors."""
     source = spec.attention.source(layer)
     cache = spec.caches[spec.cache_of(source)]

@@ -9,11 +9,13 @@ from weft.attention.base import Backends, LayerCache
 from weft.config.resolved import KVConfig
 from weft.config.sections.all import SpeculationSection
 from weft.models.decoder import Model
+from weft.models.drafted import DraftedModel
 from weft.runner.batch.batch import BatchBuilder
 from weft.runner.graphs.graphs import MOST_EXACT, MOST_KEPT, WORTH_CAPTURING, GraphOptions, context_buckets
 from weft.runner.slot_state import SlotState
 from weft.speculation.base import Drafter
 from weft.speculation.chain import CaptureOptions
+from weft.speculation.draft_model import ModelDrafter
 from weft.speculation.mtp import MtpDrafter
 from weft.speculation.ngram import NgramDrafter
 
@@ -40,6 +42,10 @@ def make_drafter(
     history = parts.state.history
     if speculation.speculative_method == "ngram":
         return NgramDrafter(history, speculation.ngram_min_length, speculation.ngram_max_length)
+    if isinstance(parts.model, DraftedModel):
+        return ModelDrafter(
+            parts.model, parts.cache, parts.backends, parts.builder, history, parts.vocab_size
+        )
     kv = parts.kv
     windows = any(pool.cache.window for pool in kv.pools)
     return MtpDrafter(

@@ -389,7 +389,8 @@ class Runner:
 
     def _keep(self, handle: StepHandle, hidden: Tensor) -> None:
         """Store ``hidden``, [T, hidden] of all tokens of the step, for the pooler and the drafter."""
-        handle.pooled = self._pooler.take(handle.plan, hidden) if self._pooler.wants(handle.plan) else None
+        own = hidden[:, : self._model.spec.hidden]
+        handle.pooled = self._pooler.take(handle.plan, own) if self._pooler.wants(handle.plan) else None
         if self.drafter is not None and self.drafter.reads_hidden:
             handle.hidden = hidden
 

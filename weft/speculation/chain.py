@@ -73,7 +73,7 @@ class Chain:
     @property
     def sizes(self) -> tuple[int, torch.dtype, torch.device]:
         """(elements, dtype, device) of hidden states."""
-        return self._model.spec.hidden, self._model.dtype, self._model.device
+        return self._model.width, self._model.dtype, self._model.device
 
     def lookahead(self, step: StepInput, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """Run ``Model.lookahead`` to the end and count the pass."""
@@ -101,7 +101,7 @@ class Chain:
             lookahead = (ends + place).clamp_(max=most)
             # The module reads the last draft from the history, like any other token.
             self.history[slots, lookahead] = drafts[-1].to(self.history.dtype)
-            bound = _rows(np.minimum(bounds + place, most) - 1, 1)
+            bound = rows_of(np.minimum(bounds + place, most) - 1, 1)
             one = self.steps.decode(slots, bound, lookahead - 1, 1)
             hidden = self.lookahead(one, hidden)
             drafts.append(self._best(hidden))
@@ -110,16 +110,23 @@ class Chain:
     def _best(self, hidden: Tensor) -> Tensor:
         """Return the likeliest token after each hidden state, int64 [rows]; 0 if the logits are not
         finite."""
-        logits = drive(self._model.logits(hidden))
-        if direct.serves(logits):
-            order = torch.arange(len(logits), device=logits.device)
-            ids, wrong = direct.greedy(logits, order, self._vocab)
-        else:
-            ids, wrong = ops.greedy(logits[:, : self._vocab])
-        return ids.masked_fill(wrong, 0)
+        logits = drive(self._model.draft_logits(hidden))
+        ids, named = likeliest(logits, min(self._vocab, logits.shape[1])), self._model.draft_ids
+        return ids if named is None else named[ids]
 
 
-def _rows(starts: np.ndarray, each: int) -> Segment:
+def likeliest(logits: Tensor, vocab_size: int) -> Tensor:
+    """Return the likeliest of the first ``vocab_size`` tokens of each row, int64 [rows]; 0 if the logits are
+    not finite."""
+    if direct.serves(logits):
+        order = torch.arange(len(logits), device=logits.device)
+        ids, wrong = direct.greedy(logits, order, vocab_size)
+    else:
+        ids, wrong = ops.greedy(logits[:, :vocab_size])
+    return ids.masked_fill(wrong, 0)
+
+
+def rows_of(starts: np.ndarray, each: int) -> Segment:
     """Return rows of ``each`` tokens as a segment with only the fields needed for shapes."""
     one = column(np.ones(len(starts)))
     return Segment(slot=one, start=column(starts), count=column(np.full(len(starts), each)))
@@ -260,7 +267,7 @@ class CapturedChains:
         drafts = self._drafts[:rows, :count]
         order = self._order[:rows]
         chain = self._chain
-        first = _rows(np.full(rows, context - each - count), each)
+        first = rows_of(np.full(rows, context - each - count), each)
         bounds = np.full(rows, context - count)
 
         def run() -> None:

@@ -37,8 +37,11 @@ class Attention(Layer):
 
     adapted = ("qkv", "out")
 
-    def __init__(self, spec: ModelSpec, layer: int, build: Build, *, kv_parts: int = 2) -> None:
-        """``kv_parts``: matrices of keys and values in ``qkv``, for subclasses: 2, 1 (keys) or 0."""
+    def __init__(
+        self, spec: ModelSpec, layer: int, build: Build, *, kv_parts: int = 2, inputs: int = 0
+    ) -> None:
+        """``kv_parts``: matrices of keys and values in ``qkv``, for subclasses: 2, 1 (keys) or 0. ``inputs``:
+        elements of the input; 0 for the hidden size."""
         super().__init__()
         self._kind = spec.cache_of(layer)
         cache = spec.caches[self._kind]
@@ -52,8 +55,8 @@ class Attention(Layer):
         q = heads.times(cache.head_dim)
         kv = kv_heads.times(cache.head_dim)
         self._gate = q.count if spec.output_gate else 0
-        inputs = joined(*([q] if spec.output_gate else []), q, *[kv] * kv_parts)
-        self.qkv = Linear(spec.hidden, inputs, build, bias=spec.qkv_bias)
+        outputs = joined(*([q] if spec.output_gate else []), q, *[kv] * kv_parts)
+        self.qkv = Linear(inputs or spec.hidden, outputs, build, bias=spec.qkv_bias)
         self.out = RowLinear(q, spec.hidden, build, bias=spec.o_bias)
         self.q_norm = self.k_norm = None
         if spec.qk_norm and spec.attention.norm == "head":

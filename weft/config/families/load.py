@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from weft.common.errors import ConfigError
-from weft.common.registry import Registry
 from weft.config.families.declared.rows import MODEL_TYPES as DECLARED_TYPES
 from weft.config.families.declared.rows import ROWS, WRAPPERS
 from weft.config.families.facts import Facts, read_json
-from weft.config.families.pooling import CLASSIFIES, classify_spec, pooled_spec, with_overrides
 from weft.config.families.quantized import quantized_spec
-from weft.config.families.vision import read_tower
-from weft.config.families.weight_files import refuse_adapter, saved_dtype, tensor_names
-from weft.config.spec import ModelSpec, keep_mtp
+from weft.config.families.tasks.pooling import (
+    CLASSIFIES,
+    TASK_FIELDS,
+    classify_spec,
+    pooled_spec,
+    with_overrides,
+)
 
-#: Architecture name in ``config.json`` -> function that reads the spec.
-FAMILIES: Registry[Callable[[Facts, int | None], ModelSpec]] = Registry("architecture")
 FAMILIES.add("DeepseekV2ForCausalLM", "weft.config.families.deepseek:build_v2")
 FAMILIES.add("DeepseekV3ForCausalLM", "weft.config.families.deepseek:build_v3")
 FAMILIES.add("DeepseekV32ForCausalLM", "weft.config.families.deepseek_v32:build_spec")
@@ -111,10 +111,11 @@ def load_spec(
     config = with_overrides(config, overrides or {})
     # From here on the architecture decides: every field that no reader has read must be without effect.
     names = tensor_names(path)
-    facts = Facts({**config, "architectures": [_architecture(Facts(config))]}, names)
+    classifies, tasks = _classifies(config), Facts(config)
+    classify, pooled = classify_spec(tasks, path, classifies=classifies), pooled_spec(tasks, path)
+    layers = {name: value for name, value in config.items() if name not in TASK_FIELDS}
+    facts = Facts({**layers, "architectures": [_architecture(Facts(config))]}, names)
     build = FAMILIES.get(facts.get("architectures")[0])
-    classifies = _classifies(config)
-    classify, pooled = classify_spec(facts, path, classifies=classifies), pooled_spec(facts, path)
     spec = build(facts, num_hidden_layers_override)
     facts.refuse_unknown_computation()
     if mtp > spec.mtp_layers or (mtp and not _has_modules(facts)):

@@ -13,12 +13,20 @@ class SpeculationSection(Section, frozen=True, kw_only=True):
     """Speculative decoding. Drafts of later tokens are verified in one step, and never change the output."""
 
     speculative_method: Annotated[
-        Literal["none", "mtp", "ngram"],
+        Literal["none", "mtp", "ngram", "draft", "eagle3"],
         Meta(
             description="Source of drafts. mtp: the model's own draft module. ngram: the tokens that "
-            "followed an equal n-gram earlier in the prompt or output."
+            "followed an equal n-gram earlier in the prompt or output. draft: a smaller model "
+            "(--speculative-model). eagle3: a trained draft head (--speculative-model)."
         ),
     ] = "none"
+    speculative_model: Annotated[
+        str | None,
+        Meta(
+            description="draft, eagle3: folder, hub name or bundled model that drafts. Its vocabulary must "
+            "be the vocabulary of the model."
+        ),
+    ] = None
     num_speculative_tokens: Annotated[
         int, Meta(ge=1, le=8, description="Maximum number of drafts per sequence and step.")
     ] = 3

@@ -307,7 +307,7 @@ def weight_bytes(
     packed: bool = False,
 ) -> int:
     """Return the estimated bytes of a rank's share of the parameters, without norms, biases and channel
-    scales.
+    scales. A draft model counts, too.
 
     ``redundant``: extra copies of experts over all ranks. ``quantization`` applies to the matrices of layers
     and experts. With any quantization, output heads (and tables used as output heads) have 8 bits; other
@@ -315,6 +315,9 @@ def weight_bytes(
     quantized.
     """
     size = DTYPE_BYTES[dtype]
+    draft = 0
+    if spec.draft is not None:
+        draft = weight_bytes(spec.draft, dtype, quantization, layout, packed=packed)
     spec = local_spec(spec, layout)
     matrices = (spec.layers - recurrent_layers(spec)) * _attention_elements(spec)
     matrices += recurrent_elements(spec) + latent_elements(spec) + layer_elements(spec)
@@ -343,7 +346,7 @@ def weight_bytes(
     if packed and quantization == "none" and spec.quantized is not None:
         bits = spec.quantized.bits or bits
         expert_bits = spec.quantized.expert_bits or bits
-    return int((matrices * bits + routed * expert_bits) / 8) + routers + embeddings + tower
+    return int((matrices * bits + routed * expert_bits) / 8) + routers + embeddings + tower + draft
 
 
 _BITS = {"int8": 8.0, "w8a8": 8.0, "int4": 4 + 40 / 64, "w4a8": 4 + 40 / 64, "fp8": 8 + 32 / 128}

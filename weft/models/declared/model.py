@@ -136,7 +136,7 @@ class DeclaredDecoder(Decoder):
         self, step: StepInput, kv: Sequence[LayerCache], backends: Backends
     ) -> Generator[Pending, None, tuple[Tensor, TraitInput]]:
         shared = self.share(step, kv, backends)
-        x = self.enter((yield from self._embed(step)))
+        x = self.enter((yield from self.embed(step)))
         if self.inputs is not None:
             inputs = yield from self.inputs.steps(self._comm, step.ids, x)
             shared = replace(shared, inputs=inputs)

@@ -235,7 +235,7 @@ class DecodeGraphs:
         """Host view of ``_slots``, on a CPU: the host may write, because the previous step is complete."""
         tokens = most * options.most_each
         self._logits = torch.empty((tokens, model.spec.vocab_size), dtype=model.dtype, device=device)
-        self._hidden = torch.empty((tokens, model.spec.hidden), dtype=model.dtype, device=device)
+        self._hidden = torch.empty((tokens, model.width), dtype=model.dtype, device=device)
         self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         # An end advances every row, but padding rows have no sequence: only exact captures have ends.

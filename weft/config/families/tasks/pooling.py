@@ -33,6 +33,8 @@ OVERRIDES = (
     "matryoshka_dimensions",
 )
 """Fields of config.json that --hf-overrides may set."""
+TASK_FIELDS = frozenset(OVERRIDES) - {"architectures"}
+"""Fields of config.json without effect on the layers."""
 
 _PROBLEMS: dict[Any, Literal["", "regression", "single", "multi"]] = {
     None: "",

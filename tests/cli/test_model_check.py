@@ -1,0 +1,77 @@
+"""``weft models --check``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from weft.cli.model_check import check_model
+from weft.cli.models import models
+from weft.common.errors import ConfigError
+from weft.config.hub import BUNDLED
+from weft.config.sections.all import ModelSection
+
+
+def test_the_facts_of_a_bundled_model() -> None:
+    report = check_model(ModelSection(model="spool-vision"))
+    assert (report.served, report.refused) == (True, [])
+    assert report.implementation == "weft (qwen3_5)"
+    assert report.context == 2048
+    memory = report.memory
+    assert memory is not None
+    assert memory.weights > memory.embeddings + memory.tower > memory.tower > 0
+    assert memory.kv_per_1000_tokens > 0 < memory.state_per_sequence
+    assert {"generate", "images", "embed (last)"} <= set(report.tasks)
+    small = check_model(ModelSection(model="spool-vision", quantization="int4")).memory
+    assert small is not None
+    assert small.weights < memory.weights
+
+
+def test_weights_and_kv_of_1000_tokens() -> None:
+    size = sum(path.stat().st_size for path in (BUNDLED / "spool-text").glob("*.safetensors"))
+    weights = check_model(ModelSection(model="spool-text")).memory
+    assert weights is not None
+    assert 0.97 * size < weights.weights < 1.03 * size
+    config = json.loads((BUNDLED / "spool-text" / "config.json").read_text())
+    memory = check_model(ModelSection(model="spool-text", dtype="float32")).memory
+    assert memory is not None
+    each = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 4
+    assert memory.kv_per_1000_tokens == 1000 * each
+
+
+def test_json_and_the_exit_status(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(BUNDLED / "spool-text", folder)
+    good = CliRunner().invoke(models, ["--check", str(folder), "--json"])
+    assert good.exit_code == 0
+    assert json.loads(good.stdout)["served"] is True
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["OtherForCausalLM"]}))
+    (folder / "tokenizer.json").write_text("{")
+    weights = next(folder.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-8])
+    bad = CliRunner().invoke(models, ["--check", str(folder), "--json"])
+    assert bad.exit_code == 3
+    refused = json.loads(bad.stdout)["refused"]
+    for said in ("OtherForCausalLM", "tokenizer.json", weights.name):
+        assert any(said in one for one in refused), said
+    text = CliRunner().invoke(models, ["--check", str(folder)])
+    assert text.exit_code == 3
+    assert "does not serve" in text.stdout
+
+
+def test_a_model_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError, match="no folder"):
+        check_model(ModelSection(model="./nothing"))
+    assert CliRunner().invoke(models, ["--json"]).exit_code == 2
+
+
+def test_the_command_reads_no_weights_with_torch() -> None:
+    code = "import sys; import weft.cli.models; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

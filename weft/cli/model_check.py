@@ -1,0 +1,183 @@
+"""``weft models --check``: facts of one checkpoint, from its small files and the headers of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from weft.common.errors import WeftError
+from weft.config import hub
+from weft.config.cache_layout import block_bytes
+from weft.config.families import load_spec
+from weft.config.families.weight_files import check_weight_files, safetensors_files
+from weft.config.resolve import check_checkpoint
+from weft.config.sections.all import ModelSection
+from weft.config.sizing.memory import hit_unit, show_bytes, state_bytes, tower_bytes, weight_bytes
+from weft.config.spec import DTYPE_BYTES, ModelSpec
+from weft.text.chat import image_rules
+from weft.text.model import TextModel
+
+T = TypeVar("T")
+TOKENS = 1000
+"""Tokens of the reported KV cache."""
+
+
+class Memory(msgspec.Struct, kw_only=True):
+    """Bytes of one rank that has the whole model."""
+
+    weights: int
+    """All weights in their format in memory, the parts below included."""
+    embeddings: int
+    """The token table, and the output head if the head is not tied."""
+    tower: int
+    kv_per_1000_tokens: int
+    """Entries that grow with the context."""
+    kv_of_windows: int
+    """Entries of full windows, for one sequence."""
+    state_per_sequence: int
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """Facts of one checkpoint. Facts behind a refusal may be missing."""
+
+    model: str
+    served: bool = True
+    refused: list[str] = []
+    """Reasons, each with what to change."""
+    architecture: str | None = None
+    implementation: str | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    """Method of the checkpoint, or the chosen method."""
+    context: int | None = None
+    memory: Memory | None = None
+    tokenizer: str | None = None
+    template: str | None = None
+    output: str | None = None
+    """Parts of the output that Weft separates."""
+    tasks: list[str] = []
+    notes: list[str] = []
+    """Tasks that the checkpoint does not have, with the reason."""
+
+
+def check_model(section: ModelSection) -> Report:
+    """Return the facts of the model of ``section``. Downloads small files of a hub model, and no weights.
+
+    Raise ConfigError if the model does not exist.
+    """
+    report = Report(model=section.model)
+    path = hub.resolve_model_path(section.model, section.revision, load_format="dummy")
+    own = msgspec.structs.replace(section, load_format="auto" if safetensors_files(Path(path)) else "dummy")
+    _tried(report, lambda: check_checkpoint(own, path, path))
+    _tried(report, lambda: check_weight_files(Path(path), own.load_format))
+    spec = _tried(report, lambda: load_spec(path, trust_remote_code=section.trust_remote_code))
+    if spec is not None:
+        _describe(report, spec, section)
+    _read_text(report, spec, path)
+    report.served = not report.refused
+    return report
+
+
+def _tried(report: Report, step: Callable[[], T]) -> T | None:
+    """Return the result of ``step``; None, with the reason in the report, for a refusal."""
+    try:
+        return step()
+    except WeftError as error:
+        if error.message not in report.refused:
+            report.refused.append(error.message)
+        return None
+
+
+def _describe(report: Report, spec: ModelSpec, section: ModelSection) -> None:
+    """Add the model, its memory and its tasks to ``report``."""
+    dtype = spec.dtype if section.dtype == "auto" else section.dtype
+    published = None if spec.quantized is None else spec.quantized.method
+    report.architecture = spec.architecture
+    report.implementation = f"weft ({spec.family})"
+    report.dtype, report.context = dtype, spec.max_position
+    report.quantization = published if section.quantization == "none" else section.quantization
+    table = spec.vocab_size * spec.hidden
+    head = table * (DTYPE_BYTES[dtype] if section.quantization == "none" else 1)
+    full = [cache for cache in spec.caches if cache.kind != "state" and not cache.window]
+    windows = [cache for cache in spec.caches if cache.window]
+    unit = hit_unit(spec, 64)
+    report.memory = Memory(
+        weights=weight_bytes(spec, dtype, section.quantization, packed=True),
+        embeddings=head if spec.tied else table * DTYPE_BYTES[dtype] + head * spec.head,
+        tower=0 if spec.vision is None else tower_bytes(spec.vision, dtype),
+        kv_per_1000_tokens=sum(block_bytes(cache, unit, dtype) for cache in full) * TOKENS // unit,
+        kv_of_windows=sum(block_bytes(cache, unit, dtype) * cache.window // unit for cache in windows),
+        state_per_sequence=state_bytes(spec, dtype, 1),
+    )
+    _add_tasks(report, spec)
+
+
+def _add_tasks(report: Report, spec: ModelSpec) -> None:
+    """Add the tasks of the model to ``report``, and the reasons for missing tasks to its notes."""
+    if spec.head:
+        report.tasks.append("generate")
+    else:
+        report.notes.append("no text: the checkpoint has no output head")
+    if spec.pooled.refused:
+        report.notes.append(f"no embeddings: {spec.pooled.refused}")
+    else:
+        report.tasks.append(f"embed ({spec.pooled.mode})")
+    if spec.classify is None:
+        report.tasks.append("score (cosine)")
+    else:
+        report.tasks += ["score"] * (spec.classify.labels == 1)
+        report.tasks.append(f"classify ({spec.classify.labels})")
+    if spec.vision is not None:
+        report.tasks.append("images")
+
+
+def _read_text(report: Report, spec: ModelSpec | None, path: str) -> None:
+    """Add tokenizer, chat template and output parser to ``report``."""
+    facts = None if spec is None or spec.vision is None else spec.vision.media
+    images, hidden = image_rules(facts, 1)
+    text = _tried(report, lambda: TextModel.load(path, images=images, hidden=hidden))
+    if text is None:
+        return
+    report.tokenizer = f"{text.tokenizer.vocab_size} tokens, ends: {_names(text)}"
+    report.template = "none" if text.chat.source is None else text.chat.problem or "read"
+    parts = {"reasoning": text.output.tells_reasoning, "tool calls": text.output.tells_calls}
+    report.output = ", ".join(name for name, there in parts.items() if there) or "text alone"
+
+
+def _names(text: TextModel) -> str:
+    names = [text.tokenizer.token_text(one) for one in text.end_ids]
+    return " ".join(name or str(one) for name, one in zip(names, text.end_ids, strict=True)) or "none"
+
+
+def lines_of(report: Report) -> list[str]:
+    """Return the report as lines of text."""
+    rows: list[tuple[str, Any]] = [
+        ("architecture", report.architecture),
+        ("implementation", report.implementation),
+        ("dtype", report.dtype),
+        ("quantization", report.quantization),
+        ("context", None if report.context is None else f"{report.context} tokens"),
+    ]
+    if (memory := report.memory) is not None:
+        rows += [
+            ("weights", show_bytes(memory.weights)),
+            ("  embeddings", show_bytes(memory.embeddings)),
+            ("  vision tower", memory.tower and show_bytes(memory.tower)),
+            ("KV per 1,000 tokens", show_bytes(memory.kv_per_1000_tokens)),
+            ("KV of windows", memory.kv_of_windows and show_bytes(memory.kv_of_windows)),
+            ("state per sequence", memory.state_per_sequence and show_bytes(memory.state_per_sequence)),
+        ]
+    rows += [
+        ("tokenizer", report.tokenizer),
+        ("chat template", report.template),
+        ("separated output", report.output),
+        ("tasks", ", ".join(report.tasks)),
+        *(("note", one) for one in report.notes),
+        *(("refused", one) for one in report.refused),
+    ]
+    shown = [f"{name + ':':21}{value}" for name, value in rows if value]
+    verdict = "Weft serves this model." if report.served else "Weft does not serve this model."
+    return [f"{report.model}: {verdict}", *(f"  {line}" for line in shown)]

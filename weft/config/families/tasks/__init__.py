@@ -1,0 +1,1 @@
+"""Tasks without output tokens, read from the files of a checkpoint."""
