@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -30,8 +31,12 @@ from weft.config.adapters import AdapterFile, parse_modules, read_adapter
 from weft.config.resolved import EngineConfig
 from weft.control.fleet.instances import Instance
 from weft.control.links.links import Links
+from weft.front.monitoring.adapter_metrics import AdapterMetrics
+from weft.front.monitoring.metrics import Metrics
 from weft.front.protocol.parse import printable
+from weft.front.requests.reading import Job
 from weft.front.siblings import Siblings
+from weft.text.choice import Choice
 from weft.types.adapters import DropAdapter, LoadAdapter
 
 log = get_logger(__name__)
@@ -62,6 +67,13 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
         return LoadAdapter(name=self.name, digest=self.digest, folder=self.folder, pinned=self.pinned)
 
 
+class OpenRequest(Protocol):
+    """An open request (``weft.front.requests.generation.Generation``)."""
+
+    job: Job
+    choices: list[Choice]
+
+
 class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A change of one name, as sent between API servers."""
 
@@ -89,11 +101,23 @@ class Adapters:
         self._changing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, siblings: Siblings | None = None) -> None:
+    async def start(
+        self, metrics: Metrics, running: Mapping[str, OpenRequest], siblings: Siblings | None = None
+    ) -> None:
         """Read the adapters of ``--lora-modules``, ask the other API servers for theirs, and wait until the
-        engine processes have answered. Raises ConfigError if a folder is no adapter."""
+        engine processes have answered. Raises ConfigError if a folder is no adapter.
+
+        ``running``: the open requests, counted by adapter in ``metrics``.
+        """
         if not self._section.max_loras:
             return
+
+        def requests() -> list[tuple[str, bool]]:
+            """Return (adapter, True after the first token) of each open request with an adapter."""
+            found = [(self.find(one.job.asked.model), one) for one in running.values()]
+            return [(a.name, any(c.token_ids for c in one.choices)) for a, one in found if a is not None]
+
+        metrics.registry.register(AdapterMetrics(metrics.model, lambda: list(self._by_name), requests))
         for name, folder in parse_modules(self._section.lora_modules).items():
             self._check_name(name)
             await self._read(name, folder, pinned=False)

@@ -131,8 +131,8 @@ def submits_of(
 
     ``prompt`` is int32, little-endian. ``params`` must be complete: nothing is checked or resolved here. See
     ``Submit`` for ``owner``, ``client``, ``grammar``, ``pooling``, ``session``, ``media`` and ``adapter``.
-    ``explain`` and prompt logprobs apply to the first choice only. All ids are minted here; the caller releases
-    the ids.
+    ``explain`` and prompt logprobs apply to the first choice only. All ids are minted here; the caller
+    releases the ids.
     """
     first = Submit(
         sequence=ids.mint(),

@@ -176,7 +176,7 @@ class Front:
         if files.images is not None and not can_decode():
             log.warning("image inputs are rejected: Pillow is not installed; install weft[vision]")
         welcome = await self.links.start()
-        await self.adapters.start(self._siblings)
+        await self.adapters.start(self.metrics, self.running, self._siblings)
         # --tokenizer may name a folder without the model's own end tokens.
         ends = tuple(sorted({*text.end_ids, *self.config.spec.eos_ids}))
         self.limits = ModelLimits(
