@@ -200,3 +200,18 @@ def test_a_server_without_places_knows_no_adapters(start_fake: Start, folders: d
         answer = httpx.post(f"{plain.url}/v1/load_lora_adapter", json=body, headers=headers)
         assert answer.status_code == status, answer.text
         assert words in answer.json()["error"]["message"]
+
+
+def test_several_api_servers_share_the_adapters(start_fake: Start, folders: dict[str, Path]) -> None:
+    server = start_fake(fronts=2, max_loras=2, allow_lora_updates=True)
+    assert load(server, "chat", folders["chat"]).status_code == 200
+    # New connections reach both API servers.
+    for _ in range(12):
+        with httpx.Client(base_url=server.url) as client:
+            body = {"model": "chat", "prompt": "abc", "max_tokens": 2}
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+    assert unload(server, "chat").status_code == 200
+    for _ in range(12):
+        with httpx.Client(base_url=server.url) as client:
+            assert client.post("/v1/completions", json=body).status_code == 404
