@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterable
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-NAME = "lora_requests"
+REQUESTS = (
+    "lora_requests",
+    "Requests of a LoRA adapter, by state: waiting before the first token, then running.",
+)
+"""Name and help."""
 STATES = ("running", "waiting")
-_TEXT = "Requests of a LoRA adapter, by state: waiting before the first token, then running."
 _LINE = re.compile(
     rb'^weft:lora_requests\{.*\badapter="(?P<adapter>(?:[^"\\]|\\.)*)".*state="(?P<state>\w+)".*\} '
     rb"(?P<count>\S+)$",
@@ -36,10 +39,11 @@ class AdapterMetrics(Collector):
         names = dict.fromkeys([*self._names(), *(name for name, _ in counts)])
         if not names:
             return
-        family = GaugeMetricFamily(f"weft:{NAME}", _TEXT, labels=["model_name", "adapter", "state"])
-        for name in names:
+        name, text = REQUESTS
+        family = GaugeMetricFamily(f"weft:{name}", text, labels=["model_name", "adapter", "state"])
+        for adapter in names:
             for state in STATES:
-                family.add_metric([self._model, name, state], counts[name, state])
+                family.add_metric([self._model, adapter, state], counts[adapter, state])
         yield family
 
 

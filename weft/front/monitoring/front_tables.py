@@ -103,7 +103,7 @@ def describe() -> list[str]:
     http, _, http_labels, seconds = HTTP_SECONDS
     lines.append(f"weft:{http} histogram {','.join(http_labels)} {_bounds(seconds)}")
     lines.append(f"weft:{SPANS_DROPPED[0]}_total counter model_name")
-    lines.append(f"weft:{adapter_metrics.NAME} gauge model_name,adapter,state")
+    lines.append(f"weft:{adapter_metrics.REQUESTS[0]} gauge model_name,adapter,state")
     for name, (_, kind) in PROCESS.items():
         lines.append(f"{name}_total counter -" if kind == "counter" else f"{name} gauge -")
     return lines
