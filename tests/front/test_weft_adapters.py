@@ -10,7 +10,7 @@ import pytest
 from tests.support.checkpoints import make_checkpoint
 from tests.support.loras import make_adapter
 from tests.support.servers import Servers
-from tests.support.text_folders import write_small_tokenizer
+from tests.support.text_folders import IMAGE_TEMPLATE, write_small_tokenizer
 from weft import LLM
 from weft.types.sampling import SamplingParams
 
@@ -31,15 +31,13 @@ SETTINGS: dict[str, Any] = {
 @pytest.mark.parametrize("groups", [(), ("--replicas", "2"), ("--prefill", "1", "--decode", "1")])
 def test_tokens_of_adapters_over_http(servers: Servers, tmp_path: Path, groups: tuple[str, ...]) -> None:
     base = Path(make_checkpoint(tmp_path, "llama"))
-    write_small_tokenizer(base)
-    folders = {
-        name: make_adapter(tmp_path / name, base, seed=seed) for seed, name in enumerate(("sql", "chat"))
-    }
+    write_small_tokenizer(base, {}, IMAGE_TEMPLATE)
+    names = ("sql", "chat")
+    folders = {name: make_adapter(tmp_path / name, base, seed=seed) for seed, name in enumerate(names)}
+    prompt = {"prompt_token_ids": PROMPT}
     with LLM(model=str(base), lora_modules=folders, **SETTINGS) as llm:
         due = {
-            name: list(
-                llm.generate([{"prompt_token_ids": PROMPT}], GREEDY, lora=lora)[0].outputs[0].token_ids
-            )
+            name: list(llm.generate([prompt], GREEDY, lora=lora)[0].outputs[0].token_ids)
             for name, lora in (("base", None), ("sql", "sql"), ("base:chat", "chat"))
         }
     assert len({str(tokens) for tokens in due.values()}) == 3, "the adapters change nothing"
