@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("groups", [(), ("--replicas", "2"), ("--prefill", "1", "--decode", "1")])
+@pytest.mark.parametrize("groups", [(), ("--data-parallel-size", "2"), ("--prefill", "1", "--decode", "1")])
 def test_tokens_of_adapters_over_http(servers: Servers, tmp_path: Path, groups: tuple[str, ...]) -> None:
     base = Path(make_checkpoint(tmp_path, "llama"))
     write_small_tokenizer(base, {}, IMAGE_TEMPLATE)
