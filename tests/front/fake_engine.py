@@ -23,8 +23,9 @@ import msgspec
 import numpy as np
 import zmq
 
-from weft.common.errors import EngineDead, Overloaded, RowError
+from weft.common.errors import EngineDead, InvalidRequest, Overloaded, RowError
 from weft.types import messages as m
+from weft.types.adapters import AdapterChanged, LoadAdapter
 from weft.types.media_item import MediaItem
 from weft.types.messages import decode_parts
 
@@ -204,9 +205,15 @@ class FakeEngine:
                     "transfer_address": self.endpoint + "-rooms",
                 }
                 welcome = msgspec.structs.replace(welcome, **more)
-            self.send(front, welcome)
+            places = int(os.environ.get("FAKE_LORAS", "0"))
+            self.send(front, msgspec.structs.replace(welcome, max_loras=places))
+        elif isinstance(message, m.ToAdapters):
+            self.send(front, self.adapter(message))
         elif isinstance(message, m.Submit):
             self.live[message.sequence] = Sequence(front, message)
+            if (log := os.environ.get("FAKE_ADAPTERS")) is not None:
+                with open(log, "a", encoding="utf-8") as file:
+                    file.write(f"{message.adapter}\n")
             if (log := os.environ.get("FAKE_MEDIA")) is not None and message.media:
                 with open(log, "ab") as file:
                     file.write(msgspec.json.encode(list(map(shown, message.media))) + b"\n")
@@ -217,6 +224,13 @@ class FakeEngine:
                 self.send(front, m.Tokens(step=self.steps, events=(end,)))
         elif isinstance(message, m.Shutdown):
             self.stop = True
+
+    def adapter(self, message: m.ToAdapters) -> AdapterChanged:
+        """Load an adapter, unless the name has "bad" inside."""
+        if isinstance(message, LoadAdapter) and "bad" in message.name:
+            error = InvalidRequest("module model.x does not fit the model").info()
+            return AdapterChanged(digest=message.digest, loaded=False, error=error)
+        return AdapterChanged(digest=message.digest, loaded=isinstance(message, LoadAdapter))
 
     def step(self) -> None:
         if self.stuck:

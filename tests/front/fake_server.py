@@ -27,6 +27,7 @@ from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sections.all import (
     CacheSection,
     FrontSection,
+    LoraSection,
     MediaSection,
     ModelSection,
     ParallelSection,
@@ -74,6 +75,7 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
         facts = msgspec.structs.replace(pictures.FACTS, **(vision if isinstance(vision, dict) else {}))
         spec = msgspec.structs.replace(spec, vision=msgspec.structs.replace(VISION, media=facts))
     media = {name: fields.pop(name) for name in MediaSection.__struct_fields__ if name in fields}
+    lora = {name: fields.pop(name) for name in LoraSection.__struct_fields__ if name in fields}
     scheduler = {name: fields.pop(name) for name in ("max_num_seqs", "max_queued_requests") if name in fields}
     return EngineConfig(
         model_path=str(folder),
@@ -88,6 +90,7 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
         scheduler=SchedulerSection(**scheduler),
         runner=RunnerSection(),
         media=msgspec.convert(media, MediaSection),
+        lora=msgspec.convert(lora, LoraSection),
         parallel=ParallelSection(enable_expert_parallel=fields.pop("together", False)),
         kv=KVConfig(pools=(), block_size=64, enable_prefix_caching=True, max_model_len=512, num_slots=8),
     )
@@ -172,6 +175,9 @@ def main(folder: Path, fields: dict[str, Any]) -> int:
         write_tokenizer(folder)
     if (media_log := fields.pop("media_log", None)) is not None:
         os.environ["FAKE_MEDIA"] = media_log
+    if (adapter_log := fields.pop("adapter_log", None)) is not None:
+        os.environ["FAKE_ADAPTERS"] = adapter_log
+    os.environ["FAKE_LORAS"] = str(fields.get("max_loras", 0))
     together = fields.get("together", False)
     config = engine_config(folder, fields)
     with tempfile.TemporaryDirectory(prefix="weft-") as private:

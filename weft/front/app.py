@@ -16,6 +16,7 @@ from starlette.routing import Match
 from weft import __version__
 from weft.common.errors import InvalidRequest, MethodNotAllowed, NotFound, WeftError
 from weft.front import page
+from weft.front.adapter_routes import add_adapters, card_of, cards
 from weft.front.admin import add_admin
 from weft.front.health import health_answer, ready_answer
 from weft.front.http import answers, docs_page, openapi
@@ -46,6 +47,7 @@ def build_app(front: Front, hosts: Hosts) -> AccessGate:
     add_tokenizing(app, front)
     add_tokens(app, front)
     add_admin(app, front)
+    add_adapters(app, front)
     add_messages(app, front)
     _add_models(app, front)
     _add_state(app, front)
@@ -58,14 +60,15 @@ def build_app(front: Front, hosts: Hosts) -> AccessGate:
 def _add_models(app: FastAPI, front: Front) -> None:
     @app.get("/v1/models", openapi_extra=openapi.returns(answers.ModelList))
     async def list_models() -> Response:
-        """List all model names for requests."""
-        return _json(answers.ModelList(data=[front.card(name) for name in front.names]))
+        """List all model names for requests, then the LoRA adapters."""
+        return _json(answers.ModelList(data=[*(front.card(name) for name in front.names), *cards(front)]))
 
     @app.get("/v1/models/{model:path}", openapi_extra=openapi.returns(answers.ModelCard))
     async def get_model(model: str) -> Response:
         """Describe a model."""
         front.check_model(model)
-        return _json(front.card(model))
+        adapter = front.adapters.find(model)
+        return _json(front.card(model) if adapter is None else card_of(front, adapter))
 
 
 def _add_state(app: FastAPI, front: Front) -> None:

@@ -28,6 +28,8 @@ class Siblings:
         self._folder = folder
         self._others = others
         self._server: asyncio.Server | None = None
+        self.adapters: Callable[[str], bytes] = lambda change: b""
+        """Applies a change of LoRA adapters, or returns all adapters for "". Set by their owner."""
 
     async def start(
         self, page: Callable[[], bytes], abort: Callable[[str], bool], history: Callable[[int], bytes]
@@ -43,6 +45,8 @@ class Siblings:
                     what, _, which = (await reader.readline()).decode().strip().partition(" ")
                 if what == "abort":
                     writer.write(FOUND if abort(which) else b"")
+                elif what == "adapter":
+                    writer.write(self.adapters(which))
                 elif what == "history":
                     writer.write(history(int(which)))
                 else:
@@ -65,6 +69,14 @@ class Siblings:
     async def abort(self, rid: str) -> bool:
         """Abort the request of this id in the other API servers. Return True if the request was found."""
         return FOUND in (await self._ask_all(f"abort {rid}")).values()
+
+    async def tell_adapter(self, change: str) -> None:
+        """Send a change of LoRA adapters to the other API servers."""
+        await self._ask_all(f"adapter {change}")
+
+    async def ask_adapters(self) -> list[bytes]:
+        """Return the LoRA adapters of each other API server that answers."""
+        return [answer for answer in (await self._ask_all("adapter")).values() if answer]
 
     async def _ask_all(self, line: str) -> dict[str, bytes]:
         """Send ``line`` to all other API servers at once. Return name -> answer, without API servers that

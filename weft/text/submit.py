@@ -123,15 +123,16 @@ def submits_of(
     explain: bool = False,
     session: str = "",
     media: tuple[MediaItem, ...] = (),
+    adapter: str = "",
 ) -> list[Submit]:
     """Return one Submit per choice, in order.
 
     All share ``request``, the seed and the bytes of the prompt.
 
     ``prompt`` is int32, little-endian. ``params`` must be complete: nothing is checked or resolved here. See
-    ``Submit`` for ``owner``, ``client``, ``grammar``, ``pooling``, ``session`` and ``media``. ``explain``
-    applies to the first choice only. Prompt logprobs are requested by the first choice only. All ids are
-    minted here; the caller releases the ids.
+    ``Submit`` for ``owner``, ``client``, ``grammar``, ``pooling``, ``session``, ``media`` and ``adapter``.
+    ``explain`` and prompt logprobs apply to the first choice only. All ids are minted here; the caller
+    releases the ids.
     """
     first = Submit(
         sequence=ids.mint(),
@@ -147,6 +148,7 @@ def submits_of(
         pooling=pooling,
         session=session,
         media=salted_media(media, salt),
+        adapter=adapter,
     )
     # Only choice 0 computes prompt logprobs: the parallel samples share the prompt.
     parallel_sample = msgspec.structs.replace(params, prompt_logprobs=-1)

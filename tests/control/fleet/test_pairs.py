@@ -17,6 +17,7 @@ from weft.control.fleet.instances import InstanceState
 from weft.control.fleet.open_sequences import LATE, LONGEST_WAIT_S, MOST_REFUSALS, NO_ROLE, UNFIT
 from weft.control.fleet.policy import DEFAULT_BLOCK
 from weft.types import messages as m
+from weft.types.adapters import AdapterChanged
 from weft.types.media_item import MediaItem
 from weft.types.sampling import TokenParams
 from weft.types.transfer import Peer, TransferKey, TransferParameters
@@ -40,6 +41,32 @@ def ask(one: Driver, *sequences: int, request: int = 1, **fields: Any) -> list[t
     )
     one.on(e.Opened(submits))
     return submitted(one)
+
+
+def test_requests_go_to_groups_with_the_adapter() -> None:
+    """Both instances of a pair must have loaded the adapter. Without any, the request waits."""
+    one = pairs("p", "q", "d", "f")
+    digest = "a" * 32
+    assert ask(one, 1, adapter=digest) == []
+    for name in ("q", "f"):
+        one.say(name, AdapterChanged(digest=digest, loaded=True))
+    assert where(one) == ["f", "q"]
+    refused = AdapterChanged(digest=digest, loaded=False, error=DIED.info())
+    for name in ("p", "d"):
+        one.say(name, refused)
+    for number in range(2, 8):
+        ask(one, number, request=number, adapter=digest)
+        assert where(one) == ["f", "q"]
+    ask(one, 9, request=9)
+    assert where(one) == ["d", "p"]
+    # A new process has no adapter.
+    one.lose("q")
+    one.expect("q")
+    one.welcome("q")
+    assert not one.fleet.table.instances["q"].has_adapter(digest)
+    assert one.fleet.table.instances["q"].has_adapter("")
+    one.say("f", AdapterChanged(digest=digest, loaded=False))
+    assert not one.fleet.table.instances["f"].has_adapter(digest)
 
 
 def submitted(one: Driver) -> list[tuple[str, m.Submit]]:

@@ -32,9 +32,18 @@ class LoraSection(Section, frozen=True, kw_only=True):
             "path. Requires --max-loras."
         ),
     ] = ()
+    allow_lora_updates: Annotated[
+        bool,
+        Meta(
+            description="Accept POST /v1/load_lora_adapter and /v1/unload_lora_adapter, which read folders "
+            "of the server. With --admin-key, both need the admin key. Requires --max-loras."
+        ),
+    ] = False
 
 
 def check_lora(lora: LoraSection) -> None:
     """Raise ConfigError for adapters without places."""
     if lora.lora_modules and not lora.max_loras:
         raise ConfigError("--lora-modules requires --max-loras", param="--lora-modules")
+    if lora.allow_lora_updates and not lora.max_loras:
+        raise ConfigError("--allow-lora-updates requires --max-loras", param="--allow-lora-updates")

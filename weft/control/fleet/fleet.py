@@ -37,7 +37,7 @@ from weft.control.fleet.open_sequences import (
     may_retry,
     wait_after,
 )
-from weft.control.fleet.pairs import Route, Router
+from weft.control.fleet.pairs import Report, Route, Router
 from weft.control.fleet.policy import Policies, make_policies
 from weft.types import messages as m
 
@@ -219,7 +219,7 @@ class Fleet:
         if isinstance(message, m.Tokens):
             for token_event in message.events:
                 self._take(instance, token_event)
-        elif isinstance(message, m.Heartbeat | m.PrefixIndex):
+        elif isinstance(message, Report):
             if not self.router.hear(instance, message, self._now):
                 self._send(instance, m.WatchPrefixes())
         elif isinstance(message, m.Welcome):

@@ -11,7 +11,9 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from weft.common.errors import ErrorInfo
 from weft.control.fleet.prefix_index import PrefixView
+from weft.types.adapters import AdapterChanged
 from weft.types.handshake import EngineIdentity
 from weft.types.messages import EngineStats, Heartbeat, Role, Welcome
 
@@ -101,6 +103,9 @@ class Instance:
     """True if the missing partner of the present process was already logged."""
     prefixes: PrefixView = field(default_factory=PrefixView)
     """Cached prefixes of the present process, as reported."""
+    adapters: dict[str, ErrorInfo | None] = field(default_factory=dict)
+    """Digest of a LoRA adapter -> the reason why the present process did not load the adapter; None after
+    success."""
 
     @property
     def alive(self) -> bool:
@@ -111,6 +116,17 @@ class Instance:
     def incarnation(self) -> int:
         """The incarnation of the present process; 0 before the process answers."""
         return 0 if self.welcome is None else self.welcome.incarnation
+
+    def has_adapter(self, digest: str) -> bool:
+        """Return True if the present process has loaded the LoRA adapter. True for "", the model alone."""
+        return not digest or (digest in self.adapters and self.adapters[digest] is None)
+
+    def adapter_changed(self, message: AdapterChanged) -> None:
+        """Store the answer of the process about a LoRA adapter."""
+        if message.loaded or message.error is not None:
+            self.adapters[message.digest] = message.error
+        else:
+            self.adapters.pop(message.digest, None)
 
     @property
     def load(self) -> float:
@@ -156,6 +172,7 @@ class Instance:
         self.stats = EngineStats()
         self.elsewhere = 0
         self.prefixes = PrefixView()
+        self.adapters = {}
 
     def overdue(self, timeout: float, now: float) -> str | None:
         """Return the reason why a live instance counts as dead, or None."""

@@ -8,7 +8,7 @@ instances get a part, too: see ``weft.control.fleet.encoders``. Pure except for 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -16,9 +16,13 @@ from weft.control.fleet.encoders import choose, divided_submit, encodes_for, see
 from weft.control.fleet.instances import Instance
 from weft.control.fleet.ledger import LedgerEntry
 from weft.control.fleet.policy import Hashes, Policies, hashes_of
+from weft.types.adapters import AdapterChanged
 from weft.types.media_item import without_pixels
 from weft.types.messages import Heartbeat, PrefixIndex, Submit
 from weft.types.transfer import Peer, TransferKey, TransferParameters
+
+Report: TypeAlias = Heartbeat | PrefixIndex | AdapterChanged
+"""A message of an engine process about its own state."""
 
 
 class Route(NamedTuple):
@@ -94,12 +98,14 @@ class Router:
         """Return True if ``instance``, which is up, should report cached prefixes."""
         return self._policies.knows_prefixes and instance.role != "encode"
 
-    def hear(self, instance: Instance, message: Heartbeat | PrefixIndex, now: float) -> bool:
-        """Store the reported load or cached prefixes of ``instance``, and update the policies.
+    def hear(self, instance: Instance, message: Report, now: float) -> bool:
+        """Store the reported load, cached prefixes or LoRA adapter of ``instance``, and update the policies.
 
         Return False if a report was missed, so the whole index must be sent again.
         """
-        if isinstance(message, Heartbeat):
+        if isinstance(message, AdapterChanged):
+            instance.adapter_changed(message)
+        elif isinstance(message, Heartbeat):
             instance.heartbeat(message, now)
         elif not instance.prefixes.take(message):
             return False
@@ -127,6 +133,7 @@ class Router:
             return next((Route(one) for one in takers if one.name == entry.pinned), None)
         session = entry.submit.session
         asked = entry.submit
+        takers = [one for one in takers if one.has_adapter(asked.adapter)]
         hashes = hashes_of(asked.prompt_ids, asked.salt, entry.hashes, asked.media, asked.adapter)
         helped = encoders is not None and bool(entry.submit.media)
         computing = [one for one in takers if not helped or sees(one, encoders or ())]

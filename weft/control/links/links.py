@@ -150,14 +150,12 @@ class Links:
 
     @property
     def failure(self) -> WeftError | None:
-        """The reason why no engine process is left and none will be started again; None while an engine
-        process is left.
-        """
+        """The reason why no engine process is left for good; None while an engine process is left."""
         return self._fleet.failure
 
     @property
     def alive(self) -> bool:
-        """True if the engine processes that are alive can serve requests."""
+        """True if the live engine processes can serve requests."""
         return self._fleet.table.alive
 
     @property
@@ -326,10 +324,12 @@ class Links:
             raise EngineDead("an engine did not report its counters in time") from None
         return [one.stats for one in self.instances]
 
+    def tell(self, name: str, message: m.ToAdapters) -> None:
+        """Send a message about LoRA adapters to the live engine process ``name``."""
+        self._links[name].send(message)
+
     def profile(self, seconds: float) -> int:
-        """Start a profile of ``seconds`` on the engine processes; 0 ends a profile. Return the number of
-        engine processes notified.
-        """
+        """Start a profile of ``seconds``; 0 ends a profile. Return the number of processes notified."""
         able = [one.name for one in self.instances if one.alive]
         for name in able:
             self._links[name].send(m.Profile(seconds=seconds))

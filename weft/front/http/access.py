@@ -156,6 +156,8 @@ ADMIN_PATHS = frozenset(
 )
 """Paths that change the server or requests of other clients. Only with the admin key, and never from a page
 of another origin."""
+ADAPTER_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""Paths that change the adapters for all clients. With the admin key, if the server has one."""
 KEY = "weft.key"
 """Key of the request's scope for the number of the API key."""
 
@@ -243,7 +245,7 @@ class AccessControl:
         if path in self.open_paths:
             return []
         given = headers.get(b"authorization"), headers.get(b"x-api-key")
-        if path in ADMIN_PATHS:
+        if path in ADMIN_PATHS or (path in ADAPTER_PATHS and self._admin_keys):
             self._admit_admin(given, headers)
             return []
         key = self._keys.find(*given)

@@ -230,6 +230,10 @@ class ModelCard(msgspec.Struct, kw_only=True):
     max_model_len: int
     input_modalities: tuple[str, ...] = ("text",)
     """``text``, and ``image`` if the model takes images."""
+    parent: str | UnsetType = UNSET
+    """Name of the model of a LoRA adapter."""
+    root: str | UnsetType = UNSET
+    """Folder of a LoRA adapter."""
     about: str | UnsetType = UNSET
     """Abilities of a bundled model."""
     example: str | UnsetType = UNSET

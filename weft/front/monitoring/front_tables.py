@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from weft.front.monitoring import adapter_metrics
 from weft.tracing.writer import SpanWriter
 
 _LONG = (2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -102,6 +103,7 @@ def describe() -> list[str]:
     http, _, http_labels, seconds = HTTP_SECONDS
     lines.append(f"weft:{http} histogram {','.join(http_labels)} {_bounds(seconds)}")
     lines.append(f"weft:{SPANS_DROPPED[0]}_total counter model_name")
+    lines.append(f"weft:{adapter_metrics.REQUESTS[0]} gauge model_name,adapter,state")
     for name, (_, kind) in PROCESS.items():
         lines.append(f"{name}_total counter -" if kind == "counter" else f"{name} gauge -")
     return lines

@@ -339,7 +339,7 @@ class Metrics:
         """Register all metrics, without observations. ``model``: value of the label ``model_name``.
         ``spans``: writer of the API server's spans."""
         self._engines = CollectorRegistry(auto_describe=False)
-        self._own = CollectorRegistry(auto_describe=False)
+        self.registry = self._own = CollectorRegistry(auto_describe=False)
         self.model = model
         self._engines.register(_EngineCollector(links, model))
         self._own.register(_LinkCollector(links, model))

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from weft.common import errors
 from weft.config.resolved import EngineConfig
 from weft.control.fleet.instances import Instance
+from weft.front.monitoring.adapter_metrics import requests_info
 
 _OLDER = {
     b"vllm:inter_token_latency_seconds": b"vllm:time_per_output_token_seconds",
@@ -52,7 +53,7 @@ def as_vllm(page: bytes, config: EngineConfig, engines: Iterable[Instance]) -> b
         if name in line
     ]
     derived = CollectorRegistry(auto_describe=False)
-    derived.register(_Derived(config, engines, _answers(renamed)))
+    derived.register(_Derived(config, engines, _answers(renamed), page))
     return renamed + b"\n".join([*older, b""]) + generate_latest(derived)
 
 
@@ -88,10 +89,12 @@ class _Derived(Collector):
         config: EngineConfig,
         engines: list[Instance],
         answers: Counter[tuple[str, str, str]],
+        page: bytes,
     ) -> None:
         self._config = config
         self._engines = engines
         self._answers = answers
+        self._page = page
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics that vLLM has and Weft does not: cached prompt tokens, drafts, cache settings,
@@ -118,6 +121,8 @@ class _Derived(Collector):
             drafts.add_metric([model, name], stats.drafts[0] if stats.drafts else 0)
         yield from (cached, sources, drafts, self._cache_config(model))
         yield from self._states(model)
+        if places := self._config.lora.max_loras:
+            yield requests_info(self._page, places)
         http = CounterMetricFamily(
             "http_requests", "HTTP requests answered.", labels=["handler", "method", "status"]
         )

@@ -33,6 +33,7 @@ from weft.control.fleet.instance_table import Patience
 from weft.control.fleet.policy import make_policies
 from weft.control.links.links import Links
 from weft.control.links.owner import Owner
+from weft.front.adapters import Adapters
 from weft.front.first_request import example_image, takes_images
 from weft.front.http.access import REQUEST_ID, AccessControl, key_of
 from weft.front.http.answers import ModelCard
@@ -127,6 +128,7 @@ class Front:
             joining=joining,
             spans=self._spans,
         )
+        self.adapters = Adapters(config, self.links)
         self.metrics = Metrics(self.names[0], self.links, self._spans)
         each = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
         self.lifecycle = Lifecycle(lambda: each * places(self.links.instances, self.links.elastic))
@@ -174,6 +176,7 @@ class Front:
         if files.images is not None and not can_decode():
             log.warning("image inputs are rejected: Pillow is not installed; install weft[vision]")
         welcome = await self.links.start()
+        await self.adapters.start(self.metrics, self.running, self._siblings)
         # --tokenizer may name a folder without the model's own end tokens.
         ends = tuple(sorted({*text.end_ids, *self.config.spec.eos_ids}))
         self.limits = ModelLimits(
@@ -220,6 +223,7 @@ class Front:
             self._sampling.cancel()
         if self._siblings is not None:
             await self._siblings.close()
+        self.adapters.close()
         await self.links.close(shutdown)
         if self._trimming is not None:
             self._trimming.cancel()
@@ -245,9 +249,8 @@ class Front:
         return RequestFacts(request_id=scope.get(REQUEST_ID, ""), client=client, body_type=body_type)
 
     async def metrics_page(self) -> bytes:
-        """Return the metrics of the whole server, in Prometheus text format. The counts of an API server
-        that does not answer in time are left out. With ``--vllm-metrics`` the page also has vLLM's
-        names."""
+        """Return the metrics of the whole server, in Prometheus text format, without API servers that do not
+        answer in time. With ``--vllm-metrics`` the page also has vLLM's names."""
         if self._siblings is None:
             page = self.metrics.render()
         else:
@@ -272,8 +275,7 @@ class Front:
         )
 
     async def abort(self, rid: str) -> bool:
-        """Abort the request with exactly this answer id, in any API server. Return True if the request was
-        found."""
+        """Abort the request with this answer id in any API server. Return True if the request was found."""
         return self._abort_here(rid) or (self._siblings is not None and await self._siblings.abort(rid))
 
     def _abort_here(self, rid: str) -> bool:
@@ -366,7 +368,8 @@ class Front:
             """Read the body in this thread, or decode the worker's answer ``data``. Return the missing
             input, or the result of ``use``. Raises WeftError."""
             if data is None:
-                knowing = reader.knowing(headers, client, Told(verdicts, self._grammars))
+                told = Told(verdicts, self._grammars)
+                knowing = reader.knowing(headers, client, told, self.adapters.names)
                 answer = read_with(knowing, body_type, b"".join(body))
             else:
                 answer = _decoded(data)
@@ -375,7 +378,7 @@ class Front:
         with self.media.memory.lease(client) as own:
             # Each round resolves one missing input: the verdict on a grammar, or all image files.
             while len(verdicts) < MAX_READS:
-                known = Known(files=headers, verdicts=verdicts)
+                known = Known(files=headers, verdicts=verdicts, names=self.adapters.names)
                 data = await self._read_large(body_type, body, known, client)
                 found = await self.in_thread(take, data)
                 if isinstance(found, Unproved):
@@ -389,8 +392,8 @@ class Front:
         raise Overloaded("compiling the request's grammars takes too long; try again later")
 
     async def _verdict(self, unproved: Unproved, client: int) -> ErrorInfo | None:
-        """Compile a grammar and wait for the result on the event loop. Return the compile error; None if the
-        grammar compiles. Raises InvalidRequest for a compile time-out: a looser grammar may take as long.
+        """Compile a grammar and wait for the result on the event loop. Return the compile error, or None.
+        Raises InvalidRequest for a compile time-out: a looser grammar may take as long.
 
         A thread must not wait for a grammar: threads are few, and a client can request a slow grammar.
         """
@@ -408,9 +411,8 @@ class Front:
     async def _read_large(
         self, body_type: str, body: list[bytes], known: Known, client: int
     ) -> bytes | bytearray | None:
-        """Return the encoded ReadAnswer of a worker process; None if the body is small enough for a thread.
-        Schedules a heap trim after a large body. Raises Overloaded if ``TEXT_QUEUE`` work items wait
-        already."""
+        """Return the encoded ReadAnswer of a worker process; None for a small body. Raises Overloaded if
+        ``TEXT_QUEUE`` work items wait already."""
         if self._pooled >= TEXT_QUEUE:
             raise Overloaded("too many request bodies wait to be parsed; try again later")
         size = sum(map(len, body))
@@ -422,15 +424,13 @@ class Front:
         return await self._workers.call(*payload_of(body_type, body, known), client=client, cost=size)
 
     def _trim_later(self) -> None:
-        """Schedule a heap trim in ``TRIM_AFTER`` seconds, unless one is scheduled; otherwise the allocator
-        keeps the memory of large bodies."""
+        """Schedule a heap trim in ``TRIM_AFTER`` seconds; else the allocator keeps large bodies' memory."""
         loop = asyncio.get_running_loop()
         if self._trimming is None or self._trimming.when() < loop.time():
             self._trimming = loop.call_later(TRIM_AFTER, loop.run_in_executor, self._pool, trim_heap)
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``function`` in a text thread and return the result, or raise its exception. The queue is
-        unbounded here: each request has at most one work item at a time."""
+        """Run ``function`` in a text thread and return the result, or raise its exception."""
         self._pooled += 1
         try:
             work = functools.partial(function, *args, **kwargs)
@@ -440,7 +440,7 @@ class Front:
 
     def check_model(self, name: str) -> None:
         """Raise NotFound unless ``name`` is served."""
-        check_model(name, self._accepted)
+        check_model(name, (*self._accepted, *self.adapters.names))
 
     def card(self, name: str) -> ModelCard:
         """Return the card of a served model for /v1/models. A name that is only accepted is shown as the

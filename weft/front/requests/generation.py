@@ -85,8 +85,8 @@ class Generation:
         """Error for the next call of ``next``, found after deltas that the last call returned."""
 
     def build(self, job: Job) -> None:
-        """Create the choices and submissions of ``job``, and store the job. Raises InvalidRequest for too
-        many or too large sequences; then nothing is created. No effect after ``close``."""
+        """Create the choices and submissions of ``job``, and store the job. Raises WeftError; then nothing is
+        created. No effect after ``close``."""
         most = self._front.config.scheduler.max_queued_requests
         # All sequences reach the queue before the next step takes any, so a larger request would always get
         # 429.
@@ -124,6 +124,7 @@ class Generation:
         shared = self._front.config.cache.share_cache_across_keys
         salt = job.sharing.salt if shared else self._front.access.salt_of(self.client, job.sharing.salt)
         session = session_of(self.headers, job.sharing.session)
+        adapter = self._front.adapters.digest_of(job.asked.model)
         for number, prompt in enumerate(job.prompts):
             made = submits_of(
                 prompt.data,
@@ -140,6 +141,7 @@ class Generation:
                 priority=job.sharing.priority,
                 salt=salt,
                 media=job.media,
+                adapter=adapter,
             )
             self._ids += [made[0].request, *(submit.sequence for submit in made)]
             self._submits += made
@@ -184,8 +186,7 @@ class Generation:
                 self._submits[number] = msgspec.structs.replace(self._submits[number], emitted_ids=emitted)
 
     def submit(self) -> None:
-        """Submit the sequences to the engine, and start the timer of the deadline. Raises Overloaded for a
-        full queue, or another WeftError; then no sequence runs."""
+        """Submit the sequences to the engine, and start the timer. Raises WeftError; then nothing runs."""
         links = self._front.links
         submits = self._submits
         self._submits = []
@@ -275,9 +276,8 @@ class Generation:
         return [delta, *self._watch_reasoning(choice, delta)]
 
     def _watch_reasoning(self, choice: Choice, delta: TextDelta) -> list[TextDelta]:
-        """Count ``delta`` against the choice's budget, and force the end of the reasoning after the budget
-        is exhausted. The old sequence is finished, and the choice continues in a new sequence. Return the
-        delta of the end marker; [] if nothing was forced."""
+        """Count ``delta`` against the choice's budget, and force the end of the reasoning at the limit. The
+        choice then continues in a new sequence. Return the delta of the end marker; [] without an end."""
         budget = self._budgets.get(choice.index)
         if budget is None or choice.finished:
             return []

@@ -75,6 +75,8 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
 
     files: dict[str, Header] = {}
     """URL -> header of a fetched image; name -> header of a video file."""
+    names: tuple[str, ...] = ()
+    """Names of LoRA adapters, accepted like the names of the model."""
     verdicts: dict[str, ErrorInfo | None] = {}
     """Digest of a grammar (``digest_of``) -> compile error; None for a grammar that compiles."""
 
@@ -109,7 +111,8 @@ def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:
     body_type, data, body = payload.split(b"\0", 2)
     try:
         known = _decode_known(data)
-        return read_with(reader.knowing(known.files, grammars=Told(known.verdicts)), body_type.decode(), body)
+        knowing = reader.knowing(known.files, grammars=Told(known.verdicts), names=known.names)
+        return read_with(knowing, body_type.decode(), body)
     except WeftError as error:
         return ReadAnswer(error=error.info())
     except Exception:

@@ -134,18 +134,23 @@ class Reader:
         self._client = 0
 
     def knowing(
-        self, files: Mapping[str, Header], client: int = 0, grammars: Grammars | None = None
+        self,
+        files: Mapping[str, Header],
+        client: int = 0,
+        grammars: Grammars | None = None,
+        names: Sequence[str] = (),
     ) -> Reader:
         """Return a copy of the reader for one request, or the reader itself if nothing is given. ``files``:
         headers of the request's files; reading raises NeedsFiles while one is missing. ``client``: number of
-        the API key. ``grammars``: compiles each grammar before submission to an engine; reading raises
-        NeedsProof instead of waiting for a slow grammar. None: grammars are not compiled."""
-        if not files and not client and grammars is None:
+        the API key. ``grammars``: compiles each grammar; reading raises NeedsProof instead of a wait. None:
+        grammars are not compiled. ``names``: further accepted names of models."""
+        if not files and not client and grammars is None and not names:
             return self
         made = copy.copy(self)
         made._files = files
         made._client = client
         made._grammars = grammars
+        made._names = (*self._names, *names)
         return made
 
     @property
@@ -171,8 +176,7 @@ class Reader:
         return asked
 
     def chat(self, body: bytes) -> Job:
-        """Return the job of a chat request. Raises WeftError for an invalid request, NeedsFiles for
-        unfetched images, and NeedsProof for a grammar without a verdict."""
+        """Return the job of a chat request. Raises WeftError, NeedsFiles and NeedsProof."""
         asked = self.named(parse(body, ChatRequest))
         reasoning_request = asked.reasoning_request()
         try:
@@ -211,8 +215,7 @@ class Reader:
         )
 
     def _check_budget(self, asked: Conversation) -> None:
-        """Raise InvalidRequest for a reasoning budget with logprobs, or for a model without a known
-        end-of-reasoning marker."""
+        """Raise InvalidRequest for a reasoning budget with logprobs, or without a known reasoning end."""
         name = "thinking_token_budget"
         if asked.thinking_budget is None:
             return
@@ -228,9 +231,8 @@ class Reader:
             )
 
     def _given(self, ids: list[int]) -> ChatPrompt:
-        """Return the prompt for token ids rendered by the client. Only the text of the last ``TAIL_TOKENS``
-        ids is decoded, to detect open reasoning. Raises ContextLength for too many ids, and InvalidRequest
-        for invalid ids."""
+        """Return the prompt for token ids rendered by the client. Only the last ``TAIL_TOKENS`` ids are
+        decoded, to detect open reasoning. Raises ContextLength, and InvalidRequest for invalid ids."""
         self._prompt(ids, "prompt_token_ids", echo=False)
         prompt_bytes(ids, self.limits, "prompt_token_ids")  # raises for ids outside the vocabulary
         known = [token for token in ids[-TAIL_TOKENS:] if token < self.text.tokenizer.vocab_size]

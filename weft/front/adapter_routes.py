@@ -1,0 +1,96 @@
+"""Routes that load and unload LoRA adapters, and the cards of adapters in /v1/models."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from weft.common.errors import Forbidden, InvalidRequest
+from weft.front.adapters import Adapter
+from weft.front.admin import Done, read_body
+from weft.front.http import openapi
+from weft.front.http.answers import ModelCard, to_json
+from weft.front.http.streaming import JSON
+from weft.front.protocol.parse import Body
+from weft.front.requests.context import Front
+
+MOST_PATH = 4096
+"""Maximum characters of a path."""
+
+
+class LoadLoraRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    """Folder with the adapter, on the hosts of the API server and of all engine processes."""
+    load_inplace: bool = False
+    """True: replace an adapter of the same name. Running requests end with the old adapter."""
+    pinned: bool = False
+    """True: the adapter keeps its place in the memory of the device."""
+
+    def check(self) -> None:
+        """Raise InvalidRequest unless ``lora_path`` is an absolute path."""
+        path = self.lora_path
+        if not path.startswith("/") or len(path) > MOST_PATH or "\0" in path:
+            raise InvalidRequest("lora_path must be an absolute path on the server", param="lora_path")
+
+
+class UnloadLoraRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+    """No effect: the number of another server."""
+
+
+def add_adapters(app: FastAPI, front: Front) -> None:
+    """Add the routes."""
+
+    @app.post("/v1/load_lora_adapter", openapi_extra=openapi.answers_of(LoadLoraRequest, Done))
+    async def load(request: Request) -> Response:
+        """Load a LoRA adapter on all engine processes. The answer comes when all have loaded the adapter."""
+        _check_allowed(front)
+        asked = await read_body(front, request, LoadLoraRequest)
+        made = await front.adapters.load(
+            asked.lora_name, asked.lora_path, inplace=asked.load_inplace, pinned=asked.pinned
+        )
+        return _done(f"the adapter {made.name} is loaded")
+
+    @app.post("/v1/unload_lora_adapter", openapi_extra=openapi.answers_of(UnloadLoraRequest, Done))
+    async def unload(request: Request) -> Response:
+        """Unload a LoRA adapter. Running requests end as started."""
+        _check_allowed(front)
+        asked = await read_body(front, request, UnloadLoraRequest)
+        await front.adapters.unload(asked.lora_name)
+        return _done(f"the adapter {asked.lora_name} is unloaded")
+
+
+def _check_allowed(front: Front) -> None:
+    """Raise Forbidden for a server that takes no changes of adapters."""
+    if not front.config.lora.allow_lora_updates:
+        raise Forbidden(
+            "this server takes no changes of LoRA adapters; start the server with --allow-lora-updates"
+        )
+
+
+def _done(status: str) -> Response:
+    return Response(to_json(Done(status=status)), media_type=JSON)
+
+
+def cards(front: Front) -> list[ModelCard]:
+    """Return the cards of all adapters, in order of their load."""
+    return [card_of(front, one) for one in front.adapters.listed()]
+
+
+def card_of(front: Front, adapter: Adapter) -> ModelCard:
+    """Return the card of an adapter: that of the model, with the adapter's name and folder."""
+    model = front.card(front.names[0])
+    return ModelCard(
+        id=adapter.name,
+        created=adapter.created,
+        max_model_len=model.max_model_len,
+        input_modalities=model.input_modalities,
+        parent=model.id,
+        root=adapter.folder,
+    )

@@ -1,0 +1,352 @@
+"""LoRA adapters of one API server by name, and their way to all engine processes.
+
+    --lora-modules, POST /v1/load_lora_adapter ──► name -> content (digest)
+                                                     │ LoadAdapter to every engine process, also to each that
+                                                     ▼ joins or starts again later
+    Instance.adapters: what each process has loaded; requests go only to processes that have the adapter
+
+A name is only a name: requests carry the digest of the content. A new content under an old name is another
+adapter, and running requests end with the old one. With several API servers, each tells the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from weft.common.errors import (
+    ConfigError,
+    InvalidRequest,
+    NotFound,
+    ReportedError,
+    Unavailable,
+    WeftError,
+)
+from weft.common.log import get_logger
+from weft.config.adapters import AdapterFile, parse_modules, read_adapter
+from weft.config.resolved import EngineConfig
+from weft.control.fleet.instances import Instance
+from weft.control.links.links import Links
+from weft.front.monitoring.adapter_metrics import AdapterMetrics
+from weft.front.monitoring.metrics import Metrics
+from weft.front.protocol.parse import printable
+from weft.front.requests.reading import Job
+from weft.front.siblings import Siblings
+from weft.text.choice import Choice
+from weft.types.adapters import DropAdapter, LoadAdapter
+
+log = get_logger(__name__)
+
+POLL_S = 0.05
+"""Seconds between two looks at the engine processes."""
+LOAD_S = 120.0
+"""Maximum seconds until every engine process has answered."""
+MOST_NAME = 128
+"""Maximum characters of a name."""
+MOST_ADAPTERS = 4096
+"""Maximum adapters of a server."""
+
+
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """One adapter by name."""
+
+    name: str
+    digest: str
+    folder: str
+    pinned: bool = False
+    rank: int = 0
+    created: int = 0
+    """Seconds since 1970 of the load."""
+
+    @property
+    def message(self) -> LoadAdapter:
+        return LoadAdapter(name=self.name, digest=self.digest, folder=self.folder, pinned=self.pinned)
+
+
+class OpenRequest(Protocol):
+    """An open request (``weft.front.requests.generation.Generation``)."""
+
+    job: Job
+    choices: list[Choice]
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of one name, as sent between API servers."""
+
+    name: str
+    adapter: Adapter | None = None
+    """The new adapter; None after an unload."""
+
+
+_changes = msgspec.json.Decoder(Change)
+_lists = msgspec.json.Decoder(list[Adapter])
+
+
+class Adapters:
+    """The adapters of one API server. Used from the event loop, except ``names`` and ``digest_of``."""
+
+    def __init__(self, config: EngineConfig, links: Links) -> None:
+        """``config``: settings, with ``--lora-modules``. ``links``: to the engine processes."""
+        self._section = config.lora
+        self._models = (*config.served_names, *config.accepted_names)
+        self._links = links
+        self._by_name: dict[str, Adapter] = {}
+        self._sent: dict[tuple[str, int], dict[str, Adapter]] = {}
+        """(Instance, number of its link) -> digest -> adapter as sent last."""
+        self._siblings: Siblings | None = None
+        self._changing = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(
+        self, metrics: Metrics, running: Mapping[str, OpenRequest], siblings: Siblings | None = None
+    ) -> None:
+        """Read the adapters of ``--lora-modules``, ask the other API servers for theirs, and wait until the
+        engine processes have answered. Raises ConfigError if a folder is no adapter.
+
+        ``running``: the open requests, counted by adapter in ``metrics``.
+        """
+        if not self._section.max_loras:
+            return
+
+        def requests() -> list[tuple[str, bool]]:
+            """Return (adapter, True after the first token) of each open request with an adapter."""
+            found = [(self.find(one.job.asked.model), one) for one in running.values()]
+            return [(a.name, any(c.token_ids for c in one.choices)) for a, one in found if a is not None]
+
+        metrics.registry.register(AdapterMetrics(metrics.model, lambda: list(self._by_name), requests))
+        for name, folder in parse_modules(self._section.lora_modules).items():
+            self._check_name(name)
+            await self._read(name, folder, pinned=False)
+        if siblings is not None:
+            self._siblings = siblings
+            siblings.adapters = self._on_sibling
+            for known in await siblings.ask_adapters():
+                for one in _lists.decode(known):
+                    self._by_name.setdefault(one.name, one)
+        self._task = asyncio.create_task(self._keep())
+        for one in self.listed():
+            if (error := await self._answered(one.digest)) is not None:
+                log.warning("LoRA adapter %r: %s", one.name, error.message)
+
+    def close(self) -> None:
+        """End the background task. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+
+    # -- names --------------------------------------------------------------------------------------
+
+    def listed(self) -> list[Adapter]:
+        """Return all adapters, in order of their load."""
+        return list(self._by_name.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names for the field ``model``: each adapter's name, alone and behind the name of the model."""
+        alone = tuple(self._by_name)
+        return (*alone, *(f"{model}:{name}" for model in self._models for name in alone))
+
+    def find(self, model: str) -> Adapter | None:
+        """Return the adapter of the field ``model``; None for the model alone, or an unknown name."""
+        if model in self._models:
+            return None
+        for base in self._models:
+            if model not in self._by_name and model.startswith(f"{base}:"):
+                model = model.removeprefix(f"{base}:")
+        return self._by_name.get(model)
+
+    def digest_of(self, model: str) -> str:
+        """Return the digest for a request; "" for the model alone. Raises NotFound for an unknown name, and
+        Unavailable while no engine process has the adapter."""
+        if model in self._models or not self._section.max_loras:
+            return ""
+        found = self.find(model)
+        if found is None:
+            raise NotFound(
+                f"the model {printable(model, 64)} does not exist here", param="model", code="model_not_found"
+            )
+        if not any(one.alive and one.has_adapter(found.digest) for one in self._links.instances):
+            raise Unavailable(f"no engine has loaded the adapter {found.name!r} yet; try again later")
+        return found.digest
+
+    # -- changes ------------------------------------------------------------------------------------
+
+    async def load(self, name: str, folder: str, *, inplace: bool = False, pinned: bool = False) -> Adapter:
+        """Load an adapter on every engine process, under ``name``, and return it.
+
+        ``inplace``: replace another adapter of the name. If one engine process refuses the adapter, none
+        keeps it, and the name stays as before. Raises WeftError that says what to change.
+        """
+        async with self._changing:
+            before = self._by_name.get(name)
+            self._check(name, before, inplace)
+            made = await self._read(name, folder, pinned=pinned)
+            self._look()
+            if (error := await self._answered(made.digest)) is not None:
+                self._forget(name, before)
+                raise error
+            if before is not None and before.digest != made.digest:
+                self._drop_unused([before.digest])
+            await self._tell(Change(name=name, adapter=made))
+            log.info("LoRA adapter %r loaded by a request: rank %d", name, made.rank)
+            return made
+
+    async def unload(self, name: str) -> None:
+        """Accept no further request for an adapter. Running requests end as started. Raises NotFound."""
+        async with self._changing:
+            if name not in self._by_name:
+                known = ", ".join(self._by_name) or "none"
+                raise NotFound(
+                    f"there is no LoRA adapter {printable(name, 64)}; loaded are: {printable(known, 400)}",
+                    param="lora_name",
+                )
+            self._forget(name, None)
+            await self._tell(Change(name=name))
+            log.info("LoRA adapter %r unloaded by a request", name)
+
+    def _check(self, name: str, before: Adapter | None, inplace: bool) -> None:
+        """Raise InvalidRequest if an adapter of this name cannot be loaded now."""
+        if not self._section.max_loras:
+            raise InvalidRequest(
+                "this server has no places for LoRA adapters; start the server with --max-loras",
+                param="lora_name",
+            )
+        try:
+            self._check_name(name)
+        except ConfigError as error:
+            raise InvalidRequest(error.message, param="lora_name") from None
+        if before is not None and not inplace:
+            raise InvalidRequest(
+                f"the adapter {name!r} is loaded already; unload it first, or send load_inplace: true",
+                param="lora_name",
+            )
+        if before is None and len(self._by_name) >= MOST_ADAPTERS:
+            raise InvalidRequest(
+                f"the server has {MOST_ADAPTERS} adapters already; unload one first", param="lora_name"
+            )
+
+    def _check_name(self, name: str) -> None:
+        """Raise ConfigError for a name that is empty, too long, not printable, or a name of the model."""
+        if not 0 < len(name) <= MOST_NAME or not name.isprintable():
+            raise ConfigError(
+                f"the name of a LoRA adapter must have 1 to {MOST_NAME} printable characters",
+                param="--lora-modules",
+            )
+        if name in self._models or any(name.startswith(f"{model}:") for model in self._models):
+            raise ConfigError(
+                f"a LoRA adapter cannot have the name {name!r}, which stands for the model; choose another",
+                param="--lora-modules",
+            )
+
+    async def _read(self, name: str, folder: str, *, pinned: bool) -> Adapter:
+        """Read a folder, store the adapter under ``name`` and return the adapter. Raises ConfigError during
+        the start, else InvalidRequest."""
+        requested = self._task is not None
+        try:
+            file = await asyncio.to_thread(read_adapter, folder, name, self._section.max_lora_rank)
+        except (ConfigError, OSError) as error:
+            if not requested:
+                raise
+            why = error.message if isinstance(error, WeftError) else "the folder can't be read"
+            raise InvalidRequest(why, param="lora_path") from None
+        made = _adapter(name, file, pinned)
+        self._by_name[name] = made
+        return made
+
+    def _forget(self, name: str, before: Adapter | None) -> None:
+        """Restore ``before`` as the adapter of ``name``; None: the name is free. Drop the present content,
+        unless another name has the content."""
+        gone = self._by_name.pop(name, None)
+        if before is not None:
+            self._by_name[name] = before
+        self._drop_unused([] if gone is None else [gone.digest])
+        self._look()
+
+    def _drop_unused(self, digests: Iterable[str]) -> None:
+        """Drop contents without a name from all engine processes."""
+        used = {one.digest for one in self._by_name.values()}
+        for digest in digests:
+            if digest in used:
+                continue
+            for instance in self._takers():
+                sent = self._sent.get((instance.name, instance.link), {})
+                if sent.pop(digest, None) is not None:
+                    self._links.tell(instance.name, DropAdapter(digest=digest))
+
+    # -- engine processes ---------------------------------------------------------------------------
+
+    def _takers(self) -> list[Instance]:
+        """Return the live engine processes that take adapters."""
+        return [
+            one
+            for one in self._links.instances
+            if one.alive and one.welcome is not None and one.welcome.max_loras
+        ]
+
+    async def _keep(self) -> None:
+        """Send the adapters to every process that lacks them, until cancelled."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                self._look()
+            except Exception:
+                log.exception("LoRA adapters could not be sent to the engines; the next look follows")
+
+    def _look(self) -> None:
+        """Send each adapter to each process that was not sent the adapter."""
+        takers = self._takers()
+        # A new process of an instance has a new link.
+        present = {(one.name, one.link) for one in takers}
+        self._sent = {key: sent for key, sent in self._sent.items() if key in present}
+        for instance in takers:
+            sent = self._sent.setdefault((instance.name, instance.link), {})
+            for adapter in self._by_name.values():
+                last = sent.get(adapter.digest)
+                if last is None or (last.pinned, last.folder) != (adapter.pinned, adapter.folder):
+                    instance.adapters.pop(adapter.digest, None)
+                    sent[adapter.digest] = adapter
+                    self._links.tell(instance.name, adapter.message)
+
+    async def _answered(self, digest: str) -> WeftError | None:
+        """Wait until every live process has answered for an adapter. Return the first error, or None."""
+        try:
+            async with asyncio.timeout(LOAD_S):
+                while any(digest not in one.adapters for one in self._takers()):
+                    await asyncio.sleep(POLL_S / 5)
+        except TimeoutError:
+            return Unavailable("an engine did not load the LoRA adapter in time; try again later")
+        errors = [error for one in self._takers() if (error := one.adapters[digest]) is not None]
+        return ReportedError(errors[0]) if errors else None
+
+    # -- other API servers --------------------------------------------------------------------------
+
+    async def _tell(self, change: Change) -> None:
+        """Send a change to the other API servers of the server."""
+        if self._siblings is not None:
+            await self._siblings.tell_adapter(msgspec.json.encode(change).decode())
+
+    def _on_sibling(self, line: str) -> bytes:
+        """Apply a change of another API server; an empty line asks for all adapters, as JSON."""
+        if not line:
+            return msgspec.json.encode(self.listed())
+        change = _changes.decode(line)
+        gone = self._by_name.pop(change.name, None)
+        if change.adapter is not None:
+            self._by_name[change.name] = change.adapter
+        self._look()
+        self._drop_unused([] if gone is None else [gone.digest])
+        return b"found"
+
+
+def _adapter(name: str, file: AdapterFile, pinned: bool) -> Adapter:
+    return Adapter(
+        name=name,
+        digest=file.digest,
+        folder=file.folder,
+        pinned=pinned,
+        rank=file.rank,
+        created=int(time.time()),
+    )
