@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from weft.common.errors import ConfigError
+from weft.common.registry import Registry
 from weft.config.families.declared.rows import MODEL_TYPES as DECLARED_TYPES
 from weft.config.families.declared.rows import ROWS, WRAPPERS
 from weft.config.families.facts import Facts, read_json
@@ -21,7 +22,12 @@ from weft.config.families.tasks.pooling import (
     pooled_spec,
     with_overrides,
 )
+from weft.config.families.vision import read_tower
+from weft.config.families.weight_files import refuse_adapter, saved_dtype, tensor_names
+from weft.config.spec import ModelSpec, keep_mtp
 
+#: Architecture name in ``config.json`` -> function that reads the spec.
+FAMILIES: Registry[Callable[[Facts, int | None], ModelSpec]] = Registry("architecture")
 FAMILIES.add("DeepseekV2ForCausalLM", "weft.config.families.deepseek:build_v2")
 FAMILIES.add("DeepseekV3ForCausalLM", "weft.config.families.deepseek:build_v3")
 FAMILIES.add("DeepseekV32ForCausalLM", "weft.config.families.deepseek_v32:build_spec")
