@@ -93,7 +93,6 @@ def low_rank(y: Tensor, x: Tensor, pool: LowRankPool, rows: AdapterRows) -> None
     _, parts, most, inputs = pool.a.shape
     inner = torch.empty(tokens, parts, most, dtype=torch.float32, device=y.device)
     known = rows.numbers, pool.device_ranks
-    grid = (tokens, parts, triton.cdiv(most, RANKS))
-    _low_rank_inner[grid](x, pool.a, *known, inner, inputs, parts, most, RANKS, INPUTS)
-    grid = (tokens, triton.cdiv(outputs, OUTPUTS))
-    _low_rank_outer[grid](y, pool.b, *known, pool.owners, inner, outputs, parts, most, OUTPUTS)
+    pieces = triton.cdiv(most, RANKS)
+    _low_rank_inner[tokens, parts, pieces](x, pool.a, *known, inner, inputs, parts, most, RANKS, INPUTS)
+    _low_rank_outer[tokens, triton.cdiv(outputs, OUTPUTS)](y, pool.b, *known, pool.owners, inner, outputs, parts, most, OUTPUTS)
