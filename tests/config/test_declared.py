@@ -72,6 +72,51 @@ def test_harmless_fields_and_defaults_are_accepted(tmp_path: Path) -> None:
     assert load_spec(_write(tmp_path, **fields, an_unset_field=None)) == plain
 
 
+PHI4_MINI: Fields = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "mlp_bias": False,
+    "resid_pdrop": 0.0,
+    "sliding_window": 262144,
+    "partial_rotary_factor": 0.75,
+    "pad_token_id": 0,
+}
+HUNYUAN: Fields = {
+    "architectures": ["HunYuanMoEV1ForCausalLM"],
+    "num_experts": 4,
+    "moe_topk": [2, 2],
+    "moe_intermediate_size": [96, 96],
+    "num_shared_expert": [1, 1],
+    "use_mla": False,
+    "use_cla": False,
+    "cla_share_factor": 2,
+    "q_lora_rank": None,
+    "vit_path": "x",
+    "image_token_id": 9,
+    "dense_list": [64, 0],
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        (PHI4_MINI, {"lm_head_bias": True}),
+        (PHI4_MINI, {"full_attn_mod": 2}),
+        (HUNYUAN, {"use_cla": True}),
+        (HUNYUAN, {"num_shared_expert": [1, 2]}),
+        ({"architectures": ["SolarOpenForCausalLM"], "partial_rotary_factor": 1.0}, {"attn_scale": 0.5}),
+    ],
+)
+def test_further_fields_of_published_files(fields: Fields, wrong: Fields, tmp_path: Path) -> None:
+    """Each field has the value that is implemented. Another value is refused."""
+    assert load_spec(_write(tmp_path, **fields)).family == "declared"
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        load_spec(_write(tmp_path, **{**fields, **wrong}))
+
+
 def test_the_model_type_alone_names_the_row(tmp_path: Path) -> None:
     assert load_spec(_write(tmp_path, architectures=None)).architecture == "SeedOssForCausalLM"
 

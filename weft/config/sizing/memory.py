@@ -402,12 +402,15 @@ def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -
     The estimate serves the first division of memory, before weights are loaded.
     """
     tokens = scheduler.max_num_batched_tokens
-    wide = spec.intermediate
+    wide = spec.intermediate * (2 if spec.layer.double else 1)
     if spec.moe is not None:
         wide = max(wide, spec.moe.intermediate * spec.moe.top_k + spec.moe.shared)
-    inner = 2 * spec.head_dim * (spec.heads + spec.kv_heads)
+    size = max([spec.head_dim, *(cache.head_dim for cache in spec.caches)])
+    inner = 2 * size * (spec.heads + spec.kv_heads)
     inner = max(inner, recurrent_row(spec))
-    row = 4 * spec.hidden + inner + _sparse_row(spec, DTYPE_BYTES[dtype]) + 3 * wide
+    # The inputs of all layers exist three times: rows of the table, their projection, and the sum.
+    inputs = 3 * spec.layers * spec.layer.inputs
+    row = inputs + 4 * spec.hidden + inner + _sparse_row(spec, DTYPE_BYTES[dtype]) + 3 * wide
     if spec.hyper is not None:
         row += 7 * spec.hyper.streams * spec.hidden  # the streams, and float32 copies
     tower = 0 if spec.vision is None else encoding_bytes(spec.vision, dtype)

@@ -21,6 +21,8 @@ _TOWERS = re.compile(
     r"^(?:model\.)?(?:vision_(?:tower|model)|multi_modal_projector|audio_tower|embed_(?:vision|audio))\."
 )
 """Names of towers of a model that serves text alone."""
+_MODULES = re.compile(r"^(?:model\.)?mtp[_.]")
+"""Names of modules that predict further tokens, in forms that are not served."""
 _XIELU = re.compile(r"\.act_fn\.(?:beta|eps)$")
 """Names of the constants of the activation xIELU."""
 
@@ -71,7 +73,7 @@ def weight_map(spec: ModelSpec) -> WeightMap:
         made.add("model.per_layer_projection_norm.weight", "inputs.norm.weight")
     if spec.head_bias:
         made.add("lm_head.bias", "head_bias")
-    made.ignored.append(_TOWERS)
+    made.ignored += [_TOWERS, _MODULES]
     return FoundNames(made.placements, made.choices, made.same_as, made.ignored)
 
 

@@ -20,16 +20,17 @@ _HARMLESS = re.compile(
     r"""
     # identity and files
     model_type | architectures | transformers_version | _\w+ | auto_map | (torch_)?dtype | torchscript
-    | unsloth_\w+
     | quantization_config | compression_config | expert_dtype | language | license | name_or_path
     # sizes that only files of training, or of other runtimes, read
     | initializer_\w+ | \w*init_(std|range|method\w*) | \w*_(dropout\w*|pdrop) | \w*dropout(_rate|_prob)?
+    | (model_)?max_(seq|sequence)_(len|length) | seq_length | model_max_length | tokenizer_model_max_length
+    | ignored?_index | (use_)?(bf16|fp16|fp32|bfloat16) | (num_)?logits_to_keep | ep_size
     | use_cache | cache_implementation | gradient_checkpointing | use_flash_attn\w* | flash_attn\w*
     | attn_implementation | pretraining_tp | tp_plan | pp_plan | fused\w* | recompute\w*
     # tools that changed the file
     | unsloth_\w+ | (\w+_)?version | model_name | base_model\w* | author | date | merge_\w+
     # losses
-    | \w*aux_loss\w* | output_router_logits | router_jitter_noise | \w*z_loss\w*
+    | \w*aux_loss\w* | seq_aux | output_router_logits | router_jitter_noise | \w*z_loss\w*
     # tokens, and defaults of generation and of classifiers
     | \w+_token(_id|_ids|_index)? | (id2label|label2id|num_labels|problem_type|finetuning_task|prefix)
     | output_(hidden_states|attentions) | return_dict\w* | use_return_dict | chunk_size_feed_forward
@@ -149,7 +150,8 @@ def _refuse_others(row: Row, facts: Facts, defaults: dict[str, Any]) -> None:
         if name in facts and not any(value == one and type(value) is type(one) for one in values):
             raise facts.fail(name, f"= {value!r} is not supported by this version")
     for name, value in facts.unread().items():
-        if _HARMLESS.fullmatch(name) or name in row.unused:
+        unused = any(re.fullmatch(pattern, name) for pattern in row.unused)
+        if _HARMLESS.fullmatch(name) or unused:
             continue
         if name in defaults and _equal(value, defaults[name]):
             continue

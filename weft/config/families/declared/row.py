@@ -78,7 +78,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     only: dict[str, tuple[Any, ...]] = {}
     """Fields with the values that the implementation has. Any other value is refused."""
     unused: tuple[str, ...] = ()
-    """Fields without effect on the results of this architecture."""
+    """Patterns of fields without effect on the results of this architecture."""
     stated: tuple[str, ...] = ()
     """Sizes that config.json must state, because the class's defaults fit no published checkpoint."""
     modules: bool = False

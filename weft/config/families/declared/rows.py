@@ -5,8 +5,21 @@ Sources are the papers and model cards of the families, and the configuration cl
 
 from __future__ import annotations
 
+from typing import Any
+
 from weft.config.families.common import window_layers
 from weft.config.families.declared.class_defaults import class_defaults
+from weft.config.families.declared.experts import (
+    ernie_experts,
+    gemma4_experts,
+    grouped_sigmoid,
+    hunyuan_experts,
+    llama4_experts,
+    qwen2_experts,
+    sigmoid_experts,
+    softmax_experts,
+    typed_sigmoid,
+)
 from weft.config.families.declared.first_rows import (
     full_layers,
     mixtral_experts,
@@ -16,17 +29,12 @@ from weft.config.families.declared.first_rows import (
 )
 from weft.config.families.declared.readers import (
     cwm_windows,
-    ernie_experts,
     full_attention_types,
-    gemma4_experts,
     gemma4_traits,
     gemma4_windows,
     gemma_embedding,
     gemma_scales,
-    grouped_sigmoid,
-    hunyuan_experts,
     latent,
-    llama4_experts,
     llama4_traits,
     logit_scale,
     ministral_windows,
@@ -34,11 +42,7 @@ from weft.config.families.declared.readers import (
     one_window,
     periodic_windows,
     query_temperature,
-    qwen2_experts,
-    sigmoid_experts,
-    softmax_experts,
     switched_windows,
-    typed_sigmoid,
     typed_windows,
     with_head_bias,
 )
@@ -58,6 +62,26 @@ from weft.config.families.declared.ropes import (
 from weft.config.families.declared.row import Row, field
 from weft.config.parts.traits import NormSpec
 
+_HUNYUAN_ONLY: dict[str, tuple[Any, ...]] = {
+    "use_qk_norm": (True,),
+    "use_cla": (False,),
+    "use_mla": (False,),
+    "use_rotary_pos_emb": (True,),
+    "position_embedding_xdrope": (False,),
+    "norm_type": ("rms",),
+    "mlp_bias": (False,),
+    "norm_topk_prob": (True,),
+    "group_limited_greedy": (False,),
+    "moe_layer_num_skipped": (0,),
+    "add_classification_head": (False,),
+    "moe_drop_tokens": (False,),
+}
+#: Files of Hunyuan have fields of towers, of latent attention and of training.
+_HUNYUAN_UNUSED = (
+    r"(anyres|vit|im|image|text|video|mask|pool|skip|kv_lora|q_lora|qk|v_head|class|org)_?\w*",
+    r"attention_head_dim|cla_share_factor|dense_list|enable_lm_head_fp32|num_media_embeds|pad_id|xdrope_section",
+    r"moe_random_routing_dropped_token|n_group|topk_group|routed_scaling_factor|use_mixed_mlp_moe|eod_token_id",
+)
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _LLAMA = Row(
     stated=_SIZES,
@@ -198,7 +222,8 @@ ROWS: dict[str, Row] = {
         qk_norm=True,
         norm_over="behind",
         ropes=alpha_rope,
-        only={"use_qk_norm": (True,), "use_cla": (False,), "cla_share_factor": (1, 2)},
+        only=_HUNYUAN_ONLY,
+        unused=(*_HUNYUAN_UNUSED, r"num_(experts|shared_experts?)", r"moe_(topk|intermediate_size)"),
     ),
     "HunYuanMoEV1ForCausalLM": Row(
         config="HunYuanMoEV1Config",
@@ -208,6 +233,8 @@ ROWS: dict[str, Row] = {
         norm_over="behind",
         ropes=alpha_rope,
         experts=hunyuan_experts,
+        only=_HUNYUAN_ONLY,
+        unused=_HUNYUAN_UNUSED,
     ),
     # Gemma 3: arXiv 2503.19786.
     "Gemma3ForCausalLM": Row(
@@ -270,6 +297,7 @@ ROWS: dict[str, Row] = {
         ropes=rope_in_windows,
         renamed={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
         experts=typed_sigmoid,
+        unused=("num_nextn_predict_layers",),
     ),
     # GLM-4-9B of June 2024.
     "GlmForCausalLM": Row(
@@ -301,6 +329,7 @@ ROWS: dict[str, Row] = {
         mlp_bias=field("mlp_bias"),
         windows=switched_windows,
         ropes=rope_by_list,
+        unused=("max_window_layers",),
     ),
     "Ministral3ForCausalLM": Row(
         config="Ministral3Config", windows=one_window, ropes=ministral_rope, change=(query_temperature,)
@@ -312,6 +341,7 @@ ROWS: dict[str, Row] = {
         o_bias=field("use_bias"),
         mlp_bias=field("use_bias"),
         interleaved=True,
+        only={"compression_ratio": (1.0,)},
     ),
     "Ernie4_5_MoeForCausalLM": Row(
         config="Ernie4_5_MoeConfig",
@@ -320,8 +350,14 @@ ROWS: dict[str, Row] = {
         mlp_bias=field("use_bias"),
         interleaved=True,
         experts=ernie_experts,
-        only={"use_bias": (False,), "moe_use_aux_free": (True,), "moe_gate": ("top2_fused",)},
-        unused=("moe_capacity", "moe_gate_act", "moe_multimodal_dispatch_use_allgather"),
+        only={"use_bias": (False,), "moe_use_aux_free": (True,), "compression_ratio": (1.0,)},
+        unused=(
+            "moe_capacity",
+            "moe_gate",
+            "moe_gate_act",
+            "moe_multimodal_dispatch_use_allgather",
+            "num_nextn_predict_layers",
+        ),
     ),
     # GLM-4-0414.
     "Glm4ForCausalLM": Row(
@@ -358,6 +394,8 @@ ROWS: dict[str, Row] = {
             "rotary_pct",
             "order_of_interleaved_layers",
             "use_embedding_sharing",
+            "use_parallel_embedding",
+            "layer_switch",
         ),
     ),
     # Nemotron 4 and Minitron: arXiv 2402.16819.
@@ -389,7 +427,8 @@ ROWS: dict[str, Row] = {
         gated=False,
         windows=one_window,
         renamed={"norm_epsilon": "rms_norm_eps"},
-        only={"norm_type": ("layer_norm",), "mlp_type": ("default",)},
+        only={"norm_type": ("layer_norm",), "mlp_type": ("default",), "scale_attn_weights": (True,)},
+        unused=(r"activation_function|(scale_)?attention_softmax_in_fp32|layer_norm_epsilon",),
     ),
     # Phi-1.5 and Phi-2.
     "PhiForCausalLM": Row(
@@ -411,10 +450,22 @@ ROWS: dict[str, Row] = {
         qk_norm=True,
         gated=False,
         ropes=apertus_rope,
-        only={"qk_norm": (True,), "post_norm": (False,)},
+        only={"qk_norm": (True,), "post_norm": (False,), "mlp_bias": (False,)},
     ),
     # Phi-3, Phi-4 and Phi-4-mini: arXiv 2404.14219, 2412.08905.
-    "Phi3ForCausalLM": Row(config="Phi3Config", partial=1.0, windows=one_window, ropes=phi_rope),
+    "Phi3ForCausalLM": Row(
+        config="Phi3Config",
+        partial=1.0,
+        windows=one_window,
+        ropes=phi_rope,
+        only={
+            "attention_bias": (False,),
+            "mlp_bias": (False,),
+            "lm_head_bias": (False,),
+            "full_attn_mod": (1,),
+            "interpolate_factor": (1,),
+        },
+    ),
 }
 """Architecture in config.json -> row."""
 
