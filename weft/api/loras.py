@@ -37,6 +37,7 @@ class Loras:
         names = [lora] * count if lora is None or isinstance(lora, str) else list(lora)
         if len(names) != count:
             raise InvalidRequest(f"there are {count} prompts but {len(names)} adapters", param="lora")
+        # Every name is checked before the first prompt runs.
         for name in names:
             if name is not None and name not in self._digests:
                 known = ", ".join(self._digests) or "none"

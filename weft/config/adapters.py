@@ -111,6 +111,7 @@ def read_adapter(folder: str | Path, name: str = "", max_rank: int = 0, digest: 
     is not supported. The message names every such setting, or the first tensors. The message contains no
     path.
     """
+    # Settings come first: a setting explains a strange tensor better than the tensor's name.
     path = Path(folder).absolute()
     shown = name or path.name
     data = _bytes_of(path / CONFIG, shown)
@@ -222,6 +223,7 @@ def _check_settings(config: Mapping[str, Any], name: str) -> None:
 
 def _modules(header: Mapping[str, Any], config: Mapping[str, Any], name: str) -> tuple[AdapterModule, ...]:
     """Return the adapted modules. Raise ConfigError for tensors that are no pair of lora_A and lora_B."""
+    # A pair of tensors per module; everything else is refused together.
     found = dict[str, dict[str, str]]()
     other = []
     for tensor in header:

@@ -170,7 +170,7 @@ class Adapters:
             pool.set_rank(place, ranks[id(pool)])
 
     def _target(self, module: str) -> _Target | None:
-        """Return the target of a module by its whole name, or by its name from the layer number on."""
+        """Return the target of a module, found by the whole name or by the name from the layer number on."""
         found = self._targets.get(module)
         if found is None and (match := _LAYER.match(module)) is not None:
             found = self._by_layer.get(match[2])
@@ -252,7 +252,7 @@ def _rows(window: Window) -> tuple[slice, slice]:
 
 
 def _columns(taken: Iterable[Window]) -> slice:
-    """Return the columns of the published matrix that this rank stores: the same columns in every window."""
+    """Return the columns of the published matrix on this rank, equal in every window."""
     return next((window.source[1] for window in taken if len(window.source) > 1), _ALL)
 
 
