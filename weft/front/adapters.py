@@ -97,6 +97,8 @@ class Adapters:
         self._by_name: dict[str, Adapter] = {}
         self._sent: dict[tuple[str, int], dict[str, Adapter]] = {}
         """(Instance, number of its link) -> digest -> adapter as sent last."""
+        self._last_names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        """Names of adapters, and the value of ``names`` for these."""
         self._siblings: Siblings | None = None
         self._changing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -147,7 +149,11 @@ class Adapters:
     def names(self) -> tuple[str, ...]:
         """Names for the field ``model``: each adapter's name, alone and behind the name of the model."""
         alone = tuple(self._by_name)
-        return (*alone, *(f"{model}:{name}" for model in self._models for name in alone))
+        before, names = self._last_names
+        if alone != before:  # every request asks
+            names = (*alone, *(f"{model}:{name}" for model in self._models for name in alone))
+            self._last_names = (alone, names)
+        return names
 
     def find(self, model: str) -> Adapter | None:
         """Return the adapter of the field ``model``; None for the model alone, or an unknown name."""
@@ -161,7 +167,7 @@ class Adapters:
     def digest_of(self, model: str) -> str:
         """Return the digest for a request; "" for the model alone. Raises NotFound for an unknown name, and
         Unavailable while no engine process has the adapter."""
-        if model in self._models or not self._section.max_loras:
+        if not model or model in self._models or not self._section.max_loras:
             return ""
         found = self.find(model)
         if found is None:
