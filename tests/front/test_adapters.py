@@ -215,3 +215,25 @@ def test_several_api_servers_share_the_adapters(start_fake: Start, folders: dict
     for _ in range(12):
         with httpx.Client(base_url=server.url) as client:
             assert client.post("/v1/completions", json=body).status_code == 404
+
+
+def test_adapters_of_a_folder_are_loaded_at_first_use(start_fake: Start, tmp_path: Path, log: Path) -> None:
+    for seed, name in enumerate(("sql", "bad", "fake")):
+        adapter(tmp_path / name, seed)
+    (tmp_path / "empty").mkdir()
+    server = start_fake(max_loras=2, lora_dir=str(tmp_path), adapter_log=str(log))
+    assert list(models(server)) == ["fake", "org/alias"]
+    for model in ("fake:sql", "sql"):
+        answer = chat(server, model)
+        assert answer.status_code == 200, answer.text
+        assert sent(log) == read_adapter(tmp_path / "sql").digest
+    assert list(models(server)) == ["fake", "org/alias", "sql"]
+    assert chat(server, "fake").status_code == 200
+    assert sent(log) == ""
+    refused = chat(server, "bad")
+    assert refused.status_code == 400
+    assert "does not fit the model" in refused.json()["error"]["message"]
+    for name in ("empty", "other", "../sql", "sql/"):
+        assert chat(server, name).status_code == 404
+    adapter(tmp_path / "later", 7)
+    server.wait(lambda: chat(server, "later").status_code == 200, 10)

@@ -6,12 +6,12 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from weft.common.errors import Forbidden, InvalidRequest
-from weft.front.adapters import Adapter
 from weft.front.admin import Done, read_body
 from weft.front.http import openapi
 from weft.front.http.answers import ModelCard, to_json
 from weft.front.http.streaming import JSON
 from weft.front.protocol.parse import Body
+from weft.front.requests.adapters import Adapter
 from weft.front.requests.context import Front
 
 MOST_PATH = 4096

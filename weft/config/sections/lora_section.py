@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
@@ -32,6 +33,13 @@ class LoraSection(Section, frozen=True, kw_only=True):
             "path. Requires --max-loras."
         ),
     ] = ()
+    lora_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder with one LoRA adapter per subfolder. The first request for the model NAME "
+            "loads the subfolder NAME. Requires --max-loras."
+        ),
+    ] = None
     allow_lora_updates: Annotated[
         bool,
         Meta(
@@ -45,5 +53,9 @@ def check_lora(lora: LoraSection) -> None:
     """Raise ConfigError for adapters without places."""
     if lora.lora_modules and not lora.max_loras:
         raise ConfigError("--lora-modules requires --max-loras", param="--lora-modules")
+    if lora.lora_dir is not None and not lora.max_loras:
+        raise ConfigError("--lora-dir requires --max-loras", param="--lora-dir")
+    if lora.lora_dir is not None and not Path(lora.lora_dir).is_dir():
+        raise ConfigError(f"--lora-dir {lora.lora_dir} is not a folder", param="--lora-dir")
     if lora.allow_lora_updates and not lora.max_loras:
         raise ConfigError("--allow-lora-updates requires --max-loras", param="--allow-lora-updates")

@@ -33,7 +33,6 @@ from weft.control.fleet.instance_table import Patience
 from weft.control.fleet.policy import make_policies
 from weft.control.links.links import Links
 from weft.control.links.owner import Owner
-from weft.front.adapters import Adapters
 from weft.front.first_request import example_image, takes_images
 from weft.front.http.access import REQUEST_ID, AccessControl, key_of
 from weft.front.http.answers import ModelCard
@@ -47,6 +46,7 @@ from weft.front.monitoring.request_log import RequestFacts
 from weft.front.monitoring.request_trace import RequestTrace
 from weft.front.monitoring.throughput import report
 from weft.front.monitoring.vllm_metrics import as_vllm
+from weft.front.requests.adapters import Adapters
 from weft.front.requests.proofs import Told, Unproved, digest_of
 from weft.front.requests.read_worker import Known, ReadAnswer, decode_answer, payload_of, read_with
 from weft.front.requests.reading import Job, Reader, check_model, takes_too_long

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -115,8 +116,9 @@ async def handle(
             images = held.enter_context(front.media.memory.lease(generation.client))
             async with within(deadline):
                 made = await prepare(body, upload)
-                await front.read(kind, made, generation.build, images, generation.client)
-            del body, made  # body and answer may be large
+                parts = (kind, made, generation.build, images, generation.client)
+                await front.adapters.resolved(functools.partial(front.read, *parts))
+            del body, made, parts  # body and answer may be large
             upload.close()
             generation.submit()
             shape = make_shape(generation)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -27,7 +28,7 @@ from weft.common.errors import (
     WeftError,
 )
 from weft.common.log import get_logger
-from weft.config.adapters import AdapterFile, parse_modules, read_adapter
+from weft.config.adapters import CONFIG, AdapterFile, parse_modules, read_adapter
 from weft.config.resolved import EngineConfig
 from weft.control.fleet.instances import Instance
 from weft.control.links.links import Links
@@ -41,6 +42,10 @@ from weft.types.adapters import DropAdapter, LoadAdapter
 
 log = get_logger(__name__)
 
+T = TypeVar("T")
+
+LIST_S = 1.0
+"""Seconds between two looks at --lora-dir."""
 POLL_S = 0.05
 """Seconds between two looks at the engine processes."""
 LOAD_S = 120.0
@@ -65,6 +70,14 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def message(self) -> LoadAdapter:
         return LoadAdapter(name=self.name, digest=self.digest, folder=self.folder, pinned=self.pinned)
+
+
+class AdapterAbsent(Unavailable):
+    """A request names an adapter of --lora-dir that is not loaded yet."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"the adapter {name!r} is not loaded yet; try again later")
+        self.name = name
 
 
 class OpenRequest(Protocol):
@@ -97,6 +110,10 @@ class Adapters:
         self._by_name: dict[str, Adapter] = {}
         self._sent: dict[tuple[str, int], dict[str, Adapter]] = {}
         """(Instance, number of its link) -> digest -> adapter as sent last."""
+        self._subfolders: tuple[str, ...] = ()
+        """Names of the adapters in --lora-dir, as listed last."""
+        self._last_names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        """Names of adapters, and the value of ``names`` for these."""
         self._siblings: Siblings | None = None
         self._changing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -127,6 +144,7 @@ class Adapters:
             for known in await siblings.ask_adapters():
                 for one in _lists.decode(known):
                     self._by_name.setdefault(one.name, one)
+        self._subfolders = await asyncio.to_thread(self._list)
         self._task = asyncio.create_task(self._keep())
         for one in self.listed():
             if (error := await self._answered(one.digest)) is not None:
@@ -146,24 +164,34 @@ class Adapters:
     @property
     def names(self) -> tuple[str, ...]:
         """Names for the field ``model``: each adapter's name, alone and behind the name of the model."""
-        alone = tuple(self._by_name)
-        return (*alone, *(f"{model}:{name}" for model in self._models for name in alone))
+        alone = tuple(dict.fromkeys((*self._by_name, *self._subfolders)))
+        before, names = self._last_names
+        if alone != before:  # every request asks
+            names = (*alone, *(f"{model}:{name}" for model in self._models for name in alone))
+            self._last_names = (alone, names)
+        return names
 
     def find(self, model: str) -> Adapter | None:
         """Return the adapter of the field ``model``; None for the model alone, or an unknown name."""
         if model in self._models:
             return None
+        return self._by_name.get(self._without_base(model))
+
+    def _without_base(self, model: str) -> str:
+        """Return ``model`` without the name of the model in front of an adapter's name."""
         for base in self._models:
             if model not in self._by_name and model.startswith(f"{base}:"):
-                model = model.removeprefix(f"{base}:")
-        return self._by_name.get(model)
+                return model.removeprefix(f"{base}:")
+        return model
 
     def digest_of(self, model: str) -> str:
         """Return the digest for a request; "" for the model alone. Raises NotFound for an unknown name, and
-        Unavailable while no engine process has the adapter."""
-        if model in self._models or not self._section.max_loras:
+        Unavailable while no engine process has the adapter: AdapterAbsent if ``resolved`` loads it."""
+        if not model or model in self._models or not self._section.max_loras:
             return ""
         found = self.find(model)
+        if found is None and (name := self._without_base(model)) in self._subfolders:
+            raise AdapterAbsent(name)
         if found is None:
             raise NotFound(
                 f"the model {printable(model, 64)} does not exist here", param="model", code="model_not_found"
@@ -174,6 +202,19 @@ class Adapters:
 
     # -- changes ------------------------------------------------------------------------------------
 
+    async def resolved(self, read: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of ``read``. If an adapter of --lora-dir is absent, load the adapter and read
+        again. Raises WeftError."""
+        try:
+            return await read()
+        except AdapterAbsent as absent:
+            async with self._changing:
+                if absent.name not in self._by_name:
+                    assert self._section.lora_dir is not None
+                    self._check(absent.name, None, inplace=False)
+                    await self._bring(absent.name, f"{self._section.lora_dir}/{absent.name}", None)
+        return await read()
+
     async def load(self, name: str, folder: str, *, inplace: bool = False, pinned: bool = False) -> Adapter:
         """Load an adapter on every engine process, under ``name``, and return it.
 
@@ -183,16 +224,23 @@ class Adapters:
         async with self._changing:
             before = self._by_name.get(name)
             self._check(name, before, inplace)
-            made = await self._read(name, folder, pinned=pinned)
-            self._look()
-            if (error := await self._answered(made.digest)) is not None:
-                self._forget(name, before)
-                raise error
-            if before is not None and before.digest != made.digest:
-                self._drop_unused([before.digest])
-            await self._tell(Change(name=name, adapter=made))
-            log.info("LoRA adapter %r loaded by a request: rank %d", name, made.rank)
-            return made
+            return await self._bring(name, folder, before, pinned=pinned)
+
+    async def _bring(
+        self, name: str, folder: str, before: Adapter | None, *, pinned: bool = False
+    ) -> Adapter:
+        """Load a checked name on every engine process, and return the adapter. ``before``: the adapter of the
+        name so far, which stays after an error. Raises WeftError."""
+        made = await self._read(name, folder, pinned=pinned)
+        self._look()
+        if (error := await self._answered(made.digest)) is not None:
+            self._forget(name, before)
+            raise error
+        if before is not None and before.digest != made.digest:
+            self._drop_unused([before.digest])
+        await self._tell(Change(name=name, adapter=made))
+        log.info("LoRA adapter %r loaded by a request: rank %d", name, made.rank)
+        return made
 
     async def unload(self, name: str) -> None:
         """Accept no further request for an adapter. Running requests end as started. Raises NotFound."""
@@ -287,13 +335,24 @@ class Adapters:
         ]
 
     async def _keep(self) -> None:
-        """Send the adapters to every process that lacks them, until cancelled."""
+        """Send the adapters to every process that lacks them, and list --lora-dir, until cancelled."""
+        listed = time.monotonic()
         while True:
             await asyncio.sleep(POLL_S)
             try:
+                if time.monotonic() - listed > LIST_S:
+                    listed = time.monotonic()
+                    self._subfolders = await asyncio.to_thread(self._list)
                 self._look()
             except Exception:
                 log.exception("LoRA adapters could not be sent to the engines; the next look follows")
+
+    def _list(self) -> tuple[str, ...]:
+        """Return the sorted names of the subfolders of --lora-dir with an adapter."""
+        if self._section.lora_dir is None:
+            return ()
+        found = [path.parent.name for path in Path(self._section.lora_dir).glob(f"*/{CONFIG}")]
+        return tuple(name for name in sorted(found) if name not in self._models)
 
     def _look(self) -> None:
         """Send each adapter to each process that was not sent the adapter."""
