@@ -69,6 +69,7 @@ def test_norms(size: int, dtype: torch.dtype, tolerance: float) -> None:
         (4, 4, 20, 10, (False, False)),
         (3, 1, 24, 4, (False, True)),
         (1, 1, 16, 6, (True, False)),
+        (2, 1, 16, 0, (False, False)),
     ],
 )
 def test_rope_and_cache(
@@ -80,7 +81,7 @@ def test_rope_and_cache(
     dtype: torch.dtype,
     tolerance: float,
 ) -> None:
-    """Covers whole and partial rotation and single norms; unwritten entries stay NaN."""
+    """Covers whole, partial and no rotation and single norms; unwritten entries stay NaN."""
     from weft.ops.triton import fused
 
     qkv = random(7, (heads + 2 * kv_heads) * dim, dtype=dtype)

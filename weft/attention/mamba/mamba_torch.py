@@ -123,19 +123,25 @@ class TorchMamba(MambaBackend):
         return self._one_by_one(tokens, state) if n <= FEW else _chunked(tokens, state)
 
     def _one_by_one(self, tokens: _MambaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same as ``_recur``. ``state`` is not changed in place."""
+        """Return the same as ``_recur``. ``state`` is changed in place: a decode step is bound by memory."""
         decays = tokens.log_decay.exp()
-        each = state.shape[1] // tokens.b.shape[1]
-        b, c = (part.repeat_interleave(each, dim=1) for part in (tokens.b, tokens.c))
         made = []
         for t in range(tokens.x.shape[2]):
-            state = state * decays[:, :, t, None, None] + tokens.x[:, :, t, :, None] * b[:, :, t].unsqueeze(2)
-            made.append(self._read(c[:, :, t], state))
+            state = state.mul_(decays[:, :, t, None, None])
+            self._add(state, tokens.x[:, :, t], tokens.b[:, :, t])
+            made.append(self._read(tokens.c[:, :, t], state))
         return torch.stack(made, dim=2), state
 
+    def _add(self, state: Tensor, x: Tensor, b: Tensor) -> None:
+        """Add x [B, heads, dim] outer b [B, groups, state] to ``state`` [B, heads, dim, state], in place."""
+        state.addcmul_(x.unsqueeze(3), _of_heads(b, state).unsqueeze(2))
+
     def _read(self, c: Tensor, state: Tensor) -> Tensor:
-        """Return state [B, heads, dim, state] times c [B, heads, state]: [B, heads, dim]."""
-        return (state @ c.unsqueeze(3)).squeeze(3)
+        """Return state [B, heads, dim, state] times c [B, groups, state]: [B, heads, dim]."""
+        rows = state.view(
+            c.shape[0] * c.shape[1], -1, c.shape[2]
+        )  # [B * groups, heads of a group * dim, state]
+        return torch.bmm(c.reshape(-1, 1, c.shape[2]), rows.transpose(1, 2)).view(state.shape[:3])
 
 
 class InvariantMamba(TorchMamba):
@@ -146,11 +152,20 @@ class InvariantMamba(TorchMamba):
     def _recur(self, tokens: _MambaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
         return self._one_by_one(tokens, state)
 
+    def _add(self, state: Tensor, x: Tensor, b: Tensor) -> None:
+        # Not addcmul_, which may fuse product and sum for some elements of a loop only.
+        state.add_(x.unsqueeze(3) * _of_heads(b, state).unsqueeze(2))
+
     def _read(self, c: Tensor, state: Tensor) -> Tensor:
-        return self.sum(state * c.unsqueeze(2), 3).squeeze(3)
+        return self.sum(state * _of_heads(c, state).unsqueeze(2), 3).squeeze(3)
 
     def sum(self, x: Tensor, dim: int) -> Tensor:
         return tree_sum(x, dim)
+
+
+def _of_heads(x: Tensor, state: Tensor) -> Tensor:
+    """Return x [B, groups, columns] for each head of ``state`` [B, heads, ..]: [B, heads, columns]."""
+    return x.repeat_interleave(state.shape[1] // x.shape[1], dim=1)
 
 
 class _MambaRecurrence(Recurrence[_MambaRows]):
@@ -165,7 +180,7 @@ class _MambaRecurrence(Recurrence[_MambaRows]):
         self._repeats = (1, places, places)
 
     def read(self, slots: Tensor, live: Tensor, fresh: Tensor) -> _MambaRows:
-        recurrent = self._recurrent[slots, live].masked_fill(fresh.view(-1, 1, 1, 1), 0.0)
+        recurrent = self._recurrent[slots, live].masked_fill_(fresh.view(-1, 1, 1, 1), 0.0)  # a copy
         past = read_inputs(self._inputs, slots, live, fresh, self._repeats)
         return _MambaRows(past.to(recurrent.dtype), recurrent)
 

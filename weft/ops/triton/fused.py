@@ -230,7 +230,7 @@ def qkv_rope_cache(
         KV_HEADS=kv_heads,
         DIM=dim,
         HALF=half,
-        HALF_P2=power(half),
+        HALF_P2=power(max(half, 1)),
         REST_P2=power(max(dim - 2 * half, 1)),
         BLOCK=cache.shape[3],
         Q_NORM=q_weight is not None,
