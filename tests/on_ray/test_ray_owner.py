@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from weft.control.links.owner import Scaled
 from weft.on_ray.fleet_state import FleetState
 from weft.on_ray.plans import GroupPlan, Kept
 from weft.on_ray.ray_directory import RayDirectory, RayOwner
+from weft.parallel.secret import derive
 
 PREFILL = GroupPlan(group="prefill0", base="prefill", role="prefill", engines=("prefill0",))
 
@@ -47,7 +49,7 @@ class Directory(RayDirectory):
 
 @pytest.fixture
 def directory() -> Directory:
-    state = FleetState(Kept(secret="secret"), 0.0)
+    state = FleetState(Kept(secret="secret" * 4), 0.0)
     state.want([PREFILL, plan("decode0")])
     state.due([], 0.0)
     published = record("decode0", incarnation=5)
@@ -89,6 +91,27 @@ def test_new_groups_have_the_plan_of_the_present_topology(directory: Directory) 
     new = directory.state.plans["decode1"]
     assert (new.cpus, new.expert_group, new.engines) == (2.0, "decode1", ("decode1.0", "decode1.1"))
     assert directory.state.plans["decode0"].cpus == 1.0
+
+
+def test_an_api_server_outlives_a_stop_and_reaches_the_engines_of_the_next_start(
+    directory: Directory, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next fleet actor has another secret. An earlier release's fleet actor has none in its state."""
+    owner = RayOwner(directory, record().model, derive(b"the first secret"), serves)
+    for secret, used in (("", b"the first secret"), ("the next secret!", b"the next secret!")):
+        directory.state = FleetState(Kept(secret=secret, note=f"set aside {secret}" if secret else ""), 0.0)
+        directory.state.want([plan("decode0")])
+        far = msgspec.structs.replace(record("decode0"), endpoint="tcp://10.0.0.2:9", incarnation=len(used))
+        attempt = directory.state.plans["decode0"].attempt
+        assert directory.state.publish("decode0", attempt, 1, [far], 0.0)
+        owner._directory._read()  # type: ignore[attr-defined]
+        owner._read_at = -math.inf
+        address = owner.present()["decode0"]
+        assert isinstance(address, Address)
+        assert address.keys == derive(used)
+    assert [one.message for one in caplog.records if "set aside" in one.message] == [
+        "set aside the next secret!"
+    ]
 
 
 def test_an_order_without_an_answer_is_reported(

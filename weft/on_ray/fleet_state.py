@@ -59,6 +59,7 @@ class FleetState:
             self._budgets.clear()
         changed = not kept.model or kept.stopped or kept.topology != offer.topology
         kept.topology, kept.model, kept.stopped = offer.topology, offer.model, False
+        kept.note = ""
         if changed:
             kept.sources |= {plan.base: offer.topology for plan in offer.plans}
             self.want(offer.plans)
@@ -295,6 +296,8 @@ class FleetState:
             retired=tuple(sorted(self.kept.retired)),
             shapes=tuple(self.kept.shapes.values()),
             ended=dict(self._ended),
+            secret=self.kept.secret,
+            note=self.kept.note,
         )
 
     def _wanted(self, group: str, attempt: int) -> bool:

@@ -82,6 +82,8 @@ class Kept(msgspec.Struct, kw_only=True):
     """Group on several hosts -> address at which the hosts join the head."""
     shapes: dict[str, GroupPlan] = {}
     """Base name -> plan of the first group that was wanted last. A name outlives its groups."""
+    note: str = ""
+    """Text for operators about a state of another release that was set aside; "" from the next offer on."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,3 +97,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One plan per base name, also of a name without groups."""
     ended: dict[str, int] = {}
     """Engine -> incarnation of the last process that is known to have ended."""
+    secret: str = ""
+    """The secret of the server. After ``--stop`` the next fleet actor has another secret."""
+    note: str = ""
+    """See ``Kept.note``."""

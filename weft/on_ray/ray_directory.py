@@ -10,6 +10,7 @@ import msgspec
 import ray
 
 from weft.common.errors import EngineDead, Unavailable, WeftError
+from weft.common.log import get_logger
 from weft.control.directory.cached import CachedDirectory
 from weft.control.directory.directory_owner import DirectoryOwner
 from weft.control.directory.record import EngineRecord
@@ -19,7 +20,9 @@ from weft.control.processes.scaling import plan_restart, plan_scale, to_revive
 from weft.control.processes.table import Member
 from weft.on_ray.actors import CALL_S, NAMESPACE, fleet_name
 from weft.on_ray.plans import GroupPlan, Snapshot
-from weft.parallel.secret import CurveKeys
+from weft.parallel.secret import CurveKeys, derive
+
+log = get_logger(__name__)
 
 ORDER_S = 15.0
 """Maximum seconds for an order to the fleet actor."""
@@ -93,6 +96,8 @@ class RayOwner(DirectoryOwner):
     ) -> None:
         super().__init__(CachedDirectory(directory), model, keys, serves)
         self._ray = directory
+        self._secret = self._note = ""
+        """As last seen in the state of the fleet."""
 
     def present(self, kept: int = 0) -> Mapping[str, Address | WeftError | None]:
         """See ``Owner``. A wanted engine without a record is None, or an error once Ray has given up."""
@@ -157,6 +162,17 @@ class RayOwner(DirectoryOwner):
         for group in dict.fromkeys(members[one].group for one in names):
             await self._order("revive", group)
         return names
+
+    def _read(self, now: float) -> None:
+        """Also use the keys of the present secret: the fleet actor after a ``--stop`` has another secret."""
+        super()._read(now)
+        snapshot = self._ray.snapshot  # as new as the records, or newer
+        if snapshot.secret and snapshot.secret != self._secret:
+            self._secret, self._keys = snapshot.secret, derive(snapshot.secret.encode())
+        if snapshot.note != self._note:
+            self._note = snapshot.note
+            if snapshot.note:
+                log.error("%s", snapshot.note)
 
     def _process(self, record: EngineRecord) -> Process:
         return RayProcess(self._ray, record.name, record.incarnation)

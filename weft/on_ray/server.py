@@ -23,7 +23,7 @@ from weft.config.sections.all import FrontSection
 from weft.config.topology import Topology, serves
 from weft.on_ray.actors import CALL_S, NAMESPACE, fleet_name, insist
 from weft.on_ray.fleet_actor import FleetActor
-from weft.on_ray.plans import GroupPlan, Offer
+from weft.on_ray.plans import GroupPlan, Offer, Snapshot
 from weft.on_ray.ray_directory import RayDirectory, RayOwner
 from weft.parallel.secret import read_keys
 
@@ -173,6 +173,9 @@ def connect(address: str) -> None:
 def _make(name: str, offer: bytes) -> tuple[str, str]:
     """Return the answer of a fleet actor to an offer, and the secret of the server. Raise errors of Ray."""
     actor = _fleet(name)
+    state = msgspec.msgpack.decode(ray.get(actor.snapshot.remote(), timeout=CALL_S), type=Snapshot)
+    if state.note:
+        log.error("%s", state.note)
     refused: str = ray.get(actor.offer.remote(offer), timeout=PLACE_S)
     return refused, ray.get(actor.secret.remote(), timeout=CALL_S)
 

@@ -1,0 +1,92 @@
+"""The fleet actor in this process, over a store of the test: no cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
+
+from tests.on_ray.test_fleet_state import offer, wanted
+from weft.on_ray import fleet_actor
+from weft.on_ray.plans import Kept, Snapshot
+
+KEY = "weft/shop/state"
+
+
+class Fleet(fleet_actor.FleetActor):
+    """A fleet actor without group actors, whose thread ends at once."""
+
+    def living(self) -> list[str]:
+        return []
+
+    def _look(self) -> None:
+        pass
+
+    def _look_on(self) -> None:
+        pass
+
+    def read(self) -> Snapshot:
+        return msgspec.msgpack.decode(self.snapshot(), type=Snapshot)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bytes]]:
+    """Ray's store of keys."""
+    kept: dict[str, bytes] = {}
+    monkeypatch.setattr(
+        fleet_actor,
+        "internal_kv",
+        SimpleNamespace(
+            _internal_kv_get=lambda key, namespace: kept.get(key),
+            _internal_kv_put=lambda key, value, overwrite, namespace: kept.__setitem__(key, value),
+            _internal_kv_del=lambda key, namespace: kept.pop(key, None),
+        ),
+    )
+
+    def ended(status: int) -> None:
+        raise AssertionError(f"the actor ended with status {status}")
+
+    monkeypatch.setattr(fleet_actor.os, "_exit", ended)
+    yield kept
+
+
+OTHER_PLANS = msgspec.msgpack.encode({"secret": "s" * 64, "model": "m", "plans": [1, 2], "retired": "none"})
+
+
+@pytest.mark.parametrize(
+    ("data", "secret", "model"),
+    [(OTHER_PLANS, "s" * 64, "m"), (b"\xc1 no msgpack", "new", ""), (b"\x91\x01", "new", "")],
+    ids=["another layout", "no msgpack", "a list"],
+)
+def test_a_state_of_another_release_is_set_aside(
+    store: dict[str, bytes], data: bytes, secret: str, model: str
+) -> None:
+    """The fleet actor serves without groups, and says what to do, also after a restart, until an offer."""
+    store[KEY] = data
+    for fleet in (Fleet("shop", "new"), Fleet("shop", "newer")):
+        found = fleet.read()
+        assert "weft up FILE --on ray" in found.note
+        assert (found.plans, found.secret) == ((), secret)
+        assert store[f"{KEY}/unreadable"] == data
+    if model:  # the name still belongs to the model
+        assert fleet.offer(msgspec.msgpack.encode(offer("decode0", model="other"))) == model
+    assert fleet.offer(msgspec.msgpack.encode(offer("decode0"))) == ""
+    assert wanted(fleet._state) == ["decode0"]
+    again = Fleet("shop", "newest").read()
+    assert (again.note, [one.group for one in again.plans], again.secret) == ("", ["decode0"], secret)
+    fleet.stop()
+    assert fleet.forget()
+    assert store == {}
+
+
+def test_a_state_with_further_fields_is_read(store: dict[str, bytes]) -> None:
+    first = Fleet("shop", "s" * 64)
+    first.offer(msgspec.msgpack.encode(offer("decode0")))
+    store[KEY] = msgspec.msgpack.encode({**msgspec.msgpack.decode(store[KEY]), "later": 1})
+    again = Fleet("shop", "new").read()
+    assert (again.note, again.secret, len(again.plans)) == ("", "s" * 64, 1)
+    assert msgspec.msgpack.decode(store[KEY], type=Kept).secret == "s" * 64
