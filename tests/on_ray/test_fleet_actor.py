@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import msgspec
@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
 
-from tests.on_ray.test_fleet_state import offer, wanted
+from tests.on_ray.test_fleet_state import offer, plan, wanted
 from weft.on_ray import fleet_actor
-from weft.on_ray.plans import Kept, Snapshot
+from weft.on_ray.plans import Kept, Order, Ordered, Snapshot
 
 KEY = "weft/shop/state"
 
@@ -34,7 +34,7 @@ class Fleet(fleet_actor.FleetActor):
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bytes]]:
+def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """Ray's store of keys."""
     kept: dict[str, bytes] = {}
     monkeypatch.setattr(
@@ -51,7 +51,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bytes]]:
         raise AssertionError(f"the actor ended with status {status}")
 
     monkeypatch.setattr(fleet_actor.os, "_exit", ended)
-    yield kept
+    return kept
 
 
 OTHER_PLANS = msgspec.msgpack.encode({"secret": "s" * 64, "model": "m", "plans": [1, 2], "retired": "none"})
@@ -90,3 +90,16 @@ def test_a_state_with_further_fields_is_read(store: dict[str, bytes]) -> None:
     again = Fleet("shop", "new").read()
     assert (again.note, again.secret, len(again.plans)) == ("", "s" * 64, 1)
     assert msgspec.msgpack.decode(store[KEY], type=Kept).secret == "s" * 64
+
+
+def test_one_of_two_orders_at_the_same_time_is_refused(store: dict[str, bytes]) -> None:
+    """Orders of two API servers come in two threads of the actor."""
+    fleet = Fleet("shop", "s" * 64)
+    prefill = msgspec.structs.replace(plan("prefill0"), base="prefill", role="prefill")
+    plans = (prefill, plan("decode0"), plan("decode1"))
+    fleet.offer(msgspec.msgpack.encode(msgspec.structs.replace(offer(), plans=plans)))
+    orders = [msgspec.msgpack.encode(Order(what="drain", name=f"decode{n}")) for n in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        answers = [msgspec.msgpack.decode(one, type=Ordered) for one in threads.map(fleet.order, orders)]
+    assert sorted(len(one.leaving) for one in answers) == [0, 1]
+    assert [len(one.read().plans) for one in (fleet, Fleet("shop", "new"))] == [2, 2]

@@ -20,7 +20,8 @@ from weft.control.directory.record import EngineRecord
 from weft.on_ray import placement
 from weft.on_ray.actors import LOOK_S, NAMESPACE, REACH_S, START_S, fleet_name, group_name, insist
 from weft.on_ray.fleet_state import GRACE_S, FleetState
-from weft.on_ray.plans import GroupPlan, Kept, Offer
+from weft.on_ray.orders import carry_out
+from weft.on_ray.plans import Kept, Offer, Order
 from weft.on_ray.stored import read_stored
 
 log = get_logger(__name__)
@@ -81,17 +82,16 @@ class FleetActor:
         """Return the secret of the server."""
         return self._state.kept.secret
 
-    def want(self, plans: bytes) -> None:
-        """Start the groups of ``plans`` (msgpack of GroupPlan), unless they run."""
+    def order(self, data: bytes) -> bytes:
+        """Plan and store an ``Order`` (msgpack). Return a msgpack of ``Ordered``. Two orders are planned one
+        after the other. A rolling restart goes on after the return, also over a restart of this actor."""
+        order = msgspec.msgpack.decode(data, type=Order)
         with self._changed():
-            self._state.want(msgspec.msgpack.decode(plans, type=list[GroupPlan]))
+            answer = carry_out(self._state, order)
         self._wake.set()
-
-    def remove(self, group: str) -> None:
-        """Drain and end a group."""
-        with self._changed():
-            self._state.unwant(group)
-        self._wake.set()
+        if order.what == "restart" and answer.error is None:
+            self._begin_restart(0.0)
+        return msgspec.msgpack.encode(answer)
 
     def stop(self) -> list[str]:
         """Drain and end all groups. Return the groups that live, without a wait."""
@@ -119,18 +119,6 @@ class FleetActor:
         if self._state.kept.several_hosts:
             placement.free(self._server)
         return True
-
-    def revive(self, group: str) -> None:
-        """Start a retired group again."""
-        with self._changed():
-            self._state.revive(group)
-        self._wake.set()
-
-    def restart(self, groups: list[str]) -> None:
-        """Restart ``groups`` in turn. Returns at once. A restarted fleet actor goes on with the rest."""
-        with self._changed():
-            self._state.restart(groups)
-        self._begin_restart(0.0)
 
     def snapshot(self) -> bytes:
         """Return a msgpack of Snapshot."""

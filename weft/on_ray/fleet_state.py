@@ -46,6 +46,11 @@ class FleetState:
         """Group -> plan of the wanted groups, in the order of the start."""
         return self.kept.plans
 
+    @property
+    def records(self) -> tuple[EngineRecord, ...]:
+        """The published engines."""
+        return tuple(self._records.values())
+
     # -- orders
 
     def offer(self, offer: Offer) -> str:
@@ -292,7 +297,7 @@ class FleetState:
         """Return everything that a reader needs."""
         return Snapshot(
             plans=tuple(self.plans.values()),
-            records=tuple(self._records.values()),
+            records=self.records,
             retired=tuple(sorted(self.kept.retired)),
             shapes=tuple(self.kept.shapes.values()),
             ended=dict(self._ended),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
+from weft.common.errors import ErrorInfo
 from weft.control.directory.record import EngineRecord
 
 
@@ -51,6 +54,29 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum restarts of a group in 10 minutes."""
     drain_timeout: float
     plans: tuple[GroupPlan, ...]
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """An order of an operator, by way of an API server."""
+
+    what: Literal["scale", "drain", "restart", "revive"]
+    name: str
+    """Base name of groups to scale, else a group or an engine; "" to restart all groups."""
+    groups: int = 0
+    """Number of groups to scale to."""
+    fallback: bool = False
+    """``--prefill-fallback`` of the API server."""
+
+
+class Ordered(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to an ``Order``."""
+
+    starting: tuple[str, ...] = ()
+    """Engines that start, or start again."""
+    leaving: tuple[str, ...] = ()
+    """Engines that drain and end."""
+    error: ErrorInfo | None = None
+    """Why the order is refused; then nothing has changed."""
 
 
 class Kept(msgspec.Struct, kw_only=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import secrets
 import socket
@@ -20,7 +19,7 @@ from weft.common.errors import ConfigError, EngineDead
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import FrontSection
-from weft.config.topology import Topology, serves
+from weft.config.topology import Topology
 from weft.on_ray.actors import CALL_S, NAMESPACE, fleet_name, insist
 from weft.on_ray.fleet_actor import FleetActor
 from weft.on_ray.plans import GroupPlan, Offer, Snapshot
@@ -72,8 +71,7 @@ def up(
         key.touch(mode=0o600)
         key.write_text(secret)
         keys = read_keys(str(key))
-    served = functools.partial(serves, fallback=config.transfer.prefill_fallback)
-    return RayOwner(RayDirectory(name), config.served_names[0], keys, served)
+    return RayOwner(RayDirectory(name), config.served_names[0], keys, config.transfer.prefill_fallback)
 
 
 def down(name: str, drain_timeout: float) -> int:

@@ -8,8 +8,9 @@ from weft.on_ray.plans import Kept
 
 
 def read_stored(data: bytes, secret: str, server: str) -> tuple[Kept, bool]:
-    """Return the state in ``data`` (msgpack of ``Kept``), and True if ``data`` can be decoded. ``secret``: for
-    a state without a readable secret.
+    """Return the state in ``data`` (msgpack of ``Kept``), and True if ``data`` can be decoded.
+
+    ``secret``: for a state without a readable secret.
 
     In place of a state that cannot be decoded, return a state without groups, and with a note for operators.
     The secret and the model of the old state count on, if readable: API servers still reach the engines that

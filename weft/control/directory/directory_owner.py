@@ -124,7 +124,7 @@ class DirectoryOwner:
 
     def _members(self) -> dict[str, Member]:
         """Return all engines of the server by name."""
-        return {n: Member(r.expert_group, r.group, r.role, r.base) for n, r in self._records.items()}
+        return {n: Member(r.expert_group, r.group, r.role, r.base, r.tower) for n, r in self._records.items()}
 
     def _leaving(self) -> frozenset[str]:
         """Return the engines that leave."""
