@@ -124,6 +124,18 @@ class Supervisor:
             ),
         )
 
+    def remove_apart(self, instance: str) -> bool:
+        """Remove an instance (see ``remove``), and cut its process off from all other engines at the same time:
+        caches that the instance hands off while it drains never arrive. Return False also without other
+        roles."""
+        cluster, name = self._cluster, self.engine_processes[instance].name
+        if not cluster.transfers.paired or not self.remove(instance):
+            return False
+        until = cluster.now + cluster.rng.uniform(1.0, 8.0)
+        others = [one.name for one in self.engine_processes.values() if one.name != name]
+        cluster.transfers.network.cut |= {frozenset((name, other)): until for other in others}
+        return True
+
     def scale_down(self, instance: str) -> bool:
         """Let an operator order one group less of the role of ``instance``. Return False as ``remove``."""
         roles = self._cluster.transfers.roles

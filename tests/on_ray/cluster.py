@@ -22,6 +22,7 @@ from tests.support.slowness import deadline
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # else `ray start` wants a token, if this user has one
     "RAY_agent_register_timeout_ms": "120000",  # the default fails on a busy machine
     "OMP_NUM_THREADS": "1",
 }

@@ -54,7 +54,7 @@ def directory() -> Directory:
 
 
 def test_a_role_scales_to_zero_and_back(directory: Directory) -> None:
-    owner = RayOwner(directory, record().model, None, False)  # type: ignore[arg-type]
+    owner = RayOwner(directory, record().model, None, "none")  # type: ignore[arg-type]
     with pytest.raises(ReportedError, match="without a decode group") as refused:
         asyncio.run(owner.remove("decode0"))
     assert refused.value.info().http_status == 400
@@ -73,7 +73,7 @@ def test_a_role_scales_to_zero_and_back(directory: Directory) -> None:
 
 
 def test_new_groups_have_the_plan_of_the_present_topology(directory: Directory) -> None:
-    owner = RayOwner(directory, record().model, None, False)  # type: ignore[arg-type]
+    owner = RayOwner(directory, record().model, None, "none")  # type: ignore[arg-type]
     changed = GroupPlan(
         group="decode0",
         base="decode",
@@ -93,7 +93,7 @@ def test_an_api_server_outlives_a_stop_and_reaches_the_engines_of_the_next_start
     directory: Directory, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The next fleet actor has another secret. An earlier release's fleet actor has none in its state."""
-    owner = RayOwner(directory, record().model, derive(b"the first secret"), False)
+    owner = RayOwner(directory, record().model, derive(b"the first secret"), "none")
     for secret, used in (("", b"the first secret"), ("the next secret!", b"the next secret!")):
         directory.state = FleetState(Kept(secret=secret, note=f"set aside {secret}" if secret else ""), 0.0)
         directory.state.want([plan("decode0")])
@@ -113,7 +113,7 @@ def test_an_api_server_outlives_a_stop_and_reaches_the_engines_of_the_next_start
 def test_an_order_without_an_answer_is_reported(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = RayOwner(directory, record().model, None, False)  # type: ignore[arg-type]
+    owner = RayOwner(directory, record().model, None, "none")  # type: ignore[arg-type]
 
     def lost(*_: object) -> None:
         raise OSError("Ray: the fleet actor does not answer")
@@ -124,7 +124,7 @@ def test_an_order_without_an_answer_is_reported(
 
 
 def test_the_end_of_an_engine_is_known_at_once(directory: Directory) -> None:
-    owner = RayOwner(directory, record().model, None, False)  # type: ignore[arg-type]
+    owner = RayOwner(directory, record().model, None, "none")  # type: ignore[arg-type]
     address = owner.present()["decode0"]
     assert isinstance(address, Address)
     assert address.process.poll() is None

@@ -64,8 +64,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Base name of groups to scale, else a group or an engine; "" to restart all groups."""
     groups: int = 0
     """Number of groups to scale to."""
-    fallback: bool = False
-    """``--prefill-fallback`` of the API server."""
+    fallback: str = "none"
+    """``--prefill-fallback`` of the API server: what happens without a prefill group."""
 
 
 class Ordered(msgspec.Struct, frozen=True, kw_only=True):

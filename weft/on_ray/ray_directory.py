@@ -93,9 +93,9 @@ class RayOwner(DirectoryOwner):
         directory: RayDirectory,
         model: str,
         keys: CurveKeys,
-        fallback: bool,
+        fallback: str,
     ) -> None:
-        """``fallback``: True if the server has ``--prefill-fallback``."""
+        """``fallback``: ``--prefill-fallback`` of this API server."""
         super().__init__(CachedDirectory(directory), model, keys)
         self._ray = directory
         self._fallback = fallback
