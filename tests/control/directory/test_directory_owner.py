@@ -172,6 +172,10 @@ def test_a_removal_is_left_in_the_directory(seen: Seen) -> None:
 
 
 def test_an_api_server_starts_no_engine(seen: Seen) -> None:
-    for order in (lambda: seen.owner.scale("decode", 3), seen.owner.restart, lambda: seen.owner.revive("x")):
-        with pytest.raises(Unavailable, match="weft engine"):
+    for order, what in (
+        (lambda: seen.owner.scale("decode", 3), "weft engine FILE --group NAME` for each"),
+        (seen.owner.restart, "weft drain NAME` for one group after the other"),
+        (lambda: seen.owner.revive("x"), "none is given up"),
+    ):
+        with pytest.raises(Unavailable, match=what):
             asyncio.run(order())
