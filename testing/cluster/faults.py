@@ -524,7 +524,7 @@ OF_MEMBERS: dict[str, tuple[str, float, tuple[int, ...], Callable[[Supervisor, s
     "lease lapsed": ("leases", 0.15, (1, 2, 3), Supervisor.lapse),
     "scaled down": ("scales 12", 0.15, (1, 1, 2), Supervisor.scale_down),
     "started twice": ("twins 4", 0.1, (1,), Supervisor.twin),
-    "left while apart": ("apart 0", 0.15, (1, 1, 2), Supervisor.remove_apart),
+    "left while apart": ("apart 840", 0.15, (1, 1, 2), Supervisor.remove_apart),
 }
 """Kind -> (label of the generator, share of the schedules, possible numbers, method of the supervisor that
 returns True for a visible effect). The numbers in labels keep the seeds recorded in tests as they were."""
