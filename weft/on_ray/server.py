@@ -163,6 +163,11 @@ def connect(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
         ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except Exception as error:
+        if isinstance(error.__cause__, getattr(ray.exceptions, "AuthenticationError", ())):
+            raise EngineDead(
+                "the Ray cluster wants another token: set RAY_AUTH_MODE=token with the cluster's token, or start "
+                "the cluster with RAY_AUTH_MODE=disabled"
+            ) from error
         raise EngineDead(
             f"no Ray cluster answers ({error}); start one with `ray start --head`, or give --ray-address"
         ) from error
