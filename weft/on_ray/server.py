@@ -165,8 +165,8 @@ def connect(address: str) -> None:
     except Exception as error:
         if isinstance(error.__cause__, getattr(ray.exceptions, "AuthenticationError", ())):
             raise EngineDead(
-                "the Ray cluster wants another token: set RAY_AUTH_MODE=token with the cluster's token, or start "
-                "the cluster with RAY_AUTH_MODE=disabled"
+                "the Ray cluster wants another token: set RAY_AUTH_MODE=token with the cluster's token, or "
+                "start the cluster with RAY_AUTH_MODE=disabled"
             ) from error
         raise EngineDead(
             f"no Ray cluster answers ({error}); start one with `ray start --head`, or give --ray-address"
