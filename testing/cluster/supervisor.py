@@ -126,8 +126,9 @@ class Supervisor:
 
     def remove_apart(self, instance: str) -> bool:
         """Cut a prefill instance off from all other engines, and remove the instance during its next
-        transfer. The cache then never arrives. Such engines are on several hosts, and do not see each other's
-        end. Return False: counted at the removal. The victim is any prefill instance, not ``instance``."""
+        transfer. The cache then never arrives. Without shared memory, the engines are on several hosts, and
+        do not see each other's end from now on. Return False: counted at the removal. The victim is any
+        prefill instance, not ``instance``."""
         cluster, rng = self._cluster, self._cluster.rng
         network, roles = cluster.transfers.network, cluster.transfers.roles
         engines = {name: one.engine for name, one in self.engine_processes.items()}
@@ -136,7 +137,7 @@ class Supervisor:
             name, until = self.engine_processes[chosen].name, cluster.now + rng.uniform(4.0, 9.0)
             others = [one.name for one in self.engine_processes.values() if one.name != name]
             network.cut |= {frozenset((name, other)): until for other in others}
-            network.sees_ends = False
+            network.sees_ends = network.sees_ends and cluster.transfers.wires.kind == "shm"
             cluster.pending_faults += 1
             self._remove_transferring(chosen, cluster.now + 1.0)
         return False
