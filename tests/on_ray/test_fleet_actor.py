@@ -63,9 +63,12 @@ OTHER_PLANS = msgspec.msgpack.encode({"secret": "s" * 64, "model": "m", "plans":
     ids=["another layout", "no msgpack", "a list"],
 )
 def test_a_state_of_another_release_is_set_aside(
-    store: dict[str, bytes], data: bytes, secret: str, model: str
+    store: dict[str, bytes], data: bytes, secret: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fleet actor serves without groups, and says what to do, also after a restart, until an offer."""
+    """The fleet actor serves without groups, and says what to do, also after a restart, until an offer. The
+    old state may have had placement groups."""
+    freed: list[str] = []
+    monkeypatch.setattr(fleet_actor.placement, "free", freed.append)
     store[KEY] = data
     for fleet in (Fleet("shop", "new"), Fleet("shop", "newer")):
         found = fleet.read()
@@ -81,6 +84,7 @@ def test_a_state_of_another_release_is_set_aside(
     fleet.stop()
     assert fleet.forget()
     assert store == {}
+    assert freed == ["shop"]
 
 
 def test_a_state_with_further_fields_is_read(store: dict[str, bytes]) -> None:

@@ -127,5 +127,6 @@ def test_a_cluster_that_wants_a_token_is_named(monkeypatch: pytest.MonkeyPatch) 
         raise ConnectionError("Failed to connect") from ray.exceptions.AuthenticationError("InvalidAuthToken")
 
     monkeypatch.setattr(ray, "init", refused)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(EngineDead, match="RAY_AUTH_MODE=token"):
         connect("")
