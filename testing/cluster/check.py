@@ -19,6 +19,11 @@ from weft.types.messages import LogprobColumns, TokenEvent
 from weft.types.plan import AllocSlot, LogprobRows, StepPlan, StepResult, column
 from weft.types.sampling import TokenParams
 
+HORIZON = 90.0
+"""Virtual seconds within which every schedule must end."""
+ANSWERED = 29.0
+"""Virtual seconds within which every client must have its answer. A receiver alone gives up a transfer that
+nobody has begun after 30 s: before, the API server must have found another engine."""
 VOCABULARY = 40
 _NO_DRAFTS = column([0] * 64)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from testing.cluster import faults
-from testing.cluster.check import Violation, require, token_key
+from testing.cluster.check import ANSWERED, HORIZON, Violation, require, token_key
 from testing.cluster.clients import MOST_TRIES, Client, random_client
 from testing.cluster.collectives import Collectives
 from testing.cluster.directory import check_end
@@ -32,8 +32,6 @@ from weft.group.types import Lease
 from weft.sim.timeline import Timeline
 from weft.types.messages import ids_to_bytes
 
-HORIZON = 90.0
-"""Virtual seconds within which every schedule must end."""
 EAGER = (2, 4, 5, 8, 9)
 """Last digits of the seeds of eager schedules: more faults, and most faults meet requests under way.
 
@@ -137,8 +135,9 @@ class Cluster(Timeline):
                 quiet = quiet + 1 if self._quiet() else 0
                 if quiet >= enough:  # messages to API servers have arrived by now
                     break
-                if self.now > HORIZON:
-                    raise Violation(f"not at an end after {HORIZON:g} s: {self._unfinished()}")
+                limit = HORIZON if all(client.outcome is not None for client in self.clients) else ANSWERED
+                if self.now > limit:
+                    raise Violation(f"not at an end after {limit:g} s: {self._unfinished()}")
         self._finish()
 
     def happened(self, kind: str) -> None:

@@ -51,8 +51,7 @@ def _plan_members(cluster: Cluster) -> int:
     """Let instances leave, leases end and names get a second process in some schedules. Return the number of
     planned changes.
 
-    A random generator for each kind keeps the other schedules as they are without the kind.
-    """
+    A random generator for each kind keeps the other schedules as they are without the kind."""
     planned = 0
     for kind, (label, share, numbers, order) in OF_MEMBERS.items():
         rng = random.Random(f"{label} of {cluster.seed}")
@@ -525,6 +524,7 @@ OF_MEMBERS: dict[str, tuple[str, float, tuple[int, ...], Callable[[Supervisor, s
     "lease lapsed": ("leases", 0.15, (1, 2, 3), Supervisor.lapse),
     "scaled down": ("scales 12", 0.15, (1, 1, 2), Supervisor.scale_down),
     "started twice": ("twins 4", 0.1, (1,), Supervisor.twin),
+    "left while apart": ("apart 840", 0.15, (1, 1, 2), Supervisor.remove_apart),
 }
 """Kind -> (label of the generator, share of the schedules, possible numbers, method of the supervisor that
 returns True for a visible effect). The numbers in labels keep the seeds recorded in tests as they were."""

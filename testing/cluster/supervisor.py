@@ -124,6 +124,34 @@ class Supervisor:
             ),
         )
 
+    def remove_apart(self, instance: str) -> bool:
+        """Cut a prefill instance off from all other engines, and remove the instance during its next
+        transfer. The cache then never arrives. Without shared memory, the engines are on several hosts, and
+        do not see each other's end from now on. Return False: counted at the removal. The victim is any
+        prefill instance, not ``instance``."""
+        cluster, rng = self._cluster, self._cluster.rng
+        network, roles = cluster.transfers.network, cluster.transfers.roles
+        engines = {name: one.engine for name, one in self.engine_processes.items()}
+        if prefill := [n for n, role in roles.items() if role == "prefill" and not engines[n].transferring]:
+            chosen = rng.choice(prefill)
+            name, until = self.engine_processes[chosen].name, cluster.now + rng.uniform(4.0, 9.0)
+            others = [one.name for one in self.engine_processes.values() if one.name != name]
+            network.cut |= {frozenset((name, other)): until for other in others}
+            network.sees_ends = network.sees_ends and cluster.transfers.wires.kind == "shm"
+            cluster.pending_faults += 1
+            self._remove_transferring(chosen, cluster.now + 1.0)
+        return False
+
+    def _remove_transferring(self, instance: str, until: float) -> None:
+        """Remove an instance once the instance transfers a cache, or at ``until``."""
+        cluster = self._cluster
+        if cluster.now < until and not self.engine_processes[instance].engine.transferring:
+            cluster.at(cluster.now + 0.05, None, self._remove_transferring, instance, until)
+            return
+        cluster.pending_faults -= 1
+        if self.remove(instance):
+            cluster.happened("left while apart")
+
     def scale_down(self, instance: str) -> bool:
         """Let an operator order one group less of the role of ``instance``. Return False as ``remove``."""
         roles = self._cluster.transfers.roles

@@ -39,7 +39,7 @@ from weft.control.links.link import Address
 from weft.control.processes.engine_owner import EngineOwner
 from weft.control.processes.table import Member
 from weft.engine.ranks.processes import start_process
-from weft.front.front_server import serve
+from weft.front.front_server import bind, serve
 
 VISION = VisionSpec(
     kind="qwen3_vl",
@@ -188,7 +188,9 @@ def main(folder: Path, fields: dict[str, Any]) -> int:
         front = msgspec.convert({"port": 0, "engine_restarts": restarts, **fields}, FrontSection)
         try:
             if front.fronts > 1:
-                return run_fronts(config, front, engines, Path(private), Operations((), False, start_process))  # type: ignore[arg-type]
+                operations = Operations((), False, start_process)
+                with bind(front.host, front.port, listens=False) as reserved:
+                    return run_fronts(config, front, engines, Path(private), operations, reserved)  # type: ignore[arg-type]
             owner = EngineOwner(engines.members, engines, restarts)
             owner.start()
             return serve(config, front, owner)

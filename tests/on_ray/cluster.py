@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from tests.support.slowness import deadline
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # else `ray start` wants a token, if this user has one
     "RAY_agent_register_timeout_ms": "120000",  # the default fails on a busy machine
     "OMP_NUM_THREADS": "1",
 }
@@ -76,6 +78,25 @@ class RayNode:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.2)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_TABLE = """
+import json, sys, ray
+from ray.util.placement_group import placement_group_table
+ray.init(address=sys.argv[1], log_to_driver=False)
+print(json.dumps({one["name"]: one["state"] for one in placement_group_table().values()}))
+"""
+
+
+def placement_groups(address: str) -> dict[str, str]:
+    """Return the name of each placement group that the cluster has ever had -> its state."""
+    command = [sys.executable, "-c", _TABLE, address]
+    environment = {**os.environ, **ENVIRONMENT}
+    shown = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=deadline(60), check=True
+    ).stdout
+    found: dict[str, str] = json.loads(shown.splitlines()[-1])
+    return found
 
 
 def up(node: RayNode, file: Path, folder: Path, *arguments: str) -> Server:

@@ -24,6 +24,7 @@ import httpx
 from bench import record
 from tests.cli.test_scale import groups, incarnations, weft
 from tests.cli.test_serve import Server
+from tests.on_ray.cluster import placement_groups
 from tests.on_ray.streams import Clients
 from tests.on_ray.two_nodes import TwoNodes
 from tests.support.slowness import deadline, until
@@ -105,6 +106,9 @@ class Fleet:
         log = ended.log.read_text()
         ended.close()
         assert status == 0, log
+        states = placement_groups(self.cluster.address)
+        assert set(states.values()) <= {"REMOVED"}, states
+        assert states or "hosts: 2" not in self.file.read_text()
 
 
 class Outcome(NamedTuple):
@@ -164,7 +168,7 @@ def lose_node(silent: float = 0.0) -> Fault:
         else:
             fleet.cluster.kill(1)
         fleet.cluster.start(1)
-        until(lambda: fleet.whole() and _new(before, lost), 180)
+        until(lambda: fleet.whole() and renewed(before, lost), 180)
 
     return fault
 
@@ -206,10 +210,10 @@ def _kill(fleet: Fleet, pid: int) -> None:
     """Kill a process with the engine or the actor of one group, and wait for another process of the group."""
     before = incarnations(BASE)
     os.kill(pid, signal.SIGKILL)
-    until(lambda: fleet.whole() and _new(before), 120)
+    until(lambda: fleet.whole() and renewed(before), 120)
 
 
-def _new(before: dict[str, str], names: Collection[str] = ()) -> bool:
+def renewed(before: dict[str, str], names: Collection[str] = ()) -> bool:
     """Return True if all engines of ``names``, by default any engine, are other processes than ``before``."""
     now = incarnations(BASE)
     new = {name for name in before if now.get(name, "") not in ("", before[name])}
@@ -298,63 +302,14 @@ def restart(fleet: Fleet, strike: Fault | None = None) -> None:
     before = incarnations(BASE)
     weft(BASE, "restart")
     if strike is not None:
-        until(lambda: _new(before))
+        until(lambda: renewed(before))
         strike(fleet)
-    until(lambda: fleet.whole() and _new(before, fleet.names), 180)
+    until(lambda: fleet.whole() and renewed(before, fleet.names), 180)
     # Streams have few blocks, so twice the cache has more free blocks.
     until(lambda: all(free_blocks().get(name, 0) > 1.5 * count for name, count in blocks.items()))
     second.process.kill()
 
 
-SPLIT = f"""model: spool-text
-dtype: float64
-max-num-seqs: 4
-{FRONT}groups:
-  - {{role: unified, tp: 2, hosts: 2}}
-"""
-"""One group with a rank on each node."""
-
-
-def rank_there(fleet: Fleet) -> int:
-    """Return the process id of the rank without an engine; 0 while there is none."""
-    found = [*fleet.cluster.processes(0).items(), *fleet.cluster.processes(1).items()]
-    return next((pid for pid, line in found if line.startswith("weft: worker ")), 0)
-
-
-def lose_rank(fleet: Fleet) -> None:
-    """Kill the rank of the other node. The engine and its rank keep the process."""
-    before, engines = rank_there(fleet), fleet.cluster.engines()
-    os.kill(before, signal.SIGKILL)
-    until(lambda: rank_there(fleet) not in (0, before), 120)
-    until(fleet.whole, 120)
-    assert fleet.cluster.engines() == engines
-
-
-def lose_node_of_rank(fleet: Fleet) -> None:
-    """Kill all processes of host 1, and start the Ray node again."""
-    fleet.cluster.kill(1)
-    fleet.cluster.start(1)
-    until(lambda: fleet.whole() and rank_there(fleet), 180)
-
-
-def drain_split(fleet: Fleet) -> None:
-    """Start a second group over both nodes, and drain the group under streams."""
-    weft(BASE, "scale", "unified", "2")
-    until(lambda: fleet.whole(["unified0", "unified1"]), 120)
-    time.sleep(3.0)  # streams reach the second group
-    weft(BASE, "scale", "unified", "1")
-    until(fleet.whole, 120)
-
-
-SPLIT_FAULTS: dict[str, Fault] = {
-    "partition of 4 s": partition(4),
-    "loss of the rank on the other node": lose_rank,
-    "loss of the engine": lose_engine("unified"),
-    "loss of the second Ray node": lose_node_of_rank,
-    "groups: 1, 2, 1": drain_split,
-    "rolling restart with new settings": restart,
-}
-"""Faults of a group with ranks on both nodes."""
 TEXT_FAULTS: dict[str, Fault] = {
     "partition of 4 s": partition(4),
     "partition of 14 s": partition(14),
@@ -385,11 +340,6 @@ IMAGE_FAULTS: dict[str, Fault] = {
     "rolling restart with new settings": restart,
 }
 """The same, on one encode, one prefill and one decode group."""
-SERVERS = {
-    "1P2D": (TEXT, TEXT_FAULTS),
-    "1E1P1D": (IMAGES, IMAGE_FAULTS),
-    "TP 2 over both nodes": (SPLIT, SPLIT_FAULTS),
-}
 
 
 def row(server: str, name: str, outcome: Outcome) -> dict[str, Any]:
@@ -416,8 +366,11 @@ def gaps(outcome: Outcome) -> list[float]:
 
 
 def main() -> None:
+    from tests.on_ray.wide_drills import WIDE_SERVERS
+
+    servers = {"1P2D": (TEXT, TEXT_FAULTS), "1E1P1D": (IMAGES, IMAGE_FAULTS), **WIDE_SERVERS}
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--servers", default=",".join(SERVERS), help="of " + ", ".join(SERVERS))
+    parser.add_argument("--servers", default=",".join(servers), help="of " + ", ".join(servers))
     parser.add_argument("--only", default="", help="parts of the names of faults, with commas")
     parser.add_argument("--name", help="of the result in bench/results")
     args = parser.parse_args()
@@ -426,7 +379,7 @@ def main() -> None:
     cluster = TwoNodes()
     try:
         for server in args.servers.split(","):
-            topology, faults = SERVERS[server]
+            topology, faults = servers[server]
             with tempfile.TemporaryDirectory() as folder:
                 fleet = Fleet(cluster, topology, Path(folder))
                 clients = Clients(BASE, tokens=fleet.tokens, images=fleet.images)
@@ -449,7 +402,7 @@ def main() -> None:
         kept = json.loads(path.read_text()) if path.exists() else {"rows": [], "gaps": {}}
         made = {(one["groups"], one["fault"]): one for one in [*kept["rows"], *rows]}
         all_gaps = kept.get("gaps", {}) | all_gaps
-        order = [(server, name) for server, (_, faults) in SERVERS.items() for name in faults]
+        order = [(server, name) for server, (_, faults) in servers.items() for name in faults]
         rows = [made[key] for key in order if key in made]
         table = record.markdown(rows)
         title = "Streams of a server on two Ray nodes, under faults"

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from weft.cli.serve.up import up
-from weft.common.errors import ConfigError
+from weft.common.errors import ConfigError, EngineDead
 from weft.config.sections.all import Config, FrontSection, ParallelSection
 from weft.config.topology import GroupSettings, Topology, read_topology
 from weft.on_ray.offered_text import text_for_groups
@@ -117,3 +117,16 @@ def run(folder: Path, *arguments: str, topology: str = TOPOLOGY) -> str:
     file.chmod(0o600)
     ran = CliRunner().invoke(up, [str(file), *arguments])
     return ran.output + str(ran.exception or "")
+
+
+def test_a_cluster_that_wants_a_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
+    from weft.on_ray.server import connect
+
+    def refused(**_: object) -> None:
+        raise ConnectionError("Failed to connect") from ray.exceptions.AuthenticationError("InvalidAuthToken")
+
+    monkeypatch.setattr(ray, "init", refused)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(EngineDead, match="RAY_AUTH_MODE=token"):
+        connect("")

@@ -16,7 +16,7 @@ from tests.support.slowness import deadline, until
 
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
 
-from tests.on_ray.cluster import RayNode, up  # noqa: E402
+from tests.on_ray.cluster import RayNode, placement_groups, up  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -160,6 +160,42 @@ def test_orders_hold_after_the_same_command_and_the_loss_of_the_fleet_actor(
     assert ended.process.wait(deadline(90)) == 0, ended.log.read_text()
     ended.close()
     until(lambda: not engines_of(node) and not node.actors() and not node.actors("FleetActor"))
+
+
+WIDE = """
+  - {role: unified, name: wide, hosts: 2, tp: 2}
+"""
+
+
+def test_a_stop_removes_placement_groups_and_api_servers_serve_the_next_start(
+    node: RayNode, tmp_path: Path
+) -> None:
+    """A group on two hosts waits for a second node. The next fleet actor has another secret."""
+    file = tmp_path / "wide.yaml"
+    file.write_text(TOPOLOGY.rstrip() + WIDE)
+    file.chmod(0o600)
+    server = up(node, file, tmp_path / "first")
+    again = None
+    try:
+        base = server.url()
+        due = ask(base)
+        until(lambda: [*placement_groups(node.address).values()] == ["PENDING"])
+        for folder in ("stop", "last"):
+            ended = up(node, file, tmp_path / folder, "--stop")
+            assert ended.process.wait(deadline(90)) == 0, ended.log.read_text()
+            ended.close()
+            states = placement_groups(node.address)
+            assert set(states.values()) == {"REMOVED"}, states
+            if again is None:
+                again = up(node, file, tmp_path / "again")
+                assert ask(again.url()) == due
+                until(lambda: groups(base).get("decode0") == "running")
+                assert ask(base) == due
+        assert len(states) == 2
+    finally:
+        for one in (server, again):
+            if one is not None:
+                one.close()
 
 
 def test_without_a_cluster_the_message_says_what_to_start(tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ from tests.on_ray.drills import (
     BASE,
     IMAGE_FAULTS,
     IMAGES,
-    SPLIT,
-    SPLIT_FAULTS,
     TEXT,
     TEXT_FAULTS,
     Fleet,
@@ -26,9 +24,11 @@ from tests.on_ray.drills import (
 )
 from tests.on_ray.streams import Clients
 from tests.on_ray.two_nodes import TwoNodes
+from tests.on_ray.wide_drills import EXPERT_FAULTS, EXPERTS, SPLIT, SPLIT_FAULTS
 from weft import LLM, SamplingParams
 
 SPLIT_SHORT = ("loss of the rank on the other node",)
+EXPERT_SHORT = ("loss of the engine on the other node",)
 SHORT = ("partition of 4 s", "loss of a Ray node", "decode groups: 2, 0, 2")
 
 
@@ -78,6 +78,13 @@ def split_server(
     yield from served(cluster, SPLIT, tmp_path_factory.mktemp("split"))
 
 
+@pytest.fixture(scope="class")
+def expert_server(
+    cluster: TwoNodes, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Fleet, Clients]]:
+    yield from served(cluster, EXPERTS, tmp_path_factory.mktemp("experts"))
+
+
 @pytest.mark.real_processes  # processes must begin in the namespace of the test
 @pytest.mark.timeout(600)
 class TestTextGroups:
@@ -118,3 +125,11 @@ class TestOneGroupOnBothNodes:
     @pytest.mark.parametrize("fault", drills(SPLIT_FAULTS, SPLIT_SHORT))
     def test_no_request_is_lost_or_changed(self, fault: str, split_server: tuple[Fleet, Clients]) -> None:
         run(split_server[0], SPLIT_FAULTS[fault], split_server[1]).check()
+
+
+@pytest.mark.real_processes
+@pytest.mark.timeout(600)
+class TestExpertsOnBothNodes:
+    @pytest.mark.parametrize("fault", drills(EXPERT_FAULTS, EXPERT_SHORT))
+    def test_no_request_is_lost_or_changed(self, fault: str, expert_server: tuple[Fleet, Clients]) -> None:
+        run(expert_server[0], EXPERT_FAULTS[fault], expert_server[1]).check()

@@ -76,6 +76,7 @@ def serve(
     owner: Owner,
     supervisor: FrontSupervisor | None = None,
     siblings: Siblings | None = None,
+    listener: socket.socket | None = None,
 ) -> int:
     """Serve until a signal (0, after draining), a second signal (130) or the death of the last engine
     process (1). Return the exit status; blocks until then.
@@ -85,8 +86,8 @@ def serve(
     belong to this server, and have been told to stop, or are dead, at the return. With ``supervisor`` the
     engine processes are shared with other API servers and live on; signals are ignored, and the port is
     shared. Call from the main thread. ``signals.STOPS`` are handled here and ignored after the return,
-    because only the end of the process follows. Raises ConfigError for an unusable port, tokenizer or TLS
-    file.
+    because only the end of the process follows. ``listener``: socket that listens already; None to bind the
+    port here. Raises ConfigError for an unusable port, tokenizer or TLS file.
     """
     caught: list[int] = []
     # Only record signals for now: an exception in a handler would leave the event loop half started.
@@ -94,7 +95,8 @@ def serve(
         for number in signals.heeded():
             signal.signal(number, lambda number, _: caught.append(number))
     at_once = supervisor is None or not supervisor.serving
-    listener = bind(front.host, front.port, shared=supervisor is not None, listens=at_once)
+    if listener is None:
+        listener = bind(front.host, front.port, shared=supervisor is not None, listens=at_once)
     sys.setswitchinterval(SWITCH_INTERVAL)
     keep_heap_small()
     with asyncio.Runner(loop_factory=ServerLoop) as runner:

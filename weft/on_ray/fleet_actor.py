@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -19,7 +20,9 @@ from weft.control.directory.record import EngineRecord
 from weft.on_ray import placement
 from weft.on_ray.actors import LOOK_S, NAMESPACE, REACH_S, START_S, fleet_name, group_name, insist
 from weft.on_ray.fleet_state import GRACE_S, FleetState
-from weft.on_ray.plans import GroupPlan, Kept, Offer
+from weft.on_ray.orders import carry_out
+from weft.on_ray.plans import Kept, Offer, Order
+from weft.on_ray.stored import read_stored
 
 log = get_logger(__name__)
 
@@ -36,9 +39,9 @@ class FleetActor:
         try:
             data = insist(lambda: internal_kv._internal_kv_get(self._key, namespace=NAMESPACE), REACH_S)
             living = insist(self.living, REACH_S)
+            kept = Kept(secret=secret) if data is None else self._read(data, secret)
         except Exception:
             os._exit(1)  # Ray restarts the actor
-        kept = Kept(secret=secret) if data is None else msgspec.msgpack.decode(data, type=Kept)
         self._state = FleetState(kept, time.monotonic())
         self._forgotten = False
         self._living = living
@@ -50,6 +53,18 @@ class FleetActor:
         threading.Thread(target=self._look_on, name="weft-fleet", daemon=True).start()
         if self._state.kept.restarting:
             self._begin_restart(GRACE_S)  # the records of all groups come first
+
+    def _read(self, data: bytes, secret: str) -> Kept:
+        """Return the state in ``data``. A state of another release is set aside in Ray's store."""
+        kept, readable = read_stored(data, secret, self._server)
+        if not readable:
+            log.error("%s", kept.note)
+            for key, value in ((f"{self._key}/unreadable", data), (self._key, msgspec.msgpack.encode(kept))):
+                insist(functools.partial(self._put, key, value), REACH_S)
+        return kept
+
+    def _put(self, key: str, value: bytes) -> None:
+        internal_kv._internal_kv_put(key, value, overwrite=True, namespace=NAMESPACE)
 
     # -- calls of `weft up` and of API servers
 
@@ -67,17 +82,16 @@ class FleetActor:
         """Return the secret of the server."""
         return self._state.kept.secret
 
-    def want(self, plans: bytes) -> None:
-        """Start the groups of ``plans`` (msgpack of GroupPlan), unless they run."""
+    def order(self, data: bytes) -> bytes:
+        """Plan and store an ``Order`` (msgpack). Return a msgpack of ``Ordered``. Two orders are planned one
+        after the other. A rolling restart goes on after the return, also over a restart of this actor."""
+        order = msgspec.msgpack.decode(data, type=Order)
         with self._changed():
-            self._state.want(msgspec.msgpack.decode(plans, type=list[GroupPlan]))
+            answer = carry_out(self._state, order)
         self._wake.set()
-
-    def remove(self, group: str) -> None:
-        """Drain and end a group."""
-        with self._changed():
-            self._state.unwant(group)
-        self._wake.set()
+        if order.what == "restart" and answer.error is None:
+            self._begin_restart(0.0)
+        return msgspec.msgpack.encode(answer)
 
     def stop(self) -> list[str]:
         """Drain and end all groups. Return the groups that live, without a wait."""
@@ -100,22 +114,11 @@ class FleetActor:
             if self._state.plans:
                 return False
             self._forgotten = True
-            internal_kv._internal_kv_del(self._key, namespace=NAMESPACE)
+            for key in (self._key, f"{self._key}/unreadable"):
+                internal_kv._internal_kv_del(key, namespace=NAMESPACE)
         if self._state.kept.several_hosts:
             placement.free(self._server)
         return True
-
-    def revive(self, group: str) -> None:
-        """Start a retired group again."""
-        with self._changed():
-            self._state.revive(group)
-        self._wake.set()
-
-    def restart(self, groups: list[str]) -> None:
-        """Restart ``groups`` in turn. Returns at once. A restarted fleet actor goes on with the rest."""
-        with self._changed():
-            self._state.restart(groups)
-        self._begin_restart(0.0)
 
     def snapshot(self) -> bytes:
         """Return a msgpack of Snapshot."""
@@ -169,7 +172,7 @@ class FleetActor:
             yield
             after = msgspec.msgpack.encode(self._state.kept)
             if after != before and not self._forgotten:
-                internal_kv._internal_kv_put(self._key, after, overwrite=True, namespace=NAMESPACE)
+                self._put(self._key, after)
 
     def _look_on(self) -> None:
         """Look again and again. The body of a thread."""

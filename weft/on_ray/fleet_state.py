@@ -46,6 +46,11 @@ class FleetState:
         """Group -> plan of the wanted groups, in the order of the start."""
         return self.kept.plans
 
+    @property
+    def records(self) -> tuple[EngineRecord, ...]:
+        """The published engines."""
+        return tuple(self._records.values())
+
     # -- orders
 
     def offer(self, offer: Offer) -> str:
@@ -59,6 +64,7 @@ class FleetState:
             self._budgets.clear()
         changed = not kept.model or kept.stopped or kept.topology != offer.topology
         kept.topology, kept.model, kept.stopped = offer.topology, offer.model, False
+        kept.note = ""
         if changed:
             kept.sources |= {plan.base: offer.topology for plan in offer.plans}
             self.want(offer.plans)
@@ -291,10 +297,12 @@ class FleetState:
         """Return everything that a reader needs."""
         return Snapshot(
             plans=tuple(self.plans.values()),
-            records=tuple(self._records.values()),
+            records=self.records,
             retired=tuple(sorted(self.kept.retired)),
             shapes=tuple(self.kept.shapes.values()),
             ended=dict(self._ended),
+            secret=self.kept.secret,
+            note=self.kept.note,
         )
 
     def _wanted(self, group: str, attempt: int) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
+from weft.common.errors import ErrorInfo
 from weft.control.directory.record import EngineRecord
 
 
@@ -53,6 +56,29 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     plans: tuple[GroupPlan, ...]
 
 
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """An order of an operator, by way of an API server."""
+
+    what: Literal["scale", "drain", "restart", "revive"]
+    name: str
+    """Base name of groups to scale, else a group or an engine; "" to restart all groups."""
+    groups: int = 0
+    """Number of groups to scale to."""
+    fallback: str = "none"
+    """``--prefill-fallback`` of the API server: what happens without a prefill group."""
+
+
+class Ordered(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to an ``Order``."""
+
+    starting: tuple[str, ...] = ()
+    """Engines that start, or start again."""
+    leaving: tuple[str, ...] = ()
+    """Engines that drain and end."""
+    error: ErrorInfo | None = None
+    """Why the order is refused; then nothing has changed."""
+
+
 class Kept(msgspec.Struct, kw_only=True):
     """The part of the state that outlives the process of the fleet actor."""
 
@@ -82,6 +108,8 @@ class Kept(msgspec.Struct, kw_only=True):
     """Group on several hosts -> address at which the hosts join the head."""
     shapes: dict[str, GroupPlan] = {}
     """Base name -> plan of the first group that was wanted last. A name outlives its groups."""
+    note: str = ""
+    """Text for operators about a state of another release that was set aside; "" from the next offer on."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,3 +123,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One plan per base name, also of a name without groups."""
     ended: dict[str, int] = {}
     """Engine -> incarnation of the last process that is known to have ended."""
+    secret: str = ""
+    """The secret of the server. After ``--stop`` the next fleet actor has another secret."""
+    note: str = ""
+    """See ``Kept.note``."""

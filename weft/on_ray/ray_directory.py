@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 import ray
 
-from weft.common.errors import EngineDead, Unavailable, WeftError
+from weft.common.errors import EngineDead, ReportedError, Unavailable, WeftError
+from weft.common.log import get_logger
 from weft.control.directory.cached import CachedDirectory
 from weft.control.directory.directory_owner import DirectoryOwner
 from weft.control.directory.record import EngineRecord
 from weft.control.links.link import Address, Process
 from weft.control.links.owner import EngineInfo, Scaled
-from weft.control.processes.scaling import plan_restart, plan_scale, to_revive
-from weft.control.processes.table import Member
 from weft.on_ray.actors import CALL_S, NAMESPACE, fleet_name
-from weft.on_ray.plans import GroupPlan, Snapshot
-from weft.parallel.secret import CurveKeys
+from weft.on_ray.orders import scaled
+from weft.on_ray.plans import Order, Ordered, Snapshot
+from weft.parallel.secret import CurveKeys, derive
+
+log = get_logger(__name__)
 
 ORDER_S = 15.0
 """Maximum seconds for an order to the fleet actor."""
@@ -53,16 +55,18 @@ class RayDirectory:
 
     def ask_drain(self, record: EngineRecord) -> None:
         """See ``DirectoryReader``. The whole group drains and ends."""
-        self.order("remove", record.group)
+        self.order(Order(what="drain", name=record.group))
 
-    def order(self, order: str, *arguments: Any) -> None:
-        """Send an order to the fleet actor, and read the new state. Raise OSError if the actor does not
-        answer within ``ORDER_S``; then the order may hold or not."""
+    def order(self, order: Order) -> Ordered:
+        """Return the answer of the fleet actor to an order, and read the new state. Raise OSError if the
+        actor does not answer within ``ORDER_S``; then the order may hold or not."""
         try:
-            ray.get(getattr(self._actor(), order).remote(*arguments), timeout=ORDER_S)
-        except Exception as error:
+            data = ray.get(self._actor().order.remote(msgspec.msgpack.encode(order)), timeout=ORDER_S)
+            answer = msgspec.msgpack.decode(data, type=Ordered)
+        except Exception as error:  # of Ray, or of another release's fleet actor
             raise OSError(f"Ray: the fleet actor does not answer ({type(error).__name__})") from error
         self.read()
+        return answer
 
     def _actor(self) -> Any:
         return ray.get_actor(fleet_name(self._server), namespace=NAMESPACE)
@@ -89,10 +93,14 @@ class RayOwner(DirectoryOwner):
         directory: RayDirectory,
         model: str,
         keys: CurveKeys,
-        serves: Callable[[set[str]], bool],
+        fallback: str,
     ) -> None:
-        super().__init__(CachedDirectory(directory), model, keys, serves)
+        """``fallback``: ``--prefill-fallback`` of this API server."""
+        super().__init__(CachedDirectory(directory), model, keys)
         self._ray = directory
+        self._fallback = fallback
+        self._secret = self._note = ""
+        """As last seen in the state of the fleet."""
 
     def present(self, kept: int = 0) -> Mapping[str, Address | WeftError | None]:
         """See ``Owner``. A wanted engine without a record is None, or an error once Ray has given up."""
@@ -115,28 +123,14 @@ class RayOwner(DirectoryOwner):
         return list(known.values())
 
     async def scale(self, base: str, groups: int) -> Scaled:
-        """See ``Owner``. Ray finds a place for new groups; without a place they wait. With 0 groups, requests
-        wait. Groups that drain do not come back: their commands have the signal to end."""
-        members = await self._fresh()
-        snapshot = self._ray.snapshot
-        change = plan_scale(
-            base,
-            groups,
-            members,
-            self._leaving(),
-            self._retired(),
-            self._serves,
-            first=_members_of(snapshot.shapes),
-            empty=True,
+        """See ``Owner``. The fleet actor plans this order and all others."""
+        return scaled(
+            await self._order(Order(what="scale", name=base, groups=groups, fallback=self._fallback))
         )
-        plans: list[GroupPlan] = []
-        if change.new:
-            # The plan of the present topology: groups that run may have an earlier plan.
-            like = next(plan for plan in snapshot.shapes if plan.base == base)
-            plans = [like.named(group) for group in change.new]
-            await self._order("want", msgspec.msgpack.encode(plans))
-        await self._ask_to_leave(change.leaving)
-        return Scaled(tuple(name for plan in plans for name in plan.engines), tuple(change.leaving))
+
+    async def remove(self, name: str) -> list[str]:
+        """See ``Owner``."""
+        return [*(await self._order(Order(what="drain", name=name, fallback=self._fallback))).leaving]
 
     async def restart(self, name: str = "", topology: str = "") -> list[str]:
         """See ``Owner``. Raise Unavailable for a topology: `weft up` brings new settings to Ray."""
@@ -145,63 +139,33 @@ class RayOwner(DirectoryOwner):
                 "Ray runs the groups: run `weft up FILE --on ray` with the new file, then `weft restart` "
                 "without --file"
             )
-        members = await self._fresh()
-        names = plan_restart(name, members, self._leaving() | self._retired())
-        await self._order("restart", list(dict.fromkeys(members[one].group for one in names)))
-        return names
+        return [*(await self._order(Order(what="restart", name=name))).starting]
 
     async def revive(self, name: str) -> list[str]:
         """See ``Owner``."""
-        members = await self._fresh()
-        names = to_revive(name, members, self._retired())
-        for group in dict.fromkeys(members[one].group for one in names):
-            await self._order("revive", group)
-        return names
+        return [*(await self._order(Order(what="revive", name=name))).starting]
+
+    def _read(self, now: float) -> None:
+        """Also use the keys of the present secret: the fleet actor after a ``--stop`` has another secret."""
+        super()._read(now)
+        snapshot = self._ray.snapshot  # as new as the records, or newer
+        if snapshot.secret and snapshot.secret != self._secret:
+            self._secret, self._keys = snapshot.secret, derive(snapshot.secret.encode())
+        if snapshot.note != self._note:
+            self._note = snapshot.note
+            if snapshot.note:
+                log.error("%s", snapshot.note)
 
     def _process(self, record: EngineRecord) -> Process:
         return RayProcess(self._ray, record.name, record.incarnation)
 
-    def _members(self) -> dict[str, Member]:
-        """Return all engines, wanted or present."""
-        wanted = _members_of(self._ray.snapshot.plans)
-        return wanted | {name: one for name, one in super()._members().items() if name not in wanted}
-
-    def _leaving(self) -> frozenset[str]:
-        """Return engines that drain, or whose group is not wanted any more."""
-        wanted = {name for plan in self._ray.snapshot.plans for name in plan.engines}
-        return super()._leaving() | (self._records.keys() - wanted)
-
-    def _retired(self) -> frozenset[str]:
-        snapshot = self._ray.snapshot
-        return frozenset(n for plan in snapshot.plans if plan.group in snapshot.retired for n in plan.engines)
-
-    async def _ask_to_leave(self, names: Iterable[str]) -> None:
-        """Order the groups of engines to drain and end, also groups without a record."""
-        members = self._members()
-        for group in dict.fromkeys(members[name].group for name in names):
-            await self._order("remove", group)
-
-    async def _fresh(self) -> dict[str, Member]:
-        """Read the state of the fleet, so that a plan knows earlier orders. Return all engines."""
-        await self._to_fleet(self._ray.read)
-        return self._members()
-
-    async def _order(self, order: str, *arguments: Any) -> None:
-        """Return after the fleet actor has stored the order."""
-        await self._to_fleet(self._ray.order, order, *arguments)
-
-    async def _to_fleet(self, call: Callable[..., Any], *arguments: Any) -> None:
-        """Run a call that waits for the fleet actor. Raise Unavailable if the actor does not answer."""
+    async def _order(self, order: Order) -> Ordered:
+        """Return the answer after the fleet actor has stored the order. Raise the error of the order, or
+        Unavailable if the actor does not answer."""
         try:
-            await asyncio.to_thread(call, *arguments)
+            answer = await asyncio.to_thread(self._ray.order, order)
         except OSError as error:
             raise Unavailable(f"{error}; try again") from error
-
-
-def _members_of(plans: Iterable[GroupPlan]) -> dict[str, Member]:
-    """Return the engines of ``plans``."""
-    return {
-        name: Member(plan.expert_group, plan.group, plan.role, plan.base)
-        for plan in plans
-        for name in plan.engines
-    }
+        if answer.error is not None:
+            raise ReportedError(answer.error)
+        return answer

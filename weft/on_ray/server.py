@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import secrets
 import socket
@@ -20,10 +19,10 @@ from weft.common.errors import ConfigError, EngineDead
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import FrontSection
-from weft.config.topology import Topology, serves
+from weft.config.topology import Topology
 from weft.on_ray.actors import CALL_S, NAMESPACE, fleet_name, insist
 from weft.on_ray.fleet_actor import FleetActor
-from weft.on_ray.plans import GroupPlan, Offer
+from weft.on_ray.plans import GroupPlan, Offer, Snapshot
 from weft.on_ray.ray_directory import RayDirectory, RayOwner
 from weft.parallel.secret import read_keys
 
@@ -72,8 +71,7 @@ def up(
         key.touch(mode=0o600)
         key.write_text(secret)
         keys = read_keys(str(key))
-    served = functools.partial(serves, fallback=config.transfer.prefill_fallback)
-    return RayOwner(RayDirectory(name), config.served_names[0], keys, served)
+    return RayOwner(RayDirectory(name), config.served_names[0], keys, config.transfer.prefill_fallback)
 
 
 def down(name: str, drain_timeout: float) -> int:
@@ -165,6 +163,11 @@ def connect(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
         ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except Exception as error:
+        if isinstance(error.__cause__, getattr(ray.exceptions, "AuthenticationError", ())):
+            raise EngineDead(
+                "the Ray cluster wants another token: set RAY_AUTH_MODE=token with the cluster's token, or "
+                "start the cluster with RAY_AUTH_MODE=disabled"
+            ) from error
         raise EngineDead(
             f"no Ray cluster answers ({error}); start one with `ray start --head`, or give --ray-address"
         ) from error
@@ -173,6 +176,9 @@ def connect(address: str) -> None:
 def _make(name: str, offer: bytes) -> tuple[str, str]:
     """Return the answer of a fleet actor to an offer, and the secret of the server. Raise errors of Ray."""
     actor = _fleet(name)
+    state = msgspec.msgpack.decode(ray.get(actor.snapshot.remote(), timeout=CALL_S), type=Snapshot)
+    if state.note:
+        log.error("%s", state.note)
     refused: str = ray.get(actor.offer.remote(offer), timeout=PLACE_S)
     return refused, ray.get(actor.secret.remote(), timeout=CALL_S)
 

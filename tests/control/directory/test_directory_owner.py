@@ -143,6 +143,19 @@ def test_an_engine_that_was_lost_and_lives_is_connected_again(seen: Seen) -> Non
     assert seen.present()["decode0"].incarnation == 4
 
 
+@pytest.mark.parametrize("tower", [True, False])
+def test_the_last_encode_group_may_leave_if_all_others_have_a_tower(seen: Seen, tower: bool) -> None:
+    seen.owner._serves = bool
+    for name, role, has in (("encode0", "encode", False), ("unified0", "unified", tower)):
+        seen.directory.publish(record(name, role=role, group=name, tower=has))
+    seen.present()
+    if tower:
+        assert asyncio.run(seen.owner.remove("encode0")) == ["encode0"]
+        return
+    with pytest.raises(InvalidRequest, match="without an encode group"):
+        asyncio.run(seen.owner.remove("encode0"))
+
+
 def test_a_removal_is_left_in_the_directory(seen: Seen) -> None:
     for one in (record("prefill0", role="prefill"), record(role="decode"), record("decode1", role="decode")):
         seen.directory.publish(one)
@@ -159,6 +172,10 @@ def test_a_removal_is_left_in_the_directory(seen: Seen) -> None:
 
 
 def test_an_api_server_starts_no_engine(seen: Seen) -> None:
-    for order in (lambda: seen.owner.scale("decode", 3), seen.owner.restart, lambda: seen.owner.revive("x")):
-        with pytest.raises(Unavailable, match="weft engine"):
+    for order, what in (
+        (lambda: seen.owner.scale("decode", 3), "weft engine FILE --group NAME` for each"),
+        (seen.owner.restart, "weft drain NAME` for one group after the other"),
+        (lambda: seen.owner.revive("x"), "none is given up"),
+    ):
+        with pytest.raises(Unavailable, match=what):
             asyncio.run(order())

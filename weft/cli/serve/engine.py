@@ -22,7 +22,7 @@ from weft.config.sections.all import FrontSection
 if TYPE_CHECKING:
     from weft.cli.serve.several_hosts import HostPlace
     from weft.control.directory.host_server import HostGate, HostView
-    from weft.control.directory.record import DirectoryWriter
+    from weft.control.directory.record import DirectoryWriter, EngineRecord
 
 directory_option = click.option(
     "--directory",
@@ -192,6 +192,26 @@ def _directory(config: EngineConfig, place: str, has_port: bool) -> DirectoryWri
     return directory
 
 
+def facts_of(config: EngineConfig) -> EngineRecord:
+    """Return the part of the records that is equal for all engines of a group."""
+    from weft.config.fingerprint import fingerprint
+    from weft.control.directory.record import EngineRecord
+    from weft.types.messages import VERSION
+
+    return EngineRecord(
+        name="",
+        incarnation=0,
+        endpoint="",
+        model=config.served_names[0],
+        fingerprint="" if config.transfer.role == "encode" else fingerprint(config),
+        group=config.group,
+        base=config.base,
+        role=config.transfer.role,
+        tower=config.kv.media is not None and config.kv.media.tower,
+        messages=VERSION,
+    )
+
+
 def _run_engines(
     config: EngineConfig,
     front: FrontSection,
@@ -203,29 +223,15 @@ def _run_engines(
     """Run the engines of this host. Return the exit status. ``opened`` opens the HTTP port, and returns the
     address."""
     from weft.cli.serve.server import Operations
-    from weft.config.fingerprint import fingerprint
     from weft.control.directory.host_server import HostServer
-    from weft.control.directory.record import EngineRecord
     from weft.engine.ranks.processes import start_process
     from weft.engine.server.engine_processes import EngineProcesses
-    from weft.types.messages import VERSION
 
     operations = Operations((config,), False, start_process)
-    facts = EngineRecord(
-        name="",
-        incarnation=0,
-        endpoint="",
-        model=config.served_names[0],
-        fingerprint="" if config.transfer.role == "encode" else fingerprint(config),
-        group=config.group,
-        base=config.base,
-        role=config.transfer.role,
-        messages=VERSION,
-    )
     try:
         group = EngineProcesses(config, folder, front.log_settings, operations.start)
         timeouts = front.drain_timeout, front.engine_timeout
-        server = HostServer(group, directory, facts, *timeouts, gate, config.parallel.rank_timeout)
+        server = HostServer(group, directory, facts_of(config), *timeouts, gate, config.parallel.rank_timeout)
         server.announce(opened(server))
         return server.run()
     finally:

@@ -52,7 +52,7 @@ def up_on_ray(file: str, topology: Topology, chosen: RayOptions) -> int:
     """
     from weft.config.alone import face_alone
     from weft.config.sections.tls import server_context
-    from weft.front.front_server import serve
+    from weft.front.front_server import bind, serve
 
     try:
         from weft.on_ray.offered_text import text_for_groups
@@ -77,10 +77,12 @@ def up_on_ray(file: str, topology: Topology, chosen: RayOptions) -> int:
         click.echo(_describe(name, config.served_names[0], plans))
         return 0
     text = text_for_groups(file, front)
-    begin(config, front)
-    connect(chosen.address)
-    owner = up(text, name, bool(chosen.name), front, config, plans)
-    return serve(config, front, owner)
+    # A port in use ends the command before any group starts.
+    with bind(front.host, front.port) as listener:
+        begin(config, front)
+        connect(chosen.address)
+        owner = up(text, name, bool(chosen.name), front, config, plans)
+        return serve(config, front, owner, listener=listener)
 
 
 def _check_paths(topology: Topology) -> None:

@@ -57,6 +57,10 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
     server_context(front)  # a wrong TLS file ends the start here, before any process loads a model
     from weft.engine.ranks.processes import Spares
     from weft.engine.server.engine_processes import EngineGroups
+    from weft.front.front_server import bind
+
+    # A port in use ends the start here, too. The socket of several API servers only reserves the port.
+    listener = bind(front.host, front.port, listens=front.fronts == 1)
 
     name = "server" if front.fronts == 1 else "supervisor"
     set_title(name, resolved.served_names[0])
@@ -78,14 +82,15 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
         operations = Operations(groups, front.build_ops, spares.start)
         engines = EngineGroups(groups, folder, front.log_settings, operations.start)
         if front.fronts > 1:
-            status = run_fronts(resolved, front, engines, folder, operations)
+            status = run_fronts(resolved, front, engines, folder, operations, listener)
         else:
-            status = run_front(resolved, front, engines, operations)
+            status = run_front(resolved, front, engines, operations, listener)
         # After a signal that cuts off requests, do not wait: engines still load, or must not finish.
         patience = 0.0 if status > 128 else _SECONDS_TO_CLOSE
     finally:
         signals.ignore()
         signal.signal(signals.RESTART, signal.SIG_IGN)
+        listener.close()
         if operations is not None:
             operations.close()
         if engines is not None:
@@ -153,12 +158,16 @@ class Operations:
 
 
 def run_front(
-    resolved: EngineConfig, front: FrontSection, engines: EngineGroups, operations: Operations
+    resolved: EngineConfig,
+    front: FrontSection,
+    engines: EngineGroups,
+    operations: Operations,
+    listener: socket.socket,
 ) -> int:
     """Serve with one API server in this process, which owns the engines.
 
-    Blocks; returns the exit status. Unblocks stop signals, and the restart signal restarts the engines.
-    Starts the compilation of the operations, if requested.
+    ``listener``: socket of the API. Blocks; returns the exit status. Unblocks stop signals, and the restart
+    signal restarts the engines. Starts the compilation of the operations, if requested.
     """
     from weft.control.processes.engine_owner import EngineOwner
     from weft.front.front_server import serve
@@ -175,56 +184,59 @@ def run_front(
     signal.signal(signals.RESTART, lambda *_: owner.ask_restart())
     owner.start()
     operations.compile(owner.switch)
-    return serve(resolved, front, owner)
+    return serve(resolved, front, owner, listener=listener)
 
 
 def run_fronts(
-    resolved: EngineConfig, front: FrontSection, engines: EngineGroups, folder: Path, operations: Operations
+    resolved: EngineConfig,
+    front: FrontSection,
+    engines: EngineGroups,
+    folder: Path,
+    operations: Operations,
+    reserved: socket.socket,
 ) -> int:
     """Serve with several API servers on one port, as their supervisor.
 
-    Blocks; returns the exit status. ``folder``: private folder for the registry. Starts the compilation of
-    the operations, if requested, and prints the address once ready. Raise ConfigError if the port cannot be
-    used.
+    Blocks; returns the exit status. ``folder``: private folder for the registry. ``reserved``: bound
+    socket that never listens. The socket reserves the port for restarted API servers. Starts the compilation
+    of the operations, if requested, and prints the address once ready.
     """
     from weft.cli.processes.front_main import FrontSetup, start_front
     from weft.control.processes.cluster_server import ClusterServer
     from weft.control.processes.supervisor import Supervisor
     from weft.front.first_request import has_template
-    from weft.front.front_server import bind, ready_text
+    from weft.front.front_server import ready_text
 
-    # This socket never listens. The socket finds a port and reserves the port for restarted API servers.
     # SO_REUSEPORT is set only after the bind: with SO_REUSEPORT from the start, another server of the same
     # user could share the port unnoticed.
-    with bind(front.host, front.port, listens=False) as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        section = msgspec.structs.replace(front, port=reserved.getsockname()[1])
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    section = msgspec.structs.replace(front, port=reserved.getsockname()[1])
 
-        def start(name: str, incarnation: int, link: socket.socket) -> subprocess.Popen[bytes]:
-            setup = FrontSetup(
-                config=resolved,
-                section=section,
-                name=name,
-                folder=str(folder),
-                serving=incarnation > 1,
-            )
-            return start_front(setup, link)
-
-        def announce() -> None:
-            chats = has_template(resolved, front)
-            sys.stdout.write(ready_text(reserved, resolved, section, chats=chats))
-            sys.stdout.flush()
-
-        supervisor = Supervisor(
-            engines.members,
-            [str(number) for number in range(front.fronts)],
-            restarts=front.engine_restarts,
-            drain_timeout=front.drain_timeout,
-            serves=functools.partial(serves, fallback=resolved.transfer.prefill_fallback),
+    def start(name: str, incarnation: int, link: socket.socket) -> subprocess.Popen[bytes]:
+        setup = FrontSetup(
+            config=resolved,
+            section=section,
+            name=name,
+            folder=str(folder),
+            serving=incarnation > 1,
         )
-        secret = resolved.parallel.group_secret
-        server = ClusterServer(
-            supervisor, engines, start, folder, announce, secret=secret, on_switch=operations.switched
-        )
-        operations.compile(server.switch)
-        return server.run()
+        return start_front(setup, link)
+
+    def announce() -> None:
+        chats = has_template(resolved, front)
+        sys.stdout.write(ready_text(reserved, resolved, section, chats=chats))
+        sys.stdout.flush()
+
+    supervisor = Supervisor(
+        engines.members,
+        [str(number) for number in range(front.fronts)],
+        restarts=front.engine_restarts,
+        drain_timeout=front.drain_timeout,
+        serves=functools.partial(serves, fallback=resolved.transfer.prefill_fallback),
+    )
+    secret = resolved.parallel.group_secret
+    server = ClusterServer(
+        supervisor, engines, start, folder, announce, secret=secret, on_switch=operations.switched
+    )
+    operations.compile(server.switch)
+    return server.run()

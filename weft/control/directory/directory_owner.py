@@ -29,10 +29,16 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 60.0
 """Seconds before the first and the last of several connections to an engine that was lost."""
 _ATTEMPT = 1 << 64
 """Added to an incarnation for each further connection."""
-_STARTED_ELSEWHERE = (
-    "the engines of this server run alone (`weft engine`), and this API server starts none: start or restart "
-    "them where they run"
+_ALONE = "the engines of this server run alone (`weft engine`), and this API server starts none: "
+_SCALE = _ALONE + (
+    "start `weft engine FILE --group NAME` for each further group (on Kubernetes: scale the StatefulSet), "
+    "and end a group with `weft drain NAME`"
 )
+_RESTART = _ALONE + (
+    "give `weft drain NAME` for one group after the other. Kubernetes, or a loop around `weft engine`, "
+    "starts a group again after its end"
+)
+_REVIVE = _ALONE + "so none is given up. Start the group with `weft engine FILE --group NAME`"
 
 
 class _Loss(NamedTuple):
@@ -112,19 +118,19 @@ class DirectoryOwner:
 
     async def scale(self, base: str, groups: int) -> Scaled:
         """Raise Unavailable: the API server starts no engine."""
-        raise Unavailable(_STARTED_ELSEWHERE)
+        raise Unavailable(_SCALE)
 
     async def restart(self, name: str = "", topology: str = "") -> list[str]:
         """Raise Unavailable: the API server starts no engine."""
-        raise Unavailable(_STARTED_ELSEWHERE)
+        raise Unavailable(_RESTART)
 
     async def revive(self, name: str) -> list[str]:
         """Raise Unavailable: the API server starts no engine."""
-        raise Unavailable(_STARTED_ELSEWHERE)
+        raise Unavailable(_REVIVE)
 
     def _members(self) -> dict[str, Member]:
         """Return all engines of the server by name."""
-        return {n: Member(r.expert_group, r.group, r.role, r.base) for n, r in self._records.items()}
+        return {n: Member(r.expert_group, r.group, r.role, r.base, r.tower) for n, r in self._records.items()}
 
     def _leaving(self) -> frozenset[str]:
         """Return the engines that leave."""

@@ -40,6 +40,8 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     base: str = ""
     """Name of the group without its number; "" for a group without a name."""
     role: str = "unified"
+    tower: bool = False
+    """True if the engine has a vision tower, so its prompts need no encode group."""
     expert_group: str = ""
     """Expert-parallel group; the engines of one group work together or not at all. "" for none."""
     ready: bool = False
