@@ -19,6 +19,7 @@ from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.pairwise import Row, few_of, name
 from weft import LLM, SamplingParams
 from weft.bench.bench_tokenizer import write_tokenizer
+from weft.config.families import FAMILIES as FAMILIES_OF_WEFT
 from weft.config.families import load_spec
 from weft.config.resolve import with_cache_dtype
 from weft.config.sections.all import CacheSection, MediaSection, SchedulerSection
@@ -109,7 +110,25 @@ def _latent(folder: Path) -> None:
     make_mtp_checkpoint(folder, skilled=True, vocab_size=VOCAB, max_position_embeddings=192)
 
 
-OTHERS = {"latent": _latent, "sparse": _sparse}
+def _generic(folder: Path) -> None:
+    """Write CWM, which has no own implementation: transformers computes the model."""
+    assert "CwmForCausalLM" not in FAMILIES_OF_WEFT
+    transformers = _transformers()
+    changes = {
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 11,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(3)
+    model = transformers.CwmForCausalLM(transformers.CwmConfig(**{**_COMMON, **changes}))
+    model.to(torch.float64).save_pretrained(folder)
+
+
+OTHERS = {"latent": _latent, "sparse": _sparse, "generic": _generic}
 SEEING = list(seeing.FAMILIES)
 """Families whose prompts have images."""
 
