@@ -19,7 +19,6 @@ from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.pairwise import Row, few_of, name
 from weft import LLM, SamplingParams
 from weft.bench.bench_tokenizer import write_tokenizer
-from weft.config.families import FAMILIES as FAMILIES_OF_WEFT
 from weft.config.families import load_spec
 from weft.config.resolve import with_cache_dtype
 from weft.config.sections.all import CacheSection, MediaSection, SchedulerSection
@@ -111,8 +110,7 @@ def _latent(folder: Path) -> None:
 
 
 def _generic(folder: Path) -> None:
-    """Write CWM, which has no own implementation: transformers computes the model."""
-    assert "CwmForCausalLM" not in FAMILIES_OF_WEFT
+    """Write CWM, which transformers computes (``implementation``)."""
     transformers = _transformers()
     changes = {
         "num_hidden_layers": 2,
@@ -260,12 +258,18 @@ class Answer:
     logprobs: tuple[tuple[int, float], ...]
 
 
+def implementation(folder: Path) -> str:
+    """Return the value of --model-impl for the checkpoint of a family."""
+    return "transformers" if folder.name == "generic" else "auto"
+
+
 def engine(folder: Path, case: dict[str, Any], *, alone: bool = False) -> LLM:
     """Return an engine with the features of ``case``.
 
     ``alone``: one sequence at a time, with only the features that change values.
     """
     settings: dict[str, Any] = {
+        "model_impl": implementation(folder),
         "dtype": "float64",
         "device": "cpu",
         "max_model_len": MAX_LEN,

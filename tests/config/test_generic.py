@@ -18,7 +18,7 @@ from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
 
 SPEC = ModelSpec(
     family="transformers",
-    architecture="GlmForCausalLM",
+    architecture="PersimmonForCausalLM",
     vocab_size=100,
     hidden=8,
     layers=1,
@@ -36,7 +36,7 @@ SPEC = ModelSpec(
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a folder with a config.json of an architecture without a family."""
-    fields = {"architectures": ["GlmForCausalLM"], "model_type": "glm", "torch_dtype": "bfloat16"}
+    fields = {"architectures": ["PersimmonForCausalLM"], "model_type": "persimmon", "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 200]}))
     return tmp_path
@@ -50,7 +50,7 @@ def probes(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 
     def probe(folder: Path, architecture: str, layers: int | None) -> Probed:
         made.append((architecture, layers))
-        return Probed(spec=SPEC) if architecture == "GlmForCausalLM" else Probed(refused="no attention")
+        return Probed(spec=SPEC) if architecture == "PersimmonForCausalLM" else Probed(refused="no attention")
 
     monkeypatch.setattr(generic, "run_probe", probe)
     return made
@@ -66,7 +66,7 @@ def test_probe_runs_once_for_each_config(folder: Path, probes: list[Any]) -> Non
     for _ in range(2):
         load_spec(str(folder))
     load_spec(str(folder), 1)
-    assert probes == [("GlmForCausalLM", None), ("GlmForCausalLM", 1)]
+    assert probes == [("PersimmonForCausalLM", None), ("PersimmonForCausalLM", 1)]
     config = folder / "config.json"
     config.write_text(config.read_text().replace("bfloat16", "float16"))
     load_spec(str(folder))
@@ -75,7 +75,7 @@ def test_probe_runs_once_for_each_config(folder: Path, probes: list[Any]) -> Non
 
 def test_a_refusal_is_an_error(folder: Path, probes: list[Any]) -> None:
     config = folder / "config.json"
-    config.write_text(config.read_text().replace("GlmForCausalLM", "MambaForCausalLM"))
+    config.write_text(config.read_text().replace("PersimmonForCausalLM", "MambaForCausalLM"))
     for _ in range(2):
         with pytest.raises(ConfigError, match="no attention"):
             load_spec(str(folder))
@@ -85,10 +85,10 @@ def test_a_refusal_is_an_error(folder: Path, probes: list[Any]) -> None:
 def test_choice_of_the_implementation(folder: Path) -> None:
     assert not generic.serves("LlamaForCausalLM", "auto", FAMILIES)
     assert generic.serves("LlamaForCausalLM", "transformers", FAMILIES)
-    assert generic.serves("GlmForCausalLM", "auto", FAMILIES)
-    assert not generic.serves("GlmForCausalLM", "weft", FAMILIES)
+    assert generic.serves("PersimmonForCausalLM", "auto", FAMILIES)
+    assert not generic.serves("PersimmonForCausalLM", "weft", FAMILIES)
     assert not generic.serves("NobodysForCausalLM", "auto", FAMILIES)
-    with pytest.raises(ConfigError, match="no architecture called 'GlmForCausalLM'"):
+    with pytest.raises(ConfigError, match="no architecture called 'PersimmonForCausalLM'"):
         load_spec(str(folder), model_impl="weft")
 
 

@@ -136,9 +136,8 @@ def load_model(
     if filled is not None:
         filled.report(dtype)
     if model.experts is not None and mesh is not None:
-        apart = replace(mesh, formed=[])  # a temporary model must not add callbacks to the mesh
-        given["packed"] = packed
-        where = (folder, spec, dtype, device, load_format, seed, False, apart)
+        given["packed"] = packed  # and a temporary model must not add callbacks to the mesh:
+        where = (folder, spec, dtype, device, load_format, seed, False, replace(mesh, formed=[]))
         model.experts.reload = lambda placements: load_model(*where, **given, placements=placements).experts
     return model
 

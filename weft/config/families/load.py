@@ -126,8 +126,7 @@ def load_spec(
     facts = Facts({**layers, "architectures": [_architecture(Facts(config))]}, names)
     if generic.serves(architecture := facts.get("architectures")[0], model_impl, FAMILIES):
         return generic.load_spec(path, facts, architecture, num_hidden_layers_override, mtp, pooled)
-    build = FAMILIES.get(architecture)
-    spec = build(facts, num_hidden_layers_override)
+    spec = FAMILIES.get(architecture)(facts, num_hidden_layers_override)
     facts.refuse_unknown_computation()
     if mtp > spec.mtp_layers or (mtp and not _has_modules(facts)):
         raise ConfigError(

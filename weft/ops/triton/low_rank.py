@@ -95,6 +95,4 @@ def low_rank(y: Tensor, x: Tensor, pool: LowRankPool, rows: AdapterRows) -> None
     known = rows.numbers, pool.device_ranks
     pieces = triton.cdiv(most, RANKS)
     _low_rank_inner[tokens, parts, pieces](x, pool.a, *known, inner, inputs, parts, most, RANKS, INPUTS)
-    _low_rank_outer[tokens, triton.cdiv(outputs, OUTPUTS)](
-        y, pool.b, *known, pool.owners, inner, outputs, parts, most, OUTPUTS
-    )
+    _low_rank_outer[tokens, triton.cdiv(outputs, OUTPUTS)](y, pool.b, *known, pool.owners, inner, outputs, parts, most, OUTPUTS)
