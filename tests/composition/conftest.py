@@ -9,8 +9,23 @@ import pytest
 
 from tests.composition.references import References
 from tests.composition.table import ALONE, ON_REPLICAS, GroupTable, Table, write_part
+from weft.config.families.generic import probing as generic
 
 PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def probe_here() -> Iterator[None]:
+    """Probe models of transformers in this process, which has imported transformers already."""
+
+    def probe(folder: Path, architecture: str, layers: int | None) -> generic.Probed:
+        from weft.models.generic.probe import probe_folder
+
+        return generic.Probed(spec=probe_folder(str(folder), architecture, layers))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generic, "run_probe", probe)
+        yield
 
 
 @pytest.fixture(scope="session")

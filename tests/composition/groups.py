@@ -16,6 +16,7 @@ from tests.composition.rig import (
     SEQUENCES,
     answer_of,
     asked_of,
+    implementation,
     params,
     room_for_images,
     tight,
@@ -61,6 +62,7 @@ def group(folder: Path, case: dict[str, Any], role: str) -> EngineConfig:
         return _encoder(folder, case)
     settings: dict[str, Any] = {
         "model": str(folder),
+        "model_impl": implementation(folder),
         "role": role,
         "dtype": "float64",
         "device": "cpu",

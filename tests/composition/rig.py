@@ -109,7 +109,24 @@ def _latent(folder: Path) -> None:
     make_mtp_checkpoint(folder, skilled=True, vocab_size=VOCAB, max_position_embeddings=192)
 
 
-OTHERS = {"latent": _latent, "sparse": _sparse}
+def _generic(folder: Path) -> None:
+    """Write CWM, which transformers computes (``implementation``)."""
+    transformers = _transformers()
+    changes = {
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 11,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(3)
+    model = transformers.CwmForCausalLM(transformers.CwmConfig(**{**_COMMON, **changes}))
+    model.to(torch.float64).save_pretrained(folder)
+
+
+OTHERS = {"latent": _latent, "sparse": _sparse, "generic": _generic}
 SEEING = list(seeing.FAMILIES)
 """Families whose prompts have images."""
 
@@ -241,12 +258,18 @@ class Answer:
     logprobs: tuple[tuple[int, float], ...]
 
 
+def implementation(folder: Path) -> str:
+    """Return the value of --model-impl for the checkpoint of a family."""
+    return "transformers" if folder.name == "generic" else "auto"
+
+
 def engine(folder: Path, case: dict[str, Any], *, alone: bool = False) -> LLM:
     """Return an engine with the features of ``case``.
 
     ``alone``: one sequence at a time, with only the features that change values.
     """
     settings: dict[str, Any] = {
+        "model_impl": implementation(folder),
         "dtype": "float64",
         "device": "cpu",
         "max_model_len": MAX_LEN,

@@ -28,7 +28,7 @@ FEATURES: dict[str, list[Any]] = {
     "depth": [1, 2],
 }
 FIXED: dict[str, Any] = {"penalties": False, "stop": False, "kv": "auto", "chunk": 5, "ranks": (1, 1)}
-NAMES = [*FAMILIES, *OTHERS]
+NAMES = [family for family in (*FAMILIES, *OTHERS) if family != "generic"]
 OF_EACH = [{**FIXED, **case} for case in covering(FEATURES)]
 CASES = [pytest.param(family, OF_EACH[number], id=family) for number, family in enumerate(NAMES)]
 CASES += [

@@ -47,6 +47,7 @@ OWN: dict[str, dict[str, list[Any]]] = {
     "latent": {"draft": ["none", "ngram", "mtp"]},
     # The model was trained with compressed entries. Its attention takes no adapters.
     "sparse": {"kv": ["auto"], "lora": [False]},
+    "generic": {"lora": [False]},
     "images, delta": {"draft": ["none", "ngram", "mtp"]},
 }
 #: Memory for embeddings, in families with images.
@@ -70,7 +71,9 @@ OF_FAMILIES = [(family, case) for family in NAMES for case in covering(of_family
 def by_default() -> list[tuple[str, dict[str, Any]]]:
     """Return the families without images, and a minimal number of cases with images."""
     made = []
-    for case in covering({"family": [*FAMILIES, *OTHERS], **FEATURES}):
+    # The generic form differs in the code of the model alone, so its cases are slow.
+    forms = [family for family in (*FAMILIES, *OTHERS) if family != "generic"]
+    for case in covering({"family": forms, **FEATURES}):
         family = case.pop("family")
         own = of_family(family)
         made.append((family, {f: value if value in own[f] else own[f][0] for f, value in case.items()}))
@@ -79,6 +82,10 @@ def by_default() -> list[tuple[str, dict[str, Any]]]:
 
 
 CASES = cases_of(by_default())
+CASES += [
+    pytest.param(*one, marks=pytest.mark.slow, id=f"generic-{name(one[1])}")
+    for one in few_of([one for one in OF_FAMILIES if one[0] == "generic"])
+]
 CASES += [
     pytest.param(*one, marks=pytest.mark.grid, id=f"{one[0]}-{name(one[1])}-of its form")
     for one in OF_FAMILIES

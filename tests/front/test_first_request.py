@@ -167,4 +167,5 @@ def test_every_bundled_model_has_a_description_that_all_show(weft_server: Any) -
     known = about(hub.bundled_models()["spool-text"])
     assert (card["about"], card["example"]) == (known.does, known.question)
     assert card["input_modalities"] == ["text"]
+    assert card["implementation"] == "weft"
     assert about("/no/such/model").does == ""

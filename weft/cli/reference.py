@@ -39,6 +39,7 @@ class Reference:
             model.num_hidden_layers_override,
             trust_remote_code=model.trust_remote_code,
             language_model_only=True,  # only text is compared
+            model_impl=model.model_impl,
         )
         name = dtype or (self.spec.dtype if model.dtype == "auto" else model.dtype)
         settings = transformers.AutoConfig.from_pretrained(

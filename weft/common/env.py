@@ -49,6 +49,11 @@ def get(name: str, default: str = "") -> str:
     return os.environ.get(name, default)
 
 
+def with_changes(changes: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of this process with ``changes``, for a child process."""
+    return {**os.environ, **changes}
+
+
 def is_set(name: str) -> bool:
     """Return True if the variable is set, even if empty. Raises KeyError for a name outside ``VARIABLES``."""
     return bool(get(name)) or name in os.environ

@@ -20,6 +20,7 @@ from weft.config import devices, hub
 from weft.config.expert_settings import check_experts
 from weft.config.families import load_spec
 from weft.config.families.facts import read_json
+from weft.config.families.generic.probing import check_settings
 from weft.config.families.rope_settings import fit_context
 from weft.config.families.tasks.pooling import overrides_of
 from weft.config.families.weight_files import check_weight_files, refuse_adapter
@@ -161,6 +162,7 @@ def read_spec(config: Config, path: str) -> ModelSpec:
         trust_remote_code=model.trust_remote_code,
         overrides=overrides_of(model),
         mtp=int(config.speculation.speculative_method == "mtp" and not encodes),
+        model_impl=model.model_impl,
     )
     if encodes:
         check_encoder(config)
@@ -175,6 +177,7 @@ def read_spec(config: Config, path: str) -> ModelSpec:
             f"--take-embeddings: {spec.architecture} has no image input; remove --take-embeddings",
             param="--take-embeddings",
         )
+    check_settings(spec, config.runner.deterministic, config.lora.max_loras)
     spec = check_experts(with_cache_dtype(spec, config.cache), config.parallel)
     local_spec(spec, check_hosts(config.parallel).layout)  # raises if the ranks do not divide the model
     return spec

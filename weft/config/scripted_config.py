@@ -37,6 +37,7 @@ def resolve_scripted(config: Config) -> EngineConfig:
         path,
         trust_remote_code=model.trust_remote_code,
         language_model_only=model.language_model_only,
+        model_impl=model.model_impl,
         overrides=overrides_of(model),
     )
     if model.tokenizer is not None:  # another tokenizer has other end ids

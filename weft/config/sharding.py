@@ -48,6 +48,11 @@ def share_of_kv(heads: int, rank: int, ranks: int) -> tuple[int, int]:
 def check(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError with --tensor-parallel-size if the ranks do not divide all sizes of ``spec``."""
     ranks = layout.tensor
+    if ranks > 1 and spec.undivided:
+        raise ConfigError(
+            f"--tensor-parallel-size {ranks}: {spec.undivided}; use --tensor-parallel-size 1",
+            param="--tensor-parallel-size",
+        )
     problems = [f"{size} {what}" for what, size in _divided(spec, layout) if size % ranks]
     for kv in _kv_heads(spec):
         if kv % ranks and ranks % kv:

@@ -385,6 +385,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     draft: ModelSpec | None = None
     """Draft model; None for speculation without a draft model. In the caches its layers follow the model's
     layers and MTP modules."""
+    undivided: str = ""
+    """Reason why tensor parallel ranks cannot divide the model; empty if ranks can."""
 
     def cache_of(self, layer: int) -> int:
         """Return the number of the first KV cache group of ``layer``. Raise KeyError if there is none."""
@@ -396,6 +398,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if not result:
             raise KeyError(layer)
         return result
+
+    @property
+    def implementation(self) -> Literal["weft", "transformers"]:
+        """Source of the modeling code: Weft's own families, or transformers."""
+        return "transformers" if self.family == "transformers" else "weft"
 
     @property
     def forms(self) -> tuple[str, ...]:

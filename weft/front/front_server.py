@@ -371,15 +371,17 @@ def ready_text(listener: socket.socket, config: EngineConfig, section: FrontSect
     """Return the text printed once the server answers requests: a line for machines, and a command for
     people. ``chats``: True if the model has a chat template.
 
-    The first line is ``weft is ready: URL model=NAME``. The form of the line is a contract of the command
-    line.
+    The first line is ``weft is ready: URL model=NAME``, and `` implementation=transformers`` behind the name
+    where transformers computes the model. The form of the line is a contract of the command line.
     """
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     scheme = "http" if section.ssl_certfile is None else "https"
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     first = first_request.command(url, config, section, chats=chats)
-    return f"weft is ready: {url} model={config.served_names[0]}\ntry: {first}\n"
+    other = config.spec.implementation
+    said = "" if other == "weft" else f" implementation={other}"
+    return f"weft is ready: {url} model={config.served_names[0]}{said}\ntry: {first}\n"
 
 
 def most_connections(files: int, requests: int) -> int:

@@ -32,7 +32,7 @@ from weft.models.decoder import Decoder, Model
 from weft.models.files import WeightFile
 from weft.models.quantized.filling import FillTarget, hold_rounded, is_zero_bias
 from weft.models.quantized.sources import Part, TensorSource, part_of, without_effect
-from weft.models.registry import BLOCKS, FRAMES, WEIGHTS
+from weft.models.registry import BLOCKS, FRAMES, LOADERS, WEIGHTS
 from weft.models.slices import note_largest, part_shape, windows
 from weft.models.weights import Placement, WeightMap, add_score
 from weft.moe.block import RoutedMLP
@@ -109,6 +109,8 @@ def load_model(
     Logs one line about quantized weights. With experts divided over ranks, sets ``model.experts.reload``.
     Raises ConfigError that lists all missing and unexpected weights, or names the first misshaped weight.
     """
+    if spec.family in LOADERS:
+        return LOADERS.get(spec.family)(**locals())  # the arguments of this call, and nothing else
     held = pack and packed and quantization == "none" and keeps_codes(spec, dtype, device)
     given: dict[str, Any] = {"quantization": quantization, "invariant": invariant, "experts": experts}
     staged = pack and load_format != "dummy" and (held or quantization != "none")
@@ -122,8 +124,7 @@ def load_model(
     if partial or load_format == "dummy":
         fill_randomly(model, seed)
     if load_format != "dummy":
-        path = Path(folder)
-        files = weight_files(path, load_format)
+        files = weight_files(path := Path(folder), load_format)
         weights = add_score(WEIGHTS.get(spec.family)(spec), spec)
         stay = {"packed": held, "blocks": device.type == "cpu"}
         filled = fill(model, weights, files, _saved_layers(path, spec), progress, partial, **stay)
@@ -135,9 +136,8 @@ def load_model(
     if filled is not None:
         filled.report(dtype)
     if model.experts is not None and mesh is not None:
-        apart = replace(mesh, formed=[])  # a temporary model must not add callbacks to the mesh
-        given["packed"] = packed
-        where = (folder, spec, dtype, device, load_format, seed, False, apart)
+        given["packed"] = packed  # and a temporary model must not add callbacks to the mesh:
+        where = (folder, spec, dtype, device, load_format, seed, False, replace(mesh, formed=[]))
         model.experts.reload = lambda placements: load_model(*where, **given, placements=placements).experts
     return model
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from weft.common.registry import Registry
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build
-from weft.models.decoder import Block, Decoder
+from weft.models.decoder import Block, Decoder, Model
 from weft.models.weights import WeightMap
 
 BLOCKS: Registry[Callable[[ModelSpec, int, Build], Block]] = Registry("model family")
@@ -40,3 +40,7 @@ FRAMES.add("falcon_h1", "weft.models.declared.model:DeclaredDecoder")
 FRAMES.add("granite_hybrid", "weft.models.declared.model:DeclaredDecoder")
 FRAMES.add("deepseek_v32", "weft.models.deepseek_v32.model:IndexedDecoder")
 FRAMES.add("deepseek_v4", "weft.models.deepseek_v4.model:StreamsDecoder")
+
+#: Families that load themselves, with the arguments of ``load_model``.
+LOADERS: Registry[Callable[..., Model]] = Registry("model family")
+LOADERS.add("transformers", "weft.models.generic.load:load")

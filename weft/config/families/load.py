@@ -14,6 +14,7 @@ from weft.common.registry import Registry
 from weft.config.families.declared.rows import MODEL_TYPES as DECLARED_TYPES
 from weft.config.families.declared.rows import ROWS, WRAPPERS
 from weft.config.families.facts import Facts, read_json
+from weft.config.families.generic import probing as generic
 from weft.config.families.quantized import quantized_spec
 from weft.config.families.tasks.pooling import (
     CLASSIFIES,
@@ -92,14 +93,16 @@ def load_spec(
     mtp: int = 0,
     language_model_only: bool = False,
     overrides: Mapping[str, Any] | None = None,
+    model_impl: str = "auto",
 ) -> ModelSpec:
     """Return the spec of the checkpoint in ``folder``.
 
     End-of-text ids are the union of ``config.json`` and ``generation_config.json``. Tensor names decide if
     there is an output head (``ModelSpec.head``). A checkpoint with code (``auto_map``) is refused unless
-    ``trust_remote_code``. The code never runs: the architecture must be one of Weft's own. At most ``mtp``
-    modules that predict further tokens are kept. ``language_model_only`` drops the vision tower.
-    ``overrides``: fields of --hf-overrides. Raise ConfigError for a checkpoint that cannot be served.
+    ``trust_remote_code``. The code never runs: Weft or transformers must have the architecture.
+    At most ``mtp`` modules that predict further tokens are kept. ``language_model_only`` drops the vision
+    tower. ``overrides``: fields of --hf-overrides. ``model_impl``: weft, transformers, or auto (Weft's own if
+    there is one). Raise ConfigError for a checkpoint that cannot be served.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -121,8 +124,9 @@ def load_spec(
     classify, pooled = classify_spec(tasks, path, classifies=classifies), pooled_spec(tasks, path)
     layers = {name: value for name, value in config.items() if name not in TASK_FIELDS}
     facts = Facts({**layers, "architectures": [_architecture(Facts(config))]}, names)
-    build = FAMILIES.get(facts.get("architectures")[0])
-    spec = build(facts, num_hidden_layers_override)
+    if generic.serves(architecture := facts.get("architectures")[0], model_impl, FAMILIES):
+        return generic.load_spec(path, facts, architecture, num_hidden_layers_override, mtp, pooled)
+    spec = FAMILIES.get(architecture)(facts, num_hidden_layers_override)
     facts.refuse_unknown_computation()
     if mtp > spec.mtp_layers or (mtp and not _has_modules(facts)):
         raise ConfigError(
@@ -151,7 +155,11 @@ def refuse_unserved(folder: Path) -> None:
     """
     config = read_json(folder, "config.json")
     if config is not None and config.get("architectures"):
-        FAMILIES.get(_architecture(Facts(config)))
+        architecture = _architecture(Facts(config))
+        if generic.serves(architecture, "auto", FAMILIES):
+            generic.probed_spec(folder, architecture, None)
+        else:
+            FAMILIES.get(architecture)
 
 
 def _classifies(config: Mapping[str, Any]) -> bool:

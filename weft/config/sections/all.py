@@ -73,6 +73,14 @@ class ModelSection(Section, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Keep only the first N layers (for tests and benchmarks)."),
     ] = None
+    model_impl: Annotated[
+        Literal["auto", "weft", "transformers"],
+        Meta(
+            description="Implementation of the model. weft: Weft's own. transformers: the modeling code of "
+            "transformers with Weft's attention and KV cache; needs the extra weft[models]. auto: Weft's "
+            "own if there is one, otherwise transformers."
+        ),
+    ] = "auto"
     quantization: Annotated[
         Literal["none", "int8", "w8a8", "int4", "w4a8", "fp8"],
         Meta(

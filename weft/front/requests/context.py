@@ -453,6 +453,7 @@ class Front:
             created=self.created,
             max_model_len=self.config.kv.max_model_len,
             input_modalities=("text", "image") if sees else ("text",),
+            implementation=self.config.spec.implementation,
             about=known.does or UNSET,
             example=known.question if known.does else UNSET,
             examples=known.examples or UNSET,

@@ -90,3 +90,8 @@ def names_of(weight: str, role: str) -> list[str]:
 def without_effect(name: str) -> bool:
     """Return True if a tensor of a quantized checkpoint has no effect on weights."""
     return name.endswith(_WITHOUT_EFFECT)
+
+
+def weights_named(name: str) -> list[str]:
+    """Return every weight of which a published tensor ``name`` can be a part; the plain weight first."""
+    return [name] + [name.removesuffix(end) + whole for end, whole, _ in _PARTS if name.endswith(end)]

@@ -1,0 +1,310 @@
+"""The generic backend against transformers: tokens, refusals, ranks, quantized weights, names."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.models.test_quantized_loading import FORMATS, _folders, save_moe
+from tests.support.generic_models import classes, greedy, tiny_model
+from tests.support.generic_table import CLOSE, NEW, WRONG, generated, judge, logits_of, prompts_of
+from tests.support.ranks import on_ranks
+from tests.support.slow import mostly_slow
+from weft.common.errors import ConfigError
+from weft.config.families import load_spec
+from weft.config.spec import ModelSpec
+from weft.models.generic.load import load
+from weft.models.generic.masks import classify
+from weft.models.generic.probe import probe_folder
+from weft.models.loader import load_model
+from weft.types.layout import Layout
+
+CPU = torch.device("cpu")
+F64 = torch.float64
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "transformers.md"
+
+
+def saved(folder: Path, name: str, **more: Any) -> Any:
+    """Save a tiny model and return the model."""
+    model = tiny_model(name, **more)
+    model.save_pretrained(folder)
+    return model
+
+
+def spec_of(folder: Path, name: str) -> ModelSpec:
+    return probe_folder(str(folder), f"{name}ForCausalLM")
+
+
+def opened(folder: Path, name: str, dtype: torch.dtype = F64, **more: Any) -> Any:
+    return load(str(folder), spec_of(folder, name), dtype, CPU, progress=False, **more)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, limit: float = CLOSE) -> None:
+    assert (found - expected).abs().max() <= limit * expected.abs().max()
+
+
+@mostly_slow("name", ["Gemma3", "Glm4Moe", "Granite", "DeepseekV3"], ["Glm4Moe"])
+def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    reference = saved(tmp_path, name)
+    prompts = prompts_of(31, 7, 12)
+    expected = [greedy(reference, prompt, NEW) for prompt in prompts]
+    assert generated(opened(tmp_path, name), prompts, NEW) == expected
+
+
+def test_facts_come_from_attention_calls(tmp_path: Path) -> None:
+    saved(tmp_path, "Gemma4")
+    caches = spec_of(tmp_path, "Gemma4").caches
+    assert [(one.window, one.kv_heads, one.head_dim, one.layers) for one in caches] == [
+        (7, 2, 16, (0, 1)),
+        (0, 2, 32, (2,)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (lambda b, h, q, k: k <= q, "full"),
+        (lambda b, h, q, k: (k <= q) & (k > q - 7), "window:7"),
+        (lambda b, h, q, k: (k <= q) & (k // 64 == q // 64), "chunk:64"),
+        (lambda b, h, q, k: k > -1, "bidirectional"),
+        (lambda b, h, q, k: (k <= q) & ((k > q - 7) | (k < 4)), "other"),
+        (lambda b, h, q, k: (k <= q) & (k % 2 == q % 2), "other"),
+    ],
+)
+def test_masks_are_classified(function: Any, kind: str) -> None:
+    assert classify(function) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("Gemma2", {}, "softcap of attention scores"),
+        ("Lfm2Moe", {}, "layers without the attention interface: 0, 2"),
+        ("DiffLlama", {}, "a layer attends twice"),
+        ("OPT", {}, "outside of a forward pass"),
+        (
+            "Llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "factor": 4.0,
+                    "rope_theta": 10000.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "rope_type 'dynamic' rotates by the longest row of a step",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    name: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, name, **changes)
+    with pytest.raises(ConfigError, match=reason):
+        opened(tmp_path, name)
+
+
+def test_state_outside_of_the_cache_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that attends and also looks at the token before passes the probe, not the self check."""
+    saved(tmp_path, "Llama")
+    cls = transformers.models.llama.modeling_llama.LlamaMLP
+    plain = cls.forward
+
+    def leaky(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return plain(self, x + x.roll(1, dims=1))
+
+    monkeypatch.setattr(cls, "forward", leaky)
+    with pytest.raises(ConfigError, match="a sequence in pieces differs from the whole sequence"):
+        opened(tmp_path, "Llama")
+
+
+def test_attention_unlike_that_of_transformers_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, "Llama")
+    module = transformers.models.llama.modeling_llama
+    plain = module.eager_attention_forward
+
+    def other(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, **more: Any) -> Any:
+        return plain(module, q, k, v, mask, 1.5 * scaling, **more)
+
+    monkeypatch.setattr(module, "eager_attention_forward", other)
+    with pytest.raises(ConfigError, match="differs from the attention of transformers"):
+        opened(tmp_path, "Llama")
+
+
+@mostly_slow("name", ["Gemma3", "Qwen2Moe"], ["Qwen2Moe"])
+def test_ranks_compute_the_logits_of_one(name: str, tmp_path: Path) -> None:
+    saved(tmp_path, name)
+    expected = logits_of(opened(tmp_path, name))
+    found = on_ranks(Layout(tensor=2), lambda mesh: logits_of(opened(tmp_path, name, mesh=mesh)))
+    assert torch.equal(found[0], found[1])
+    assert_close(found[0], expected)
+
+
+@pytest.mark.slow
+def test_ranks_share_kv_heads(tmp_path: Path) -> None:
+    saved(tmp_path, "Llama", num_key_value_heads=1)
+    expected = logits_of(opened(tmp_path, "Llama"))
+    found = on_ranks(Layout(tensor=2), lambda mesh: logits_of(opened(tmp_path, "Llama", mesh=mesh)))
+    assert_close(found[0], expected)
+
+
+def test_a_plan_without_heads_refuses_ranks(tmp_path: Path) -> None:
+    saved(tmp_path, "Olmo2")
+    assert "does not divide the attention heads" in spec_of(tmp_path, "Olmo2").undivided
+
+
+@mostly_slow("form", list(FORMATS), ["fp8 blocks"])
+def test_quantized_checkpoints_load_by_module_name(form: str, tmp_path: Path) -> None:
+    """The logits are those of Weft's own implementation on the same files."""
+    plain = tmp_path / "plain"
+    sizes = {"num_attention_heads": 4, "num_experts": 3, "moe_intermediate_size": 32}
+    save_moe(plain, vocab_size=128, hidden_size=64, intermediate_size=96, **sizes)
+    packed, _ = _folders(plain, tmp_path / "made", *FORMATS[form])
+    own = load_spec(str(packed))
+    expected = logits_of(load_model(str(packed), own, torch.float32, CPU, progress=False))
+    spec = load_spec(str(packed), model_impl="transformers")
+    assert spec.quantized == own.quantized
+    found = logits_of(load_model(str(packed), spec, torch.float32, CPU, progress=False))
+    assert_close(found, expected, 1e-3)
+
+
+@mostly_slow("quantization", ["int8", "int4"], ["int4"])
+def test_quantization_rounds_what_weft_rounds(quantization: str, tmp_path: Path) -> None:
+    saved(tmp_path, "Qwen3", tie_word_embeddings=True)
+    given = {"progress": False, "quantization": quantization}
+    own = load_model(str(tmp_path), load_spec(str(tmp_path)), torch.float32, CPU, **given)
+    found = logits_of(opened(tmp_path, "Qwen3", torch.float32, quantization=quantization))
+    assert_close(found, logits_of(own), 1e-3)
+
+
+def test_missing_and_unexpected_names_are_listed(tmp_path: Path) -> None:
+    saved(tmp_path, "Qwen2Moe")
+    tensors = load_file(tmp_path / "model.safetensors")
+    lost = [name for name in tensors if name.endswith("layers.1.mlp.experts.2.down_proj.weight")]
+    assert lost
+    for name in (*lost, "model.norm.weight"):
+        del tensors[name]
+    tensors["model.layers.0.extra.weight"] = torch.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError) as raised:
+        opened(tmp_path, "Qwen2Moe")
+    message = raised.value.message
+    assert "missing: " in message
+    assert lost[0] in message
+    assert "model.norm.weight" in message
+    assert "unexpected: model.layers.0.extra.weight" in message
+
+
+def test_a_saved_copy_of_a_tied_table_must_be_equal(tmp_path: Path) -> None:
+    saved(tmp_path, "Gemma", tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": table.clone()}, tmp_path / "model.safetensors")
+    opened(tmp_path, "Gemma")
+    save_file({**tensors, "lm_head.weight": table + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="set tie_word_embeddings to false"):
+        opened(tmp_path, "Gemma")
+
+
+@pytest.mark.slow
+def test_names_without_the_base_prefix_load(tmp_path: Path) -> None:
+    saved(tmp_path, "Gemma", tie_word_embeddings=True)
+    expected = logits_of(opened(tmp_path, "Gemma"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    short = {name.removeprefix("model."): values for name, values in tensors.items()}
+    save_file(short, tmp_path / "model.safetensors")
+    assert torch.equal(logits_of(opened(tmp_path, "Gemma")), expected)
+
+
+@pytest.mark.slow
+def test_a_router_that_reads_its_weight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reference = saved(tmp_path, "HunYuanMoEV1")
+    prompts = prompts_of(9, 5)
+    expected = [greedy(reference, prompt, 3) for prompt in prompts]
+    assert generated(opened(tmp_path, "HunYuanMoEV1"), prompts, 3) == expected
+    assert "loaded without" not in caplog.text
+
+
+@pytest.mark.slow
+def test_modules_that_read_weights_keep_the_code_of_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls = transformers.models.llama.modeling_llama.LlamaAttention
+    plain = cls.forward
+
+    def reading(self: Any, *given: Any, **more: Any) -> Any:
+        assert self.q_proj.weight.dim() == 2
+        return plain(self, *given, **more)
+
+    monkeypatch.setattr(cls, "forward", reading)
+    reference = saved(tmp_path, "Llama")
+    prompts = prompts_of(9, 5)
+    expected = [greedy(reference, prompt, 3) for prompt in prompts]
+    assert generated(opened(tmp_path, "Llama"), prompts, 3) == expected
+    assert "loaded without Weft's ops" in caplog.text
+
+
+@pytest.mark.slow
+def test_models_in_two_threads_do_not_meet(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("Llama", "Gemma")}
+    models = {}
+    for name, folder in folders.items():
+        saved(folder, name)
+        models[name] = opened(folder, name)
+    expected = {name: logits_of(model) for name, model in models.items()}
+    found = dict[str, list[torch.Tensor]]()
+
+    def work(name: str) -> None:
+        found[name] = [logits_of(models[name]) for _ in range(4)]
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in models:
+        assert all(torch.equal(one, expected[name]) for one in found[name])
+
+
+@pytest.mark.slow
+def test_keys_and_values_in_8_bits(tmp_path: Path) -> None:
+    saved(tmp_path, "Gemma3")
+    spec = spec_of(tmp_path, "Gemma3")
+    expected = logits_of(opened(tmp_path, "Gemma3", torch.float32))
+    caches = tuple(msgspec.structs.replace(one, fp8=True) for one in spec.caches)
+    fp8 = msgspec.structs.replace(spec, caches=caches)
+    model = load(str(tmp_path), fp8, torch.float32, CPU, progress=False)
+    assert_close(logits_of(model), expected, 0.3)
+
+
+def test_deterministic_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "Gemma")
+    with pytest.raises(ConfigError, match="--deterministic"):
+        opened(tmp_path, "Gemma", invariant=True)
+
+
+@pytest.mark.slow
+def test_fewer_layers(tmp_path: Path) -> None:
+    saved(tmp_path, "Gemma3")
+    spec = probe_folder(str(tmp_path), "Gemma3ForCausalLM", 2)
+    assert [one.layers for one in spec.caches] == [(0,), (1,)]
+    load(str(tmp_path), spec, F64, CPU, "dummy", progress=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", classes())
+def test_every_class_is_served_or_refused(name: str, tmp_path: Path) -> None:
+    """Tokens are those of transformers, or a reason stands. The page has the same result."""
+    verdict = judge(name, str(tmp_path))
+    assert verdict.result != WRONG
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    assert any(line.startswith(f"| {name} | {verdict.result} | {verdict.ranks} |") for line in lines)

@@ -1,0 +1,219 @@
+"""Model specs for the generic backend: facts found by a probe in a process of its own. No torch here.
+
+The probe needs torch and transformers, and this process may have neither. The result of a probe depends on
+config.json and on the version of transformers, so the result is stored in the user's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weft.common import env
+from weft.common.errors import ConfigError
+from weft.common.folder import cache_folder
+from weft.common.log import get_logger
+from weft.common.registry import Registry
+from weft.config.families.facts import Facts, read_json
+from weft.config.families.quantized import quantized_spec
+from weft.config.families.weight_files import saved_dtype
+from weft.config.spec import ModelSpec, PooledSpec
+
+log = get_logger(__name__)
+
+#: First supported version of transformers, and the first version beyond the tested versions.
+OLDEST, BEYOND = (5, 17), (5, 24)
+SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+INSTALL = "pip install 'weft[models]'"
+_VERSION = 1
+"""Version of the probe. Results of other versions are not read."""
+_TIMEOUT_S = 600.0
+
+
+class Probed(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a probe: a spec, or the reason for a refusal."""
+
+    spec: ModelSpec | None = None
+    refused: str = ""
+
+
+def transformers_version() -> str | None:
+    """Return the version of the installed transformers; None if transformers is not installed."""
+    try:
+        return importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def serves(architecture: str, model_impl: str, families: Registry[Any]) -> bool:
+    """Return True if the implementation of transformers serves ``architecture``.
+
+    ``model_impl``: weft, transformers, or auto. ``families``: architectures with an own implementation. With
+    auto and no own implementation: True, except for a name that transformers does not know either; the error
+    then suggests names of ``families``.
+    """
+    if model_impl != "auto":
+        return model_impl == "transformers"
+    if architecture in families:
+        return False
+    return transformers_version() is None or _is_known(architecture)
+
+
+def _is_known(architecture: str) -> bool:
+    """Return True if the installed transformers has the causal model ``architecture``.
+
+    Reads the source of the table of models: importing transformers would import torch.
+    """
+    if not architecture.endswith("ForCausalLM"):
+        return False
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return False
+    table = Path(found.origin).parent / "models" / "auto" / "modeling_auto.py"
+    try:
+        return f'"{architecture}"' in table.read_text(encoding="utf-8")
+    except OSError:
+        return True  # the probe will know
+
+
+def load_spec(
+    path: Path, facts: Facts, architecture: str, layers: int | None, mtp: int, pooled: PooledSpec
+) -> ModelSpec:
+    """Return the spec of the checkpoint in ``path``, complete. ``mtp``: modules wanted for drafts.
+    ``pooled``: rules for embeddings of prompts.
+
+    ``facts``: config.json. Raise ConfigError.
+    """
+    if mtp:
+        raise ConfigError(
+            "--speculative-method mtp: the implementation of transformers has no module that predicts "
+            "further tokens; use --speculative-method ngram or none",
+            param="--speculative-method",
+        )
+    spec = probed_spec(path, architecture, layers)
+    nested = facts.get("text_config")
+    text = Facts(nested if isinstance(nested, dict) else {})
+    generation = read_json(path, "generation_config.json")
+    more = Facts(generation).integers("eos_token_id") if generation is not None else ()
+    saved = SAFETENSORS_DTYPES.get(saved_dtype(path) or "", "float32")
+    return msgspec.structs.replace(
+        spec,
+        eos_ids=tuple(sorted({i for i in spec.eos_ids + more if 0 <= i < spec.vocab_size})),
+        pooled=pooled,
+        dtype=facts.dtype() or text.dtype() or saved,
+        quantized=quantized_spec(facts, path) or quantized_spec(text, path),
+    )
+
+
+def check_settings(spec: ModelSpec, deterministic: bool, adapters: int) -> None:
+    """Raise ConfigError for settings that the implementation of transformers cannot keep.
+
+    ``adapters``: --max-loras.
+    """
+    if spec.implementation != "transformers":
+        return
+    if adapters:
+        raise ConfigError(
+            f"--max-loras: {spec.architecture} is served with the code of transformers, which takes no "
+            "LoRA adapters; remove the flag",
+            param="--max-loras",
+        )
+    if deterministic:
+        raise ConfigError(
+            f"--deterministic: {spec.architecture} is served with the implementation of transformers, where "
+            "rows of a step may change the last bits of each other; remove --deterministic",
+            param="--deterministic",
+        )
+
+
+def check_transformers(architecture: str) -> str:
+    """Return the installed version of transformers.
+
+    Raise ConfigError with the command that installs a supported version.
+    """
+    why = f"Weft has no own implementation of {architecture}"
+    version = transformers_version()
+    wanted = f"transformers {'.'.join(map(str, OLDEST))} or newer, before {'.'.join(map(str, BEYOND))}"
+    if version is None:
+        raise ConfigError(
+            f"{why}. The implementation of transformers may serve the model: {INSTALL}",
+            param="--model-impl",
+        )
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if not OLDEST <= numbers < BEYOND:
+        raise ConfigError(
+            f"{why}. The implementation of transformers needs {wanted}, not {version}: {INSTALL}",
+            param="--model-impl",
+        )
+    return version
+
+
+def probed_spec(folder: Path, architecture: str, layers: int | None) -> ModelSpec:
+    """Return the spec of the checkpoint in ``folder`` for the class ``architecture`` of transformers.
+
+    ``layers``: number of layers to keep, None for all. ``dtype`` of the spec is empty. Raise ConfigError.
+    """
+    version = check_transformers(architecture)
+    content = (folder / "config.json").read_bytes()
+    key = hashlib.sha256(f"{_VERSION}\0{version}\0{architecture}\0{layers}\0".encode() + content)
+    path = cache_folder("probes") / f"{key.hexdigest()[:32]}.json"
+    found = _stored(path)
+    if found is None:
+        found = run_probe(folder, architecture, layers)
+        _store(path, found)
+    if found.spec is None:
+        raise ConfigError(found.refused, param="--model")
+    return found.spec
+
+
+def run_probe(folder: Path, architecture: str, layers: int | None) -> Probed:
+    """Run the probe in a process of its own. Raise ConfigError if the process fails.
+
+    A refusal is a result: the model cannot be served, whatever the machine.
+    """
+    command = [sys.executable, "-m", "weft.models.generic.probe", str(folder), architecture]
+    command += [] if layers is None else [str(layers)]
+    quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    quiet["OMP_NUM_THREADS"] = "1"  # the pass computes nothing
+    log.info("probing %s with the modeling code of transformers", architecture)
+    try:
+        done = subprocess.run(
+            command, env=env.with_changes(quiet), capture_output=True, timeout=_TIMEOUT_S, check=False
+        )
+        return msgspec.json.decode(done.stdout, type=Probed)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"the probe of {architecture} did not end within {_TIMEOUT_S:g} s", param="--model"
+        ) from error
+    except msgspec.MsgspecError as error:
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(f"the probe of {architecture} failed: {last[:300]}", param="--model") from error
+
+
+def _stored(path: Path) -> Probed | None:
+    """Return the stored result, or None if there is none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Probed)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _store(path: Path, found: Probed) -> None:
+    """Store ``found`` at ``path`` atomically. A failure costs only the time of the next probe."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=".making-", dir=path.parent)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(found))
+        os.replace(name, path)
+    except OSError as error:
+        log.warning("the result of the probe cannot be stored in %s (%s)", path.parent, error.strerror)

@@ -1,0 +1,1 @@
+"""Generic backend: modeling code of transformers on Weft's paged caches."""

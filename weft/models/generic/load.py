@@ -1,0 +1,218 @@
+"""Loading for the generic backend: skeleton, probe, substitution, weights, self check."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.common.errors import ConfigError
+from weft.common.log import get_logger
+from weft.config.families.weight_files import weight_files
+from weft.config.spec import ModelSpec
+from weft.layers.build import AdapterOptions, Build, ExpertOptions
+from weft.layers.pending_codes import Notes
+from weft.models import loader
+from weft.models.files import WeightFile
+from weft.models.generic.model import TransformersModel
+from weft.models.generic.modules import Sums
+from weft.models.generic.probe import run_probe
+from weft.models.generic.self_check import check_loaded
+from weft.models.generic.skeleton import make_skeleton, read_config
+from weft.models.generic.swap import Substitution, Swapper
+from weft.models.generic.weights import published_map
+from weft.parallel.mesh import Mesh
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    load_format: str
+    seed: int
+    progress: bool
+    pack: bool
+    codes: bool
+
+
+def load(
+    folder: str,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: bool = True,
+    mesh: Mesh | None = None,
+    *,
+    quantization: str = "none",
+    invariant: bool = False,
+    experts: ExpertOptions | None = None,
+    adapters: AdapterOptions | None = None,
+    placements: object = None,
+    pack: bool = True,
+    packed: bool = True,
+) -> TransformersModel:
+    """Load the model of ``folder`` with the modeling code of transformers. Raises ConfigError.
+
+    The arguments are those of ``weft.models.loader.load_model``; ``placements`` must be None. Modules are
+    replaced by Weft's ops where recognized. If the model then fails in the self check with another error than
+    ConfigError, the model is loaded again without replacements, and the error is logged.
+    """
+    _check(invariant, adapters)
+    assert placements is None, "no experts are divided over ranks"
+    codes = pack and packed and quantization == "none" and loader.keeps_codes(spec, dtype, device)
+    staged = pack and load_format != "dummy" and (codes or quantization != "none")
+    build = Build(
+        dtype=dtype,
+        device=device,
+        mesh=mesh or Mesh(),
+        quantization=quantization,
+        staged=staged,
+        experts=experts or ExpertOptions(),
+    )
+    options = _Options(load_format=load_format, seed=seed, progress=progress, pack=pack, codes=codes)
+    try:
+        return _load(folder, spec, build, options, ops=True)
+    except ConfigError:
+        raise
+    except Exception as error:  # modeling code may read attributes that Weft's modules lack
+        log.warning("%s is loaded without Weft's ops: %s", spec.architecture, error)
+    # A new build: the old build has notes of the dropped parameters.
+    build = dataclasses.replace(build, ops={}, notes=Notes())
+    try:
+        return _load(folder, spec, build, options, ops=False)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{spec.architecture} cannot be served with the implementation of transformers: {error}",
+            param="--model",
+        ) from error
+
+
+def _check(invariant: bool, adapters: AdapterOptions | None) -> None:
+    """Raise ConfigError for options that modules of transformers cannot keep."""
+    if adapters is not None and adapters.places:
+        raise ConfigError(
+            "--max-loras: the implementation of transformers takes no LoRA adapters", param="--max-loras"
+        )
+    if invariant:
+        raise ConfigError(
+            "--deterministic: the modules of transformers have no invariant form, so what is computed beside "
+            "a row may change its bits; remove --deterministic or use --model-impl weft",
+            param="--deterministic",
+        )
+
+
+def _load(folder: str, spec: ModelSpec, build: Build, options: _Options, *, ops: bool) -> TransformersModel:
+    config = read_config(folder, _layers(folder, spec))
+    published = make_skeleton(config, spec.architecture, build.dtype)
+    sums = Sums(build.comm)
+    inputs = list[tuple[str, Any]]()
+    with _inputs_of(published, inputs):
+        calls = run_probe(published)
+    _fill_buffers(published, build)  # before modules with buffers are replaced
+    swapped = Swapper(published, calls, inputs, build, sums).swap(ops=ops)
+    inputs.clear()
+    model = TransformersModel(spec, build, published, sums, swapped.loops)
+    filled = None
+    if options.load_format == "dummy":
+        loader.fill_randomly(model, options.seed)
+    else:
+        filled = _fill(model, folder, config, swapped, options)
+    if options.pack:
+        model.pack()
+        if filled is not None:
+            filled.report(build.dtype)
+        found = ", ".join(f"{what} ({count})" for what, count in sorted(swapped.counts.items()))
+        log.info("%s: code of transformers, with Weft's ops for %s", spec.architecture, found or "attention")
+        check_loaded(model)
+    return model
+
+
+def _layers(folder: str, spec: ModelSpec) -> int | None:
+    """Return the number of layers to keep; None if the spec has all layers."""
+    whole = read_config(folder).get_text_config().num_hidden_layers
+    return None if whole == spec.layers else spec.layers
+
+
+class _inputs_of:
+    """Context in which the inputs of linear layers are appended to a list, in the order of the calls."""
+
+    def __init__(self, model: Any, found: list[tuple[str, Any]]) -> None:
+        self._model = model
+        self._found = found
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        for name, module in self._model.named_modules():
+            if type(module) is nn.Linear:
+                self._hooks.append(module.register_forward_pre_hook(self._hook(name)))
+
+    def _hook(self, name: str) -> Any:
+        def note(_: Any, given: tuple[Any, ...]) -> None:
+            if given:
+                self._found.append((name, given[0]))
+
+        return note
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def _fill_buffers(model: Any, build: Build) -> None:
+    """Compute the buffers that checkpoints do not contain, rotation frequencies for example.
+
+    Transformers computes such buffers in ``_init_weights``. The same method draws random weights, without
+    effect on parameters without memory. Raises ConfigError for a buffer that is not computed.
+    """
+    owners = [
+        (name, module)
+        for name, module in model.named_modules()
+        if set(module._buffers) & module._non_persistent_buffers_set
+    ]
+    for name, module in owners:
+        ours = [key for key in module._buffers if key in module._non_persistent_buffers_set]
+        for key in ours:
+            buffer = module._buffers[key]
+            if buffer is not None:
+                fill = torch.nan if buffer.is_floating_point() else 0
+                module._buffers[key] = torch.full_like(buffer, fill, device="cpu")
+        # NaN before, so that a buffer which the class does not compute is found below.
+        model._init_weights(module)
+        for key in ours:
+            buffer = module._buffers[key]
+            if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().any()):
+                raise ConfigError(
+                    f"{type(model).__name__}: transformers does not compute the buffer {name}.{key}",
+                    param="--model",
+                )
+            module._buffers[key] = None if buffer is None else buffer.to(build.device)
+
+
+def _fill(
+    model: TransformersModel, folder: str, config: Any, swapped: Substitution, options: _Options
+) -> Any:
+    """Fill the parameters from the files. Return the target of the load, which can report."""
+    path = Path(folder)
+    files = weight_files(path, options.load_format)
+    partial = options.load_format == "partial"
+    if partial:
+        loader.fill_randomly(model, options.seed)
+    names = list[str]()
+    for one in files:
+        with WeightFile(one) as file:
+            names += file.names()
+    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+    twin = make_skeleton(config, model.spec.architecture, model.dtype)
+    weights = published_map(twin, swapped.targets, parameters, names)
+    saved = read_config(folder).get_text_config().num_hidden_layers
+    codes = {"packed": options.codes, "blocks": options.codes and model.device.type == "cpu"}
+    return loader.fill(model, weights, files, saved, options.progress, partial, **codes)

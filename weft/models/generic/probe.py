@@ -1,0 +1,257 @@
+"""Facts of a model by a probe: one forward pass over three tokens without memory.
+
+The pass records the calls of attention. Each layer must call attention exactly once, with a form that Weft's
+caches and backends support. Every other form is refused by name.
+
+    python -m weft.models.generic.probe FOLDER [LAYERS]     prints the result as JSON
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from weft.common.errors import ConfigError
+from weft.config.families.generic.probing import Probed
+from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
+from weft.models.generic.interface import AttentionCall, answered_by
+from weft.models.generic.masks import FULL, Mask, make_mask
+from weft.models.generic.parallel import undivided
+from weft.models.generic.skeleton import base_of, make_skeleton, read_config
+
+Tensor = torch.Tensor
+_TOKENS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFacts:
+    """Facts of one attention call."""
+
+    layer: int | None
+    module: str
+    """Name of the class of the attention module."""
+    heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int
+    window: int
+    """0: all positions."""
+    problems: tuple[str, ...]
+    """Reasons against the layer."""
+
+
+class Probe:
+    """Receiver that records attention calls and computes nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[LayerFacts] = []
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        problems = [f"attention has the argument {name}" for name in call.other]
+        window = call.window or 0
+        kind = FULL
+        if call.mask is not None:
+            kind = call.mask.kind if isinstance(call.mask, Mask) else "computed by the model"
+        if kind.startswith("window:"):
+            window = int(kind.removeprefix("window:"))
+        elif kind != FULL:
+            problems.append(f"mask {kind}")
+        elif call.mask is not None:
+            window = 0  # the mask decides
+        if call.softcap:
+            problems.append("softcap of attention scores")
+        if call.v.shape[3] > call.q.shape[3]:
+            problems.append(f"values of {call.v.shape[3]} dims, keys of {call.q.shape[3]}")
+        if call.q.shape[0] != 1 or call.q.shape[2] != _TOKENS or call.k.shape[2] != _TOKENS:
+            problems.append(f"keys of {call.k.shape[2]} positions for {_TOKENS} tokens")
+        if call.q.shape[1] % call.k.shape[1]:
+            problems.append(f"{call.k.shape[1]} KV heads for {call.q.shape[1]} heads")
+        self.calls.append(
+            LayerFacts(
+                layer=getattr(call.module, "layer_idx", None),
+                module=type(call.module).__name__,
+                heads=call.q.shape[1],
+                kv_heads=call.k.shape[1],
+                dim=call.q.shape[3],
+                v_dim=call.v.shape[3],
+                window=window,
+                problems=tuple(problems),
+            )
+        )
+        return call.q.new_zeros(call.q.shape[0], call.q.shape[2], call.q.shape[1], call.v.shape[3])
+
+    def route(self, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+@torch.no_grad()
+def run_probe(model: Any) -> list[LayerFacts]:
+    """Return the attention calls of one forward pass of ``model`` (a skeleton), head included.
+
+    Raises ConfigError if the pass reads values, or fails otherwise.
+    """
+    _refuse(model, _moving_rope(model))
+    # A mask of two dims: without a mask transformers reads the positions, which have no values here.
+    seen = torch.ones(1, _TOKENS, dtype=torch.int64, device="meta")
+    try:
+        return _pass(model, seen)
+    except Exception as error:  # modeling code raises many types
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        failure = error
+    # Models with a recurrent state read the mask. A finished mask lets the pass name the layers without
+    # attention; the masks then stay unknown, so the model is refused in any case.
+    calls = list[LayerFacts]()
+    with contextlib.suppress(Exception):
+        calls = _pass(model, make_mask(FULL))
+    if calls:
+        _by_layer(model, model.config.get_text_config().num_hidden_layers, calls)  # raises
+    raise ConfigError(
+        f"{type(model).__name__}: the forward pass cannot be probed without values: {line[:200]}",
+        param="--model",
+    ) from failure
+
+
+def _pass(model: Any, mask: Tensor) -> list[LayerFacts]:
+    """Return the attention calls of one forward pass with ``mask``."""
+    probe = Probe()
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    with answered_by(probe):
+        model(input_ids=ids, attention_mask=mask, use_cache=False)
+    return probe.calls
+
+
+def _by_layer(model: Any, layers: int, calls: list[LayerFacts]) -> dict[int, LayerFacts]:
+    """Return the call of each layer. Raises ConfigError that lists every problem of the model."""
+    problems = list[str]()
+    found = dict[int, LayerFacts]()
+    # Every problem is collected, so that one error names all of them.
+    for call in calls:
+        if call.layer is None:
+            problems.append(f"{call.module} has no layer number")
+            continue
+        if call.layer in found:
+            problems.append("a layer attends twice")
+        found[call.layer] = call
+        problems += call.problems
+    missing = [n for n in range(layers) if n not in found]
+    if missing:
+        shown = ", ".join(map(str, missing[:4])) + (", .." if len(missing) > 4 else "")
+        problems.append(f"layers without the attention interface: {shown}")
+    if any(n >= layers for n in found):
+        problems.append(f"attention in layers beyond {layers}")
+    _refuse(model, problems)
+    return found
+
+
+def _refuse(model: Any, problems: list[str]) -> None:
+    """Raise ConfigError that lists ``problems``, if there are any."""
+    if problems:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be served with the implementation of transformers: "
+            + "; ".join(dict.fromkeys(problems)),
+            param="--model",
+        )
+
+
+def _moving_rope(model: Any) -> list[str]:
+    """Return reasons against rotations that depend on the longest row of a step."""
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", 0) or 0
+    found = list[str]()
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+            trained = _trained_positions(config)
+            if kind in ("dynamic", "longrope") and positions > trained:
+                found.append(f"rope_type {kind!r} rotates by the longest row of a step")
+    return found
+
+
+def _trained_positions(config: Any) -> int:
+    """Return the context length up to which a scaled rotation equals the unscaled one; 0 if unknown."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    stated = parameters.get("original_max_position_embeddings") if isinstance(parameters, dict) else None
+    return stated or getattr(config, "original_max_position_embeddings", None) or 0
+
+
+def spec_of(model: Any, calls: list[LayerFacts]) -> ModelSpec:
+    """Return the spec of ``model`` (a skeleton) from its attention calls. Raises ConfigError."""
+    config = model.config.get_text_config()
+    layers = config.num_hidden_layers
+    found = _by_layer(model, layers, calls)
+    groups = dict[tuple[int, int, int], list[int]]()
+    for layer in sorted(found):
+        call = found[layer]
+        groups.setdefault((call.window, call.kv_heads, call.dim), []).append(layer)
+    caches = tuple(
+        CacheSpec(
+            kind="window" if window else "full",
+            layers=tuple(members),
+            window=window,
+            kv_heads=kv_heads,
+            head_dim=dim,
+        )
+        for (window, kv_heads, dim), members in groups.items()
+    )
+    widest = max(found.values(), key=lambda call: call.heads * call.dim)
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return ModelSpec(
+        family="transformers",
+        architecture=type(model).__name__,
+        vocab_size=config.vocab_size,
+        hidden=config.hidden_size,
+        layers=layers,
+        heads=widest.heads,
+        kv_heads=widest.kv_heads,
+        head_dim=widest.dim,
+        intermediate=max(inner) if isinstance(inner, list | tuple) else inner,
+        rope=RopeSpec(dim=widest.dim),
+        tied=bool(getattr(model.config, "tie_word_embeddings", False)),
+        caches=caches,
+        max_position=getattr(config, "max_position_embeddings", None) or 2048,
+        eos_ids=_ids(config, "eos_token_id"),
+        bos_id=next(iter(_ids(config, "bos_token_id")), None),
+        dtype="",
+        undivided=undivided(model, list(found.values())),
+    )
+
+
+def _ids(config: Any, name: str) -> tuple[int, ...]:
+    """Return the token ids in field ``name``: a number, a list, or none."""
+    value = getattr(config, name, None)
+    values = value if isinstance(value, list | tuple) else [value]
+    return tuple(one for one in values if isinstance(one, int))
+
+
+def probe_folder(folder: str, architecture: str, layers: int | None = None) -> ModelSpec:
+    """Return the spec of the checkpoint in ``folder`` for the class ``architecture`` of transformers.
+
+    ``dtype`` is empty, and ``head`` is True: the caller knows the files. Raises ConfigError for a model that
+    cannot be served.
+    """
+    model = make_skeleton(read_config(folder, layers), architecture, torch.float32)
+    base_of(model)
+    return spec_of(model, run_probe(model))
+
+
+def main(arguments: list[str]) -> None:
+    """Print ``Probed`` as one line of JSON. Arguments: folder, architecture, number of layers or nothing."""
+    folder, architecture, *layers = arguments
+    # Only the result may be on stdout: libraries print notes.
+    out = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        made = Probed(spec=probe_folder(folder, architecture, int(layers[0]) if layers else None))
+    except ConfigError as error:
+        made = Probed(refused=error.message)
+    os.write(out, msgspec.json.encode(made) + b"\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,161 @@
+"""Recognition of modules by what the modules compute, never by their names.
+
+A module is copied with small random weights, or with random weights of its size, and its result is compared
+with Weft's op. A module that differs, or raises, stays as published.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.ops import torch_ops
+from weft.ops.moe import Gate, activate
+
+Tensor = torch.Tensor
+_EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+_HIDDEN, _INNER = 8, 12
+#: Norms of transformers compute in float32, also for float64 inputs.
+_RELATIVE, _ABSOLUTE = 1e-4, 1e-5
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _equal(one: Any, other: Tensor) -> bool:
+    """Return True if ``one`` is a tensor with the values of ``other``."""
+    return (
+        isinstance(one, Tensor)
+        and one.shape == other.shape
+        and torch.allclose(one, other, rtol=_RELATIVE, atol=_ABSOLUTE)
+    )
+
+
+def norm_of(module: nn.Module) -> tuple[float, bool] | None:
+    """Return (epsilon, centred) of an RMS norm; None for any other module.
+
+    centred: the published weight is the difference from 1.
+    """
+    weights = list(module.named_parameters(recurse=False))
+    if [name for name, _ in weights] != ["weight"] or weights[0][1].dim() != 1 or list(module.children()):
+        return None
+    eps = next((getattr(module, name) for name in _EPS_NAMES if hasattr(module, name)), None)
+    if not isinstance(eps, float):
+        return None
+    size = len(weights[0][1])
+    twin = copy.deepcopy(module).to_empty(device="cpu").double()
+    weight = _random(size)
+    x = 3 * _random(2, size)
+    try:
+        with torch.no_grad():
+            twin.weight.copy_(weight)  # type: ignore[operator]
+            made = twin(x)
+    except Exception:  # a norm with further inputs, for example
+        return None
+    for centred in (False, True):
+        if _equal(made, torch_ops.rms_norm(x, weight + float(centred), eps)):
+            return eps, centred
+    return None
+
+
+def _twin(module: nn.Module, parts: dict[str, tuple[int, int]], bias: bool) -> nn.Module:
+    """Return a shallow copy of ``module`` with small random linear layers ``parts`` (inputs, outputs)."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)
+    for name, (inputs, outputs) in parts.items():
+        layer = nn.Linear(inputs, outputs, bias=bias, dtype=torch.float64)
+        layer.weight.data = _random(outputs, inputs)
+        if bias:
+            layer.bias.data = _random(outputs)
+        twin._modules[name] = layer
+    return twin
+
+
+def _activation(result: Any, products: Callable[[str], Tensor]) -> str | None:
+    """Return the name of the activation with which ``products`` gives ``result``; None if there is none."""
+    for name in torch_ops.ACTIVATIONS:
+        if _equal(result, products(name)):
+            return name
+    return None
+
+
+@torch.no_grad()
+def mlp_of(module: nn.Module) -> tuple[str, bool] | None:
+    """Return (activation, bias) of a gated feed-forward block; None for any other module.
+
+    The block has linear layers ``gate_proj``, ``up_proj``, ``down_proj``, or ``gate_up_proj``, ``down_proj``
+    with gate rows first, and no further parameters.
+    """
+    layers = {name: part for name, part in module.named_children() if type(part) is nn.Linear}
+    single = set(layers) == {"gate_proj", "up_proj", "down_proj"}
+    if not single and set(layers) != {"gate_up_proj", "down_proj"}:
+        return None
+    others = [part for name, part in module.named_children() if name not in layers]
+    if list(module.parameters(recurse=False)) or any(list(part.parameters()) for part in others):
+        return None
+    biases = {part.bias is not None for part in layers.values()}
+    if len(biases) > 1:
+        return None
+    bias = biases.pop()
+    first = {"gate_proj": _INNER, "up_proj": _INNER} if single else {"gate_up_proj": 2 * _INNER}
+    sizes = {name: (_HIDDEN, rows) for name, rows in first.items()} | {"down_proj": (_INNER, _HIDDEN)}
+    twin = _twin(module, sizes, bias)
+    x = _random(1, 3, _HIDDEN)
+    try:
+        made = twin(x)
+    except Exception:  # the block needs its published sizes
+        return None
+    gate_up = torch.cat([twin._modules[name](x) for name in first], dim=-1)  # type: ignore[misc]
+    down: Any = twin._modules["down_proj"]
+    found = _activation(made, lambda name: down(torch_ops.gated(gate_up, name)))
+    return None if found is None else (found, bias)
+
+
+@torch.no_grad()
+def gate_of(module: Any) -> Gate | None:
+    """Return the function between the two matrices of an experts module; None if Weft has no such experts.
+
+    The module must follow the interface of transformers, with plain stacks [experts, 2 n, hidden] and
+    [experts, hidden, n], gate rows first.
+    """
+    stacks = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
+    if set(stacks) != {"gate_up_proj", "down_proj"} or not hasattr(module, "_apply_gate"):
+        return None
+    if not (module.has_gate and module.is_concatenated) or module.is_transposed or module.has_bias:
+        return None
+    up, down = stacks["gate_up_proj"], stacks["down_proj"]
+    if len(up) != 3 or down != (up[0], up[2], up[1] // 2) or module.has_post_expert_norm:
+        return None
+    x = 3 * _random(4, 2 * _INNER)
+    try:
+        made = module._apply_gate(x.clone())
+    except Exception:  # a gate with weights of its own
+        return None
+    name = _activation(made, lambda name: activate(x, Gate(activation=name)))
+    return None if name is None else Gate(activation=name)
+
+
+@torch.no_grad()
+def scale_of(module: nn.Module) -> str | None:
+    """Return how an embedding scales its rows: ``one`` or ``embed_scale`` (a buffer); None: unknown."""
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+        return None
+    if type(module) is nn.Embedding:
+        return "one"
+    if {name for name, _ in module.named_buffers()} != {"embed_scale"}:
+        return None
+    twin = copy.copy(module)
+    table = _random(5, 2)
+    twin._parameters = {"weight": nn.Parameter(table, requires_grad=False)}
+    twin._buffers = {"embed_scale": torch.tensor(3.5, dtype=torch.float64)}
+    twin.padding_idx = None
+    ids = torch.tensor([[0, 2, 1]])
+    try:
+        return "embed_scale" if _equal(twin(ids), table[ids] * 3.5) else None
+    except Exception:  # an embedding with further inputs
+        return None

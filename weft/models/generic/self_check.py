@@ -1,0 +1,194 @@
+"""Self check of a loaded model, in two comparisons of hidden states.
+
+A sequence computed whole must equal the same sequence computed in pieces. On one rank the whole must also
+equal a pass with the attention and the masks of transformers.
+
+State outside of the KV caches (a convolution over tokens, a recurrent state, positions counted by the model)
+makes the pieces differ. The probe cannot see such state in a layer that also attends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from weft.attention.base import Backends, LayerCache, SegmentInput, StepInput
+from weft.attention.registry import choose
+from weft.common.errors import ConfigError
+from weft.common.log import get_logger
+from weft.config.spec import ModelSpec
+from weft.models.generic.model import TransformersModel
+from weft.ops.kv_fp8 import VALUES
+from weft.parallel.comm import drive
+
+log = get_logger(__name__)
+
+Tensor = torch.Tensor
+
+_TOKENS, _BLOCK, _BLOCKS = 21, 8, 12
+_PIECES = (9, 5, 1, 1, 1, 1, 1, 1, 1)
+"""Tokens of each piece: two chunks of a prompt, then single tokens."""
+_LIMITS = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
+"""Largest accepted difference between whole and pieces, relative to the norm of a hidden state. Modules of
+transformers compute in float32 inside, also for float64. State outside of the caches gives about 1."""
+_PUBLISHED_LIMITS = {**_LIMITS, torch.bfloat16: 0.7, torch.float16: 0.7}
+"""Largest accepted difference from the attention of transformers. In a model of 16 bits, transformers rounds
+scores to 16 bits, so only gross errors show. Unrelated hidden states differ by 1.4."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """One sequence of the check."""
+
+    ids: list[int]
+    blocks: list[int]
+    """Block ids, in every KV cache group alike."""
+    computed: int = 0
+    made: list[Tensor] = field(default_factory=list)
+    """Hidden states [hidden] of the computed tokens."""
+
+
+class _Check:
+    """Runs steps of a model over small caches of its own, full of NaN."""
+
+    def __init__(self, model: TransformersModel, backends: Backends) -> None:
+        self._model = model
+        self._backends = backends
+        self._kv = [self._caches(layer) for layer in range(model.spec.layers)]
+
+    def _caches(self, layer: int) -> LayerCache:
+        model = self._model
+        made = dict[int, tuple[Tensor, ...]]()
+        for kind in model.spec.caches_of(layer):
+            spec = model.spec.caches[kind]
+            shape = (1 + _BLOCKS, 2, spec.kv_heads, _BLOCK, spec.head_dim)
+            if spec.fp8:
+                values = torch.zeros(shape, dtype=torch.uint8, device=model.device).view(VALUES)
+                made[kind] = (values, torch.full(shape[:-1], torch.nan, device=model.device))
+            else:
+                made[kind] = (torch.full(shape, torch.nan, dtype=model.dtype, device=model.device),)
+        return made
+
+    def _column(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._model.device)
+
+    def _segment(self, rows: list[tuple[_Row, int]], begin: int) -> SegmentInput:
+        counts = np.array([count for _, count in rows], np.int32)
+        starts = np.array([row.computed for row, _ in rows], np.int32)
+        width = max((len(row.blocks) for row, _ in rows), default=0)
+        table = [row.blocks + [0] * (width - len(row.blocks)) for row, _ in rows]
+        tables = self._column([block for blocks in table for block in blocks]).view(len(rows), width)
+        return SegmentInput(
+            begin=begin,
+            rows=len(rows),
+            tokens=int(counts.sum()),
+            host_counts=counts,
+            host_starts=starts,
+            q_offsets=self._column([0, *np.cumsum(counts).tolist()]).int(),
+            starts=self._column(starts.tolist()),
+            slots=self._column(list(range(len(rows)))),
+            live=self._column([0] * len(rows)),
+            tables=(tables,) * len(self._model.spec.caches),
+        )
+
+    def step(self, prefill: list[tuple[_Row, int]], decode: list[tuple[_Row, int]]) -> None:
+        """Compute more tokens of each row, and append the hidden states to the rows."""
+        rows = [*prefill, *decode]
+        spans = [(row, range(row.computed, row.computed + count)) for row, count in rows]
+        first = self._segment(prefill, 0)
+        segments = (first, self._segment(decode, first.tokens))
+        places = [row.blocks[p // _BLOCK] * _BLOCK + p % _BLOCK for row, span in spans for p in span]
+        caches = list(enumerate(self._model.spec.caches))
+        prepare, dtype = self._backends.prepare, self._model.dtype
+        step = StepInput(
+            ids=self._column([row.ids[p] for row, span in spans for p in span]),
+            positions=self._column([p for _, span in spans for p in span]),
+            writes=(self._column(places),) * len(caches),
+            segments=segments,
+            prepared=tuple(
+                tuple(prepare(segment, kind, spec, _BLOCK, dtype) for kind, spec in caches)
+                for segment in segments
+            ),
+            logits_index=self._column(range(len(places))),
+        )
+        # The rows of ``hidden`` are in the order of ``rows``: prefill before decode.
+        hidden = drive(self._model.hidden(step, self._kv, self._backends))
+        begin = 0
+        for row, count in rows:
+            row.made += list(hidden[begin : begin + count].double())
+            row.computed += count
+            begin += count
+
+
+@torch.inference_mode()
+def check_loaded(model: TransformersModel) -> float:
+    """Return the difference between a whole sequence and its pieces, relative to the hidden states.
+
+    The pieces share their steps with another sequence. Raises ConfigError if a difference is too large.
+    """
+    spec = model.spec
+    backends = choose("torch", spec, model.dtype, model.device, _BLOCK)
+    stride = max(1, (spec.vocab_size - 3) // 29)
+    ids = [2 + (7 + 5 * n) * stride % (spec.vocab_size - 2) for n in range(_TOKENS)]
+    model.sums.alone = True
+    try:
+        check = _Check(model, backends)
+        whole = _Row(ids, [5, 2, 9])
+        check.step([(whole, _TOKENS)], [])
+        # Another order of blocks, beside a row of another length.
+        pieces, other = _Row(ids, [7, 1, 4]), _Row(ids[::-1] * 2, [3, 8, 6, 10])
+        for count in _PIECES:
+            if count > 1:
+                check.step([(other, 3), (pieces, count)], [])
+            else:
+                check.step([(other, 2)], [(pieces, 1)])
+        head = drive(model.logits(torch.stack(whole.made[-1:]).to(model.dtype)))
+    finally:
+        model.sums.alone = False
+    if head.shape != (1, spec.vocab_size):
+        raise ConfigError(
+            f"{spec.architecture}: the head gives logits of shape {list(head.shape)}", param="--model"
+        )
+    begins = (_PIECES[0], _PIECES[0] + _PIECES[1])
+    one = torch.stack(whole.made)
+    found = _apart(one, torch.stack(pieces.made), begins)
+    fp8 = any(cache.fp8 for cache in spec.caches)
+    limit = _LIMITS[torch.bfloat16 if fp8 else model.dtype]
+    if not found <= limit:  # NaN is refused as well
+        raise _refused(
+            spec,
+            f"a sequence in pieces differs from the whole sequence by {found:.1e} (limit {limit:g}), so "
+            "the model keeps state outside of the KV cache",
+        )
+    if model.sums.comm.size == 1:
+        ids_of = torch.tensor(ids, device=model.device)
+        apart = _apart(one, model.published_hidden(ids_of).double(), begins)
+        limit = _PUBLISHED_LIMITS[torch.bfloat16 if fp8 else model.dtype]
+        if not apart <= limit:
+            raise _refused(
+                spec,
+                f"Weft's attention differs from the attention of transformers by {apart:.1e} (limit "
+                f"{limit:g}), so the model asks for a computation that Weft does not know",
+            )
+    log.info("self check of %s: pieces differ from the whole by %.1e", spec.architecture, found)
+    return found
+
+
+def _apart(one: Tensor, other: Tensor, begins: tuple[int, ...]) -> float:
+    """Return the difference of two [T, hidden], relative to the rows of ``one``.
+
+    The result is the largest median over the parts of the rows, cut at ``begins``: in bf16 a few tokens may
+    choose other experts.
+    """
+    apart = (one - other).norm(dim=1) / one.norm(dim=1).clamp(min=1e-30)
+    return max(float(part.median()) for part in apart.tensor_split(begins))
+
+
+def _refused(spec: ModelSpec, why: str) -> ConfigError:
+    return ConfigError(
+        f"{spec.architecture} cannot be served with the implementation of transformers: {why}",
+        param="--model",
+    )

@@ -1,0 +1,309 @@
+"""Substitution: Weft's layers take the places of recognized modules, and every other tensor gets memory.
+
+The result says which part of which parameter each tensor of the published model fills.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.common.errors import ConfigError
+from weft.layers.build import Build
+from weft.layers.shard import Shard, whole
+from weft.models.generic import modules, recognition
+from weft.models.generic.parallel import DIVIDED, WHOLE, plan_of, style_of
+from weft.models.generic.probe import LayerFacts
+from weft.models.generic.skeleton import base_of
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Part of a parameter that one published tensor fills."""
+
+    parameter: nn.Parameter
+    index: tuple[int | slice, ...] = ()
+    offset: float = 0.0
+
+
+@dataclass(slots=True)
+class Substitution:
+    """Targets by tensor name of the published model, and counts of recognized modules."""
+
+    targets: dict[str, Target] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    loops: list[str] = field(default_factory=list)
+    """Experts modules that stay as published: a loop that reads values on the host."""
+
+
+class Swapper:
+    """Replaces the modules of one model on the meta device, once."""
+
+    def __init__(
+        self,
+        model: Any,
+        calls: list[LayerFacts],
+        inputs: list[tuple[str, Any]],
+        build: Build,
+        sums: modules.Sums,
+    ) -> None:
+        """``inputs``: (name of a linear layer, its input) in the order of the probe."""
+        self.model = model
+        self.build = build
+        self.sums = sums
+        self.made = Substitution()
+        self._inputs = inputs
+        self._ranks = build.comm.size
+        self._base, _ = base_of(model)
+        self._plan = plan_of(model) if self._ranks > 1 else {}
+        self._layers = {call.layer: call for call in calls}
+        self._attention = {call.module for call in calls}
+        self._wide = _kept_wide(model)
+        self._uses = Counter(
+            id(parameter) for part in model.modules() for parameter in part._parameters.values()
+        )
+        self._memory = dict[int, tuple[torch.Tensor, nn.Parameter]]()
+        """Memory by id of a tensor on the meta device. Tied tensors share memory."""
+
+    def swap(self, *, ops: bool) -> Substitution:
+        """Replace what is recognized (nothing if ``ops`` is False), and give memory to the rest."""
+        if ops:
+            self._head()
+            for name, module in list(self.model.named_modules()):
+                self._block(name, module)
+            self._siblings()
+            for name, module in list(self.model.named_modules()):
+                if type(module) is nn.Linear:
+                    self._linear(name, module)
+        self._rest()
+        return self.made
+
+    # --- what is replaced ---
+
+    def _block(self, name: str, module: nn.Module) -> None:
+        """Replace a norm, a feed-forward block or experts."""
+        if not self._present(name, module):
+            return
+        norm = recognition.norm_of(module)
+        if norm is not None:
+            self._norm(name, module, *norm)
+            return
+        mlp = recognition.mlp_of(module)
+        if mlp is not None:
+            self._mlp(name, module, *mlp)
+        elif hasattr(module, "_apply_gate") and hasattr(module, "is_concatenated"):
+            gate = recognition.gate_of(module)
+            if gate is not None:
+                self._experts(name, module, gate)
+
+    def _norm(self, name: str, module: Any, eps: float, centred: bool) -> None:
+        swapped = modules.FlatNorm(len(module.weight), eps, self.build, wide=centred)
+        self._put(name, swapped, "norm")
+        self._fill(f"{name}.weight", swapped.inner.weight, offset=float(centred))
+
+    def _mlp(self, name: str, module: Any, activation: str, bias: bool) -> None:
+        down = module.down_proj
+        hidden, size = down.out_features, down.in_features
+        divided = self._style(f"{name}.down_proj") == "rowwise"
+        inner = self.build.part(size) if divided else whole(size)
+        swapped = modules.FlatMLP(hidden, inner, activation, self.build, self.sums, bias=bias)
+        self._put(name, swapped, "feed-forward block")
+        rows = {"gate_proj": slice(0, size), "up_proj": slice(size, 2 * size)}
+        first = rows if hasattr(module, "gate_proj") else {"gate_up_proj": slice(0, 2 * size)}
+        for part, where in first.items():
+            self._fill_linear(f"{name}.{part}", swapped.gate_up, where, bias=bias)
+        self._fill_linear(f"{name}.down_proj", swapped.down, bias=bias)
+
+    def _experts(self, name: str, module: Any, gate: Any) -> None:
+        experts, hidden, size = module.down_proj.shape
+        divided = self._style(f"{name}.down_proj") == "rowwise"
+        inner = self.build.part(size) if divided else whole(size)
+        top_k = getattr(module.config, "num_experts_per_tok", None) or 1
+        top_k = top_k if isinstance(top_k, int) else 1
+        swapped = modules.RoutedExperts(experts, hidden, inner, top_k, gate, self.build, self.sums)
+        self._put(name, swapped, "experts")
+        self._fill(f"{name}.gate_up_proj", swapped.gate_up)
+        self._fill(f"{name}.down_proj", swapped.down)
+
+    def _head(self) -> None:
+        """Replace the embedding and the head, if both are recognized."""
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        how = recognition.scale_of(embedding) if isinstance(embedding, nn.Module) else None
+        if how is None or type(head) is not nn.Linear or embedding.weight.shape != head.weight.shape:
+            return
+        names = {id(module): name for name, module in self.model.named_modules()}
+        theirs, other = names[id(embedding)], names[id(head)]
+        # Transformers shares the parameter of tied tables.
+        tied = head.weight is embedding.weight
+        vocab, hidden = embedding.weight.shape
+        table = modules.SharedEmbedding(vocab, hidden, self.build, self.sums, tied=tied)
+        bias = 0 if head.bias is None else vocab
+        end = modules.SharedHead(table, self.build, self.sums, tied=tied, bias=bias)
+        if how == "embed_scale":
+            table.scale = embedding.embed_scale.to(self.build.dtype)
+        self._put(theirs, table, "embedding")
+        self._put(other, end, "head")
+        self._fill(f"{theirs}.weight", table.table.weight)
+        if end.inner.weight is not None:
+            self._fill(f"{other}.weight", end.inner.weight)
+        if end.bias is not None:
+            self._fill(f"{other}.bias", end.bias)
+
+    def _siblings(self) -> None:
+        """Join linear layers of one module with one input: queries, keys and values, for example."""
+        groups = dict[tuple[str, int], list[str]]()
+        for name, x in self._inputs:
+            module = self._module(name)
+            if type(module) is nn.Linear and not self._routes(name):
+                groups.setdefault((name.rpartition(".")[0], id(x)), []).append(name)
+        # Only layers that divide alike can be one matrix. A layer called twice has no single place.
+        for names in groups.values():
+            parts = [self.model.get_submodule(name) for name in names]
+            biases = {part.bias is not None for part in parts}
+            styles = {self._style(name) for name in names}
+            if len(names) < 2 or len(set(names)) < len(names) or len(biases) > 1 or "rowwise" in styles:
+                continue
+            shards = [self._outputs(name, part) for name, part in zip(names, parts, strict=True)]
+            group = modules.Joined(parts[0].in_features, shards, self.build, bias=biases.pop())
+            begin = 0
+            for number, (name, part) in enumerate(zip(names, parts, strict=True)):
+                self._put(name, modules.JoinedPart(group, number), "joined linear layer")
+                rows = slice(begin, begin + part.out_features)
+                self._fill_linear(name, group.inner, rows, bias=part.bias is not None)
+                begin += part.out_features
+
+    def _linear(self, name: str, module: nn.Linear) -> None:
+        if self._uses[id(module.weight)] > 1 or self._routes(name):
+            return  # a tied matrix stays one tensor, and a router may read its weight
+        bias = module.bias is not None
+        swapped: modules.FlatLinear | modules.SummedLinear
+        if self._style(name) == "rowwise":
+            inputs = self._heads(name, module.in_features)
+            swapped = modules.SummedLinear(inputs, module.out_features, self.build, self.sums, bias=bias)
+        else:
+            outputs = self._outputs(name, module)
+            swapped = modules.FlatLinear(module.in_features, outputs, self.build, bias=bias)
+        self._put(name, swapped, "linear layer")
+        self._fill_linear(name, swapped.inner, bias=bias)
+
+    # --- ranks ---
+
+    def _style(self, name: str) -> str | None:
+        """Return the style of the plan for the module ``name``; None if every rank has all of the module."""
+        style = style_of(self._plan, name.removeprefix(f"{self._base}."))
+        return style if style in DIVIDED else None
+
+    def _outputs(self, name: str, module: nn.Linear) -> Shard:
+        if self._style(name) != "colwise":
+            return whole(module.out_features)
+        return self._heads(name, module.out_features)
+
+    def _heads(self, name: str, size: int) -> Shard:
+        """Return this rank's part of ``size`` columns, cut between heads inside attention."""
+        parent, _, leaf = name.rpartition(".")
+        layer = re.search(r"\.(\d+)\.", name)
+        facts = self._layers.get(int(layer[1])) if layer else None
+        if facts is None or type(self.model.get_submodule(parent)).__name__ not in self._attention:
+            return self.build.part(size)
+        if leaf in ("k_proj", "v_proj"):
+            return self.build.kv_part(facts.kv_heads).times(size // facts.kv_heads)
+        return self.build.part(facts.heads).times(size // facts.heads)
+
+    # --- the rest ---
+
+    def _rest(self) -> None:
+        """Give memory to parameters and persistent buffers that were not replaced. Note loops of experts."""
+        # Weft's layers inside a replaced module have memory already.
+        ours = {id(part) for part in self.model.modules() if _is_ours(part) for part in part.modules()}
+        for name, module in list(self.model.named_modules(remove_duplicate=False)):
+            if id(module) in ours:
+                continue
+            if hasattr(module, "_apply_gate") and hasattr(module, "is_concatenated"):
+                self.made.loops.append(type(module).__name__)
+            for key, tensor in list(_tensors(module)):
+                full = f"{name}.{key}" if name else key
+                if style_of(self._plan, full.removeprefix(f"{self._base}.")) not in {None, *WHOLE}:
+                    raise ConfigError(
+                        f"--tensor-parallel-size {self._ranks}: ranks cannot divide {full} of "
+                        f"{type(self.model).__name__}; use --tensor-parallel-size 1",
+                        param="--tensor-parallel-size",
+                    )
+                self._give_memory(full, module, key, tensor)
+
+    def _give_memory(self, full: str, module: nn.Module, key: str, tensor: torch.Tensor) -> None:
+        """Replace a tensor on the meta device by a parameter with memory, of which all ranks have all."""
+        build = self.build
+        known = self._memory.get(id(tensor))
+        if known is not None:
+            made = known[1]
+        elif tensor.is_floating_point():
+            made = build.weight(*tensor.shape, wide=any(one in full for one in self._wide))
+        else:
+            made = nn.Parameter(torch.empty_like(tensor, device=build.device), requires_grad=False)
+        if known is None:
+            self._memory[id(tensor)] = (tensor, made)  # the tensor stays alive, so the id stays unique
+            self._fill(full, made)
+        module._buffers.pop(key, None)
+        module._parameters.pop(key, None)
+        module.register_parameter(key, made)
+
+    # --- helpers ---
+
+    def _put(self, name: str, swapped: nn.Module, what: str) -> None:
+        parent, _, leaf = name.rpartition(".")
+        setattr(self.model.get_submodule(parent), leaf, swapped)
+        self.made.counts[what] += 1
+
+    def _fill(self, name: str, parameter: nn.Parameter, *index: slice, offset: float = 0.0) -> None:
+        self.made.targets[name] = Target(parameter, index, offset)
+
+    def _fill_linear(self, name: str, layer: Any, *index: slice, bias: bool) -> None:
+        self._fill(f"{name}.weight", layer.weight, *index)
+        if bias:
+            self._fill(f"{name}.bias", layer.bias, *index)
+
+    def _module(self, name: str) -> nn.Module | None:
+        try:
+            return self.model.get_submodule(name)
+        except AttributeError:
+            return None
+
+    def _present(self, name: str, module: nn.Module) -> bool:
+        """Return True if ``module`` still stands at ``name``: no block around it was replaced."""
+        return bool(name) and self._module(name) is module
+
+    def _routes(self, name: str) -> bool:
+        """Return True for a router: a linear layer beside experts, or alone in a module beside experts.
+
+        Routers stay plain, because rounding would choose other experts.
+        """
+        above = name.rpartition(".")[0]
+        parent = self.model.get_submodule(above)
+        if len(list(parent.modules())) == 2:
+            parent = self.model.get_submodule(above.rpartition(".")[0])
+        return any("experts" in child for child, _ in parent.named_children() if "shared" not in child)
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return type(module).__module__ == modules.__name__
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the direct parameters and persistent buffers of ``module``."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _kept_wide(model: Any) -> tuple[str, ...]:
+    """Return parts of names of tensors that the family keeps in float32 for every model dtype."""
+    return tuple({*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())})
