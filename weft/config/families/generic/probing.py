@@ -26,7 +26,8 @@ from weft.common.registry import Registry
 from weft.config.families.facts import Facts, read_json
 from weft.config.families.quantized import quantized_spec
 from weft.config.families.weight_files import saved_dtype
-from weft.config.spec import ModelSpec, PooledSpec
+from weft.config.spec import ModelSpec
+from weft.types.pooled import PooledSpec
 
 log = get_logger(__name__)
 
