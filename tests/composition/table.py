@@ -40,7 +40,19 @@ ALONE = [
     "# Which features work together",
     "",
     "All of the features below work together. This page is for developers who change a feature. A test",
-    "run writes the page.",
+    "run writes the tables.",
+    "",
+    "These combinations are refused at the start, with the reason:",
+    "",
+    "| combination | page |",
+    "|---|---|",
+    "| the generic backend with LoRA adapters, MTP, `--deterministic`, images or "
+    "`--enable-expert-parallel` | [generic](generic.md) |",
+    "| a draft model with a recurrent state; a draft model with experts under "
+    "`--enable-expert-parallel` | [speculation](speculation.md) |",
+    "| adapters of experts, embeddings, heads and `kv_b_proj` | [adapters](lora.md) |",
+    "| latent experts (Nemotron 3 Super) with `--enable-expert-parallel` | "
+    "[attention](attention.md#state-mixers) |",
     "",
     "Each cell counts the cases of `tests/composition` in which both features were active. Counters show",
     "the activity; settings alone do not count. In each case every sequence got the same tokens, text and",
