@@ -253,7 +253,7 @@ def test_what_cannot_be_held_to_is_named() -> None:
         ModelOutput(None, {}).call_grammar((tool,), "required")
     for name, key in (("lfm2", "a b"), ("gemma4", "a:b"), ("gemma4", "")):
         odd = Tool(name="f", parameters={"type": "object", "properties": {key: {"type": "integer"}}})
-        with pytest.raises(InvalidRequest, match="tool f: .* name of a parameter"):
+        with pytest.raises(InvalidRequest, match=r"tool f: .* name of a parameter"):
             ModelOutput(FAMILIES[name].declared, {}).call_grammar((odd,), "required")
     assert ModelOutput(None, {}).call_grammar(TOOLS, "auto") is None
 

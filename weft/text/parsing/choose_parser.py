@@ -157,8 +157,8 @@ def _reasoning_of(hints: ModelHints) -> OutputFormat | None:
 def _as_written(made: OutputFormat, hints: ModelHints) -> OutputFormat:
     """Return ``made`` with the spellings of the model's own template first.
 
-    Grammars, a forced end of the reasoning, and the parser of a reasoning block that the prompt has opened use
-    the first spelling.
+    The first spelling counts for grammars, for a forced end of the reasoning, and for a reasoning block that
+    the prompt has opened.
     """
 
     def known(text: str) -> bool:
