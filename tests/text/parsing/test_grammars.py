@@ -258,10 +258,11 @@ def test_what_cannot_be_held_to_is_named() -> None:
     assert ModelOutput(None, {}).call_grammar(TOOLS, "auto") is None
 
 
-def test_nested_keys_that_are_no_words_stand_in_quotes() -> None:
-    inner = {"type": "object", "properties": {"x:y": {"type": "integer"}}, "required": ["x:y"]}
+def test_keys_and_texts_beyond_the_notation_stand_in_quotes_of_json() -> None:
+    inner = {"type": "object", "properties": {"x:y": {"enum": ['a<|"|>b']}}, "required": ["x:y"]}
     schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
     grammar = ModelOutput(FAMILIES["gemma4"].declared, {}).call_grammar(
         (Tool(name="f", parameters=schema),), "required", reasoning=False
     )
     assert '"x:y":' in repr(grammar)
+    assert 'a<|"|>b<|"|>' not in repr(grammar)

@@ -82,7 +82,8 @@ class KeywordValues:
 
     def _fixed(self, value: Any) -> Grammar:
         """Return the grammar of one fixed value."""
-        if isinstance(value, str):
+        # A text with the quotes of the family inside stands in the quotes of JSON.
+        if isinstance(value, str) and self._quote not in value:
             return Text(self._quote + value + self._quote)
         return JsonSchema(schema=json.dumps({"const": value}, ensure_ascii=False))
 
