@@ -222,14 +222,19 @@ def test_images_go_with_the_next_message() -> None:
     assert not talk.videos
 
 
-def test_videos_go_with_the_next_message(tmp_path: Path) -> None:
+def test_videos_go_with_the_next_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (10, 11, 9):
         (tmp_path / f"frame {number:02}.png").write_bytes(b"%d" % number)
     frames = frame_urls(f"'{tmp_path}/frame *.png' https://example.org/a")
     wanted = [f"data:image/png;base64,{base64.b64encode(b'%d' % n).decode()}" for n in (9, 10, 11)]
     assert frames == [*wanted, "https://example.org/a"]
-    with pytest.raises(ConfigError, match="does not have the extension of an image"):
+    with pytest.raises(ConfigError, match=r"does not have the extension of an image: .*\.mp4"):
         frame_urls("nothing*")
+    for suffix, kind in (("mkv", "video/x-matroska"), ("M4V", "video/mp4")):
+        (tmp_path / f"clip.{suffix}").write_bytes(b"film")
+        with monkeypatch.context() as patch:
+            patch.setattr("mimetypes.guess_type", lambda name: (None, None))
+            assert frame_urls(f"'{tmp_path}/clip.{suffix}'") == [f"data:{kind};base64,ZmlsbQ=="]
     with pytest.raises(ConfigError, match="an opening quote without a closing quote"):
         frame_urls("'a.png")
     talk = ChatHistory("m", "", {})

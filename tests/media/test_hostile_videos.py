@@ -24,6 +24,7 @@ from weft.media.headers import read_header
 from weft.media.pictures import Frame, Picture, Pictures, Wanted
 from weft.media.service import MediaService
 from weft.media.video import groups_of, header_of
+from weft.media.video_header import BadVideo
 
 WHERE = "messages[0].content[1]"
 MOST = 1 << 22
@@ -112,14 +113,16 @@ def test_a_decode_that_takes_too_much_cpu_time_is_that_videos_error() -> None:
 
     async def work(media: MediaService) -> None:
         with media.memory.lease() as lease:
-            with pytest.raises(InvalidRequest, match=r"0\.1 seconds to decode \(--video-timeout\)") as caught:
+            with pytest.raises(
+                InvalidRequest, match=r"0\.02 seconds to decode \(--video-timeout\)"
+            ) as caught:
                 await media.decode(chosen, {"video 1": memoryview(file)}, lease)
             assert caught.value.param == WHERE
             assert caught.value.error_code == "video_too_large"
             items = await media.decode([picture()], {}, lease)
             assert items[0].pixels
 
-    run(work, video_timeout=0.1)
+    run(work, video_timeout=0.02)
 
 
 @pytest.mark.requirement("F23")
@@ -203,6 +206,15 @@ def test_a_decoder_refuses_large_frames_itself() -> None:
         assert caught.value.param == WHERE
 
     run(work, max_image_pixels=1 << 20)
+
+
+@pytest.mark.requirement("F23")
+def test_no_frame_above_the_limit_is_decoded_while_a_file_is_opened() -> None:
+    file = film(2, "gif")
+    assert header_of(file, 64 * 48).frames == 2
+    with pytest.raises(BadVideo, match=r"without a size, or of more than 3071 pixels") as caught:
+        header_of(file, 64 * 48 - 1)
+    assert caught.value.code == "video_too_large"
 
 
 def test_headers_are_read_in_a_process() -> None:

@@ -158,7 +158,12 @@ def _opened(data: bytes | memoryview, most_pixels: int) -> Iterator[tuple[Any, A
     another codec, or with frames above ``most_pixels``.
     """
     av = load_videos()
-    options = {"codec_whitelist": ",".join(CODECS), "protocol_whitelist": "none"}
+    # Opening a file decodes frames of every stream, so the limit of the pixels must hold already there.
+    options = {
+        "codec_whitelist": ",".join(CODECS),
+        "protocol_whitelist": "none",
+        "max_pixels": str(most_pixels),
+    }
     try:
         with av.open(io.BytesIO(data), format=container_of(data), options=options) as container:
             stream = _stream_of(container, most_pixels)
@@ -190,6 +195,13 @@ def _stream_of(container: Any, most_pixels: int) -> Any:
     if name not in CODECS:
         raise BadVideo(
             f"is encoded with {name}, which is not supported; use H.264, HEVC, VP8, VP9, AV1 or MPEG-4"
+        )
+    # FFmpeg knows no size of a frame that it refused to decode.
+    if not context.width * context.height:
+        raise BadVideo(
+            f"has frames without a size, or of more than {most_pixels} pixels (--max-image-pixels); send a "
+            "smaller video",
+            VIDEO_TOO_LARGE,
         )
     if context.width * context.height > most_pixels:
         raise BadVideo(

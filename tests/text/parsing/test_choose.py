@@ -12,6 +12,9 @@ from tests.text.parsing.test_response_template import template
 from weft.common.errors import ConfigError
 from weft.text.model import TextModel
 from weft.text.parsing.choose_parser import ModelHints, choose
+from weft.text.parsing.events import Content, Reasoning
+from weft.text.parsing.output import ModelOutput
+from weft.text.parsing.parser import OutputSpec
 
 TEMPLATES = {
     "<tool_call>\n{{ x }}</tool_call>": "hermes",
@@ -60,6 +63,8 @@ def test_reasoning_by_template_or_tokens() -> None:
         (ModelHints(added=frozenset({"[THINK]", "[/THINK]"})), "mistral"),
         (ModelHints(template="<|channel|>analysis<|message|>"), "gpt_oss"),
         (ModelHints(template="<|channel>thought\n"), "gemma4"),
+        (ModelHints(template="text.split('<channel|>'); '<|channel>' in part"), "gemma4"),
+        (ModelHints(added=frozenset({"<|channel>", "<channel|>"})), "gemma4"),
         (ModelHints(template="<think></think><response>"), "granite"),
         (ModelHints(template="Here is my thought process:"), "granite"),
         (ModelHints(template="<think></think><answer>"), "hunyuan_a13b"),
@@ -99,6 +104,32 @@ def test_mistral_is_written_as_its_template_does() -> None:
     assert older is not None
     assert newer.calls == older.calls[::-1]
     assert newer.calls[0].section is None
+
+
+@pytest.mark.parametrize(
+    ("template", "opens", "closes"),
+    [
+        (
+            "<think:opensource> <tool_calls:opensource> <tool_sep:opensource>",
+            "<think:opensource>",
+            "</think:opensource>",
+        ),
+        ("Here is my thought process:", "Here is my thought process:", "Here is my response:"),
+        ("<think> <tool_sep>", "<think>", "</think>"),
+    ],
+)
+def test_the_spelling_of_the_template_goes_first(template: str, opens: str, closes: str) -> None:
+    """A reasoning block that the prompt opens ends with its own mark, also where the server writes the
+    mark."""
+    declared = choose("auto", "auto", ModelHints(template=template))
+    output = ModelOutput(declared, {})
+    assert output.reasoning_end == closes + "\n\n"
+    spec = OutputSpec(reasoning=True, in_reasoning=output.in_reasoning("prompt" + opens, ""))
+    parser = output.parser(spec)
+    events = [*parser.feed(f"Hm.{closes}\nRain."), *parser.close()]
+    assert events == [Reasoning("Hm."), Content("Rain.")]
+    if declared is not None and declared.calls:
+        assert declared.calls[0].triggers[0].endswith("opensource>") == ("opensource" in template)
 
 
 def test_a_response_template_goes_first() -> None:

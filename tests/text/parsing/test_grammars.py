@@ -251,4 +251,18 @@ def test_what_cannot_be_held_to_is_named() -> None:
         ModelOutput(FAMILIES["glm45"].declared, {}).call_grammar((tool,), "auto")
     with pytest.raises(InvalidRequest, match="--tool-call-parser"):
         ModelOutput(None, {}).call_grammar((tool,), "required")
+    for name, key in (("lfm2", "a b"), ("gemma4", "a:b"), ("gemma4", "")):
+        odd = Tool(name="f", parameters={"type": "object", "properties": {key: {"type": "integer"}}})
+        with pytest.raises(InvalidRequest, match=r"tool f: .* name of a parameter"):
+            ModelOutput(FAMILIES[name].declared, {}).call_grammar((odd,), "required")
     assert ModelOutput(None, {}).call_grammar(TOOLS, "auto") is None
+
+
+def test_keys_and_texts_beyond_the_notation_stand_in_quotes_of_json() -> None:
+    inner = {"type": "object", "properties": {"x:y": {"enum": ['a<|"|>b']}}, "required": ["x:y"]}
+    schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+    grammar = ModelOutput(FAMILIES["gemma4"].declared, {}).call_grammar(
+        (Tool(name="f", parameters=schema),), "required", reasoning=False
+    )
+    assert '"x:y":' in repr(grammar)
+    assert 'a<|"|>b<|"|>' not in repr(grammar)

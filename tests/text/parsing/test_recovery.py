@@ -129,6 +129,7 @@ MENDED: list[tuple[str, str, Any]] = [
     ("gemma4", '<|tool_call>call:get{city:<|"|>Oslo<|"|><tool_call|>', CITY),
     ("gemma4", '<|tool_call>call:get{city:<|"|>Oslo<|"|>', CITY),
     ("gemma4", '<|tool_call>call:get{ city: "Oslo", }<tool_call|>', CITY),
+    ("gemma4", '<|tool_call>call:get{"city": "Oslo", \'days\':3}<tool_call|>', BOTH),
     ("gemma4", '<|tool_call>call:get{area:{<|"|>a b<|"|>:[<|"|>x<|"|>, 1],c:None}}<tool_call|>',
      {"area": {"a b": ["x", 1], "c": None}}),
     # other spellings

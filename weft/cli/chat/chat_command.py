@@ -137,6 +137,9 @@ def read_tools(path: str) -> list[Any]:
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
+_TYPES = {".mkv": "video/x-matroska", ".m4v": "video/mp4", ".webp": "image/webp"}
+
+
 def image_url(name: str, kinds: tuple[str, ...] = ("image/",)) -> str:
     """Return an image in the form of requests: an http(s) or ``data:`` URL unchanged, a file as a ``data:``
     URL.
@@ -146,9 +149,13 @@ def image_url(name: str, kinds: tuple[str, ...] = ("image/",)) -> str:
     if name.startswith(("http://", "https://", "data:")):
         return name
     path = Path(name).expanduser()
-    kind = mimetypes.guess_type(path.name)[0] or ""
+    # Not every system's table has these types.
+    kind = _TYPES.get(path.suffix.lower()) or mimetypes.guess_type(path.name)[0] or ""
     if not kind.startswith(kinds):
-        raise ConfigError(f"{name} does not have the extension of an image: .png, .jpg, .webp, .gif, .bmp")
+        also = ", or of a video: .mp4, .mov, .webm, .mkv, .gif" if "video/" in kinds else ""
+        raise ConfigError(
+            f"{name} does not have the extension of an image: .png, .jpg, .webp, .gif, .bmp{also}"
+        )
     try:
         return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
     except OSError as error:

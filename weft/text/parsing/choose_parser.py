@@ -61,6 +61,7 @@ _REASONING_BY_TEXT = (
     (("[THINK]",), "mistral"),
     (("<seed:think>",), "seed_oss"),
     (("<|channel>thought",), "gemma4"),
+    (("<|channel>", "<channel|>"), "gemma4"),
     (("<|START_THINKING|>",), "command_a"),
     (("<|inner_prefix|>",), "apertus"),
     (("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"), "apriel"),
@@ -154,17 +155,23 @@ def _reasoning_of(hints: ModelHints) -> OutputFormat | None:
 
 
 def _as_written(made: OutputFormat, hints: ModelHints) -> OutputFormat:
-    """Return ``made`` with the spelling of the model's own template first.
+    """Return ``made`` with the spellings of the model's own template first.
 
-    Grammars use the first spelling of a call. Only Mistral's declaration depends on the tokenizer version.
+    The first spelling counts for grammars, for a forced end of the reasoning, and for a reasoning block that
+    the prompt has opened.
     """
 
     def known(text: str) -> bool:
         return text in hints.template or text in hints.added
 
-    if not made.calls or made.calls is not CALLS["mistral"].calls or known("[ARGS]"):
-        return made
-    return msgspec.structs.replace(made, calls=tuple(reversed(made.calls)))
+    calls = made.calls
+    # Mistral's two spellings begin alike; the tokenizer version decides.
+    if calls and calls is CALLS["mistral"].calls:
+        calls = calls if known("[ARGS]") else tuple(reversed(calls))
+    elif calls and not known(calls[0].triggers[0]):
+        calls = tuple(sorted(calls, key=lambda call: not known(call.triggers[0])))
+    reasoning = tuple(sorted(made.reasoning, key=lambda marks: not known(marks.open)))
+    return msgspec.structs.replace(made, calls=calls, reasoning=reasoning)
 
 
 def _named(flag: str, name: str, known: Mapping[str, OutputFormat]) -> OutputFormat | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from weft.text.parsing.declaration import Keywords
+from weft.text.parsing.json_text import quoted
 from weft.text.parsing.parser import Tool
 from weft.text.parsing.values import resolved, types_of
 from weft.types.grammar import FreeText, Grammar, GrammarSequence, JsonSchema, OneOf, Regex, Repeated, Text
@@ -71,7 +73,7 @@ class KeywordValues:
         if not isinstance(properties, Mapping) or not properties:
             return self._any_object(levels)
         pairs = {
-            key: GrammarSequence((Text(key + ":"), self.of(value, levels - 1)))
+            key: GrammarSequence((Text(_key(key) + ":"), self.of(value, levels - 1)))
             for key, value in properties.items()
         }
         needed = schema.get("required")
@@ -80,7 +82,8 @@ class KeywordValues:
 
     def _fixed(self, value: Any) -> Grammar:
         """Return the grammar of one fixed value."""
-        if isinstance(value, str):
+        # A text with the quotes of the family inside stands in the quotes of JSON.
+        if isinstance(value, str) and self._quote not in value:
             return Text(self._quote + value + self._quote)
         return JsonSchema(schema=json.dumps({"const": value}, ensure_ascii=False))
 
@@ -101,6 +104,11 @@ class KeywordValues:
         scalar = JsonSchema(schema=json.dumps({"type": list(_SCALARS)}))
         item = self._open(levels - 1)
         return OneOf((self._string(), scalar, self._list(item), self._any_object(levels)))
+
+
+def _key(key: str) -> str:
+    """Return a key of a nested object. A key that is no word stands in the quotes of JSON."""
+    return key if re.fullmatch(_BARE_KEY.pattern, key) else quoted(key)
 
 
 def keyword_pairs(between: str, pairs: Mapping[str, Grammar], needed: frozenset[str]) -> tuple[Grammar, ...]:

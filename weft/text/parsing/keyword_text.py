@@ -15,6 +15,13 @@ _KEY = re.compile(r"[A-Za-z0-9_.:/\-]*")
 _KEY_BEFORE_COLON = re.compile(r"[^:{}\[\]<>,\"'\n]*")
 
 
+def can_read(spelled: Keywords, key: str) -> bool:
+    """Return True if a ``KeywordReader`` reads ``key`` in front of a value."""
+    pattern = _KEY_BEFORE_COLON if spelled.assign == ":" else _KEY
+    plain = pattern.fullmatch(key) is not None and key == key.strip()
+    return plain and 0 < len(key) <= MAX_KEY
+
+
 class KeywordReader:
     """Reads the keywords of one call and gives the arguments out as JSON."""
 
@@ -24,7 +31,9 @@ class KeywordReader:
         self._spelled = spelled
         self._ends = ends
         self._values = PythonReader(tape, into_call=True, quote=spelled.quote)
-        self._pattern = _KEY_BEFORE_COLON if spelled.assign == ":" else _KEY
+        colon = spelled.assign == ":"
+        self._pattern = _KEY_BEFORE_COLON if colon else _KEY
+        self._quotes = ('"', "'", *((spelled.quote,) if spelled.quote else ())) if colon else ()
 
     def begins(self) -> Reading[bool]:
         """Return True, with the cursor behind white space, if a keyword or the end of the arguments follows.
@@ -89,7 +98,11 @@ class KeywordReader:
     def _key(self) -> Reading[str]:
         """Read a key and the text behind the key. Return the key, or "" for anything else."""
         tape = self._tape
+        # Models write JSON quotes around keys before a colon, too.
+        quote = (yield from tape.literal(*self._quotes)) if self._quotes else None
         key = yield from tape.run(self._pattern, MAX_KEY)
-        if len(key) > MAX_KEY or not key or not (yield from tape.blank()):
+        if len(key) > MAX_KEY or not key or (quote and (yield from tape.literal(quote)) is None):
+            return ""
+        if not (yield from tape.blank()):
             return ""
         return key.rstrip() if (yield from tape.literal(self._spelled.assign)) is not None else ""

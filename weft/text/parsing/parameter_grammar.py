@@ -8,6 +8,7 @@ from typing import Any
 from weft.common.errors import InvalidRequest
 from weft.text.parsing.declaration import Keywords, Parameters
 from weft.text.parsing.keyword_grammar import HELD, KeywordValues, keyword_pairs, schema_text
+from weft.text.parsing.keyword_text import can_read
 from weft.text.parsing.parser import Tool
 from weft.text.parsing.values import types_of
 from weft.types.grammar import FreeText, Grammar, GrammarSequence, JsonSchema, OneOf, Regex, Repeated, Text
@@ -41,11 +42,17 @@ def keyword_parts(spelled: Keywords, tool: Tool) -> tuple[Grammar, ...]:
     """Return the grammar of ``a=1, b=2)`` behind the opening bracket, in the spelling of ``spelled``.
 
     Values are JSON, or have the quotes of ``spelled``. Raises InvalidRequest if the form cannot express a
-    strict schema.
+    strict schema or the name of a parameter.
     """
     properties, needed = _properties(tool)
     end = Text(spelled.end)
     values = KeywordValues(spelled, tool)
+    if not all(can_read(spelled, key) for key in properties or {}):
+        raise InvalidRequest(
+            f"tool {tool.name}: this model's tool call format cannot express the name of a parameter; use "
+            "letters, digits and _",
+            param="tools",
+        )
     if properties is None:
         key = Regex(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
         pair = GrammarSequence((key, Text(spelled.assign), values.of({})))
