@@ -28,7 +28,8 @@ def test_a_known_adapter_is_not_read_again(tmp_path: Path) -> None:
     load = LoadAdapter(name="a", digest=digest, folder=str(tmp_path / "a"))
     assert adapters.apply(load).loaded
     shutil.rmtree(tmp_path / "a")
-    assert adapters.apply(load).loaded
+    again = adapters.apply(load)
+    assert (again.loaded, again.error) == (True, None)
     assert len(ops) == 1
     adapters.apply(DropAdapter(digest=digest))
     refused = adapters.apply(load)
