@@ -99,3 +99,15 @@ def test_modules_of_the_flag() -> None:
     for wrong in (["a"], ["=x"], ['{"name": "b"}'], ["a=1", "a=2"]):
         with pytest.raises(ConfigError, match="--lora-modules"):
             parse_modules(wrong)
+
+
+def test_tensors_of_integers_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    names = [f"{PREFIX}.self_attn.q_proj.lora_{side}.weight" for side in "AB"]
+    made = {
+        name: torch.ones(shape, dtype=torch.int32)
+        for name, shape in zip(names, ((2, 8), (4, 2)), strict=True)
+    }
+    save_file(made, tmp_path / "a" / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="tensors of I32"):
+        read_adapter(tmp_path / "a")

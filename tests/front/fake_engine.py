@@ -226,7 +226,9 @@ class FakeEngine:
             self.stop = True
 
     def adapter(self, message: m.ToAdapters) -> AdapterChanged:
-        """Load an adapter, unless the name has "bad" inside."""
+        """Load an adapter, unless the name has "bad" inside. A name with "slow" inside takes a while."""
+        if isinstance(message, LoadAdapter) and "slow" in message.name:
+            time.sleep(0.3)
         if isinstance(message, LoadAdapter) and "bad" in message.name:
             error = InvalidRequest("module model.x does not fit the model").info()
             return AdapterChanged(digest=message.digest, loaded=False, error=error)

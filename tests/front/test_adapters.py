@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +186,38 @@ def test_running_and_waiting_requests_are_counted(server: Running, script: Any) 
         assert float(line.split()[-1]) > 1e9
 
 
+def test_a_replacement_is_found_after_the_load(
+    server: Running, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    assert load(server, "slow", folders["chat"]).status_code == 200
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(load, server, "slow", folders["more"], load_inplace=True)
+        time.sleep(0.1)
+        assert not asked.done()
+        assert chat(server, "slow").status_code == 200
+        assert asked.result().status_code == 200
+    # A copy of the folder is the same content: nothing is loaded, and requests go on.
+    copy = shutil.copytree(folders["more"], tmp_path / "copy")
+    assert load(server, "copy", copy).status_code == 200
+    for name in ("slow", "copy") * 3:
+        assert chat(server, name).status_code == 200
+        assert "missing_groups" not in models(server)[name]
+    for name in ("slow", "copy"):
+        assert unload(server, name).status_code == 200
+
+
+def test_requests_wait_for_an_adapter_of_a_folder(start_fake: Start, tmp_path: Path) -> None:
+    for seed, name in enumerate(("slow", "sql")):
+        adapter(tmp_path / name, seed)
+    server = start_fake(max_loras=2, lora_dir=str(tmp_path), max_cpu_loras=1)
+    with ThreadPoolExecutor() as pool:
+        answers = list(pool.map(lambda _: chat(server, "slow").status_code, range(3)))
+    assert answers == [200] * 3
+    for name in ("sql", "slow", "sql"):
+        assert chat(server, name).status_code == 200
+        assert list(models(server))[2:] == [name]
+
+
 def test_updates_need_the_flag_and_the_admin_key(start_fake: Start, folders: dict[str, Path]) -> None:
     closed = start_fake(max_loras=2, lora_modules=[f"sql={folders['sql']}"])
     for answer in (load(closed, "chat", folders["chat"]), unload(closed, "sql")):
@@ -235,5 +269,6 @@ def test_adapters_of_a_folder_are_loaded_at_first_use(start_fake: Start, tmp_pat
     assert "does not fit the model" in refused.json()["error"]["message"]
     for name in ("empty", "other", "../sql", "sql/"):
         assert chat(server, name).status_code == 404
+    assert server.http.get("/v1/models/bad").status_code == 404
     adapter(tmp_path / "later", 7)
     server.wait(lambda: chat(server, "later").status_code == 200, 10)

@@ -7,12 +7,15 @@ from array import array
 
 import pytest
 
+from tests.scheduler.fake_runner import kv_config
+from tests.scheduler.test_transfers import Side, key_of
 from weft.common.errors import InvalidRequest
 from weft.scheduler.adapters import AdapterBook
 from weft.scheduler.sequence import Sequence
 from weft.types.messages import Submit
 from weft.types.plan import HoldAdapter, PlaceAdapter, ReleaseAdapter, SlotUpdate
 from weft.types.sampling import TokenParams
+from weft.types.transfer import ReserveTransfer
 
 
 class World:
@@ -140,3 +143,19 @@ def test_a_lost_group_gets_everything_again() -> None:
 def test_no_places_no_adapters() -> None:
     with pytest.raises(InvalidRequest, match="--max-loras"):
         World(0, "a")
+
+
+def test_a_receiver_takes_a_place_with_the_offer() -> None:
+    """Two engines with one place each, and requests in opposite order: the offered one goes on."""
+    side = Side("decode", kv_config(), places=1)
+    for digest in "ab":
+        side.scheduler.adapters.load(digest, f"/{digest}")
+    for number, digest in enumerate("ba"):
+        side.submit(number, adapter=digest)
+    (answer,) = side.want(1)
+    assert isinstance(answer, ReserveTransfer)
+    # The place is taken now: the other sequence gets its answer after the end of the first.
+    assert side.want(0) == []
+    side.events += side.scheduler.finish(1)
+    (later,) = [one for one in side.scheduler.transfer_requests() if isinstance(one, ReserveTransfer)]
+    assert later.key == key_of(0)

@@ -43,6 +43,7 @@ class Side:
         depth: int = 1,
         watermark: float = 0.0,
         mode: str = "push",
+        places: int = 0,
         **section: Any,
     ) -> None:
         section.setdefault("max_num_seqs", 4)
@@ -50,15 +51,22 @@ class Side:
         transfer = TransferSection(role=role, decode_watermark=watermark, transfer_mode=mode)  # type: ignore[arg-type]
         speculation = SpeculationSection(speculative_adaptive=False)
         self.kv, self.depth, self.now, self.sends = kv, depth, 0.0, role == "prefill"
-        self.scheduler = Scheduler(kv, SchedulerSection(**section), VOCAB, speculation, transfer)
+        self.scheduler = Scheduler(
+            kv, SchedulerSection(**section), VOCAB, speculation, transfer, places=places
+        )
         self.runner = FakeRunner(kv)
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.events: list[TokenEvent] = []
 
     def submit(
-        self, sequence: int, prompt: list[int] | None = None, seconds: float = 10.0, **facts: Any
+        self,
+        sequence: int,
+        prompt: list[int] | None = None,
+        seconds: float = 10.0,
+        adapter: str = "",
+        **facts: Any,
     ) -> Submit:
-        request = submit(sequence, prompt or PROMPT, **facts)
+        request = msgspec.structs.replace(submit(sequence, prompt or PROMPT, **facts), adapter=adapter)
         parameters = TransferParameters(
             key=key_of(sequence), sends=self.sends, peer=Peer("x", 1), seconds=seconds
         )

@@ -28,6 +28,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PIECE = 1 << 20
 _SHOWN = 8
+_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 _TENSOR = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight$")
 #: Settings without effect on the result of a saved adapter.
 _HARMLESS = frozenset(
@@ -254,6 +255,9 @@ def _module(
     alpha = _of_pattern(config, "alpha_pattern", module, config.get("lora_alpha"), name)
     if len(first) != 2 or len(second) != 2 or first[0] != second[1] or first[0] != rank:
         raise _refused(name, f"{module} has shapes {first} and {second}, and {CONFIG} says rank {rank}")
+    kinds = {str(header[tensor]["dtype"]) for tensor in (a, b)}
+    if not kinds <= _DTYPES:
+        raise _refused(name, f"{module} has tensors of {', '.join(sorted(kinds))}; save them as bfloat16")
     divisor = math.sqrt(rank) if config.get("use_rslora") else rank
     return AdapterModule(
         module=module, rank=first[0], inputs=first[1], outputs=second[0], scale=alpha / divisor, a=a, b=b

@@ -77,6 +77,10 @@ class EngineAdapters:
             raise InvalidRequest(
                 "the engine has no places for LoRA adapters: set --max-loras", param="adapter"
             )
+        # Every API server sends every adapter: the files are read for the first one only.
+        if digest and self._book.knows(digest):
+            self._book.load(digest, folder, pinned)
+            return digest
         adapter = read_adapter(folder, name, self._section.max_lora_rank)
         if digest and adapter.digest != digest:
             raise InvalidRequest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
@@ -93,4 +94,5 @@ def card_of(front: Front, adapter: Adapter) -> ModelCard:
         input_modalities=model.input_modalities,
         parent=model.id,
         root=adapter.folder,
+        missing_groups=front.adapters.missing(adapter) or msgspec.UNSET,
     )

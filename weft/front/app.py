@@ -67,6 +67,8 @@ def _add_models(app: FastAPI, front: Front) -> None:
     async def get_model(model: str) -> Response:
         """Describe a model."""
         front.check_model(model)
+        if front.adapters.unloaded(model):
+            raise NotFound("the adapter is not loaded: a request for the adapter loads it", param="model")
         adapter = front.adapters.find(model)
         return _json(front.card(model) if adapter is None else card_of(front, adapter))
 

@@ -88,6 +88,10 @@ class AdapterBook:
         known = self._known.get(digest)
         return not digest or (known is not None and not known.dropped)
 
+    def knows(self, digest: str) -> bool:
+        """Return True if the ranks have the adapter, or get the adapter with the next plan."""
+        return digest in self._known
+
     def folders(self) -> list[tuple[str, str]]:
         """Return (digest, folder) of every known adapter."""
         return [(digest, known.folder) for digest, known in self._known.items()]

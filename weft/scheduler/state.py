@@ -95,7 +95,6 @@ class SchedulerState:
         # KV from another group does not depend on the first sample: such a sequence does not wait for the
         # first sample.
         if sequence.fetches:
-            self.adapters.take(sequence)
             sequence.move(Blocked())
         elif request.first_sample is sequence or request.prompt_computed:
             self._enqueue(sequence)

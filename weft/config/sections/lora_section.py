@@ -40,6 +40,15 @@ class LoraSection(Section, frozen=True, kw_only=True):
             "loads the subfolder NAME. Requires --max-loras."
         ),
     ] = None
+    max_cpu_loras: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=4096,
+            description="Adapters of --lora-dir in host memory, in each rank. Another adapter replaces the "
+            "adapter that was unused for the longest time.",
+        ),
+    ] = 64
     allow_lora_updates: Annotated[
         bool,
         Meta(

@@ -106,6 +106,8 @@ class Instance:
     adapters: dict[str, ErrorInfo | None] = field(default_factory=dict)
     """Digest of a LoRA adapter -> the reason why the present process did not load the adapter; None after
     success."""
+    loading: set[str] = field(default_factory=set)
+    """Digests of LoRA adapters sent to the present process, without an answer yet."""
 
     @property
     def alive(self) -> bool:
@@ -123,6 +125,7 @@ class Instance:
 
     def adapter_changed(self, message: AdapterChanged) -> None:
         """Store the answer of the process about a LoRA adapter."""
+        self.loading.discard(message.digest)
         if message.loaded or message.error is not None:
             self.adapters[message.digest] = message.error
         else:
@@ -173,6 +176,7 @@ class Instance:
         self.elsewhere = 0
         self.prefixes = PrefixView()
         self.adapters = {}
+        self.loading = set()
 
     def overdue(self, timeout: float, now: float) -> str | None:
         """Return the reason why a live instance counts as dead, or None."""

@@ -234,6 +234,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     """Name of the model of a LoRA adapter."""
     root: str | UnsetType = UNSET
     """Folder of a LoRA adapter."""
+    missing_groups: int | UnsetType = UNSET
+    """Number of groups that have not loaded a LoRA adapter; absent if none."""
     implementation: str = "weft"
     """Source of the modeling code: ``weft`` or ``transformers``."""
     about: str | UnsetType = UNSET

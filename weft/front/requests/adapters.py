@@ -12,8 +12,9 @@ adapter, and running requests end with the old one. With several API servers, ea
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -23,22 +24,21 @@ from weft.common.errors import (
     ConfigError,
     InvalidRequest,
     NotFound,
-    ReportedError,
     Unavailable,
     WeftError,
 )
 from weft.common.log import get_logger
 from weft.config.adapters import CONFIG, AdapterFile, parse_modules, read_adapter
 from weft.config.resolved import EngineConfig
-from weft.control.fleet.instances import Instance
 from weft.control.links.links import Links
 from weft.front.monitoring.adapter_metrics import AdapterMetrics
 from weft.front.monitoring.metrics import Metrics
 from weft.front.protocol.parse import printable
+from weft.front.requests.adapter_spread import POLL_S, Spread, wanted_of
 from weft.front.requests.reading import Job
 from weft.front.siblings import Siblings
 from weft.text.choice import Choice
-from weft.types.adapters import DropAdapter, LoadAdapter
+from weft.types.adapters import LoadAdapter
 
 log = get_logger(__name__)
 
@@ -46,10 +46,8 @@ T = TypeVar("T")
 
 LIST_S = 1.0
 """Seconds between two looks at --lora-dir."""
-POLL_S = 0.05
-"""Seconds between two looks at the engine processes."""
-LOAD_S = 120.0
-"""Maximum seconds until every engine process has answered."""
+REFUSED_S = 10.0
+"""Seconds until a refused subfolder of --lora-dir is read again."""
 MOST_NAME = 128
 """Maximum characters of a name."""
 MOST_ADAPTERS = 4096
@@ -63,6 +61,8 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     folder: str
     pinned: bool = False
+    listed: bool = False
+    """True for an adapter of --lora-dir."""
     rank: int = 0
     created: int = 0
     """Seconds since 1970 of the load."""
@@ -107,9 +107,18 @@ class Adapters:
         self._section = config.lora
         self._models = (*config.served_names, *config.accepted_names)
         self._links = links
+        self._spread = Spread(links)
         self._by_name: dict[str, Adapter] = {}
-        self._sent: dict[tuple[str, int], dict[str, Adapter]] = {}
-        """(Instance, number of its link) -> digest -> adapter as sent last."""
+        self._loading: Adapter | None = None
+        """The adapter that a request loads now. Requests find the adapter when all processes have it."""
+        self._wanted: dict[str, LoadAdapter] | None = None
+        """The contents for all engine processes; None after a change."""
+        self._used: dict[str, float] = {}
+        """Time of the last request, by name of an adapter."""
+        self._refused: dict[str, tuple[float, WeftError]] = {}
+        """Subfolder of --lora-dir -> (time, error) of the last failed load."""
+        self._known = False
+        """True when the adapters of the start are known."""
         self._subfolders: tuple[str, ...] = ()
         """Names of the adapters in --lora-dir, as listed last."""
         self._last_names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
@@ -135,19 +144,22 @@ class Adapters:
             return [(a.name, any(c.token_ids for c in one.choices)) for a, one in found if a is not None]
 
         metrics.registry.register(AdapterMetrics(metrics.model, lambda: list(self._by_name), requests))
-        for name, folder in parse_modules(self._section.lora_modules).items():
-            self._check_name(name)
-            await self._read(name, folder, pinned=False)
         if siblings is not None:
             self._siblings = siblings
             siblings.adapters = self._on_sibling
-            for known in await siblings.ask_adapters():
-                for one in _lists.decode(known):
-                    self._by_name.setdefault(one.name, one)
+        # The other API servers know all later changes, so their answer counts instead of --lora-modules.
+        lists = await siblings.ask_adapters() if siblings is not None else []
+        for known in lists:
+            for one in _lists.decode(known):
+                self._by_name.setdefault(one.name, one)
+        for name, folder in parse_modules(self._section.lora_modules).items() if not lists else ():
+            self._check_name(name)
+            self._by_name.setdefault(name, await self._read(name, folder, pinned=False))
+        self._known, self._wanted = True, None
         self._subfolders = await asyncio.to_thread(self._list)
         self._task = asyncio.create_task(self._keep())
         for one in self.listed():
-            if (error := await self._answered(one.digest)) is not None:
+            if (error := await self._spread.answered(one.digest)) is not None:
                 log.warning("LoRA adapter %r: %s", one.name, error.message)
 
     def close(self) -> None:
@@ -184,18 +196,23 @@ class Adapters:
                 return model.removeprefix(f"{base}:")
         return model
 
+    def unloaded(self, model: str) -> bool:
+        """Return True for an adapter of --lora-dir that is not loaded."""
+        return self.find(model) is None and self._without_base(model) in self._subfolders
+
     def digest_of(self, model: str) -> str:
         """Return the digest for a request; "" for the model alone. Raises NotFound for an unknown name, and
         Unavailable while no engine process has the adapter: AdapterAbsent if ``resolved`` loads it."""
         if not model or model in self._models or not self._section.max_loras:
             return ""
         found = self.find(model)
-        if found is None and (name := self._without_base(model)) in self._subfolders:
-            raise AdapterAbsent(name)
+        if found is None and self.unloaded(model):
+            raise AdapterAbsent(self._without_base(model))
         if found is None:
             raise NotFound(
                 f"the model {printable(model, 64)} does not exist here", param="model", code="model_not_found"
             )
+        self._used[found.name] = time.monotonic()
         if not any(one.alive and one.has_adapter(found.digest) for one in self._links.instances):
             raise Unavailable(f"no engine has loaded the adapter {found.name!r} yet; try again later")
         return found.digest
@@ -210,9 +227,7 @@ class Adapters:
         except AdapterAbsent as absent:
             async with self._changing:
                 if absent.name not in self._by_name:
-                    assert self._section.lora_dir is not None
-                    self._check(absent.name, None, inplace=False)
-                    await self._bring(absent.name, f"{self._section.lora_dir}/{absent.name}", None)
+                    await self._bring_listed(absent.name)
         return await read()
 
     async def load(self, name: str, folder: str, *, inplace: bool = False, pinned: bool = False) -> Adapter:
@@ -226,18 +241,43 @@ class Adapters:
             self._check(name, before, inplace)
             return await self._bring(name, folder, before, pinned=pinned)
 
+    async def _bring_listed(self, name: str) -> None:
+        """Load a subfolder of --lora-dir, and drop the longest unused ones beyond --max-cpu-loras. Raises
+        WeftError, for ``REFUSED_S`` without another look at the folder."""
+        when, error = self._refused.get(name, (-math.inf, None))
+        if error is not None and time.monotonic() < when + REFUSED_S:
+            raise error.with_traceback(None)
+        self._check(name, None, inplace=False)
+        try:
+            made = await self._bring(name, f"{self._section.lora_dir}/{name}", None, listed=True)
+        except WeftError as error:
+            self._refused[name] = (time.monotonic(), error)
+            raise
+        self._refused.pop(name, None)
+        self._used[name] = time.monotonic()
+        kept = [one for one in self.listed() if one.listed and one is not made]
+        kept.sort(key=lambda one: self._used.get(one.name, 0.0))
+        for one in kept[: max(len(kept) + 1 - self._section.max_cpu_loras, 0)]:
+            await self._forget(one.name)
+            log.info("LoRA adapter %r unloaded: unused for the longest time", one.name)
+
     async def _bring(
-        self, name: str, folder: str, before: Adapter | None, *, pinned: bool = False
+        self, name: str, folder: str, before: Adapter | None, *, pinned: bool = False, listed: bool = False
     ) -> Adapter:
-        """Load a checked name on every engine process, and return the adapter. ``before``: the adapter of the
-        name so far, which stays after an error. Raises WeftError."""
-        made = await self._read(name, folder, pinned=pinned)
-        self._look()
-        if (error := await self._answered(made.digest)) is not None:
-            self._forget(name, before)
-            raise error
-        if before is not None and before.digest != made.digest:
-            self._drop_unused([before.digest])
+        """Load a checked name on every engine process, and return the adapter. Requests find ``before``, the
+        adapter of the name so far, until the load has succeeded. Raises WeftError."""
+        made = await self._read(name, folder, pinned=pinned, listed=listed)
+        self._loading = made
+        try:
+            self._spread.retry(made.digest)
+            self._look(changed=True)
+            if (error := await self._spread.answered(made.digest)) is not None:
+                raise error
+            self._by_name[name] = made
+        finally:
+            # Also after the end of the request: the content is dropped unless a name has the content.
+            self._loading = None
+            self._look(changed=True)
         await self._tell(Change(name=name, adapter=made))
         log.info("LoRA adapter %r loaded by a request: rank %d", name, made.rank)
         return made
@@ -251,8 +291,7 @@ class Adapters:
                     f"there is no LoRA adapter {printable(name, 64)}; loaded are: {printable(known, 400)}",
                     param="lora_name",
                 )
-            self._forget(name, None)
-            await self._tell(Change(name=name))
+            await self._forget(name)
             log.info("LoRA adapter %r unloaded by a request", name)
 
     def _check(self, name: str, before: Adapter | None, inplace: bool) -> None:
@@ -289,9 +328,8 @@ class Adapters:
                 param="--lora-modules",
             )
 
-    async def _read(self, name: str, folder: str, *, pinned: bool) -> Adapter:
-        """Read a folder, store the adapter under ``name`` and return the adapter. Raises ConfigError during
-        the start, else InvalidRequest."""
+    async def _read(self, name: str, folder: str, *, pinned: bool, listed: bool = False) -> Adapter:
+        """Read a folder and return the adapter. Raises ConfigError during the start, else InvalidRequest."""
         requested = self._task is not None
         try:
             file = await asyncio.to_thread(read_adapter, folder, name, self._section.max_lora_rank)
@@ -300,39 +338,27 @@ class Adapters:
                 raise
             why = error.message if isinstance(error, WeftError) else "the folder can't be read"
             raise InvalidRequest(why, param="lora_path") from None
-        made = _adapter(name, file, pinned)
-        self._by_name[name] = made
-        return made
+        return _adapter(name, file, pinned, listed)
 
-    def _forget(self, name: str, before: Adapter | None) -> None:
-        """Restore ``before`` as the adapter of ``name``; None: the name is free. Drop the present content,
-        unless another name has the content."""
-        gone = self._by_name.pop(name, None)
-        if before is not None:
-            self._by_name[name] = before
-        self._drop_unused([] if gone is None else [gone.digest])
-        self._look()
-
-    def _drop_unused(self, digests: Iterable[str]) -> None:
-        """Drop contents without a name from all engine processes."""
-        used = {one.digest for one in self._by_name.values()}
-        for digest in digests:
-            if digest in used:
-                continue
-            for instance in self._takers():
-                sent = self._sent.get((instance.name, instance.link), {})
-                if sent.pop(digest, None) is not None:
-                    self._links.tell(instance.name, DropAdapter(digest=digest))
+    async def _forget(self, name: str) -> None:
+        """Free a name here and in the other API servers. A content without a name is dropped."""
+        self._by_name.pop(name, None)
+        self._used.pop(name, None)
+        self._look(changed=True)
+        await self._tell(Change(name=name))
 
     # -- engine processes ---------------------------------------------------------------------------
 
-    def _takers(self) -> list[Instance]:
-        """Return the live engine processes that take adapters."""
-        return [
-            one
-            for one in self._links.instances
-            if one.alive and one.welcome is not None and one.welcome.max_loras
-        ]
+    def missing(self, adapter: Adapter) -> int:
+        """Return the number of live engine processes that have not loaded ``adapter``."""
+        return self._spread.missing(adapter.digest)
+
+    def _look(self, *, changed: bool = False) -> None:
+        """Send each adapter to each process that lacks the adapter. ``changed``: after a change of names."""
+        if self._wanted is None or changed:
+            loading = [] if self._loading is None else [self._loading]
+            self._wanted = wanted_of(one.message for one in (*loading, *self._by_name.values()))
+        self._spread.look(self._wanted)
 
     async def _keep(self) -> None:
         """Send the adapters to every process that lacks them, and list --lora-dir, until cancelled."""
@@ -354,32 +380,6 @@ class Adapters:
         found = [path.parent.name for path in Path(self._section.lora_dir).glob(f"*/{CONFIG}")]
         return tuple(name for name in sorted(found) if name not in self._models)
 
-    def _look(self) -> None:
-        """Send each adapter to each process that was not sent the adapter."""
-        takers = self._takers()
-        # A new process of an instance has a new link.
-        present = {(one.name, one.link) for one in takers}
-        self._sent = {key: sent for key, sent in self._sent.items() if key in present}
-        for instance in takers:
-            sent = self._sent.setdefault((instance.name, instance.link), {})
-            for adapter in self._by_name.values():
-                last = sent.get(adapter.digest)
-                if last is None or (last.pinned, last.folder) != (adapter.pinned, adapter.folder):
-                    instance.adapters.pop(adapter.digest, None)
-                    sent[adapter.digest] = adapter
-                    self._links.tell(instance.name, adapter.message)
-
-    async def _answered(self, digest: str) -> WeftError | None:
-        """Wait until every live process has answered for an adapter. Return the first error, or None."""
-        try:
-            async with asyncio.timeout(LOAD_S):
-                while any(digest not in one.adapters for one in self._takers()):
-                    await asyncio.sleep(POLL_S / 5)
-        except TimeoutError:
-            return Unavailable("an engine did not load the LoRA adapter in time; try again later")
-        errors = [error for one in self._takers() if (error := one.adapters[digest]) is not None]
-        return ReportedError(errors[0]) if errors else None
-
     # -- other API servers --------------------------------------------------------------------------
 
     async def _tell(self, change: Change) -> None:
@@ -390,22 +390,25 @@ class Adapters:
     def _on_sibling(self, line: str) -> bytes:
         """Apply a change of another API server; an empty line asks for all adapters, as JSON."""
         if not line:
-            return msgspec.json.encode(self.listed())
+            return msgspec.json.encode(self.listed()) if self._known else b""
         change = _changes.decode(line)
-        gone = self._by_name.pop(change.name, None)
+        self._by_name.pop(change.name, None)
         if change.adapter is not None:
             self._by_name[change.name] = change.adapter
-        self._look()
-        self._drop_unused([] if gone is None else [gone.digest])
+        self._look(changed=True)
+        if change.adapter is not None:
+            self._used[change.name] = time.monotonic()
+            self._spread.trust(change.adapter.digest)
         return b"found"
 
 
-def _adapter(name: str, file: AdapterFile, pinned: bool) -> Adapter:
+def _adapter(name: str, file: AdapterFile, pinned: bool, listed: bool) -> Adapter:
     return Adapter(
         name=name,
         digest=file.digest,
         folder=file.folder,
         pinned=pinned,
+        listed=listed,
         rank=file.rank,
         created=int(time.time()),
     )

@@ -164,13 +164,20 @@ class SchedulerTransfers:
 
     def _answer(self, record: TransferRecord) -> None:
         """Answer an offer, unless the sequence waits for its first sample, a grammar or an adapter. The
-        answer goes into ``requests``."""
+        answer goes into ``requests``.
+
+        The sequence takes its adapter's place only now: the sender has a place. Sequences without an offer
+        could otherwise hold all places here, and wait for places of the sender that sequences with an offer
+        hold.
+        """
         offer = record.offer
         sequence = record.sequence
         request = self._state.requests[sequence.request]
-        if offer is None or sequence.blocked or (sequence.adapter and sequence.place < 0):
+        if offer is None or sequence.blocked:
             return
         if request.first_sample is not sequence and not request.prompt_computed:
+            return
+        if not self._state.adapters.take(sequence):
             return
         del self._book.offers[record.key]
         self._book.requests.append(self._reserve(record, offer))

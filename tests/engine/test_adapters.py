@@ -1,0 +1,37 @@
+"""Adapters of an engine: the files are read once, for any number of API servers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tests.config.test_adapters import write
+from weft.config.adapters import AdapterFile, read_adapter
+from weft.config.sections.lora_section import LoraSection
+from weft.engine.adapters import EngineAdapters
+from weft.scheduler.adapters import AdapterBook
+from weft.types.adapters import DropAdapter, LoadAdapter
+from weft.types.plan import SlotUpdate
+
+
+class Anything:
+    """A model that every adapter fits."""
+
+    def check(self, adapter: AdapterFile) -> None:
+        pass
+
+
+def test_a_known_adapter_is_not_read_again(tmp_path: Path) -> None:
+    ops: list[SlotUpdate] = []
+    adapters = EngineAdapters(LoraSection(max_loras=2), AdapterBook(2, ops.append), Anything())
+    digest = read_adapter(write(tmp_path / "a")).digest
+    load = LoadAdapter(name="a", digest=digest, folder=str(tmp_path / "a"))
+    assert adapters.apply(load).loaded
+    shutil.rmtree(tmp_path / "a")
+    again = adapters.apply(load)
+    assert (again.loaded, again.error) == (True, None)
+    assert len(ops) == 1
+    adapters.apply(DropAdapter(digest=digest))
+    refused = adapters.apply(load)
+    assert not refused.loaded
+    assert refused.error is not None
