@@ -200,6 +200,24 @@ def llama4_traits(facts: Facts, spec: ModelSpec) -> ModelSpec:
     )
 
 
+def within_one_chunk(facts: Facts, spec: ModelSpec) -> ModelSpec:
+    """Return ``spec`` with the longest context in which dual chunk attention equals full attention.
+
+    The files of Qwen2.5-1M have the setting. Raise ConfigError.
+    """
+    setting = facts.get("dual_chunk_attention_config")
+    if setting is None:
+        return spec
+    if not isinstance(setting, dict):
+        raise facts.fail("dual_chunk_attention_config", f"must be an object, not {setting!r}")
+    read = Facts(setting, file="dual_chunk_attention_config")
+    chunk = read.integer("chunk_size") - read.integer("local_size")
+    chunk = min(chunk, read.integer("original_max_position_embeddings", chunk))
+    if chunk < 1:
+        raise facts.fail("dual_chunk_attention_config", "must have a chunk_size above local_size")
+    return msgspec.structs.replace(spec, max_position=min(spec.max_position, chunk))
+
+
 def logit_scale(facts: Facts, spec: ModelSpec) -> ModelSpec:
     """Return ``spec`` with the factor of the logits. Raise ConfigError."""
     scales = ScaleSpec(logits=facts.number("logit_scale", 1.0))
