@@ -102,7 +102,8 @@ def plain_activation(facts: Facts) -> str:
 def gemma_embedding(facts: Facts, spec: ModelSpec) -> ModelSpec:
     """Return ``spec`` with the scale of Gemma's embeddings. Older files say gelu for gelu_pytorch_tanh."""
     activation = "gelu_pytorch_tanh" if spec.activation == "gelu" else spec.activation
-    return msgspec.structs.replace(spec, scales=ScaleSpec(embedding=spec.hidden**0.5), activation=activation)
+    scales = ScaleSpec(embedding=spec.hidden**0.5, embedding_rounded=True)
+    return msgspec.structs.replace(spec, scales=scales, activation=activation)
 
 
 def ministral_windows(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
@@ -121,6 +122,7 @@ def gemma_scales(facts: Facts, spec: ModelSpec) -> ModelSpec:
     """Return ``spec`` with the scales of Gemma 2 and 3. Raise ConfigError."""
     scales = ScaleSpec(
         embedding=spec.hidden**0.5,
+        embedding_rounded=True,
         attention=facts.number("query_pre_attn_scalar") ** -0.5,
         softcap=facts.optional_number("final_logit_softcapping") or 0.0,
     )
@@ -168,6 +170,7 @@ def gemma4_traits(facts: Facts, spec: ModelSpec) -> ModelSpec:
     )
     scales = ScaleSpec(
         embedding=spec.hidden**0.5,
+        embedding_rounded=True,
         attention=1.0,
         softcap=facts.optional_number("final_logit_softcapping") or 0.0,
     )
