@@ -31,7 +31,8 @@ _HARMLESS = re.compile(
     | unsloth_\w+ | (\w+_)?version | model_name | base_model\w* | author | date | merge_\w+
     | neftune_\w+ | lora_(alpha|dropout) | padding_side | model_parallel | \w*batch_size
     # losses
-    | loss_(type|function) | \w*aux_loss\w* | seq_aux | output_router_logits | router_jitter_noise | \w*z_loss\w*
+    | loss_(type|function) | \w*aux_loss\w* | seq_aux | output_router_logits | router_jitter_noise
+    | \w*z_loss\w*
     # tokens, and defaults of generation and of classifiers
     | \w+_token(_id|_ids|_index)? | (id2label|label2id|num_labels|problem_type|finetuning_task|prefix)
     | output_(hidden_states|attentions) | return_dict\w* | use_return_dict | chunk_size_feed_forward
@@ -176,9 +177,9 @@ def _refuse_others(row: Row, facts: Facts, defaults: dict[str, Any]) -> None:
 def _of_a_tool(facts: Facts, name: str) -> bool:
     """Return True for a field that a tool added, such as ``is_llama_config`` or ``trained_with``.
 
-    transformers ignores a field that the configuration class does not have. A checkpoint with its own code may
-    read any field, so there no such field is accepted. A name with a word of a computation may be meant for
-    another program, with other results, and is refused as well.
+    transformers ignores a field that the configuration class does not have. A checkpoint with its own code
+    may read any field, so there no such field is accepted. A name with a word of a computation may be meant
+    for another program, with other results, and is refused as well.
     """
     return not facts.get("auto_map") and _COMPUTATION.search(name) is None
 
