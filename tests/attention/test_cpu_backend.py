@@ -115,6 +115,16 @@ def test_close_to_float64_and_nothing_foreign_enters(
     assert (made.double() - scene.expected()).abs().max() < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize(("dtype", "engine"), [(torch.float32, 0), *((torch.bfloat16, e) for e in ENGINES)])
+def test_heads_of_512_dims(dtype: torch.dtype, engine: int) -> None:
+    """Full layers of Gemma 4 have this size."""
+    scene = Scene([(0, 1), (60, 10), (639, 1)], (4, 2, 512, 16), 0, dtype)
+    made = scene.run(engine=engine)
+    assert (made.double() - scene.expected()).abs().max() < TOLERANCE[dtype]
+    alone = torch.cat([scene.run([(1, first, 1)], engine) for first in range(10)])
+    assert torch.equal(bits(alone), bits(made[1:11]))
+
+
 @sampled({"engine": [None, *ENGINES], "shape": list(SHAPES), "window": [0, 50, 600]})
 def test_bits_do_not_depend_on_company_chunks_or_threads(
     engine: int | None, shape: tuple[int, int, int, int], window: int
@@ -246,7 +256,7 @@ def test_as_a_backend_on_slices_of_merged_rows(rows: list[tuple[int, int]]) -> N
         (64, torch.float16, "cpu", 4, "float16"),
         (64, torch.float32, "cuda", 4, "cuda"),
         (72, torch.float32, "cpu", 4, "heads of 72"),
-        (272, torch.float32, "cpu", 4, "heads of 272"),
+        (528, torch.float32, "cpu", 4, "heads of 528"),
         (64, torch.float32, "cpu", 5, "5 query heads"),
     ],
 )

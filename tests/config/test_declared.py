@@ -72,6 +72,71 @@ def test_harmless_fields_and_defaults_are_accepted(tmp_path: Path) -> None:
     assert load_spec(_write(tmp_path, **fields, an_unset_field=None)) == plain
 
 
+SMOLLM2: Fields = {
+    "is_llama_config": True,
+    "rope_interleaved": False,
+    "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        SMOLLM2,
+        {"is_decoder": True, "tf_legacy_loss": True, "output_scores": True, "max_new_tokens": 64},
+        {"neftune_noise_alpha": 5.0, "loss_type": "ForCausalLM", "train_batch_size": 8},
+        {"trained_with": "a tool", "padding_side": "left", "model_parallel": True},
+    ],
+)
+def test_fields_of_tools_are_accepted(fields: Fields, tmp_path: Path) -> None:
+    assert load_spec(_write(tmp_path, **fields)) == load_spec(_write(tmp_path))
+
+
+def test_no_unknown_field_is_accepted_beside_code(tmp_path: Path) -> None:
+    """Code of a checkpoint may read any field."""
+    folder = _write(tmp_path, is_llama_config=True, auto_map={"AutoConfig": "c.C"})
+    with pytest.raises(ConfigError, match="is_llama_config = True is not supported"):
+        load_spec(folder, trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["quantization", "rope_condense_ratio", "dual_chunk", "qk_layernorm", "mup_scale", "n_groups"]
+)
+def test_names_with_a_word_of_a_computation_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=name):
+        load_spec(_write(tmp_path, **{name: {"bits": 4}}))
+
+
+def test_rope_parameters_without_types_describe_full_layers(tmp_path: Path) -> None:
+    """As ``rope_scaling`` and ``rope_theta`` do in older files."""
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    more: Fields = {"architectures": ["Olmo3ForCausalLM"], "num_hidden_layers": 4, "sliding_window": 8}
+    old = load_spec(_write(tmp_path, **more, rope_scaling=scaling, rope_theta=3e5))
+    assert (old.rope.kind, old.ropes[0].kind) == ("linear", "default")
+    flat = {**scaling, "rope_theta": 3e5, "original_max_position_embeddings": None}
+    assert load_spec(_write(tmp_path, **more, rope_parameters=flat)) == old
+    typed = {"full_attention": {**scaling, "rope_theta": 3e5}, "sliding_attention": {"rope_theta": 3e5}}
+    assert load_spec(_write(tmp_path, **more, rope_parameters=typed)) == old
+    with pytest.raises(ConfigError, match="rope_parameters must be an object"):
+        load_spec(_write(tmp_path, **more, rope_parameters=[1]))
+
+
+def test_dual_chunk_attention_is_served_within_one_chunk(tmp_path: Path) -> None:
+    setting: Fields = {"chunk_size": 64, "local_size": 16, "original_max_position_embeddings": 64}
+    more: Fields = {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 4096}
+    spec = load_spec(_write(tmp_path, **more, dual_chunk_attention_config=setting, attention_bias=True))
+    assert spec.max_position == 48
+    setting["local_size"] = 64
+    with pytest.raises(ConfigError, match="chunk_size above local_size"):
+        load_spec(_write(tmp_path, **more, dual_chunk_attention_config=setting))
+
+
+def test_the_published_spelling_of_an_architecture(tmp_path: Path) -> None:
+    more: Fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    spec = load_spec(_write(tmp_path, architectures=["ExaoneMoEForCausalLM"], **more))
+    assert spec.architecture == "ExaoneMoeForCausalLM"
+
+
 PHI4_MINI: Fields = {
     "architectures": ["Phi3ForCausalLM"],
     "attention_bias": False,
@@ -99,6 +164,18 @@ HUNYUAN: Fields = {
     "dense_list": [64, 0],
 }
 
+MINIMAX_M2: Fields = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0,
+    "mlp_intermediate_size": 8192,
+    "shared_moe_mode": "sigmoid",
+    "shared_intermediate_size": 0,
+}
+
 
 @pytest.mark.parametrize(
     ("fields", "wrong"),
@@ -106,6 +183,12 @@ HUNYUAN: Fields = {
         (PHI4_MINI, {"lm_head_bias": True}),
         (PHI4_MINI, {"full_attn_mod": 2}),
         (HUNYUAN, {"use_cla": True}),
+        (MINIMAX_M2, {"layernorm_full_attention_alpha": 3.5}),
+        ({"architectures": ["GemmaForCausalLM"], "hidden_activation": "gelu_pytorch_tanh"}, {"clip_qkv": 8}),
+        (
+            {"architectures": ["NemotronForCausalLM"], "rope_percent": 0.5, "kv_channels": 16},
+            {"qk_norm": True},
+        ),
         (HUNYUAN, {"num_shared_expert": [1, 2]}),
         ({"architectures": ["SolarOpenForCausalLM"], "partial_rotary_factor": 1.0}, {"attn_scale": 0.5}),
     ],

@@ -42,6 +42,15 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(
         assert torch.equal(torch.stack(sequence.logits), torch.stack(again.logits))
 
 
+def test_the_factor_of_gemmas_embeddings_has_the_dtype_of_the_model(tmp_path: Path) -> None:
+    model = conftest.make_checkpoint("gemma3", tmp_path).load(torch.bfloat16)
+    factor = model.spec.scales.embedding
+    rounded = torch.tensor(factor, dtype=torch.bfloat16).item()
+    x = torch.linspace(0.5, 3, 4000).bfloat16()
+    assert not torch.equal(x * factor, x * rounded)
+    assert torch.equal(model.enter(x), x * rounded)
+
+
 def test_further_ops_are_those_of_torch() -> None:
     x = torch.randn(5, 33, dtype=torch.float64) * 4
     weight, bias = torch.randn(2, 33, dtype=torch.float64)

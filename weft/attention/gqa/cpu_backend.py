@@ -15,13 +15,13 @@ from weft.ops.cpu.served import check_built, check_served
 
 Tensor = torch.Tensor
 
-MAX_DIM = 256
+MAX_DIM = 512
 MAX_GROUP = 192
 """Maximum query heads per KV head."""
 
 
 class CpuAttention(AttentionBackend):
-    """Supports bf16 and float32, head sizes that are multiples of 16 up to 256, and any block size and
+    """Supports bf16 and float32, head sizes that are multiples of 16 up to 512, and any block size and
     window.
 
     Stateless, so threads may share an instance. bf16: products are exact, sums and exponentials float32.

@@ -80,6 +80,9 @@ MODEL_TYPES = {
 }
 """Architecture for each ``model_type``, for a ``config.json`` without ``architectures``."""
 
+_SPELLINGS = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM"}
+"""Spelling of an architecture in published files -> spelling of transformers."""
+
 _HEAD = re.compile(r"(^|\.)lm_head\.|^(model\.)?head\.")
 """Names of the tensors of an output head, with any prefix. DeepSeek V4 uses ``head``."""
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -198,7 +201,7 @@ def _architecture(facts: Facts) -> str:
         below = f"{names[0].removesuffix(ending)}ForCausalLM"
         if names[0].endswith(ending) and below in FAMILIES:
             return below
-    return names[0]
+    return _SPELLINGS.get(names[0], names[0])
 
 
 def _eos_ids(spec: ModelSpec, folder: Path) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ class ScaleSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     embedding: float = 1.0
     """Factor of the token embeddings."""
+    embedding_rounded: bool = False
+    """True if the factor of the token embeddings has the dtype of the model."""
     residual: float = 1.0
     """Factor of the output of attention and feed-forward, before the sum with the stream."""
     attention: float | None = None

@@ -73,7 +73,11 @@ def grouped_elements(spec: ModelSpec) -> int:
 
 
 def layer_elements(spec: ModelSpec) -> int:
-    """Return the parameters of all layers' inputs and doubled feed-forwards, tables included."""
+    """Return the parameters of all layers' inputs and doubled feed-forwards, without tables."""
     double = len(spec.layer.double) * (3 if spec.gated else 2) * spec.hidden * spec.intermediate
-    width = spec.layers * spec.layer.inputs
-    return double + width * (3 * spec.hidden + spec.layer.inputs_vocab)
+    return double + 3 * spec.layers * spec.layer.inputs * spec.hidden
+
+
+def input_table_elements(spec: ModelSpec, ranks: int) -> int:
+    """Return the parameters of a rank's part of the table of layer inputs; 0 without layer inputs."""
+    return -(-spec.layer.inputs_vocab // ranks) * spec.layers * spec.layer.inputs

@@ -23,6 +23,7 @@ from weft.config.sharding import local_spec
 from weft.config.sizing.layer_elements import (
     dense_elements,
     grouped_elements,
+    input_table_elements,
     latent_elements,
     layer_elements,
     recurrent_elements,
@@ -322,8 +323,7 @@ def weight_bytes(
     matrices = (spec.layers - recurrent_layers(spec)) * _attention_elements(spec)
     matrices += recurrent_elements(spec) + latent_elements(spec) + layer_elements(spec)
     dense = dense_elements(spec)
-    routers = 0
-    routed = 0
+    routers = routed = 0
     feeding = spec.layers - len(spec.bare_layers)
     if spec.moe is None:
         matrices += feeding * dense
@@ -339,7 +339,8 @@ def weight_bytes(
         routers = routing * moe.experts * spec.hidden * max(4, size)
     table = -(-spec.vocab_size // layout.tensor) * spec.hidden
     head = table * (size if quantization == "none" else 1)
-    embeddings = head if spec.tied else table * size + head * spec.head
+    more = input_table_elements(spec, layout.tensor) * size
+    embeddings = more + (head if spec.tied else table * size + head * spec.head)
     tower = 0 if spec.vision is None else tower_bytes(spec.vision, dtype)
     # Bits per element of the matrices. A checkpoint's own quantization counts only without --quantization.
     bits = expert_bits = _BITS.get(quantization, 8.0 * size)

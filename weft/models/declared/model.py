@@ -157,7 +157,10 @@ class DeclaredDecoder(Decoder):
         )
 
     def enter(self, embedded: Tensor) -> Tensor:
-        scale = self.spec.scales.embedding
+        scales = self.spec.scales
+        scale = scales.embedding
+        if scales.embedding_rounded:
+            scale = torch.tensor(scale, dtype=embedded.dtype).item()
         return embedded if scale == 1 else embedded * scale
 
     def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:

@@ -29,8 +29,10 @@ _HARMLESS = re.compile(
     | attn_implementation | pretraining_tp | tp_plan | pp_plan | fused\w* | recompute\w*
     # tools that changed the file
     | unsloth_\w+ | (\w+_)?version | model_name | base_model\w* | author | date | merge_\w+
+    | neftune_\w+ | lora_(alpha|dropout) | padding_side | model_parallel | \w*batch_size
     # losses
-    | \w*aux_loss\w* | seq_aux | output_router_logits | router_jitter_noise | \w*z_loss\w*
+    | loss_(type|function) | \w*aux_loss\w* | seq_aux | output_router_logits | router_jitter_noise
+    | \w*z_loss\w*
     # tokens, and defaults of generation and of classifiers
     | \w+_token(_id|_ids|_index)? | (id2label|label2id|num_labels|problem_type|finetuning_task|prefix)
     | output_(hidden_states|attentions) | return_dict\w* | use_return_dict | chunk_size_feed_forward
@@ -44,13 +46,20 @@ _HARMLESS = re.compile(
     re.VERBOSE,
 )
 """Names of fields without effect on results, in any architecture."""
+_COMPUTATION = re.compile(
+    r"(?:^|_)(?:act|alibi|attn|attention|beta|bias|bits|block|cap|chunk|clip|compress|conv|dim|dual|embed|expert"
+    r"|factor|ff|gate|group|head|hidden|inter|kernel|key|kv|latent|layer|linear|local|logit|lora|mask|mlp|moe|mtp"
+    r"|mup|multipl|nextn|norm|parallel|partial|pattern|pos|proj|quant|query|rank|resid|rope|rotary|rout|scal|shar"
+    r"|slid|soft|sparse|ssm|state|temperature|tie|topk|value|width|window)"
+)
+"""Beginnings of words in names of fields that may describe a computation."""
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
     """Return the spec of an architecture with a row. Raise ConfigError.
 
-    A field of config.json is refused unless the row's readers read the field, the name is harmless, or the
-    value is the default of the configuration class.
+    A field of config.json is refused unless the row's readers read the field, the name is harmless, the value
+    is the default of the configuration class, or a tool added the field (``_of_a_tool``).
     """
     return _read(ROWS[facts.get("architectures")[0]], facts, override)
 
@@ -160,7 +169,19 @@ def _refuse_others(row: Row, facts: Facts, defaults: dict[str, Any]) -> None:
                 continue
         elif value is None or (name not in defaults and _off(value)):
             continue  # an unset field, or a feature of another architecture that is switched off
+        elif _of_a_tool(facts, name):
+            continue
         raise facts.fail(name, f"= {value!r} is not supported by this version")
+
+
+def _of_a_tool(facts: Facts, name: str) -> bool:
+    """Return True for a field that a tool added, such as ``is_llama_config`` or ``trained_with``.
+
+    transformers ignores a field that the configuration class does not have. A checkpoint with its own code
+    may read any field, so there no such field is accepted. A name with a word of a computation may be meant
+    for another program, with other results, and is refused as well.
+    """
+    return not facts.get("auto_map") and _COMPUTATION.search(name) is None
 
 
 def _off(value: Any) -> bool:

@@ -102,7 +102,8 @@ def plain_activation(facts: Facts) -> str:
 def gemma_embedding(facts: Facts, spec: ModelSpec) -> ModelSpec:
     """Return ``spec`` with the scale of Gemma's embeddings. Older files say gelu for gelu_pytorch_tanh."""
     activation = "gelu_pytorch_tanh" if spec.activation == "gelu" else spec.activation
-    return msgspec.structs.replace(spec, scales=ScaleSpec(embedding=spec.hidden**0.5), activation=activation)
+    scales = ScaleSpec(embedding=spec.hidden**0.5, embedding_rounded=True)
+    return msgspec.structs.replace(spec, scales=scales, activation=activation)
 
 
 def ministral_windows(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
@@ -121,6 +122,7 @@ def gemma_scales(facts: Facts, spec: ModelSpec) -> ModelSpec:
     """Return ``spec`` with the scales of Gemma 2 and 3. Raise ConfigError."""
     scales = ScaleSpec(
         embedding=spec.hidden**0.5,
+        embedding_rounded=True,
         attention=facts.number("query_pre_attn_scalar") ** -0.5,
         softcap=facts.optional_number("final_logit_softcapping") or 0.0,
     )
@@ -168,6 +170,7 @@ def gemma4_traits(facts: Facts, spec: ModelSpec) -> ModelSpec:
     )
     scales = ScaleSpec(
         embedding=spec.hidden**0.5,
+        embedding_rounded=True,
         attention=1.0,
         softcap=facts.optional_number("final_logit_softcapping") or 0.0,
     )
@@ -198,6 +201,24 @@ def llama4_traits(facts: Facts, spec: ModelSpec) -> ModelSpec:
         max_position=min(spec.max_position, chunk or spec.max_position),
         attention=msgspec.structs.replace(spec.attention, temperature=warm),
     )
+
+
+def within_one_chunk(facts: Facts, spec: ModelSpec) -> ModelSpec:
+    """Return ``spec`` with the longest context in which dual chunk attention equals full attention.
+
+    The files of Qwen2.5-1M have the setting. Raise ConfigError.
+    """
+    setting = facts.get("dual_chunk_attention_config")
+    if setting is None:
+        return spec
+    if not isinstance(setting, dict):
+        raise facts.fail("dual_chunk_attention_config", f"must be an object, not {setting!r}")
+    read = Facts(setting, file="dual_chunk_attention_config")
+    chunk = read.integer("chunk_size") - read.integer("local_size")
+    chunk = min(chunk, read.integer("original_max_position_embeddings", chunk))
+    if chunk < 1:
+        raise facts.fail("dual_chunk_attention_config", "must have a chunk_size above local_size")
+    return msgspec.structs.replace(spec, max_position=min(spec.max_position, chunk))
 
 
 def logit_scale(facts: Facts, spec: ModelSpec) -> ModelSpec:

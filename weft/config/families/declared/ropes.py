@@ -183,18 +183,21 @@ def rope_by_list(facts: Facts, given: RopeInput) -> RopeTraits:
 def ropes_by_type(local_theta: str = "") -> Ropes:
     """Return the reader of one rotary embedding for full layers and one for window layers.
 
-    ``rope_parameters`` has an entry per type. In older files ``rope_scaling`` and ``rope_theta`` describe
-    full layers; the field ``local_theta`` has the base of window layers (empty: the same base).
+    ``rope_parameters`` has an entry per type. In older files ``rope_scaling`` and ``rope_theta``, or
+    ``rope_parameters`` without types, describe full layers; the field ``local_theta`` has the base of window
+    layers (empty: the same base).
     """
 
     def read(facts: Facts, given: RopeInput) -> RopeTraits:
         """Return the traits. Raise ConfigError."""
         bases = given.theta if isinstance(given.theta, dict) else {}
         theta = given.theta if isinstance(given.theta, float) else 10000.0
-        full_theta = facts.number("rope_theta", bases.get("global", theta), above=1.0)
-        local = facts.number(local_theta, bases.get("local", theta)) if local_theta else full_theta
         nested = facts.get("rope_parameters") or {}
-        scaling = facts.get("rope_scaling")
+        flat = _without_types(facts, nested)
+        scaling = facts.get("rope_scaling") or flat
+        full_theta = facts.number("rope_theta", bases.get("global", theta), above=1.0)
+        full_theta = Facts(flat, file=facts.file).number("rope_theta", full_theta, above=1.0)
+        local = facts.number(local_theta, bases.get("local", theta)) if local_theta else full_theta
         made = []
         for kind, base in (("full_attention", full_theta), (SLIDING, local)):
             parameters: dict[str, Any] = dict(nested.get(kind) or {})
@@ -209,6 +212,14 @@ def ropes_by_type(local_theta: str = "") -> Ropes:
         return RopeTraits(rope=made[0], more=(made[1],), rope_of=numbers)
 
     return read
+
+
+def _without_types(facts: Facts, parameters: Any) -> dict[str, Any]:
+    """Return the rope parameters if no entry is for a type of layer, else {}. Raise ConfigError."""
+    if not isinstance(parameters, dict):
+        raise facts.fail("rope_parameters", f"must be an object, not {parameters!r}")
+    typed = any(isinstance(value, dict) for value in parameters.values())
+    return {} if typed else {name: value for name, value in parameters.items() if value is not None}
 
 
 def sizes_of_full_layers(facts: Facts) -> tuple[int, int | None]:

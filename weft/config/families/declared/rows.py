@@ -45,6 +45,7 @@ from weft.config.families.declared.readers import (
     switched_windows,
     typed_windows,
     with_head_bias,
+    within_one_chunk,
 )
 from weft.config.families.declared.ropes import (
     alpha_rope,
@@ -102,7 +103,14 @@ ROWS: dict[str, Row] = {
         config="MixtralConfig", stated=_SIZES, windows=window_everywhere, experts=mixtral_experts
     ),
     # Qwen2 and Qwen2.5: arXiv 2407.10671. Qwen3: arXiv 2505.09388.
-    "Qwen2ForCausalLM": Row(config="Qwen2Config", stated=_SIZES, qkv_bias=True, windows=window_layers),
+    "Qwen2ForCausalLM": Row(
+        config="Qwen2Config",
+        stated=_SIZES,
+        qkv_bias=True,
+        windows=window_layers,
+        change=(within_one_chunk,),
+        only={"attention_bias": (True, False), "qkv_bias": (True,)},
+    ),
     "Qwen3ForCausalLM": Row(
         config="Qwen3Config",
         stated=_SIZES,
@@ -212,7 +220,11 @@ ROWS: dict[str, Row] = {
             "use_routing_bias": (True,),
             "shared_intermediate_size": (0,),
         },
-        unused=("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "layernorm_full_attention_beta"),
+        # Files of October 2025 have fields of MiniMax-M1.
+        unused=(
+            "use_mtp|num_mtp_modules|mtp_transformer_layers|mlp_intermediate_size|shared_moe_mode",
+            r"layernorm_\w+_beta|max_model_len",
+        ),
     ),
     # Hunyuan V1.
     "HunYuanDenseV1ForCausalLM": Row(
@@ -269,6 +281,7 @@ ROWS: dict[str, Row] = {
         o_bias=field("attention_bias"),
         centred_norms=True,
         change=(gemma_embedding,),
+        only={"hidden_activation": (None, "gelu_pytorch_tanh")},
     ),
     # Qwen1.5-MoE and Qwen2-57B-A14B: arXiv 2407.10671.
     "Qwen2MoeForCausalLM": Row(
@@ -408,7 +421,8 @@ ROWS: dict[str, Row] = {
         centred_norms=True,
         norms=NormSpec(kind="layer", bias=True),
         gated=False,
-        renamed={"norm_eps": "rms_norm_eps"},
+        renamed={"norm_eps": "rms_norm_eps", "rope_percent": "partial_rotary_factor"},
+        unused=("kv_channels",),
     ),
     "ArceeForCausalLM": Row(
         config="ArceeConfig",

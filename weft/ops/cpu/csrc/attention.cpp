@@ -15,7 +15,7 @@ namespace {
 
 using namespace attend;
 
-constexpr int kMostDim = 256;
+constexpr int kMostDim = 512;
 
 template <class Element>
 struct Grouped {
