@@ -125,7 +125,9 @@ def load_spec(
     layers = {name: value for name, value in config.items() if name not in TASK_FIELDS}
     facts = Facts({**layers, "architectures": [_architecture(Facts(config))]}, names)
     if generic.serves(architecture := facts.get("architectures")[0], model_impl, FAMILIES):
-        return generic.load_spec(path, facts, architecture, num_hidden_layers_override, mtp, pooled)
+        generic.check_tasks(architecture, classifies)
+        spec = generic.load_spec(path, facts, architecture, num_hidden_layers_override, mtp, pooled)
+        return msgspec.structs.replace(spec, classify=classify)
     spec = FAMILIES.get(architecture)(facts, num_hidden_layers_override)
     facts.refuse_unknown_computation()
     if mtp > spec.mtp_layers or (mtp and not _has_modules(facts)):
