@@ -10,7 +10,13 @@ import pytest
 
 import weft
 from weft.common.errors import ContextLength, InvalidRequest
-from weft.front.requests.read_pooled import MOST_REPEATED, read_embeddings, read_rerank, read_score
+from weft.front.requests.read_pooled import (
+    MOST_REPEATED,
+    decode_facts,
+    read_embeddings,
+    read_rerank,
+    read_score,
+)
 from weft.front.requests.reading import Job, Reader
 from weft.text import tokenizer as tokenizers
 from weft.text.model import TextModel
@@ -95,3 +101,9 @@ def test_a_beginning_has_the_same_first_tokens() -> None:
         assert text.startswith(begin)
     assert len(tokenizer.shortened(text, 50)) == tokenizers.LONG_CHARS
     assert tokenizer.shortened("Tom", 1) == "Tom"
+
+
+@pytest.mark.parametrize("top", [0, 3, 1 << 62, 10**30])
+def test_any_number_of_results_may_be_asked(top: int) -> None:
+    job = rerank(judge(), query="Tom", documents=["a", "b"], top_n=top)
+    assert decode_facts(job.facts).top == min(top, 2)

@@ -18,7 +18,6 @@ from weft.text.tokenizer import TooManyTokens, check_text
 from weft.types.messages import Pooling
 from weft.types.sampling import SamplingParams, TokenParams
 
-
 MOST_REPEATED = 8 << 20
 """Maximum characters of the first texts of all pairs together. A classifier reads a query once per document,
 so a small body could otherwise ask for prompts of many gigabytes."""
@@ -86,7 +85,7 @@ def read_rerank(reader: Reader, body: bytes) -> Job:
     texts = asked.texts()
     facts = PooledFacts(
         activate=asked.use_activation is not False,
-        top=asked.top_n or 0,
+        top=min(asked.top_n or 0, len(texts)),
         documents=() if asked.return_documents is False else tuple(texts),
     )
     return _scores(reader, asked, [asked.query] * len(texts), texts, facts)
@@ -133,9 +132,7 @@ def _scores(
         check_text(one, "query")
         check_text(two, "documents")
         # A text longer than the context stays longer, so that the error below names the cause.
-        one, two = (
-            reader.text.tokenizer.shortened(text, reader.limits.max_model_len) for text in (one, two)
-        )
+        one, two = (reader.text.tokenizer.shortened(text, reader.limits.max_model_len) for text in (one, two))
         made = prompts.pair(one, two, asked.instruction, most)
         ids.append(_within(reader, made, "documents"))
     return _job(reader, ids, form, asked.sharing(), "classify", "documents", facts)
