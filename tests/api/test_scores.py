@@ -17,6 +17,7 @@ from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tests.support.text_folders import byte_alphabet
 from weft import LLM
 from weft.common.errors import ConfigError, InvalidRequest
+from weft.config.families import load_spec
 from weft.text.scoring import INSTRUCTION
 
 SIZES: dict[str, Any] = {
@@ -235,3 +236,21 @@ def test_layouts_that_are_refused_by_name(tmp_path: Path, plain: tuple[Path, Any
 def test_overrides_that_are_refused(plain: tuple[Path, Any, Any], overrides: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LLM(model=str(plain[0]), hf_overrides=overrides, **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vocab_size": 100, "tie_word_embeddings": True}, "outside of the model's vocabulary"),
+        ({}, "no output head"),
+    ],
+)
+def test_tokens_without_logits_are_refused(
+    tmp_path: Path, plain: tuple[Path, Any, Any], changes: Any, said: str
+) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(plain[0], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ConfigError, match=said):
+        load_spec(str(folder), overrides={"classifier_from_token": ["y"]})

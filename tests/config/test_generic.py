@@ -114,6 +114,19 @@ def test_mtp_and_deterministic_are_refused(folder: Path, probes: list[Any]) -> N
         check_settings(SPEC, False, 1)
 
 
+def test_classes_by_tokens_are_kept_and_a_matrix_is_refused(folder: Path, probes: list[Any]) -> None:
+    vocab = {"no": 3, "yes": 4}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+    classify = load_spec(str(folder), overrides={"classifier_from_token": ["no", "yes"]}).classify
+    assert classify is not None
+    assert classify.tokens == (3, 4)
+    config = folder / "config.json"
+    fields = {"architectures": ["Qwen3ForSequenceClassification"], "model_type": "qwen3"}
+    config.write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match="sequence classification"):
+        load_spec(str(folder), model_impl="transformers")
+
+
 @pytest.mark.slow
 def test_the_probe_runs_in_a_process_without_torch_here(folder: Path, tmp_path: Path) -> None:
     fields = json.loads((folder / "config.json").read_text())

@@ -21,7 +21,7 @@ from weft.config.group_settings import shared_settings
 from weft.config.names import accepted_names, served_names
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig, HostShare
-from weft.config.sections.all import ModelSection, SchedulerSection
+from weft.config.sections.all import Config, ModelSection, SchedulerSection, SpeculationSection
 from weft.config.sizing import cache_sizes, memory
 from weft.config.spec import CacheSpec, ModelSpec, MoESpec, QuantizedSpec, RopeSpec
 
@@ -551,3 +551,12 @@ def test_ranks_of_a_host_share_its_memory(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_group_over_several_hosts_needs_its_own_command(tmp_path: Path) -> None:
     message = refused(checkpoint(tmp_path), tensor_parallel_size=2, hosts=2, group_secret="secret")
     assert message.startswith("--hosts 2: run `weft engine FILE --group NAME` on each host of the group")
+
+
+def test_an_error_of_the_draft_model_names_the_draft_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["NobodysForCausalLM"]}')
+    for name in (str(tmp_path), str(tmp_path / "missing")):
+        speculation = SpeculationSection(speculative_method="draft", speculative_model=name)
+        with pytest.raises(ConfigError, match=f"--speculative-model {name}: ") as caught:
+            resolve(Config(model=ModelSection(model="spool-text"), speculation=speculation))
+        assert caught.value.param == "--speculative-model"

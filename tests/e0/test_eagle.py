@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,8 @@ from tests.support.expert_groups import Leading, run_layout
 from tests.support.slow import mostly_slow
 from weft.common.errors import ConfigError
 from weft.config.sections.all import Config, SpeculationSection
-from weft.config.sizing.draft import draft_part, with_draft
+from weft.config.sizing.draft import draft_part, eagle_spec, with_draft
+from weft.config.spec import HyperSpec
 from weft.layers.build import Build, ExpertOptions
 from weft.models.eagle import EagleModel, load_eagle
 from weft.models.loader import load_model
@@ -267,3 +269,7 @@ def test_heads_that_are_refused(root: Path, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
         with pytest.raises(ConfigError, match=said):
             with_draft(rig.spec_of(folder), Config(speculation=DRAFTS), str(folder), str(tmp_path))
+    spec = rig.spec_of(folder)
+    for other in ({"family": "transformers"}, {"hyper": HyperSpec(streams=2, iterations=1, eps=1e-6)}):
+        with pytest.raises(ConfigError, match="stream of Weft's own decoders"):
+            eagle_spec(msgspec.structs.replace(spec, **other), head(root)[0])

@@ -140,9 +140,15 @@ def drafted(config: Config, spec: ModelSpec, path: str) -> tuple[SpeculationSect
         )
     if draft is None:
         return speculation, spec
-    folder = hub.resolve_model_path(draft, load_format=model.load_format)
-    check_weight_files(Path(folder), model.load_format)
-    spec = with_draft(spec, config, path, folder)
+    try:
+        folder = hub.resolve_model_path(draft, load_format=model.load_format)
+        check_weight_files(Path(folder), model.load_format)
+        spec = with_draft(spec, config, path, folder)
+    except ConfigError as error:
+        # The error of a file names no model, and there are two models.
+        flag = "--speculative-model"
+        said = error.message if "--speculative" in error.message else f"{flag} {draft}: {error.message}"
+        raise ConfigError(said, param=flag) from None
     return msgspec.structs.replace(speculation, speculative_model=folder), spec
 
 

@@ -47,6 +47,11 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer, classify: ClassifySpec | None) -> None:
         self._tokenizer = tokenizer
         self._instructed = classify is not None and classify.instructed
+        self._before: list[int] = []
+        self._after: list[int] = []
+        if self._instructed:
+            self._before = tokenizer.encode(_BEFORE, add_special_tokens=False, parse_special=True)
+            self._after = tokenizer.encode(_AFTER, add_special_tokens=False, parse_special=True)
 
     def check_instruction(self, instruction: str | None) -> None:
         """Raise InvalidRequest for an instruction that the model's prompt form cannot hold."""
@@ -66,12 +71,12 @@ class Prompts:
         """
         if not self._instructed:
             return self._tokenizer.encode_cut(query, document, limit)
-        before = self._tokenizer.encode(_BEFORE, add_special_tokens=False, parse_special=True)
-        after = self._tokenizer.encode(_AFTER, add_special_tokens=False, parse_special=True)
         text = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+        if limit is not None:
+            text = self._tokenizer.shortened(text, limit)
         ids = self._tokenizer.encode(text, add_special_tokens=False)
-        room = len(ids) if limit is None else max(limit - len(before) - len(after), 0)
-        return [*before, *ids[:room], *after]
+        room = len(ids) if limit is None else max(limit - len(self._before) - len(self._after), 0)
+        return [*self._before, *ids[:room], *self._after]
 
 
 def probabilities(numbers: np.ndarray, classify: ClassifySpec, activate: bool = True) -> np.ndarray:

@@ -130,22 +130,46 @@ class Tokenizer:
         """Return the ids of ``text``, or of a pair of texts in the tokenizer's own form, with special tokens.
 
         ``limit``: keep at most so many ids. The ids of the text end early; special tokens behind the text
-        stay. Raises InvalidRequest for lone surrogates.
+        stay. With ``limit``, the work is bounded as in ``encode_private``. Raises InvalidRequest for lone
+        surrogates.
         """
         check_text(text)
+        if limit is not None:
+            text = self.shortened(text, limit)
+            other = None if other is None else self.shortened(other, limit)
         if other is None:
             ids = self.encode_private(text, add_special_tokens=True)
         elif self._segments.trivial:
             check_text(other)
-            ids = self._private.encode(text, other).ids
+            # The batch call releases the GIL.
+            (encoding,) = self._private.encode_batch_fast([(text, other)], add_special_tokens=True)
+            ids = encoding.ids
         else:
-            before, behind = self._around
+            before, between, behind = _around_pair(self._private)
             bare = [self.encode_private(part, add_special_tokens=False) for part in (text, other)]
-            ids = [*before, *bare[0], *bare[1], *behind]
+            ids = [*before, *bare[0], *between, *bare[1], *behind]
         if limit is None or len(ids) <= limit:
             return ids
         behind = self._around[1][:limit]
         return [*ids[: limit - len(behind)], *behind]
+
+    def shortened(self, text: str, limit: int) -> str:
+        """Return the beginning of ``text``, with more than ``limit`` tokens if ``text`` has more.
+
+        The first ``limit`` tokens stay the same. The work is bounded as in ``encode_private``.
+        """
+        if len(text) <= max(LONG_CHARS, limit * CHARS_A_TOKEN):
+            return text
+        least = 0
+        for start in range(0, len(text), LONG_CHARS):
+            (encoding,) = self._private.encode_batch_fast(
+                [text[start : start + LONG_CHARS]], add_special_tokens=False
+            )
+            least += max(len(encoding) - CUT_TOKENS, 0)
+            # The new end of the text changes fewer than CUT_TOKENS tokens, all behind the limit.
+            if least > limit + CUT_TOKENS:
+                return text[: start + LONG_CHARS]
+        return text
 
     def _check_pieces(self, text: str, limit: int) -> None:
         """Raise TooManyTokens if the pieces of ``text`` prove that ``text`` exceeds ``limit``.
@@ -202,6 +226,17 @@ def _around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     starts = range(len(whole) - len(bare) + 1)
     start = next((at for at in starts if whole[at : at + len(bare)] == bare), 0)
     return whole[:start], whole[start + len(bare) :]
+
+
+def _around_pair(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int], list[int]]:
+    """Return (ids that the post-processor puts before a pair of texts, ids between the texts, ids behind
+    them). Encodes a sample pair."""
+    bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
+    whole: list[int] = tokenizer.encode("a", "a").ids
+    size = len(bare)
+    starts = [at for at in range(len(whole) - size + 1) if whole[at : at + size] == bare]
+    first, last = (starts[0], starts[-1]) if starts else (0, 0)
+    return whole[:first], whole[first + size : last], whole[last + size :]
 
 
 def check_text(text: str, param: str | None = None) -> None:

@@ -19,6 +19,7 @@ from weft.config.families.quantized import quantized_spec
 from weft.config.families.tasks.pooling import (
     CLASSIFIES,
     TASK_FIELDS,
+    check_classes,
     classify_spec,
     pooled_spec,
     with_overrides,
@@ -128,7 +129,9 @@ def load_spec(
     layers = {name: value for name, value in config.items() if name not in TASK_FIELDS}
     facts = Facts({**layers, "architectures": [_architecture(Facts(config))]}, names)
     if generic.serves(architecture := facts.get("architectures")[0], model_impl, FAMILIES):
-        return generic.load_spec(path, facts, architecture, num_hidden_layers_override, mtp, pooled)
+        generic.check_tasks(architecture, classifies)
+        spec = generic.load_spec(path, facts, architecture, num_hidden_layers_override, mtp, pooled)
+        return check_classes(msgspec.structs.replace(spec, classify=classify))
     spec = FAMILIES.get(architecture)(facts, num_hidden_layers_override)
     facts.refuse_unknown_computation()
     if mtp > spec.mtp_layers or (mtp and not _has_modules(facts)):
@@ -137,7 +140,7 @@ def load_spec(
             "further tokens; use --speculative-method ngram or none",
             param="--speculative-method",
         )
-    return msgspec.structs.replace(
+    spec = msgspec.structs.replace(
         keep_mtp(spec, mtp),
         # A classifier's own matrix stands in place of the output head.
         head=not classifies and (spec.tied or names is None or any(map(_HEAD.search, names))),
@@ -149,6 +152,7 @@ def load_spec(
         quantized=quantized_spec(facts, path) or quantized_spec(_text_facts(facts), path),
         vision=None if language_model_only else read_tower(facts, path, spec),
     )
+    return check_classes(spec)
 
 
 def refuse_unserved(folder: Path) -> None:

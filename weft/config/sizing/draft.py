@@ -57,6 +57,12 @@ def eagle_spec(spec: ModelSpec, folder: Path) -> ModelSpec:
     """Return the spec of the EAGLE-3 head in ``folder`` for the model ``spec``. Raise ConfigError."""
     config = read_json(folder, "config.json") or {}
     names = config.get("architectures")
+    if spec.implementation != "weft" or spec.hyper is not None:
+        raise ConfigError(
+            f"{_FLAG}: an EAGLE-3 head reads the stream of Weft's own decoders with one stream, and "
+            f"{spec.architecture} has none; use --speculative-method draft or ngram",
+            param="--speculative-method",
+        )
     if names not in (["LlamaForCausalLMEagle3"], ["Eagle3LlamaForCausalLM"]):
         raise ConfigError(
             f"{_FLAG}: {folder.name!r} is no EAGLE-3 head (architectures is {names!r}); for a whole model "

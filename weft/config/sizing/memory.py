@@ -412,6 +412,9 @@ def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -
     # The inputs of all layers exist three times: rows of the table, their projection, and the sum.
     inputs = 3 * spec.layers * spec.layer.inputs
     row = inputs + 4 * spec.hidden + inner + _sparse_row(spec, DTYPE_BYTES[dtype]) + 3 * wide
+    if spec.draft is not None and spec.draft.eagle is not None:
+        # The streams of three layers, twice; the input of the head beside the states; the states of the head.
+        row += 12 * spec.hidden
     if spec.hyper is not None:
         row += 7 * spec.hyper.streams * spec.hidden  # the streams, and float32 copies
     tower = 0 if spec.vision is None else encoding_bytes(spec.vision, dtype)

@@ -18,6 +18,10 @@ from weft.text.tokenizer import TooManyTokens, check_text
 from weft.types.messages import Pooling
 from weft.types.sampling import SamplingParams, TokenParams
 
+MOST_REPEATED = 8 << 20
+"""Maximum characters of the first texts of all pairs together. A classifier reads a query once per document,
+so a small body could otherwise ask for prompts of many gigabytes."""
+
 
 class PooledFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of a request for the shape of the answer."""
@@ -81,7 +85,7 @@ def read_rerank(reader: Reader, body: bytes) -> Job:
     texts = asked.texts()
     facts = PooledFacts(
         activate=asked.use_activation is not False,
-        top=asked.top_n or 0,
+        top=min(asked.top_n or 0, len(texts)),
         documents=() if asked.return_documents is False else tuple(texts),
     )
     return _scores(reader, asked, [asked.query] * len(texts), texts, facts)
@@ -115,11 +119,21 @@ def _scores(
             "/v1/classify",
             param="model",
         )
+    repeated = sum(map(len, first)) + len(asked.instruction or "") * len(first)
+    if repeated > MOST_REPEATED:
+        raise InvalidRequest(
+            f"the query and the instruction are read once per document, {repeated} characters together; the "
+            f"limit is {MOST_REPEATED}: send fewer documents per request, or a shorter query",
+            param="documents",
+        )
     ids = []
+    most = _limit(reader, limit)
     for one, two in zip(first, second, strict=True):
         check_text(one, "query")
         check_text(two, "documents")
-        made = prompts.pair(one, two, asked.instruction, _limit(reader, limit))
+        # A text longer than the context stays longer, so that the error below names the cause.
+        one, two = (reader.text.tokenizer.shortened(text, reader.limits.max_model_len) for text in (one, two))
+        made = prompts.pair(one, two, asked.instruction, most)
         ids.append(_within(reader, made, "documents"))
     return _job(reader, ids, form, asked.sharing(), "classify", "documents", facts)
 

@@ -115,6 +115,17 @@ def load_spec(
     )
 
 
+def check_tasks(architecture: str, classifies: bool) -> None:
+    """Raise ConfigError for a checkpoint with the matrix of a classifier (``classifies``)."""
+    if classifies:
+        raise ConfigError(
+            f"{architecture}: a checkpoint for sequence classification is not served with the code of "
+            "transformers; use --model-impl auto, or a checkpoint that classifies by tokens "
+            "(--hf-overrides classifier_from_token)",
+            param="--model-impl",
+        )
+
+
 def check_settings(spec: ModelSpec, deterministic: bool, adapters: int) -> None:
     """Raise ConfigError for settings that the implementation of transformers cannot keep.
 

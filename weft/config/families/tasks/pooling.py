@@ -17,6 +17,7 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.config.families.facts import Facts, read_json
 from weft.config.sections.all import ModelSection
+from weft.config.spec import ModelSpec
 from weft.types.pooled import ClassifySpec, PooledSpec
 
 CLASSIFIES = "ForSequenceClassification"
@@ -146,6 +147,26 @@ def _by_tokens(facts: Facts, folder: Path, tokens: Any) -> ClassifySpec:
         difference=two_way,
         instructed=reranks,
     )
+
+
+def check_classes(spec: ModelSpec) -> ModelSpec:
+    """Return ``spec``. Raise ConfigError if the model has no logits for the tokens of its classes."""
+    tokens = () if spec.classify is None else spec.classify.tokens
+    if not tokens:
+        return spec
+    if not spec.head:
+        raise ConfigError(
+            f"classifier_from_token: {spec.architecture} has no output head here, so tokens have "
+            "no logits; remove the field from config.json and --hf-overrides",
+            param="--hf-overrides",
+        )
+    if max(tokens) >= spec.vocab_size:
+        raise ConfigError(
+            f"classifier_from_token: token {max(tokens)} is outside of the model's vocabulary of "
+            f"{spec.vocab_size}; choose other tokens",
+            param="--hf-overrides",
+        )
+    return spec
 
 
 def _token_ids(folder: Path) -> dict[str, int]:
