@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from tests.support.gguf_rows import Change, as_it_is, cut_in_two, in_pairs, plus_one, write_saved
+from tests.support.gguf_rows import Change, as_it_is, cut_in_two, in_pairs, plus_one, two_dims, write_saved
 from weft.config.families import load_spec
 from weft.config.hub import resolve_model_path
 from weft.gguf.checkpoint_folder import gguf_files, weights_of
@@ -59,6 +59,37 @@ SCALES = {
 GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.25, "attention.scale": 0.125, "logit_scale": 8.0}
 EXPERTS = {"expert_count": 4, "expert_used_count": 2}
 HEAD = {"attention.key_length": 32, "attention.value_length": 32}
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
+GEMMA4_FACTS = {
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+    "attention.key_length_swa": 16,
+    "attention.value_length_swa": 16,
+    "attention.sliding_window": 8,
+    "attention.sliding_window_pattern": [True, False, True, False],
+    "rope.freq_base": 1000000.0,
+    "rope.freq_base_swa": 10000.0,
+    "rope.dimension_count": 32,
+    "rope.dimension_count_swa": 16,
+    "final_logit_softcapping": 30.0,
+}
+LFM2 = {
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "tie_word_embeddings": True,
+}
+LFM2_FACTS = {
+    "attention.head_count_kv": [0, 2, 0, 2],
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 1000000.0,
+    "shortconv.l_cache": 3,
+}
 CASES: dict[str, Case] = {
     "gemma3": Case(
         model="Gemma3",
@@ -305,6 +336,74 @@ CASES: dict[str, Case] = {
         },
         change=PAIRS,
     ),
+    "gemma4": Case(
+        model="Gemma4",
+        config="Gemma4Text",
+        arch="GEMMA4",
+        settings={
+            **GEMMA4,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 96,
+        },
+        facts={
+            **GEMMA4_FACTS,
+            "attention.head_count_kv": 2,
+            "attention.shared_kv_layers": 2,
+            "embedding_length_per_layer_input": 16,
+            "feed_forward_length": [96, 96, 192, 192],
+        },
+    ),
+    "gemma4-experts": Case(
+        model="Gemma4",
+        config="Gemma4Text",
+        arch="GEMMA4",
+        settings={
+            **GEMMA4,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        facts={
+            **GEMMA4_FACTS,
+            **EXPERTS,
+            "attention.head_count_kv": [2, 1, 2, 1],
+            "attention.shared_kv_layers": 0,
+            "embedding_length_per_layer_input": 0,
+            "expert_feed_forward_length": 32,
+        },
+    ),
+    "lfm2": Case(
+        model="Lfm2",
+        arch="LFM2",
+        settings={**LFM2, "block_auto_adjust_ff_dim": False},
+        facts=LFM2_FACTS,
+        change=two_dims,
+    ),
+    "lfm2moe": Case(
+        model="Lfm2Moe",
+        arch="LFM2MOE",
+        settings={
+            **LFM2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 1,
+        },
+        facts={
+            **LFM2_FACTS,
+            **EXPERTS,
+            "expert_feed_forward_length": 32,
+            "leading_dense_block_count": 1,
+            "expert_gating_func": 2,
+        },
+        change=two_dims,
+    ),
     "cohere2": Case(
         model="Cohere2",
         arch="COHERE2",
@@ -347,7 +446,7 @@ def write(case: Case, folder: Path, path: Path, config: Any, kind: str = "F32", 
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": SIZES["num_key_value_heads"],
     }
     if (eps := getattr(config, "rms_norm_eps", None)) is not None:
         facts["attention.layer_norm_rms_epsilon"] = float(eps)
@@ -357,6 +456,8 @@ def write(case: Case, folder: Path, path: Path, config: Any, kind: str = "F32", 
     for name in ("long", "short"):
         if values := rope.get(f"{name}_factor"):
             tensors[f"rope_factors_{name}.weight"] = np.array(values, np.float32)
+    if case.arch == "GEMMA4":
+        tensors["rope_freqs.weight"] = np.array([1.0] * 4 + [1e30] * 12, np.float32)
     arch = gguf.MODEL_ARCH[case.arch]
     facts |= case.facts | more
     write_saved(path, folder, arch, facts, change, more=tensors, kind=kind, layers=config.num_hidden_layers)

@@ -31,6 +31,11 @@ def plus_one(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
     yield name, values + 1 if name.endswith("norm.weight") else values
 
 
+def two_dims(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield the tensor, the taps of convolutions without their middle dimension."""
+    yield name, values[:, 0] if ".conv.conv." in name else values
+
+
 def in_pairs(heads: int, kv_heads: int) -> Change:
     """Return the change of rows of queries and keys from halves to pairs of neighbours."""
 
@@ -106,6 +111,15 @@ def write_saved(
     for published, values in stacked(arrays).items():
         for one, changed in change(published, values):
             theirs = one if one.startswith("blk.") else names.get_name(one, (".weight", ".bias"))
+            if theirs is None:  # stacks of experts have names without the prefix
+                theirs = names.get_name(one.removeprefix("model."), (".weight", ".bias"))
+            block = one.split(".")[2] if ".layers." in one else ""
+            if one.endswith(".router.scale"):
+                theirs = f"blk.{block}.ffn_gate_inp.scale"
+            if one.endswith(".per_expert_scale"):
+                theirs = f"blk.{block}.ffn_down_exps.scale"
+            if theirs is not None and not theirs.endswith((".weight", ".bias", ".scale")):
+                theirs += ".bias" if one.endswith("expert_bias") else ".weight"
             if theirs is None and one.endswith("e_score_correction_bias"):
                 theirs = names.get_name(one.removesuffix("_bias") + ".bias", (".weight", ".bias"))
             assert theirs is not None, one

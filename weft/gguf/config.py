@@ -42,7 +42,7 @@ def config_of(
         "num_hidden_layers": facts.layers,
         "num_attention_heads": facts.heads,
         "num_key_value_heads": facts.kv_heads,
-        "intermediate_size": facts.integer("feed_forward_length", 0) or _expert_size(facts),
+        "intermediate_size": 0 if family == "gemma4" else _dense_size(facts),
         **_norm_eps(facts, row),
         "max_position_embeddings": facts.integer("context_length"),
         "vocab_size": _vocabulary(tensors),
@@ -59,10 +59,14 @@ def config_of(
     elif (heads := facts.delta) is not None:
         made |= _hybrid(facts, heads)
     elif row is not None:
+        # The row may replace any field above.
         made |= row_fields(row, facts, stored)
     else:
         made["head_dim"] = _head_size(facts, made["hidden_size"])
-    made |= _rope_scaling(facts, rope_factors, made.get("head_dim", 0), made["rope_theta"])
+    if row is not None and row.own_rope:
+        rope_factors = None
+        del made["rope_theta"]
+    made |= _rope_scaling(facts, rope_factors, made.get("head_dim", 0), made.get("rope_theta", 0.0))
     if row is not None and facts.yarn:
         made["rope_scaling"] |= yarn_details(facts)
     if "rope_parameters" in made:  # both fields would name the rotation
@@ -209,6 +213,10 @@ def _experts(facts: ModelFacts) -> dict[str, Any]:
 
 def _expert_size(facts: ModelFacts) -> int:
     return facts.integer("expert_feed_forward_length", facts.integer("feed_forward_length", 0))
+
+
+def _dense_size(facts: ModelFacts) -> int:
+    return facts.integer("feed_forward_length", 0) or _expert_size(facts)
 
 
 def _vocabulary(tensors: Sequence[StoredTensor]) -> int:

@@ -208,11 +208,12 @@ def published(layout: GgufNames) -> list[Published]:
         if layer is None:
             if row is not None and what in row.facts:
                 continue
-            if what not in _TOP or end is None:
+            top = _TOP if row is None else {**_TOP, **row.top}
+            if what not in top or end is None:
                 raise _unknown(stored)
             centred = layout.centred and what == "output_norm"
             form = TensorForm.CENTRED if centred else TensorForm.STORED
-            found.append(Published(f"{_TOP[what]}.{end}", form, (stored,)))
+            found.append(Published(f"{top[what]}.{end}", form, (stored,)))
         elif int(layer) < layout.layers:  # layers after the last predict further tokens
             if what in ("attn_k_b", "attn_v_b") or what in _COLLECTED.get(layout.family, ()):
                 stacks.setdefault(layer, {})[f"{what}.{end}"] = stored
@@ -244,15 +245,19 @@ def _of_layer(
     permuted = layout.family in ("llama", "mixtral") or (row is not None and row.halves)
     names = _OTHERWISE.get(layout.family, {}) if row is None else row.names
     theirs = names.get(what) or _LAYER.get(what)
+    bares = _BARE if row is None else {**_BARE, **row.bare}
+    bare = bares.get(f"{what}.{end}" if end else what)
     # The order of the cases matters: expert stacks and bare names are not in ``_LAYER``.
-    if what in _EXPERTS and len(stored.shape) == 3:
+    if bare is None and what in _EXPERTS and len(stored.shape) == 3:
         matrix = _EXPERTS[what]
         block, own = f"{layer}.mlp.experts", matrix
         if layout.family == "mixtral":
             block, own = f"{layer}.block_sparse_moe.experts", _MIXTRAL[matrix]
+        if row is not None:
+            block, own = f"{layer}.{row.experts[0]}", row.experts[1 + list(_EXPERTS).index(what)]
         for expert in range(stored.shape[0]):
             yield Published(f"{block}.{expert}.{own}.{end}", TensorForm.EXPERT, (stored,), expert)
-    elif (bare := _BARE.get(f"{what}.{end}")) is not None:
+    elif bare is not None:
         yield Published(f"{layer}.{bare}", TensorForm.STORED, (stored,))
     elif theirs is None or end is None:
         raise _unknown(stored)
@@ -262,6 +267,8 @@ def _of_layer(
     else:
         centred = layout.centred and what.endswith("norm")
         form = TensorForm.CENTRED if centred else TensorForm.STORED
+        if row is not None and what in row.forms:
+            form = TensorForm[row.forms[what]]
         yield Published(f"{layer}.{theirs}.{end}", form, (stored,))
 
 

@@ -27,6 +27,9 @@ FAMILIES = {
     "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     # Families with a row in ``weft.gguf.rows``.
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
+    "lfm2": ("Lfm2ForCausalLM", "lfm2"),
+    "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe"),
     "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "granite": ("GraniteForCausalLM", "granite"),
@@ -55,6 +58,8 @@ _VARIANTS = ("mixtral", "deepseek3", "granitemoe-shared", "olmo3", "ministral3")
 ARCHITECTURES = tuple(name for name in FAMILIES if name not in _VARIANTS)
 HYBRID = ("qwen3next", "qwen35", "qwen35moe")
 """Architectures with gated delta nets."""
+_VARYING = ("gemma4", "lfm2", "lfm2moe")
+"""Architectures with other numbers of KV heads in some layers."""
 _SIGMOID = 2
 """Value of ``expert_gating_func`` for sigmoid scores."""
 
@@ -104,7 +109,17 @@ class ModelFacts:
     @property
     def kv_heads(self) -> int:
         """Number of key and value heads."""
+        if self.architecture in _VARYING:
+            return max(self.per_layer("attention.head_count_kv"))
         return self.integer("attention.head_count_kv", self.heads)
+
+    def per_layer(self, key: str) -> list[int]:
+        """Return a whole number for each layer. Raises ConfigError."""
+        value = self._value(key, None)
+        found = self.numbers(key) if isinstance(value, list) else [self.integer(key)] * self.layers
+        if len(found) < self.layers or min(found, default=-1) < 0:
+            raise self._fail(key, f"must have a number for each of {self.layers} layers")
+        return found[: self.layers]
 
     @property
     def head_size(self) -> int:

@@ -93,6 +93,94 @@ def gemma3(facts: ModelFacts, _: Tensors) -> Fields:
     return made
 
 
+def gemma4(facts: ModelFacts, tensors: Tensors) -> Fields:
+    """Return the facts of Gemma 4: dense, with layer inputs, and with experts. Raises ConfigError."""
+    made = windows(facts, 6)
+    types = made.get("layer_types", [])
+    if not {"full_attention", "sliding_attention"} <= set(types):
+        raise ConfigError("GGUF: gemma4 needs a sliding_window_pattern with both types", param="--model")
+    full, sliding = types.index("full_attention"), types.index("sliding_attention")
+    kv_heads, inner = facts.per_layer("attention.head_count_kv"), facts.per_layer("feed_forward_length")
+    equal = f"blk.{full}.attn_v.weight" not in tensors
+    size = facts.integer("attention.key_length")
+    made |= {
+        "hidden_act": "gelu_pytorch_tanh",
+        "head_dim": facts.integer("attention.key_length_swa"),
+        "global_head_dim": size,
+        "num_key_value_heads": kv_heads[sliding],
+        "num_global_key_value_heads": kv_heads[full] if equal else None,
+        "attention_k_eq_v": equal,
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] == 2 * inner[0],
+        "num_kv_shared_layers": facts.integer("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": facts.integer("embedding_length_per_layer_input", 0),
+        "rope_parameters": {
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": facts.number("rope.freq_base_swa", _LOCAL_THETA),
+            },
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": facts.number("rope.freq_base"),
+                "partial_rotary_factor": _rotated_share(tensors, size),
+            },
+        },
+    }
+    if facts.integer("rope.dimension_count_swa", made["head_dim"]) != made["head_dim"]:
+        raise ConfigError("GGUF: window layers that are rotated in part are not supported", param="--model")
+    if not equal and len(set(kv_heads)) > 1:
+        raise ConfigError("GGUF: gemma4 with own values needs equal numbers of KV heads", param="--model")
+    if (table := tensors.get("per_layer_token_embd.weight")) is not None:
+        made["vocab_size_per_layer_input"] = table.shape[0]
+    if facts.has("final_logit_softcapping"):
+        made["final_logit_softcapping"] = facts.number("final_logit_softcapping")
+    if facts.experts:
+        made |= {"enable_moe_block": True, "num_experts": facts.experts}
+        made["top_k_experts"] = facts.integer("expert_used_count")
+        made["moe_intermediate_size"] = facts.integer("expert_feed_forward_length")
+    return made
+
+
+def _rotated_share(tensors: Tensors, size: int) -> float:
+    """Return the share of rotated dims in full layers: the divisors of the others are huge.
+
+    Raises ConfigError for other divisors.
+    """
+    stored = tensors.get("rope_freqs.weight")
+    divisors = [] if stored is None else [float(value) for value in stored.data]
+    rotated = sum(value == 1 for value in divisors)
+    if len(divisors) != size // 2 or min(divisors[rotated:], default=1e30) < 1e29:
+        raise ConfigError("the GGUF file's rope_freqs.weight is not that of Gemma 4", param="--model")
+    return 2 * rotated / size
+
+
+def lfm2(facts: ModelFacts, _: Tensors) -> Fields:
+    """Return the facts of LFM2 and LFM2-MoE. Layers without KV heads are convolutions.
+
+    Raises ConfigError.
+    """
+    heads = facts.per_layer("attention.head_count_kv")
+    made: Fields = {
+        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "conv_L_cache": facts.integer("shortconv.l_cache"),
+        "conv_bias": False,
+        "block_auto_adjust_ff_dim": False,
+        "norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
+    }
+    if not facts.experts:
+        return made
+    _need_scores(facts, _SIGMOID)
+    return made | {
+        "num_experts": facts.experts,
+        "num_experts_per_tok": facts.integer("expert_used_count"),
+        "moe_intermediate_size": facts.integer("expert_feed_forward_length"),
+        "num_dense_layers": facts.integer("leading_dense_block_count"),
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+        "routed_scaling_factor": 1.0,
+    }
+
+
 def glm4moe(facts: ModelFacts, tensors: Tensors) -> Fields:
     """Return the facts of GLM-4.5 and Solar Open: the files differ in norms and rotated dims.
 

@@ -39,6 +39,16 @@ class GgufRow(msgspec.Struct, frozen=True, kw_only=True):
     """True for norms that subtract the mean. The file has their epsilon under another key."""
     facts: tuple[str, ...] = ()
     """Tensors for facts of config.json, not weights."""
+    own_rope: bool = False
+    """True if ``read`` returns the rotations, so ``rope_freqs.weight`` has no other reader."""
+    top: dict[str, str] = {}
+    """Tensor outside the layers, without its ending -> published name, beside Llama's."""
+    bare: dict[str, str] = {}
+    """Tensor of a layer, with its ending -> published name, where the endings differ."""
+    forms: dict[str, str] = {}
+    """Tensor of a layer -> name of its ``TensorForm``, where it is not stored as published."""
+    experts: tuple[str, ...] = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
+    """Published names of the experts' block and of the matrices gate, up, down of an expert."""
 
 
 _GRANITE = GgufRow(read=row_facts.granite, halves=True)
@@ -46,9 +56,58 @@ _OLMO = GgufRow(read=row_facts.olmo2, names=_POST_NORMS)
 _ERNIE = GgufRow(read=row_facts.ernie)
 _MISTRAL = GgufRow(read=row_facts.mistral3, halves=True)
 _HUNYUAN = GgufRow(read=row_facts.hunyuan)
+_LFM2 = GgufRow(
+    read=row_facts.lfm2,
+    names={
+        "attn_norm": "operator_norm",
+        "ffn_norm": "ffn_norm",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.conv": "conv.conv",
+        "shortconv.out_proj": "conv.out_proj",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+        "ffn_gate_inp": "feed_forward.gate",
+    },
+    top={"token_embd_norm": "model.embedding_norm"},
+    bare={"exp_probs_b.bias": "feed_forward.expert_bias"},
+    forms={"shortconv.conv": "TAPS"},
+    experts=("feed_forward.experts", "w1", "w3", "w2"),
+)
 
 ROWS: dict[str, GgufRow] = {
     "gemma3": GgufRow(read=row_facts.gemma3, names=_BOTH_NORMS, centred=True),
+    "gemma4": GgufRow(
+        read=row_facts.gemma4,
+        names={
+            **_BOTH_NORMS,
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "ffn_gate_inp": "router.proj",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        },
+        top={
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        bare={
+            "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+            "ffn_down_exps.weight": "experts.down_proj",
+        },
+        own_rope=True,
+    ),
+    "lfm2": _LFM2,
+    "lfm2moe": _LFM2,
     "glm4moe": GgufRow(read=row_facts.glm4moe, names=_OUTPUT_NORM, partial=True),
     "phi3": GgufRow(
         read=row_facts.phi3,
