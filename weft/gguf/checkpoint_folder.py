@@ -14,10 +14,11 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.common.folder import cache_folder
 from weft.common.lfs import refuse_pointer
-from weft.gguf.config import ModelFacts, config_of
+from weft.gguf.config import config_of
 from weft.gguf.container import Container, StoredTensor, shards
 from weft.gguf.gguf_names import GgufNames, Published, published
 from weft.gguf.gguf_tokenizer import tokenizer_files
+from weft.gguf.model_facts import ModelFacts
 
 VERSION = 7
 """Version of the folder's contents. Folders of other versions are ignored."""

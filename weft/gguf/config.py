@@ -13,132 +13,13 @@ from typing import Any
 from weft.common.errors import ConfigError
 from weft.gguf.container import CODED, WIDENED, StoredTensor
 from weft.gguf.delta_heads import DeltaHeads
+from weft.gguf.model_facts import FAMILIES, ModelFacts
+from weft.gguf.row_facts import yarn_details
+from weft.gguf.rows import ROWS, GgufRow, row_fields
 
-FAMILIES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "mixtral": ("MixtralForCausalLM", "mixtral"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
-    "qwen2vl": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3vl": ("Qwen3ForCausalLM", "qwen3"),
-    "qwen3vlmoe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
-    "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
-    "deepseek3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
-    "glm-dsa": ("GlmMoeDsaForCausalLM", "glm_moe_dsa"),
-    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
-    "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next"),
-    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
-    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
-}
-"""GGUF architecture -> (architecture in config.json, model type). Two keys are separate families: a
-``llama`` with experts (``mixtral``), and a ``deepseek2`` with sigmoid scores (``deepseek3``). Models with
-images are text models here: a file of the text model has no vision tower, and the three parts of a position
-are equal in text."""
-ARCHITECTURES = tuple(name for name in FAMILIES if name not in ("mixtral", "deepseek3"))
-HYBRID = ("qwen3next", "qwen35", "qwen35moe")
-"""Architectures with gated delta nets."""
-_SIGMOID = 2
-"""Value of ``expert_gating_func`` for sigmoid scores."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """Factors of every published model with the frequency scaling of Llama 3.1."""
 _LLAMA3_CONTEXT = 8192
-
-
-class ModelFacts:
-    """Typed access to the architecture's metadata. Raises ConfigError that names the wrong key."""
-
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
-        """``metadata``: of the file. Raises ConfigError for an unsupported architecture."""
-        self.metadata = metadata
-        self.architecture = str(metadata.get("general.architecture", ""))
-        if self.architecture not in ARCHITECTURES:
-            raise ConfigError(
-                f"GGUF architecture {self.architecture!r} is not supported; there are: "
-                + ", ".join(ARCHITECTURES),
-                param="--model",
-            )
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """Return a whole number, at least 0. Equal numbers per layer count as one. Raises ConfigError."""
-        value = self._value(key, default)
-        if isinstance(value, list) and value and len(set(value)) == 1:
-            value = value[0]  # one number per layer, all equal
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._fail(key, f"must be a whole number, not {value!r}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number above 0, rounded to the 7 digits of a stored 32-bit number.
-
-        Raises ConfigError.
-        """
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self._fail(key, f"must be a number above 0, not {value!r}")
-        return float(f"{value:.7g}")
-
-    def has(self, key: str) -> bool:
-        """Return True if the file has the key."""
-        return f"{self.architecture}.{key}" in self.metadata
-
-    @property
-    def heads(self) -> int:
-        """Number of query heads."""
-        return self.integer("attention.head_count")
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of key and value heads."""
-        return self.integer("attention.head_count_kv", self.heads)
-
-    @property
-    def experts(self) -> int:
-        """Number of routed experts per layer; 0 for none."""
-        return self.integer("expert_count", 0)
-
-    @property
-    def delta(self) -> DeltaHeads | None:
-        """Heads of the delta nets; None for models without delta nets. Raises ConfigError."""
-        if self.architecture not in HYBRID:
-            return None
-        k_heads, v_heads = self.integer("ssm.group_count"), self.integer("ssm.time_step_rank")
-        values = self.integer("ssm.inner_size")
-        if not k_heads or v_heads % k_heads or not v_heads or values % v_heads:
-            raise self._fail(
-                "ssm.time_step_rank", f"{v_heads} does not fit {k_heads} key heads, {values} dims"
-            )
-        return DeltaHeads(k_heads, v_heads, values, tiled=self.architecture != "qwen3next")
-
-    def numbers(self, key: str) -> list[int]:
-        """Return a list of whole numbers; [] for a missing key. Raises ConfigError."""
-        value = self._value(key, [])
-        if not isinstance(value, list) or not all(isinstance(each, int) for each in value):
-            raise self._fail(key, f"must be a list of whole numbers, not {value!r}")
-        return [int(each) for each in value]
-
-    @property
-    def family(self) -> str:
-        """Key of the model in ``FAMILIES``."""
-        if self.architecture == "llama" and self.experts:
-            return "mixtral"
-        if self.architecture == "deepseek2" and self.integer("expert_gating_func", 1) == _SIGMOID:
-            return "deepseek3"
-        return self.architecture
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Return the value of ``key`` as True or False; ``default`` for a missing key."""
-        return bool(self._value(key, default))
-
-    def _value(self, key: str, default: Any) -> Any:
-        """Return a value of the architecture. Raises ConfigError for a missing value without default."""
-        value = self.metadata.get(f"{self.architecture}.{key}", default)
-        if value is None:
-            raise self._fail(key, "is missing")
-        return value
-
-    def _fail(self, key: str, why: str) -> ConfigError:
-        return ConfigError(f"the GGUF file's {self.architecture}.{key} {why}", param="--model")
 
 
 def config_of(
@@ -152,16 +33,17 @@ def config_of(
     facts = ModelFacts(metadata)
     family = facts.family
     name, model_type = FAMILIES[family]
-    stored = {tensor.name for tensor in tensors}
+    row = ROWS.get(family)
+    stored = {tensor.name: tensor for tensor in tensors}
     made: dict[str, Any] = {
         "architectures": [name],
         "model_type": model_type,
         "hidden_size": facts.integer("embedding_length"),
-        "num_hidden_layers": facts.integer("block_count") - facts.integer("nextn_predict_layers", 0),
+        "num_hidden_layers": facts.layers,
         "num_attention_heads": facts.heads,
         "num_key_value_heads": facts.kv_heads,
-        "intermediate_size": facts.integer("feed_forward_length", 0) or _expert_size(facts),
-        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
+        "intermediate_size": 0 if family == "gemma4" else _dense_size(facts),
+        **_norm_eps(facts, row),
         "max_position_embeddings": facts.integer("context_length"),
         "vocab_size": _vocabulary(tensors),
         "hidden_act": "silu",
@@ -176,15 +58,23 @@ def config_of(
             made |= _indexers(facts)
     elif (heads := facts.delta) is not None:
         made |= _hybrid(facts, heads)
+    elif row is not None:
+        # The row may replace any field above.
+        made |= row_fields(row, facts, stored)
     else:
         made["head_dim"] = _head_size(facts, made["hidden_size"])
-    made |= _rope_scaling(facts, rope_factors, made.get("head_dim", 0), made["rope_theta"])
+    if row is not None and row.own_rope:
+        rope_factors = None
+        del made["rope_theta"]
+    made |= _rope_scaling(facts, rope_factors, made.get("head_dim", 0), made.get("rope_theta", 0.0))
+    if row is not None and facts.yarn:
+        made["rope_scaling"] |= yarn_details(facts)
     if "rope_parameters" in made:  # both fields would name the rotation
         made["rope_parameters"] |= made.pop("rope_scaling", {})
     if family == "llama":
         made["attention_bias"] = "blk.0.attn_q.bias" in stored
         made["mlp_bias"] = "blk.0.ffn_gate.bias" in stored
-    if facts.experts:
+    if facts.experts and row is None:
         made |= _experts(facts)
     if family == "gpt-oss":
         made["intermediate_size"] = _expert_size(facts)
@@ -192,6 +82,13 @@ def config_of(
         if any(tensor.name.endswith("_exps.weight") and tensor.kind == "MXFP4" for tensor in tensors):
             made["quantization_config"] = {"quant_method": "mxfp4"}
     return _quantization(tensors, facts.delta) | made | _ends(metadata)
+
+
+def _norm_eps(facts: ModelFacts, row: GgufRow | None) -> dict[str, float]:
+    """Return the epsilon of the norms, in the field of the family. Raises ConfigError for a missing key."""
+    if row is not None and row.layer_norm:
+        return {"layer_norm_eps": facts.number("attention.layer_norm_epsilon")}
+    return {"rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon")}
 
 
 def _quantization(tensors: Sequence[StoredTensor], heads: DeltaHeads | None) -> dict[str, Any]:
@@ -316,6 +213,10 @@ def _experts(facts: ModelFacts) -> dict[str, Any]:
 
 def _expert_size(facts: ModelFacts) -> int:
     return facts.integer("expert_feed_forward_length", facts.integer("feed_forward_length", 0))
+
+
+def _dense_size(facts: ModelFacts) -> int:
+    return facts.integer("feed_forward_length", 0) or _expert_size(facts)
 
 
 def _vocabulary(tensors: Sequence[StoredTensor]) -> int:

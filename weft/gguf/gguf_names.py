@@ -19,6 +19,7 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.gguf.container import StoredTensor
 from weft.gguf.delta_heads import DeltaHeads, Order
+from weft.gguf.rows import ROWS
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -123,7 +124,7 @@ class GgufNames(msgspec.Struct, frozen=True):
     """Positions of the weights in a model's files."""
 
     family: str
-    """Key in ``FAMILIES`` of ``weft.gguf.config``."""
+    """Key in ``FAMILIES`` of ``weft.gguf.model_facts``."""
     layers: int
     heads: int
     kv_heads: int
@@ -131,6 +132,12 @@ class GgufNames(msgspec.Struct, frozen=True):
     """Tensors of all files. Stored, because a search takes seconds in a file with a large vocabulary."""
     delta: DeltaHeads | None = None
     """Heads of gated delta nets; None for models without delta nets."""
+
+    @property
+    def centred(self) -> bool:
+        """True if the files add 1 to the weights of norms."""
+        row = ROWS.get(self.family)
+        return self.delta is not None or (row is not None and row.centred)
 
 
 class Published(NamedTuple):
@@ -189,6 +196,7 @@ def published(layout: GgufNames) -> list[Published]:
     """
     found: list[Published] = []
     stacks: dict[str, dict[str, StoredTensor]] = {}
+    row = ROWS.get(layout.family)
     for stored in layout.tensors:
         if stored.name in WITHOUT_EFFECT:
             continue
@@ -198,10 +206,14 @@ def published(layout: GgufNames) -> list[Published]:
         # Some weights need several tensors of a layer. Their parts are collected in ``stacks`` first.
         what, end, layer = parts["what"], parts["end"], parts["layer"]
         if layer is None:
-            if what not in _TOP or end is None:
+            if row is not None and what in row.facts:
+                continue
+            top = _TOP if row is None else {**_TOP, **row.top}
+            if what not in top or end is None:
                 raise _unknown(stored)
-            form = TensorForm.CENTRED if layout.delta and what == "output_norm" else TensorForm.STORED
-            found.append(Published(f"{_TOP[what]}.{end}", form, (stored,)))
+            centred = layout.centred and what == "output_norm"
+            form = TensorForm.CENTRED if centred else TensorForm.STORED
+            found.append(Published(f"{top[what]}.{end}", form, (stored,)))
         elif int(layer) < layout.layers:  # layers after the last predict further tokens
             if what in ("attn_k_b", "attn_v_b") or what in _COLLECTED.get(layout.family, ()):
                 stacks.setdefault(layer, {})[f"{what}.{end}"] = stored
@@ -229,17 +241,23 @@ def _of_layer(
         form = _DELTA_FORMS.get(what, TensorForm.STORED)
         yield Published(f"{layer}.{name}", form, (stored,), 0, layout.delta)
         return
-    permuted = layout.family in ("llama", "mixtral")
-    theirs = _OTHERWISE.get(layout.family, {}).get(what) or _LAYER.get(what)
+    row = ROWS.get(layout.family)
+    permuted = layout.family in ("llama", "mixtral") or (row is not None and row.halves)
+    names = _OTHERWISE.get(layout.family, {}) if row is None else row.names
+    theirs = names.get(what) or _LAYER.get(what)
+    bares = _BARE if row is None else {**_BARE, **row.bare}
+    bare = bares.get(f"{what}.{end}" if end else what)
     # The order of the cases matters: expert stacks and bare names are not in ``_LAYER``.
-    if what in _EXPERTS and len(stored.shape) == 3:
+    if bare is None and what in _EXPERTS and len(stored.shape) == 3:
         matrix = _EXPERTS[what]
         block, own = f"{layer}.mlp.experts", matrix
         if layout.family == "mixtral":
             block, own = f"{layer}.block_sparse_moe.experts", _MIXTRAL[matrix]
+        if row is not None:
+            block, own = f"{layer}.{row.experts[0]}", row.experts[1 + list(_EXPERTS).index(what)]
         for expert in range(stored.shape[0]):
             yield Published(f"{block}.{expert}.{own}.{end}", TensorForm.EXPERT, (stored,), expert)
-    elif (bare := _BARE.get(f"{what}.{end}")) is not None:
+    elif bare is not None:
         yield Published(f"{layer}.{bare}", TensorForm.STORED, (stored,))
     elif theirs is None or end is None:
         raise _unknown(stored)
@@ -247,8 +265,10 @@ def _of_layer(
         heads = layout.heads if what == "attn_q" else layout.kv_heads
         yield Published(f"{layer}.{theirs}.{end}", TensorForm.HALVES, (stored,), heads)
     else:
-        centred = layout.delta is not None and what.endswith("norm")
+        centred = layout.centred and what.endswith("norm")
         form = TensorForm.CENTRED if centred else TensorForm.STORED
+        if row is not None and what in row.forms:
+            form = TensorForm[row.forms[what]]
         yield Published(f"{layer}.{theirs}.{end}", form, (stored,))
 
 

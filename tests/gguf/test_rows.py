@@ -1,0 +1,507 @@
+"""A model of a family with a row has the parameters and the facts of its source checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import msgspec
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.support.gguf_rows import Change, as_it_is, cut_in_two, in_pairs, plus_one, two_dims, write_saved
+from weft.config.families import load_spec
+from weft.config.hub import resolve_model_path
+from weft.gguf.checkpoint_folder import gguf_files, weights_of
+from weft.gguf.container import Container
+from weft.models.gguf_tensor import GGUFTensor, Maps
+from weft.models.loader import load_model
+from weft.ops.coded import dequantize
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+PAIRS = in_pairs(4, 2)
+SLIDES = [True, True, True, False]
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """A family: class of transformers, its settings, and the keys of the file beside the common ones."""
+
+    model: str
+    arch: str
+    settings: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
+    change: Callable[..., Any] = as_it_is
+    config: str = ""
+
+
+SCALES = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.25,
+    "attention_multiplier": 0.125,
+    "logits_scaling": 8.0,
+}
+GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.25, "attention.scale": 0.125, "logit_scale": 8.0}
+EXPERTS = {"expert_count": 4, "expert_used_count": 2}
+HEAD = {"attention.key_length": 32, "attention.value_length": 32}
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
+GEMMA4_FACTS = {
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+    "attention.key_length_swa": 16,
+    "attention.value_length_swa": 16,
+    "attention.sliding_window": 8,
+    "attention.sliding_window_pattern": [True, False, True, False],
+    "rope.freq_base": 1000000.0,
+    "rope.freq_base_swa": 10000.0,
+    "rope.dimension_count": 32,
+    "rope.dimension_count_swa": 16,
+    "final_logit_softcapping": 30.0,
+}
+LFM2 = {
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "tie_word_embeddings": True,
+}
+LFM2_FACTS = {
+    "attention.head_count_kv": [0, 2, 0, 2],
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 1000000.0,
+    "shortconv.l_cache": 3,
+}
+CASES: dict[str, Case] = {
+    "gemma3": Case(
+        model="Gemma3",
+        config="Gemma3Text",
+        arch="GEMMA3",
+        settings={
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 8,
+            "num_hidden_layers": 7,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+            },
+        },
+        facts={
+            **HEAD,
+            "attention.sliding_window": 8,
+            "rope.freq_base": 1000000.0,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
+        change=plus_one,
+    ),
+    "glm4moe": Case(
+        model="Glm4Moe",
+        arch="GLM4_MOE",
+        settings={
+            "head_dim": 32,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+            "num_nextn_predict_layers": 0,
+        },
+        facts={
+            **HEAD,
+            **EXPERTS,
+            "rope.dimension_count": 16,
+            "expert_feed_forward_length": 32,
+            "expert_shared_count": 1,
+            "leading_dense_block_count": 1,
+            "expert_gating_func": 2,
+            "expert_weights_scale": 1.5,
+            "expert_weights_norm": True,
+            "expert_group_count": 1,
+            "expert_group_used_count": 1,
+        },
+    ),
+    "phi3": Case(
+        model="Phi3",
+        arch="PHI3",
+        settings={"sliding_window": 15, "original_max_position_embeddings": 256},
+        facts={
+            "rope.dimension_count": 16,
+            "rope.scaling.original_context_length": 256,
+            "attention.sliding_window": 15,
+        },
+    ),
+    "phi3-long": Case(
+        model="Phi3",
+        arch="PHI3",
+        settings={
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.1, 1.25, 1.5],
+                "long_factor": [1.08, 1.7, 2.5, 9.0],
+                "original_max_position_embeddings": 64,
+            },
+        },
+        facts={
+            "rope.dimension_count": 8,
+            "rope.scaling.original_context_length": 64,
+            "rope.scaling.attn_factor": math.sqrt(1 + math.log(4) / math.log(64)),
+            "attention.sliding_window": 0,
+        },
+    ),
+    "granite": Case(model="Granite", arch="GRANITE", settings=SCALES, facts=GRANITE, change=PAIRS),
+    "granitemoe": Case(
+        model="GraniteMoe",
+        arch="GRANITE_MOE",
+        settings={**SCALES, "num_local_experts": 4, "num_experts_per_tok": 2},
+        facts={**GRANITE, **EXPERTS},
+        change=cut_in_two(PAIRS),
+    ),
+    "granitemoe-shared": Case(
+        model="GraniteMoeShared",
+        arch="GRANITE_MOE",
+        settings={
+            **SCALES,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 64,
+        },
+        facts={**GRANITE, **EXPERTS, "expert_shared_feed_forward_length": 64},
+        change=cut_in_two(PAIRS),
+    ),
+    "olmo2": Case(model="Olmo2", arch="OLMO2"),
+    "olmo3": Case(
+        model="Olmo3",
+        arch="OLMO2",
+        settings={
+            "sliding_window": 8,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 64,
+                    "attention_factor": 1.25,
+                    "beta_fast": 16.0,
+                    "beta_slow": 2.0,
+                },
+            },
+        },
+        facts={
+            "attention.sliding_window": 8,
+            "attention.sliding_window_pattern": SLIDES,
+            "rope.freq_base": 500000.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 8.0,
+            "rope.scaling.original_context_length": 64,
+            "rope.scaling.yarn_attn_factor": 1.25,
+            "rope.scaling.yarn_beta_fast": 16.0,
+            "rope.scaling.yarn_beta_slow": 2.0,
+        },
+    ),
+    "smollm3": Case(
+        model="SmolLM3",
+        arch="SMOLLM3",
+        settings={"tie_word_embeddings": True},
+        facts={"rope.freq_base": 2000000.0, "rope.dimension_count": 16},
+        change=PAIRS,
+    ),
+    "exaone4": Case(
+        model="Exaone4",
+        arch="EXAONE4",
+        settings={"sliding_window": 8, "head_dim": 32},
+        facts={**HEAD, "attention.sliding_window": 8, "attention.sliding_window_pattern": SLIDES},
+    ),
+    "exaone4-full": Case(
+        model="Exaone4",
+        arch="EXAONE4",
+        settings={"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    ),
+    "ernie4_5": Case(
+        model="Ernie4_5",
+        arch="ERNIE4_5",
+        settings={"head_dim": 32, "use_bias": True},
+        facts={**HEAD, "rope.freq_base": 500000.0},
+    ),
+    "ernie4_5-moe": Case(
+        model="Ernie4_5_Moe",
+        arch="ERNIE4_5_MOE",
+        settings={
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 2,
+            "moe_layer_interval": 2,
+        },
+        facts={
+            **EXPERTS,
+            "rope.freq_base": 500000.0,
+            "expert_feed_forward_length": 32,
+            "expert_shared_count": 2,
+            "expert_shared_feed_forward_length": 48,
+            "leading_dense_block_count": 1,
+            "interleave_moe_layer_step": 2,
+        },
+    ),
+    "hunyuan-dense": Case(
+        model="HunYuanDenseV1", arch="HUNYUAN_DENSE", settings={"head_dim": 32}, facts=HEAD
+    ),
+    "hunyuan-moe": Case(
+        model="HunYuanMoEV1",
+        arch="HUNYUAN_MOE",
+        settings={"num_experts": 4, "moe_topk": 2, "head_dim": 16},
+        facts={
+            **EXPERTS,
+            "expert_feed_forward_length": 96,
+            "expert_shared_feed_forward_length": 96,
+            "expert_shared_count": 1,
+        },
+    ),
+    "minimax-m2": Case(
+        model="MiniMaxM2",
+        arch="MINIMAXM2",
+        settings={"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "rotary_dim": 16},
+        facts={
+            **HEAD,
+            **EXPERTS,
+            "rope.freq_base": 5000000.0,
+            "expert_feed_forward_length": 96,
+            "expert_gating_func": 2,
+            "rope.dimension_count": 16,
+        },
+    ),
+    "seed_oss": Case(
+        model="SeedOss", arch="SEED_OSS", settings={"head_dim": 32, "attention_out_bias": True}, facts=HEAD
+    ),
+    "mistral3": Case(
+        model="Mistral",
+        arch="MISTRAL3",
+        settings={"head_dim": 32, "sliding_window": None},
+        facts={**HEAD, "rope.freq_base": 10000.0, "rope.dimension_count": 32},
+        change=PAIRS,
+    ),
+    "ministral3": Case(
+        model="Ministral3",
+        arch="MISTRAL3",
+        settings={
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        facts={
+            **HEAD,
+            "rope.freq_base": 1000000.0,
+            "rope.dimension_count": 32,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 16.0,
+            "rope.scaling.original_context_length": 64,
+            "rope.scaling.yarn_beta_fast": 32.0,
+            "rope.scaling.yarn_beta_slow": 1.0,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+            "attention.temperature_scale": 0.1,
+        },
+        change=PAIRS,
+    ),
+    "gemma4": Case(
+        model="Gemma4",
+        config="Gemma4Text",
+        arch="GEMMA4",
+        settings={
+            **GEMMA4,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 96,
+        },
+        facts={
+            **GEMMA4_FACTS,
+            "attention.head_count_kv": 2,
+            "attention.shared_kv_layers": 2,
+            "embedding_length_per_layer_input": 16,
+            "feed_forward_length": [96, 96, 192, 192],
+        },
+    ),
+    "gemma4-experts": Case(
+        model="Gemma4",
+        config="Gemma4Text",
+        arch="GEMMA4",
+        settings={
+            **GEMMA4,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        facts={
+            **GEMMA4_FACTS,
+            **EXPERTS,
+            "attention.head_count_kv": [2, 1, 2, 1],
+            "attention.shared_kv_layers": 0,
+            "embedding_length_per_layer_input": 0,
+            "expert_feed_forward_length": 32,
+        },
+    ),
+    "lfm2": Case(
+        model="Lfm2",
+        arch="LFM2",
+        settings={**LFM2, "block_auto_adjust_ff_dim": False},
+        facts=LFM2_FACTS,
+        change=two_dims,
+    ),
+    "lfm2moe": Case(
+        model="Lfm2Moe",
+        arch="LFM2MOE",
+        settings={
+            **LFM2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 1,
+        },
+        facts={
+            **LFM2_FACTS,
+            **EXPERTS,
+            "expert_feed_forward_length": 32,
+            "leading_dense_block_count": 1,
+            "expert_gating_func": 2,
+        },
+        change=two_dims,
+    ),
+    "cohere2": Case(
+        model="Cohere2",
+        arch="COHERE2",
+        settings={"sliding_window": 8, "logit_scale": 0.0625, "tie_word_embeddings": True},
+        facts={
+            "attention.sliding_window": 8,
+            "attention.layer_norm_epsilon": 1e-5,
+            "logit_scale": 0.0625,
+            "rope.dimension_count": 16,
+            "rope.scaling.type": "none",
+        },
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def saved(case: Case, folder: Path) -> Any:
+    """Save a random model of the family. Return its configuration."""
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{case.config or case.model}Config")(**{**SIZES, **case.settings})
+    model = getattr(transformers, f"{case.model}ForCausalLM")(config).eval()
+    for name, weight in model.named_parameters():
+        torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
+    for name, values in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(values)
+    model.save_pretrained(folder)
+    return config
+
+
+def write(case: Case, folder: Path, path: Path, config: Any, kind: str = "F32", **more: Any) -> None:
+    """Write the GGUF file of the checkpoint in ``folder``."""
+    facts = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": SIZES["num_key_value_heads"],
+    }
+    if (eps := getattr(config, "rms_norm_eps", None)) is not None:
+        facts["attention.layer_norm_rms_epsilon"] = float(eps)
+    change: Change = case.change
+    tensors = {}
+    rope = config.rope_parameters or {}
+    for name in ("long", "short"):
+        if values := rope.get(f"{name}_factor"):
+            tensors[f"rope_factors_{name}.weight"] = np.array(values, np.float32)
+    if case.arch == "GEMMA4":
+        tensors["rope_freqs.weight"] = np.array([1.0] * 4 + [1e30] * 12, np.float32)
+    arch = gguf.MODEL_ARCH[case.arch]
+    facts |= case.facts | more
+    write_saved(path, folder, arch, facts, change, more=tensors, kind=kind, layers=config.num_hidden_layers)
+
+
+def loaded(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    folder = resolve_model_path(name)
+    spec = load_spec(folder)
+    model = load_model(folder, spec, torch.float32, torch.device("cpu"), progress=False, pack=False)
+    return spec, {key: value.detach() for key, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_and_facts_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    config = saved(case, tmp_path / "saved")
+    write(case, tmp_path / "saved", tmp_path / "model.gguf", config)
+    theirs, expected = loaded(str(tmp_path / "saved"))
+    spec, found = loaded(str(tmp_path / "model.gguf"))
+    assert found.keys() == expected.keys()
+    for key, weight in expected.items():
+        if case.change is plus_one and "norm" in key:
+            assert torch.allclose(found[key], weight, rtol=0, atol=1e-6), key
+        else:
+            assert torch.equal(found[key], weight), key
+    changed = {"architectures", "eos_ids", "dtype", "bos_id"}
+    for fact in spec.__struct_fields__:
+        if fact not in changed:
+            assert getattr(spec, fact) == getattr(theirs, fact), fact
+    assert spec.eos_ids == (2,)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "glm4moe", "phi3", "granitemoe-shared"])
+def test_codes_of_packed_types_are_the_values(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    config = saved(case, tmp_path / "saved")
+    write(case, tmp_path / "saved", tmp_path / "model.gguf", config, kind="Q8_0")
+    (file,) = gguf_files(Path(resolve_model_path(str(tmp_path / "model.gguf"))))
+    maps, matrices = Maps(), 0
+    for one, weight in weights_of(file).items():
+        tensor = GGUFTensor(weight, maps)
+        if (codes := tensor.codes(lambda _: True)) is not None:
+            (piece,) = codes[1]
+            assert torch.equal(dequantize(piece.codes, torch.float32), tensor[()]), one
+            matrices += 1
+    stored = Container(tmp_path / "model.gguf").tensors()
+    assert matrices >= sum(tensor.kind == "Q8_0" for tensor in stored)

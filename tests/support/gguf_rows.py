@@ -1,0 +1,130 @@
+"""Write GGUF files of saved checkpoints in llama.cpp's form, with tensor names of the ``gguf`` package.
+
+Tensors are those of the saved files, so names and shapes are the published ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+from tests.support.gguf_files import _add, _finish, add_tensor, some_texts
+
+Arrays = dict[str, np.ndarray]
+Change = Callable[[str, np.ndarray], Iterable[tuple[str, np.ndarray]]]
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)\.weight")
+
+
+def as_it_is(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield the tensor without a change."""
+    yield name, values
+
+
+def plus_one(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield the tensor, norms with 1 added."""
+    yield name, values + 1 if name.endswith("norm.weight") else values
+
+
+def two_dims(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield the tensor, the taps of convolutions without their middle dimension."""
+    yield name, values[:, 0] if ".conv.conv." in name else values
+
+
+def in_pairs(heads: int, kv_heads: int) -> Change:
+    """Return the change of rows of queries and keys from halves to pairs of neighbours."""
+
+    def change(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+        for end, count in (("q_proj", heads), ("k_proj", kv_heads)):
+            if f".{end}." in name:
+                size = len(values) // count
+                order = [
+                    h * size + half * (size // 2) + i
+                    for h in range(count)
+                    for i in range(size // 2)
+                    for half in (0, 1)
+                ]
+                values = values[order]
+        yield name, values
+
+    return change
+
+
+def cut_in_two(change: Change) -> Change:
+    """Return ``change`` of the halves of merged matrices of Granite's experts."""
+
+    def cut(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+        if not name.endswith("input_linear.weight"):
+            yield from change(name, values)
+            return
+        shared = "_shexp" if ".shared_mlp." in name else "_exps"
+        block = name.split(".")[2]
+        for part, half in zip(("gate", "up"), np.split(values, 2, axis=-2), strict=True):
+            yield f"blk.{block}.ffn_{part}{shared}.weight", half
+
+    return cut
+
+
+def stacked(tensors: Mapping[str, np.ndarray]) -> Arrays:
+    """Return the tensors with the matrices of experts as stacks."""
+    found: Arrays = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    for name, values in tensors.items():
+        if (parts := _EXPERT.fullmatch(name)) is None:
+            found[name] = values
+        else:
+            stacks.setdefault(f"{parts[1]}.{parts[3]}.weight", {})[int(parts[2])] = values
+    for name, each in stacks.items():
+        found[name] = np.stack([each[i] for i in range(len(each))])
+    return found
+
+
+def write_saved(
+    path: Path,
+    saved: Path,
+    architecture: gguf.MODEL_ARCH,
+    facts: Mapping[str, Any],
+    change: Change = as_it_is,
+    *,
+    more: Mapping[str, np.ndarray] | None = None,
+    kind: str = "F32",
+    layers: int,
+) -> None:
+    """Write the checkpoint in ``saved`` with matrices in the GGML type ``kind``.
+
+    ``change`` yields the tensors of a published tensor; a name with blk. is the name in the file. ``more``
+    are further tensors.
+    """
+    name = gguf.MODEL_ARCH_NAMES[architecture]
+    writer = gguf.GGUFWriter(str(path), name)
+    _add(writer, {f"{name}.{key}": value for key, value in facts.items()})
+    _add(writer, {f"tokenizer.ggml.{key}": value for key, value in some_texts().items()})
+    names = gguf.get_tensor_name_map(architecture, layers)
+    arrays: Arrays = {}
+    for file in sorted(saved.glob("*.safetensors")):
+        arrays |= load_file(file)
+    for published, values in stacked(arrays).items():
+        for one, changed in change(published, values):
+            theirs = one if one.startswith("blk.") else names.get_name(one, (".weight", ".bias"))
+            if theirs is None:  # stacks of experts have names without the prefix
+                theirs = names.get_name(one.removeprefix("model."), (".weight", ".bias"))
+            block = one.split(".")[2] if ".layers." in one else ""
+            if one.endswith(".router.scale"):
+                theirs = f"blk.{block}.ffn_gate_inp.scale"
+            if one.endswith(".per_expert_scale"):
+                theirs = f"blk.{block}.ffn_down_exps.scale"
+            if theirs is not None and not theirs.endswith((".weight", ".bias", ".scale")):
+                theirs += ".bias" if one.endswith("expert_bias") else ".weight"
+            if theirs is None and one.endswith("e_score_correction_bias"):
+                theirs = names.get_name(one.removesuffix("_bias") + ".bias", (".weight", ".bias"))
+            assert theirs is not None, one
+            plain = changed.ndim < 2 or theirs.endswith(".bias") or "gate_inp" in theirs
+            add_tensor(writer, theirs, np.ascontiguousarray(changed), "F32" if plain else kind)
+    for one, values in (more or {}).items():
+        add_tensor(writer, one, values, "F32")
+    _finish(writer)

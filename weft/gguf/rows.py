@@ -1,0 +1,140 @@
+"""Table of the architectures whose files need no code of their own: names, forms and facts by architecture.
+
+A row says how llama.cpp stores the family. The published names are in the spelling of Llama, which
+``weft.models.declared.names`` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from weft.gguf import row_facts
+from weft.gguf.container import StoredTensor
+from weft.gguf.model_facts import ModelFacts
+from weft.gguf.row_facts import Fields, Tensors
+
+_OUTPUT_NORM = {"post_attention_norm": "post_attention_layernorm"}
+"""Norm before the feed-forward under the name of a norm behind attention."""
+_POST_NORMS = {**_OUTPUT_NORM, "post_ffw_norm": "post_feedforward_layernorm"}
+_BOTH_NORMS = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+
+
+class GgufRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One architecture. The defaults describe a file with the published weights as they are."""
+
+    read: Callable[[ModelFacts, Tensors], Fields]
+    """Reader of the facts beyond sizes."""
+    names: dict[str, str] = {}
+    """Tensor of a layer -> published name within the layer, where the name differs from Llama's."""
+    halves: bool = False
+    """True if the file has the rows of queries and keys in pairs of neighbours, as for Llama."""
+    centred: bool = False
+    """True if the file adds 1 to the weights of norms."""
+    partial: bool = False
+    """True if heads may be rotated in part."""
+    layer_norm: bool = False
+    """True for norms that subtract the mean. The file has their epsilon under another key."""
+    facts: tuple[str, ...] = ()
+    """Tensors for facts of config.json, not weights."""
+    own_rope: bool = False
+    """True if ``read`` returns the rotations, so ``rope_freqs.weight`` has no other reader."""
+    top: dict[str, str] = {}
+    """Tensor outside the layers, without its ending -> published name, beside Llama's."""
+    bare: dict[str, str] = {}
+    """Tensor of a layer, with its ending -> published name, where the endings differ."""
+    forms: dict[str, str] = {}
+    """Tensor of a layer -> name of its ``TensorForm``, where it is not stored as published."""
+    experts: tuple[str, ...] = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
+    """Published names of the experts' block and of the matrices gate, up, down of an expert."""
+
+
+_GRANITE = GgufRow(read=row_facts.granite, halves=True)
+_OLMO = GgufRow(read=row_facts.olmo2, names=_POST_NORMS)
+_ERNIE = GgufRow(read=row_facts.ernie)
+_MISTRAL = GgufRow(read=row_facts.mistral3, halves=True)
+_HUNYUAN = GgufRow(read=row_facts.hunyuan)
+_LFM2 = GgufRow(
+    read=row_facts.lfm2,
+    names={
+        "attn_norm": "operator_norm",
+        "ffn_norm": "ffn_norm",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.conv": "conv.conv",
+        "shortconv.out_proj": "conv.out_proj",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+        "ffn_gate_inp": "feed_forward.gate",
+    },
+    top={"token_embd_norm": "model.embedding_norm"},
+    bare={"exp_probs_b.bias": "feed_forward.expert_bias"},
+    forms={"shortconv.conv": "TAPS"},
+    experts=("feed_forward.experts", "w1", "w3", "w2"),
+)
+
+ROWS: dict[str, GgufRow] = {
+    "gemma3": GgufRow(read=row_facts.gemma3, names=_BOTH_NORMS, centred=True),
+    "gemma4": GgufRow(
+        read=row_facts.gemma4,
+        names={
+            **_BOTH_NORMS,
+            "inp_gate": "per_layer_input_gate",
+            "proj": "per_layer_projection",
+            "post_norm": "post_per_layer_input_norm",
+            "ffn_gate_inp": "router.proj",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        },
+        top={
+            "per_layer_token_embd": "model.embed_tokens_per_layer",
+            "per_layer_model_proj": "model.per_layer_model_projection",
+            "per_layer_proj_norm": "model.per_layer_projection_norm",
+        },
+        bare={
+            "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "ffn_gate_up_exps.weight": "experts.gate_up_proj",
+            "ffn_down_exps.weight": "experts.down_proj",
+        },
+        own_rope=True,
+    ),
+    "lfm2": _LFM2,
+    "lfm2moe": _LFM2,
+    "glm4moe": GgufRow(read=row_facts.glm4moe, names=_OUTPUT_NORM, partial=True),
+    "phi3": GgufRow(
+        read=row_facts.phi3,
+        names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        partial=True,
+        facts=("rope_factors_long", "rope_factors_short"),
+    ),
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE,
+    "granitemoe-shared": _GRANITE,
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
+    "smollm3": GgufRow(read=row_facts.smollm3, halves=True),
+    "exaone4": GgufRow(read=row_facts.exaone4, names=_POST_NORMS),
+    "ernie4_5": _ERNIE,
+    "ernie4_5-moe": _ERNIE,
+    "hunyuan-dense": _HUNYUAN,
+    "hunyuan-moe": _HUNYUAN,
+    "minimax-m2": GgufRow(read=row_facts.minimax_m2, partial=True),
+    "seed_oss": GgufRow(read=row_facts.seed_oss, names=_OUTPUT_NORM),
+    "mistral3": _MISTRAL,
+    "ministral3": _MISTRAL,
+    "cohere2": GgufRow(read=row_facts.cohere2, layer_norm=True),
+}
+"""Key in ``FAMILIES`` -> row."""
+
+
+def row_fields(row: GgufRow, facts: ModelFacts, tensors: dict[str, StoredTensor]) -> dict[str, Any]:
+    """Return the fields of config.json by the row. Raises ConfigError for an unsupported model."""
+    return row_facts.head_size(facts, partial=row.partial) | row.read(facts, tensors)
