@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from weft.common.errors import ConfigError
+from weft.common.folder import cache_folder
 from weft.config.families import FAMILIES, load_spec
 from weft.config.families.generic import probing as generic
 from weft.config.families.generic.probing import Probed, check_settings
+from weft.config.sections.all import Config, SpeculationSection
+from weft.config.sizing.draft import with_draft
 from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
 
 SPEC = ModelSpec(
@@ -73,13 +76,36 @@ def test_probe_runs_once_for_each_config(folder: Path, probes: list[Any]) -> Non
     assert len(probes) == 3
 
 
-def test_a_refusal_is_an_error(folder: Path, probes: list[Any]) -> None:
+def test_a_damaged_result_is_not_read(folder: Path, probes: list[Any]) -> None:
+    load_spec(str(folder))
+    (stored,) = cache_folder("probes").iterdir()
+    for content in (b"", b"{}", b"\xff", stored.read_bytes()[:-9]):
+        stored.write_bytes(content)
+        assert load_spec(str(folder)).family == "transformers"
+    assert len(probes) == 5
+
+
+def test_a_classifier_is_refused(folder: Path, probes: list[Any]) -> None:
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("PersimmonForCausalLM", "LlamaForSequenceClassification"))
+    with pytest.raises(ConfigError, match="serves no classifiers"):
+        load_spec(str(folder), model_impl="transformers")
+
+
+def test_a_head_that_reads_states_between_layers_is_refused(folder: Path) -> None:
+    config = Config(speculation=SpeculationSection(speculative_method="eagle3", speculative_model="head"))
+    with pytest.raises(ConfigError, match="eagle3: PersimmonForCausalLM is served with the code of"):
+        with_draft(SPEC, config, str(folder), str(folder))
+
+
+def test_a_refusal_is_an_error_and_is_not_stored(folder: Path, probes: list[Any]) -> None:
+    """A refusal may come from a missing package."""
     config = folder / "config.json"
     config.write_text(config.read_text().replace("PersimmonForCausalLM", "MambaForCausalLM"))
     for _ in range(2):
         with pytest.raises(ConfigError, match="no attention"):
             load_spec(str(folder))
-    assert len(probes) == 1
+    assert len(probes) == 2
 
 
 def test_choice_of_the_implementation(folder: Path) -> None:

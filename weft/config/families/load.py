@@ -125,6 +125,8 @@ def load_spec(
     layers = {name: value for name, value in config.items() if name not in TASK_FIELDS}
     facts = Facts({**layers, "architectures": [_architecture(Facts(config))]}, names)
     if generic.serves(architecture := facts.get("architectures")[0], model_impl, FAMILIES):
+        if classifies:
+            generic.refuse_classifier()
         return generic.load_spec(path, facts, architecture, num_hidden_layers_override, mtp, pooled)
     spec = FAMILIES.get(architecture)(facts, num_hidden_layers_override)
     facts.refuse_unknown_computation()

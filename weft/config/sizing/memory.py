@@ -322,10 +322,11 @@ def weight_bytes(
     matrices = (spec.layers - recurrent_layers(spec)) * _attention_elements(spec)
     matrices += recurrent_elements(spec) + latent_elements(spec) + layer_elements(spec)
     dense = dense_elements(spec)
-    routers = 0
-    routed = 0
+    routers = routed = 0
     feeding = spec.layers - len(spec.bare_layers)
-    if spec.moe is None:
+    if spec.counted:
+        matrices = spec.counted
+    elif spec.moe is None:
         matrices += feeding * dense
     else:
         moe = spec.moe
