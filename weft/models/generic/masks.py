@@ -47,8 +47,8 @@ def classify(function: MaskFunction, positions: int = 0) -> str:
     """Return the kind of a mask function: ``full``, ``window:N``, ``chunk:N``, ``bidirectional``, ``other``.
 
     window:N: a query at p sees keys p - N + 1 .. p. chunk:N: a query sees the keys of its block of N, up to
-    p. The function gets batch, head, query and key numbers, as in transformers. ``positions``: longest context
-    of the model. A window is full attention only if the window is not shorter than the context.
+    p. The function gets batch, head, query and key numbers, as in transformers. ``positions``: longest
+    context of the model. A shorter window is not full attention.
     """
     size = min(max(positions, _LEAST), _MOST)
     keys = torch.arange(size)
@@ -71,7 +71,7 @@ def classify(function: MaskFunction, positions: int = 0) -> str:
         return f"window:{width}" if all(f or q < width for q, f in firsts) else OTHER
     # The first keys are multiples of the length of a chunk.
     common = math.gcd(*(first for _, first in firsts))
-    for parts in range(1, min(common, _LEAST) + 1):
+    for parts in range(min(common, _LEAST), 0, -1):
         chunk = common // parts
         if common % parts == 0 and all(first == query // chunk * chunk for query, first in firsts):
             return f"chunk:{chunk}"
