@@ -141,7 +141,10 @@ def test_mtp_and_deterministic_are_refused(folder: Path, probes: list[Any]) -> N
 
 
 @pytest.mark.slow
-def test_the_probe_runs_in_a_process_without_torch_here(folder: Path, tmp_path: Path) -> None:
+def test_the_probe_runs_in_a_process_without_torch_here(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fields = json.loads((folder / "config.json").read_text())
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     (folder / "config.json").write_text(json.dumps({**fields, **sizes, "head_dim": 16, "vocab_size": 300}))
@@ -151,4 +154,4 @@ def test_the_probe_runs_in_a_process_without_torch_here(folder: Path, tmp_path: 
         "print(spec.layers, spec.caches[0].kv_heads, spec.caches[0].head_dim)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", "2", "16"]
+    assert done.stdout.split() == ["2", "4", "16"]  # the class has no KV heads of its own

@@ -19,6 +19,7 @@ from tests.support.ranks import on_ranks
 from tests.support.slow import mostly_slow
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
+from weft.config.families.generic import probing
 from weft.config.sizing.memory import weight_bytes
 from weft.config.spec import ModelSpec
 from weft.models.generic.load import load
@@ -188,8 +189,16 @@ def test_a_plan_without_heads_refuses_ranks(tmp_path: Path) -> None:
 
 
 @mostly_slow("form", list(FORMATS), ["fp8 blocks"])
-def test_quantized_checkpoints_load_by_module_name(form: str, tmp_path: Path) -> None:
+def test_quantized_checkpoints_load_by_module_name(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The logits are those of Weft's own implementation on the same files."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def probe(folder: Path, architecture: str, layers: int | None) -> probing.Probed:
+        return probing.Probed(spec=probe_folder(str(folder), architecture, layers))
+
+    monkeypatch.setattr(probing, "run_probe", probe)  # without a process
     plain = tmp_path / "plain"
     sizes = {"num_attention_heads": 4, "num_experts": 3, "moe_intermediate_size": 32}
     save_moe(plain, vocab_size=128, hidden_size=64, intermediate_size=96, **sizes)
