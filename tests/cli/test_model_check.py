@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.config.test_generic import SPEC as PERSIMMON
 from weft.cli.model_check import check_model
 from weft.cli.models import models
 from weft.common.errors import ConfigError
+from weft.config.families.generic import probing
 from weft.config.hub import BUNDLED
 from weft.config.sections.all import ModelSection
 
@@ -75,3 +77,10 @@ def test_a_model_that_does_not_exist() -> None:
 def test_the_command_reads_no_weights_with_torch() -> None:
     code = "import sys; import weft.cli.models; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_code_of_transformers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["PersimmonForCausalLM"]}')
+    monkeypatch.setattr(probing, "probed_spec", lambda *_: PERSIMMON)
+    report = check_model(ModelSection(model=str(tmp_path)))
+    assert report.implementation == "transformers"

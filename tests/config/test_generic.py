@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from weft.common.errors import ConfigError
+from weft.common.folder import cache_folder
 from weft.config.families import FAMILIES, load_spec
 from weft.config.families.generic import probing as generic
 from weft.config.families.generic.probing import Probed, check_settings
+from weft.config.sections.all import Config, SpeculationSection
+from weft.config.sizing.draft import with_draft
 from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
 
 SPEC = ModelSpec(
@@ -73,13 +76,36 @@ def test_probe_runs_once_for_each_config(folder: Path, probes: list[Any]) -> Non
     assert len(probes) == 3
 
 
-def test_a_refusal_is_an_error(folder: Path, probes: list[Any]) -> None:
+def test_a_damaged_result_is_not_read(folder: Path, probes: list[Any]) -> None:
+    load_spec(str(folder))
+    (stored,) = cache_folder("probes").iterdir()
+    for content in (b"", b"{}", b"\xff", stored.read_bytes()[:-9]):
+        stored.write_bytes(content)
+        assert load_spec(str(folder)).family == "transformers"
+    assert len(probes) == 5
+
+
+def test_a_classifier_is_refused(folder: Path, probes: list[Any]) -> None:
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("PersimmonForCausalLM", "LlamaForSequenceClassification"))
+    with pytest.raises(ConfigError, match="serves no classifiers"):
+        load_spec(str(folder), model_impl="transformers")
+
+
+def test_a_head_that_reads_states_between_layers_is_refused(folder: Path) -> None:
+    config = Config(speculation=SpeculationSection(speculative_method="eagle3", speculative_model="head"))
+    with pytest.raises(ConfigError, match="eagle3: PersimmonForCausalLM is served with the code of"):
+        with_draft(SPEC, config, str(folder), str(folder))
+
+
+def test_a_refusal_is_an_error_and_is_not_stored(folder: Path, probes: list[Any]) -> None:
+    """A refusal may come from a missing package."""
     config = folder / "config.json"
     config.write_text(config.read_text().replace("PersimmonForCausalLM", "MambaForCausalLM"))
     for _ in range(2):
         with pytest.raises(ConfigError, match="no attention"):
             load_spec(str(folder))
-    assert len(probes) == 1
+    assert len(probes) == 2
 
 
 def test_choice_of_the_implementation(folder: Path) -> None:
@@ -128,7 +154,10 @@ def test_classes_by_tokens_are_kept_and_a_matrix_is_refused(folder: Path, probes
 
 
 @pytest.mark.slow
-def test_the_probe_runs_in_a_process_without_torch_here(folder: Path, tmp_path: Path) -> None:
+def test_the_probe_runs_in_a_process_without_torch_here(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     fields = json.loads((folder / "config.json").read_text())
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     (folder / "config.json").write_text(json.dumps({**fields, **sizes, "head_dim": 16, "vocab_size": 300}))
@@ -138,4 +167,4 @@ def test_the_probe_runs_in_a_process_without_torch_here(folder: Path, tmp_path: 
         "print(spec.layers, spec.caches[0].kv_heads, spec.caches[0].head_dim)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", "2", "16"]
+    assert done.stdout.split() == ["2", "4", "16"]  # the class has no KV heads of its own

@@ -19,10 +19,13 @@ from tests.support.ranks import on_ranks
 from tests.support.slow import mostly_slow
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
+from weft.config.families.generic import probing
+from weft.config.sizing.memory import weight_bytes
 from weft.config.spec import ModelSpec
 from weft.models.generic.load import load
 from weft.models.generic.masks import classify
 from weft.models.generic.probe import probe_folder
+from weft.models.generic.recognition import mlp_of
 from weft.models.loader import load_model
 from weft.types.layout import Layout
 
@@ -71,6 +74,9 @@ def test_facts_come_from_attention_calls(tmp_path: Path) -> None:
     ("function", "kind"),
     [
         (lambda b, h, q, k: k <= q, "full"),
+        (lambda b, h, q, k: (k <= q) & (k > q - 10_000), "window:10000"),
+        (lambda b, h, q, k: (k <= q) & (k > q - 40_000), "full"),
+        (lambda b, h, q, k: (k <= q) & (k // 8192 == q // 8192), "chunk:8192"),
         (lambda b, h, q, k: (k <= q) & (k > q - 7), "window:7"),
         (lambda b, h, q, k: (k <= q) & (k // 64 == q // 64), "chunk:64"),
         (lambda b, h, q, k: k > -1, "bidirectional"),
@@ -79,7 +85,27 @@ def test_facts_come_from_attention_calls(tmp_path: Path) -> None:
     ],
 )
 def test_masks_are_classified(function: Any, kind: str) -> None:
-    assert classify(function) == kind
+    assert classify(function, 40_000) == kind
+
+
+def test_a_long_window_is_no_full_attention(tmp_path: Path) -> None:
+    saved(tmp_path, "Starcoder2", sliding_window=10_000, max_position_embeddings=40_000)
+    assert [one.window for one in spec_of(tmp_path, "Starcoder2").caches] == [10_000]
+
+
+@pytest.mark.parametrize("limit", [5.0, 10.0, 100.0, None])
+def test_a_block_that_cuts_off_values_stays_as_published(limit: float | None) -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj = (torch.nn.Linear(16, 24, bias=False) for _ in range(2))
+            self.down_proj = torch.nn.Linear(24, 16, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gate = self.gate_proj(x) if limit is None else self.gate_proj(x).clamp(max=limit)
+            return self.down_proj(torch.nn.functional.silu(gate) * self.up_proj(x))
+
+    assert mlp_of(Block()) == (("silu", False) if limit is None else None)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +189,16 @@ def test_a_plan_without_heads_refuses_ranks(tmp_path: Path) -> None:
 
 
 @mostly_slow("form", list(FORMATS), ["fp8 blocks"])
-def test_quantized_checkpoints_load_by_module_name(form: str, tmp_path: Path) -> None:
+def test_quantized_checkpoints_load_by_module_name(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The logits are those of Weft's own implementation on the same files."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def probe(folder: Path, architecture: str, layers: int | None) -> probing.Probed:
+        return probing.Probed(spec=probe_folder(str(folder), architecture, layers))
+
+    monkeypatch.setattr(probing, "run_probe", probe)  # without a process
     plain = tmp_path / "plain"
     sizes = {"num_attention_heads": 4, "num_experts": 3, "moe_intermediate_size": 32}
     save_moe(plain, vocab_size=128, hidden_size=64, intermediate_size=96, **sizes)
@@ -202,6 +236,23 @@ def test_missing_and_unexpected_names_are_listed(tmp_path: Path) -> None:
     assert lost[0] in message
     assert "model.norm.weight" in message
     assert "unexpected: model.layers.0.extra.weight" in message
+
+
+def test_half_of_the_experts_is_not_enough(tmp_path: Path) -> None:
+    saved(tmp_path, "Qwen2Moe")
+    tensors = load_file(tmp_path / "model.safetensors")
+    half = {
+        name: one for name, one in tensors.items() if "layers.1.mlp.experts" not in name or "up_" not in name
+    }
+    assert len(half) < len(tensors)
+    save_file(half, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"layers.1.mlp.experts.gate_up_proj; missing: .*up_proj"):
+        opened(tmp_path, "Qwen2Moe")
+
+
+def test_planned_weights_contain_the_experts(tmp_path: Path) -> None:
+    size = saved(tmp_path, "Qwen2Moe").num_parameters()
+    assert weight_bytes(spec_of(tmp_path, "Qwen2Moe"), "float32") == 4 * size
 
 
 def test_a_saved_copy_of_a_tied_table_must_be_equal(tmp_path: Path) -> None:

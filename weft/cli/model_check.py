@@ -96,7 +96,7 @@ def _describe(report: Report, spec: ModelSpec, section: ModelSection) -> None:
     dtype = spec.dtype if section.dtype == "auto" else section.dtype
     published = None if spec.quantized is None else spec.quantized.method
     report.architecture = spec.architecture
-    report.implementation = f"weft ({spec.family})"
+    report.implementation = "transformers" if spec.implementation != "weft" else f"weft ({spec.family})"
     report.dtype, report.context = dtype, spec.max_position
     report.quantization = published if section.quantization == "none" else section.quantization
     table = spec.vocab_size * spec.hidden

@@ -139,6 +139,7 @@ def local_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
         conv=conv,
         mamba=None if spec.mamba is None else _local_mamba(spec.mamba, ranks),
         sparse=sparse,
+        counted=spec.counted // ranks,
         caches=tuple(_local_cache(cache, ranks) for cache in spec.caches),
     )
 

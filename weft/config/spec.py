@@ -362,10 +362,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     sparse: SparseSpec | None = None
     hyper: HyperSpec | None = None
     mtp_layers: int = 0
-    """Modules that predict the token after the next token.
-
-    In the caches these modules are layers ``layers`` and up.
-    """
+    """Modules that predict the token after the next token: layers ``layers`` and up in the caches."""
     caches: tuple[CacheSpec, ...]
     """KV cache groups. Every layer is in a group, except layers that read the cache of another layer."""
     max_position: int
@@ -387,6 +384,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     layers and MTP modules."""
     undivided: str = ""
     """Reason why tensor parallel ranks cannot divide the model; empty if ranks can."""
+    counted: int = 0
+    """Parameters without the tables of tokens, counted in the model; 0: the other fields say the number."""
 
     def cache_of(self, layer: int) -> int:
         """Return the number of the first KV cache group of ``layer``. Raise KeyError if there is none."""

@@ -32,6 +32,12 @@ def with_draft(spec: ModelSpec, config: Config, path: str, draft_path: str) -> M
     """Return ``spec`` with the draft model of ``draft_path``. Raise ConfigError for a model that cannot
     draft for ``spec``."""
     if config.speculation.speculative_method == "eagle3":
+        if spec.implementation != "weft":
+            raise ConfigError(
+                f"--speculative-method eagle3: {spec.architecture} is served with the code of transformers, "
+                "which shows no states between layers; use --speculative-method draft or ngram",
+                param="--speculative-method",
+            )
         return _behind(spec, eagle_spec(spec, Path(draft_path)), config)
     draft = load_spec(draft_path, trust_remote_code=config.model.trust_remote_code, language_model_only=True)
     if not draft.head:

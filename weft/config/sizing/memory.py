@@ -325,7 +325,9 @@ def weight_bytes(
     dense = dense_elements(spec)
     routers = routed = 0
     feeding = spec.layers - len(spec.bare_layers)
-    if spec.moe is None:
+    if spec.counted:
+        matrices = spec.counted
+    elif spec.moe is None:
         matrices += feeding * dense
     else:
         moe = spec.moe

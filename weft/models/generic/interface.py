@@ -130,9 +130,10 @@ def _attention(
     return _receiver().attend(call), None
 
 
-def _mask(*_: Any, mask_function: Any = None, **__: Any) -> Mask:
+def _mask(*_: Any, mask_function: Any = None, config: Any = None, **__: Any) -> Mask:
     """Mask function of transformers: a mask of one element that carries the kind."""
-    return make_mask(classify(mask_function))
+    text = None if config is None else config.get_text_config()
+    return make_mask(classify(mask_function, getattr(text, "max_position_embeddings", None) or 0))
 
 
 def _experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

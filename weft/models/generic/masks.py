@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,9 @@ Tensor = torch.Tensor
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
 FULL, BIDIRECTIONAL, OTHER = "full", "bidirectional", "other"
-_POSITIONS = 1 << 13
-"""Number of key positions at which a mask function is evaluated."""
-_QUERIES = (0, 1, 5, 63, 200, _POSITIONS // 2 + 37, _POSITIONS - 1)
+_LEAST, _MOST = 1 << 13, 1 << 24
+"""Smallest and largest number of key positions at which a mask function is evaluated."""
+_QUERIES = (0, 1, 5, 63, 200, _LEAST // 2 + 37, _LEAST - 1)
 """Query positions. Two neighbours, small and large distances: a window and a chunk differ at one of them."""
 _KEPT = ("__getitem__", "to", "contiguous", "expand", "detach")
 """Tensor methods that keep the meaning of a mask."""
@@ -42,17 +43,19 @@ def make_mask(kind: str) -> Mask:
     return made
 
 
-def classify(function: MaskFunction) -> str:
+def classify(function: MaskFunction, positions: int = 0) -> str:
     """Return the kind of a mask function: ``full``, ``window:N``, ``chunk:N``, ``bidirectional``, ``other``.
 
     window:N: a query at p sees keys p - N + 1 .. p. chunk:N: a query sees the keys of its block of N, up to
-    p. The function gets batch, head, query and key numbers, as in transformers.
+    p. The function gets batch, head, query and key numbers, as in transformers. ``positions``: longest
+    context of the model. A shorter window is not full attention.
     """
-    keys = torch.arange(_POSITIONS)
+    size = min(max(positions, _LEAST), _MOST)
+    keys = torch.arange(size)
     none = torch.tensor(0)
     firsts = list[tuple[int, int]]()
-    for query in _QUERIES:
-        seen = torch.as_tensor(function(none, none, torch.tensor(query), keys)).expand(_POSITIONS)
+    for query in sorted({*_QUERIES, size // 2 + 37, size - 1}):
+        seen = torch.as_tensor(function(none, none, torch.tensor(query), keys)).expand(size)
         if seen[query + 1 :].any():
             return BIDIRECTIONAL
         first = int(seen.int().argmax())
@@ -66,7 +69,10 @@ def classify(function: MaskFunction) -> str:
         width = widths.pop()
         # A query with fewer keys before it than the window must see all of them.
         return f"window:{width}" if all(f or q < width for q, f in firsts) else OTHER
-    for size in range(1, _POSITIONS):
-        if all(first == query // size * size for query, first in firsts):
-            return f"chunk:{size}"
+    # The first keys are multiples of the length of a chunk.
+    common = math.gcd(*(first for _, first in firsts))
+    for parts in range(min(common, _LEAST), 0, -1):
+        chunk = common // parts
+        if common % parts == 0 and all(first == query // chunk * chunk for query, first in firsts):
+            return f"chunk:{chunk}"
     return OTHER

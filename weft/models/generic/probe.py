@@ -219,7 +219,15 @@ def spec_of(model: Any, calls: list[LayerFacts]) -> ModelSpec:
         bos_id=next(iter(_ids(config, "bos_token_id")), None),
         dtype="",
         undivided=undivided(model, list(found.values())),
+        counted=_counted(model),
     )
+
+
+def _counted(model: Any) -> int:
+    """Return the number of parameters outside of the embedding and the head."""
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    without = {id(weight) for table in tables if table is not None for weight in table.parameters()}
+    return sum(weight.numel() for weight in model.parameters() if id(weight) not in without)
 
 
 def _ids(config: Any, name: str) -> tuple[int, ...]:

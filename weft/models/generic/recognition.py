@@ -21,6 +21,8 @@ _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _HIDDEN, _INNER = 8, 12
 #: Norms of transformers compute in float32, also for float64 inputs.
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-5
+_SIZES = (1.0, 100.0)
+"""Factors of the random inputs: large inputs show a block that cuts off its values (``swiglu_limit``)."""
 
 
 def _random(*shape: int) -> Tensor:
@@ -76,10 +78,19 @@ def _twin(module: nn.Module, parts: dict[str, tuple[int, int]], bias: bool) -> n
     return twin
 
 
-def _activation(result: Any, products: Callable[[str], Tensor]) -> str | None:
-    """Return the name of the activation with which ``products`` gives ``result``; None if there is none."""
+def _activation(
+    x: Tensor, module: Callable[[Tensor], Any], products: Callable[[Tensor, str], Tensor]
+) -> str | None:
+    """Return the name of the activation with which ``products`` computes ``module``; None if there is none.
+
+    x: random input of ``module``, compared in every size of ``_SIZES``.
+    """
+    try:
+        results = [(x * size, module(x * size)) for size in _SIZES]
+    except Exception:  # a block that needs its published sizes, or a gate with weights of its own
+        return None
     for name in torch_ops.ACTIVATIONS:
-        if _equal(result, products(name)):
+        if all(_equal(made, products(given, name)) for given, made in results):
             return name
     return None
 
@@ -105,14 +116,14 @@ def mlp_of(module: nn.Module) -> tuple[str, bool] | None:
     first = {"gate_proj": _INNER, "up_proj": _INNER} if single else {"gate_up_proj": 2 * _INNER}
     sizes = {name: (_HIDDEN, rows) for name, rows in first.items()} | {"down_proj": (_INNER, _HIDDEN)}
     twin = _twin(module, sizes, bias)
-    x = _random(1, 3, _HIDDEN)
-    try:
-        made = twin(x)
-    except Exception:  # the block needs its published sizes
-        return None
-    gate_up = torch.cat([twin._modules[name](x) for name in first], dim=-1)  # type: ignore[misc]
-    down: Any = twin._modules["down_proj"]
-    found = _activation(made, lambda name: down(torch_ops.gated(gate_up, name)))
+    parts: dict[str, Any] = twin._modules
+
+    def computed(x: Tensor, activation: str) -> Tensor:
+        gate_up = torch.cat([parts[name](x) for name in first], dim=-1)
+        made: Tensor = parts["down_proj"](torch_ops.gated(gate_up, activation))
+        return made
+
+    found = _activation(_random(1, 3, _HIDDEN), twin, computed)
     return None if found is None else (found, bias)
 
 
@@ -131,12 +142,11 @@ def gate_of(module: Any) -> Gate | None:
     up, down = stacks["gate_up_proj"], stacks["down_proj"]
     if len(up) != 3 or down != (up[0], up[2], up[1] // 2) or module.has_post_expert_norm:
         return None
-    x = 3 * _random(4, 2 * _INNER)
-    try:
-        made = module._apply_gate(x.clone())
-    except Exception:  # a gate with weights of its own
-        return None
-    name = _activation(made, lambda name: activate(x, Gate(activation=name)))
+    name = _activation(
+        _random(4, 2 * _INNER),
+        lambda x: module._apply_gate(x.clone()),
+        lambda x, name: activate(x, Gate(activation=name)),
+    )
     return None if name is None else Gate(activation=name)
 
 

@@ -62,6 +62,8 @@ class _Reader:
         self._ignored = [*(model._keys_to_ignore_on_load_unexpected or ())]
         self._optional = [*(model._keys_to_ignore_on_load_missing or ())]
         self._class = type(model).__name__
+        self._sources = dict[str, set[str]]()
+        """Source patterns without a published tensor so far, by name of a tensor of the model."""
 
     def read(self, files: Collection[str]) -> WeightMap:
         made = FoundMap(ignored=[re.compile(p) for p in (*self._ignored, r"rotary_emb\.inv_freq$")])
@@ -80,6 +82,13 @@ class _Reader:
                     found.add(renamed)
             elif renamed in self._shapes:
                 found.update(self._convert(made, published, renamed, pattern))
+        for name, lacking in self._sources.items():
+            if lacking:
+                raise ConfigError(
+                    f"{self._class}: the weight files have a part of {name}; missing: "
+                    f"{', '.join(sorted(lacking))}; use the complete checkpoint",
+                    param="--model",
+                )
         self._expect(made, found)
         by_target = {self._name_of(placed): name for name, placed in made.placements.items()}
         for published, original in copies.items():
@@ -112,6 +121,8 @@ class _Reader:
         target = self._targets.get(renamed)
         if target is None or len(converter.target_patterns) > 1:
             raise self._refused(published, converter)
+        if count > 1:
+            self._sources.setdefault(renamed, {*converter.source_patterns}).discard(pattern)
         shape = self._shapes[renamed]
         if kinds == [MergeModulelist] and count == 1:
             more: Index = (_number(published, pattern),)

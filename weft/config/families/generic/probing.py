@@ -1,7 +1,8 @@
 """Model specs for the generic backend: facts found by a probe in a process of its own. No torch here.
 
 The probe needs torch and transformers, and this process may have neither. The result of a probe depends on
-config.json and on the version of transformers, so the result is stored in the user's cache.
+config.json and on the versions of Weft and transformers, so a spec is stored in the user's cache. A refusal
+is not stored: a missing package may be the cause.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from weft import __version__
 from weft.common import env
 from weft.common.errors import ConfigError
 from weft.common.folder import cache_folder
@@ -35,8 +37,8 @@ log = get_logger(__name__)
 OLDEST, BEYOND = (5, 17), (5, 24)
 SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 INSTALL = "pip install 'weft[models]'"
-_VERSION = 1
-"""Version of the probe. Results of other versions are not read."""
+_VERSION = 2
+"""Version of the probe within one version of Weft."""
 _TIMEOUT_S = 600.0
 
 
@@ -152,18 +154,18 @@ def check_transformers(architecture: str) -> str:
 
     Raise ConfigError with the command that installs a supported version.
     """
-    why = f"Weft has no own implementation of {architecture}"
+    why = f"{architecture} is to run with the code of transformers (--model-impl)"
     version = transformers_version()
     wanted = f"transformers {'.'.join(map(str, OLDEST))} or newer, before {'.'.join(map(str, BEYOND))}"
     if version is None:
         raise ConfigError(
-            f"{why}. The implementation of transformers may serve the model: {INSTALL}",
+            f"{why}, and transformers is not installed: {INSTALL}",
             param="--model-impl",
         )
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if not OLDEST <= numbers < BEYOND:
         raise ConfigError(
-            f"{why}. The implementation of transformers needs {wanted}, not {version}: {INSTALL}",
+            f"{why}, which needs {wanted}, not {version}: {INSTALL}",
             param="--model-impl",
         )
     return version
@@ -176,22 +178,21 @@ def probed_spec(folder: Path, architecture: str, layers: int | None) -> ModelSpe
     """
     version = check_transformers(architecture)
     content = (folder / "config.json").read_bytes()
-    key = hashlib.sha256(f"{_VERSION}\0{version}\0{architecture}\0{layers}\0".encode() + content)
+    versions = f"{__version__}\0{_VERSION}\0{version}"
+    key = hashlib.sha256(f"{versions}\0{architecture}\0{layers}\0".encode() + content)
     path = cache_folder("probes") / f"{key.hexdigest()[:32]}.json"
     found = _stored(path)
-    if found is None:
-        found = run_probe(folder, architecture, layers)
-        _store(path, found)
-    if found.spec is None:
-        raise ConfigError(found.refused, param="--model")
-    return found.spec
+    if found is not None:
+        return found
+    probed = run_probe(folder, architecture, layers)
+    if probed.spec is None:
+        raise ConfigError(probed.refused, param="--model")
+    _store(path, probed)
+    return probed.spec
 
 
 def run_probe(folder: Path, architecture: str, layers: int | None) -> Probed:
-    """Run the probe in a process of its own. Raise ConfigError if the process fails.
-
-    A refusal is a result: the model cannot be served, whatever the machine.
-    """
+    """Run the probe in a process of its own. Raise ConfigError if the process fails."""
     command = [sys.executable, "-m", "weft.models.generic.probe", str(folder), architecture]
     command += [] if layers is None else [str(layers)]
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -199,7 +200,12 @@ def run_probe(folder: Path, architecture: str, layers: int | None) -> Probed:
     log.info("probing %s with the modeling code of transformers", architecture)
     try:
         done = subprocess.run(
-            command, env=env.with_changes(quiet), capture_output=True, timeout=_TIMEOUT_S, check=False
+            command,
+            env=env.with_changes(quiet),
+            stdin=subprocess.DEVNULL,  # no library may wait for an answer
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            check=False,
         )
         return msgspec.json.decode(done.stdout, type=Probed)
     except subprocess.TimeoutExpired as error:
@@ -211,10 +217,10 @@ def run_probe(folder: Path, architecture: str, layers: int | None) -> Probed:
         raise ConfigError(f"the probe of {architecture} failed: {last[:300]}", param="--model") from error
 
 
-def _stored(path: Path) -> Probed | None:
-    """Return the stored result, or None if there is none."""
+def _stored(path: Path) -> ModelSpec | None:
+    """Return the stored spec, or None if there is none."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Probed)
+        return msgspec.json.decode(path.read_bytes(), type=Probed).spec
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -224,8 +230,12 @@ def _store(path: Path, found: Probed) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(prefix=".making-", dir=path.parent)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(found))
-        os.replace(name, path)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(found))
+            os.replace(name, path)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
     except OSError as error:
         log.warning("the result of the probe cannot be stored in %s (%s)", path.parent, error.strerror)
