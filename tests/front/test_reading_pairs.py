@@ -78,7 +78,7 @@ def test_pairs_cost_no_more_than_the_context(instructed: bool, monkeypatch: pyte
 
 
 def test_a_query_is_not_repeated_without_end() -> None:
-    reader, most = judge(True), MOST_REPEATED // 2048
+    reader, most = judge(True), MOST_REPEATED // 2047
     fields: dict[str, Any] = {"documents": ["a"] * 2048, "truncate_prompt_tokens": 1}
     for more in ({"query": "q" * (most + 1)}, {"query": "q", "instruction": "i" * most}):
         with pytest.raises(InvalidRequest, match="fewer documents") as caught:
@@ -88,6 +88,10 @@ def test_a_query_is_not_repeated_without_end() -> None:
     with pytest.raises(InvalidRequest, match="fewer documents"):
         read_score(reader, json.dumps(body).encode())
     assert len(rerank(reader, query="Tom", documents=["a"] * 50).prompts) == 50
+    # Different texts are part of the body, and repeat nothing.
+    sides = {"text_1": ["q" * (MOST_REPEATED - at) for at in range(2)], "text_2": ["a", "b"]}
+    body = {"model": "m", "truncate_prompt_tokens": 1, **sides}
+    assert len(read_score(judge(), json.dumps(body).encode()).prompts) == 2
 
 
 def test_a_beginning_has_the_same_first_tokens() -> None:

@@ -6,13 +6,16 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.common.errors import ConfigError, InvalidRequest
+from weft.text.segments import Segmentation
 from weft.text.tokenizer import Tokenizer
+from weft.text.tokenizer_files import read_text_files
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 HOSTILE = st.lists(
@@ -164,3 +167,26 @@ def test_threads_share_a_tokenizer(all_tokenizers: dict[str, Tokenizer]) -> None
     alone = [ours.encode(text) for text in texts]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(ours.encode, texts)) == alone
+
+
+@pytest.mark.parametrize("pair", ["[CLS] $A [SEP] $B [SEP]", "$A $B"])
+def test_pairs_have_the_form_of_the_tokenizer(pair: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer.from_file(str(folders["byte_level"] / "tokenizer.json"))
+    library.add_special_tokens(["[CLS]", "[SEP]"])
+    ids = [(name, library.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair=pair, special_tokens=ids
+    )
+    library.save(str(tmp_path / "tokenizer.json"))
+    files = read_text_files(tmp_path)
+    plain = Tokenizer(files)
+    cut = Tokenizer(msgspec.structs.replace(files, segmentation=Segmentation(longest_run=1000)))
+    expected = library.encode("Tom has", "3 pens").ids
+    assert plain.encode_cut("Tom has", "3 pens") == expected
+    if pair != "$A $B":
+        assert cut.encode_cut("Tom has", "3 pens") == expected
+    else:  # the ids around a single text
+        assert cut.encode_cut("Tom has", "3 pens") == [ids[0][1], *expected, ids[1][1]]
+    for limit in (1, 4, 1000):
+        assert len(plain.encode_cut("Tom has", "3 pens", limit)) == min(limit, len(expected))
+        assert len(cut.encode_cut("Tom has", "3 pens", limit)) <= limit

@@ -230,9 +230,12 @@ def _around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
 
 def _around_pair(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int], list[int]]:
     """Return (ids that the post-processor puts before a pair of texts, ids between the texts, ids behind
-    them). Encodes a sample pair."""
+    them). Encodes a sample pair. Without a form for pairs, the ids around a single text are used."""
     bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
     whole: list[int] = tokenizer.encode("a", "a").ids
+    if whole == [*bare, *bare]:
+        before, behind = _around(tokenizer)
+        return before, [], behind
     size = len(bare)
     starts = [at for at in range(len(whole) - size + 1) if whole[at : at + size] == bare]
     first, last = (starts[0], starts[-1]) if starts else (0, 0)

@@ -115,12 +115,7 @@ def load_spec(
     config = read_json(path, "config.json")
     if config is None:
         raise ConfigError(f"model folder {path.name!r} has no config.json", param="--model")
-    if config.get("auto_map") and not trust_remote_code:
-        raise ConfigError(
-            "config.json names code in the checkpoint (auto_map). Weft does not run the code; pass "
-            "--trust-remote-code to accept the checkpoint and serve it with Weft's own implementation",
-            param="--trust-remote-code",
-        )
+    _refuse_code(config, trust_remote_code)
     config = with_overrides(config, overrides or {})
     # From here on the architecture decides: every field that no reader has read must be without effect.
     names = tensor_names(path)
@@ -153,6 +148,16 @@ def load_spec(
         vision=None if language_model_only else read_tower(facts, path, spec),
     )
     return check_classes(spec)
+
+
+def _refuse_code(config: Mapping[str, Any], trust_remote_code: bool) -> None:
+    """Raise ConfigError for a checkpoint with code, unless ``trust_remote_code``."""
+    if config.get("auto_map") and not trust_remote_code:
+        raise ConfigError(
+            "config.json names code in the checkpoint (auto_map). Weft does not run the code; pass "
+            "--trust-remote-code to accept the checkpoint and serve it with Weft's own implementation",
+            param="--trust-remote-code",
+        )
 
 
 def refuse_unserved(folder: Path) -> None:

@@ -98,8 +98,8 @@ class Generation:
         size = sum(prompt.count for prompt in job.prompts) * 4 * job.params.n
         if size > MAX_SUBMITTED:
             raise InvalidRequest(
-                f"the number of prompt tokens times n must be at most {MAX_SUBMITTED // 4}; use a smaller n",
-                param="n",
+                f"prompt tokens times n must be at most {MAX_SUBMITTED // 4}; send fewer prompts",
+                param=job.param if job.pooling else "n",
             )
         pixels = sum(len(item.pixels) for item in job.media) * job.params.n
         if pixels > MAX_PIXELS:

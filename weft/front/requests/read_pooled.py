@@ -18,9 +18,9 @@ from weft.text.tokenizer import TooManyTokens, check_text
 from weft.types.messages import Pooling
 from weft.types.sampling import SamplingParams, TokenParams
 
-MOST_REPEATED = 8 << 20
-"""Maximum characters of the first texts of all pairs together. A classifier reads a query once per document,
-so a small body could otherwise ask for prompts of many gigabytes."""
+MOST_REPEATED = 4 << 20
+"""Maximum characters of repeated queries and instructions. A classifier reads a query once per document, so a
+small body could otherwise ask for prompts of many gigabytes."""
 
 
 class PooledFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,10 +119,11 @@ def _scores(
             "/v1/classify",
             param="model",
         )
-    repeated = sum(map(len, first)) + len(asked.instruction or "") * len(first)
+    again = len(asked.instruction or "") * (len(first) - 1)
+    repeated = sum(map(len, first)) - sum(map(len, set(first))) + again
     if repeated > MOST_REPEATED:
         raise InvalidRequest(
-            f"the query and the instruction are read once per document, {repeated} characters together; the "
+            f"the query and the instruction are read once per document: {repeated} repeated characters; the "
             f"limit is {MOST_REPEATED}: send fewer documents per request, or a shorter query",
             param="documents",
         )
