@@ -24,6 +24,7 @@ from tests.support.gguf_rows import (
     two_dims,
     write_saved,
 )
+from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.hub import resolve_model_path
 from weft.gguf.checkpoint_folder import gguf_files, weights_of
@@ -566,3 +567,23 @@ def test_codes_of_packed_types_are_the_values(name: str, tmp_path: Path) -> None
             matrices += 1
     stored = Container(tmp_path / "model.gguf").tensors()
     assert matrices >= sum(tensor.kind == "Q8_0" for tensor in stored)
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "why"),
+    [
+        ("granite", {"rope.scaling.finetuned": False}, "Granite without rotations"),
+        ("glm4moe", {"expert_gating_func": 1}, r"expert_gating_func must be 2"),
+        ("olmo3", {"attention.sliding_window_pattern": [True]}, "has 1 entries for 4 layers"),
+        ("exaone4", {"attention.sliding_window_pattern": 0}, "must be a period or a list"),
+        ("olmo2", {"rope.dimension_count": 8}, "rotated in part"),
+        ("lfm2", {"attention.head_count_kv": [0, 2]}, "a number for each of 4 layers"),
+        ("phi3-long", {"rope.dimension_count": 6}, "long_factor must be a list of 3"),
+    ],
+)
+def test_other_forms_are_refused(name: str, facts: dict[str, Any], why: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    config = saved(case, tmp_path / "saved")
+    write(case, tmp_path / "saved", tmp_path / "model.gguf", config, **facts)
+    with pytest.raises(ConfigError, match=why):
+        load_spec(resolve_model_path(str(tmp_path / "model.gguf")))
