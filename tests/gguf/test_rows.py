@@ -14,7 +14,17 @@ import pytest
 import torch
 import transformers
 
-from tests.support.gguf_rows import Change, as_it_is, cut_in_two, in_pairs, plus_one, two_dims, write_saved
+from tests.support.gguf_rows import (
+    Change,
+    as_it_is,
+    cut_in_two,
+    in_pairs,
+    mamba2,
+    plus_one,
+    two_dims,
+    write_saved,
+)
+from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.hub import resolve_model_path
 from weft.gguf.checkpoint_folder import gguf_files, weights_of
@@ -89,6 +99,27 @@ LFM2_FACTS = {
     "attention.layer_norm_rms_epsilon": 1e-5,
     "rope.freq_base": 1000000.0,
     "shortconv.l_cache": 3,
+}
+NEMOTRON = {
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 64,
+    "routed_scaling_factor": 1.5,
+}
+NEMOTRON_FACTS = {
+    **HEAD,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 4,
+    "ssm.inner_size": 128,
+    "ssm.time_step_rank": 8,
 }
 CASES: dict[str, Case] = {
     "gemma3": Case(
@@ -404,6 +435,36 @@ CASES: dict[str, Case] = {
         },
         change=two_dims,
     ),
+    "nemotron_h": Case(
+        model="NemotronH",
+        arch="NEMOTRON_H",
+        settings={**NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mlp"]},
+        facts={
+            **NEMOTRON_FACTS,
+            "attention.head_count_kv": [0, 0, 2, 0],
+            "feed_forward_length": [0, 96, 0, 96],
+        },
+        change=mamba2(4, PAIRS),
+    ),
+    "nemotron_h_moe": Case(
+        model="NemotronH",
+        arch="NEMOTRON_H_MOE",
+        settings={**NEMOTRON, "layers_block_type": ["mamba", "moe", "attention", "moe"]},
+        facts={
+            **NEMOTRON_FACTS,
+            **EXPERTS,
+            "attention.head_count_kv": [0, 0, 2, 0],
+            "feed_forward_length": [0, 32, 0, 32],
+            "expert_feed_forward_length": 32,
+            "expert_shared_feed_forward_length": 64,
+            "expert_shared_count": 1,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1.5,
+            "expert_group_count": 1,
+            "expert_group_used_count": 1,
+        },
+        change=mamba2(4, PAIRS),
+    ),
     "cohere2": Case(
         model="Cohere2",
         arch="COHERE2",
@@ -452,7 +513,7 @@ def write(case: Case, folder: Path, path: Path, config: Any, kind: str = "F32", 
         facts["attention.layer_norm_rms_epsilon"] = float(eps)
     change: Change = case.change
     tensors = {}
-    rope = config.rope_parameters or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     for name in ("long", "short"):
         if values := rope.get(f"{name}_factor"):
             tensors[f"rope_factors_{name}.weight"] = np.array(values, np.float32)
@@ -479,7 +540,7 @@ def test_parameters_and_facts_are_those_of_the_checkpoint(name: str, tmp_path: P
     spec, found = loaded(str(tmp_path / "model.gguf"))
     assert found.keys() == expected.keys()
     for key, weight in expected.items():
-        if case.change is plus_one and "norm" in key:
+        if (case.change is plus_one and "norm" in key) or key.endswith("log_rate"):
             assert torch.allclose(found[key], weight, rtol=0, atol=1e-6), key
         else:
             assert torch.equal(found[key], weight), key
@@ -501,7 +562,28 @@ def test_codes_of_packed_types_are_the_values(name: str, tmp_path: Path) -> None
         tensor = GGUFTensor(weight, maps)
         if (codes := tensor.codes(lambda _: True)) is not None:
             (piece,) = codes[1]
+            assert piece.codes is not None
             assert torch.equal(dequantize(piece.codes, torch.float32), tensor[()]), one
             matrices += 1
     stored = Container(tmp_path / "model.gguf").tensors()
     assert matrices >= sum(tensor.kind == "Q8_0" for tensor in stored)
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "why"),
+    [
+        ("granite", {"rope.scaling.finetuned": False}, "Granite without rotations"),
+        ("glm4moe", {"expert_gating_func": 1}, r"expert_gating_func must be 2"),
+        ("olmo3", {"attention.sliding_window_pattern": [True]}, "has 1 entries for 4 layers"),
+        ("exaone4", {"attention.sliding_window_pattern": 0}, "must be a period or a list"),
+        ("olmo2", {"rope.dimension_count": 8}, "rotated in part"),
+        ("lfm2", {"attention.head_count_kv": [0, 2]}, "a number for each of 4 layers"),
+        ("phi3-long", {"rope.dimension_count": 6}, "long_factor must be a list of 3"),
+    ],
+)
+def test_other_forms_are_refused(name: str, facts: dict[str, Any], why: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    config = saved(case, tmp_path / "saved")
+    write(case, tmp_path / "saved", tmp_path / "model.gguf", config, **facts)
+    with pytest.raises(ConfigError, match=why):
+        load_spec(resolve_model_path(str(tmp_path / "model.gguf")))

@@ -55,6 +55,30 @@ def in_pairs(heads: int, kv_heads: int) -> Change:
     return change
 
 
+def mamba2(groups: int, change: Change) -> Change:
+    """Return ``change``, with the tensors of Mamba2 in llama.cpp's shapes."""
+
+    def shaped(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+        block = name.split(".")[2] if ".layers." in name else ""
+        if name.endswith(".A_log"):
+            yield f"blk.{block}.ssm_a", -np.exp(values).reshape(-1, 1)
+        elif name.endswith(".D"):
+            yield f"blk.{block}.ssm_d", values.reshape(-1, 1)
+        elif name.endswith(".dt_bias"):
+            yield f"blk.{block}.ssm_dt.bias", values
+        elif name.endswith(".mixer.norm.weight"):
+            yield f"blk.{block}.ssm_norm.weight", values.reshape(groups, -1)
+        elif name.endswith(".conv1d.weight"):
+            yield f"blk.{block}.ssm_conv1d.weight", values[:, 0]
+        elif ".mixer.experts." in name:
+            part = name.rpartition(".experts.")[2].partition("_")[0]
+            yield f"blk.{block}.ffn_{part}_exps.weight", values
+        else:
+            yield from change(name, values)
+
+    return shaped
+
+
 def cut_in_two(change: Change) -> Change:
     """Return ``change`` of the halves of merged matrices of Granite's experts."""
 
@@ -118,7 +142,8 @@ def write_saved(
                 theirs = f"blk.{block}.ffn_gate_inp.scale"
             if one.endswith(".per_expert_scale"):
                 theirs = f"blk.{block}.ffn_down_exps.scale"
-            if theirs is not None and not theirs.endswith((".weight", ".bias", ".scale")):
+            endings = (".weight", ".bias", ".scale", ".ssm_a", ".ssm_d")
+            if theirs is not None and not theirs.endswith(endings):
                 theirs += ".bias" if one.endswith("expert_bias") else ".weight"
             if theirs is None and one.endswith("e_score_correction_bias"):
                 theirs = names.get_name(one.removesuffix("_bias") + ".bias", (".weight", ".bias"))

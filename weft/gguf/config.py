@@ -42,7 +42,7 @@ def config_of(
         "num_hidden_layers": facts.layers,
         "num_attention_heads": facts.heads,
         "num_key_value_heads": facts.kv_heads,
-        "intermediate_size": 0 if family == "gemma4" else _dense_size(facts),
+        "intermediate_size": facts.inner_size or _expert_size(facts),
         **_norm_eps(facts, row),
         "max_position_embeddings": facts.integer("context_length"),
         "vocab_size": _vocabulary(tensors),
@@ -213,10 +213,6 @@ def _experts(facts: ModelFacts) -> dict[str, Any]:
 
 def _expert_size(facts: ModelFacts) -> int:
     return facts.integer("expert_feed_forward_length", facts.integer("feed_forward_length", 0))
-
-
-def _dense_size(facts: ModelFacts) -> int:
-    return facts.integer("feed_forward_length", 0) or _expert_size(facts)
 
 
 def _vocabulary(tensors: Sequence[StoredTensor]) -> int:

@@ -9,6 +9,7 @@ published tensor.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from enum import Enum
@@ -101,6 +102,7 @@ class TensorForm(Enum):
     RATES = "the logarithm of the negative, with the value heads grouped by key head"
     TAPS = "[C, K] to [C, 1, K], with the value heads grouped by key head"
     ROW = "[h] to [1, h]"
+    FLAT = "all numbers in one dimension"
 
 
 _DELTA_FORMS = {
@@ -172,6 +174,8 @@ class Published(NamedTuple):
                 return shape[0] + self.parts[1].shape[0], shape[1]
             case TensorForm.TAPS:
                 return shape[0], 1, shape[1]
+            case TensorForm.FLAT | TensorForm.RATES:
+                return (math.prod(shape),)
             case TensorForm.ROW:
                 return 1, shape[-1]
         return shape
@@ -218,7 +222,8 @@ def published(layout: GgufNames) -> list[Published]:
             if what in ("attn_k_b", "attn_v_b") or what in _COLLECTED.get(layout.family, ()):
                 stacks.setdefault(layer, {})[f"{what}.{end}"] = stored
             else:
-                found += _of_layer(stored, f"model.layers.{layer}", what, end, layout)
+                prefix = "model.layers" if row is None else row.prefix
+                found += _of_layer(stored, f"{prefix}.{layer}", what, end, layout)
     for layer, stack in stacks.items():
         made = {"gpt-oss": _experts_in_turn, "qwen3next": _by_key_head}.get(layout.family, _latent)
         try:
@@ -246,7 +251,9 @@ def _of_layer(
     names = _OTHERWISE.get(layout.family, {}) if row is None else row.names
     theirs = names.get(what) or _LAYER.get(what)
     bares = _BARE if row is None else {**_BARE, **row.bare}
-    bare = bares.get(f"{what}.{end}" if end else what)
+    whole = f"{what}.{end}" if end else what
+    bare = bares.get(whole)
+    own_form = TensorForm.STORED if row is None else TensorForm[row.forms.get(whole, "STORED")]
     # The order of the cases matters: expert stacks and bare names are not in ``_LAYER``.
     if bare is None and what in _EXPERTS and len(stored.shape) == 3:
         matrix = _EXPERTS[what]
@@ -258,7 +265,7 @@ def _of_layer(
         for expert in range(stored.shape[0]):
             yield Published(f"{block}.{expert}.{own}.{end}", TensorForm.EXPERT, (stored,), expert)
     elif bare is not None:
-        yield Published(f"{layer}.{bare}", TensorForm.STORED, (stored,))
+        yield Published(f"{layer}.{bare}", own_form, (stored,))
     elif theirs is None or end is None:
         raise _unknown(stored)
     elif permuted and what in ("attn_q", "attn_k"):
@@ -266,9 +273,7 @@ def _of_layer(
         yield Published(f"{layer}.{theirs}.{end}", TensorForm.HALVES, (stored,), heads)
     else:
         centred = layout.centred and what.endswith("norm")
-        form = TensorForm.CENTRED if centred else TensorForm.STORED
-        if row is not None and what in row.forms:
-            form = TensorForm[row.forms[what]]
+        form = TensorForm.CENTRED if centred else own_form
         yield Published(f"{layer}.{theirs}.{end}", form, (stored,))
 
 

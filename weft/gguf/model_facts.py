@@ -30,6 +30,8 @@ FAMILIES = {
     "gemma4": ("Gemma4ForCausalLM", "gemma4_text"),
     "lfm2": ("Lfm2ForCausalLM", "lfm2"),
     "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe"),
+    "nemotron_h": ("NemotronHForCausalLM", "nemotron_h"),
+    "nemotron_h_moe": ("NemotronHForCausalLM", "nemotron_h"),
     "glm4moe": ("Glm4MoeForCausalLM", "glm4_moe"),
     "phi3": ("Phi3ForCausalLM", "phi3"),
     "granite": ("GraniteForCausalLM", "granite"),
@@ -58,8 +60,8 @@ _VARIANTS = ("mixtral", "deepseek3", "granitemoe-shared", "olmo3", "ministral3")
 ARCHITECTURES = tuple(name for name in FAMILIES if name not in _VARIANTS)
 HYBRID = ("qwen3next", "qwen35", "qwen35moe")
 """Architectures with gated delta nets."""
-_VARYING = ("gemma4", "lfm2", "lfm2moe")
-"""Architectures with other numbers of KV heads in some layers."""
+_VARYING = ("gemma4", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe")
+"""Architectures with other sizes in some layers."""
 _SIGMOID = 2
 """Value of ``expert_gating_func`` for sigmoid scores."""
 
@@ -120,6 +122,13 @@ class ModelFacts:
         if len(found) < self.layers or min(found, default=-1) < 0:
             raise self._fail(key, f"must have a number for each of {self.layers} layers")
         return found[: self.layers]
+
+    @property
+    def inner_size(self) -> int:
+        """Size of the dense feed-forward, the largest of all layers; 0 for none."""
+        if self.architecture in _VARYING:
+            return max(self.per_layer("feed_forward_length"))
+        return self.integer("feed_forward_length", 0)
 
     @property
     def head_size(self) -> int:

@@ -181,6 +181,44 @@ def lfm2(facts: ModelFacts, _: Tensors) -> Fields:
     }
 
 
+def nemotron_h(facts: ModelFacts, tensors: Tensors) -> Fields:
+    """Return the facts of Nemotron-H and Nemotron 3. A layer is one part: the sizes say which.
+
+    Raises ConfigError.
+    """
+    heads, inner = facts.per_layer("attention.head_count_kv"), facts.per_layer("feed_forward_length")
+    block = "moe" if facts.experts else "mlp"
+    types = ["attention" if h else block if n else "mamba" for h, n in zip(heads, inner, strict=True)]
+    mixers = facts.integer("ssm.time_step_rank")
+    made: Fields = {
+        "layers_block_type": types,
+        "mamba_num_heads": mixers,
+        "mamba_head_dim": facts.integer("ssm.inner_size") // max(mixers, 1),
+        "n_groups": facts.integer("ssm.group_count"),
+        "ssm_state_size": facts.integer("ssm.state_size"),
+        "conv_kernel": facts.integer("ssm.conv_kernel"),
+        "use_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in tensors),
+        "layer_norm_epsilon": facts.number("attention.layer_norm_rms_epsilon"),
+        "mlp_hidden_act": "relu2",
+    }
+    if not facts.experts:
+        return made
+    _need_scores(facts, _SIGMOID)
+    groups = facts.integer("expert_group_count", 1) or 1
+    return made | {
+        "n_routed_experts": facts.experts,
+        "n_shared_experts": facts.integer("expert_shared_count"),
+        "num_experts_per_tok": facts.integer("expert_used_count"),
+        "moe_intermediate_size": facts.integer("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": facts.integer("expert_shared_feed_forward_length"),
+        "moe_latent_size": facts.integer("moe_latent_size", 0) or None,
+        "norm_topk_prob": facts.flag("expert_weights_norm", False),
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "n_group": groups,
+        "topk_group": facts.integer("expert_group_used_count", groups) or groups,
+    }
+
+
 def glm4moe(facts: ModelFacts, tensors: Tensors) -> Fields:
     """Return the facts of GLM-4.5 and Solar Open: the files differ in norms and rotated dims.
 

@@ -41,12 +41,14 @@ class GgufRow(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors for facts of config.json, not weights."""
     own_rope: bool = False
     """True if ``read`` returns the rotations, so ``rope_freqs.weight`` has no other reader."""
+    prefix: str = "model.layers"
+    """Published name of the layers."""
     top: dict[str, str] = {}
     """Tensor outside the layers, without its ending -> published name, beside Llama's."""
     bare: dict[str, str] = {}
     """Tensor of a layer, with its ending -> published name, where the endings differ."""
     forms: dict[str, str] = {}
-    """Tensor of a layer -> name of its ``TensorForm``, where it is not stored as published."""
+    """Tensor of a layer, with its ending -> name of its ``TensorForm``, if not published so."""
     experts: tuple[str, ...] = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
     """Published names of the experts' block and of the matrices gate, up, down of an expert."""
 
@@ -74,8 +76,40 @@ _LFM2 = GgufRow(
     },
     top={"token_embd_norm": "model.embedding_norm"},
     bare={"exp_probs_b.bias": "feed_forward.expert_bias"},
-    forms={"shortconv.conv": "TAPS"},
+    forms={"shortconv.conv.weight": "TAPS"},
     experts=("feed_forward.experts", "w1", "w3", "w2"),
+)
+_NEMOTRON_H = GgufRow(
+    read=row_facts.nemotron_h,
+    halves=True,  # the converter does so, although nothing is rotated
+    prefix="backbone.layers",
+    names={
+        "attn_norm": "norm",
+        "attn_q": "mixer.q_proj",
+        "attn_k": "mixer.k_proj",
+        "attn_v": "mixer.v_proj",
+        "attn_output": "mixer.o_proj",
+        "ssm_in": "mixer.in_proj",
+        "ssm_out": "mixer.out_proj",
+        "ssm_norm": "mixer.norm",
+        "ssm_conv1d": "mixer.conv1d",
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+        "ffn_gate_inp": "mixer.gate",
+        "ffn_up_shexp": "mixer.shared_experts.up_proj",
+        "ffn_down_shexp": "mixer.shared_experts.down_proj",
+        "ffn_latent_down": "mixer.fc1_latent_proj",
+        "ffn_latent_up": "mixer.fc2_latent_proj",
+    },
+    top={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
+    bare={
+        "ssm_a": "mixer.A_log",
+        "ssm_d": "mixer.D",
+        "ssm_dt.bias": "mixer.dt_bias",
+        "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    },
+    forms={"ssm_conv1d.weight": "TAPS", "ssm_norm.weight": "FLAT", "ssm_a": "RATES", "ssm_d": "FLAT"},
+    experts=("mixer.experts", "gate_proj", "up_proj", "down_proj"),
 )
 
 ROWS: dict[str, GgufRow] = {
@@ -108,6 +142,8 @@ ROWS: dict[str, GgufRow] = {
     ),
     "lfm2": _LFM2,
     "lfm2moe": _LFM2,
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
     "glm4moe": GgufRow(read=row_facts.glm4moe, names=_OUTPUT_NORM, partial=True),
     "phi3": GgufRow(
         read=row_facts.phi3,

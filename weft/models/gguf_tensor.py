@@ -139,7 +139,9 @@ class GGUFTensor:
             case TensorForm.CENTRED:
                 return values.float() - 1
             case TensorForm.RATES:
-                return torch.log(-values.double()).float()
+                return torch.log(-values.double()).float().flatten()
+            case TensorForm.FLAT:
+                return values.flatten()
             case TensorForm.TAPS:
                 return values.unsqueeze(1)
             case TensorForm.ROW:
