@@ -243,10 +243,9 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
     def ways(self, *, strict: bool) -> tuple[Call, ...]:
         """Return the accepted spellings of a call.
 
-        A grammar of free text with calls cannot forbid a bracket at the start of a line, except the bracket of
-        the first spelling. With ``strict``, line-start spellings with another bracket are therefore dropped.
-        Behind a bracket as the first spelling, such a grammar cannot forbid tags inside a line, so spellings
-        with tags are dropped.
+        With ``strict``, the spellings that a grammar of free text with calls cannot forbid are dropped: a
+        bracket at the start of a line, except the bracket of the first spelling, and, if the first spelling
+        begins with a bracket, tags inside a line.
         """
         if not strict or not self.calls:
             return self.calls
