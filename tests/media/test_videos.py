@@ -16,7 +16,9 @@ from tests.support.films import CODECS, film, pictures, sound_file
 from tests.support.pictures import image_file
 from weft.config.media import VideoFacts
 from weft.media import video
+from weft.media.media_errors import BadMedia
 from weft.media.media_messages import Target
+from weft.media.urls import inline
 from weft.media.video import groups_of, header_of
 from weft.media.video_header import BadVideo, VideoHeader
 
@@ -249,3 +251,16 @@ def test_random_damage_never_escapes() -> None:
         except BadVideo:
             refused += 1
     assert refused > 300
+
+
+@pytest.mark.parametrize(
+    "head", ["video/mp4", "", "video/webm;codecs=vp8,opus", 'video/mp4;codecs="avc1.42E01E, mp4a.40.2"']
+)
+def test_data_urls_of_browsers_are_read(head: str) -> None:
+    assert inline(f"data:{head};BASE64,AAAA", 100, video=True) == bytes(3)
+
+
+@pytest.mark.parametrize("url", ["data:video/mp4,AAAA", "data:;a,b,c", "data:video/webm;codecs=a,b,AAAA"])
+def test_other_data_urls_get_the_form_of_a_video(url: str) -> None:
+    with pytest.raises(BadMedia, match=r"data:video/mp4;base64,\.\.\."):
+        inline(url, 100, video=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from weft.common.errors import InvalidRequest
 from weft.config.media import MediaFacts, VideoFacts
 from weft.text.chat import ChatFormat, expanded, image_rules
 from weft.text.chat_messages import Shows, check_messages
-from weft.text.images import VideoPart, group_times
+from weft.text.images import VideoPart, group_times, video_part
 from weft.text.tokenizer import Tokenizer
 from weft.text.videos import VideoFile
 from weft.types.video_clip import VideoClip
@@ -227,6 +228,13 @@ def test_parts_that_are_refused(part: dict[str, Any], problem: str) -> None:
         _read(_text("a"), part)
     assert caught.value.param == "messages[0].content[1]"
     assert len(caught.value.message) < 400
+
+
+def test_the_form_in_an_error_is_json() -> None:
+    with pytest.raises(InvalidRequest, match="must be a part of the form") as caught:
+        video_part({"type": "video_url", "video_url": 1}, "part", 2)
+    form = json.loads(caught.value.message.partition("of the form ")[2])
+    assert form == {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,..."}}
 
 
 def test_any_other_part_is_refused_by_name() -> None:

@@ -23,6 +23,11 @@ _MAX_HEAD = 512
 """Maximum characters of a ``data:`` URL before the data."""
 _SPACE = b" \t\r\n"
 _HEAD = re.compile(r"data:[\w.+\-/]{0,100}((?:;[\w.+\-]{1,40}(?:=[\w.+\-\"]{0,100})?){0,8})", re.IGNORECASE)
+_VIDEO_HEAD = re.compile(
+    r"data:[\w.+\-/]{0,100}((?:;[\w.+\-]{1,40}(?:=[\w.+\-\", ]{0,100})?){0,8})", re.IGNORECASE
+)
+"""The head of a video, with several codecs."""
+_BASE64 = re.compile(";base64,", re.IGNORECASE)
 _WEB = re.compile(r"(https?)://([^/?#]+)([^#]*)", re.IGNORECASE)
 _NETLOC = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9.\-]+)(?::(\d{1,5}))?", re.IGNORECASE)
 _LABEL = re.compile(r"(?!-)[a-z0-9\-]{1,63}(?<!-)")
@@ -60,12 +65,16 @@ def inline(url: str, most: int, *, video: bool = False) -> bytes:
             "does not read its own files",
             REFUSED,
         )
+    form = "data:video/mp4;base64,..." if video else "data:image/png;base64,..."
     at = url.find(",", 0, _MAX_HEAD)
-    found = None if at < 0 else _HEAD.fullmatch(url[:at])
+    # Browsers write the codecs of a recorded video with a comma: data:video/webm;codecs=vp8,opus;base64,...
+    if video and (end := _BASE64.search(url, 0, _MAX_HEAD)) is not None:
+        at = end.end() - 1
+    found = None if at < 0 else (_VIDEO_HEAD if video else _HEAD).fullmatch(url[:at])
     if found is None:
-        raise BadMedia("has an invalid data: URL; use the form data:image/png;base64,...")
+        raise BadMedia(f"has an invalid data: URL; use the form {form}")
     if not found[1].lower().endswith(";base64"):
-        raise BadMedia("must be encoded in base64 in its data: URL (data:image/png;base64,...)")
+        raise BadMedia(f"must be encoded in base64 in its data: URL ({form})")
     return from_base64(url[at + 1 :], most, video=video)
 
 

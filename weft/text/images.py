@@ -148,7 +148,7 @@ def video_part(part: Mapping[str, Any], where: str, least: int) -> VideoPart | s
         if not isinstance(given, str):
             raise InvalidRequest(
                 f'{where} must be a part of the form {{"type": "video_url", "video_url": {{"url": '
-                '"data:video/mp4;base64,..."}}}}',
+                '"data:video/mp4;base64,..."}}',
                 param=where,
             )
     # Match only the start, because a data URL can be megabytes long.

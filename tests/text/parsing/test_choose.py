@@ -132,6 +132,12 @@ def test_the_spelling_of_the_template_goes_first(template: str, opens: str, clos
         assert declared.calls[0].triggers[0].endswith("opensource>") == ("opensource" in template)
 
 
+def test_brackets_of_a_template_change_no_spelling() -> None:
+    declared = choose("hermes", "none", ModelHints(template="{{ messages[0] }}"))
+    assert declared is not None
+    assert declared.calls[0].triggers == ("<tool_call>",)
+
+
 def test_a_response_template_goes_first() -> None:
     hints = ModelHints(template="<tool_call>", response_template=template("deepseek_v31"))
     declared = choose("auto", "auto", hints)

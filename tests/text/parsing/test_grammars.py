@@ -24,6 +24,7 @@ from weft.common.errors import InvalidRequest
 from weft.grammar.base import GrammarCompiler
 from weft.grammar.registry import make_compiler
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content
+from weft.text.parsing.formats import CALLS
 from weft.text.parsing.output import ModelOutput
 from weft.text.parsing.parser import OutputSpec, Tool
 from weft.text.tokenizer import Tokenizer
@@ -256,6 +257,18 @@ def test_what_cannot_be_held_to_is_named() -> None:
         with pytest.raises(InvalidRequest, match=r"tool f: .* name of a parameter"):
             ModelOutput(FAMILIES[name].declared, {}).call_grammar((odd,), "required")
     assert ModelOutput(None, {}).call_grammar(TOOLS, "auto") is None
+
+
+@pytest.mark.parametrize("name", ["llama3_json", "llama4", "pythonic"])
+def test_a_strict_tool_has_no_call_that_its_grammar_does_not_see(name: str) -> None:
+    """The grammar of a family without tags allows any text behind the first character of a line."""
+    declared = CALLS[name]
+    tool = Tool(
+        name="f", parameters={"type": "object", "properties": {"a": {"type": "integer"}}}, strict=True
+    )
+    calls = ('[f(a="x")]<|python_end|>', '{"name": "f", "parameters": {"a": "x"}}')
+    for call in (f"See {tag}{call}" for tag in ("<|python_start|>", "<|python_tag|>") for call in calls):
+        assert read(declared, OutputSpec(tools=(tool,), tool_calls=True), [call]) == [Content(call)]
 
 
 def test_keys_and_texts_beyond_the_notation_stand_in_quotes_of_json() -> None:

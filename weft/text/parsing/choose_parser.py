@@ -169,7 +169,8 @@ def _as_written(made: OutputFormat, hints: ModelHints) -> OutputFormat:
     if calls and calls is CALLS["mistral"].calls:
         calls = calls if known("[ARGS]") else tuple(reversed(calls))
     elif calls and not known(calls[0].triggers[0]):
-        calls = tuple(sorted(calls, key=lambda call: not known(call.triggers[0])))
+        # Every template has brackets, so a bracket says nothing.
+        calls = tuple(sorted(calls, key=lambda call: call.line_start or not known(call.triggers[0])))
     reasoning = tuple(sorted(made.reasoning, key=lambda marks: not known(marks.open)))
     return msgspec.structs.replace(made, calls=calls, reasoning=reasoning)
 

@@ -243,12 +243,17 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
     def ways(self, *, strict: bool) -> tuple[Call, ...]:
         """Return the accepted spellings of a call.
 
-        A grammar forbids at most the bracket of the first spelling at the start of a line. With ``strict``,
-        line-start spellings with another bracket are therefore dropped.
+        With ``strict``, the spellings that a grammar of free text with calls cannot forbid are dropped: a
+        bracket at the start of a line, except the bracket of the first spelling, and, if the first spelling
+        begins with a bracket, tags inside a line.
         """
-        kept = self.calls[0].triggers if self.calls and self.calls[0].line_start else ()
+        if not strict or not self.calls:
+            return self.calls
+        first = self.calls[0]
         return tuple(
-            call for call in self.calls if not strict or not call.line_start or call.triggers == kept
+            call
+            for call in self.calls
+            if (call.triggers == first.triggers if first.line_start else not call.line_start)
         )
 
     def openings(self) -> tuple[str, ...]:
