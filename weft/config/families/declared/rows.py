@@ -308,7 +308,11 @@ ROWS: dict[str, Row] = {
         qk_norm=True,
         windows=periodic_windows(4, field="sliding_window_pattern"),
         ropes=rope_in_windows,
-        renamed={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+        renamed={
+            "num_experts": "n_routed_experts",
+            "num_shared_experts": "n_shared_experts",
+            "first_last_k_dense_replace": "first_k_dense_replace",
+        },
         experts=typed_sigmoid,
         unused=("num_nextn_predict_layers",),
     ),
