@@ -131,10 +131,20 @@ def test_dual_chunk_attention_is_served_within_one_chunk(tmp_path: Path) -> None
         load_spec(_write(tmp_path, **more, dual_chunk_attention_config=setting))
 
 
-def test_the_published_spelling_of_an_architecture(tmp_path: Path) -> None:
-    more: Fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    spec = load_spec(_write(tmp_path, architectures=["ExaoneMoEForCausalLM"], **more))
+def test_k_exaone_as_published(tmp_path: Path) -> None:
+    more: Fields = {"architectures": ["ExaoneMoEForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
+    more |= {"moe_intermediate_size": 32, "num_shared_experts": 1, "num_hidden_layers": 3}
+    more |= {"sliding_window_pattern": "LLLG", "scoring_func": "sigmoid", "sliding_window": 8}
+    flags = [False, True, False]
+    spec = load_spec(_write(tmp_path, **more, first_last_k_dense_replace=1, is_moe_layer=flags))
     assert spec.architecture == "ExaoneMoeForCausalLM"
+    assert spec.moe is not None
+    assert spec.moe.layers == (1,)
+    spec = load_spec(_write(tmp_path, **more, first_last_k_dense_replace=2))
+    assert spec.moe is not None
+    assert spec.moe.layers == (2,)
+    with pytest.raises(ConfigError, match="is_moe_layer must have an entry"):
+        load_spec(_write(tmp_path, **more, is_moe_layer=[0, 1, 1]))
 
 
 PHI4_MINI: Fields = {
@@ -212,6 +222,7 @@ def test_two_names_of_one_field_must_agree(tmp_path: Path) -> None:
         "moe_intermediate_size": 32,
     }
     assert load_spec(_write(tmp_path, **fields, num_local_experts=8)).moe is not None
+    assert load_spec(_write(tmp_path, **fields, num_local_experts=None)).moe is not None
     with pytest.raises(ConfigError, match="contradicts the same field under another name"):
         load_spec(_write(tmp_path, **fields, num_local_experts=9))
 

@@ -43,7 +43,7 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(
 
 
 def test_the_factor_of_gemmas_embeddings_has_the_dtype_of_the_model(tmp_path: Path) -> None:
-    model = conftest.make_checkpoint("gemma3", tmp_path).load(torch.bfloat16)
+    model: Any = conftest.make_checkpoint("gemma3", tmp_path).load(torch.bfloat16)
     factor = model.spec.scales.embedding
     rounded = torch.tensor(factor, dtype=torch.bfloat16).item()
     x = torch.linspace(0.5, 3, 4000).bfloat16()

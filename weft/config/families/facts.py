@@ -95,10 +95,11 @@ class Facts:
         config = dict[str, Any]()
         for name, value in self._config.items():
             new = renamed.get(name, name)
-            if new in config and config[new] != value:
-                raise self.fail(name, f"= {value!r} contradicts the same field under another name")
-            config[new] = value
             self._read.add(name)
+            stated = config.get(new)
+            if stated is not None and value is not None and stated != value:
+                raise self.fail(name, f"= {value!r} contradicts the same field under another name")
+            config[new] = stated if value is None else value
         result = Facts({**defaults, **config}, self.weights, self.file)
         result._given = tuple(config)
         return result

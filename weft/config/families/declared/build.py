@@ -47,10 +47,11 @@ _HARMLESS = re.compile(
 )
 """Names of fields without effect on results, in any architecture."""
 _COMPUTATION = re.compile(
-    r"(?:^|_)(?:act|alibi|attn|attention|beta|bias|bits|block|cap|chunk|clip|compress|conv|dim|dual|embed|expert"
-    r"|factor|ff|gate|group|head|hidden|inter|kernel|key|kv|latent|layer|linear|local|logit|lora|mask|mlp|moe|mtp"
-    r"|mup|multipl|nextn|norm|parallel|partial|pattern|pos|proj|quant|query|rank|resid|rope|rotary|rout|scal|shar"
-    r"|slid|soft|sparse|ssm|state|temperature|tie|topk|value|width|window)"
+    r"(?:^|_)(?:act|alibi|attn|attention|audio|beta|bias|bits|block|cap|chunk|clip|compress|conv|delta|depth|dim"
+    r"|dual|embed|engram|eps|expert|factor|ff|gate|glu|group|hash|head|hidden|hybrid|hyper|image|index|inter|kernel"
+    r"|key|kv|latent|layer|linear|local|logit|lora|loop|mamba|mask|memory|mlp|moe|mtp|mup|multipl|nextn|norm"
+    r"|parallel|partial|pattern|pos|proj|quant|query|rank|recur|resid|rms|rope|rotary|rout|scal|shar|sink|slid|soft"
+    r"|sparse|ssm|state|swi|temperature|theta|tie|topk|value|video|vision|width|window)"
 )
 """Beginnings of words in names of fields that may describe a computation."""
 

@@ -59,11 +59,18 @@ def grouped_sigmoid(*, shared: bool = True) -> Experts:
 def typed_sigmoid(facts: Facts, layers: int) -> MoESpec | None:
     """Return the routing of ``grouped_sigmoid`` in the layers that ``mlp_layer_types`` calls sparse.
 
-    Without the field, all layers except the first route. Raise ConfigError.
+    Published files of K-EXAONE have ``is_moe_layer`` instead. Without both fields, the layers from
+    ``first_k_dense_replace`` (default 1) on route. Raise ConfigError.
     """
-    types = facts.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
+    types, flags = facts.get("mlp_layer_types"), facts.get("is_moe_layer")
+    if types is None and isinstance(flags, list):
+        types = ["sparse" if flag is True else "dense" if flag is False else "" for flag in flags]
+    if types is None:
+        first = min(facts.integer("first_k_dense_replace", 1, low=0), layers)
+        types = ["dense"] * first + ["sparse"] * (layers - first)
     if not isinstance(types, list) or len(types) < layers or set(types) - {"dense", "sparse"}:
-        raise facts.fail("mlp_layer_types", f"must have dense or sparse for each of {layers} layers")
+        name = "mlp_layer_types" if facts.get("mlp_layer_types") is not None else "is_moe_layer"
+        raise facts.fail(name, f"must have an entry, dense or sparse, for each of {layers} layers")
     made = grouped_sigmoid()(facts, layers)
     routed = tuple(i for i in range(layers) if types[i] == "sparse")
     return None if made is None or not routed else msgspec.structs.replace(made, layers=routed)

@@ -81,7 +81,7 @@ _HUNYUAN_ONLY: dict[str, tuple[Any, ...]] = {
 _HUNYUAN_UNUSED = (
     r"(anyres|vit|im|image|text|video|mask|pool|skip|kv_lora|q_lora|qk|v_head|class|org)_?\w*",
     r"attention_head_dim|cla_share_factor|dense_list|enable_lm_head_fp32|num_media_embeds|pad_id|xdrope_section",
-    r"moe_random_routing_dropped_token|n_group|topk_group|routed_scaling_factor|use_mixed_mlp_moe|eod_token_id",
+    r"capacity_factor|moe_random_routing_dropped_token|n_group|topk_group|routed_scaling_factor|use_mixed_mlp_moe|eod_token_id",
 )
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _LLAMA = Row(
@@ -308,7 +308,11 @@ ROWS: dict[str, Row] = {
         qk_norm=True,
         windows=periodic_windows(4, field="sliding_window_pattern"),
         ropes=rope_in_windows,
-        renamed={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+        renamed={
+            "num_experts": "n_routed_experts",
+            "num_shared_experts": "n_shared_experts",
+            "first_last_k_dense_replace": "first_k_dense_replace",
+        },
         experts=typed_sigmoid,
         unused=("num_nextn_predict_layers",),
     ),
