@@ -155,15 +155,16 @@ def load_spec(
     return check_classes(spec)
 
 
-def refuse_unserved(folder: Path) -> None:
+def refuse_unserved(folder: Path, model_impl: str = "auto") -> None:
     """Raise ConfigError if ``config.json`` in ``folder`` names an unsupported architecture.
 
+    ``model_impl``: weft, transformers, or auto.
     For folders without weights so far: ``load_spec`` runs the other checks.
     """
     config = read_json(folder, "config.json")
     if config is not None and config.get("architectures"):
         architecture = _architecture(Facts(config))
-        if generic.serves(architecture, "auto", FAMILIES):
+        if generic.serves(architecture, model_impl, FAMILIES):
             generic.probed_spec(folder, architecture, None)
         else:
             FAMILIES.get(architecture)
