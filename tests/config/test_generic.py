@@ -86,13 +86,6 @@ def test_a_damaged_result_is_not_read(folder: Path, probes: list[Any]) -> None:
     assert len(probes) == 5
 
 
-def test_a_classifier_is_refused(folder: Path, probes: list[Any]) -> None:
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace("PersimmonForCausalLM", "LlamaForSequenceClassification"))
-    with pytest.raises(ConfigError, match="serves no classifiers"):
-        load_spec(str(folder), model_impl="transformers")
-
-
 def test_a_head_that_reads_states_between_layers_is_refused(folder: Path) -> None:
     config = Config(speculation=SpeculationSection(speculative_method="eagle3", speculative_model="head"))
     with pytest.raises(ConfigError, match="eagle3: PersimmonForCausalLM is served with the code of"):
