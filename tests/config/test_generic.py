@@ -15,6 +15,7 @@ from weft.common.folder import cache_folder
 from weft.config.families import FAMILIES, load_spec
 from weft.config.families.generic import probing as generic
 from weft.config.families.generic.probing import Probed, check_settings
+from weft.config.families.load import refuse_unserved
 from weft.config.sections.all import Config, SpeculationSection
 from weft.config.sizing.draft import with_draft
 from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
@@ -116,6 +117,27 @@ def test_choice_of_the_implementation(folder: Path) -> None:
     assert not generic.serves("NobodysForCausalLM", "auto", FAMILIES)
     with pytest.raises(ConfigError, match="no architecture called 'PersimmonForCausalLM'"):
         load_spec(str(folder), model_impl="weft")
+
+
+def test_a_download_is_refused_by_the_chosen_code(folder: Path, probes: list[Any]) -> None:
+    refuse_unserved(folder)
+    assert len(probes) == 1
+    with pytest.raises(ConfigError, match="no architecture called 'PersimmonForCausalLM'"):
+        refuse_unserved(folder, "weft")
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("PersimmonForCausalLM", "LlamaForCausalLM"))
+    refuse_unserved(folder)
+    with pytest.raises(ConfigError, match="no attention"):
+        refuse_unserved(folder, "transformers")
+
+
+def test_without_transformers_only_causal_models_ask_for_the_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generic, "transformers_version", lambda: None)
+    monkeypatch.setattr(generic.importlib.util, "find_spec", lambda name: None)
+    assert generic.serves("NobodysForCausalLM", "auto", FAMILIES)
+    assert not generic.serves("LlavaForConditionalGeneration", "auto", FAMILIES)
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,8 @@ def test_an_architecture_that_is_not_served_is_refused_before_weights_are_fetche
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     config = snapshot / "config.json"
     config.unlink()
-    config.write_text('{"architectures": ["DeciLMForCausalLM"]}')
-    with pytest.raises(ConfigError, match="no architecture called 'DeciLMForCausalLM'"):
+    config.write_text('{"architectures": ["NobodysForCausalLM"]}')
+    with pytest.raises(ConfigError, match="no architecture called 'NobodysForCausalLM'"):
         hub.resolve_model_path("tiny-org/tiny-model")
     assert [pattern for patterns in fetched for pattern in patterns if "safetensors" in pattern] == []
     config.write_text('{"architectures": ["Qwen3ForCausalLM"]}')

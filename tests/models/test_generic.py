@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from weft.models.generic.load import load
 from weft.models.generic.masks import classify
 from weft.models.generic.probe import probe_folder
 from weft.models.generic.recognition import mlp_of
+from weft.models.generic.skeleton import read_config
 from weft.models.loader import load_model
 from weft.types.layout import Layout
 
@@ -135,6 +137,18 @@ def test_what_cannot_be_served_is_refused(
     saved(tmp_path, name, **changes)
     with pytest.raises(ConfigError, match=reason):
         opened(tmp_path, name)
+
+
+def test_code_of_a_checkpoint_stays_unknown(tmp_path: Path) -> None:
+    saved(tmp_path, "Llama")
+    path = tmp_path / "config.json"
+    code = {"AutoModel": "modeling.Evil"}
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "auto_map": code, "more": {"auto_map": code}})
+    )
+    config = read_config(str(tmp_path))
+    assert config.more == {}
+    assert not hasattr(config, "auto_map")
 
 
 def test_state_outside_of_the_cache_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,12 @@ def cached_models(cache_dir: str | None = None) -> list[str]:
 
 
 def resolve_model_path(
-    name: str, revision: str | None = None, *, load_format: str = "auto", cache_dir: str | None = None
+    name: str,
+    revision: str | None = None,
+    *,
+    load_format: str = "auto",
+    cache_dir: str | None = None,
+    model_impl: str = "auto",
 ) -> str:
     """Return the local folder of ``name``; download missing files from the hub.
 
@@ -49,7 +54,7 @@ def resolve_model_path(
     GGUF file (converted to a folder: ``weft.gguf``), a hub repository ``owner/name``. ``revision``: branch,
     tag or commit; None for the default branch. ``load_format`` selects the weights; "dummy" downloads no
     weights. With HF_HUB_OFFLINE set, or without a network, only the local cache is used. ``cache_dir``
-    replaces the hub client's cache folder.
+    replaces the hub client's cache folder. ``model_impl``: --model-impl, for the refusal before a download.
 
     Raise ConfigError with the places that were tried.
     """
@@ -71,7 +76,7 @@ def resolve_model_path(
             f"{', '.join(bundled) or 'none'}), and it is not a hub name (owner/name).{hint}",
             param="--model",
         )
-    return _snapshot(name, revision, load_format, cache_dir)
+    return _snapshot(name, revision, load_format, cache_dir, model_impl)
 
 
 def is_local(name: str) -> bool:
@@ -96,7 +101,9 @@ def resolve_tokenizer_path(name: str | None, model_path: str) -> str:
     return path
 
 
-def _snapshot(name: str, revision: str | None, load_format: str, cache_dir: str | None) -> str:
+def _snapshot(
+    name: str, revision: str | None, load_format: str, cache_dir: str | None, model_impl: str
+) -> str:
     """Download a hub repository and return the local folder.
 
     Blocks. Raise ConfigError, for an unsupported model before the weights are downloaded.
@@ -128,7 +135,7 @@ def _snapshot(name: str, revision: str | None, load_format: str, cache_dir: str 
         small = fetched(_SMALL_FILES)
         if not weights:
             return small
-        refuse_unserved(Path(small))  # refuse before a download of hours
+        refuse_unserved(Path(small), model_impl)  # refuse before a download of hours
         return fetched(_SMALL_FILES + weights)
     # Order matters: GatedRepoError is a RepositoryNotFoundError, and most others are OSErrors.
     except GatedRepoError as error:

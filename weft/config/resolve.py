@@ -77,7 +77,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     scheduler = with_depth(with_budget(config.scheduler, device, speculation.drafts), device)
     check_budget(scheduler, cache.block_size, speculation.drafts)
     check_files(runner, config.front, config.media)
-    path = hub.resolve_model_path(model.model, model.revision, load_format=model.load_format)
+    path = _folder(model)
     tokenizer_path = hub.resolve_tokenizer_path(model.tokenizer, path)
     check_checkpoint(model, path, tokenizer_path)
     check_ngram(speculation)
@@ -123,6 +123,13 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         gpus=gpus,
         group=group,
         host=host,
+    )
+
+
+def _folder(model: ModelSection) -> str:
+    """Return the local folder of the model; download missing files. Raise ConfigError."""
+    return hub.resolve_model_path(
+        model.model, model.revision, load_format=model.load_format, model_impl=model.model_impl
     )
 
 

@@ -20,7 +20,6 @@ from weft.common.errors import InvalidRequest
 from weft.scheduler.sequence import Sequence
 from weft.types.plan import HoldAdapter, PlaceAdapter, ReleaseAdapter, SlotUpdate
 
-
 #: At most two plans are in flight during a load, and the third has the update.
 _COMMITS = 3
 

@@ -112,11 +112,7 @@ def load_spec(
     if not path.is_dir():
         raise ConfigError(f"model folder {path.name!r} does not exist", param="--model")
     refuse_adapter(path)
-    config = read_json(path, "config.json")
-    if config is None:
-        raise ConfigError(f"model folder {path.name!r} has no config.json", param="--model")
-    _refuse_code(config, trust_remote_code)
-    config = with_overrides(config, overrides or {})
+    config = with_overrides(_read_config(path, trust_remote_code), overrides or {})
     # From here on the architecture decides: every field that no reader has read must be without effect.
     names = tensor_names(path)
     classifies, tasks = _classifies(config), Facts(config)
@@ -150,25 +146,30 @@ def load_spec(
     return check_classes(spec)
 
 
-def _refuse_code(config: Mapping[str, Any], trust_remote_code: bool) -> None:
-    """Raise ConfigError for a checkpoint with code, unless ``trust_remote_code``."""
+def _read_config(path: Path, trust_remote_code: bool) -> dict[str, Any]:
+    """Return ``config.json`` in ``path``. Raise ConfigError if the file is missing, or for code."""
+    config = read_json(path, "config.json")
+    if config is None:
+        raise ConfigError(f"model folder {path.name!r} has no config.json", param="--model")
     if config.get("auto_map") and not trust_remote_code:
         raise ConfigError(
             "config.json names code in the checkpoint (auto_map). Weft does not run the code; pass "
-            "--trust-remote-code to accept the checkpoint and serve it with Weft's own implementation",
+            "--trust-remote-code to accept the checkpoint and serve it with the code of Weft or transformers",
             param="--trust-remote-code",
         )
+    return config
 
 
-def refuse_unserved(folder: Path) -> None:
+def refuse_unserved(folder: Path, model_impl: str = "auto") -> None:
     """Raise ConfigError if ``config.json`` in ``folder`` names an unsupported architecture.
 
+    ``model_impl``: weft, transformers, or auto.
     For folders without weights so far: ``load_spec`` runs the other checks.
     """
     config = read_json(folder, "config.json")
     if config is not None and config.get("architectures"):
         architecture = _architecture(Facts(config))
-        if generic.serves(architecture, "auto", FAMILIES):
+        if generic.serves(architecture, model_impl, FAMILIES):
             generic.probed_spec(folder, architecture, None)
         else:
             FAMILIES.get(architecture)

@@ -47,9 +47,7 @@ def read_config(folder: str, layers: int | None = None) -> Any:
     fields = read_json(Path(folder), "config.json") or {}
     kind = str(fields.get("model_type"))
     try:
-        config = CONFIG_MAPPING[kind].from_dict(
-            {key: _decoded(value) for key, value in fields.items() if key != "auto_map"}
-        )
+        config = CONFIG_MAPPING[kind].from_dict(_decoded(fields))
     except Exception as error:  # transformers raises many types for a bad field
         known = "" if isinstance(error, KeyError) else f": {error}"
         raise ConfigError(
@@ -63,11 +61,13 @@ def read_config(folder: str, layers: int | None = None) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """Return a field of config.json with the numbers that JSON lacks: ``{"__float__": "Infinity"}``."""
+    """Return config.json, or a field, without ``auto_map`` and with the numbers that JSON lacks:
+    ``{"__float__": "Infinity"}``."""
     if isinstance(value, dict):
         if set(value) == {"__float__"}:
             return float(value["__float__"])
-        return {key: _decoded(inner) for key, inner in value.items()}
+        # Code in a checkpoint stays unknown to transformers, in nested configurations as well.
+        return {key: _decoded(inner) for key, inner in value.items() if key != "auto_map"}
     return [_decoded(inner) for inner in value] if isinstance(value, list) else value
 
 

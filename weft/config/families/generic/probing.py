@@ -68,7 +68,9 @@ def serves(architecture: str, model_impl: str, families: Registry[Any]) -> bool:
         return model_impl == "transformers"
     if architecture in families:
         return False
-    return transformers_version() is None or _is_known(architecture)
+    # Without transformers, the error names the package. Transformers could serve a causal model alone.
+    missing = transformers_version() is None and architecture.endswith("ForCausalLM")
+    return missing or _is_known(architecture)
 
 
 def _is_known(architecture: str) -> bool:
