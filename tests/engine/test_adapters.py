@@ -35,3 +35,18 @@ def test_a_known_adapter_is_not_read_again(tmp_path: Path) -> None:
     refused = adapters.apply(load)
     assert not refused.loaded
     assert refused.error is not None
+
+
+def test_an_adapter_that_no_rank_has_read_is_dropped_after_a_loss(tmp_path: Path) -> None:
+    book = AdapterBook(2, lambda op: None)
+    adapters = EngineAdapters(LoraSection(max_loras=2), book, Anything())
+    digests = []
+    for number, name in enumerate("ab"):
+        digests.append(read_adapter(write(tmp_path / name, lora_alpha=7 + number)).digest)
+        load = LoadAdapter(name=name, digest=digests[-1], folder=str(tmp_path / name))
+        assert adapters.apply(load).loaded
+        for _ in range(3 - 2 * number):
+            book.committed()
+    adapters.lost(lambda digest: [])
+    assert [digest for digest, _ in book.folders()] == digests[:1]
+    assert [book.accepts(digest) for digest in digests] == [True, False]

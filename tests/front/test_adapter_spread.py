@@ -123,7 +123,8 @@ def test_a_late_group_that_refuses_is_logged_once(caplog: pytest.LogCaptureFixtu
     # A load of the same content asks the group again.
     book.retry("x")
     book.look(wanted)
-    assert [name for name, _ in wire.sent] == ["late"]
+    assert [name for name, _ in wire.sent] == ["one", "late"]
+    assert wire.instances[0].has_adapter("x")
     wire.answer()
     assert book.missing("x") == 0
 

@@ -98,14 +98,22 @@ class EngineAdapters:
     def lost(self, fail: Callable[[str], list[TokenEvent]]) -> None:
         """Drop the adapters whose files changed, before new ranks read them. Call after a loss of ranks.
 
+        An adapter of a request that no rank has read for certain is dropped, too: the folder may be missing
+        on the host of another rank, and every new group would be lost again.
         ``fail`` ends all sequences of a digest and returns the events; ``take`` returns the events later.
         """
-        for digest, folder in [] if self._book is None else self._book.folders():
-            if not _has(folder, digest):
-                log.warning("the files of a LoRA adapter changed; its requests end")
+        if self._book is None:
+            return
+        for digest, folder in self._book.folders():
+            unread = self._book.fresh(digest) and digest not in self.digests.values()
+            if unread or not _has(folder, digest):
+                log.warning(
+                    "the LoRA adapter in %s is dropped after a loss of ranks: %s. Load the adapter again",
+                    folder,
+                    "a rank may have failed to read the files" if unread else "the files changed",
+                )
                 self._events += fail(digest)
-                if self._book is not None:
-                    self._book.drop(digest)
+                self._book.drop(digest)
 
     # ---- AwaitedSource
 

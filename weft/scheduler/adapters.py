@@ -20,6 +20,9 @@ from weft.common.errors import InvalidRequest
 from weft.scheduler.sequence import Sequence
 from weft.types.plan import HoldAdapter, PlaceAdapter, ReleaseAdapter, SlotUpdate
 
+#: At most two plans are in flight during a load, and the third has the update.
+_COMMITS = 3
+
 
 @dataclass(slots=True)
 class _Known:
@@ -48,6 +51,8 @@ class AdapterBook:
         """Adapters in a place without users, the longest unused first. Without pinned adapters."""
         self._waiting: dict[int, Sequence] = {}
         """Sequences that wait for a place, in order of arrival."""
+        self._fresh: dict[str, int] = {}
+        """Adapters that a rank may not have read yet -> commits until every rank has."""
         self.placed = 0
         """Number of copies from host memory to a place."""
 
@@ -72,6 +77,7 @@ class AdapterBook:
         if known is None:
             known = self._known[digest] = _Known(folder)
             self._emit(HoldAdapter(digest=digest, folder=folder))
+            self._fresh[digest] = _COMMITS
         known.dropped = False
         known.pinned = pinned
         self._settle(digest, known)
@@ -91,6 +97,17 @@ class AdapterBook:
     def knows(self, digest: str) -> bool:
         """Return True if the ranks have the adapter, or get the adapter with the next plan."""
         return digest in self._known
+
+    def committed(self) -> None:
+        """Count a committed step: its ranks have applied the updates of the plan."""
+        for digest, left in list(self._fresh.items()):
+            self._fresh[digest] = left - 1
+            if left == 1:
+                del self._fresh[digest]
+
+    def fresh(self, digest: str) -> bool:
+        """Return True if no committed step proves that every rank can read the adapter."""
+        return digest in self._fresh
 
     def folders(self) -> list[tuple[str, str]]:
         """Return (digest, folder) of every known adapter."""
@@ -174,6 +191,7 @@ class AdapterBook:
             if known.place >= 0:
                 self._free.append(known.place)
             del self._known[digest]
+            self._fresh.pop(digest, None)
             self._emit(ReleaseAdapter(digest=digest))
             return
         self._idle.pop(digest, None)

@@ -436,6 +436,7 @@ class SchedulerState:
         self.last_commit = step
         self.caches.committed(step)
         self.media.cache.committed(step)
+        self.adapters.committed()
         self.slots.committed(step)
 
     # ----

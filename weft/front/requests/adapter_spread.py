@@ -117,11 +117,12 @@ class Spread:
             )
 
     def retry(self, digest: str) -> None:
-        """Send an adapter again to each process that refused the adapter."""
+        """Send an adapter again to each process. A process that has the adapter takes requests meanwhile."""
         for instance in self.takers():
-            process = self._processes.get((instance.name, instance.link))
-            if process is not None and instance.adapters.get(digest) is not None:
+            if instance.adapters.get(digest) is not None:
                 del instance.adapters[digest]
+            process = self._processes.get((instance.name, instance.link))
+            if process is not None:
                 process.sent.pop(digest, None)
                 process.logged.discard(digest)
                 process.complete = None
