@@ -103,6 +103,20 @@ def _five(name: str) -> dict[str, Any]:
     return {"text_config": {**text, "rope_parameters": rope}, "vision_config": _QWEN_TOWER, **_IDS}
 
 
+#: Windows of 2 x 2 tokens in layers 0 and 2.
+_FIVE_VL: dict[str, Any] = {
+    "text_config": {
+        **_TEXT,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [1, 3, 2]},
+    },
+    "vision_config": {
+        **{name: size for name, size in _QWEN_TOWER.items() if name != "num_position_embeddings"},
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    },
+    **_IDS,
+}
+
 #: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-vl": ("Qwen3VL", _qwen([0, 2])),
@@ -111,6 +125,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-vl-moe": ("Qwen3VLMoe", _qwen([1], **_ROUTED, mlp_only_layers=[1])),
     "qwen3-5-vision": ("Qwen3_5", _five("qwen3-5")),
     "qwen3-5-moe-vision": ("Qwen3_5Moe", _five("qwen3-5-moe")),
+    "qwen2-5-vl": ("Qwen2_5_VL", _FIVE_VL),
     "kimi-k25": (
         "Kimi_K25",
         {

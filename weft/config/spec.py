@@ -265,18 +265,23 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     qwen3_vl   Qwen3-VL, arXiv 2511.21631, and Qwen3.5; frames of one item do not attend to each other
     moonvit    Kimi K2.5, arXiv 2602.02276; frames attend to each other, and are averaged into one
+    qwen2_5_vl Qwen2.5-VL, arXiv 2502.13923; modules of transformers
     """
 
-    kind: Literal["qwen3_vl", "moonvit"]
+    kind: Literal["qwen3_vl", "moonvit", "qwen2_5_vl"]
     hidden: int
     layers: int
     heads: int
     intermediate: int
     activation: str
+    gated: bool = False
+    """True if the feed-forward has a gate."""
     output: int
     """Hidden size of the text model."""
     side: int
-    """Rows, and columns, of the table of learned positions. The table is interpolated."""
+    """Rows, and columns, of the table of learned positions. The table is interpolated. 0: no table."""
+    settings: str = ""
+    """JSON text of ``vision_config``, for a tower with the modules of transformers."""
     frames: int = 1
     """Maximum number of frames (moonvit)."""
     levels: tuple[int, ...] = ()
@@ -291,7 +296,11 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def published(self) -> tuple[str, ...]:
         """Name prefixes of the tower's tensors in a checkpoint. No other tensor has these prefixes."""
-        return {"qwen3_vl": ("model.visual.",), "moonvit": ("vision_tower.", "mm_projector.")}[self.kind]
+        return {
+            "qwen3_vl": ("model.visual.",),
+            "moonvit": ("vision_tower.", "mm_projector."),
+            "qwen2_5_vl": ("model.visual.", "visual."),
+        }[self.kind]
 
 
 class EagleSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,8 @@ import torch
 from weft.config.spec import ModelSpec
 
 _HEAD = "lm_head.weight"
+_PATCH = "vision.module.patch_embed.proj.weight"
+"""Patch matrix of a tower of transformers."""
 _LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 
 
@@ -73,7 +75,7 @@ class WeightMap:
         """
         moved = dict[str, str]()
         # An anchor tensor (embedding, patch matrix) is searched by its last parts.
-        for parameter, depth in (("embedding.weight", 1), ("vision.patch.weight", 2)):
+        for parameter, depth in (("embedding.weight", 1), ("vision.patch.weight", 2), (_PATCH, 2)):
             anchors = [name for name, placed in self.placements.items() if placed.parameter == parameter]
             if len(anchors) == 1:
                 ours, theirs = _prefixes(anchors[0], depth, names)

@@ -38,11 +38,13 @@ _NAMES = {"rescale": "rescale_factor", "mean": "image_mean", "std": "image_std"}
 """Field names of ``MediaFacts``, and the names in files."""
 
 
-def area_facts(folder: Path, *, patch: int, temporal: int, merge: int, **tokens: Any) -> MediaFacts:
+def area_facts(
+    folder: Path, *, patch: int, temporal: int, merge: int, videos: bool = True, **tokens: Any
+) -> MediaFacts:
     """Return ``MediaFacts`` of kind ``area`` from the files of ``folder``. Raise ConfigError.
 
-    ``patch``, ``temporal`` and ``merge`` are the tower's sizes; the files must agree. ``tokens``:
-    ``placeholder``, ``video``, ``start``, ``end``.
+    ``patch``, ``temporal`` and ``merge`` are the tower's sizes; the files must agree. ``videos``: False for
+    a model without videos. ``tokens``: ``placeholder``, ``video``, ``start``, ``end``.
     """
     read = _Processor.of_images(folder, "area")
     read.agree("patch_size", patch, 14)
@@ -62,7 +64,7 @@ def area_facts(folder: Path, *, patch: int, temporal: int, merge: int, **tokens:
         **read.colours(_CLIP_MEAN, _CLIP_STD),
         **tokens,
     )
-    return msgspec.structs.replace(made, frames=_frames(folder, made))
+    return msgspec.structs.replace(made, frames=_frames(folder, made)) if videos else made
 
 
 def _frames(folder: Path, images: MediaFacts) -> VideoFacts | None:

@@ -10,6 +10,7 @@ from typing import Any
 from weft.common.errors import ConfigError
 from weft.config.families.facts import MOST_PARTS, Facts
 from weft.config.families.image_processors import area_facts, patches_facts
+from weft.config.families.towers import qwen2_5_tower
 from weft.config.spec import ModelSpec, VisionSpec
 
 #: Tower fields that change results, with the implemented values.
@@ -182,6 +183,7 @@ _TOWERS: dict[str, Callable[[Facts, Facts, Path, ModelSpec], VisionSpec]] = {
     "Qwen3VLMoeForConditionalGeneration": _qwen,
     "Qwen3_5ForConditionalGeneration": _qwen,
     "Qwen3_5MoeForConditionalGeneration": _qwen,
+    "Qwen2_5_VLForConditionalGeneration": qwen2_5_tower,
     "Kimi_K25ForConditionalGeneration": _kimi,
     "KimiK25ForConditionalGeneration": _kimi,
 }

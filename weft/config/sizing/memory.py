@@ -362,7 +362,7 @@ def tower_bytes(vision: VisionSpec, dtype: str) -> int:
     Every rank has the whole tower.
     """
     joined = vision.hidden * vision.media.merge**2
-    blocks = vision.layers * vision.hidden * (4 * vision.hidden + 2 * vision.intermediate)
+    blocks = vision.layers * vision.hidden * (4 * vision.hidden + (2 + vision.gated) * vision.intermediate)
     mergers = (1 + len(vision.levels)) * joined * (joined + vision.output)
     patch = 3 * vision.media.temporal * vision.media.patch**2 + vision.side**2
     return (blocks + mergers + patch * vision.hidden) * DTYPE_BYTES[dtype]
@@ -456,5 +456,7 @@ def encoding_bytes(vision: VisionSpec, dtype: str, together: int = 0) -> int:
     size = DTYPE_BYTES[dtype]
     pixels = 2 * 3 * media.temporal * media.patch**2  # in colours, and again cut into patches
     learned = 3 * vision.hidden * max(4, size)
-    block = (8 * vision.hidden + 2 * vision.intermediate) * size
+    block = (8 * vision.hidden + (2 + vision.gated) * vision.intermediate) * size
+    if vision.settings:  # transformers rotates in float32, and copies the stream into windows
+        block += 6 * vision.hidden * max(4, size)
     return patches * max(pixels * size, learned, block)

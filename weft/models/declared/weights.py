@@ -15,10 +15,11 @@ import torch
 from weft.config.spec import ModelSpec
 from weft.models.declared.names import spelled_as
 from weft.models.deepseek.weights import latent_weights
+from weft.models.vision.published import add_published
 from weft.models.weights import WeightMap, add_experts
 
 _TOWERS = re.compile(
-    r"^(?:model\.)?(?:vision_(?:tower|model)|multi_modal_projector|audio_tower|embed_(?:vision|audio))\."
+    r"^(?:model\.)?(?:vision_(?:tower|model)|multi_modal_projector|audio_tower|embed_(?:vision|audio)|visual)\."
 )
 """Names of towers of a model that serves text alone."""
 _MODULES = re.compile(r"^(?:model\.)?mtp[_.]")
@@ -73,7 +74,11 @@ def weight_map(spec: ModelSpec) -> WeightMap:
         made.add("model.per_layer_projection_norm.weight", "inputs.norm.weight")
     if spec.head_bias:
         made.add("lm_head.bias", "head_bias")
-    made.ignored += [_TOWERS, _MODULES]
+    made.ignored.append(_MODULES)
+    if spec.vision is None:
+        made.ignored.append(_TOWERS)
+    else:
+        add_published(made, spec.vision)
     return FoundNames(made.placements, made.choices, made.same_as, made.ignored)
 
 

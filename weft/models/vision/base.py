@@ -54,7 +54,28 @@ class Placed:
 
 
 class Tower(nn.Module, ABC):
-    """A complete vision tower on one rank. A tower keeps no state between images.
+    """A complete vision tower on one rank. A tower keeps no state between images."""
+
+    def embed(self, image: Tensor) -> Embedding:
+        """Encode one image: uint8 [frames, height, width, 3] on the tower's device, height and width in whole
+        tokens.
+
+        The bits of the embedding depend on the image alone, because no other image is in the same call. Call
+        in inference mode. Raises ValueError for other sizes or too many frames.
+        """
+        return self.embed_batch([image])[0]
+
+    @abstractmethod
+    def embed_batch(self, images: Sequence[Tensor]) -> list[Embedding]:
+        """Encode images of any sizes. Return one embedding per image, in order.
+
+        The last bits of an embedding may depend on the other images of the batch. Raises ValueError, as
+        ``embed``, if any image is wrong.
+        """
+
+
+class PatchTower(Tower):
+    """A tower of Weft's own layers.
 
     Images are encoded together as one row of patches: matrices run over all patches, attention over the
     patches of one group of one image.
@@ -76,21 +97,8 @@ class Tower(nn.Module, ABC):
         """Module per entry of ``VisionSpec.levels``: makes a deepstack level from the stream after the
         block."""
 
-    def embed(self, image: Tensor) -> Embedding:
-        """Encode one image: uint8 [frames, height, width, 3] on the tower's device, height and width in whole
-        tokens.
-
-        The bits of the embedding depend on the image alone, because no other image is in the same call. Call
-        in inference mode. Raises ValueError for other sizes or too many frames.
-        """
-        return self.embed_batch([image])[0]
-
     def embed_batch(self, images: Sequence[Tensor]) -> list[Embedding]:
-        """Encode images of any sizes together. Return one embedding per image, in order.
-
-        The last bits of an embedding may depend on the other images of the batch. Raises ValueError, as
-        ``embed``, if any image is wrong.
-        """
+        """Encode images together; see ``Tower.embed_batch``."""
         grids = [self._grid(image) for image in images]
         # Sort by group size: attention takes neighbouring groups of one size in one call.
         order = sorted(range(len(images)), key=lambda number: self._group(grids[number]))
@@ -123,7 +131,7 @@ class Tower(nn.Module, ABC):
 
     def _grid(self, image: Tensor) -> Grid:
         media = self._spec.media
-        _check(image, media)
+        check_image(image, media)
         frames = -(-image.shape[0] // media.temporal)
         return Grid(frames, image.shape[1] // media.patch, image.shape[2] // media.patch)
 
@@ -195,7 +203,7 @@ def patches(image: Tensor, media: MediaFacts, colours: Tensor) -> Tensor:
     return cut.permute(1, 3, 6, 4, 7, 0, 2, 5, 8).reshape(-1, 3 * group * size * size)
 
 
-def _check(image: Tensor, media: MediaFacts) -> None:
+def check_image(image: Tensor, media: MediaFacts) -> None:
     """Raise ValueError unless ``image`` is uint8 [frames, height, width, 3] of whole tokens."""
     token = media.patch * media.merge
     if image.dtype != torch.uint8 or image.dim() != 4 or image.shape[3] != 3 or not image.numel():

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from weft.config.spec import VisionSpec
 from weft.layers.build import Build
 from weft.models.vision.base import Tower
 from weft.models.vision.moonvit import MoonTower
+from weft.models.vision.published import PublishedTower
 from weft.models.vision.qwen3_vl import QwenTower
 
-_TOWERS = {"qwen3_vl": QwenTower, "moonvit": MoonTower}
+_TOWERS: dict[str, Callable[[VisionSpec, Build], Tower]] = {
+    "qwen3_vl": QwenTower, "moonvit": MoonTower,
+    "qwen2_5_vl": PublishedTower,
+}
 
 
 def make_tower(vision: VisionSpec, build: Build) -> Tower:

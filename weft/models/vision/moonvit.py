@@ -8,14 +8,14 @@ import torch
 
 from weft.config.spec import VisionSpec
 from weft.layers.build import Build
-from weft.models.vision.base import Grid, Placed, Tower, places
+from weft.models.vision.base import Grid, PatchTower, Placed, places
 from weft.models.vision.layers import MLP, LayerNorm
 from weft.models.vision.positions import cubic_taps, interpolated
 
 Tensor = torch.Tensor
 
 
-class MoonTower(Tower):
+class MoonTower(PatchTower):
     """Tower with positions in the image and in time. Frames are merged by the mean at each patch position."""
 
     def __init__(self, vision: VisionSpec, build: Build) -> None:

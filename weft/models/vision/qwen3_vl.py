@@ -9,7 +9,7 @@ from torch import nn
 
 from weft.config.spec import VisionSpec
 from weft.layers.build import Build, Layer
-from weft.models.vision.base import Grid, Placed, Tower, places
+from weft.models.vision.base import Grid, PatchTower, Placed, places
 from weft.models.vision.layers import MLP, LayerNorm
 from weft.models.vision.positions import interpolated, linear_taps
 
@@ -38,7 +38,7 @@ class Merger(Layer):
         return result
 
 
-class QwenTower(Tower):
+class QwenTower(PatchTower):
     """Tower with interpolated positions, blocks that rotate by row and column, and mergers."""
 
     def __init__(self, vision: VisionSpec, build: Build) -> None:

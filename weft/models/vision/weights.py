@@ -9,6 +9,7 @@ import torch
 
 from weft.common.log import get_logger
 from weft.config.spec import ModelSpec, VisionSpec
+from weft.models.vision.published import add_published
 from weft.models.weights import WeightMap
 
 _log = get_logger(__name__)
@@ -112,7 +113,7 @@ def _add_both(made: WeightMap, theirs: str, ours: str, *, flat: bool = False) ->
     made.add(f"{theirs}.bias", f"{ours}.bias")
 
 
-_ADD = {"qwen3_vl": _add_qwen, "moonvit": _add_moon}
+_ADD = {"qwen3_vl": _add_qwen, "moonvit": _add_moon, "qwen2_5_vl": add_published}
 
 
 def _ignore(made: WeightMap, prefix: str) -> None:

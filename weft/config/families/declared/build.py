@@ -11,6 +11,7 @@ from weft.config.families.declared.readers import plain_activation
 from weft.config.families.declared.ropes import RopeInput
 from weft.config.families.declared.row import Row, flag
 from weft.config.families.declared.rows import ROWS, TEXT_ROWS, WRAPPERS
+from weft.config.families.declared.sections import flat_text
 from weft.config.families.deepseek import with_mtp
 from weft.config.families.facts import MOST_PARTS, WITHOUT_EFFECT, Facts
 from weft.config.parts.traits import AttentionSpec
@@ -66,7 +67,7 @@ def build_spec(facts: Facts, override: int | None) -> ModelSpec:
 
 
 def build_text_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Return the spec of the text model of an architecture with a tower that is not served.
+    """Return the spec of the text model of an architecture with a tower.
 
     ``text_config`` names the row by its ``model_type``. Raise ConfigError; see ``build_spec``.
     """
@@ -94,9 +95,10 @@ def _read(row: Row, facts: Facts, override: int | None) -> ModelSpec:
 def _text_facts(facts: Facts) -> Facts:
     """Return the fields of ``text_config``, with the fields that the outer configuration completes."""
     text = facts.get("text_config")
+    text = flat_text(facts) if text is None else text
     if not isinstance(text, dict):
         raise facts.fail("text_config", f"must be an object, not {text!r}")
-    facts.get("vision_config")  # the tower is not read
+    facts.get("vision_config")  # the tower is read elsewhere
     inside = ("architectures", "tie_word_embeddings")
     around = (*inside, "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
     outer = {name: facts.get(name) for name in around if name in facts}

@@ -1,0 +1,73 @@
+"""Vision towers that run with the modules of transformers: their settings and image facts."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.config.families.facts import MOST_PARTS, Facts
+from weft.config.families.image_processors import area_facts
+from weft.config.spec import ModelSpec, VisionSpec
+
+INSTALL = "pip install 'weft[models]'"
+
+
+def qwen2_5_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionSpec:
+    """Return the tower of Qwen2.5-VL. Videos are not served. Raise ConfigError."""
+    _require_transformers(spec)
+    output = vision.integer("out_hidden_size", 3584)
+    if output != spec.hidden:
+        raise vision.fail("out_hidden_size", f"is {output}, but the text model's hidden_size {spec.hidden}")
+    if vision.get("in_chans") not in (None, 3):
+        raise vision.fail("in_chans", f"= {vision.get('in_chans')!r} is not supported")
+    hidden = vision.integer("hidden_size", 3584)
+    heads = vision.integer("num_heads", 16)
+    if hidden % (4 * heads):
+        raise vision.fail("hidden_size", f"{hidden} is not a multiple of 4 times the {heads} heads")
+    patch = vision.integer("patch_size", 14)
+    merge = vision.integer("spatial_merge_size", 2)
+    if vision.integer("window_size", 112) < patch * merge:
+        raise vision.fail("window_size", f"must be at least the side of a token, {patch * merge} pixels")
+    media = area_facts(
+        folder,
+        patch=patch,
+        temporal=vision.integer("temporal_patch_size", 2),
+        merge=merge,
+        videos=False,
+        placeholder=facts.integer("image_token_id", 151655),
+        start=facts.integer("vision_start_token_id", 151652),
+        end=facts.integer("vision_end_token_id", 151653),
+    )
+    return VisionSpec(
+        kind="qwen2_5_vl",
+        hidden=hidden,
+        layers=vision.integer("depth", 32, high=MOST_PARTS),
+        heads=heads,
+        intermediate=vision.integer("intermediate_size", 3420),
+        activation=vision.activation(),
+        gated=True,
+        output=output,
+        side=0,
+        settings=_settings(vision, facts),
+        media=media,
+    )
+
+
+def _settings(vision: Facts, facts: Facts) -> str:
+    """Return the JSON text of ``vision_config``, without the type: older files name another type."""
+    config = facts.get("vision_config")
+    kept = {name: value for name, value in config.items() if name != "model_type"}
+    return msgspec.json.encode(kept, order="deterministic").decode()
+
+
+def _require_transformers(spec: ModelSpec) -> None:
+    """Raise ConfigError if transformers is not installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            f"the images of {spec.architecture} need transformers: {INSTALL}, or pass --language-model-only "
+            "to serve the text model alone",
+            param="--model",
+        )

@@ -1,0 +1,106 @@
+"""Towers with the modules of transformers. Weft's loader fills the parameters by the names of the modules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from weft.common.errors import ConfigError
+from weft.config.spec import VisionSpec
+from weft.layers.build import Build
+from weft.models.vision.base import Embedding, Tower, check_image, colour_table, patches
+from weft.models.weights import WeightMap
+
+Tensor = torch.Tensor
+
+_CLASSES = {"qwen2_5_vl": ("Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel")}
+"""Kind -> (configuration class, tower class) in transformers."""
+
+
+class PublishedTower(Tower):
+    """A tower of transformers, on one rank. The tower encodes one image per call."""
+
+    def __init__(self, vision: VisionSpec, build: Build) -> None:
+        """Build the tower with unset weights. Raises ConfigError if transformers cannot make the tower."""
+        super().__init__()
+        self._media = vision.media
+        self._colours = colour_table(vision.media, build.dtype, build.device)
+        self.module = skeleton(vision)
+        for part in self.module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    part._parameters[name] = build.weight(*parameter.shape)
+        _fill_buffers(self.module, build.device)
+
+    def embed_batch(self, images: Sequence[Tensor]) -> list[Embedding]:
+        """Encode images one by one; see ``Tower.embed_batch``."""
+        for image in images:
+            check_image(image, self._media)
+        return [self._embed(image) for image in images]
+
+    def _embed(self, image: Tensor) -> Embedding:
+        media = self._media
+        groups = -(-image.shape[0] // media.temporal)
+        grid = [groups, image.shape[1] // media.patch, image.shape[2] // media.patch]
+        made = self.module(
+            patches(image, media, self._colours), grid_thw=torch.tensor([grid], device=image.device)
+        )
+        return Embedding(main=made.pooler_output)
+
+
+def skeleton(vision: VisionSpec) -> Any:
+    """Return the tower of transformers without memory, on the meta device. Raises ConfigError."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            "the tower of this model needs transformers: pip install 'weft[models]', or pass "
+            "--language-model-only",
+            param="--model",
+        ) from error
+    config_class, tower_class = (getattr(transformers, name) for name in _CLASSES[vision.kind])
+    try:
+        config = config_class(**json.loads(vision.settings))
+        config._attn_implementation = "sdpa"
+        with torch.device("meta"):
+            return tower_class(config).eval()
+    except Exception as error:  # modeling code raises many types
+        raise ConfigError(
+            f"transformers cannot make the tower from vision_config: {error}", param="--model"
+        ) from error
+
+
+@torch.no_grad()
+def _fill_buffers(module: Any, device: torch.device) -> None:
+    """Compute the buffers that checkpoints do not contain: rotation frequencies, in float32.
+
+    Transformers computes such buffers in ``_init_weights``, which also draws random weights. Raises
+    ConfigError for a buffer that is not computed.
+    """
+    for part in module.modules():
+        names = sorted(set(part._buffers) & part._non_persistent_buffers_set)
+        for name in names:
+            # NaN shows a buffer that the class does not compute.
+            part._buffers[name] = torch.full_like(part._buffers[name], torch.nan, device="cpu")
+        if names:
+            module._init_weights(part)
+        for name in names:
+            if bool(part._buffers[name].isnan().any()):
+                raise ConfigError(f"transformers does not compute the buffer {name}", param="--model")
+            part._buffers[name] = part._buffers[name].to(device)
+
+
+@cache
+def _names(vision: VisionSpec) -> tuple[str, ...]:
+    """Return the names of the tower's parameters."""
+    return tuple(name for name, _ in skeleton(vision).named_parameters())
+
+
+def add_published(made: WeightMap, vision: VisionSpec) -> None:
+    """Add the tensors of a tower of transformers to ``made``."""
+    for name in _names(vision):
+        made.add(f"{vision.published[0]}{name}", f"vision.module.{name}")
