@@ -26,7 +26,7 @@ from weft.engine.core import EngineCore
 from weft.types import messages as m
 from weft.types.transfer import Peer, TransferKey, TransferParameters
 
-FAMILIES = ["qwen3-vl", "qwen3-5-vision", "kimi-k25"]
+FAMILIES = ["qwen3-vl", "qwen3-5-vision", "kimi-k25", "qwen2-5-vl"]
 #: Prompts with 1, 3 and 8 images.
 MANY: list[list[int | tuple[int, int]]] = [
     [5, (2, 3), 4],
@@ -90,7 +90,7 @@ def check(fleet: EncodeFleet, submits: list[m.Submit], expected: dict[int, list[
 
 @pytest.mark.requirement("D24")
 @mostly_slow("encoders", [1, 2], [2])
-@pytest.mark.parametrize("name", FAMILIES)
+@mostly_slow("name", FAMILIES, FAMILIES[:3])
 def test_tokens_are_those_of_one_engine(
     name: str, encoders: int, models: SeeingModels, fleets: Callable[..., EncodeFleet]
 ) -> None:
@@ -110,7 +110,7 @@ def test_tokens_are_those_of_one_engine(
 
 
 @mostly_slow("depth", [1, 2], [2])
-@pytest.mark.parametrize("name", FAMILIES)
+@mostly_slow("name", FAMILIES, FAMILIES[:3])
 def test_with_speculation(
     name: str, depth: int, models: SeeingModels, fleets: Callable[..., EncodeFleet]
 ) -> None:
@@ -182,7 +182,7 @@ def test_small_pools_at_both_ends(
     fleet.check_given_back()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@mostly_slow("name", FAMILIES, FAMILIES[:3])
 def test_the_same_bits_with_deterministic(
     name: str, models: SeeingModels, fleets: Callable[..., EncodeFleet]
 ) -> None:

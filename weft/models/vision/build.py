@@ -13,7 +13,8 @@ from weft.models.vision.published import PublishedTower
 from weft.models.vision.qwen3_vl import QwenTower
 
 _TOWERS: dict[str, Callable[[VisionSpec, Build], Tower]] = {
-    "qwen3_vl": QwenTower, "moonvit": MoonTower,
+    "qwen3_vl": QwenTower,
+    "moonvit": MoonTower,
     "qwen2_5_vl": PublishedTower,
 }
 
