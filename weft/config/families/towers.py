@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import msgspec
 
 from weft.common.errors import ConfigError
 from weft.config.families.facts import MOST_PARTS, Facts
+from weft.config.families.generic.probing import BEYOND, INSTALL, OLDEST, transformers_version
 from weft.config.families.image_processors import area_facts
 from weft.config.spec import ModelSpec, VisionSpec
-
-INSTALL = "pip install 'weft[models]'"
 
 
 def qwen2_5_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionSpec:
@@ -64,10 +62,21 @@ def _settings(vision: Facts, facts: Facts) -> str:
 
 
 def _require_transformers(spec: ModelSpec) -> None:
-    """Raise ConfigError if transformers is not installed."""
-    if importlib.util.find_spec("transformers") is None:
+    """Raise ConfigError unless a supported version of transformers is installed."""
+    version = transformers_version()
+    wanted = f"transformers {_dotted(OLDEST)} or newer, before {_dotted(BEYOND)}"
+    if version is None or not OLDEST <= _numbers(version) < BEYOND:
+        found = "none is installed" if version is None else f"{version} is installed"
         raise ConfigError(
-            f"the images of {spec.architecture} need transformers: {INSTALL}, or pass --language-model-only "
-            "to serve the text model alone",
+            f"the images of {spec.architecture} need {wanted} ({found}): {INSTALL}, or pass "
+            "--language-model-only to serve the text model alone",
             param="--model",
         )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def _dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))

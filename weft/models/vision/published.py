@@ -54,14 +54,8 @@ class PublishedTower(Tower):
 
 def skeleton(vision: VisionSpec) -> Any:
     """Return the tower of transformers without memory, on the meta device. Raises ConfigError."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            "the tower of this model needs transformers: pip install 'weft[models]', or pass "
-            "--language-model-only",
-            param="--model",
-        ) from error
+    import transformers  # optional: the reader of the configuration has checked the version
+
     config_class, tower_class = (getattr(transformers, name) for name in _CLASSES[vision.kind])
     try:
         config = config_class(**json.loads(vision.settings))
