@@ -131,7 +131,7 @@ def test_image_settings_are_those_of_the_reference(tmp_path: Path) -> None:
 
 
 def _flat(source: Path, target: Path) -> None:
-    """Write a copy with the text fields at the top, as the publisher, and names of modules of transformers."""
+    """Write a copy with the text fields at the top, and with the names of the modules in transformers."""
     shutil.copytree(source, target)
     config = json.loads((source / "config.json").read_text())
     text = config.pop("text_config")

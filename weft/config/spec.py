@@ -299,7 +299,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return {
             "qwen3_vl": ("model.visual.",),
             "moonvit": ("vision_tower.", "mm_projector."),
-            "qwen2_5_vl": ("model.visual.", "visual."),
+            "qwen2_5_vl": ("visual.", "model.visual."),
         }[self.kind]
 
 

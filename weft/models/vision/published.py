@@ -95,6 +95,6 @@ def _names(vision: VisionSpec) -> tuple[str, ...]:
 
 
 def add_published(made: WeightMap, vision: VisionSpec) -> None:
-    """Add the tensors of a tower of transformers to ``made``."""
+    """Add the tensors of a tower of transformers to ``made``, in the names with the first prefix."""
     for name in _names(vision):
         made.add(f"{vision.published[0]}{name}", f"vision.module.{name}")
