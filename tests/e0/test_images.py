@@ -28,7 +28,7 @@ from weft.types.sampling import TokenParams
 GREEDY = TokenParams(temperature=0.0, max_tokens=6, logit_bias=((PLACEHOLDER, -100.0),))
 """The reference searches an image for every placeholder token, even for generated tokens."""
 SEEDED = TokenParams(temperature=0.8, top_p=0.95, max_tokens=6, repetition_penalty=1.1)
-NAMES = ["qwen3-vl", "qwen3-5-moe-vision", "kimi-k25", "qwen2-5-vl"]
+NAMES = ["qwen3-vl", "qwen3-5-moe-vision", "kimi-k25", "qwen2-5-vl", "qwen2-vl"]
 
 
 class Images:

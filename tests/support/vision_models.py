@@ -117,6 +117,20 @@ _FIVE_VL: dict[str, Any] = {
     **_IDS,
 }
 
+_TWO_VL: dict[str, Any] = {
+    **_FIVE_VL,
+    "vision_config": {
+        "depth": 3,
+        "embed_dim": 32,
+        "hidden_size": 48,
+        "mlp_ratio": 2,
+        "num_heads": 2,
+        "patch_size": 4,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+    },
+}
+
 #: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-vl": ("Qwen3VL", _qwen([0, 2])),
@@ -125,6 +139,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-vl-moe": ("Qwen3VLMoe", _qwen([1], **_ROUTED, mlp_only_layers=[1])),
     "qwen3-5-vision": ("Qwen3_5", _five("qwen3-5")),
     "qwen3-5-moe-vision": ("Qwen3_5Moe", _five("qwen3-5-moe")),
+    "qwen2-vl": ("Qwen2VL", _TWO_VL),
     "qwen2-5-vl": ("Qwen2_5_VL", _FIVE_VL),
     "kimi-k25": (
         "Kimi_K25",

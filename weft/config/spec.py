@@ -265,10 +265,11 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     qwen3_vl   Qwen3-VL, arXiv 2511.21631, and Qwen3.5; frames of one item do not attend to each other
     moonvit    Kimi K2.5, arXiv 2602.02276; frames attend to each other, and are averaged into one
+    qwen2_vl   Qwen2-VL, arXiv 2409.12191; modules of transformers
     qwen2_5_vl Qwen2.5-VL, arXiv 2502.13923; modules of transformers
     """
 
-    kind: Literal["qwen3_vl", "moonvit", "qwen2_5_vl"]
+    kind: Literal["qwen3_vl", "moonvit", "qwen2_vl", "qwen2_5_vl"]
     hidden: int
     layers: int
     heads: int
@@ -299,6 +300,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
         return {
             "qwen3_vl": ("model.visual.",),
             "moonvit": ("vision_tower.", "mm_projector."),
+            "qwen2_vl": ("visual.", "model.visual."),
             "qwen2_5_vl": ("visual.", "model.visual."),
         }[self.kind]
 

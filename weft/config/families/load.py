@@ -69,6 +69,7 @@ MODEL_TYPES = {
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "deepseek_v4": "DeepseekV4ForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "kimi_k25": "KimiK25ForConditionalGeneration",
     "gpt_oss": "GptOssForCausalLM",

@@ -13,22 +13,28 @@ from weft.config.families.image_processors import area_facts
 from weft.config.spec import ModelSpec, VisionSpec
 
 
-def qwen2_5_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionSpec:
-    """Return the tower of Qwen2.5-VL. Videos are not served. Raise ConfigError."""
+def qwen2_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionSpec:
+    """Return the tower of Qwen2-VL or Qwen2.5-VL. Videos are not served. Raise ConfigError."""
     _require_transformers(spec)
-    output = vision.integer("out_hidden_size", 3584)
+    five = spec.architecture.startswith("Qwen2_5")
+    # In Qwen2-VL hidden_size is the size of the text model.
+    width, size, default = (
+        ("out_hidden_size", "hidden_size", 3584) if five else ("hidden_size", "embed_dim", 1280)
+    )
+    output = vision.integer(width, 3584)
     if output != spec.hidden:
-        raise vision.fail("out_hidden_size", f"is {output}, but the text model's hidden_size {spec.hidden}")
+        raise vision.fail(width, f"is {output}, but the text model's hidden_size {spec.hidden}")
     if vision.get("in_chans") not in (None, 3):
         raise vision.fail("in_chans", f"= {vision.get('in_chans')!r} is not supported")
-    hidden = vision.integer("hidden_size", 3584)
+    hidden = vision.integer(size, default)
     heads = vision.integer("num_heads", 16)
     if hidden % (4 * heads):
-        raise vision.fail("hidden_size", f"{hidden} is not a multiple of 4 times the {heads} heads")
+        raise vision.fail(size, f"{hidden} is not a multiple of 4 times the {heads} heads")
     patch = vision.integer("patch_size", 14)
     merge = vision.integer("spatial_merge_size", 2)
-    if vision.integer("window_size", 112) < patch * merge:
+    if five and vision.integer("window_size", 112) < patch * merge:
         raise vision.fail("window_size", f"must be at least the side of a token, {patch * merge} pixels")
+    activation = vision.get("hidden_act") or ("silu" if five else "quick_gelu")
     media = area_facts(
         folder,
         patch=patch,
@@ -40,13 +46,15 @@ def qwen2_5_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) ->
         end=facts.integer("vision_end_token_id", 151653),
     )
     return VisionSpec(
-        kind="qwen2_5_vl",
+        kind="qwen2_5_vl" if five else "qwen2_vl",
         hidden=hidden,
         layers=vision.integer("depth", 32, high=MOST_PARTS),
         heads=heads,
-        intermediate=vision.integer("intermediate_size", 3420),
-        activation=vision.activation(),
-        gated=True,
+        intermediate=vision.integer("intermediate_size", 3420)
+        if five
+        else hidden * vision.integer("mlp_ratio", 4),
+        activation="quick_gelu" if activation == "quick_gelu" else vision.activation(),
+        gated=five,
         output=output,
         side=0,
         settings=_settings(vision, facts),

@@ -10,7 +10,7 @@ from typing import Any
 from weft.common.errors import ConfigError
 from weft.config.families.facts import MOST_PARTS, Facts
 from weft.config.families.image_processors import area_facts, patches_facts
-from weft.config.families.towers import qwen2_5_tower
+from weft.config.families.towers import qwen2_tower
 from weft.config.spec import ModelSpec, VisionSpec
 
 #: Tower fields that change results, with the implemented values.
@@ -23,6 +23,14 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "projector_hidden_act": (None, "gelu"),
 }
 
+_REASONS = {
+    "Gemma3ForConditionalGeneration": " (tokens of an image attend to later tokens of the image, but the "
+    "attention backends are causal)",
+    "Mistral3ForConditionalGeneration": " (a token of text ends each row of an image, but the tokens "
+    "of an image must be placeholders without gaps)",
+}
+"""Architecture -> reason for the refusal of images."""
+
 
 def read_tower(facts: Facts, folder: Path, spec: ModelSpec) -> VisionSpec | None:
     """Return the tower of the text model ``spec``, or None for architectures without tower.
@@ -32,8 +40,8 @@ def read_tower(facts: Facts, folder: Path, spec: ModelSpec) -> VisionSpec | None
     read = _TOWERS.get(spec.architecture)
     if read is None and facts.get("vision_config"):
         raise ConfigError(
-            f"the images of {spec.architecture} are not supported: --language-model-only serves the text "
-            "model alone",
+            f"the images of {spec.architecture} are not supported{_REASONS.get(spec.architecture, '')}: "
+            "--language-model-only serves the text model alone",
             param="--language-model-only",
         )
     if read is None:
@@ -183,7 +191,8 @@ _TOWERS: dict[str, Callable[[Facts, Facts, Path, ModelSpec], VisionSpec]] = {
     "Qwen3VLMoeForConditionalGeneration": _qwen,
     "Qwen3_5ForConditionalGeneration": _qwen,
     "Qwen3_5MoeForConditionalGeneration": _qwen,
-    "Qwen2_5_VLForConditionalGeneration": qwen2_5_tower,
+    "Qwen2VLForConditionalGeneration": qwen2_tower,
+    "Qwen2_5_VLForConditionalGeneration": qwen2_tower,
     "Kimi_K25ForConditionalGeneration": _kimi,
     "KimiK25ForConditionalGeneration": _kimi,
 }

@@ -15,6 +15,7 @@ from weft.models.vision.qwen3_vl import QwenTower
 _TOWERS: dict[str, Callable[[VisionSpec, Build], Tower]] = {
     "qwen3_vl": QwenTower,
     "moonvit": MoonTower,
+    "qwen2_vl": PublishedTower,
     "qwen2_5_vl": PublishedTower,
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from weft.models.weights import WeightMap
 
 Tensor = torch.Tensor
 
-_CLASSES = {"qwen2_5_vl": ("Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel")}
-"""Kind -> (configuration class, tower class) in transformers."""
+_CLASSES = {
+    "qwen2_vl": ("Qwen2VLVisionConfig", "Qwen2VisionTransformerPretrainedModel"),
+    "qwen2_5_vl": ("Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel"),
+}
+"""Kind, which is the package in transformers -> (configuration class, tower class)."""
 
 
 class PublishedTower(Tower):
@@ -54,10 +58,12 @@ class PublishedTower(Tower):
 
 def skeleton(vision: VisionSpec) -> Any:
     """Return the tower of transformers without memory, on the meta device. Raises ConfigError."""
-    import transformers  # optional: the reader of the configuration has checked the version
-
-    config_class, tower_class = (getattr(transformers, name) for name in _CLASSES[vision.kind])
+    config_name, tower_name = _CLASSES[vision.kind]
     try:
+        # An optional package: the reader of config.json has checked the version. Some towers have no name
+        # at the top of the package.
+        code = import_module(f"transformers.models.{vision.kind}.modeling_{vision.kind}")
+        config_class, tower_class = getattr(code, config_name), getattr(code, tower_name)
         config = config_class(**json.loads(vision.settings))
         config._attn_implementation = "sdpa"
         with torch.device("meta"):

@@ -113,7 +113,12 @@ def _add_both(made: WeightMap, theirs: str, ours: str, *, flat: bool = False) ->
     made.add(f"{theirs}.bias", f"{ours}.bias")
 
 
-_ADD = {"qwen3_vl": _add_qwen, "moonvit": _add_moon, "qwen2_5_vl": add_published}
+_ADD = {
+    "qwen3_vl": _add_qwen,
+    "moonvit": _add_moon,
+    "qwen2_vl": add_published,
+    "qwen2_5_vl": add_published,
+}
 
 
 def _ignore(made: WeightMap, prefix: str) -> None:

@@ -61,7 +61,7 @@ from weft.config.families.declared.ropes import (
     ropes_by_type,
 )
 from weft.config.families.declared.row import Row, field
-from weft.config.families.declared.sections import QWEN2_5_VL
+from weft.config.families.declared.sections import QWEN2_5_VL, QWEN2_VL
 from weft.config.parts.traits import NormSpec
 
 _HUNYUAN_ONLY: dict[str, tuple[Any, ...]] = {
@@ -494,6 +494,7 @@ TEXT_ROWS: dict[str, Row] = {
     "llama4_text": ROWS["Llama4ForCausalLM"],
     "gemma4_text": ROWS["Gemma4ForCausalLM"],
     "ministral3": ROWS["Ministral3ForCausalLM"],
+    "qwen2_vl_text": QWEN2_VL,
     "qwen2_5_vl_text": QWEN2_5_VL,
 }
 """``model_type`` of a text model below ``text_config`` -> row."""
@@ -504,6 +505,7 @@ WRAPPERS: dict[str, tuple[str, ...]] = {
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
     "Gemma4ForConditionalGeneration": ("gemma4_text",),
     "Llama4ForConditionalGeneration": ("llama4_text",),
+    "Qwen2VLForConditionalGeneration": ("qwen2_vl_text",),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text",),
 }
 """Architecture with a tower -> types of its text model."""

@@ -1,4 +1,7 @@
-"""Texts of models with images and rotation by frame, row and column: Qwen2.5-VL. Source: arXiv 2502.13923."""
+"""Texts of models with images and rotation by frame, row and column: Qwen2-VL and Qwen2.5-VL.
+
+Sources: arXiv 2409.12191, 2502.13923.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,11 @@ from weft.config.families.declared.ropes import RopeInput, RopeTraits, one_rope
 from weft.config.families.declared.row import Row
 from weft.config.families.facts import Facts
 
-FLAT = {"Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text"}
-"""Architecture whose older files have the fields of the text model at the top -> type of the text model."""
+FLAT = {
+    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+}
+"""Architecture with the fields of the text model at the top of older files -> type of the text model."""
 _DEFAULT = (16, 24, 24)
 
 
@@ -51,10 +57,11 @@ def section_rope(facts: Facts, given: RopeInput) -> RopeTraits:
     return msgspec.structs.replace(made, rope=rope)
 
 
-QWEN2_5_VL = Row(
-    config="Qwen2_5_VLTextConfig",
+QWEN2_VL = Row(
+    config="Qwen2VLTextConfig",
     stated=("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
     qkv_bias=True,
     windows=window_layers,
     ropes=section_rope,
 )
+QWEN2_5_VL = msgspec.structs.replace(QWEN2_VL, config="Qwen2_5_VLTextConfig")
