@@ -109,6 +109,39 @@ def test_sizes_of_published_files(tmp_path: Path) -> None:
     assert weight_bytes(spec, "bfloat16") == pytest.approx(2 * 8.292e9, rel=0.005)
 
 
+def test_sizes_of_older_published_files(tmp_path: Path) -> None:
+    """Qwen2-VL with 7 billion parameters: ``hidden_size`` of the tower is the size of the text model."""
+    names = ("depth", "num_heads", "in_chans", "patch_size", "spatial_merge_size", "temporal_patch_size")
+    vision = {name: SEVEN["vision_config"][name] for name in names}
+    vision |= {"embed_dim": 1280, "mlp_ratio": 4, "hidden_size": 3584, "spatial_patch_size": 14}
+    older = {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"}
+    (tmp_path / "config.json").write_text(json.dumps({**SEVEN, **older, "vision_config": vision}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    spec = load_spec(str(tmp_path))
+    assert spec.vision is not None
+    assert (spec.vision.hidden, spec.vision.intermediate, spec.vision.output) == (1280, 5120, 3584)
+    parameters = sum(one.numel() for one in skeleton(spec.vision).parameters())
+    assert tower_bytes(spec.vision, "bfloat16") == pytest.approx(2 * parameters, rel=0.005)
+    assert weight_bytes(spec, "bfloat16") == pytest.approx(2 * 8.291e9, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "reason"),
+    [
+        ("Gemma3ForConditionalGeneration", "gemma3_text", "the attention backends are causal"),
+        ("Mistral3ForConditionalGeneration", "mistral", "placeholders without gaps"),
+    ],
+)
+def test_reasons_of_refused_images(architecture: str, kind: str, reason: str, tmp_path: Path) -> None:
+    text = {"model_type": kind, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"architectures": [architecture], "vision_config": {"depth": 1}}
+    text |= {"vocab_size": 99, "head_dim": 12, "intermediate_size": 32, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "text_config": text}))
+    with pytest.raises(ConfigError, match=f"are not supported .*{reason}.*--language-model-only"):
+        load_spec(str(tmp_path))
+    assert load_spec(str(tmp_path), language_model_only=True).vision is None
+
+
 def test_image_settings_are_those_of_the_reference(tmp_path: Path) -> None:
     """The publisher's bounds of the area, over sizes on both sides of the bounds."""
     from PIL import Image
@@ -136,10 +169,10 @@ def _flat(source: Path, target: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
-    text.pop("layer_types")
+    text.pop("layer_types", None)
     text["rope_theta"] = rope["rope_theta"]
     text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
-    config["vision_config"]["model_type"] = "qwen2_5_vl"  # as some files say
+    config["vision_config"]["model_type"] = config["model_type"]  # as some files say
     (target / "config.json").write_text(json.dumps({**text, **config}))
     tensors = {
         re.sub(
@@ -151,8 +184,9 @@ def _flat(source: Path, target: Path) -> None:
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_published_names_and_fields(seeing: Any, paged: Any, tmp_path: Path) -> None:
-    folder = Path(seeing(NAME).folder)
+@pytest.mark.parametrize("name", ["qwen2-vl", NAME])
+def test_published_names_and_fields(name: str, seeing: Any, paged: Any, tmp_path: Path) -> None:
+    folder = Path(seeing(name).folder)
     _flat(folder, tmp_path / "flat")
     spec, flat = load_spec(str(folder)), load_spec(str(tmp_path / "flat"))
     assert (flat.rope, flat.caches, flat.norm_eps) == (spec.rope, spec.caches, spec.norm_eps)
