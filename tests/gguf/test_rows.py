@@ -551,7 +551,9 @@ def test_parameters_and_facts_are_those_of_the_checkpoint(name: str, tmp_path: P
     assert spec.eos_ids == (2,)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "glm4moe", "phi3", "granitemoe-shared"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "glm4moe", "phi3", "granitemoe-shared", "lfm2moe", "nemotron_h_moe"]
+)
 def test_codes_of_packed_types_are_the_values(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     config = saved(case, tmp_path / "saved")

@@ -148,7 +148,8 @@ def write_saved(
             if theirs is None and one.endswith("e_score_correction_bias"):
                 theirs = names.get_name(one.removesuffix("_bias") + ".bias", (".weight", ".bias"))
             assert theirs is not None, one
-            plain = changed.ndim < 2 or theirs.endswith(".bias") or "gate_inp" in theirs
+            small = any(part in theirs for part in ("gate_inp", "ssm_a", "ssm_d", "norm", "conv1d", ".conv."))
+            plain = changed.ndim < 2 or theirs.endswith(".bias") or small
             add_tensor(writer, theirs, np.ascontiguousarray(changed), "F32" if plain else kind)
     for one, values in (more or {}).items():
         add_tensor(writer, one, values, "F32")
