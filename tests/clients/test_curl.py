@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -9,16 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.loras import make_adapter
 from tests.support.servers import Running, Servers
 from tests.support.slowness import deadline
 from weft.common import env
+from weft.config.hub import bundled_models
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PORT = "http://127.0.0.1:8000"
 """The server's address in the docs."""
-SEEING = "spool-vision"
-"""Model for commands with images."""
+SPECIAL = {"spool-vision": "seeing", "sql": "adapting", "/v1/classify": "scoring", '"dimensions"': "scoring"}
+"""Part of a command -> fixture of the server for the command; other commands use ``server``."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,24 @@ def server(servers: Servers) -> Running:
 @pytest.fixture(scope="module")
 def seeing(servers: Servers) -> Running:
     """Start a server with image input."""
-    return servers.weft(SEEING, "--threads", "1")
+    return servers.weft("spool-vision", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def adapting(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    """Start a server with the adapters of the page about adapters."""
+    root = tmp_path_factory.mktemp("adapters")
+    base = Path(bundled_models()["spool-text"])
+    make_adapter(root / "sql", base, rank=2)
+    loras = ("--lora-modules", f"sql={root / 'sql'}", "--allow-lora-updates", "--max-loras", "2")
+    return servers.weft("--threads", "1", *loras)
+
+
+@pytest.fixture(scope="module")
+def scoring(servers: Servers) -> Running:
+    """Start a server that scores by the logits of two tokens, and shortens embeddings."""
+    overrides = {"classifier_from_token": ["a", "b"], "is_matryoshka": True}
+    return servers.weft("--threads", "1", "--hf-overrides", json.dumps(overrides))
 
 
 def commands() -> list[tuple[str, str]]:
@@ -66,7 +86,11 @@ def test_the_docs_have_some() -> None:
 def test_a_command_works(page: str, command: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if shutil.which("curl") is None:
         pytest.skip("there is no curl")
-    server: Running = request.getfixturevalue("seeing" if SEEING in command else "server")
+    fixture = next((name for part, name in SPECIAL.items() if part in command), "server")
+    server: Running = request.getfixturevalue(fixture)
+    if "/models/sql2" in command:
+        made = make_adapter(tmp_path / "sql2", Path(bundled_models()["spool-text"]), rank=2, seed=1)
+        command = command.replace("/models/sql2", str(made))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / ".curlrc").write_text("fail\nmax-time 60\nshow-error\n")
     ended = subprocess.run(

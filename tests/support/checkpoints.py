@@ -102,6 +102,8 @@ def _nemotron_h() -> tuple[str, dict[str, Any]]:
         "mamba_head_dim": 8,
         "ssm_state_size": 8,
         "n_groups": 2,
+        # transformers clamps the time step of prompts, not of decode steps: keep the clamp out of reach
+        "time_step_min": 1e-20,
         "moe_intermediate_size": 32,
         "moe_shared_expert_intermediate_size": 24,
         "n_routed_experts": 6,
