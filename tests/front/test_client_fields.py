@@ -18,6 +18,7 @@ from weft.front.protocol.fields import HINTS
 from weft.front.protocol.messages.read_messages import read_messages
 from weft.front.protocol.parse import parse
 from weft.front.protocol.responses.read import NONE, read_response
+from weft.front.requests.read_pooled import read_embeddings
 from weft.front.requests.reading import Job, Reader
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
@@ -94,7 +95,7 @@ def test_a_request_without_a_model_gets_the_servers_own(reader: Reader) -> None:
     with pytest.raises(NotFound):
         chat(reader, model="else")
     assert reader.completions(b'{"prompt": "x"}').asked.model == "own"
-    assert reader.embeddings(b'{"input": "x"}').asked.model == "own"
+    assert read_embeddings(reader, b'{"input": "x"}').asked.model == "own"
     assert read_response(reader, NONE + b'{"input": "x"}').asked.model == "own"
     body = json.dumps({"max_tokens": 5, "messages": [HELLO]}).encode()
     assert read_messages(reader, body).asked.model == "own"
