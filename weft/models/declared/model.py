@@ -10,7 +10,7 @@ import torch
 
 from weft.attention.base import Backends, LayerCache, StepInput
 from weft.attention.gqa.declared import TraitAttention, TraitInput
-from weft.attention.gqa.gqa import Attention
+from weft.attention.gqa.gqa import Attention, AttentionInput
 from weft.attention.mla.mla import LatentAttention
 from weft.config.parts.traits import AttentionSpec, LayerSpec, NormSpec, TemperatureSpec
 from weft.config.spec import ModelSpec
@@ -126,6 +126,7 @@ class DeclaredDecoder(Decoder):
         super().__init__(spec, build, make_block)
         if spec.norms.kind != "rms":
             self.norm = stream_norm(spec, build)  # type: ignore[assignment]
+        self._plain = not any(isinstance(module, TraitAttention) for module in self.modules())
         self._more = [Rope(rope, build) for rope in spec.ropes]
         self._wide = build.wide
         self._softcap = build.op("softcap").run if spec.scales.softcap else None
@@ -134,15 +135,19 @@ class DeclaredDecoder(Decoder):
 
     def begin(
         self, step: StepInput, kv: Sequence[LayerCache], backends: Backends
-    ) -> Generator[Pending, None, tuple[Tensor, TraitInput]]:
+    ) -> Generator[Pending, None, tuple[Tensor, AttentionInput]]:
         shared = self.share(step, kv, backends)
         x = self.enter((yield from self.embed(step)))
         if self.inputs is not None:
+            assert isinstance(shared, TraitInput)
             inputs = yield from self.inputs.steps(self._comm, step.ids, x)
             shared = replace(shared, inputs=inputs)
         return x, shared
 
-    def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> TraitInput:
+    def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> AttentionInput:
+        if self._plain:
+            shared: AttentionInput = super().share(step, kv, backends)
+            return shared
         angles = self._rope.angles(step.positions, step.rope_positions)
         more = [rope.angles(step.positions) for rope in self._more]
         none = (torch.ones_like(angles[0]), torch.zeros_like(angles[1]))
