@@ -172,6 +172,7 @@ USES_OPS = (
     "test",
     "quick",
     "test-slow",
+    "test-transformers",
     "test-levels",
     "test-grid",
     "test-ray",

@@ -126,7 +126,7 @@ class DeclaredDecoder(Decoder):
         super().__init__(spec, build, make_block)
         if spec.norms.kind != "rms":
             self.norm = stream_norm(spec, build)  # type: ignore[assignment]
-        self._plain = not any(isinstance(module, TraitAttention) for module in self.modules())
+        self._plain = all(type(block) is Block for block in self.blocks)
         self._more = [Rope(rope, build) for rope in spec.ropes]
         self._wide = build.wide
         self._softcap = build.op("softcap").run if spec.scales.softcap else None
