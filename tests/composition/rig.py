@@ -30,7 +30,7 @@ from weft.types.plan import MoveMedia, PlaceAdapter
 
 VOCAB, MAX_LEN, BLOCK, OUTPUT = 300, 160, 8, 16
 SEQUENCES = 8
-ADAPTED = r"layers\.\d+\.self_attn\.(q_proj|q_b_proj|o_proj)$"
+ADAPTED = r"layers\.({layers})\.self_attn\.(q_proj|q_b_proj|o_proj)$"
 """Modules with adapters: in every form of attention that takes adapters."""
 LONGEST = 96 + OUTPUT + 4
 """A little more than the longest prompt and its answer."""
@@ -210,7 +210,9 @@ def adapters_of(folder: Path) -> dict[str, str]:
     made = {name: folder.with_name(f"{folder.name}-lora-{name}") for name in "ab"}
     for seed, one in enumerate(made.values()):
         if not one.exists():
-            make_adapter(one, folder, ADAPTED, rank=3 + seed, seed=seed)
+            # Layers behind the last are modules that predict further tokens, and not all cases load these.
+            layers = "|".join(str(layer) for layer in range(load_spec(str(folder)).layers))
+            make_adapter(one, folder, ADAPTED.format(layers=layers), rank=3 + seed, seed=seed)
     return {name: str(one) for name, one in made.items()}
 
 
