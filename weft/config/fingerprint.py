@@ -12,15 +12,35 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from weft.common.errors import ConfigError
 from weft.config.cache_layout import pool_tensors
 from weft.config.resolved import EngineConfig
-from weft.config.spec import CacheSpec, VisionSpec
+from weft.config.spec import CacheSpec, ModelSpec, MoESpec, RopeSpec, VisionSpec
 from weft.types import transfer
 
+_LATER: dict[type, tuple[str, ...]] = {
+    ModelSpec: (
+        *("attention", "bare_layers", "classify", "conv", "counted", "draft", "eagle", "gated", "head_bias"),
+        *("layer", "mamba", "norms", "parallel", "pooled", "ropes", "scales", "undivided"),
+    ),
+    MoESpec: ("beside", "gated", "inputs_first", "latent", "on_input"),
+    RopeSpec: ("divisors", "pairs", "short_divisors"),
+}
+"""Fields that an earlier release does not have. At their defaults, these fields do not count: groups of both
+releases exchange caches. A new field of these structs belongs here."""
+_FORMER_FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+"""Architecture -> family in an earlier release, where the family was no row."""
 _SAMPLE = 64
 """Bytes per sample."""
 _EACH = 3
@@ -39,7 +59,7 @@ def fingerprint(config: EngineConfig) -> str:
     facts = {
         "messages": transfer.VERSION,
         # The text caches do not depend on a loaded tower.
-        "spec": msgspec.to_builtins(msgspec.structs.replace(config.spec, vision=None)),
+        "spec": spec_facts(msgspec.structs.replace(config.spec, vision=None)),
         "dtype": config.dtype,
         "quantization": config.model.quantization,
         "tensors": [_form(cache, config.dtype) for cache in config.spec.caches],
@@ -48,6 +68,19 @@ def fingerprint(config: EngineConfig) -> str:
     made.update(json.dumps(facts, sort_keys=True, default=str).encode())
     made.update(_weights(config))
     return made.hexdigest()
+
+
+def spec_facts(spec: msgspec.Struct) -> dict[str, Any]:
+    """Return the fields of a spec that count in a fingerprint, as an earlier release returns the fields."""
+    made: dict[str, Any] = {}
+    for field in msgspec.structs.fields(spec):
+        value = getattr(spec, field.name)
+        if field.name in _LATER.get(type(spec), ()) and value == field.default:
+            continue
+        made[field.name] = spec_facts(value) if type(value) in _LATER else msgspec.to_builtins(value)
+    if isinstance(spec, ModelSpec):
+        made["family"] = _FORMER_FAMILIES.get(spec.architecture, spec.family)
+    return made
 
 
 def tower_fingerprint(config: EngineConfig) -> str:
