@@ -14,6 +14,7 @@ from torch import nn
 
 from weft.layers.build import FeedForward
 from weft.models.decoder import Block, Decoder
+from weft.ops.low_rank import AdapterRows
 from weft.parallel.comm import Comm, Pending
 from weft.types.exchange import UNAGREED, Exchange
 
@@ -30,7 +31,12 @@ class Elsewhere(FeedForward):
         self.calls = self.empty = 0
 
     def steps(
-        self, comm: Comm, x: Tensor, ids: Tensor | None, exchange: Exchange = UNAGREED
+        self,
+        comm: Comm,
+        x: Tensor,
+        ids: Tensor | None,
+        exchange: Exchange = UNAGREED,
+        adapters: AdapterRows | None = None,
     ) -> Generator[Pending, None, Tensor]:
         self.calls += 1
         self.empty += not len(x)
