@@ -103,7 +103,8 @@ class EngineCore(EngineLoop[StepHandle]):
         """LoRA adapters: loaded and dropped by messages of API servers."""
         # Complete before a server starts: a server reads `sockets` once.
         self.sources = sources_of(self.grammars, self.transfers, self.embeddings, self._bell, self._kv_events)
-        self.sources.append(self.adapters)
+        if book is not None and config.lora.max_loras:
+            self.sources.append(self.adapters)
         self._encode_seconds = 0.0
 
     @property

@@ -88,7 +88,6 @@ _SPELLINGS = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM"}
 
 _HEAD = re.compile(r"(^|\.)lm_head\.|^(model\.)?head\.")
 """Names of the tensors of an output head, with any prefix. DeepSeek V4 uses ``head``."""
-_SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def load_spec(
@@ -141,7 +140,7 @@ def load_spec(
         classify=classify,
         pooled=pooled,
         eos_ids=_eos_ids(spec, path),
-        dtype=spec.dtype or _SAFETENSORS_DTYPES.get(saved_dtype(path) or "", "float32"),
+        dtype=spec.dtype or saved_dtype(path) or "float32",
         quantized=quantized_spec(facts, path) or quantized_spec(_text_facts(facts), path),
         vision=None if language_model_only else read_tower(facts, path, spec),
     )

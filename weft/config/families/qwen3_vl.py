@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from weft.config.families.common import FULL, Defaults, decoder_spec, layer_count, text_spec
-from weft.config.families.declared.first_rows import experts_by_step
+from weft.config.families.declared.experts import experts_by_step
 from weft.config.families.facts import Facts
 from weft.config.spec import ModelSpec
 

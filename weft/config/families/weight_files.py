@@ -222,11 +222,12 @@ def tensor_names(folder: Path) -> list[str] | None:
     return names or None
 
 
-def saved_dtype(folder: Path) -> str | None:
-    """Return the type of the first floating-point tensor that is no scale, or None.
+_FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Type in a safetensors header -> name in torch."""
 
-    Names as in safetensors.
-    """
+
+def saved_dtype(folder: Path) -> str | None:
+    """Return the type of the first floating-point tensor that is no scale, as torch names types, or None."""
     for path in safetensors_files(folder):
         try:
             header = read_header(path)
@@ -234,6 +235,6 @@ def saved_dtype(folder: Path) -> str | None:
         except ConfigError:
             return None
         for name, entry in header.items():
-            if "scale" not in name and str(entry.get("dtype")) in ("F64", "F32", "BF16", "F16"):
-                return str(entry["dtype"])
+            if "scale" not in name and (kind := _FLOATS.get(str(entry.get("dtype")))):
+                return kind
     return None

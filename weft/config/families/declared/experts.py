@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from weft.config.families.declared.first_rows import check_top_k, experts_by_step
 from weft.config.families.declared.row import Experts
 from weft.config.families.facts import MOST_PARTS, Facts
 from weft.config.spec import MoESpec
@@ -228,3 +227,37 @@ def ernie_experts(facts: Facts, layers: int) -> MoESpec | None:
         layers=routed,
         shared=facts.integer("moe_num_shared_experts", 0, low=0) * inner,
     )
+
+
+def experts_by_step(
+    facts: Facts, layers: int, count: int | None = None, top_k: int | None = None, inner: int | None = None
+) -> MoESpec | None:
+    """Return the routing of Qwen3 with experts, or None if no layer routes.
+
+    Layer i routes if ``decoder_sparse_step`` divides i + 1 and i is not in ``mlp_only_layers``. ``count``,
+    ``top_k``, ``inner``: defaults for missing fields. Raise ConfigError, also for a missing field without a
+    default.
+    """
+    # transformers 5 writes num_local_experts, older files have num_experts.
+    field = "num_experts" if "num_experts" in facts else "num_local_experts"
+    experts = facts.integer(field, count, low=0, high=MOST_PARTS)
+    step = facts.integer("decoder_sparse_step", 1)
+    dense = facts.integers("mlp_only_layers")
+    routed = tuple(i for i in range(layers) if experts and i not in dense and (i + 1) % step == 0)
+    if not routed:
+        return None
+    chosen = facts.integer("num_experts_per_tok", top_k)
+    check_top_k(facts, "num_experts_per_tok", chosen, experts)
+    return MoESpec(
+        experts=experts,
+        top_k=chosen,
+        intermediate=facts.integer("moe_intermediate_size", inner),
+        renormalize=facts.flag("norm_topk_prob", False),
+        layers=routed,
+    )
+
+
+def check_top_k(facts: Facts, name: str, top_k: int, experts: int) -> None:
+    """Raise ConfigError if the field ``name`` chooses more than ``experts`` experts."""
+    if top_k > experts:
+        raise facts.fail(name, f"{top_k} is more than the {experts} experts")

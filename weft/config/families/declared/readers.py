@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from weft.config.families.common import FULL, SLIDING, layer_types
+from weft.config.families.common import FULL, SLIDING, layer_types, refuse_sliding_types, uniform_window
 from weft.config.families.declared.ropes import sizes_of_full_layers
 from weft.config.families.declared.row import Windows
 from weft.config.families.deepseek import latent_attention
@@ -60,8 +60,33 @@ def gemma4_windows(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
 
 def one_window(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
     """Return (window, type of each layer) for one window in all layers, or none. Raise ConfigError."""
-    window = facts.optional_integer("sliding_window")
-    return window, [FULL if window is None else SLIDING] * layers
+    return uniform_window(facts.optional_integer("sliding_window"), layers)
+
+
+def full_layers(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
+    """Return (None, type of each layer) for full attention. Raise ConfigError for layers with a window."""
+    refuse_sliding_types(facts)
+    return uniform_window(None, layers)
+
+
+def window_everywhere(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
+    """Return (window, type of each layer) by ``sliding_window``; null means full attention.
+
+    Raise ConfigError for windows per layer.
+    """
+    refuse_sliding_types(facts)
+    return one_window(facts, layers)
+
+
+def switched_window(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
+    """Return (window, type of each layer): a window in all layers with ``use_sliding_window``, else none.
+
+    Raise ConfigError for windows per layer.
+    """
+    on = facts.flag("use_sliding_window", False)
+    facts.get("max_window_layers")  # a setting of Qwen2 and of dense Qwen3
+    window, types = window_everywhere(facts, layers)
+    return (window, types) if on else uniform_window(None, layers)
 
 
 def checked_types(

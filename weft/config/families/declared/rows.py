@@ -11,6 +11,7 @@ from weft.config.families.common import window_layers
 from weft.config.families.declared.class_defaults import class_defaults
 from weft.config.families.declared.experts import (
     ernie_experts,
+    experts_by_step,
     gemma4_experts,
     grouped_sigmoid,
     hunyuan_experts,
@@ -20,16 +21,10 @@ from weft.config.families.declared.experts import (
     softmax_experts,
     typed_sigmoid,
 )
-from weft.config.families.declared.first_rows import (
-    full_layers,
-    mixtral_experts,
-    qwen_experts,
-    switched_window,
-    window_everywhere,
-)
 from weft.config.families.declared.readers import (
     cwm_windows,
     full_attention_types,
+    full_layers,
     gemma4_traits,
     gemma4_windows,
     gemma_embedding,
@@ -42,8 +37,10 @@ from weft.config.families.declared.readers import (
     one_window,
     periodic_windows,
     query_temperature,
+    switched_window,
     switched_windows,
     typed_windows,
+    window_everywhere,
     with_head_bias,
     within_one_chunk,
 )
@@ -101,7 +98,10 @@ ROWS: dict[str, Row] = {
     # Mistral and Mixtral: arXiv 2310.06825, 2401.04088.
     "MistralForCausalLM": Row(config="MistralConfig", stated=_SIZES, windows=window_everywhere),
     "MixtralForCausalLM": Row(
-        config="MixtralConfig", stated=_SIZES, windows=window_everywhere, experts=mixtral_experts
+        config="MixtralConfig",
+        stated=_SIZES,
+        windows=window_everywhere,
+        experts=softmax_experts(inner="intermediate_size"),
     ),
     # Qwen2 and Qwen2.5: arXiv 2407.10671. Qwen3: arXiv 2505.09388.
     "Qwen2ForCausalLM": Row(
@@ -128,7 +128,7 @@ ROWS: dict[str, Row] = {
         o_bias=field("attention_bias"),
         qk_norm=True,
         windows=switched_window,
-        experts=qwen_experts,
+        experts=experts_by_step,
     ),
     # GLM-4.5, 4.6, 4.7: arXiv 2508.06471.
     "Glm4MoeForCausalLM": Row(

@@ -35,7 +35,6 @@ log = get_logger(__name__)
 
 #: First supported version of transformers, and the first version beyond the tested versions.
 OLDEST, BEYOND = (5, 17), (5, 24)
-SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 INSTALL = "pip install 'weft[models]'"
 _VERSION = 2
 """Version of the probe within one version of Weft."""
@@ -109,12 +108,11 @@ def load_spec(
     text = Facts(nested if isinstance(nested, dict) else {})
     generation = read_json(path, "generation_config.json")
     more = Facts(generation).integers("eos_token_id") if generation is not None else ()
-    saved = SAFETENSORS_DTYPES.get(saved_dtype(path) or "", "float32")
     return msgspec.structs.replace(
         spec,
         eos_ids=tuple(sorted({i for i in spec.eos_ids + more if 0 <= i < spec.vocab_size})),
         pooled=pooled,
-        dtype=facts.dtype() or text.dtype() or saved,
+        dtype=facts.dtype() or text.dtype() or saved_dtype(path) or "float32",
         quantized=quantized_spec(facts, path) or quantized_spec(text, path),
     )
 
