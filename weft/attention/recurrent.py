@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from weft.attention.base import SegmentInput
+from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.upload import upload
 
 Tensor = torch.Tensor
@@ -40,6 +41,23 @@ class RowGroup:
     size: int
     most: int
     """n."""
+
+
+class ByRowGroups:
+    """Part of torch backends of recurrent layers: accepts every model, and prepares the groups of rows."""
+
+    capturable = True
+
+    def check(
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Accept every model."""
+
+    def prepare(
+        self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
+    ) -> tuple[RowGroup, ...]:
+        """Return the groups of the rows of ``segment``."""
+        return tuple(row_groups(segment))
 
 
 def row_groups(segment: SegmentInput) -> Iterator[RowGroup]:

@@ -51,6 +51,14 @@ def add_routed(
         made.add(f"{theirs}.{correction}", placed.parameter)
 
 
+def add_mamba_or_attention(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
+    """Add the mixer of a layer to ``made``: Mamba2 or grouped-query attention. theirs, ours: of the layer."""
+    if spec.mamba is not None and layer in spec.mamba.layers:
+        add_mamba(made, spec.mamba, f"{theirs}.mamba", f"{ours}.attention")
+    else:
+        add_grouped_attention(made, spec, f"{theirs}.self_attn", f"{ours}.attention")
+
+
 def add_mamba(made: WeightMap, mamba: MambaSpec, theirs: str, ours: str) -> None:
     """Add the tensors of a Mamba2 layer to ``made``. Published rows are z, x, B, C and time steps."""
     made.add_linear(f"{theirs}.in_proj", f"{ours}.zxbcdt", bias=mamba.bias)

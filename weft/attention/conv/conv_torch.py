@@ -12,29 +12,22 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.attention.base import SegmentInput
 from weft.attention.conv.conv_backend import ConvBackend, ConvInput, ConvWeights
-from weft.attention.recurrent import Recurrence, RowGroup, convolve, read_inputs, row_groups, write_inputs
-from weft.config.spec import CacheSpec, ModelSpec
+from weft.attention.recurrent import (
+    ByRowGroups,
+    Recurrence,
+    convolve,
+    read_inputs,
+    write_inputs,
+)
 
 Tensor = torch.Tensor
 
 
-class TorchConv(ConvBackend):
+class TorchConv(ByRowGroups, ConvBackend):
     """Reference backend of the gated short convolution. Stateless, so threads may share an instance."""
 
     invariant = True
-    capturable = True
-
-    def check(
-        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """Accept every model."""
-
-    def prepare(
-        self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
-    ) -> tuple[RowGroup, ...]:
-        return tuple(row_groups(segment))
 
     def run(self, bcx: Tensor, out: Tensor, conv: ConvInput) -> None:
         """See ``ConvBackend.run``. Writes ``out`` and the states in place; does nothing without tokens."""

@@ -16,22 +16,19 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from weft.attention.base import SegmentInput
 from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaWeights
 from weft.attention.recurrent import (
     FEW,
+    ByRowGroups,
     Recurrence,
-    RowGroup,
     convolve,
     read_inputs,
-    row_groups,
     sigmoid,
     silu,
     softplus,
     tree_sum,
     write_inputs,
 )
-from weft.config.spec import CacheSpec, ModelSpec
 
 Tensor = torch.Tensor
 
@@ -62,20 +59,8 @@ class _DeltaTokens:
     """[B, v_heads, n]."""
 
 
-class TorchDelta(DeltaBackend):
+class TorchDelta(ByRowGroups, DeltaBackend):
     """Reference backend of the gated delta net. Stateless, so threads may share an instance."""
-
-    capturable = True
-
-    def check(
-        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """Accept every model."""
-
-    def prepare(
-        self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
-    ) -> tuple[RowGroup, ...]:
-        return tuple(row_groups(segment))
 
     def run(self, qkvz: Tensor, gates: Tensor, out: Tensor, delta: DeltaInput) -> None:
         """See ``DeltaBackend.run``. Writes ``out`` and the states in place; does nothing without tokens."""

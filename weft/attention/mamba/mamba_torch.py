@@ -16,21 +16,18 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from weft.attention.base import SegmentInput
 from weft.attention.mamba.mamba_backend import MambaBackend, MambaInput, MambaWeights
 from weft.attention.recurrent import (
     FEW,
+    ByRowGroups,
     Recurrence,
-    RowGroup,
     convolve,
     read_inputs,
-    row_groups,
     silu,
     softplus,
     tree_sum,
     write_inputs,
 )
-from weft.config.spec import CacheSpec, ModelSpec
 
 Tensor = torch.Tensor
 
@@ -61,20 +58,8 @@ class _MambaTokens:
     """[B, heads, n]."""
 
 
-class TorchMamba(MambaBackend):
+class TorchMamba(ByRowGroups, MambaBackend):
     """Reference backend of Mamba2. Stateless, so threads may share an instance."""
-
-    capturable = True
-
-    def check(
-        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """Accept every model."""
-
-    def prepare(
-        self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
-    ) -> tuple[RowGroup, ...]:
-        return tuple(row_groups(segment))
 
     def run(self, zxbcdt: Tensor, out: Tensor, mamba: MambaInput) -> None:
         """See ``MambaBackend.run``. Writes ``out`` and the states in place; does nothing without tokens."""

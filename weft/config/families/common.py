@@ -120,24 +120,30 @@ def layer_count(facts: Facts, override: int | None) -> int:
 _SHARED = ("architectures", "tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
 
 
+def text_facts(facts: Facts, text: Any, file: str) -> Facts:
+    """Return the fields ``text`` of a text model, with the fields that the outer configuration completes.
+
+    If both configurations set ``tie_word_embeddings``, the outer value counts, as in transformers. ``file``:
+    name of the file in errors. Raise ConfigError unless ``text`` is an object.
+    """
+    if not isinstance(text, dict):
+        raise facts.fail("text_config", f"must be an object, not {text!r}")
+    outer = {name: facts.get(name) for name in _SHARED if name in facts}
+    first: dict[str, Any] = {
+        name: outer[name] for name in ("architectures", "tie_word_embeddings") if name in outer
+    }
+    return Facts({**outer, **text, **first}, facts.weights, file)
+
+
 def text_spec(
     facts: Facts, override: int | None, build: Callable[[Facts, int | None], ModelSpec]
 ) -> ModelSpec:
     """Return the result of ``build`` for ``text_config``: the text model of a checkpoint with images.
 
-    If both configurations set ``tie_word_embeddings``, the outer value counts, as in transformers.
     ``vision_config`` is only marked as read here; ``vision.py`` reads the content. Raise ConfigError.
     """
     facts.get("vision_config")
-    text = facts.get("text_config")
-    if not isinstance(text, dict):
-        raise facts.fail("text_config", f"must be an object, not {text!r}")
-    around = {name: facts.get(name) for name in _SHARED if name in facts}
-    outer = dict[str, Any]()
-    for name in ("architectures", "tie_word_embeddings"):
-        if name in around:
-            outer[name] = around[name]
-    inner = Facts({**around, **text, **outer}, facts.weights)
+    inner = text_facts(facts, facts.get("text_config"), facts.file)
     spec = build(inner, override)
     inner.refuse_unknown_computation()
     return spec

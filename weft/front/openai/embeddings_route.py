@@ -5,26 +5,21 @@ from __future__ import annotations
 import base64
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from weft.common.errors import ErrorInfo, InvalidRequest
 from weft.front.http import openapi
-from weft.front.http.answers import Embedding, EmbeddingList, EmbeddingUsage, Usage, error_response, to_json
-from weft.front.http.streaming import StreamForm
+from weft.front.http.answers import Embedding, EmbeddingList, EmbeddingUsage, Usage, to_json
+from weft.front.openai.whole_shape import NUMBER_BYTES, WholeShape, check_size
 from weft.front.protocol.embeddings_request import EmbeddingRequest
 from weft.front.requests.context import Front
 from weft.front.requests.generation import Generation
 from weft.front.requests.read_pooled import decode_facts
 from weft.front.requests.serving import handle
-from weft.text.choice import Choice, TextDelta
+from weft.text.choice import Choice
 from weft.text.scoring import shown
-
-NUMBER_BYTES = 24
-"""Maximum bytes of a number in JSON."""
 
 
 def add_embeddings(app: FastAPI, front: Front) -> None:
@@ -36,10 +31,8 @@ def add_embeddings(app: FastAPI, front: Front) -> None:
         return await handle(front, request, "embeddings", functools.partial(EmbeddingShape, front))
 
 
-class EmbeddingShape:
+class EmbeddingShape(WholeShape):
     """Answer of one embeddings request. Never streamed."""
-
-    form = StreamForm()
 
     def __init__(self, front: Front, generation: Generation) -> None:
         """Raises InvalidRequest for an answer above ``--max-response-bytes``, by an estimate of the size."""
@@ -49,31 +42,7 @@ class EmbeddingShape:
         each = 6 if self._asked.encoding == "base64" else NUMBER_BYTES
         dimensions = self._facts.dimensions or front.config.spec.hidden
         size = len(generation.choices) * dimensions * each
-        if size > (most := front.section.max_response_bytes):
-            raise InvalidRequest(
-                f"the answer would have about {size} bytes; this server's limit is {most} "
-                "(--max-response-bytes): send fewer inputs per request, or set encoding_format to base64",
-                param="input",
-                code="response_too_large",
-            )
-
-    def opening(self) -> list[Any]:
-        return []
-
-    def weight(self, delta: TextDelta) -> int:
-        return 0
-
-    def chunks(self, delta: TextDelta) -> list[Any]:
-        return []
-
-    def closing(self, usage: Usage) -> list[Any]:
-        return []
-
-    def failed(self, error: ErrorInfo) -> list[Any]:
-        return [error_response(error)]
-
-    def take(self, delta: TextDelta) -> None:
-        """Do nothing: the choices keep everything for the whole answer."""
+        check_size(size, front.section.max_response_bytes, "input", "set encoding_format to base64")
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
         """Yield the answer's JSON: one piece per vector, with a head and an end."""

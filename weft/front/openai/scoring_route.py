@@ -15,20 +15,15 @@ import numpy as np
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from weft.common.errors import ErrorInfo, InvalidRequest
 from weft.front.http import openapi
-from weft.front.http.answers import EmbeddingUsage, Usage, error_response, to_json
-from weft.front.http.streaming import StreamForm
+from weft.front.http.answers import EmbeddingUsage, Usage, to_json
+from weft.front.openai.whole_shape import NUMBER_BYTES, WholeShape, check_size
 from weft.front.protocol.scoring_request import ClassifyRequest, RerankRequest, ScoreRequest
 from weft.front.requests.context import Front
 from weft.front.requests.generation import Generation
 from weft.front.requests.read_pooled import PooledFacts, decode_facts
 from weft.front.requests.serving import handle
-from weft.text.choice import TextDelta
 from weft.text.scoring import cosine, probabilities
-
-NUMBER_BYTES = 24
-"""Maximum bytes of a number in JSON."""
 
 
 class ScoredDocument(msgspec.Struct, kw_only=True):
@@ -106,10 +101,8 @@ def add_scoring(app: FastAPI, front: Front) -> None:
         return await handle(front, request, "classify", functools.partial(PooledShape, front, class_list))
 
 
-class PooledShape:
+class PooledShape(WholeShape):
     """Answer of one request. Never streamed."""
-
-    form = StreamForm()
 
     def __init__(
         self, front: Front, make: Callable[[PooledShape, EmbeddingUsage], Any], generation: Generation
@@ -125,35 +118,13 @@ class PooledShape:
         classify = front.config.spec.classify
         labels = 1 if classify is None else classify.labels
         size = len(generation.choices) * labels * NUMBER_BYTES + sum(map(len, self.facts.documents))
-        if size > (most := front.section.max_response_bytes):
-            raise InvalidRequest(
-                f"the answer would have about {size} bytes; this server's limit is {most} "
-                "(--max-response-bytes): send fewer inputs per request, or set return_documents to false",
-                param=generation.job.param,
-                code="response_too_large",
-            )
+        check_size(
+            size, front.section.max_response_bytes, generation.job.param, "set return_documents to false"
+        )
 
     @property
     def model(self) -> str:
         return self.generation.job.asked.model
-
-    def opening(self) -> list[Any]:
-        return []
-
-    def weight(self, delta: TextDelta) -> int:
-        return 0
-
-    def chunks(self, delta: TextDelta) -> list[Any]:
-        return []
-
-    def closing(self, usage: Usage) -> list[Any]:
-        return []
-
-    def failed(self, error: ErrorInfo) -> list[Any]:
-        return [error_response(error)]
-
-    def take(self, delta: TextDelta) -> None:
-        """Do nothing: the choices keep everything for the whole answer."""
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
         """Yield the answer's JSON."""

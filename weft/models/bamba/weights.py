@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from weft.config.spec import ModelSpec
-from weft.models.mixer_weights import add_decoder, add_grouped_attention, add_mamba
+from weft.models.mixer_weights import add_decoder, add_mamba_or_attention
 from weft.models.weights import WeightMap, add_gated_mlp
 
 
@@ -17,9 +17,6 @@ def weight_map(spec: ModelSpec) -> WeightMap:
         theirs, ours = f"model.layers.{layer}", f"blocks.{layer}"
         result.add_norm(spec, f"{theirs}.input_layernorm", f"{ours}.attention_norm")
         result.add_norm(spec, f"{theirs}.pre_ff_layernorm", f"{ours}.feed_forward_norm")
-        if spec.mamba is not None and layer in spec.mamba.layers:
-            add_mamba(result, spec.mamba, f"{theirs}.mamba", f"{ours}.attention")
-        else:
-            add_grouped_attention(result, spec, f"{theirs}.self_attn", f"{ours}.attention")
+        add_mamba_or_attention(result, spec, layer, theirs, ours)
         add_gated_mlp(result, spec, f"{theirs}.feed_forward", f"{ours}.feed_forward")
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from weft.config.families.common import Defaults, decoder_spec, layer_count
+from weft.config.families.common import Defaults, decoder_spec, layer_count, text_facts
 from weft.config.families.declared.class_defaults import class_defaults
 from weft.config.families.declared.readers import plain_activation
 from weft.config.families.declared.ropes import RopeInput
@@ -96,15 +96,8 @@ def _text_facts(facts: Facts) -> Facts:
     """Return the fields of ``text_config``, with the fields that the outer configuration completes."""
     text = facts.get("text_config")
     text = flat_text(facts) if text is None else text
-    if not isinstance(text, dict):
-        raise facts.fail("text_config", f"must be an object, not {text!r}")
     facts.get("vision_config")  # the tower is read elsewhere
-    inside = ("architectures", "tie_word_embeddings")
-    around = (*inside, "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
-    outer = {name: facts.get(name) for name in around if name in facts}
-    # Of the first two, the outer value counts, as in transformers.
-    first: dict[str, Any] = {name: outer[name] for name in inside if name in outer}
-    return Facts({**outer, **text, **first}, facts.weights, f"{facts.file} (text_config)")
+    return text_facts(facts, text, f"{facts.file} (text_config)")
 
 
 def _spec(row: Row, facts: Facts, override: int | None) -> ModelSpec:
