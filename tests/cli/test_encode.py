@@ -159,6 +159,7 @@ def test_the_same_answers_with_one_group_of_each_role(
 
 
 @pytest.mark.requirement("D21", "D22", "D23")
+@pytest.mark.slow
 def test_a_flood_at_the_first_second_and_encoders_that_die(start: Any, tmp_path: Path) -> None:
     """All requests are answered before, during and after the death of an encoder, and by its replacement."""
     server = start(*up(tmp_path, "{role: encode, count: 2}", PREFILL, DECODE), command="up")

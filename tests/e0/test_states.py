@@ -87,7 +87,7 @@ def count(runner: Recorder) -> tuple[int, int, int]:
 
 
 @pytest.mark.requirement("B20")
-@pytest.mark.parametrize("drafts", [0, 3])
+@mostly_slow("drafts", [0, 3], [3])
 @mostly_slow(("depth", "chunk"), [(1, 0), (2, 7), (1, 16)], [(2, 7)])
 def test_turns_of_chats_go_on_from_snapshots(depth: int, chunk: int, drafts: int, alone: Alone) -> None:
     engine, runner = engine_of(alone, depth, chunk, drafts)

@@ -352,6 +352,7 @@ PATTERN = "(?:[a-z]{3}[0-9]){4,9}!"
 
 
 @pytest.mark.requirement("E33", "G8")
+@pytest.mark.slow
 def test_prefill_and_decode_apart_and_continued_after_each_token(client: Client, folder: Path) -> None:
     grammar = Regex(PATTERN)
     with LLM(**settings(folder)) as llm:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from tests.front.fake_server import engine_config
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import InvalidRequest
 from weft.control.processes.table import Member
@@ -45,7 +46,7 @@ def weft(server: Any, *arguments: str, status: int = 0) -> str:
     return ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("fronts", [1, 2])
+@mostly_slow("fronts", [1, 2], [2])
 def test_a_refusal_reaches_the_operator_whichever_api_server_answers(start_fake: Any, fronts: int) -> None:
     server = start_fake(fronts=fronts, engines=2, most_engines=3, admin_key=["admin"])
     for path, body, status, says in (

@@ -89,7 +89,7 @@ def test_grammars_of_large_bodies_are_proved_by_the_front(weft_server: Any) -> N
     assert "uniqueItems" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("padding", ["", "x" * (100 << 10)], ids=["small", "large"])
+@mostly_slow("padding", ["", "x" * (100 << 10)], 1, ids=["small", "large"])
 @mostly_slow("name", HOSTILE, ["large"])
 def test_grammars_that_cost_too_much_are_refused(weft_server: Any, name: str, padding: str) -> None:
     schema, code = HOSTILE[name]

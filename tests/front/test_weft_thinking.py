@@ -26,6 +26,7 @@ def pair(start_weft: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Runn
 
 
 @pytest.mark.requirement("F64")
+@pytest.mark.slow
 def test_a_real_models_reasoning_is_cut_at_the_same_token_in_every_topology(pair: list[Running]) -> None:
     made = []
     for server in pair:

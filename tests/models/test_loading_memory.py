@@ -120,7 +120,7 @@ def test_experts_leave_no_packed_copies(extension: None) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-@mostly_slow("name", ["fp8 blocks", "mxfp4", "nvfp4", "awq", None], ["mxfp4", None])
+@mostly_slow("name", ["fp8 blocks", "mxfp4", "nvfp4", "awq", None], ["mxfp4"])
 @mostly_slow("dtype", [torch.bfloat16, torch.float64], [torch.bfloat16])
 def test_pages_of_a_file_go_when_they_were_read(
     name: str | None, dtype: torch.dtype, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

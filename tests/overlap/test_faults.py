@@ -124,6 +124,7 @@ STORE: list[Any] = []
 
 @pytest.mark.requirement("C13")
 @mostly_slow("mode", ["prefill", "all"], ["all"])
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_noticed_at_the_deadline(folder: Path, mode: str) -> None:
     done = threading.Event()
 

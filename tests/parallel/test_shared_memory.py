@@ -184,6 +184,7 @@ def mapped() -> int:
     return Path("/proc/self/maps").read_text().count("weft-collectives")
 
 
+@pytest.mark.slow
 def test_epochs_follow_each_other_while_a_thread_still_waits() -> None:
     """The segment of an epoch is removed after its last wait. The next epoch does not see the segment."""
     before, ranks = mapped(), 2

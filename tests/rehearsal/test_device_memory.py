@@ -144,6 +144,7 @@ def moved(
             TensorEngine.tensors.clear()
 
 
+@pytest.mark.slow
 def test_caches_arrive_and_who_waits_for_whom_is_in_the_table(tmp_path: Any, monkeypatch: Patch) -> None:
     with moved(monkeypatch, tmp_path) as (made, errors):
         assert not errors

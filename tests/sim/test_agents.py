@@ -46,6 +46,7 @@ def test_kept_sessions_are_found_again_and_answered_sooner(seed: int) -> None:
     assert kept.ttft.p50 < without.ttft.p50
 
 
+@pytest.mark.slow
 def test_the_same_seed_is_the_same_run() -> None:
     assert run(50.0, 3) == run(50.0, 3)
 

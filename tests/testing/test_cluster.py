@@ -190,6 +190,7 @@ def test_a_schedule_is_the_same_in_every_process() -> None:
     assert len(outputs) == 1
 
 
+@pytest.mark.slow
 def test_processes_share_the_work() -> None:
     assert CHUNK < 60
     one, two = explore(60, seed=7), explore(60, seed=7, jobs=2)

@@ -115,6 +115,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_process_that_another_front_had_replaced() -> None:
     """The API server assumes a live process: its stream continues at the next one without a second
     replacement.

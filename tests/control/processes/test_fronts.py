@@ -161,6 +161,7 @@ def test_both_say_what_they_are_and_a_signal_drains_both(start_fake: Any) -> Non
     assert not is_alive(other)
 
 
+@pytest.mark.slow
 def test_a_second_signal_cuts(start_fake: Any, script: Any) -> None:
     server = start_fake(fronts=2)
     pids = fronts(server)
@@ -175,6 +176,7 @@ def test_a_second_signal_cuts(start_fake: Any, script: Any) -> None:
 
 
 @mostly_slow("death", [signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL], ids=lambda d: d.name)
+@pytest.mark.slow
 def test_an_engine_dies_once_for_all_fronts(start_fake: Any, death: signal.Signals) -> None:
     """Streams of both API servers continue. A stopped engine is noticed only by API servers and replaced
     once.

@@ -60,7 +60,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("t")
 
 
-KINDS = kinds("shm", "tcp", "staged shm", "staged tcp", "nixl", "nixl over tcp", "staged nixl")
+KINDS = [
+    *kinds("shm", "staged tcp", "nixl", "nixl over tcp", "staged nixl"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("tcp", "staged shm")),
+]
 
 
 @pytest.fixture(params=KINDS)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.slow import mostly_slow
 from tests.text.parsing.checks import check_output, read
 from tests.text.parsing.families import FAMILIES, SPEC, Call, Calls, by_value
 from tests.text.parsing.outputs import Maker
@@ -280,7 +281,7 @@ SLIPS = (
 """(correct text, its erroneous form)."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@mostly_slow("name", FAMILIES, [*FAMILIES][::3])
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**63))
 def test_an_output_with_slips_loses_nothing(name: str, seed: int) -> None:

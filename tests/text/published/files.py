@@ -29,14 +29,22 @@ _MARK = re.compile(
 """Matches texts that are single tokens in the tokenizers of the templates."""
 
 
-def template_names(wanted: Container[str] | None = None) -> list[Any]:
-    """Parameters of a test over all templates, or over the ``wanted`` ones: skipped without the variable."""
+def template_names(wanted: Container[str] | None = None, default: int = 1) -> list[Any]:
+    """Return parameters of a test over all templates, or over the ``wanted`` ones.
+
+    By default one of ``default`` templates runs; the other templates are slow. Without the variable the test
+    is skipped.
+    """
     where = os.environ.get(VARIABLE)
     if where is None:
         reason = f"{VARIABLE} names no folder of published files"
         return [pytest.param("", marks=pytest.mark.skip(reason=reason))]
     names = [path.stem for path in sorted((Path(where) / "templates").glob("*.jinja"))]
-    return [name for name in names if wanted is None or name in wanted]
+    names = [name for name in names if wanted is None or name in wanted]
+    return [
+        pytest.param(name, marks=pytest.mark.slow) if number % default else name
+        for number, name in enumerate(names)
+    ]
 
 
 def source(name: str) -> str:

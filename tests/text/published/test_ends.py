@@ -82,7 +82,7 @@ ENDS: dict[str, set[str]] = {
 end, or writes roles as plain words."""
 
 
-@pytest.mark.parametrize("name", template_names())
+@pytest.mark.parametrize("name", template_names(default=4))
 def test_ends_of_turn_are_those_of_the_template(name: str) -> None:
     loaded = model(name)
     names = {number: text for text, number in loaded.tokenizer.special.items()}

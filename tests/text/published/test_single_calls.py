@@ -35,7 +35,7 @@ def text_of(name: str, messages: Messages) -> str:
     return model(name).chat.encode([user(), *messages], tools=tools).text
 
 
-@pytest.mark.parametrize("name", template_names())
+@pytest.mark.parametrize("name", template_names(default=4))
 def test_every_call_and_every_result_of_a_turn_is_shown(name: str) -> None:
     try:
         shows = "Oslo" in text_of(name, ALONE[:2])
@@ -54,7 +54,7 @@ def test_every_call_and_every_result_of_a_turn_is_shown(name: str) -> None:
         assert text_of(name, APART) == text_of(name, ALONE)
 
 
-@pytest.mark.parametrize("name", template_names())
+@pytest.mark.parametrize("name", template_names(default=4))
 def test_a_required_call_is_one_call_where_the_template_shows_one(name: str) -> None:
     if name not in SINGLE:
         pytest.skip("the template shows several calls of a message")
