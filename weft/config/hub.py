@@ -30,6 +30,11 @@ def bundled_models() -> dict[str, str]:
 
 def cached_models(cache_dir: str | None = None) -> list[str]:
     """Return the names of the model repositories in the hub client's local cache; [] without a cache."""
+    return [name for name, _ in cached_sizes(cache_dir)]
+
+
+def cached_sizes(cache_dir: str | None = None) -> list[tuple[str, int]]:
+    """Return (name, bytes) of the model repositories in the hub client's local cache, by name."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -37,7 +42,7 @@ def cached_models(cache_dir: str | None = None) -> list[str]:
         found = scan_cache_dir(cache_dir)
     except (CacheNotFound, ValueError, OSError):
         return []
-    return sorted(repo.repo_id for repo in found.repos if repo.repo_type == "model")
+    return sorted((repo.repo_id, repo.size_on_disk) for repo in found.repos if repo.repo_type == "model")
 
 
 def resolve_model_path(

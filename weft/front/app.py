@@ -25,6 +25,7 @@ from weft.front.messages.messages_routes import add_messages
 from weft.front.middleware import AccessGate, error_answer
 from weft.front.monitoring.load_history import LoadAnswer
 from weft.front.monitoring.metrics import CONTENT_TYPE
+from weft.front.ollama.ollama_routes import add_ollama
 from weft.front.openai.chat_route import add_chat
 from weft.front.openai.completions import add_completions
 from weft.front.openai.embeddings_route import add_embeddings
@@ -49,6 +50,7 @@ def build_app(front: Front, hosts: Hosts) -> AccessGate:
     add_admin(app, front)
     add_adapters(app, front)
     add_messages(app, front)
+    add_ollama(app, front)
     _add_models(app, front)
     _add_state(app, front)
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -42,6 +42,10 @@ def has_messages_shape(path: str) -> bool:
     return path == MESSAGES_ROUTES or path.startswith(MESSAGES_ROUTES + "/")
 
 
+OLLAMA_ROUTES = "/api/"
+"""Root of the routes of Ollama's API."""
+
+
 def error_answer(
     error: ErrorInfo, path: str, allow: str | None = None, retry_after: float | None = None
 ) -> Response:
@@ -59,6 +63,8 @@ def error_answer(
     if has_messages_shape(path):
         error = messages.translated(error)
         shown = messages.error_body(error)
+    elif path.startswith(OLLAMA_ROUTES):
+        shown = {"error": error.message}
     return Response(to_json(shown), error.http_status, headers, "application/json")
 
 

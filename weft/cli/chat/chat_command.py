@@ -119,7 +119,7 @@ def chat(
         at = place or DEFAULT_URL
         kept = None if not history else Path(history_file) if history_file else _history_path()
         return _converse(
-            at, api_key or _key_for(at), model, system, settings, kept, target is None and url is None
+            at, api_key or key_for(at), model, system, settings, kept, target is None and url is None
         )
 
 
@@ -179,7 +179,7 @@ def frame_urls(names: str) -> list[str]:
     return [image_url(name, kinds) for name in found]
 
 
-def _key_for(url: str) -> str:
+def key_for(url: str) -> str:
     """Return the API key from the environment for the server at ``url``, or "".
 
     The key of Weft's own servers (WEFT_API_KEY) is only sent to servers on this machine.
@@ -190,6 +190,11 @@ def _key_for(url: str) -> str:
     if own or urlsplit(base_url(url)).hostname not in LOOPBACK:
         return own
     return env.get("WEFT_API_KEY").replace(",", " ").split(" ")[0]
+
+
+def talk_to(url: str, api_key: str, model: str | None, system: str) -> int:
+    """Talk to the server at ``url`` with the default settings, and return the exit status."""
+    return _converse(url, api_key, model, system, {}, _history_path(), False)
 
 
 def _history_path() -> Path:

@@ -20,6 +20,7 @@ log = get_logger(__name__)
 
 
 JSON = "application/json"
+EVENTS = "text/event-stream"
 KEEP_ALIVE = 10.0
 """Seconds without an event until a comment is sent, so that no proxy considers the stream dead."""
 COMMENT = b": keep-alive\n\n"
@@ -37,9 +38,18 @@ class StreamForm(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes to send after a long time without events."""
     end: bytes = DONE
     """Bytes to send after the last event, except after a failure."""
+    lines: bool = False
+    """True for JSON values on lines of their own, in place of server-sent events."""
+
+    @property
+    def media_type(self) -> str:
+        """Content type of the stream."""
+        return "application/x-ndjson" if self.lines else EVENTS
 
     def event(self, value: Any) -> bytes:
-        """Return ``value`` as one server-sent event."""
+        """Return ``value`` as one server-sent event, or as one line."""
+        if self.lines:
+            return to_json(value) + b"\n"
         data = b"data: " + to_json(value) + b"\n\n"
         return b"event: " + value.type.encode() + b"\n" + data if self.named else data
 
@@ -69,7 +79,7 @@ class EventStream(Response):
         held: contextlib.ExitStack,
         flow: Flow,
         link: FlowPauser,
-        media_type: str = "text/event-stream",
+        media_type: str = EVENTS,
     ) -> None:
         """``events``: complete events, or pieces of an answer. ``deadline``: time of the event loop's clock
         at which a client that does not read is given up. ``held``: resources of the request, released after

@@ -18,6 +18,12 @@ from weft.common.workers import Answer, serve
 from weft.front.protocol.messages.read_messages import read_count, read_messages
 from weft.front.protocol.responses.read import read_response, read_tokens
 from weft.front.requests.proofs import NeedsProof, Told, Unproved
+from weft.front.requests.read_ollama import (
+    read_ollama_chat,
+    read_ollama_embed,
+    read_ollama_embedding,
+    read_ollama_generate,
+)
 from weft.front.requests.read_pooled import read_classify, read_embeddings, read_rerank, read_score
 from weft.front.requests.read_tokens import read_generate, render_chat, render_completions
 from weft.front.requests.reading import Job, Reader
@@ -43,6 +49,10 @@ BODY_READERS: dict[str, Callable[[Reader, bytes], Job]] = {
     "responses": read_response,
     "response_tokens": read_tokens,
     "generate": read_generate,
+    "ollama_chat": read_ollama_chat,
+    "ollama_generate": read_ollama_generate,
+    "ollama_embed": read_ollama_embed,
+    "ollama_embedding": read_ollama_embedding,
 }
 """Type of a body, as passed to ``serving.handle`` -> reader. Threads of the API server and read workers use
 this table.

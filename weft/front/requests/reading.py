@@ -175,13 +175,18 @@ class Reader:
         check_model(asked.model, self._names)
         return asked
 
-    def chat(self, body: bytes) -> Job:
-        """Return the job of a chat request. Raises WeftError, NeedsFiles and NeedsProof."""
+    def serves(self, name: str) -> bool:
+        """Return True for a name that requests may use."""
+        return name in self._names
+
+    def chat(self, body: bytes, *, clip: bool = False) -> Job:
+        """Return the job of a chat request. ``clip``: see ``converse``. Raises WeftError, NeedsFiles and
+        NeedsProof."""
         asked = self.named(parse(body, ChatRequest))
         reasoning_request = asked.reasoning_request()
         try:
             thinks = bool(self.text.output.reasoning_end)
-            return self.converse(conversation_of(asked, reasoning_request, thinks=thinks))
+            return self.converse(conversation_of(asked, reasoning_request, thinks=thinks), clip=clip)
         except InvalidRequest as error:
             raise renamed(error, reasoning_request.names) from None
 
@@ -278,10 +283,10 @@ class Reader:
         except TooManyTokens as error:
             raise self.too_long(error, "messages") from None
 
-    def completions(self, body: bytes) -> Job:
+    def completions(self, body: bytes, *, clip: bool = False) -> Job:
         """Return the job of a completions request. Without ``max_tokens``, the length is
-        ``DEFAULT_COMPLETION_TOKENS`` or the free context, if smaller. Raises WeftError, and NeedsProof
-        for a grammar without a verdict."""
+        ``DEFAULT_COMPLETION_TOKENS`` or the free context, if smaller. ``clip``: reduce ``max_tokens`` to the
+        free context instead of an error. Raises WeftError, and NeedsProof for a grammar without a verdict."""
         asked = self.named(parse(body, CompletionRequest))
         params = asked.sampling()
         form = form_of(asked, params, echo=bool(asked.echo), prompt_only=asked.prompt_only)
@@ -291,10 +296,10 @@ class Reader:
             self.check_grammar(constraint.grammar, constraint.param)
         prompts = [self._prompt(prompt, "prompt", form.echo) for prompt in asked.prompts()]
         # OpenAI's default length, limited by the free context of the longest prompt
-        if params.max_tokens is None:
+        wanted = DEFAULT_COMPLETION_TOKENS if params.max_tokens is None else params.max_tokens
+        if params.max_tokens is None or clip:
             room = self.limits.max_model_len - max(len(ids) for ids, _ in prompts)
-            least = min(DEFAULT_COMPLETION_TOKENS, max(room, 1))
-            params = msgspec.structs.replace(params, max_tokens=least)
+            params = msgspec.structs.replace(params, max_tokens=min(wanted, max(room, 1)))
         return self._job(
             prompts, params, form, continues=True, param="prompt", grammar=grammar, sharing=asked.sharing()
         )

@@ -77,7 +77,14 @@ class AnswerShape(Protocol):
 
 Prepare = Callable[[list[bytes], Upload], Awaitable[list[bytes]]]
 """Returns the bytes to read for a body, e.g. with stored items. Bytes beyond the body also count as the
-upload. Raises WeftError."""
+upload. Raises WeftError, or Answered."""
+
+
+class Answered(Exception):
+    """A request that needs no engine has its answer."""
+
+    def __init__(self, response: Response) -> None:
+        self.response = response
 
 
 async def _as_it_came(body: list[bytes], upload: Upload) -> list[bytes]:
@@ -126,11 +133,20 @@ async def handle(
                 return await _answer(front, request.receive, generation, shape, deadline, held)
             async with watched(request.receive, generation.flow):
                 first = await _first(generation)
+        except Answered as found:
+            return found.response
         except Exception as error:
             times.failed(error.info().code if isinstance(error, WeftError) else "internal_error")
             raise
         events = _events(front, request.receive, generation, shape, first, times)
-        return EventStream(events, deadline + SEND_GRACE, held.pop_all(), generation.flow, front.links)
+        return EventStream(
+            events,
+            deadline + SEND_GRACE,
+            held.pop_all(),
+            generation.flow,
+            front.links,
+            shape.form.media_type,
+        )
 
 
 async def read_only(front: Front, request: Request, kind: str, prepare: Prepare = _as_it_came) -> Job:
@@ -261,7 +277,8 @@ async def _events(
                         break
                     deltas = await generation.next()
                     if silence.due:
-                        yield shape.form.idle
+                        if shape.form.idle:
+                            yield shape.form.idle
                         silence.sent()
             for data in await _encode_end(front, shape, generation.usage()):
                 yield data

@@ -1,0 +1,1 @@
+"""Ollama's API (``/api/...``), on the same generation path as chat completions."""
