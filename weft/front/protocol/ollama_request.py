@@ -223,8 +223,8 @@ _SAME = {
 }
 _NO_EFFECT = frozenset((
     "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only",
-    "use_mmap", "use_mlock", "embedding_only", "num_thread", "num_keep", "numa", "mirostat_tau", "mirostat_eta",
-    "penalize_newline", "draft_num_predict",
+    "use_mmap", "use_mlock", "embedding_only", "num_thread", "num_keep", "numa",
+    "mirostat_tau", "mirostat_eta", "penalize_newline", "draft_num_predict",
 ))
 """Options for the process that runs the model. Here flags of the server decide."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"tfs_z": (1,), "typical_p": (1,), "mirostat": (0,)}
