@@ -27,10 +27,12 @@ def check_experts(spec: ModelSpec, parallel: ParallelSection) -> ModelSpec:
                     param=flag,
                 )
         return spec
-    if spec.moe is None:
+    counted = spec.counted_experts
+    experts = spec.moe or counted
+    if experts is None or (counted is not None and counted.undivided):
+        why = f"{spec.architecture} has no routed experts" if counted is None else counted.undivided
         raise ConfigError(
-            f"--enable-expert-parallel: {spec.architecture} has no routed experts; remove "
-            "--enable-expert-parallel",
+            f"--enable-expert-parallel: {why}; remove --enable-expert-parallel",
             param="--enable-expert-parallel",
         )
     replicas = parallel.data_parallel_size
@@ -43,11 +45,11 @@ def check_experts(spec: ModelSpec, parallel: ParallelSection) -> ModelSpec:
             param="--moe-dispatch",
         )
     # A rank has at most one copy of each expert.
-    most = spec.moe.experts * (ranks - 1)
+    most = experts.experts * (ranks - 1)
     if parallel.redundant_experts > most:
         raise ConfigError(
             f"--redundant-experts {parallel.redundant_experts}: {ranks} ranks can hold at most {most} "
-            f"additional copies of {spec.moe.experts} experts",
+            f"additional copies of {experts.experts} experts",
             param="--redundant-experts",
         )
     return spec

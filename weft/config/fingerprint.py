@@ -24,8 +24,19 @@ from weft.types import transfer
 
 _LATER: dict[type, tuple[str, ...]] = {
     ModelSpec: (
-        *("attention", "bare_layers", "classify", "conv", "counted", "draft", "eagle", "gated", "head_bias"),
-        *("layer", "mamba", "norms", "parallel", "pooled", "ropes", "scales", "undivided"),
+        *("attention", "bare_layers", "classify", "conv", "counted", "counted_experts", "draft", "eagle"),
+        *(
+            "gated",
+            "head_bias",
+            "layer",
+            "mamba",
+            "norms",
+            "parallel",
+            "pooled",
+            "ropes",
+            "scales",
+            "undivided",
+        ),
     ),
     MoESpec: ("beside", "gated", "inputs_first", "latent", "on_input"),
     RopeSpec: ("divisors", "pairs", "short_divisors"),

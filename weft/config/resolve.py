@@ -190,7 +190,7 @@ def read_spec(config: Config, path: str) -> ModelSpec:
             f"--take-embeddings: {spec.architecture} has no image input; remove --take-embeddings",
             param="--take-embeddings",
         )
-    check_settings(spec, config.runner.deterministic, config.lora.max_loras)
+    check_settings(spec, config.runner.deterministic)
     spec = check_experts(with_cache_dtype(spec, config.cache), config.parallel)
     local_spec(spec, check_hosts(config.parallel).layout)  # raises if the ranks do not divide the model
     return spec

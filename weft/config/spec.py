@@ -316,6 +316,17 @@ class EagleSpec(msgspec.Struct, frozen=True, kw_only=True):
     """True if the normalized stream enters the residual stream of the head."""
 
 
+class CountedExperts(msgspec.Struct, frozen=True, kw_only=True):
+    """Routed experts of a model of transformers, counted in the model."""
+
+    experts: int
+    """Experts of each layer with experts."""
+    elements: int
+    """Parameters of all experts of all layers."""
+    undivided: str = ""
+    """Reason why ranks cannot have whole experts; empty if ranks can."""
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only model. Layers are numbered from 0."""
 
@@ -397,6 +408,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why tensor parallel ranks cannot divide the model; empty if ranks can."""
     counted: int = 0
     """Parameters without the tables of tokens, counted in the model; 0: the other fields say the number."""
+    counted_experts: CountedExperts | None = None
+    """Part of ``counted``; never divided by ``local_spec``. None without experts, or if ``moe`` has them."""
 
     def cache_of(self, layer: int) -> int:
         """Return the number of the first KV cache group of ``layer``. Raise KeyError if there is none."""

@@ -49,7 +49,7 @@ def with_draft(spec: ModelSpec, config: Config, path: str, draft_path: str) -> M
             "single positions; choose a draft model with full, window or latent attention",
             param=_FLAG,
         )
-    if draft.moe is not None and config.parallel.enable_expert_parallel:
+    if (draft.moe or draft.counted_experts) is not None and config.parallel.enable_expert_parallel:
         raise ConfigError(
             f"{_FLAG} with experts and --enable-expert-parallel do not work together: choose a dense draft "
             "model",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.config.spec import ModelSpec
+from weft.types.layout import Layout
 
 
 def recurrent_layers(spec: ModelSpec) -> int:
@@ -70,6 +71,18 @@ def grouped_elements(spec: ModelSpec) -> int:
         parts = 0 if source != layer else 1 if layer in spec.attention.key_is_value else 2
         total += spec.hidden * cache.head_dim * (queries + parts * cache.kv_heads)
     return total // spec.layers
+
+
+def counted_elements(spec: ModelSpec, layout: Layout, redundant: int) -> tuple[int, int]:
+    """Return the counted parameters of one rank, without and of whole experts of this rank.
+
+    spec: the spec of one rank. ``redundant``: extra copies of experts over all ranks.
+    """
+    experts = spec.counted_experts
+    if experts is None or not layout.expert:
+        return spec.counted, 0
+    mine = -(-(experts.experts + redundant) // layout.ranks)
+    return spec.counted - experts.elements // layout.tensor, experts.elements // experts.experts * mine
 
 
 def layer_elements(spec: ModelSpec) -> int:

@@ -21,6 +21,7 @@ from weft.config.resolved import PoolSpec
 from weft.config.sections.all import SchedulerSection
 from weft.config.sharding import local_spec
 from weft.config.sizing.layer_elements import (
+    counted_elements,
     dense_elements,
     grouped_elements,
     input_table_elements,
@@ -316,9 +317,8 @@ def weight_bytes(
     quantized.
     """
     size = DTYPE_BYTES[dtype]
-    draft = 0
-    if spec.draft is not None:
-        draft = weight_bytes(spec.draft, dtype, quantization, layout, packed=packed)
+    other = spec.draft
+    draft = 0 if other is None else weight_bytes(other, dtype, quantization, layout, packed=packed)
     spec = local_spec(spec, layout)
     matrices = (spec.layers - recurrent_layers(spec)) * _attention_elements(spec)
     matrices += recurrent_elements(spec) + latent_elements(spec) + layer_elements(spec)
@@ -326,7 +326,7 @@ def weight_bytes(
     routers = routed = 0
     feeding = spec.layers - len(spec.bare_layers)
     if spec.counted:
-        matrices = spec.counted
+        matrices, routed = counted_elements(spec, layout, redundant)
     elif spec.moe is None:
         matrices += feeding * dense
     else:

@@ -92,6 +92,11 @@ def answered_by(receiver: Receiver) -> Iterator[None]:
         _current.receiver = before
 
 
+def current() -> Receiver | None:
+    """Return the receiver of the calls of this thread."""
+    return _current.receiver
+
+
 def _receiver() -> Receiver:
     assert _current.receiver is not None, "attention was called outside of a forward pass of Weft"
     return _current.receiver

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,17 @@ from weft.config.spec import ModelSpec
 from weft.layers.build import AdapterOptions, Build, ExpertOptions
 from weft.layers.pending_codes import Notes
 from weft.models import loader
+from weft.models.adapters import Adapters
 from weft.models.files import WeightFile
+from weft.models.generic.experts import RoutedExperts
 from weft.models.generic.model import TransformersModel
 from weft.models.generic.modules import Sums
 from weft.models.generic.probe import run_probe
 from weft.models.generic.self_check import check_loaded
 from weft.models.generic.skeleton import make_skeleton, read_config
 from weft.models.generic.swap import Substitution, Swapper
-from weft.models.generic.weights import published_map
+from weft.models.generic.weights import module_map, published_map
+from weft.moe.placement import Placement
 from weft.parallel.mesh import Mesh
 
 log = get_logger(__name__)
@@ -37,6 +41,8 @@ class _Options:
     progress: bool
     pack: bool
     codes: bool
+    placements: Sequence[Placement] | None
+    """Places of experts divided over ranks, one per layer with such experts; None for the order."""
 
 
 def load(
@@ -53,18 +59,18 @@ def load(
     invariant: bool = False,
     experts: ExpertOptions | None = None,
     adapters: AdapterOptions | None = None,
-    placements: object = None,
+    placements: Sequence[Placement] | None = None,
     pack: bool = True,
     packed: bool = True,
 ) -> TransformersModel:
     """Load the model of ``folder`` with the modeling code of transformers. Raises ConfigError.
 
-    The arguments are those of ``weft.models.loader.load_model``; ``placements`` must be None. Modules are
-    replaced by Weft's ops where recognized. If the model then fails in the self check with another error than
-    ConfigError, the model is loaded again without replacements, and the error is logged.
+    The arguments are those of ``weft.models.loader.load_model``. Modules are replaced by Weft's ops where
+    recognized. If the model then fails in the self check with another error than ConfigError, the model is
+    loaded again without replacements, and the error is logged.
     """
-    _check(invariant, adapters)
-    assert placements is None, "no experts are divided over ranks"
+    _check(invariant)
+    given = dict(locals())  # the arguments of this call, and nothing else
     codes = pack and packed and quantization == "none" and loader.keeps_codes(spec, dtype, device)
     staged = pack and load_format != "dummy" and (codes or quantization != "none")
     build = Build(
@@ -74,14 +80,26 @@ def load(
         quantization=quantization,
         staged=staged,
         experts=experts or ExpertOptions(),
+        adapters=adapters or AdapterOptions(),
     )
-    options = _Options(load_format=load_format, seed=seed, progress=progress, pack=pack, codes=codes)
+    options = _Options(
+        load_format=load_format, seed=seed, progress=progress, pack=pack, codes=codes, placements=placements
+    )
     try:
-        return _load(folder, spec, build, options, ops=True)
+        model = _load(folder, spec, build, options, ops=True)
+        if model.experts is not None:
+            _set_reload(model, given)
+        return model
     except ConfigError:
         raise
     except Exception as error:  # modeling code may read attributes that Weft's modules lack
         log.warning("%s is loaded without Weft's ops: %s", spec.architecture, error)
+    if build.divides_experts or build.adapters.places:
+        raise ConfigError(
+            f"{spec.architecture}: its code reads modules that Weft replaces; load it without "
+            "--enable-expert-parallel and --max-loras",
+            param="--max-loras" if build.adapters.places else "--enable-expert-parallel",
+        )
     # A new build: the old build has notes of the dropped parameters.
     build = dataclasses.replace(build, ops={}, notes=Notes())
     try:
@@ -95,12 +113,20 @@ def load(
         ) from error
 
 
-def _check(invariant: bool, adapters: AdapterOptions | None) -> None:
+def _set_reload(model: TransformersModel, given: dict[str, Any]) -> None:
+    """Let the experts of ``model`` read the experts of another placement.
+
+    ``given``: arguments of ``load``.
+    """
+    assert model.experts is not None
+    # A temporary model must not add callbacks to the mesh.
+    mesh = dataclasses.replace(given["mesh"], formed=[])
+    again = {**given, "mesh": mesh, "progress": False, "adapters": None}
+    model.experts.reload = lambda placements: load(**{**again, "placements": placements}).experts
+
+
+def _check(invariant: bool) -> None:
     """Raise ConfigError for options that modules of transformers cannot keep."""
-    if adapters is not None and adapters.places:
-        raise ConfigError(
-            "--max-loras: the implementation of transformers takes no LoRA adapters", param="--max-loras"
-        )
     if invariant:
         raise ConfigError(
             "--deterministic: the modules of transformers have no invariant form, so what is computed beside "
@@ -119,12 +145,19 @@ def _load(folder: str, spec: ModelSpec, build: Build, options: _Options, *, ops:
     _fill_buffers(published, build)  # before modules with buffers are replaced
     swapped = Swapper(published, calls, inputs, build, sums).swap(ops=ops)
     inputs.clear()
-    model = TransformersModel(spec, build, published, sums, swapped.loops)
+    model = TransformersModel(spec, build, published, sums, swapped)
+    if options.placements is not None:
+        routed = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+        for module, placement in zip(routed, options.placements, strict=True):
+            module.place(placement)
     filled = None
     if options.load_format == "dummy":
         loader.fill_randomly(model, options.seed)
     else:
         filled = _fill(model, folder, config, swapped, options)
+    if build.adapters.places:
+        parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        model.adapters = Adapters(model, module_map(swapped.targets, parameters), build.adapters)
     if options.pack:
         model.pack()
         if filled is not None:

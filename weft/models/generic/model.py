@@ -14,9 +14,15 @@ from weft.attention.base import AttentionBackend, Backends, CoreInput, LayerCach
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build
 from weft.models.decoder import Model
-from weft.models.generic.interface import AttentionCall, answered_by, call_weft, published_experts
+from weft.models.generic.attention import FusedAttention
+from weft.models.generic.experts import RoutedExperts
+from weft.models.generic.interface import AttentionCall, answered_by, call_weft, current, published_experts
+from weft.models.generic.last_rows import LastRows, last_layer
 from weft.models.generic.modules import Sums
 from weft.models.generic.skeleton import base_of
+from weft.models.generic.swap import Substitution
+from weft.moe.balance import ExpertLayers
+from weft.ops import torch_ops
 from weft.parallel.comm import Pending
 
 Tensor = torch.Tensor
@@ -67,29 +73,86 @@ class _Pass:
         assert isinstance(backend, AttentionBackend)
         self._backend = backend
         self._done = done
+        self._angles: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Write keys and values to the caches of the layer, and return the attention of all segments."""
-        step, model = self._step, self._model
+        """Write keys and values to the caches of the layer, and return the attention of all segments.
+
+        In the second pass of the last layer: return what the first pass has kept.
+        """
+        model = self._model
         layer: int = call.module.layer_idx
-        kind = model.kinds[layer]
-        caches = self._kv[layer]
-        spec = model.spec.caches[kind]
+        if model.sums.filler:
+            self._written(layer)
+            return call.q.new_zeros(1, 1, call.q.shape[1], call.v.shape[3])
+        kept = self._kept(layer)
+        if kept is None:
+            kind = model.kinds[layer]
+            step = self._step
+            q = model.write(call, self._kv[layer][kind], step.writes[kind], model.spec.caches[kind].fp8)
+            kept = self._attended(layer, q, call.scale, call.sinks)
         width = call.v.shape[3]
-        q = model.write(call, caches[kind], step.writes[kind], spec.fp8)
+        kept = kept if width == kept.shape[2] else kept[..., :width].contiguous()
+        return kept.unsqueeze(0)
+
+    def fused(self, attention: FusedAttention, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the output of an attention module [1, T, hidden] for x [1, T, hidden].
+
+        angles: cos and sin [1, T, rotated], both halves alike.
+        """
+        model, layer, rotation = self._model, attention.layer, attention.rotation
+        kept = self._kept(layer)
+        if kept is None:
+            kind = model.kinds[layer]
+            q = model.cache_op(model.spec.caches[kind].fp8)(
+                attention.group.whole(x),
+                attention.heads,
+                attention.kv_heads,
+                *attention.norms,
+                rotation.eps,
+                *self._halves(*angles),
+                *self._kv[layer][kind],
+                self._step.writes[kind],
+            )
+            kept = self._attended(layer, q, rotation.scale, None)
+        return attention.out(kept.view(1, len(kept), -1))
+
+    def _kept(self, layer: int) -> Tensor | None:
+        last = self._model.last_rows
+        return last.kept if last is not None and layer == self._model.spec.layers - 1 else None
+
+    def _written(self, layer: int) -> None:
         if self._done is not None:
             self._done(layer)  # later modules of the layer write no cache
+
+    def _halves(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [T, rotated / 2] in the dtype of the op. Computed once for all layers."""
+        found = self._angles.get(id(cos))
+        if found is None:
+            wide, half = torch_ops.wide(self._model.dtype), cos.shape[2] // 2
+            first, second = (part[0, :, :half].to(wide).contiguous() for part in (cos, sin))
+            found = self._angles[id(cos)] = (first, second, cos)  # ``cos`` stays alive, so the id is unique
+        return found[0], found[1]
+
+    def _attended(self, layer: int, q: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+        """Return the attention [T, heads, dim] of rotated queries q. The caches have the entries of the step.
+
+        Ends the first pass of the last layer.
+        """
+        step, model = self._step, self._model
+        kind = model.kinds[layer]
+        self._written(layer)
         out = torch.empty_like(q)
         for segment, prepared in zip(step.segments, step.prepared, strict=True):
             if not segment.tokens:
                 continue
             alone = segment.tokens == len(q)
             rows = slice(segment.begin, segment.begin + segment.tokens)
-            core = CoreInput(segment, caches, call.scale, prepared[kind], call.sinks)
+            core = CoreInput(segment, self._kv[layer], scale, prepared[kind], sinks)
             parts = (q, out) if alone else (q[rows], out[rows])
-            self._backend.attend(*parts, core, kind, spec)
-        out = out if width == out.shape[2] else out[..., :width].contiguous()
-        return out.unsqueeze(0)
+            self._backend.attend(*parts, core, kind, model.spec.caches[kind])
+        last = model.last_rows
+        return out if last is None or layer != model.spec.layers - 1 else last.attended(out)
 
     def route(self, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return published_experts(module, x, ids, weights)
@@ -113,13 +176,12 @@ class TransformersModel(Model):
     """
 
     def __init__(
-        self, spec: ModelSpec, build: Build, published: Any, sums: Sums, loops: Sequence[str]
+        self, spec: ModelSpec, build: Build, published: Any, sums: Sums, swapped: Substitution
     ) -> None:
-        """``loops``: classes of experts modules that read values on the host."""
         super().__init__(spec, build)
         self.published = published
         self.sums = sums
-        self._loops = tuple(sorted(set(loops)))
+        self._loops = tuple(sorted(set(swapped.loops)))
         name, base = base_of(published)
         # Hidden from nn.Module: both show parameters that ``published`` shows already.
         head = copy.copy(published)
@@ -130,6 +192,11 @@ class TransformersModel(Model):
         fp8 = any(cache.fp8 for cache in self.spec.caches)
         self._cache_op = build.op("qkv_rope_cache").run
         self._cache_op_fp8 = build.op("qkv_rope_cache_fp8").run if fp8 else None
+        for module, rotation in swapped.rotations:
+            FusedAttention(module, rotation, self._fused)
+        layer = last_layer(base, swapped.last_attention, spec.layers)
+        self.last_rows = None if layer is None else LastRows(layer, sums)
+        """The last layer for some rows; None if the last layer is unknown."""
         self._no_angles = torch.zeros(1, 0, dtype=build.wide, device=build.device)
         # Of four dims, so transformers takes the mask as finished and makes none.
         self._mask = torch.zeros(1, 1, 1, 1, dtype=build.dtype, device=build.device)
@@ -141,6 +208,25 @@ class TransformersModel(Model):
     @property
     def asking(self) -> tuple[str, ...]:
         return tuple(sorted({*super().asking, *(f"{name} (of transformers)" for name in self._loops)}))
+
+    def pack(self) -> None:
+        super().pack()
+        routed = [module for module in self.modules() if isinstance(module, RoutedExperts)]
+        divided = [module.divided for module in routed if module.divided is not None]
+        self.experts = ExpertLayers(divided) if divided else None
+
+    def cache_op(self, fp8: bool) -> Any:
+        """Return the op for rotation and cache."""
+        op = self._cache_op_fp8 if fp8 else self._cache_op
+        assert op is not None
+        return op
+
+    def _fused(self, attention: FusedAttention, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor | None:
+        """Return the output of ``attention`` in a pass of Weft; None in any other pass."""
+        receiver = current()
+        if not isinstance(receiver, _Pass) or self.sums.filler:
+            return None
+        return receiver.fused(attention, x, angles)
 
     def write(self, call: AttentionCall, cache: tuple[Tensor, ...], writes: Tensor, fp8: bool) -> Tensor:
         """Write the keys and values of ``call`` to ``cache``. Return the queries [T, heads, dim].
@@ -154,9 +240,9 @@ class TransformersModel(Model):
         heads, kv_heads = q.shape[1], k.shape[1]
         qkv = torch.cat((q, k, v), dim=1).view(len(q), -1).to(self.dtype)
         angles = self._no_angles.expand(len(q), 0)
-        op = self._cache_op_fp8 if fp8 else self._cache_op
-        assert op is not None
-        result: Tensor = op(qkv, heads, kv_heads, None, None, 0.0, angles, angles, *cache, writes)
+        result: Tensor = self.cache_op(fp8)(
+            qkv, heads, kv_heads, None, None, 0.0, angles, angles, *cache, writes
+        )
         return result
 
     def published_hidden(self, ids: Tensor) -> Tensor:
@@ -183,17 +269,38 @@ class TransformersModel(Model):
         done: Callable[[int], None] | None = None,
     ) -> Generator[Pending, None, Tensor]:
         yield from ()
-        with answered_by(_Pass(self, step, kv, backends, done)):
-            out = self._base[0](
-                input_ids=step.ids[None],
-                position_ids=step.positions[None],
-                attention_mask=self._mask,
-                use_cache=False,
-            )
+        sums = self.sums
+        sums.exchange, sums.adapters, sums.filler = step.exchange, step.adapters, not len(step.ids)
+        ids, positions = step.ids, step.positions
+        if sums.filler:  # code of transformers cannot reshape zero rows; other ranks wait for this rank
+            ids = positions = torch.zeros(1, dtype=torch.int64, device=self.device)
+        last, wanted = self.last_rows, logits_indices
+        if last is not None:
+            few = wanted is not None and last.on and 2 * len(wanted) <= len(ids) and not sums.filler
+            # The layer computes one row at least, for the same reason.
+            rows = wanted if wanted is None or len(wanted) else positions.new_zeros(1)
+            last.begin(len(ids), rows if few else None)
+        try:
+            with answered_by(_Pass(self, step, kv, backends, done)):
+                out = self._base[0](
+                    input_ids=ids[None],
+                    position_ids=positions[None],
+                    attention_mask=self._mask,
+                    use_cache=False,
+                )
+        finally:
+            if last is not None:
+                last.end()
         x: Tensor = out.last_hidden_state[0]
-        return x if logits_indices is None else x[logits_indices]
+        if sums.filler:
+            return x[:0]
+        if wanted is None:
+            return x
+        return x[: len(wanted)] if last is not None and few else x[wanted]
 
     def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
         yield from ()
+        if not len(hidden) and self.sums.comm.size == 1:
+            return hidden.new_zeros(0, self.spec.vocab_size)
         made: Tensor = self._head[0](inputs_embeds=hidden[None], use_cache=False).logits[0]
         return made.to(self.dtype)

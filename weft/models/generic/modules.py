@@ -5,26 +5,21 @@ Inputs have any leading dims: transformers computes [1, T, hidden], Weft's layer
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
-from weft.layers.build import Build, Layer, Packs
+from weft.layers.build import Build, Layer
 from weft.layers.dense import GateUp, Linear, LMHead, RMSNorm, RowLinear, TokenEmbedding
-from weft.layers.pending_codes import in_place, take_apart, take_codes
-from weft.layers.shard import Shard, joined, whole
-from weft.moe.experts import rank_experts
-from weft.ops import torch_ops
-from weft.ops.moe import Gate, Routed, has_codes
-from weft.ops.routing import Rule
+from weft.layers.shard import Shard, joined
+from weft.ops.low_rank import AdapterRows
 from weft.parallel.comm import Comm
+from weft.types.exchange import UNAGREED
 
 Tensor = torch.Tensor
 
 
 class Sums:
-    """Sums over the tensor parallel ranks, complete when the call returns.
+    """Sums over the tensor parallel ranks, complete when the call returns; facts of the current step.
 
     A forward pass of transformers cannot pause, so a step has no collective in flight beside computation.
     """
@@ -33,6 +28,14 @@ class Sums:
         self.comm = comm
         self.alone = False
         """True for the self check, which runs before ranks are connected: partial results stay partial."""
+        self.exchange = UNAGREED
+        """Agreement of the ranks about rows sent to experts of other ranks."""
+        self.adapters: AdapterRows | None = None
+        """Places of the adapters of the rows; None if no row has an adapter."""
+        self.filler = False
+        """True if the step has no rows. The one row of the pass is a filler, which no expert may get."""
+        self.routed = 0
+        """Number of calls of divided experts."""
 
     def __call__(self, partial: Tensor) -> Tensor:
         """Return the sum of ``partial`` over the ranks."""
@@ -52,17 +55,22 @@ class Sums:
 class FlatLinear(Layer):
     """A linear layer with outputs divided over ranks, or whole. x: [.., inputs]; returns [.., outputs]."""
 
-    def __init__(self, inputs: int, outputs: Shard, build: Build, *, bias: bool) -> None:
+    adapted = ("inner",)
+
+    def __init__(self, inputs: int, outputs: Shard, build: Build, sums: Sums, *, bias: bool) -> None:
         super().__init__()
         self.inner = Linear(inputs, outputs, build, bias=bias)
+        self._sums = sums
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.inner(x.reshape(-1, x.shape[-1]))
+        made: Tensor = self.inner(x.reshape(-1, x.shape[-1]), self._sums.adapters)
         return made.view(*x.shape[:-1], made.shape[-1])
 
 
 class SummedLinear(Layer):
     """A linear layer with inputs divided over ranks. Returns the sum [.., outputs]."""
+
+    adapted = ("inner",)
 
     def __init__(self, inputs: Shard, outputs: int, build: Build, sums: Sums, *, bias: bool) -> None:
         super().__init__()
@@ -70,20 +78,28 @@ class SummedLinear(Layer):
         self._sums = sums
 
     def forward(self, x: Tensor) -> Tensor:
-        made = self._sums(self.inner(x.reshape(-1, x.shape[-1])))
+        made = self._sums(self.inner(x.reshape(-1, x.shape[-1]), self._sums.adapters))
         return made.view(*x.shape[:-1], made.shape[-1])
 
 
 class Joined(Layer):
     """Several linear layers of one input as one matrix."""
 
-    def __init__(self, inputs: int, parts: list[Shard], build: Build, *, bias: bool) -> None:
+    adapted = ("inner",)
+
+    def __init__(self, inputs: int, parts: list[Shard], build: Build, sums: Sums, *, bias: bool) -> None:
         super().__init__()
+        self._sums = sums
         self.inner = Linear(inputs, joined(*parts), build, bias=bias)
         self.sizes = [part.count for part in parts]
         self._x: Tensor | None = None
         self._made: list[Tensor] = []
         self._left = 0
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return the outputs of all layers for x [.., inputs]: [rows, outputs]."""
+        made: Tensor = self.inner(x.reshape(-1, x.shape[-1]), self._sums.adapters)
+        return made
 
     def part(self, number: int, x: Tensor) -> Tensor:
         """Return the outputs of layer ``number`` for x [.., inputs].
@@ -91,7 +107,7 @@ class Joined(Layer):
         The first layer computes all outputs. The outputs are dropped after the last layer has taken its part.
         """
         if self._x is not x:
-            made: Tensor = self.inner(x.reshape(-1, x.shape[-1]))
+            made = self.whole(x)
             self._made = list(made.view(*x.shape[:-1], made.shape[-1]).split(self.sizes, dim=-1))
             self._x, self._left = x, len(self.sizes)
         result = self._made[number]
@@ -109,10 +125,15 @@ class JoinedPart(Layer):
         # Only the first part shows the group to nn.Module, so that every parameter has one name.
         self.inner = group if not number else None
         self._group = (group,)
-        self._number = number
+        self.number = number
+
+    @property
+    def group(self) -> Joined:
+        """The matrix of all parts."""
+        return self._group[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._group[0].part(self._number, x)
+        return self._group[0].part(self.number, x)
 
 
 class FlatNorm(Layer):
@@ -135,6 +156,8 @@ class FlatNorm(Layer):
 class FlatMLP(Layer):
     """``down(activation(gate(x)) * up(x))`` for x [.., hidden]. ``inner``: intermediate size of this rank."""
 
+    adapted = ("gate_up", "down")
+
     def __init__(
         self, hidden: int, inner: Shard, activation: str, build: Build, sums: Sums, *, bias: bool
     ) -> None:
@@ -146,11 +169,13 @@ class FlatMLP(Layer):
             if inner.whole
             else RowLinear(inner, hidden, build, bias=bias)
         )
-        self._sums = None if inner.whole else sums
+        self._sums = sums
+        self._partial = not inner.whole
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.down(self.gate_up(x.reshape(-1, x.shape[-1])))
-        return (made if self._sums is None else self._sums(made)).view(x.shape)
+        adapters = self._sums.adapters
+        made: Tensor = self.down(self.gate_up(x.reshape(-1, x.shape[-1]), adapters), adapters)
+        return (self._sums(made) if self._partial else made).view(x.shape)
 
 
 class SharedEmbedding(Layer):
@@ -189,66 +214,3 @@ class SharedHead(Layer):
         made = self._sums.gathered(self.inner(x.reshape(-1, x.shape[-1])), self._size)
         made = made if self.bias is None else made + self.bias
         return made.view(*x.shape[:-1], self._size)
-
-
-class RoutedExperts(Packs):
-    """Experts with gate rows first; the family's own router chooses the experts.
-
-    x: [T, hidden]; ids, weights: [T, k]; returns the weighted sum [T, hidden].
-    """
-
-    def __init__(
-        self, experts: int, hidden: int, inner: Shard, top_k: int, gate: Gate, build: Build, sums: Sums
-    ) -> None:
-        super().__init__()
-        both = joined(inner, inner).at(1)
-        self.gate_up = build.matrix(experts, both.count, hidden, shard=both)
-        self.down = build.matrix(experts, hidden, inner.count, shard=inner.at(2))
-        self._op = build.matrix_op("moe_pieces", divided=0 if inner.whole else inner.size)
-        self._rule = Rule(top_k=top_k, scoring="softmax", renormalize=False)
-        self._gate = gate
-        self._build = build
-        self._notes = build.notes
-        self._sums = None if inner.whole else sums
-        self._rank: Any = None
-        self._packed: Any = None
-
-    def pack(self) -> None:
-        """Pack the experts. The op wants a router; this router is never used."""
-        build = self._build
-        experts, hidden = self.gate_up.shape[0], self.gate_up.shape[2]
-        weights = Routed(
-            rule=self._rule,
-            gate=self._gate,
-            router=torch.zeros(experts, hidden, dtype=build.wide, device=build.device),
-            dtype=build.dtype,
-            gate_up=self._matrices("gate_up"),
-            down=self._matrices("down"),
-        )
-        op = self._op
-        pack = op.pack_codes if has_codes(weights) else op.pack
-        self._packed = weights if pack is None else pack(weights)
-        self._rank = rank_experts(op.run())
-        if op.pack is not None or has_codes(weights):
-            self.gate_up = self.down = None  # type: ignore[assignment]
-
-    def _matrices(self, name: str) -> Any:
-        """Return the stack ``name``: codes if loaded as codes, otherwise plain in its final memory."""
-        weight = self._notes.weight(getattr(self, name))
-        op = self._op
-        codes = take_apart(weight) if op.apart else take_codes(weight, op.pack_codes is not None)
-        if codes is not None:
-            return codes
-        setattr(self, name, in_place(weight))
-        return getattr(self, name).data
-
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        scales = weights.to(torch_ops.wide(x.dtype))
-        answers = self._rank.answer(x, ids.long(), scales, self._packed, False)  # [T, 1, hidden]
-        made: Tensor = answers[:, 0].to(x.dtype)
-        return made if self._sums is None else self._sums(made)
-
-
-def all_of(size: int) -> Shard:
-    """Return the shard of a dim that every rank has whole."""
-    return whole(size)

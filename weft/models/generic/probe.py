@@ -19,14 +19,16 @@ import torch
 
 from weft.common.errors import ConfigError
 from weft.config.families.generic.probing import Probed
-from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
+from weft.config.spec import CacheSpec, CountedExperts, ModelSpec, RopeSpec
+from weft.models.generic import recognition
 from weft.models.generic.interface import AttentionCall, answered_by
 from weft.models.generic.masks import FULL, Mask, make_mask
 from weft.models.generic.parallel import undivided
 from weft.models.generic.skeleton import base_of, make_skeleton, read_config
 
 Tensor = torch.Tensor
-_TOKENS = 3
+PROBED_TOKENS = 3
+"""Tokens of the probe's pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +70,8 @@ class Probe:
             problems.append("softcap of attention scores")
         if call.v.shape[3] > call.q.shape[3]:
             problems.append(f"values of {call.v.shape[3]} dims, keys of {call.q.shape[3]}")
-        if call.q.shape[0] != 1 or call.q.shape[2] != _TOKENS or call.k.shape[2] != _TOKENS:
-            problems.append(f"keys of {call.k.shape[2]} positions for {_TOKENS} tokens")
+        if call.q.shape[0] != 1 or call.q.shape[2] != PROBED_TOKENS or call.k.shape[2] != PROBED_TOKENS:
+            problems.append(f"keys of {call.k.shape[2]} positions for {PROBED_TOKENS} tokens")
         if call.q.shape[1] % call.k.shape[1]:
             problems.append(f"{call.k.shape[1]} KV heads for {call.q.shape[1]} heads")
         self.calls.append(
@@ -98,7 +100,7 @@ def run_probe(model: Any) -> list[LayerFacts]:
     """
     _refuse(model, _moving_rope(model))
     # A mask of two dims: without a mask transformers reads the positions, which have no values here.
-    seen = torch.ones(1, _TOKENS, dtype=torch.int64, device="meta")
+    seen = torch.ones(1, PROBED_TOKENS, dtype=torch.int64, device="meta")
     try:
         return _pass(model, seen)
     except Exception as error:  # modeling code raises many types
@@ -120,7 +122,7 @@ def run_probe(model: Any) -> list[LayerFacts]:
 def _pass(model: Any, mask: Tensor) -> list[LayerFacts]:
     """Return the attention calls of one forward pass with ``mask``."""
     probe = Probe()
-    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    ids = torch.zeros(1, PROBED_TOKENS, dtype=torch.int64, device="meta")
     with answered_by(probe):
         model(input_ids=ids, attention_mask=mask, use_cache=False)
     return probe.calls
@@ -220,6 +222,26 @@ def spec_of(model: Any, calls: list[LayerFacts]) -> ModelSpec:
         dtype="",
         undivided=undivided(model, list(found.values())),
         counted=_counted(model),
+        counted_experts=_counted_experts(model),
+    )
+
+
+def _counted_experts(model: Any) -> CountedExperts | None:
+    """Return the experts of ``model``; None for a model without experts."""
+    found = [module for module in model.modules() if recognition.is_experts(module)]
+    if not found:
+        return None
+    unknown = sorted({type(module).__name__ for module in found if recognition.gate_of(module) is None})
+    numbers = sorted({len(next(module.parameters())) for module in found})
+    reason = ""
+    if unknown:
+        reason = f"Weft's op does not compute the experts of {', '.join(unknown)}"
+    elif len(numbers) > 1:
+        reason = f"layers have different numbers of experts: {', '.join(map(str, numbers))}"
+    return CountedExperts(
+        experts=numbers[0],
+        elements=sum(weight.numel() for module in found for weight in module.parameters()),
+        undivided=reason,
     )
 
 

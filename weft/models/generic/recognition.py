@@ -25,11 +25,12 @@ _SIZES = (1.0, 100.0)
 """Factors of the random inputs: large inputs show a block that cuts off its values (``swiglu_limit``)."""
 
 
-def _random(*shape: int) -> Tensor:
+def random(*shape: int) -> Tensor:
+    """Return random numbers in float64, a function of ``shape``."""
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def _equal(one: Any, other: Tensor) -> bool:
+def equal(one: Any, other: Tensor) -> bool:
     """Return True if ``one`` is a tensor with the values of ``other``."""
     return (
         isinstance(one, Tensor)
@@ -51,8 +52,8 @@ def norm_of(module: nn.Module) -> tuple[float, bool] | None:
         return None
     size = len(weights[0][1])
     twin = copy.deepcopy(module).to_empty(device="cpu").double()
-    weight = _random(size)
-    x = 3 * _random(2, size)
+    weight = random(size)
+    x = 3 * random(2, size)
     try:
         with torch.no_grad():
             twin.weight.copy_(weight)  # type: ignore[operator]
@@ -60,7 +61,7 @@ def norm_of(module: nn.Module) -> tuple[float, bool] | None:
     except Exception:  # a norm with further inputs, for example
         return None
     for centred in (False, True):
-        if _equal(made, torch_ops.rms_norm(x, weight + float(centred), eps)):
+        if equal(made, torch_ops.rms_norm(x, weight + float(centred), eps)):
             return eps, centred
     return None
 
@@ -71,9 +72,9 @@ def _twin(module: nn.Module, parts: dict[str, tuple[int, int]], bias: bool) -> n
     twin._modules = dict(module._modules)
     for name, (inputs, outputs) in parts.items():
         layer = nn.Linear(inputs, outputs, bias=bias, dtype=torch.float64)
-        layer.weight.data = _random(outputs, inputs)
+        layer.weight.data = random(outputs, inputs)
         if bias:
-            layer.bias.data = _random(outputs)
+            layer.bias.data = random(outputs)
         twin._modules[name] = layer
     return twin
 
@@ -90,7 +91,7 @@ def _activation(
     except Exception:  # a block that needs its published sizes, or a gate with weights of its own
         return None
     for name in torch_ops.ACTIVATIONS:
-        if all(_equal(made, products(given, name)) for given, made in results):
+        if all(equal(made, products(given, name)) for given, made in results):
             return name
     return None
 
@@ -123,8 +124,13 @@ def mlp_of(module: nn.Module) -> tuple[str, bool] | None:
         made: Tensor = parts["down_proj"](torch_ops.gated(gate_up, activation))
         return made
 
-    found = _activation(_random(1, 3, _HIDDEN), twin, computed)
+    found = _activation(random(1, 3, _HIDDEN), twin, computed)
     return None if found is None else (found, bias)
+
+
+def is_experts(module: Any) -> bool:
+    """Return True for a module with the interface of transformers for experts."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "is_concatenated")
 
 
 @torch.no_grad()
@@ -143,7 +149,7 @@ def gate_of(module: Any) -> Gate | None:
     if len(up) != 3 or down != (up[0], up[2], up[1] // 2) or module.has_post_expert_norm:
         return None
     name = _activation(
-        _random(4, 2 * _INNER),
+        random(4, 2 * _INNER),
         lambda x: module._apply_gate(x.clone()),
         lambda x, name: activate(x, Gate(activation=name)),
     )
@@ -160,12 +166,12 @@ def scale_of(module: nn.Module) -> str | None:
     if {name for name, _ in module.named_buffers()} != {"embed_scale"}:
         return None
     twin = copy.copy(module)
-    table = _random(5, 2)
+    table = random(5, 2)
     twin._parameters = {"weight": nn.Parameter(table, requires_grad=False)}
     twin._buffers = {"embed_scale": torch.tensor(3.5, dtype=torch.float64)}
     twin.padding_idx = None
     ids = torch.tensor([[0, 2, 1]])
     try:
-        return "embed_scale" if _equal(twin(ids), table[ids] * 3.5) else None
+        return "embed_scale" if equal(twin(ids), table[ids] * 3.5) else None
     except Exception:  # an embedding with further inputs
         return None

@@ -31,6 +31,8 @@ Tensor = torch.Tensor
 _TOKENS, _BLOCK, _BLOCKS = 21, 8, 12
 _PIECES = (9, 5, 1, 1, 1, 1, 1, 1, 1)
 """Tokens of each piece: two chunks of a prompt, then single tokens."""
+_WANTED = (20, 17, 11, 6, 4, 0)
+"""Rows of the whole sequence that the last layer computes alone."""
 _LIMITS = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
 """Largest accepted difference between whole and pieces, relative to the norm of a hidden state. Modules of
 transformers compute in float32 inside, also for float64. State outside of the caches gives about 1."""
@@ -96,6 +98,21 @@ class _Check:
 
     def step(self, prefill: list[tuple[_Row, int]], decode: list[tuple[_Row, int]]) -> None:
         """Compute more tokens of each row, and append the hidden states to the rows."""
+        hidden = self.hidden(prefill, decode)
+        # The rows of ``hidden`` are in the order of the rows: prefill before decode.
+        begin = 0
+        for row, count in (*prefill, *decode):
+            row.made += list(hidden[begin : begin + count].double())
+            row.computed += count
+            begin += count
+
+    def hidden(
+        self,
+        prefill: list[tuple[_Row, int]],
+        decode: list[tuple[_Row, int]],
+        wanted: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Return the hidden states of more tokens of each row: of all tokens, or of the rows ``wanted``."""
         rows = [*prefill, *decode]
         spans = [(row, range(row.computed, row.computed + count)) for row, count in rows]
         first = self._segment(prefill, 0)
@@ -114,13 +131,8 @@ class _Check:
             ),
             logits_index=self._column(range(len(places))),
         )
-        # The rows of ``hidden`` are in the order of ``rows``: prefill before decode.
-        hidden = drive(self._model.hidden(step, self._kv, self._backends))
-        begin = 0
-        for row, count in rows:
-            row.made += list(hidden[begin : begin + count].double())
-            row.computed += count
-            begin += count
+        index = None if wanted is None else self._column(wanted)
+        return drive(self._model.hidden(step, self._kv, self._backends, index))
 
 
 @torch.inference_mode()
@@ -146,6 +158,10 @@ def check_loaded(model: TransformersModel) -> float:
             else:
                 check.step([(other, 2)], [(pieces, 1)])
         head = drive(model.logits(torch.stack(whole.made[-1:]).to(model.dtype)))
+        _try_last_rows(model, check, whole)
+        published = None
+        if model.sums.comm.size == 1:
+            published = model.published_hidden(torch.tensor(ids, device=model.device)).double()
     finally:
         model.sums.alone = False
     if head.shape != (1, spec.vocab_size):
@@ -163,9 +179,8 @@ def check_loaded(model: TransformersModel) -> float:
             f"a sequence in pieces differs from the whole sequence by {found:.1e} (limit {limit:g}), so "
             "the model keeps state outside of the KV cache",
         )
-    if model.sums.comm.size == 1:
-        ids_of = torch.tensor(ids, device=model.device)
-        apart = _apart(one, model.published_hidden(ids_of).double(), begins)
+    if published is not None:
+        apart = _apart(one, published, begins)
         limit = _PUBLISHED_LIMITS[torch.bfloat16 if fp8 else model.dtype]
         if not apart <= limit:
             raise _refused(
@@ -175,6 +190,23 @@ def check_loaded(model: TransformersModel) -> float:
             )
     log.info("self check of %s: pieces differ from the whole by %.1e", spec.architecture, found)
     return found
+
+
+def _try_last_rows(model: TransformersModel, check: _Check, whole: _Row) -> None:
+    """Compute the last layer for a few rows from now on, if the rows are equal to the rows of ``whole``."""
+    last = model.last_rows
+    if last is None:
+        return
+    last.on = True
+    why = "other values"
+    try:
+        found = check.hidden([(_Row(whole.ids, whole.blocks), _TOKENS)], [], _WANTED).double()
+        due = torch.stack([whole.made[row] for row in _WANTED])
+        last.on = found.shape == due.shape and _apart(due, found, ()) <= _LIMITS[model.dtype]
+    except Exception as error:  # code of transformers raises many types for other numbers of rows
+        last.on, why = False, str(error)
+    if not last.on:
+        log.info("%s: the last layer computes all rows (%s)", model.spec.architecture, why)
 
 
 def _apart(one: Tensor, other: Tensor, begins: tuple[int, ...]) -> float:

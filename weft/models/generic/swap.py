@@ -8,18 +8,20 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from weft.common.errors import ConfigError
-from weft.layers.build import Build
+from weft.layers.build import AdapterOptions, Build
 from weft.layers.shard import Shard, whole
+from weft.models.generic import experts as routed
 from weft.models.generic import modules, recognition
+from weft.models.generic.attention import Rotation, is_joined, rotation_of
 from weft.models.generic.parallel import DIVIDED, WHOLE, plan_of, style_of
-from weft.models.generic.probe import LayerFacts
+from weft.models.generic.probe import PROBED_TOKENS, LayerFacts
 from weft.models.generic.skeleton import base_of
 
 
@@ -40,6 +42,10 @@ class Substitution:
     counts: Counter[str] = field(default_factory=Counter)
     loops: list[str] = field(default_factory=list)
     """Experts modules that stay as published: a loop that reads values on the host."""
+    rotations: list[tuple[Any, Rotation]] = field(default_factory=list)
+    """Attention modules between whose matrices Weft's op can stand."""
+    last_attention: str = ""
+    """Name of the class of the last attention module."""
 
 
 class Swapper:
@@ -53,16 +59,21 @@ class Swapper:
         build: Build,
         sums: modules.Sums,
     ) -> None:
-        """``inputs``: (name of a linear layer, its input) in the order of the probe."""
+        """``inputs``: (name of a linear layer, its input) in the order of the probe.
+
+        Only linear layers that are called once, with one row per token, take adapters.
+        """
         self.model = model
         self.build = build
         self.sums = sums
         self.made = Substitution()
         self._inputs = inputs
+        self._adapts = adapted_layers(inputs)
+        self._plain = replace(build, adapters=AdapterOptions())
         self._ranks = build.comm.size
         self._base, _ = base_of(model)
         self._plan = plan_of(model) if self._ranks > 1 else {}
-        self._layers = {call.layer: call for call in calls}
+        self._layers = {call.layer: call for call in calls if call.layer is not None}
         self._attention = {call.module for call in calls}
         self._wide = _kept_wide(model)
         self._uses = Counter(
@@ -73,7 +84,9 @@ class Swapper:
 
     def swap(self, *, ops: bool) -> Substitution:
         """Replace what is recognized (nothing if ``ops`` is False), and give memory to the rest."""
+        self.made.last_attention = self._layers[max(self._layers)].module
         if ops:
+            rotations = list(self._rotations())  # of published modules, before their parts are replaced
             self._head()
             for name, module in list(self.model.named_modules()):
                 self._block(name, module)
@@ -81,10 +94,23 @@ class Swapper:
             for name, module in list(self.model.named_modules()):
                 if type(module) is nn.Linear:
                     self._linear(name, module)
+            self.made.rotations = [found for found in rotations if is_joined(found[0])]
+            if self.made.rotations:
+                self.made.counts["rotation"] = len(self.made.rotations)
         self._rest()
         return self.made
 
     # --- what is replaced ---
+
+    def _rotations(self) -> Iterator[tuple[Any, Rotation]]:
+        """Yield the attention modules that Weft's op can compute, with facts."""
+        for module in self.model.modules():
+            facts = self._layers.get(getattr(module, "layer_idx", None))
+            if facts is None or type(module).__name__ != facts.module or facts.v_dim != facts.dim:
+                continue
+            found = rotation_of(module, facts.dim)
+            if found is not None:
+                yield module, found
 
     def _block(self, name: str, module: nn.Module) -> None:
         """Replace a norm, a feed-forward block or experts."""
@@ -97,7 +123,7 @@ class Swapper:
         mlp = recognition.mlp_of(module)
         if mlp is not None:
             self._mlp(name, module, *mlp)
-        elif hasattr(module, "_apply_gate") and hasattr(module, "is_concatenated"):
+        elif recognition.is_experts(module):
             gate = recognition.gate_of(module)
             if gate is not None:
                 self._experts(name, module, gate)
@@ -112,7 +138,8 @@ class Swapper:
         hidden, size = down.out_features, down.in_features
         divided = self._style(f"{name}.down_proj") == "rowwise"
         inner = self.build.part(size) if divided else whole(size)
-        swapped = modules.FlatMLP(hidden, inner, activation, self.build, self.sums, bias=bias)
+        build = self._build_of(*(f"{name}.{part}" for part, _ in module.named_children()))
+        swapped = modules.FlatMLP(hidden, inner, activation, build, self.sums, bias=bias)
         self._put(name, swapped, "feed-forward block")
         rows = {"gate_proj": slice(0, size), "up_proj": slice(size, 2 * size)}
         first = rows if hasattr(module, "gate_proj") else {"gate_up_proj": slice(0, 2 * size)}
@@ -122,11 +149,11 @@ class Swapper:
 
     def _experts(self, name: str, module: Any, gate: Any) -> None:
         experts, hidden, size = module.down_proj.shape
-        divided = self._style(f"{name}.down_proj") == "rowwise"
-        inner = self.build.part(size) if divided else whole(size)
+        divides = self._style(f"{name}.down_proj") == "rowwise"
+        inner = routed.part_of_experts(size, self.build, divides=divides)
         top_k = getattr(module.config, "num_experts_per_tok", None) or 1
         top_k = top_k if isinstance(top_k, int) else 1
-        swapped = modules.RoutedExperts(experts, hidden, inner, top_k, gate, self.build, self.sums)
+        swapped = routed.RoutedExperts(experts, hidden, inner, top_k, gate, self.build, self.sums)
         self._put(name, swapped, "experts")
         self._fill(f"{name}.gate_up_proj", swapped.gate_up)
         self._fill(f"{name}.down_proj", swapped.down)
@@ -170,7 +197,8 @@ class Swapper:
             if len(names) < 2 or len(set(names)) < len(names) or len(biases) > 1 or "rowwise" in styles:
                 continue
             shards = [self._outputs(name, part) for name, part in zip(names, parts, strict=True)]
-            group = modules.Joined(parts[0].in_features, shards, self.build, bias=biases.pop())
+            build = self._build_of(*names)
+            group = modules.Joined(parts[0].in_features, shards, build, self.sums, bias=biases.pop())
             begin = 0
             for number, (name, part) in enumerate(zip(names, parts, strict=True)):
                 self._put(name, modules.JoinedPart(group, number), "joined linear layer")
@@ -185,12 +213,20 @@ class Swapper:
         swapped: modules.FlatLinear | modules.SummedLinear
         if self._style(name) == "rowwise":
             inputs = self._heads(name, module.in_features)
-            swapped = modules.SummedLinear(inputs, module.out_features, self.build, self.sums, bias=bias)
+            swapped = modules.SummedLinear(
+                inputs, module.out_features, self._build_of(name), self.sums, bias=bias
+            )
         else:
             outputs = self._outputs(name, module)
-            swapped = modules.FlatLinear(module.in_features, outputs, self.build, bias=bias)
+            build = self._build_of(name)
+            swapped = modules.FlatLinear(module.in_features, outputs, build, self.sums, bias=bias)
         self._put(name, swapped, "linear layer")
         self._fill_linear(name, swapped.inner, bias=bias)
+
+    def _build_of(self, *names: str) -> Build:
+        """Return the build for the linear layers ``names``: without adapters if one layer takes none."""
+        linear = [name for name in names if type(self._module(name)) is nn.Linear]
+        return self.build if self._adapts.issuperset(linear) else self._plain
 
     # --- ranks ---
 
@@ -224,8 +260,8 @@ class Swapper:
         for name, module in list(self.model.named_modules(remove_duplicate=False)):
             if id(module) in ours:
                 continue
-            if hasattr(module, "_apply_gate") and hasattr(module, "is_concatenated"):
-                self.made.loops.append(type(module).__name__)
+            if recognition.is_experts(module):
+                self._loop(name, module)
             for key, tensor in list(_tensors(module)):
                 full = f"{name}.{key}" if name else key
                 if style_of(self._plan, full.removeprefix(f"{self._base}.")) not in {None, *WHOLE}:
@@ -235,6 +271,16 @@ class Swapper:
                         param="--tensor-parallel-size",
                     )
                 self._give_memory(full, module, key, tensor)
+
+    def _loop(self, name: str, module: nn.Module) -> None:
+        """Note experts that stay as published. Raise ConfigError if ranks should have whole experts."""
+        if self.build.divides_experts:
+            raise ConfigError(
+                f"--enable-expert-parallel: Weft's op does not compute {name} ({type(module).__name__}), so "
+                "every rank needs all of its experts; remove --enable-expert-parallel",
+                param="--enable-expert-parallel",
+            )
+        self.made.loops.append(type(module).__name__)
 
     def _give_memory(self, full: str, module: nn.Module, key: str, tensor: torch.Tensor) -> None:
         """Replace a tensor on the meta device by a parameter with memory, of which all ranks have all."""
@@ -290,8 +336,19 @@ class Swapper:
         return any("experts" in child for child, _ in parent.named_children() if "shared" not in child)
 
 
+def adapted_layers(inputs: list[tuple[str, Any]]) -> set[str]:
+    """Return the names of linear layers with exactly one call, for one row per token.
+
+    ``inputs``: (name, input) of each call in the probe.
+    """
+    counts = Counter(name for name, _ in inputs)
+    rows = {name: tuple(x.shape[:-1]) for name, x in inputs if isinstance(x, torch.Tensor)}
+    whole_rows = ((1, PROBED_TOKENS), (PROBED_TOKENS,))
+    return {name for name, count in counts.items() if count == 1 and rows.get(name) in whole_rows}
+
+
 def _is_ours(module: nn.Module) -> bool:
-    return type(module).__module__ == modules.__name__
+    return type(module).__module__ in (modules.__name__, routed.__name__)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -49,6 +49,17 @@ def published_map(
     return _Reader(model, targets, parameters).read(files)
 
 
+def module_map(targets: Mapping[str, Target], parameters: Mapping[int, str]) -> WeightMap:
+    """Return the weight map of adapters, which name modules of the model instead of tensors in files.
+
+    The arguments are those of ``published_map``.
+    """
+    made = FoundMap()
+    for name, target in targets.items():
+        made.add(name, parameters[id(target.parameter)], *target.index, offset=target.offset)
+    return made
+
+
 class _Reader:
     def __init__(self, model: Any, targets: Mapping[str, Target], parameters: Mapping[int, str]) -> None:
         self._targets = targets

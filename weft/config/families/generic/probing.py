@@ -36,7 +36,7 @@ log = get_logger(__name__)
 #: First supported version of transformers, and the first version beyond the tested versions.
 OLDEST, BEYOND = (5, 17), (5, 24)
 INSTALL = "pip install 'weft[models]'"
-_VERSION = 2
+_VERSION = 3
 """Version of the probe within one version of Weft."""
 _TIMEOUT_S = 600.0
 
@@ -128,20 +128,9 @@ def check_tasks(architecture: str, classifies: bool) -> None:
         )
 
 
-def check_settings(spec: ModelSpec, deterministic: bool, adapters: int) -> None:
-    """Raise ConfigError for settings that the implementation of transformers cannot keep.
-
-    ``adapters``: --max-loras.
-    """
-    if spec.implementation != "transformers":
-        return
-    if adapters:
-        raise ConfigError(
-            f"--max-loras: {spec.architecture} is served with the code of transformers, which takes no "
-            "LoRA adapters; remove the flag",
-            param="--max-loras",
-        )
-    if deterministic:
+def check_settings(spec: ModelSpec, deterministic: bool) -> None:
+    """Raise ConfigError for settings that the implementation of transformers cannot keep."""
+    if spec.implementation == "transformers" and deterministic:
         raise ConfigError(
             f"--deterministic: {spec.architecture} is served with the implementation of transformers, where "
             "rows of a step may change the last bits of each other; remove --deterministic",
