@@ -342,9 +342,8 @@ def adapted_layers(inputs: list[tuple[str, Any]]) -> set[str]:
     ``inputs``: (name, input) of each call in the probe.
     """
     counts = Counter(name for name, _ in inputs)
-    rows = {name: tuple(x.shape[:-1]) for name, x in inputs if isinstance(x, torch.Tensor)}
-    whole_rows = ((1, PROBED_TOKENS), (PROBED_TOKENS,))
-    return {name for name, count in counts.items() if count == 1 and rows.get(name) in whole_rows}
+    rows = {name: [n for n in x.shape[:-1] if n != 1] for name, x in inputs if isinstance(x, torch.Tensor)}
+    return {name for name, count in counts.items() if count == 1 and rows.get(name) == [PROBED_TOKENS]}
 
 
 def _is_ours(module: nn.Module) -> bool:
