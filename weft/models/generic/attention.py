@@ -91,14 +91,14 @@ def rotation_of(module: Any, dim: int) -> Rotation | None:
         part = children[name]
         twin._modules[name] = _layer(_INPUTS, part.out_features, number, bias=part.bias is not None)
     twin._modules["o_proj"] = _layer(children["o_proj"].in_features, _INPUTS, 0, bias=False)
-    weights: list[Tensor | None] = [None, None]
+    weights = dict[str, Tensor]()
     for number, (name, part) in enumerate(norms.items()):
         if tuple(part.weight.shape) != (dim,):
             return None
         other = copy.deepcopy(part).to_empty(device="cpu").double()
         other.weight.copy_(random(dim) + number)
         twin._modules[name] = other
-        weights[number] = other.weight + float(centred)
+        weights[name] = other.weight + float(centred)
     scales = {width: _compared(twin, dim, width, weights, eps) for width in _widths(module, dim)}
     widths = frozenset(width for width, scale in scales.items() if scale is not None)
     if not widths:
@@ -147,7 +147,8 @@ def _compared(twin: Any, dim: int, width: int, weights: list[Tensor | None], eps
     heads, kv_heads = call.q.shape[1], call.k.shape[1]
     if call.v.shape[1:] != call.k.shape[1:] or qkv.shape[1] != (heads + 2 * kv_heads) * dim:
         return None
-    due = torch_ops.rotated_qkv(qkv, heads, kv_heads, dim, *weights, eps, cos[0], sin[0])
+    q_weight, k_weight = weights.get("q_norm"), weights.get("k_norm")
+    due = torch_ops.rotated_qkv(qkv, heads, kv_heads, dim, q_weight, k_weight, eps, cos[0], sin[0])
     made = (part[0].transpose(0, 1) for part in (call.q, call.k, call.v))
     out = twin._modules["o_proj"](recorded.given.reshape(1, _TOKENS, -1))
     same = all(equal(one, other) for one, other in zip(made, due, strict=True)) and equal(result[0], out)

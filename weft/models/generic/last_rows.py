@@ -10,7 +10,7 @@ the layer. The self check compares the rows of both ways, and keeps all rows if 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class LastRows:
 
     def __init__(self, layer: nn.Module, sums: Sums) -> None:
         self._plain: Callable[..., Any] = layer.forward
-        layer.forward = self._forward  # type: ignore[method-assign]
+        layer.forward = self._forward
         self._sums = sums
         self.on = False
         """True if the self check has proven the form."""
@@ -92,8 +92,10 @@ def _paths(value: Any, tokens: int, path: Path = ()) -> set[Path]:
     """Return the places in ``value`` of tensors with one entry per token: [1, T, ..] or [T]."""
     if isinstance(value, torch.Tensor):
         return {path} if _is_of_rows(value, tokens) else set()
-    pairs = value.items() if isinstance(value, dict) else ()
-    if isinstance(value, tuple | list):
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        pairs = value.items()
+    elif isinstance(value, tuple | list):
         pairs = enumerate(value)
     return {found for key, one in pairs for found in _paths(one, tokens, (*path, key))}
 

@@ -105,7 +105,7 @@ class Swapper:
     def _rotations(self) -> Iterator[tuple[Any, Rotation]]:
         """Yield the attention modules that Weft's op can compute, with facts."""
         for module in self.model.modules():
-            facts = self._layers.get(getattr(module, "layer_idx", None))
+            facts = self._layers.get(getattr(module, "layer_idx", None) or 0)
             if facts is None or type(module).__name__ != facts.module or facts.v_dim != facts.dim:
                 continue
             found = rotation_of(module, facts.dim)
