@@ -46,8 +46,7 @@ ALONE = [
     "",
     "| combination | page |",
     "|---|---|",
-    "| the generic backend with LoRA adapters, MTP, `--deterministic`, images or "
-    "`--enable-expert-parallel` | [generic](generic.md) |",
+    "| the generic backend with MTP, `--deterministic` or images | [generic](generic.md) |",
     "| a draft model with a recurrent state; a draft model with experts under "
     "`--enable-expert-parallel` | [speculation](speculation.md) |",
     "| adapters of experts, embeddings, heads and `kv_b_proj` | [adapters](lora.md) |",

@@ -47,7 +47,6 @@ OWN: dict[str, dict[str, list[Any]]] = {
     "latent": {"draft": ["none", "ngram", "mtp"]},
     # The model was trained with compressed entries. Its attention takes no adapters.
     "sparse": {"kv": ["auto"], "lora": [False]},
-    "generic": {"lora": [False]},
     "images, delta": {"draft": ["none", "ngram", "mtp"]},
 }
 #: Memory for embeddings, in families with images.

@@ -173,6 +173,30 @@ def test_classes_by_tokens_are_kept_and_a_matrix_is_refused(folder: Path, probes
         load_spec(str(folder), model_impl="transformers")
 
 
+def test_bad_limits_of_the_probe_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WEFT_PROBE_MEMORY", "WEFT_PROBE_SECONDS"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "much")
+            with pytest.raises(ConfigError, match=f"{name}='much' must be positive"):
+                generic.run_probe(folder, "PersimmonForCausalLM", None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("WEFT_PROBE_MEMORY", "1MiB", "needs more than 1MiB of memory; set WEFT_PROBE_MEMORY"),
+        ("WEFT_PROBE_SECONDS", "1", "did not end within 1 s; set WEFT_PROBE_SECONDS"),
+    ],
+)
+def test_the_probe_has_limits(
+    name: str, value: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        generic.run_probe(folder, "PersimmonForCausalLM", None)
+
+
 @pytest.mark.slow
 def test_the_probe_runs_in_a_process_without_torch_here(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -180,6 +180,20 @@ def test_attention_unlike_that_of_transformers_is_found(
         opened(tmp_path, "Llama")
 
 
+def test_a_buffer_that_nothing_computes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, "Llama")
+    cls = transformers.models.llama.modeling_llama.LlamaMLP
+    plain = cls.__init__
+
+    def with_table(self: Any, config: Any) -> None:
+        plain(self, config)
+        self.register_buffer("table", torch.arange(3), persistent=False)
+
+    monkeypatch.setattr(cls, "__init__", with_table)
+    with pytest.raises(ConfigError, match=r"does not compute the buffer model.layers.0.mlp.table"):
+        opened(tmp_path, "Llama")
+
+
 @mostly_slow("name", ["Gemma3", "Qwen2Moe"], ["Qwen2Moe"])
 def test_ranks_compute_the_logits_of_one(name: str, tmp_path: Path) -> None:
     saved(tmp_path, name)

@@ -26,6 +26,8 @@ VARIABLES = {
     "WEFT_OPS_CACHE": "where weft build-ops keeps the C++ operations; ~/.cache/weft/ops by default",
     "WEFT_DISABLE_CPU_OPS": "1 runs torch's operations in place of the C++ ones",
     "WEFT_CPU_LEVEL": "build and load the C++ operations of this level (avx2, avx512, ..): for tests",
+    "WEFT_PROBE_SECONDS": "seconds for the probe of a class of transformers; 600 by default",
+    "WEFT_PROBE_MEMORY": "memory that this probe may allocate, for example 8GiB; 4GiB by default",
     "WEFT_LINK_DELAY_MS": "every collective of a rank ends so much later: a slow network, for benchmarks",
     "WEFT_STAGED_POOLS": "1 sends caches between groups as if they were on a GPU: for tests and benchmarks",
     "CUDA_VISIBLE_DEVICES": "the GPUs that may be used; of those each rank of a host gets one",

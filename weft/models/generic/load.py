@@ -199,6 +199,11 @@ class _inputs_of:
             hook.remove()
 
 
+_FILLS = (0, 1)
+"""Values of integer buffers before the class computes them; a buffer that depends on the value is not
+computed."""
+
+
 @torch.no_grad()
 def _fill_buffers(model: Any, build: Build) -> None:
     """Compute the buffers that checkpoints do not contain, rotation frequencies for example.
@@ -206,28 +211,32 @@ def _fill_buffers(model: Any, build: Build) -> None:
     Transformers computes such buffers in ``_init_weights``. The same method draws random weights, without
     effect on parameters without memory. Raises ConfigError for a buffer that is not computed.
     """
-    owners = [
-        (name, module)
-        for name, module in model.named_modules()
-        if set(module._buffers) & module._non_persistent_buffers_set
-    ]
-    for name, module in owners:
-        ours = [key for key in module._buffers if key in module._non_persistent_buffers_set]
+    for name, module in model.named_modules():
+        buffers = {key: one for key, one in module._buffers.items() if one is not None}
+        ours = {key: one for key, one in buffers.items() if key in module._non_persistent_buffers_set}
+        if not ours:
+            continue
+        made = [_computed(model, module, ours, fill) for fill in _FILLS]
         for key in ours:
-            buffer = module._buffers[key]
-            if buffer is not None:
-                fill = torch.nan if buffer.is_floating_point() else 0
-                module._buffers[key] = torch.full_like(buffer, fill, device="cpu")
-        # NaN before, so that a buffer which the class does not compute is found below.
-        model._init_weights(module)
-        for key in ours:
-            buffer = module._buffers[key]
-            if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().any()):
+            one, other = (found[key] for found in made)
+            if not torch.equal(one, other):  # NaN equals nothing
                 raise ConfigError(
-                    f"{type(model).__name__}: transformers does not compute the buffer {name}.{key}",
+                    f"{type(model).__name__}: transformers does not compute the buffer {name}.{key}, and "
+                    "checkpoints do not have the buffer",
                     param="--model",
                 )
-            module._buffers[key] = None if buffer is None else buffer.to(build.device)
+            module._buffers[key] = one.to(build.device)
+
+
+def _computed(
+    model: Any, module: nn.Module, buffers: dict[str, torch.Tensor], fill: int
+) -> dict[str, torch.Tensor]:
+    """Return the buffers of ``module`` as the class computes them, from NaN or ``fill`` (integers)."""
+    for key, buffer in buffers.items():
+        before = torch.nan if buffer.is_floating_point() else fill
+        module._buffers[key] = torch.full_like(buffer, before, device="cpu")
+    model._init_weights(module)
+    return {key: module._buffers[key] for key in buffers}  # type: ignore[misc]
 
 
 def _fill(

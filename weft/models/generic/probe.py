@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 import torch
 
+from weft.common.confine import confine
 from weft.common.errors import ConfigError
-from weft.config.families.generic.probing import Probed
+from weft.config.families.generic.probing import Probed, memory_limit
 from weft.config.spec import CacheSpec, CountedExperts, ModelSpec, RopeSpec
 from weft.models.generic import recognition
 from weft.models.generic.interface import AttentionCall, answered_by
@@ -270,8 +271,21 @@ def probe_folder(folder: str, architecture: str, layers: int | None = None) -> M
     return spec_of(model, run_probe(model))
 
 
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Return True if ``error`` comes from a failed allocation. Torch reports one as a RuntimeError."""
+    while error is not None:
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def main(arguments: list[str]) -> None:
-    """Print ``Probed`` as one line of JSON. Arguments: folder, architecture, number of layers or nothing."""
+    """Print ``Probed`` as one line of JSON. Arguments: folder, architecture, number of layers or nothing.
+
+    The process may allocate ``probing.memory_limit``.
+    """
+    confine(memory_limit())
     folder, architecture, *layers = arguments
     # Only the result may be on stdout: libraries print notes.
     out = os.dup(1)
@@ -279,7 +293,11 @@ def main(arguments: list[str]) -> None:
     try:
         made = Probed(spec=probe_folder(folder, architecture, int(layers[0]) if layers else None))
     except ConfigError as error:
-        made = Probed(refused=error.message)
+        made = Probed(refused=error.message, lacks_memory=_lacks_memory(error))
+    except (MemoryError, RuntimeError) as error:
+        if not _lacks_memory(error):
+            raise
+        made = Probed(lacks_memory=True)
     os.write(out, msgspec.json.encode(made) + b"\n")
 
 

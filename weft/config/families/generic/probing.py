@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from weft.common.registry import Registry
 from weft.config.families.facts import Facts, read_json
 from weft.config.families.quantized import quantized_spec
 from weft.config.families.weight_files import saved_dtype
+from weft.config.flags import parse_size
 from weft.config.spec import ModelSpec
 from weft.types.pooled import PooledSpec
 
@@ -38,7 +40,8 @@ OLDEST, BEYOND = (5, 17), (5, 24)
 INSTALL = "pip install 'weft[models]'"
 _VERSION = 3
 """Version of the probe within one version of Weft."""
-_TIMEOUT_S = 600.0
+_SECONDS, _MEMORY = "WEFT_PROBE_SECONDS", "WEFT_PROBE_MEMORY"
+_DEFAULTS = {_SECONDS: "600", _MEMORY: "4GiB"}
 
 
 class Probed(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +49,22 @@ class Probed(msgspec.Struct, frozen=True, kw_only=True):
 
     spec: ModelSpec | None = None
     refused: str = ""
+    lacks_memory: bool = False
+    """True if the probe failed at its limit of memory."""
+
+
+def memory_limit() -> int:
+    """Return the bytes that a probe may allocate. Raise ConfigError for a bad WEFT_PROBE_MEMORY."""
+    return _limit(_MEMORY, parse_size)
+
+
+def _limit(name: str, parse: Callable[[str], int | None]) -> int:
+    """Return the value of the environment variable ``name``, or the default."""
+    said = env.get(name) or _DEFAULTS[name]
+    value = parse(said)
+    if not value:
+        raise ConfigError(f"{name}={said!r} must be positive, for example {_DEFAULTS[name]}", param=name)
+    return value
 
 
 def transformers_version() -> str | None:
@@ -186,6 +205,8 @@ def run_probe(folder: Path, architecture: str, layers: int | None) -> Probed:
     command += [] if layers is None else [str(layers)]
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     quiet["OMP_NUM_THREADS"] = "1"  # the pass computes nothing
+    seconds = _limit(_SECONDS, lambda said: int(said) if said.isdecimal() else None)
+    memory_limit()  # raises here rather than in the process
     log.info("probing %s with the modeling code of transformers", architecture)
     try:
         done = subprocess.run(
@@ -193,17 +214,26 @@ def run_probe(folder: Path, architecture: str, layers: int | None) -> Probed:
             env=env.with_changes(quiet),
             stdin=subprocess.DEVNULL,  # no library may wait for an answer
             capture_output=True,
-            timeout=_TIMEOUT_S,
+            timeout=seconds,
             check=False,
         )
-        return msgspec.json.decode(done.stdout, type=Probed)
+        found = msgspec.json.decode(done.stdout, type=Probed)
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"the probe of {architecture} did not end within {_TIMEOUT_S:g} s", param="--model"
+            f"the probe of {architecture} did not end within {seconds} s; set {_SECONDS} to more seconds "
+            "for a slow host",
+            param="--model",
         ) from error
     except msgspec.MsgspecError as error:
         last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
         raise ConfigError(f"the probe of {architecture} failed: {last[:300]}", param="--model") from error
+    if found.lacks_memory:
+        limit = env.get(_MEMORY) or _DEFAULTS[_MEMORY]
+        raise ConfigError(
+            f"the probe of {architecture} needs more than {limit} of memory; set {_MEMORY} to a larger size",
+            param="--model",
+        )
+    return found
 
 
 def _stored(path: Path) -> ModelSpec | None:
