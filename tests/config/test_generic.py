@@ -185,7 +185,7 @@ def test_bad_limits_of_the_probe_are_refused(folder: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("WEFT_PROBE_MEMORY", "1MiB", "needs more than 1MiB of memory; set WEFT_PROBE_MEMORY"),
+        ("WEFT_PROBE_MEMORY", "1MiB", "needs more than 1 MiB of memory; set WEFT_PROBE_MEMORY"),
         ("WEFT_PROBE_SECONDS", "1", "did not end within 1 s; set WEFT_PROBE_SECONDS"),
     ],
 )

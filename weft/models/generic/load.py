@@ -94,6 +94,11 @@ def load(
         raise
     except Exception as error:  # modeling code may read attributes that Weft's modules lack
         log.warning("%s is loaded without Weft's ops: %s", spec.architecture, error)
+    return _load_plain(folder, spec, build, options)
+
+
+def _load_plain(folder: str, spec: ModelSpec, build: Build, options: _Options) -> TransformersModel:
+    """Load the model without replacements. Raises ConfigError for settings that need Weft's modules."""
     if build.divides_experts or build.adapters.places:
         raise ConfigError(
             f"{spec.architecture}: its code reads modules that Weft replaces; load it without "

@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,8 @@ OLDEST, BEYOND = (5, 17), (5, 24)
 INSTALL = "pip install 'weft[models]'"
 _VERSION = 3
 """Version of the probe within one version of Weft."""
-_SECONDS, _MEMORY = "WEFT_PROBE_SECONDS", "WEFT_PROBE_MEMORY"
-_DEFAULTS = {_SECONDS: "600", _MEMORY: "4GiB"}
+_SECONDS, _MEMORY = "600", "4GiB"
+"""Default limits of a probe."""
 
 
 class Probed(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,15 +54,20 @@ class Probed(msgspec.Struct, frozen=True, kw_only=True):
 
 def memory_limit() -> int:
     """Return the bytes that a probe may allocate. Raise ConfigError for a bad WEFT_PROBE_MEMORY."""
-    return _limit(_MEMORY, parse_size)
+    said = env.get("WEFT_PROBE_MEMORY", _MEMORY)
+    return _positive("WEFT_PROBE_MEMORY", said, parse_size(said), _MEMORY)
 
 
-def _limit(name: str, parse: Callable[[str], int | None]) -> int:
-    """Return the value of the environment variable ``name``, or the default."""
-    said = env.get(name) or _DEFAULTS[name]
-    value = parse(said)
+def _seconds() -> int:
+    """Return the seconds that a probe may take. Raise ConfigError for a bad WEFT_PROBE_SECONDS."""
+    said = env.get("WEFT_PROBE_SECONDS", _SECONDS)
+    return _positive("WEFT_PROBE_SECONDS", said, int(said) if said.isdecimal() else None, _SECONDS)
+
+
+def _positive(name: str, said: str, value: int | None, example: str) -> int:
+    """Return ``value``. Raise ConfigError unless ``said``, the text of variable ``name``, is positive."""
     if not value:
-        raise ConfigError(f"{name}={said!r} must be positive, for example {_DEFAULTS[name]}", param=name)
+        raise ConfigError(f"{name}={said!r} must be positive, for example {example}", param=name)
     return value
 
 
@@ -205,8 +209,7 @@ def run_probe(folder: Path, architecture: str, layers: int | None) -> Probed:
     command += [] if layers is None else [str(layers)]
     quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     quiet["OMP_NUM_THREADS"] = "1"  # the pass computes nothing
-    seconds = _limit(_SECONDS, lambda said: int(said) if said.isdecimal() else None)
-    memory_limit()  # raises here rather than in the process
+    seconds, memory = _seconds(), memory_limit()
     log.info("probing %s with the modeling code of transformers", architecture)
     try:
         done = subprocess.run(
@@ -220,17 +223,17 @@ def run_probe(folder: Path, architecture: str, layers: int | None) -> Probed:
         found = msgspec.json.decode(done.stdout, type=Probed)
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"the probe of {architecture} did not end within {seconds} s; set {_SECONDS} to more seconds "
-            "for a slow host",
+            f"the probe of {architecture} did not end within {seconds} s; set WEFT_PROBE_SECONDS to more "
+            "seconds for a slow host",
             param="--model",
         ) from error
     except msgspec.MsgspecError as error:
         last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no output"])[-1]
         raise ConfigError(f"the probe of {architecture} failed: {last[:300]}", param="--model") from error
     if found.lacks_memory:
-        limit = env.get(_MEMORY) or _DEFAULTS[_MEMORY]
         raise ConfigError(
-            f"the probe of {architecture} needs more than {limit} of memory; set {_MEMORY} to a larger size",
+            f"the probe of {architecture} needs more than {memory / 2**20:g} MiB of memory; set "
+            "WEFT_PROBE_MEMORY to a larger size",
             param="--model",
         )
     return found
