@@ -194,7 +194,7 @@ def test_a_buffer_that_nothing_computes_is_refused(tmp_path: Path, monkeypatch: 
         opened(tmp_path, "Llama")
 
 
-@mostly_slow("name", ["Gemma3", "Qwen2Moe"], ["Qwen2Moe"])
+@mostly_slow("name", ["Gemma3", "Qwen2Moe", "GraniteMoe", "Emu3"], ["Qwen2Moe"])
 def test_ranks_compute_the_logits_of_one(name: str, tmp_path: Path) -> None:
     saved(tmp_path, name)
     expected = logits_of(opened(tmp_path, name))
@@ -209,6 +209,13 @@ def test_ranks_share_kv_heads(tmp_path: Path) -> None:
     expected = logits_of(opened(tmp_path, "Llama"))
     found = on_ranks(Layout(tensor=2), lambda mesh: logits_of(opened(tmp_path, "Llama", mesh=mesh)))
     assert_close(found[0], expected)
+
+
+def test_recognized_modules_need_no_plan(tmp_path: Path) -> None:
+    saved(tmp_path, "GraniteMoe")
+    config = read_config(str(tmp_path))
+    assert "layers.*.self_attn.q_proj" not in config.base_model_tp_plan
+    assert not spec_of(tmp_path, "GraniteMoe").undivided
 
 
 def test_a_plan_without_heads_refuses_ranks(tmp_path: Path) -> None:

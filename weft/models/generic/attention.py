@@ -122,7 +122,7 @@ def _widths(module: Any, dim: int) -> list[int]:
     ]
 
 
-def _compared(twin: Any, dim: int, width: int, weights: list[Tensor | None], eps: float) -> float | None:
+def _compared(twin: Any, dim: int, width: int, weights: dict[str, Tensor], eps: float) -> float | None:
     """Return the scale of attention if ``twin`` computes what Weft's op computes; None otherwise.
 
     width: rotated dims. weights: weights of the norms of queries and keys.

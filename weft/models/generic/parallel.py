@@ -1,4 +1,7 @@
-"""Division of a model over tensor parallel ranks, by the plan that transformers publishes for the class."""
+"""Division of a model over tensor parallel ranks, by the plan that transformers publishes for the class.
+
+A class without a usable plan is divided by recognition (``_recognized_plan``).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+
+from weft.models.generic import recognition
+from weft.models.generic.attention import rotation_of
+from weft.models.generic.skeleton import base_of
 
 #: Styles that Weft divides.
 DIVIDED = frozenset({"colwise", "rowwise", "packed_colwise", "moe_tp_experts"})
@@ -24,10 +31,46 @@ WHOLE = frozenset(
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
-def plan_of(model: Any) -> dict[str, str]:
-    """Return the plan of the base model: names below the base with ``*`` for numbers, and styles."""
+def plan_of(model: Any, calls: Sequence[Any]) -> dict[str, str]:
+    """Return names below the base model with ``*`` for numbers, and styles: the plan of transformers, or a
+    plan by recognition if ranks cannot follow the plan of transformers. ``calls``: facts of attention calls.
+    """
+    plan = _published_plan(model)
+    return plan if not _refused(model, plan, calls) else _recognized_plan(model, calls) or plan
+
+
+def _published_plan(model: Any) -> dict[str, str]:
     config = model.config.get_text_config()
     return dict(getattr(config, "base_model_tp_plan", None) or {})
+
+
+def _recognized_plan(model: Any, calls: Sequence[Any]) -> dict[str, str]:
+    """Return a plan with the recognized modules alone; {} if an attention module is not recognized.
+
+    Such a module computes what Weft's layers compute, so ranks may divide heads and inner columns. All other
+    modules are whole on every rank.
+    """
+    plan = dict[str, str]()
+    dims = {call.module: (call.dim, call.v_dim) for call in calls}
+    for name, module in base_of(model)[1].named_modules():
+        kind = type(module).__name__
+        pattern = _NUMBER.sub(".*", name)
+        if kind in dims:
+            dim, v_dim = dims[kind]
+            if dim != v_dim or rotation_of(module, dim) is None:
+                return {}
+            plan |= {f"{pattern}.{part}": "colwise" for part in ("q_proj", "k_proj", "v_proj")}
+            plan[f"{pattern}.o_proj"] = "rowwise"
+        elif _has_columns(module):
+            plan[f"{pattern}.down_proj"] = "rowwise"
+    return plan
+
+
+def _has_columns(module: Any) -> bool:
+    """Return True for a recognized feed-forward block or recognized experts."""
+    if recognition.is_experts(module):
+        return recognition.gate_of(module) is not None
+    return recognition.mlp_of(module) is not None
 
 
 def style_of(plan: dict[str, str], name: str) -> str | None:
@@ -38,17 +81,25 @@ def style_of(plan: dict[str, str], name: str) -> str | None:
 def undivided(model: Any, calls: Sequence[Any]) -> str:
     """Return the reason why ranks cannot divide ``model``; empty if ranks can.
 
-    Attention must have outputs divided by heads (colwise) and one output projection with divided inputs
-    (rowwise). ``calls``: facts of the attention calls.
+    ``calls``: facts of the attention calls.
     """
-    plan = plan_of(model)
+    reason = _refused(model, _published_plan(model), calls)
+    return reason if reason and not _recognized_plan(model, calls) else ""
+
+
+def _refused(model: Any, plan: dict[str, str], calls: Sequence[Any]) -> str:
+    """Return the reason why ranks cannot follow ``plan``; empty if ranks can.
+
+    Attention must have outputs divided by heads (colwise) and one output projection with divided inputs
+    (rowwise).
+    """
     if not plan:
         return "transformers has no plan for tensor parallel ranks of this class"
     unknown = sorted({style for style in plan.values() if style not in DIVIDED | WHOLE})
     if unknown:
         return f"the plan of transformers has styles that Weft does not support: {', '.join(unknown)}"
     # KV caches are divided by heads, so attention that every rank computes whole does not fit.
-    base = getattr(model, model.base_model_prefix)
+    base = base_of(model)[1]
     attention = {call.module for call in calls}
     for name, module in base.named_modules():
         if type(module).__name__ not in attention:

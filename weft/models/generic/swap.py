@@ -72,7 +72,7 @@ class Swapper:
         self._plain = replace(build, adapters=AdapterOptions())
         self._ranks = build.comm.size
         self._base, _ = base_of(model)
-        self._plan = plan_of(model) if self._ranks > 1 else {}
+        self._plan = plan_of(model, calls) if self._ranks > 1 else {}
         self._layers = {call.layer: call for call in calls if call.layer is not None}
         self._attention = {call.module for call in calls}
         self._wide = _kept_wide(model)
