@@ -86,11 +86,14 @@ def test_a_damaged_result_is_not_read(folder: Path, probes: list[Any]) -> None:
     assert len(probes) == 5
 
 
-def test_a_classifier_is_refused(folder: Path, probes: list[Any]) -> None:
+@pytest.mark.parametrize("ending", ["Model", "ForSequenceClassification"])
+def test_names_without_a_head_run_with_the_causal_class(ending: str, folder: Path, probes: list[Any]) -> None:
     config = folder / "config.json"
-    config.write_text(config.read_text().replace("PersimmonForCausalLM", "LlamaForSequenceClassification"))
-    with pytest.raises(ConfigError, match="classification is not served with the code of"):
-        load_spec(str(folder), model_impl="transformers")
+    config.write_text(config.read_text().replace("ForCausalLM", ending))
+    spec = load_spec(str(folder))
+    assert probes == [("PersimmonForCausalLM", None)]
+    assert (spec.classify is None) == (ending == "Model")
+    assert spec.head == (ending == "Model")  # without files, a head may be there
 
 
 def test_a_head_that_reads_states_between_layers_is_refused(folder: Path) -> None:
@@ -160,17 +163,12 @@ def test_mtp_and_deterministic_are_refused(folder: Path, probes: list[Any]) -> N
         check_settings(SPEC, True)
 
 
-def test_classes_by_tokens_are_kept_and_a_matrix_is_refused(folder: Path, probes: list[Any]) -> None:
+def test_classes_by_tokens_are_kept(folder: Path, probes: list[Any]) -> None:
     vocab = {"no": 3, "yes": 4}
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
     classify = load_spec(str(folder), overrides={"classifier_from_token": ["no", "yes"]}).classify
     assert classify is not None
     assert classify.tokens == (3, 4)
-    config = folder / "config.json"
-    fields = {"architectures": ["Qwen3ForSequenceClassification"], "model_type": "qwen3"}
-    config.write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match="sequence classification"):
-        load_spec(str(folder), model_impl="transformers")
 
 
 def test_bad_limits_of_the_probe_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.models.conftest import Paged
 from tests.models.test_quantized_loading import FORMATS, _folders, save_moe
 from tests.support.generic_models import classes, greedy, tiny_model
 from tests.support.generic_table import CLOSE, NEW, WRONG, generated, judge, logits_of, prompts_of
@@ -29,6 +30,7 @@ from weft.models.generic.probe import probe_folder
 from weft.models.generic.recognition import mlp_of
 from weft.models.generic.skeleton import read_config
 from weft.models.loader import load_model
+from weft.parallel.comm import drive
 from weft.types.layout import Layout
 
 CPU = torch.device("cpu")
@@ -49,6 +51,11 @@ def spec_of(folder: Path, name: str) -> ModelSpec:
 
 def opened(folder: Path, name: str, dtype: torch.dtype = F64, **more: Any) -> Any:
     return load(str(folder), spec_of(folder, name), dtype, CPU, progress=False, **more)
+
+
+def probed(folder: Path, architecture: str, layers: int | None) -> probing.Probed:
+    """Return the result of a probe without a process."""
+    return probing.Probed(spec=probe_folder(str(folder), architecture, layers))
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, limit: float = CLOSE) -> None:
@@ -230,10 +237,7 @@ def test_quantized_checkpoints_load_by_module_name(
     """The logits are those of Weft's own implementation on the same files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
-    def probe(folder: Path, architecture: str, layers: int | None) -> probing.Probed:
-        return probing.Probed(spec=probe_folder(str(folder), architecture, layers))
-
-    monkeypatch.setattr(probing, "run_probe", probe)  # without a process
+    monkeypatch.setattr(probing, "run_probe", probed)
     plain = tmp_path / "plain"
     sizes = {"num_attention_heads": 4, "num_experts": 3, "moe_intermediate_size": 32}
     save_moe(plain, vocab_size=128, hidden_size=64, intermediate_size=96, **sizes)
@@ -394,3 +398,37 @@ def test_every_class_is_served_or_refused(name: str, tmp_path: Path) -> None:
     assert verdict.result != WRONG
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     assert any(line.startswith(f"| {name} | {verdict.result} | {verdict.ranks} |") for line in lines)
+
+
+@torch.no_grad()
+@mostly_slow(("name", "ranks"), [("Persimmon", 1), ("Llama", 1), ("Llama", 2)], [("Persimmon", 1)])
+def test_a_classifier_gives_the_numbers_of_transformers(
+    name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(probing, "run_probe", probed)
+    config = tiny_model(name).config
+    config.num_labels, config.pad_token_id = 3, 0
+    torch.manual_seed(0)
+    reference = getattr(transformers, f"{name}ForSequenceClassification")(config).double().eval()
+    for weight in reference.parameters():
+        weight.normal_(float(weight.dim() == 1), 0.25)
+    reference.save_pretrained(tmp_path / "made")
+    prompts = prompts_of(17, 9)
+    expected = torch.cat([reference(torch.tensor([one])).logits for one in prompts])
+    spec = load_spec(str(tmp_path / "made"), model_impl="transformers")
+    assert not spec.head
+
+    def work(mesh: Any) -> torch.Tensor:
+        model = load_model(str(tmp_path / "made"), spec, F64, CPU, progress=False, mesh=mesh)
+        rig = Paged(model)
+        rows = [rig.sequence(prompt) for prompt in prompts]
+        hidden = []
+        monkeypatch.setattr(model, "logits", lambda x: hidden.append(x) or model_logits(x))
+        model_logits = type(model).logits.__get__(model)
+        rig.step([(row, len(row.ids)) for row in rows])
+        last = torch.tensor([len(prompts[0]) - 1, sum(map(len, prompts)) - 1])
+        return drive(model.classify(hidden[0][last]))
+
+    for found in on_ranks(Layout(tensor=ranks), work):
+        assert_close(found, expected)

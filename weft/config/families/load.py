@@ -121,8 +121,8 @@ def load_spec(
     layers = {name: value for name, value in config.items() if name not in TASK_FIELDS}
     facts = Facts({**layers, "architectures": [_architecture(Facts(config))]}, names)
     if generic.serves(architecture := facts.get("architectures")[0], model_impl, FAMILIES):
-        generic.check_tasks(architecture, classifies)
-        spec = generic.load_spec(path, facts, architecture, num_hidden_layers_override, mtp, pooled)
+        head = None if classifies else names is None or any(map(_HEAD.search, names))
+        spec = generic.load_spec(path, facts, architecture, num_hidden_layers_override, mtp, pooled, head)
         return check_classes(msgspec.structs.replace(spec, classify=classify))
     spec = FAMILIES.get(architecture)(facts, num_hidden_layers_override)
     facts.refuse_unknown_computation()
@@ -210,7 +210,7 @@ def _architecture(facts: Facts) -> str:
     # Tensor names decide later if there is a head.
     for ending in ("Model", CLASSIFIES):
         below = f"{names[0].removesuffix(ending)}ForCausalLM"
-        if names[0].endswith(ending) and below in FAMILIES:
+        if names[0].endswith(ending) and (below in FAMILIES or generic.is_known(below)):
             return below
     return _SPELLINGS.get(names[0], names[0])
 

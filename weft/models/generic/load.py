@@ -25,9 +25,10 @@ from weft.models.generic.model import TransformersModel
 from weft.models.generic.modules import Sums
 from weft.models.generic.probe import run_probe
 from weft.models.generic.self_check import check_loaded
-from weft.models.generic.skeleton import make_skeleton, read_config
+from weft.models.generic.skeleton import drop_head, make_skeleton, read_config
 from weft.models.generic.swap import Substitution, Swapper
 from weft.models.generic.weights import module_map, published_map
+from weft.models.weights import add_score
 from weft.moe.placement import Placement
 from weft.parallel.mesh import Mesh
 
@@ -147,6 +148,8 @@ def _load(folder: str, spec: ModelSpec, build: Build, options: _Options, *, ops:
     inputs = list[tuple[str, Any]]()
     with _inputs_of(published, inputs):
         calls = run_probe(published)
+    if not spec.head:
+        drop_head(published)
     _fill_buffers(published, build)  # before modules with buffers are replaced
     swapped = Swapper(published, calls, inputs, build, sums).swap(ops=ops)
     inputs.clear()
@@ -259,7 +262,7 @@ def _fill(
             names += file.names()
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     twin = make_skeleton(config, model.spec.architecture, model.dtype)
-    weights = published_map(twin, swapped.targets, parameters, names)
+    weights = add_score(published_map(twin, swapped.targets, parameters, names), model.spec)
     saved = read_config(folder).get_text_config().num_hidden_layers
     codes = {"packed": options.codes, "blocks": options.codes and model.device.type == "cpu"}
     return loader.fill(model, weights, files, saved, options.progress, partial, **codes)

@@ -300,7 +300,7 @@ class TransformersModel(Model):
 
     def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
         yield from ()
-        if not len(hidden) and self.sums.comm.size == 1:
-            return hidden.new_zeros(0, self.spec.vocab_size)
+        if not self.spec.head or (not len(hidden) and self.sums.comm.size == 1):
+            return hidden.new_zeros(len(hidden), self.spec.vocab_size)
         made: Tensor = self._head[0](inputs_embeds=hidden[None], use_cache=False).logits[0]
         return made.to(self.dtype)

@@ -124,3 +124,12 @@ def base_of(model: Any) -> tuple[str, Any]:
             param="--model",
         )
     return inner[0]
+
+
+def drop_head(model: Any) -> None:
+    """Remove the output head of ``model``, in place: the checkpoint has none."""
+    head = model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        if head is not None and module is head:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, torch.nn.Identity())

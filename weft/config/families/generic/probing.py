@@ -92,10 +92,10 @@ def serves(architecture: str, model_impl: str, families: Registry[Any]) -> bool:
         return False
     # Without transformers, the error names the package. Transformers could serve a causal model alone.
     missing = transformers_version() is None and architecture.endswith("ForCausalLM")
-    return missing or _is_known(architecture)
+    return missing or is_known(architecture)
 
 
-def _is_known(architecture: str) -> bool:
+def is_known(architecture: str) -> bool:
     """Return True if the installed transformers has the causal model ``architecture``.
 
     Reads the source of the table of models: importing transformers would import torch.
@@ -113,11 +113,18 @@ def _is_known(architecture: str) -> bool:
 
 
 def load_spec(
-    path: Path, facts: Facts, architecture: str, layers: int | None, mtp: int, pooled: PooledSpec
+    path: Path,
+    facts: Facts,
+    architecture: str,
+    layers: int | None,
+    mtp: int,
+    pooled: PooledSpec,
+    head: bool | None,
 ) -> ModelSpec:
     """Return the spec of the checkpoint in ``path``, complete. ``mtp``: modules wanted for drafts.
-    ``pooled``: rules for embeddings of prompts.
 
+    ``pooled``: rules for embeddings of prompts. ``head``: False for a checkpoint without a saved output head,
+    None for a classifier.
     ``facts``: config.json. Raise ConfigError.
     """
     if mtp:
@@ -135,20 +142,10 @@ def load_spec(
         spec,
         eos_ids=tuple(sorted({i for i in spec.eos_ids + more if 0 <= i < spec.vocab_size})),
         pooled=pooled,
+        head=bool(head or (spec.tied and head is not None)),
         dtype=facts.dtype() or text.dtype() or saved_dtype(path) or "float32",
         quantized=quantized_spec(facts, path) or quantized_spec(text, path),
     )
-
-
-def check_tasks(architecture: str, classifies: bool) -> None:
-    """Raise ConfigError for a checkpoint with the matrix of a classifier (``classifies``)."""
-    if classifies:
-        raise ConfigError(
-            f"{architecture}: a checkpoint for sequence classification is not served with the code of "
-            "transformers; use --model-impl auto, or a checkpoint that classifies by tokens "
-            "(--hf-overrides classifier_from_token)",
-            param="--model-impl",
-        )
 
 
 def check_settings(spec: ModelSpec, deterministic: bool) -> None:
