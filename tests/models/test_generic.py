@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.conftest import Paged
 from tests.models.test_quantized_loading import FORMATS, _folders, save_moe
-from tests.support.generic_models import classes, greedy, tiny_model
+from tests.support.generic_models import classes, greedy, tiny_config, tiny_model
 from tests.support.generic_table import CLOSE, NEW, WRONG, generated, judge, logits_of, prompts_of
 from tests.support.ranks import on_ranks
 from tests.support.slow import mostly_slow
@@ -27,9 +27,10 @@ from weft.config.spec import ModelSpec
 from weft.models.generic.load import load
 from weft.models.generic.masks import classify
 from weft.models.generic.probe import probe_folder
-from weft.models.generic.recognition import mlp_of
-from weft.models.generic.skeleton import read_config
+from weft.models.generic.recognition import gate_of, is_experts, mlp_of
+from weft.models.generic.skeleton import make_skeleton, read_config
 from weft.models.loader import load_model
+from weft.ops.moe import Gate
 from weft.parallel.comm import drive
 from weft.types.layout import Layout
 
@@ -115,6 +116,17 @@ def test_a_block_that_cuts_off_values_stays_as_published(limit: float | None) ->
             return self.down_proj(torch.nn.functional.silu(gate) * self.up_proj(x))
 
     assert mlp_of(Block()) == (("silu", False) if limit is None else None)
+
+
+def test_a_gate_with_limits_is_recognized() -> None:
+    config = tiny_config("MiniMaxM3VL")
+    model = make_skeleton(config, "MiniMaxM3VLForCausalLM", F64)
+    experts = next(module for module in model.modules() if is_experts(module))
+    assert gate_of(experts) == Gate("silu", limit=config.swiglu_limit, alpha=config.swiglu_alpha)
+    experts.swiglu_limit = experts.limit = 0.5
+    found = gate_of(experts)
+    assert found is not None
+    assert found.limit == 0.5
 
 
 @pytest.mark.parametrize(

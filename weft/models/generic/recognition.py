@@ -7,6 +7,7 @@ with Weft's op. A module that differs, or raises, stays as published.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -148,12 +149,22 @@ def gate_of(module: Any) -> Gate | None:
     up, down = stacks["gate_up_proj"], stacks["down_proj"]
     if len(up) != 3 or down != (up[0], up[2], up[1] // 2) or module.has_post_expert_norm:
         return None
-    name = _activation(
-        random(4, 2 * _INNER),
-        lambda x: module._apply_gate(x.clone()),
-        lambda x, name: activate(x, Gate(activation=name)),
-    )
-    return None if name is None else Gate(activation=name)
+    for limit, alpha in itertools.product(_numbers(module, "limit"), _numbers(module, "alpha")):
+        gate = Gate(limit=limit, alpha=alpha)
+        name = _activation(
+            random(4, 2 * _INNER),
+            lambda x: module._apply_gate(x.clone()),
+            lambda x, name, gate=gate: activate(x, gate._replace(activation=name)),
+        )
+        if name is not None:
+            return gate._replace(activation=name)
+    return None
+
+
+def _numbers(module: Any, name: str) -> list[float]:
+    """Return 0 and the positive numbers in attributes of ``module`` whose names contain ``name``."""
+    found = [value for key, value in vars(module).items() if name in key and isinstance(value, int | float)]
+    return [0.0, *dict.fromkeys(float(value) for value in found if value > 0)]
 
 
 @torch.no_grad()
