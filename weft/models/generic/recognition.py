@@ -7,6 +7,7 @@ with Weft's op. A module that differs, or raises, stays as published.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -154,11 +155,15 @@ def gate_of(module: Any) -> Gate | None:
         name = _activation(
             random(4, 2 * _INNER),
             lambda x: module._apply_gate(x.clone()),
-            lambda x, name, gate=gate: activate(x, gate._replace(activation=name)),
+            functools.partial(_gated, gate=gate),
         )
         if name is not None:
             return gate._replace(activation=name)
     return None
+
+
+def _gated(x: Tensor, activation: str, gate: Gate) -> Tensor:
+    return activate(x, gate._replace(activation=activation))
 
 
 def _numbers(module: Any, name: str) -> list[float]:
