@@ -26,6 +26,7 @@ from tests.support.latent_models import CASES as LATENT_CASES
 from tests.support.mixer_models import CASES as MIXER_CASES
 from tests.support.mixer_models import DEFAULT as MIXER_DEFAULT
 from tests.support.sparse_models import CASES as SPARSE_CASES
+from tests.support.specs import first_seen
 from tests.support.vision_models import Prompt, Seen, media_of, rope_positions_of, save_tiny
 from weft.attention.base import SegmentInput, StepInput
 from weft.attention.registry import choose
@@ -380,7 +381,8 @@ class Paged:
         for kind, cache in enumerate(self.model.spec.caches):
             if not cache.window:
                 continue
-            keep = max(0, sequence.computed - cache.window + 1) // self.sizes[kind]
+            window = -cache.window if cache.kind == "chunk" else cache.window
+            keep = first_seen(sequence.computed, window) // self.sizes[kind]
             for entry in range(sequence.first[kind], keep):
                 block = sequence.tables[kind][entry]
                 for layer in cache.layers:

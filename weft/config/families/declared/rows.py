@@ -25,6 +25,7 @@ from weft.config.families.declared.readers import (
     cwm_windows,
     full_attention_types,
     full_layers,
+    gemma2_scales,
     gemma4_traits,
     gemma4_windows,
     gemma_embedding,
@@ -262,6 +263,27 @@ ROWS: dict[str, Row] = {
         renamed={"hidden_activation": "hidden_act"},
         change=(gemma_scales,),
     ),
+    # Gemma 2: arXiv 2408.00118.
+    "Gemma2ForCausalLM": Row(
+        config="Gemma2Config",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        centred_norms=True,
+        norms=NormSpec(place="both"),
+        windows=periodic_windows(2),
+        renamed={"hidden_activation": "hidden_act"},
+        change=(gemma2_scales,),
+    ),
+    # VaultGemma: arXiv 2510.15001.
+    "VaultGemmaForCausalLM": Row(
+        config="VaultGemmaConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        centred_norms=True,
+        windows=periodic_windows(2),
+        renamed={"hidden_activation": "hidden_act"},
+        change=(gemma2_scales,),
+    ),
     # Gemma 4: dense, with layer inputs, and with experts.
     "Gemma4ForCausalLM": Row(
         config="Gemma4TextConfig",
@@ -327,7 +349,7 @@ ROWS: dict[str, Row] = {
     ),
     # Ministral of 2024, with windows in some layers.
     "MinistralForCausalLM": Row(config="MinistralConfig", windows=ministral_windows),
-    # Llama 4, within one chunk of attention.
+    # Llama 4, with attention in chunks.
     "Llama4ForCausalLM": Row(
         config="Llama4TextConfig",
         qkv_bias=field("attention_bias"),
