@@ -288,9 +288,7 @@ def test_caches_grow_all_or_nothing() -> None:
 
 @pytest.mark.parametrize("make_group", [windowed, chunked])
 @pytest.mark.parametrize("window", [6, 8])
-def test_windows_slide_together_as_they_do_alone(
-    make_group: Callable[..., WindowGroup], window: int
-) -> None:
+def test_windows_slide_together_as_they_do_alone(make_group: Callable[..., WindowGroup], window: int) -> None:
     one, many = make_group(window, blocks=30), make_group(window, blocks=30)
     for kind in (one, many):
         for slot in range(4):

@@ -218,9 +218,8 @@ class AttentionBackend(Backend):
         kind: int,  # KV cache group of the layer
         spec: CacheSpec,  # of the group
     ) -> None:
-        """Attend causally (and within the window or chunk of ``spec``) to keys and values in ``core.caches[kind]``.
-
-        Writes ``out``.
+        """Attend causally (and within ``spec.window``, or the chunk) to keys and values in
+        ``core.caches[kind]``. Writes ``out``.
 
         TRAP: block table entries outside the window, and positions beyond the end of a row, may belong to
         other sequences. Their values (NaN included) must never reach an output. Block 0 is the null block.

@@ -71,7 +71,10 @@ ROLES = (
     Role("first matrix of the feed-forward", ("up_proj", "c_fc", "fc1"), r"^mlp\."),
     Role("second matrix of the feed-forward", ("down_proj", "c_proj", "fc2"), r"^mlp\."),
     Role("norm before attention", ("input_layernorm", "attention_layernorm")),
-    Role("norm before the feed-forward", ("post_attention_layernorm", "pre_feedforward_layernorm", "feedforward_layernorm")),
+    Role(
+        "norm before the feed-forward",
+        ("post_attention_layernorm", "pre_feedforward_layernorm", "feedforward_layernorm"),
+    ),
     Role("last norm", ("norm", "final_layernorm"), after=r"\.(?:weight|bias)$"),
     Role("norm of keys", ("k_norm", "key_layernorm", "k_layernorm"), r"^self_attn\."),
 )

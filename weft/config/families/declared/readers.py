@@ -241,7 +241,9 @@ def llama4_traits(facts: Facts, spec: ModelSpec) -> ModelSpec:
     )
 
 
-def _with_chunks(caches: tuple[CacheSpec, ...], chunked: tuple[int, ...], chunk: int) -> tuple[CacheSpec, ...]:
+def _with_chunks(
+    caches: tuple[CacheSpec, ...], chunked: tuple[int, ...], chunk: int
+) -> tuple[CacheSpec, ...]:
     """Return the one KV cache group ``caches`` without the layers ``chunked``, and the group of these layers.
 
     Groups without layers are left out.
