@@ -226,7 +226,7 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["full", "window", "chunk", "latent", "compressed", "state"]
     layers: tuple[int, ...]
     window: int = 0
-    """First position read at p: p - window + 1, in a chunk p - p % window; 0 for no window, and at least 0."""
+    """First position read at p: p - window + 1 (or 0); in a chunk p - p % window. 0: no window."""
     kv_heads: int = 0
     head_dim: int = 0
     width: int = 0
