@@ -41,12 +41,13 @@ def biases(tensors: Tensors, **fields: str) -> Fields:
     return {field: f"blk.0.{name}.bias" in tensors for field, name in fields.items()}
 
 
-def windows(facts: ModelFacts, period: int) -> Fields:
+def windows(facts: ModelFacts, period: int, default: int = 0) -> Fields:
     """Return the window and the types of the layers; without a window, only null for the window.
 
-    The last of ``period`` layers attends to everything, if the file has no pattern. Raises ConfigError.
+    The last of ``period`` layers attends to everything, if the file has no pattern. ``default``: window of a
+    file that has none. Raises ConfigError.
     """
-    window = facts.integer("attention.sliding_window", 0)
+    window = facts.integer("attention.sliding_window", default)
     if not window:
         return {"sliding_window": None}
     layers = facts.layers
@@ -270,9 +271,9 @@ def phi3(facts: ModelFacts, tensors: Tensors) -> Fields:
     return made | {"rope_scaling": scaling}
 
 
-def granite(facts: ModelFacts, tensors: Tensors) -> Fields:
+def granite(facts: ModelFacts, tensors: Tensors, *, rotated: bool = True) -> Fields:
     """Return the facts of Granite, dense and with experts. Raises ConfigError."""
-    if not facts.flag("rope.scaling.finetuned", True):
+    if rotated and not facts.flag("rope.scaling.finetuned", True):
         raise ConfigError("GGUF: Granite without rotations is not supported here", param="--model")
     made: Fields = {
         **biases(tensors, attention_bias="attn_q"),
