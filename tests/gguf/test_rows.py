@@ -689,7 +689,8 @@ def test_factors_of_falcon_h1_are_in_the_weights(tmp_path: Path) -> None:
     write(case, folder, tmp_path / "model.gguf", config)
     tensors = load_file(folder / "model.safetensors")
     change = times(FALCON)
-    save_file({n: v for name, t in tensors.items() for n, v in change(name, t)}, folder / "model.safetensors")
+    products = {name: value for name, tensor in tensors.items() for _, value in change(name, tensor)}
+    save_file(products, folder / "model.safetensors")
     fields = json.loads((folder / "config.json").read_text())
     for name, value in FALCON.items():
         if name.endswith(("_multiplier", "_multipliers")):

@@ -127,6 +127,8 @@ def times(values: Mapping[str, Any]) -> Change:
     }
 
     def scaled(name: str, weight: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+        if name.endswith("pre_ff_layernorm.weight"):  # llama.cpp has this name without an ending
+            name = f"blk.{name.split('.')[2]}.ffn_norm"
         if ".in_proj." in name:
             weight = weight * mixed[:, None]
         for part, factor in factors.items():
@@ -207,7 +209,7 @@ def write_saved(
             if one.endswith(".per_expert_scale"):
                 theirs = f"blk.{block}.ffn_down_exps.scale"
             endings = (".weight", ".bias", ".scale", ".ssm_a", ".ssm_d")
-            if theirs is not None and not theirs.endswith(endings):
+            if theirs is not None and one != theirs and not theirs.endswith(endings):
                 theirs += ".bias" if one.endswith("expert_bias") else ".weight"
             if theirs is None and one.endswith("e_score_correction_bias"):
                 theirs = names.get_name(one.removesuffix("_bias") + ".bias", (".weight", ".bias"))

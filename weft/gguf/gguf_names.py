@@ -282,9 +282,7 @@ def _of_layer(
         yield Published(f"{layer}.{theirs}.{end}", form, (stored,))
 
 
-def _expert_names(
-    stored: StoredTensor, layer: str, what: str, end: str | None, family: str
-) -> Iterator[str]:
+def _expert_names(stored: StoredTensor, layer: str, what: str, end: str | None, family: str) -> Iterator[str]:
     """Yield the published name of each expert's matrix. ``what``: key in ``_EXPERTS``."""
     row = ROWS.get(family)
     matrix = _EXPERTS[what]

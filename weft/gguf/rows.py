@@ -193,7 +193,7 @@ ROWS: dict[str, GgufRow] = {
             "ffn_down": "feed_forward.down_proj",
         },
         top={"output_norm": "model.final_layernorm"},
-        bare=_MAMBA2_BARE,
+        bare={**_MAMBA2_BARE, "ffn_norm": "pre_ff_layernorm.weight"},
         forms=_MAMBA2_FORMS,
     ),
     "granitehybrid": GgufRow(

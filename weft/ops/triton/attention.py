@@ -351,8 +351,7 @@ def attend(
     [R + 1], starts: int64 [R], table: int64 [R, W]. A tile has ``form.tile_m // group`` queries. window: 0
     for none, negative for chunks. split: keys of a split, a multiple of ``form.tile_n``, or 0 for one piece.
     With splits, the tiles must contain exactly the tokens [tokens[0], tokens[1]), and ``splits * split`` keys
-    must cover every row. Without splits, ``splits`` is 1. sinks: [heads], see ``merge``. softcap: cap of
-    scores, 0 for none.
+    must cover every row. Else ``splits`` is 1. sinks: [heads], see ``merge``. softcap: cap of scores, or 0.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
