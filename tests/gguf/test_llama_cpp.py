@@ -180,7 +180,7 @@ def test_probabilities_of_rows(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         found = {token: one.logprob for token, one in output.outputs[0].logprobs[0].items()}
         assert found.keys() == expected.keys()
         for token in found:
-            assert abs(math.exp(found[token]) - math.exp(expected[token])) < 1e-3, (prompt, token)
+            assert abs(math.exp(found[token]) - math.exp(expected[token])) < 5e-3, (prompt, token)
 
 
 TEXTS = [

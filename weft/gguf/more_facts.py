@@ -95,7 +95,7 @@ def granite_hybrid(facts: ModelFacts, tensors: Tensors) -> Fields:
 
 
 def _mamba2(facts: ModelFacts, tensors: Tensors, layer: int = 0) -> Fields:
-    """Return the sizes of Mamba2 in ``layer``, with the names of Granite and Falcon-H1. Raises ConfigError."""
+    """Return the sizes of Mamba2, with the names of Granite and Falcon-H1. ``layer``: one with Mamba2."""
     heads = facts.integer("ssm.time_step_rank")
     return {
         "mamba_n_heads": heads,
