@@ -164,7 +164,11 @@ def test_probabilities(make: Any, kind: str, tolerance: float, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma2", "starcoder2", "llama4", "falcon-h1", "granitehybrid", "granitehybrid-experts"]
+    "name",
+    [
+        *("gemma", "gemma2", "starcoder2", "llama4", "falcon-h1", "granitehybrid", "granitehybrid-experts"),
+        *("command-r", "glm4", "qwen2moe"),
+    ],
 )
 def test_probabilities_of_rows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(test_rows.SIZES, "vocab_size", 1024)

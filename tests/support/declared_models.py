@@ -325,6 +325,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Cohere2",
         {"sliding_window": 6, "num_hidden_layers": 4, "logit_scale": 0.3, "eos_token_id": 2},
     ),
+    "cohere": ("Cohere", {"logit_scale": 0.3, "eos_token_id": 2}),
     "nemotron": ("Nemotron", {"attention_bias": True, "mlp_bias": True}),
     "arcee": ("Arcee", {"mlp_bias": True, "eos_token_id": 2, "bos_token_id": 1}),
     "starcoder2": ("Starcoder2", {"sliding_window": 8, "eos_token_id": 2, "bos_token_id": 1}),

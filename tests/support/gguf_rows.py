@@ -31,6 +31,11 @@ def plus_one(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
     yield name, values + 1 if name.endswith("norm.weight") else values
 
 
+def flat_gate(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield the tensor, the gate of the shared expert in one dimension."""
+    yield name, values[0] if name.endswith("shared_expert_gate.weight") else values
+
+
 def two_dims(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
     """Yield the tensor, the taps of convolutions without their middle dimension."""
     yield name, values[:, 0] if ".conv.conv." in name else values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.common.errors import ConfigError
 from weft.gguf.model_facts import ModelFacts
-from weft.gguf.row_facts import Fields, Tensors, biases, granite, windows
+from weft.gguf.row_facts import SIGMOID, Fields, Tensors, biases, granite, need_scores, windows
 
 _GEMMA2_WINDOW, _GEMMA2_CAP = 4096, 50.0
 _GEMMA2_LARGEST = 46
@@ -32,6 +32,58 @@ def gemma2(facts: ModelFacts, _: Tensors) -> Fields:
     if facts.has("final_logit_softcapping"):
         made["final_logit_softcapping"] = facts.number("final_logit_softcapping")
     return made
+
+
+def gemma(_: ModelFacts, __: Tensors) -> Fields:
+    """Return the activation of Gemma 1."""
+    return {"hidden_act": "gelu_pytorch_tanh"}
+
+
+def command_r(facts: ModelFacts, _: Tensors) -> Fields:
+    """Return the facts of Command R and Aya. Raises ConfigError."""
+    return {"logit_scale": facts.number("logit_scale")}
+
+
+def glm4(_: ModelFacts, tensors: Tensors) -> Fields:
+    """Return the biases of GLM-4."""
+    return biases(tensors, attention_bias="attn_q")
+
+
+def qwen2moe(facts: ModelFacts, tensors: Tensors) -> Fields:
+    """Return the facts of Qwen1.5-MoE and Qwen2-57B-A14B. Raises ConfigError."""
+    return {
+        **biases(tensors, qkv_bias="attn_q"),
+        "num_experts": facts.experts,
+        "num_experts_per_tok": facts.integer("expert_used_count"),
+        "moe_intermediate_size": facts.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": facts.integer("expert_shared_feed_forward_length"),
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "use_sliding_window": False,
+    }
+
+
+def olmoe(facts: ModelFacts, _: Tensors) -> Fields:
+    """Return the facts of OLMoE. Raises ConfigError."""
+    return {
+        "num_experts": facts.experts,
+        "num_experts_per_tok": facts.integer("expert_used_count"),
+        "norm_topk_prob": False,
+    }
+
+
+def dots1(facts: ModelFacts, _: Tensors) -> Fields:
+    """Return the facts of dots.llm1. Raises ConfigError."""
+    need_scores(facts, SIGMOID)
+    return {
+        "n_routed_experts": facts.experts,
+        "n_shared_experts": facts.integer("expert_shared_count"),
+        "num_experts_per_tok": facts.integer("expert_used_count"),
+        "moe_intermediate_size": facts.integer("expert_feed_forward_length"),
+        "first_k_dense_replace": facts.integer("leading_dense_block_count", 0),
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": facts.flag("expert_weights_norm", False),
+    }
 
 
 def starcoder2(_: ModelFacts, tensors: Tensors) -> Fields:

@@ -176,6 +176,29 @@ ROWS: dict[str, GgufRow] = {
     "mistral3": _MISTRAL,
     "ministral3": _MISTRAL,
     "cohere2": GgufRow(read=row_facts.cohere2, layer_norm="layer_norm_eps"),
+    "command-r": GgufRow(read=more_facts.command_r, layer_norm="layer_norm_eps"),
+    "gemma": GgufRow(read=more_facts.gemma, centred=True),
+    "glm4": GgufRow(
+        read=more_facts.glm4,
+        names={
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        partial=True,
+    ),
+    "qwen2moe": GgufRow(
+        read=more_facts.qwen2moe,
+        names={
+            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+            "ffn_up_shexp": "mlp.shared_expert.up_proj",
+            "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        },
+        bare={"ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight"},
+        forms={"ffn_gate_inp_shexp.weight": "ROW"},
+    ),
+    "olmoe": GgufRow(read=more_facts.olmoe),
+    "dots1": GgufRow(read=more_facts.dots1),
     "gemma2": GgufRow(read=more_facts.gemma2, names=_BOTH_NORMS, centred=True),
     "starcoder2": GgufRow(
         read=more_facts.starcoder2,

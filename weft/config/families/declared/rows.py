@@ -417,6 +417,17 @@ ROWS: dict[str, Row] = {
         modules=True,
         unused=("qk_head_dim",),
     ),
+    # Command R and Aya: the model cards of CohereLabs.
+    "CohereForCausalLM": Row(
+        config="CohereConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        interleaved=True,
+        norms=NormSpec(place="parallel", kind="layer"),
+        renamed={"layer_norm_eps": "rms_norm_eps"},
+        change=(logit_scale,),
+        only={"use_qk_norm": (False,)},
+    ),
     # Command R7B and Command A: arXiv 2504.00698.
     "Cohere2ForCausalLM": Row(
         config="Cohere2Config",
