@@ -12,7 +12,7 @@ import torch
 
 from tests.support.pairwise import sampled
 from tests.support.slow import mostly_slow
-from tests.support.specs import model_spec
+from tests.support.specs import first_seen, model_spec
 from weft.attention.base import CoreInput, SegmentInput
 from weft.attention.gqa.cpu_backend import CpuAttention
 from weft.common.errors import ConfigError
@@ -49,6 +49,7 @@ class Scene:
     shape: tuple[int, int, int, int] = (12, 4, 64, 64)
     window: int = 0
     dtype: torch.dtype = torch.bfloat16
+    softcap: float = 0.0
 
     def __post_init__(self) -> None:
         rng, block = random.Random(0), self.shape[3]
@@ -61,7 +62,7 @@ class Scene:
         self.kv = []
         for row, (start, count) in enumerate(self.rows):
             self.table[row, : widths[row]] = torch.tensor([ids.pop() for _ in range(widths[row])])
-            low = max(0, start - self.window + 1) if self.window else 0
+            low = first_seen(start, self.window)
             kv = torch.randn(start + count, 2, self.kv_heads, self.dim).to(self.dtype)
             for p in range(low, start + count):
                 self.cache[self.table[row, p // block], :, :, p % block] = kv[p]
@@ -80,7 +81,8 @@ class Scene:
         starts = torch.tensor([self.rows[r][0] + first for r, first, _ in rows])
         table = self.table[[r for r, *_ in rows]]
         torch.ops.weft_cpu.attend.default(
-            q, out, self.cache, offsets, starts, table, self.window, self.scale, engine
+            *(q, out, self.cache, offsets, starts, table, self.window, self.scale, engine),
+            softcap=self.softcap,
         )
         return out
 
@@ -92,9 +94,12 @@ class Scene:
             q = self.q[begin : begin + count].double().transpose(0, 1)
             queries, keys = torch.arange(start, start + count)[:, None], torch.arange(start + count)[None]
             seen = keys <= queries
-            if self.window:
-                seen &= keys > queries - self.window
-            scores = (q @ k.transpose(1, 2) * self.scale).masked_fill(~seen, -torch.inf)
+            first = [first_seen(p, self.window) for p in range(start, start + count)]
+            seen &= keys >= torch.tensor(first)[:, None]
+            scores = q @ k.transpose(1, 2) * self.scale
+            if self.softcap:
+                scores = self.softcap * torch.tanh(scores / self.softcap)
+            scores = scores.masked_fill(~seen, -torch.inf)
             made.append((scores.softmax(-1) @ v).transpose(0, 1))
             begin += count
         return torch.cat(made)
@@ -104,7 +109,7 @@ def bits(x: Tensor) -> Tensor:
     return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
 
 
-@mostly_slow("window", [0, 1, 50, 64, 600], [0, 50])
+@mostly_slow("window", [0, 1, 50, 64, 600, -100, -256], [0, 50, -100])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "engine"), [(torch.float32, 0), *((torch.bfloat16, e) for e in ENGINES)])
 def test_close_to_float64_and_nothing_foreign_enters(
@@ -113,6 +118,17 @@ def test_close_to_float64_and_nothing_foreign_enters(
     scene = Scene(ROWS, shape, window, dtype)
     made = scene.run(engine=engine)
     assert (made.double() - scene.expected()).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("dtype", "engine"), [(torch.float32, 0), *((torch.bfloat16, e) for e in ENGINES)])
+def test_capped_scores(dtype: torch.dtype, engine: int) -> None:
+    scene = Scene([(0, 1), (60, 40), (639, 1)], (4, 2, 64, 16), 100, dtype, softcap=0.6)
+    made = scene.run(engine=engine)
+    assert (made.double() - scene.expected()).abs().max() < TOLERANCE[dtype]
+    alone = torch.cat([scene.run([(1, first, 1)], engine) for first in range(40)])
+    assert torch.equal(bits(alone), bits(made[1:41]))
+    scene.scale *= 1e6  # all scores are at the cap
+    assert (scene.run(engine=engine).double() - scene.expected()).abs().max() < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("dtype", "engine"), [(torch.float32, 0), *((torch.bfloat16, e) for e in ENGINES)])
@@ -125,7 +141,7 @@ def test_heads_of_512_dims(dtype: torch.dtype, engine: int) -> None:
     assert torch.equal(bits(alone), bits(made[1:11]))
 
 
-@sampled({"engine": [None, *ENGINES], "shape": list(SHAPES), "window": [0, 50, 600]})
+@sampled({"engine": [None, *ENGINES], "shape": list(SHAPES), "window": [0, 50, 600, -130]})
 def test_bits_do_not_depend_on_company_chunks_or_threads(
     engine: int | None, shape: tuple[int, int, int, int], window: int
 ) -> None:

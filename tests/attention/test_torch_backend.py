@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.specs import model_spec
+from tests.support.specs import cache_spec, first_seen, model_spec
 from weft.attention.base import CoreInput, SegmentInput
 from weft.attention.gqa import torch_backend
 from weft.attention.gqa.torch_backend import TorchAttention
@@ -34,12 +34,12 @@ class Scene:
         dim: int = 8,
         bound: int = 0,
         dtype: torch.dtype = torch.float64,
+        softcap: float = 0.0,
     ) -> None:
         rng = random.Random(0)
         torch.manual_seed(0)
-        self.rows, self.window, self.heads = rows, window, heads
-        kind = "window" if window else "full"
-        self.spec = CacheSpec(kind=kind, layers=(0,), window=window, kv_heads=kv_heads, head_dim=dim)
+        self.rows, self.window, self.heads, self.softcap = rows, window, heads, softcap
+        self.spec = cache_spec(window, kv_heads, dim)
         width = max((-(-(start + count + bound) // block) for start, count in rows), default=0)
         total = len(rows) * width + 1
         order = rng.sample(range(1, total), total - 1)
@@ -51,7 +51,7 @@ class Scene:
             self.keys.append(k)
             self.values.append(v)
             # Positions outside the window of the first new token belong to other sequences.
-            for p in range(max(0, start - window + 1) if window else 0, start):
+            for p in range(first_seen(start, window), start):
                 self.cache[table[row, p // block], 0, :, p % block] = k[p]
                 self.cache[table[row, p // block], 1, :, p % block] = v[p]
             writes += [int(table[row, p // block]) * block + p % block for p in range(start, start + count)]
@@ -83,7 +83,7 @@ class Scene:
             self.cache[block, 1, :, offset] = v
 
     def core(self, scale: float = 0.3, prepared: object = None, sinks: Tensor | None = None) -> CoreInput:
-        return CoreInput(self.segment, {0: (self.cache,)}, scale, prepared, sinks)
+        return CoreInput(self.segment, {0: (self.cache,)}, scale, prepared, sinks, self.softcap)
 
     def run(self, prepared: object = None) -> Tensor:
         out = torch.full_like(self.q, float("nan"))
@@ -96,17 +96,19 @@ class Scene:
         shared = self.heads // self.spec.kv_heads
         for (start, count), keys, values in zip(self.rows, self.keys, self.values, strict=True):
             for p in range(start, start + count):
-                low = max(0, p - self.window + 1) if self.window else 0
+                low = first_seen(p, self.window)
                 for head in range(self.heads):
                     k = keys[low : p + 1, head // shared].double()
                     v = values[low : p + 1, head // shared].double()
-                    weights = torch.softmax(k @ self.q[token, head].double() * 0.3, 0)
-                    out[token, head] = weights @ v
+                    scores = k @ self.q[token, head].double() * 0.3
+                    if self.softcap:
+                        scores = self.softcap * torch.tanh(scores / self.softcap)
+                    out[token, head] = torch.softmax(scores, 0) @ v
                 token += 1
         return out
 
 
-@pytest.mark.parametrize("window", [0, 1, 2, 5, 8, 100])
+@pytest.mark.parametrize("window", [0, 1, 2, 5, 8, 100, -1, -6])
 @pytest.mark.parametrize("block", [1, 3, 4, 16])
 @pytest.mark.parametrize(
     "rows",
@@ -128,7 +130,7 @@ def test_head_groups(heads: int, kv_heads: int) -> None:
     assert torch.allclose(scene.run(), scene.expected(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("window", [0, 40, 700])
+@pytest.mark.parametrize("window", [0, 40, 700, -700])
 def test_long_chunks_are_cut_and_long_contexts_are_right(window: int) -> None:
     """More queries than a tile, more keys than a kernel block, and masks that hide whole blocks."""
     rows = [(1100, 2), (900, torch_backend.TILE + 9), (0, 3)]
@@ -144,7 +146,7 @@ def test_pieces_beyond_the_gather_limit_are_split(window: int, monkeypatch: pyte
     assert torch.allclose(Scene(rows, window=window).run(), together, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("window", [0, 5, -4])
 def test_upper_bounds_of_the_context_do_not_show(window: int) -> None:
     """The device knows a shorter context than the context reserved by the host."""
     rows = [(6, 1), (9, 1), (3, 5)]
@@ -161,6 +163,19 @@ def test_narrow_types(dtype: torch.dtype, tolerance: float, window: int) -> None
     made = scene.run()
     assert made.dtype == dtype
     assert (made.double() - scene.expected()).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_capped_scores(sinks: bool, dtype: torch.dtype) -> None:
+    """A sink is not capped: with a sink of minus infinity the output is the output without sinks."""
+    scene = Scene([(30, 5), (0, 12), (55, 1)], window=20, dtype=dtype, softcap=0.4)
+    drawn = torch.full((4,), float("-inf"), dtype=dtype) if sinks else None
+    made = torch.full_like(scene.q, float("nan"))
+    TorchAttention().attend(scene.q, made, scene.core(sinks=drawn), 0, scene.spec)
+    assert (made.double() - scene.expected()).abs().max() < (1e-12 if dtype == torch.float64 else 3e-2)
+    scene.softcap = 0.0
+    assert (scene.expected() - made.double()).abs().max() > 0.1
 
 
 def test_no_rows() -> None:

@@ -71,12 +71,20 @@ def check(backend: TritonAttention, scene: Scene, tolerance: float) -> None:
 
 @runs
 @pytest.mark.parametrize("backend", BOTH)
-@pytest.mark.parametrize("window", [0, 7, 100])
+@pytest.mark.parametrize("window", [0, 7, 100, -40])
 @mostly_slow("block", [4, 64], [4])
 @pytest.mark.parametrize("rows", ROWS)
 def test_equals_attention_written_out(rows: Any, block: int, window: int, backend: Any) -> None:
     """The cache has NaN outside the positions of the row. No NaN may reach an output."""
     scene = Scene(rows, window=window, block=block, heads=2, kv_heads=1, dim=16, dtype=torch.float32)
+    check(backend(), scene, 1e-5)
+
+
+@runs
+@pytest.mark.parametrize("backend", BOTH)
+def test_capped_scores(backend: Any) -> None:
+    rows = [(5, 9), (70, 1)]
+    scene = Scene(rows, window=-30, heads=2, kv_heads=1, dim=16, dtype=torch.float32, softcap=0.5)
     check(backend(), scene, 1e-5)
 
 
@@ -101,7 +109,7 @@ def test_narrow_types(dtype: torch.dtype, tolerance: float, backend: Any) -> Non
 
 @runs
 @pytest.mark.parametrize("rows", [[(300, 1), (2, 1)], [(100, 17), (0, 5), (40, 3)]])
-@mostly_slow("window", [0, 80], [80])
+@mostly_slow("window", [0, 80, -80], [80, -80])
 def test_splits_of_every_kind_give_the_same(rows: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short splits, many groups of splits in the merge, and launches in parts."""
     for name in ("SHORT_SPLIT", "LONG_SPLIT"):

@@ -43,7 +43,8 @@ NAMES = (
     "hunyuan",
     "ernie-moe",
     "cohere2",
-    "llama4",
+    "llama4-chunks",
+    "gemma2",
     "phi",
     "granite-moe-shared",
 )
@@ -55,8 +56,6 @@ def _save(folder: Path, name: str) -> None:
     settings |= {"num_key_value_heads": 2, "max_position_embeddings": 192, **changes, "vocab_size": VOCAB}
     if "vocab_size_per_layer_input" in changes:
         settings["vocab_size_per_layer_input"] = VOCAB
-    if "attention_chunk_size" in changes:
-        settings["attention_chunk_size"] = 192
     config = getattr(transformers, f"{family}Config")(**settings)
     torch.manual_seed(3)
     model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).to(torch.float64)
@@ -89,7 +88,7 @@ def test_tokens_are_those_of_each_sequence_alone(name: str, case: Case, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma4-inputs", "gemma4-moe", "olmo3", "hunyuan"])
+@pytest.mark.parametrize("name", ["gemma4-inputs", "gemma4-moe", "olmo3", "hunyuan", "llama4-chunks"])
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1)])
 def test_a_prefill_and_a_decode_group(name: str, ranks: tuple[int, int], tmp_path: Path) -> None:
     """Also with layers that read the cache of another layer: only caches move."""

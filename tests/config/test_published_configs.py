@@ -80,6 +80,8 @@ def grouped(c: Fields) -> tuple[float, float]:
     kv = c["num_key_value_heads"]
     gate = 3 if c.get("attn_output_gate") else 2
     types = c.get("layer_types") or ["full_attention"] * layers
+    if "attention_chunk_size" in c:  # Llama 4: layers with a rotation attend in chunks
+        types = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)]
     full = types.count("full_attention")
     attending = full + types.count("sliding_attention")
     one = hidden * dim * (gate * heads + 2 * kv)

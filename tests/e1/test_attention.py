@@ -11,9 +11,9 @@ import torch
 
 from tests.e1.rig import attention_backends
 from tests.support.slow import mostly_slow
+from tests.support.specs import cache_spec, first_seen
 from weft.attention.base import AttentionBackend, CoreInput, SegmentInput
 from weft.attention.gqa.torch_backend import TorchAttention
-from weft.config.spec import CacheSpec
 
 Tensor = torch.Tensor
 LENGTH = 210
@@ -34,19 +34,19 @@ Row = tuple[Sequence, int, int]
 """(sequence, start, count)."""
 
 
-def attend(backend: AttentionBackend, rows: list[Row], block: int, window: int) -> list[Tensor]:
+def attend(
+    backend: AttentionBackend, rows: list[Row], block: int, window: int, softcap: float = 0.0
+) -> list[Tensor]:
     """Return the output of each row. The cache has NaN at every entry that must not be read."""
     one = rows[0][0]
     kv_heads, dim, dtype = one.k.shape[1], one.k.shape[2], one.q.dtype
-    spec = CacheSpec(
-        kind="window" if window else "full", layers=(0,), window=window, kv_heads=kv_heads, head_dim=dim
-    )
+    spec = cache_spec(window, kv_heads, dim)
     width = max(-(-(start + count) // block) for _, start, count in rows)
     order = random.Random(len(rows) * block).sample(range(1, len(rows) * width + 1), len(rows) * width)
     table = torch.tensor(order).view(len(rows), width)
     cache = torch.full((len(order) + 1, 2, kv_heads, block, dim), float("nan"), dtype=dtype)
     for row, (sequence, start, count) in enumerate(rows):
-        first = max(0, start - window + 1) if window else 0
+        first = first_seen(start, window)
         p = torch.arange(first, start + count)
         both = torch.stack((sequence.k[p], sequence.v[p]), dim=1)  # [positions, 2, kv_heads, dim]
         cache[table[row, p // block], :, :, p % block] = both
@@ -67,7 +67,7 @@ def attend(backend: AttentionBackend, rows: list[Row], block: int, window: int) 
     q = torch.cat([sequence.q[start : start + count] for sequence, start, count in rows])
     out = torch.full_like(q, float("nan"))
     prepared = backend.prepare(segment, 0, spec, block, dtype)
-    backend.attend(q, out, CoreInput(segment, {0: (cache,)}, 0.25, prepared), 0, spec)
+    backend.attend(q, out, CoreInput(segment, {0: (cache,)}, 0.25, prepared, None, softcap), 0, spec)
     return list(out.split(counts.tolist()))
 
 
@@ -88,14 +88,20 @@ FORMS += [
     for dtype in (torch.float64, torch.float16)
     for heads, window in (("grouped", 70), ("one", 0))
 ]
+#: Chunks of positions, and capped scores.
+FORMS += [
+    (name, dtype, "grouped", -70)
+    for name, dtype in (("cpu", torch.bfloat16), ("invariant", torch.float64), ("invariant", torch.float32))
+]
 
 
-@mostly_slow(("name", "dtype", "heads", "window"), FORMS, [form for form in FORMS if form[3] == 70])
+@mostly_slow(("name", "dtype", "heads", "window"), FORMS, [form for form in FORMS if abs(form[3]) == 70])
 def test_bits_of_a_query_are_its_own(name: str, dtype: torch.dtype, heads: str, window: int) -> None:
     backend = attention_backends(name, dtype)
+    cap = 0.7 if window < 0 else 0.0
     one, others = Sequence(0, HEADS[heads], dtype), [Sequence(s, HEADS[heads], dtype) for s in range(1, 9)]
-    (whole,) = attend(backend, [(one, 0, LENGTH)], 64, window)
-    (close,) = attend(TorchAttention(), [(one, 0, LENGTH)], 64, window)
+    (whole,) = attend(backend, [(one, 0, LENGTH)], 64, window, cap)
+    (close,) = attend(TorchAttention(), [(one, 0, LENGTH)], 64, window, cap)
     assert torch.allclose(whole.double(), close.double(), atol=TOLERANCE[dtype])
     for size, block in ((1, 64), (7, 16), (64, 4), (100, 3), (16, 24)):
         parts = list(chunks(LENGTH, size))
@@ -103,7 +109,7 @@ def test_bits_of_a_query_are_its_own(name: str, dtype: torch.dtype, heads: str, 
             parts = random.Random(size).sample(parts, 5)
         for start, count in parts:
             company = [(o, (37 * i) % 120, 1 + (i * count) % 90) for i, o in enumerate(others[: start % 9])]
-            made = attend(backend, [*company[:2], (one, start, count), *company[2:]], block, window)
+            made = attend(backend, [*company[:2], (one, start, count), *company[2:]], block, window, cap)
             assert torch.equal(made[min(2, len(company))], whole[start : start + count]), (size, block, start)
 
 

@@ -279,12 +279,15 @@ def test_a_group_with_a_role_serves_sequences_without_a_transfer(
     assert unified(config_of(tmp_path, "llama", 8, role), submits) == expected  # type: ignore[arg-type]
 
 
-FAMILIES = ("mistral", "deepseek_v3", "qwen3_next", "deepseek_v4", "lfm2_moe", "nemotron_h", "falcon_h1")
-"""Families with windows, latents, recurrent states of three forms, and compressed entries."""
+FAMILIES = (
+    *("mistral", "deepseek_v3", "qwen3_next", "deepseek_v4", "lfm2_moe", "nemotron_h", "falcon_h1"),
+    "llama4",
+)
+"""Families with windows, latents, recurrent states of three forms, compressed entries, and chunks."""
 
 
 @pytest.mark.requirement("E4")
-@mostly_slow("family", FAMILIES, [name for name in FAMILIES if name not in ("lfm2_moe", "falcon_h1")])
+@mostly_slow("family", FAMILIES, [one for one in FAMILIES if one not in ("lfm2_moe", "falcon_h1", "llama4")])
 @mostly_slow("blocks", [(8, 8), (8, 16)], [(8, 16)])
 def test_every_kind_of_cache_goes_over(
     pairs: Callable[..., EnginePair], tmp_path: Path, family: str, blocks: tuple[int, int]

@@ -12,7 +12,8 @@ import pytest
 import torch
 import transformers
 
-from tests.support import gguf_files
+from tests.gguf import test_rows
+from tests.support import gguf_files, gguf_rows
 from weft import LLM, SamplingParams
 from weft.config.hub import bundled_models, resolve_model_path
 from weft.gguf.gguf_tokenizer import NORMALIZED
@@ -160,6 +161,30 @@ def test_probabilities(make: Any, kind: str, tolerance: float, tmp_path: Path) -
         assert len(common) >= (TOP if kind == "F32" else 3)
         for token in common:
             assert abs(math.exp(found[token]) - math.exp(expected[token])) < tolerance, (prompt, token)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gemma", "gemma2", "starcoder2", "llama4", "falcon-h1", "granitehybrid", "granitehybrid-experts"),
+        *("command-r", "glm4", "qwen2moe"),
+    ],
+)
+def test_probabilities_of_rows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(test_rows.SIZES, "vocab_size", 1024)
+    monkeypatch.setattr(gguf_rows, "some_texts", lambda: text_model()[1])
+    case, path = test_rows.CASES[name], tmp_path / "model.gguf"
+    test_rows.write(case, tmp_path / "saved", path, test_rows.saved(case, tmp_path / "saved"))
+    theirs = server(path)
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=TOP)
+    with LLM(str(path), dtype="float32", max_num_seqs=2, max_model_len=256) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        expected = reference(theirs, prompt)
+        found = {token: one.logprob for token, one in output.outputs[0].logprobs[0].items()}
+        assert found.keys() == expected.keys()
+        for token in found:
+            assert abs(math.exp(found[token]) - math.exp(expected[token])) < 5e-3, (prompt, token)
 
 
 TEXTS = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.spec import CacheSpec
 from weft.kv.cache_groups import CacheGroup, FullGroup, WindowGroup
 from weft.kv.caches import Caches, make_cache_groups
+from weft.kv.chunk_group import ChunkGroup
 from weft.kv.hashing import HashChain, salted_root
 from weft.types.plan import AppendBlocks, AppendEach, SlotUpdate
 
@@ -30,6 +31,10 @@ def full(blocks: int = 20, block: int = BLOCK) -> FullGroup:
 
 def windowed(window: int, blocks: int = 20, max_chunk: int = 16) -> WindowGroup:
     return WindowGroup(0, pool("window", blocks, window), BLOCK, max_chunk)
+
+
+def chunked(chunk: int, blocks: int = 20, max_chunk: int = 16) -> ChunkGroup:
+    return ChunkGroup(0, pool("chunk", blocks, chunk), BLOCK, max_chunk)
 
 
 def hashes_of(length: int) -> list[bytes]:
@@ -159,6 +164,39 @@ def test_window_hit_needs_only_the_blocks_in_the_window(window: int, lost: list[
     assert 0 not in blocks[first:]
 
 
+@pytest.mark.parametrize(
+    ("chunk", "lost", "hit"),
+    [
+        (8, [], 16),
+        (8, [0, 1, 2, 3], 16),  # a chunk begins at 16: no block is read
+        (6, [0, 1, 2], 16),  # position 16 reads from 12 on
+        (6, [3], 12),  # position 12 begins a chunk
+        (5, [3], 12),
+        (100, [1], 4),
+    ],
+)
+def test_chunk_hit_needs_only_the_blocks_of_the_last_chunk(chunk: int, lost: list[int], hit: int) -> None:
+    kind = chunked(chunk)
+    hashes = cached(kind, 16)
+    for entry in lost:
+        kind.pool.forget(hashes[entry])
+    assert kind.hit(hashes, 100) == hit
+    blocks = blocks_of(kind.acquire(1, hashes, hit, hit + 1))
+    first = (hit - hit % chunk) // BLOCK
+    assert blocks[:first] == [0] * first
+    assert 0 not in blocks[first:]
+
+
+def test_chunk_releases_the_blocks_before_the_chunk() -> None:
+    kind = chunked(8)
+    kind.acquire(0, [], 0, 20)
+    kind.slide(0, 7, 3)
+    assert kind.pending() == 0
+    kind.slide(0, 8, 3)  # position 8 begins a chunk
+    assert kind.pending() == 2
+    assert kind.needed(1, 1000) == kind.most(1000) == 7
+
+
 def test_window_never_needs_more_than_it_and_a_chunk() -> None:
     kind = windowed(6, blocks=20, max_chunk=8)
     assert kind.needed(0, 1000) == kind.most(1000) == 4
@@ -248,8 +286,10 @@ def test_caches_grow_all_or_nothing() -> None:
     assert caches.free_blocks() == (15, 0)
 
 
-def test_windows_slide_together_as_they_do_alone() -> None:
-    one, many = windowed(6, blocks=30), windowed(6, blocks=30)
+@pytest.mark.parametrize("make_group", [windowed, chunked])
+@pytest.mark.parametrize("window", [6, 8])
+def test_windows_slide_together_as_they_do_alone(make_group: Callable[..., WindowGroup], window: int) -> None:
+    one, many = make_group(window, blocks=30), make_group(window, blocks=30)
     for kind in (one, many):
         for slot in range(4):
             kind.acquire(slot, [], 0, 20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.kv.test_cache_groups import cached, full, hashes_of, pool, windowed
+from tests.kv.test_cache_groups import cached, chunked, full, hashes_of, pool, windowed
 from weft.kv.cache_groups import ids_of
 from weft.kv.caches import Caches
 from weft.kv.pool import NULL_BLOCK
@@ -58,6 +58,16 @@ def test_a_windows_first_block_is_found_only_if_it_is_whole(
     table = kind._tables[-2].blocks
     assert all(block == NULL_BLOCK for block in table[:first])
     assert all(table[first:])
+
+
+def test_the_first_block_of_a_chunk_is_found_only_if_it_is_whole() -> None:
+    for chunk, sent_block, whole in ((6, 4, 4), (6, 1, 5), (8, 1, 4), (20, 4, 5)):
+        kind = chunked(chunk)
+        new = kind.fetch(-2, HASHES, 0, 20, 21, sent_block)
+        assert new.first == (20 - 20 % chunk) // 4
+        kind.insert(-2, 20, HASHES)
+        found = [number for number in range(5) if kind.pool.find(HASHES[number]) != NULL_BLOCK]
+        assert found == list(range(whole, 5)), chunk
 
 
 def test_a_window_is_hit_where_what_is_read_before_the_hit_is_there() -> None:

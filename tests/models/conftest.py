@@ -26,6 +26,7 @@ from tests.support.latent_models import CASES as LATENT_CASES
 from tests.support.mixer_models import CASES as MIXER_CASES
 from tests.support.mixer_models import DEFAULT as MIXER_DEFAULT
 from tests.support.sparse_models import CASES as SPARSE_CASES
+from tests.support.specs import first_seen
 from tests.support.vision_models import Prompt, Seen, media_of, rope_positions_of, save_tiny
 from weft.attention.base import SegmentInput, StepInput
 from weft.attention.registry import choose
@@ -191,11 +192,23 @@ class Checkpoint:
         return self.reference(torch.tensor([list(ids)]), use_cache=False).logits[0]
 
 
-def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Checkpoint:
+def _reference_config(name: str) -> Any:
+    """Return the configuration of a case, as transformers reads it."""
     family, changes = CASES[name]
     unlike = {name for name, value in changes.items() if value is None and name in _BASE}
     settings = {name: value for name, value in {**_BASE, **changes}.items() if name not in unlike}
-    config = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**settings)
+    return getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**settings)
+
+
+def config_for(name: str) -> dict[str, Any]:
+    """Return config.json of a case."""
+    family = CASES[name][0].removesuffix("Text")
+    made: dict[str, Any] = _reference_config(name).to_diff_dict()
+    return {**made, "architectures": [f"{family}ForCausalLM"]}
+
+
+def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Checkpoint:
+    family, config = CASES[name][0], _reference_config(name)
     reference = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     _randomize(reference, seed)
     reference.save_pretrained(folder)
@@ -380,7 +393,8 @@ class Paged:
         for kind, cache in enumerate(self.model.spec.caches):
             if not cache.window:
                 continue
-            keep = max(0, sequence.computed - cache.window + 1) // self.sizes[kind]
+            window = -cache.window if cache.kind == "chunk" else cache.window
+            keep = first_seen(sequence.computed, window) // self.sizes[kind]
             for entry in range(sequence.first[kind], keep):
                 block = sequence.tables[kind][entry]
                 for layer in cache.layers:

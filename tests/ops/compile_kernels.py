@@ -100,22 +100,27 @@ def _segment(counts: list[int]) -> Any:
     )
 
 
-def attention(heads: int, kv_heads: int, dim: int, block: int, window: int, dtype: torch.dtype) -> None:
-    """Decodes, chunks and their splits in both backends, and the merge with its log-sum-exp."""
+def attention(
+    heads: int, kv_heads: int, dim: int, block: int, window: int, dtype: torch.dtype, softcap: float = 0.0
+) -> None:
+    """Decodes, chunks and their splits in both backends, and the merge with its log-sum-exp.
+
+    ``window``: negative for attention within chunks.
+    """
     from weft.attention.base import CoreInput
     from weft.attention.gqa.triton_backend import TritonAttention, TritonInvariant
     from weft.config.spec import CacheSpec
     from weft.ops.triton.attention import merge
 
-    spec = CacheSpec(
-        kind="window" if window else "full", layers=(0,), window=window, kv_heads=kv_heads, head_dim=dim
-    )
+    kind = "chunk" if window < 0 else "window" if window else "full"
+    spec = CacheSpec(kind=kind, layers=(0,), window=abs(window), kv_heads=kv_heads, head_dim=dim)
     cache = torch.empty(2, 2, kv_heads, block, dim, dtype=dtype)
     for backend in (TritonAttention(), TritonInvariant()):
         for counts in ([1, 1, 1, 1], [700, 20], [700] * 64):
             segment = _segment(counts)
             q = torch.empty(segment.tokens, heads, dim, dtype=dtype)
-            backend.attend(q, torch.empty_like(q), CoreInput(segment, {0: (cache,)}, 0.1), 0, spec)
+            core = CoreInput(segment, {0: (cache,)}, 0.1, softcap=softcap)
+            backend.attend(q, torch.empty_like(q), core, 0, spec)
     states = torch.empty(3, heads, 5, dim)
     merge(states, states[..., 0].contiguous(), torch.empty(3, heads, dim), torch.empty(3, heads))
 
@@ -255,6 +260,8 @@ def all_forms() -> None:
     attention(32, 8, 128, 64, 0, FULL)
     attention(16, 2, 256, 64, 0, HALF)
     attention(8, 8, 96, 4, 0, torch.float16)
+    attention(40, 8, 128, 64, -8192, HALF)
+    attention(16, 8, 256, 64, 4096, HALF, 50.0)
     attention(71, 1, 64, 64, 0, HALF)
     attention(4, 2, 20, 3, 7, FULL)
 

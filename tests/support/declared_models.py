@@ -183,6 +183,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [_SLIDING, _FULL, _FULL],
         },
     ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+            "tie_word_embeddings": False,
+            "sliding_window": 7,
+            "num_hidden_layers": 4,
+            "attn_logit_softcapping": 0.7,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "vaultgemma": ("VaultGemma", {"head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 0.5}),
     "gemma": ("Gemma", {"head_dim": 16, "tie_word_embeddings": False}),
     "qwen2-moe": (
         "Qwen2Moe",
@@ -227,6 +240,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 4,
             "floor_scale": 16,
             "attention_chunk_size": 128,
+        },
+    ),
+    "llama4-chunks": (
+        "Llama4Text",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 64,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 2,
+            "num_hidden_layers": 4,
+            "floor_scale": 4,
+            "attention_chunk_size": 5,
         },
     ),
     "llama4-plain": (
@@ -298,6 +325,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Cohere2",
         {"sliding_window": 6, "num_hidden_layers": 4, "logit_scale": 0.3, "eos_token_id": 2},
     ),
+    "cohere": ("Cohere", {"logit_scale": 0.3, "eos_token_id": 2}),
     "nemotron": ("Nemotron", {"attention_bias": True, "mlp_bias": True}),
     "arcee": ("Arcee", {"mlp_bias": True, "eos_token_id": 2, "bos_token_id": 1}),
     "starcoder2": ("Starcoder2", {"sliding_window": 8, "eos_token_id": 2, "bos_token_id": 1}),

@@ -31,6 +31,11 @@ def plus_one(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
     yield name, values + 1 if name.endswith("norm.weight") else values
 
 
+def flat_gate(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield the tensor, the gate of the shared expert in one dimension."""
+    yield name, values[0] if name.endswith("shared_expert_gate.weight") else values
+
+
 def two_dims(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
     """Yield the tensor, the taps of convolutions without their middle dimension."""
     yield name, values[:, 0] if ".conv.conv." in name else values
@@ -55,6 +60,34 @@ def in_pairs(heads: int, kv_heads: int) -> Change:
     return change
 
 
+def llama4_stacks(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield the tensor; stacks of experts with outputs before inputs, gate and up apart."""
+    block = name.split(".")[2] if ".layers." in name else ""
+    if name.endswith("experts.gate_up_proj"):
+        for part, half in zip(("gate", "up"), np.split(values.transpose(0, 2, 1), 2, axis=1), strict=True):
+            yield f"blk.{block}.ffn_{part}_exps.weight", np.ascontiguousarray(half)
+    elif name.endswith("experts.down_proj"):
+        yield f"blk.{block}.ffn_down_exps.weight", np.ascontiguousarray(values.transpose(0, 2, 1))
+    else:
+        yield name, values
+
+
+def one_stack(change: Change) -> Change:
+    """Return ``change``, with gate and up matrices of all experts in one stack, gate first."""
+    gates: dict[str, np.ndarray] = {}
+
+    def joined(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+        block = name.split(".")[2] if ".layers." in name else ""
+        if name.endswith(".experts.gate_proj.weight"):
+            gates[block] = values
+        elif name.endswith(".experts.up_proj.weight"):
+            yield f"blk.{block}.ffn_gate_up_exps.weight", np.concatenate((gates[block], values), axis=1)
+        else:
+            yield from change(name, values)
+
+    return joined
+
+
 def mamba2(groups: int, change: Change) -> Change:
     """Return ``change``, with the tensors of Mamba2 in llama.cpp's shapes."""
 
@@ -66,7 +99,7 @@ def mamba2(groups: int, change: Change) -> Change:
             yield f"blk.{block}.ssm_d", values.reshape(-1, 1)
         elif name.endswith(".dt_bias"):
             yield f"blk.{block}.ssm_dt.bias", values
-        elif name.endswith(".mixer.norm.weight"):
+        elif name.endswith((".mixer.norm.weight", ".mamba.norm.weight")):
             yield f"blk.{block}.ssm_norm.weight", values.reshape(groups, -1)
         elif name.endswith(".conv1d.weight"):
             yield f"blk.{block}.ssm_conv1d.weight", values[:, 0]
@@ -79,15 +112,53 @@ def mamba2(groups: int, change: Change) -> Change:
     return shaped
 
 
-def cut_in_two(change: Change) -> Change:
-    """Return ``change`` of the halves of merged matrices of Granite's experts."""
+def times(values: Mapping[str, Any]) -> Change:
+    """Return the change of the weights of Falcon-H1 by the factors of its configuration ``values``."""
+    inner = values["mamba_d_ssm"]
+    wide = values["mamba_n_groups"] * values["mamba_d_state"]
+    rows = [inner, inner, wide, wide, values["mamba_n_heads"]]
+    mixed = np.repeat(values["ssm_multipliers"], rows).astype(np.float32) * values["ssm_in_multiplier"]
+    into = values["attention_in_multiplier"]
+    factors = {
+        ".down_proj.": values["mlp_multipliers"][1],
+        ".gate_proj.": values["mlp_multipliers"][0],
+        ".k_proj.": values["key_multiplier"] * into,
+        ".q_proj.": into,
+        ".v_proj.": into,
+        ".o_proj.": values["attention_out_multiplier"],
+        ".out_proj.": values["ssm_out_multiplier"],
+        "lm_head.": values["lm_head_multiplier"],
+        "embed_tokens.": values["embedding_multiplier"],
+    }
+
+    def scaled(name: str, weight: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+        if name.endswith("pre_ff_layernorm.weight"):  # llama.cpp has this name without an ending
+            name = f"blk.{name.split('.')[2]}.ffn_norm"
+        if ".in_proj." in name:
+            weight = weight * mixed[:, None]
+        for part, factor in factors.items():
+            if part in name:
+                weight = weight * np.float32(factor)
+        yield name, weight
+
+    return scaled
+
+
+def cut_in_two(change: Change, shared_name: str = "_shexp") -> Change:
+    """Return ``change`` of the halves of merged matrices of Granite's experts.
+
+    ``shared_name``: ending of the names of the shared expert.
+    """
 
     def cut(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+        block = name.split(".")[2] if ".layers." in name else ""
+        if name.endswith("shared_mlp.output_linear.weight"):
+            yield f"blk.{block}.ffn_down{shared_name}.weight", values
+            return
         if not name.endswith("input_linear.weight"):
             yield from change(name, values)
             return
-        shared = "_shexp" if ".shared_mlp." in name else "_exps"
-        block = name.split(".")[2]
+        shared = shared_name if ".shared_mlp." in name else "_exps"
         for part, half in zip(("gate", "up"), np.split(values, 2, axis=-2), strict=True):
             yield f"blk.{block}.ffn_{part}{shared}.weight", half
 
@@ -143,7 +214,7 @@ def write_saved(
             if one.endswith(".per_expert_scale"):
                 theirs = f"blk.{block}.ffn_down_exps.scale"
             endings = (".weight", ".bias", ".scale", ".ssm_a", ".ssm_d")
-            if theirs is not None and not theirs.endswith(endings):
+            if theirs is not None and one != theirs and not theirs.endswith(endings):
                 theirs += ".bias" if one.endswith("expert_bias") else ".weight"
             if theirs is None and one.endswith("e_score_correction_bias"):
                 theirs = names.get_name(one.removesuffix("_bias") + ".bias", (".weight", ".bias"))

@@ -25,3 +25,19 @@ def model_spec(heads: int = 4, cache: CacheSpec | None = None, **more: Any) -> M
         "max_position": 64,
     }
     return ModelSpec(**{**facts, **more})
+
+
+def first_seen(position: int, window: int) -> int:
+    """Return the first position that a query at ``position`` sees.
+
+    ``window``: 0 for none, negative for the size of chunks, as the kernels take a window.
+    """
+    if window < 0:
+        return position - position % -window
+    return max(0, position - window + 1) if window else 0
+
+
+def cache_spec(window: int, kv_heads: int, head_dim: int) -> CacheSpec:
+    """Return the KV cache group of one layer. ``window``: see ``first_seen``."""
+    kind = "chunk" if window < 0 else "window" if window else "full"
+    return CacheSpec(kind=kind, layers=(0,), window=abs(window), kv_heads=kv_heads, head_dim=head_dim)

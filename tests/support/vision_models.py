@@ -160,6 +160,13 @@ def processor_of(family: str) -> dict[str, Any]:
     return _KIMI_PROCESSOR if family == "Kimi_K25" else _QWEN_PROCESSOR
 
 
+def config_for(name: str) -> dict[str, Any]:
+    """Return config.json of a case."""
+    family, settings = CASES[name]
+    made: dict[str, Any] = getattr(transformers, f"{family}Config")(**settings).to_diff_dict()
+    return {**made, "architectures": [f"{family}ForConditionalGeneration"]}
+
+
 def save_tiny(name: str, folder: Path, randomize: Any) -> Any:
     """Save a random checkpoint in its published layout. Return the reference model.
 

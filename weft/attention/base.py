@@ -25,7 +25,7 @@ LayerCache: TypeAlias = Mapping[int, tuple[Tensor, ...]]
 """Caches of one layer: for each KV cache group of the layer, by number of the group, the tensors of the
 group.
 
-full, window    (``[1 + blocks, 2, kv_heads, block, head_dim]``,)
+full, window    (``[1 + blocks, 2, kv_heads, block, head_dim]``,), also chunk
                 in 8 bits: values E4M3 of the same shape, scales float32 ``[1 + blocks, 2, kv_heads, block]``
 latent          (``[1 + blocks, block, width]``,)
                 in 8 bits: values E4M3 ``[.., width - exact]``, scales float32 ``[1 + blocks, block]``, and
@@ -128,6 +128,8 @@ class CoreInput(NamedTuple):
     sinks: Tensor | None = None
     """[heads], in q's dtype (wide for sparse attention): per head, a score that takes part in the softmax and
     has no value. Latent attention has no sinks."""
+    softcap: float = 0.0
+    """If greater than 0, scores are capped: see ``ScaleSpec.attention_softcap``. For grouped queries."""
 
 
 class Backend(ABC):
@@ -202,7 +204,7 @@ class Backends:
 class AttentionBackend(Backend):
     """Grouped-query attention over the paged cache. The cache already contains the segment's keys and values.
 
-    ``check`` rejects everything that a backend does not support (dtype, head size, window, sinks).
+    ``check`` rejects everything that a backend does not support (dtype, head size, chunks, capped scores).
     """
 
     form = "gqa"
@@ -216,9 +218,8 @@ class AttentionBackend(Backend):
         kind: int,  # KV cache group of the layer
         spec: CacheSpec,  # of the group
     ) -> None:
-        """Attend causally (and within ``spec.window``) to keys and values in ``core.caches[kind]``.
-
-        Writes ``out``.
+        """Attend causally (and within ``spec.window``, or the chunk) to keys and values in
+        ``core.caches[kind]``. Writes ``out``.
 
         TRAP: block table entries outside the window, and positions beyond the end of a row, may belong to
         other sequences. Their values (NaN included) must never reach an output. Block 0 is the null block.

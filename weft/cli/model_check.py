@@ -11,11 +11,12 @@ import msgspec
 from weft.common.errors import WeftError
 from weft.config import hub
 from weft.config.cache_layout import block_bytes
-from weft.config.families import load_spec
 from weft.config.families.weight_files import check_weight_files, safetensors_files
-from weft.config.resolve import check_checkpoint
-from weft.config.sections.all import ModelSection
-from weft.config.sizing.memory import hit_unit, show_bytes, state_bytes, tower_bytes, weight_bytes
+from weft.config.resolve import check_checkpoint, choose_device, choose_dtype, read_spec, resolve
+from weft.config.sections.all import Config
+from weft.config.sharding import local_spec
+from weft.config.sizing.cache_sizes import planned_weights
+from weft.config.sizing.memory import hit_unit, show_bytes, state_bytes, tower_bytes
 from weft.config.spec import DTYPE_BYTES, ModelSpec
 from weft.text.chat import image_rules
 from weft.text.model import TextModel
@@ -26,7 +27,7 @@ TOKENS = 1000
 
 
 class Memory(msgspec.Struct, kw_only=True):
-    """Bytes of one rank that has the whole model."""
+    """Bytes of one rank: the whole model, or a share with --tensor-parallel-size."""
 
     weights: int
     """All weights in their format in memory, the parts below included."""
@@ -53,6 +54,7 @@ class Report(msgspec.Struct, kw_only=True):
     quantization: str | None = None
     """Method of the checkpoint, or the chosen method."""
     context: int | None = None
+    """Maximum tokens of prompt and output together."""
     memory: Memory | None = None
     tokenizer: str | None = None
     template: str | None = None
@@ -63,20 +65,28 @@ class Report(msgspec.Struct, kw_only=True):
     """Tasks that the checkpoint does not have, with the reason."""
 
 
-def check_model(section: ModelSection) -> Report:
-    """Return the facts of the model of ``section``. Downloads small files of a hub model, and no weights.
+def check_model(config: Config) -> Report:
+    """Return the facts of the model of ``config``, as ``weft serve`` resolves ``config`` on this machine.
 
-    Raise ConfigError if the model does not exist.
+    Downloads small files of a hub model, and no weights. Raise ConfigError if the model does not exist.
     """
-    report = Report(model=section.model)
-    path = hub.resolve_model_path(section.model, section.revision, load_format="dummy")
-    own = msgspec.structs.replace(section, load_format="auto" if safetensors_files(Path(path)) else "dummy")
-    _tried(report, lambda: check_checkpoint(own, path, path))
-    _tried(report, lambda: check_weight_files(Path(path), own.load_format))
-    spec = _tried(report, lambda: load_spec(path, trust_remote_code=section.trust_remote_code))
+    model = config.model
+    report = Report(model=model.model)
+    path = hub.resolve_model_path(model.model, model.revision, load_format="dummy")
+    load_format = "auto" if safetensors_files(Path(path)) else "dummy"
+    found = msgspec.structs.replace(model, model=path, revision=None, load_format=load_format)
+    config = msgspec.structs.replace(config, model=found)
+    tokenizer = _tried(report, lambda: hub.resolve_tokenizer_path(model.tokenizer, path)) or path
+    # The steps of ``resolve``, one by one: a report has the reasons of all steps.
+    _tried(report, lambda: check_checkpoint(found, path, tokenizer))
+    _tried(report, lambda: check_weight_files(Path(path), load_format))
+    spec = _tried(report, lambda: read_spec(config, path))
+    resolved = None if report.refused else _tried(report, lambda: resolve(config))
     if spec is not None:
-        _describe(report, spec, section)
-    _read_text(report, spec, path)
+        _describe(report, spec, config, path)
+    if resolved is not None:
+        report.context = resolved.kv.max_model_len
+    _read_text(report, spec, tokenizer)
     report.served = not report.refused
     return report
 
@@ -91,26 +101,29 @@ def _tried(report: Report, step: Callable[[], T]) -> T | None:
         return None
 
 
-def _describe(report: Report, spec: ModelSpec, section: ModelSection) -> None:
-    """Add the model, its memory and its tasks to ``report``."""
-    dtype = spec.dtype if section.dtype == "auto" else section.dtype
+def _describe(report: Report, spec: ModelSpec, config: Config, path: str) -> None:
+    """Add the model, the memory of one rank and the tasks to ``report``."""
+    model, layout = config.model, config.parallel.layout
+    device = choose_device(config.runner)
+    dtype = choose_dtype(model, spec, device, path)
     published = None if spec.quantized is None else spec.quantized.method
     report.architecture = spec.architecture
     report.implementation = "transformers" if spec.implementation != "weft" else f"weft ({spec.family})"
     report.dtype, report.context = dtype, spec.max_position
-    report.quantization = published if section.quantization == "none" else section.quantization
-    table = spec.vocab_size * spec.hidden
-    head = table * (DTYPE_BYTES[dtype] if section.quantization == "none" else 1)
-    full = [cache for cache in spec.caches if cache.kind != "state" and not cache.window]
-    windows = [cache for cache in spec.caches if cache.window]
-    unit = hit_unit(spec, 64)
+    report.quantization = published if model.quantization == "none" else model.quantization
+    table = -(-spec.vocab_size // layout.tensor) * spec.hidden
+    head = table * (DTYPE_BYTES[dtype] if model.quantization == "none" else 1)
+    local = local_spec(spec, layout)
+    full = [cache for cache in local.caches if cache.kind != "state" and not cache.window]
+    windows = [cache for cache in local.caches if cache.window]
+    unit = hit_unit(local, config.cache.block_size)
     report.memory = Memory(
-        weights=weight_bytes(spec, dtype, section.quantization, packed=True),
+        weights=planned_weights(spec, dtype, device, model, config.parallel),
         embeddings=head if spec.tied else table * DTYPE_BYTES[dtype] + head * spec.head,
         tower=0 if spec.vision is None else tower_bytes(spec.vision, dtype),
         kv_per_1000_tokens=sum(block_bytes(cache, unit, dtype) for cache in full) * TOKENS // unit,
         kv_of_windows=sum(block_bytes(cache, unit, dtype) * cache.window // unit for cache in windows),
-        state_per_sequence=state_bytes(spec, dtype, 1),
+        state_per_sequence=state_bytes(local, dtype, 1),
     )
     _add_tasks(report, spec)
 

@@ -3,59 +3,46 @@ of one model."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 import msgspec
 
 from weft.cli.model_check import check_model, lines_of
+from weft.cli.options import Command, build, given_values, settings
 from weft.config import families, hub
 from weft.config.about import about
-from weft.config.sections.all import ModelSection
 
 _REFUSED = 3
 """Exit status for a model that Weft does not serve."""
 
 
-@click.command()
+_FLAGS = (
+    *("quantization", "dtype", "kv_cache_dtype", "max_model_len", "tensor_parallel_size", "tokenizer"),
+    *("hf_overrides", "model_impl", "revision", "trust_remote_code"),
+)
+"""Settings of ``weft serve`` that --check takes."""
+
+
+@click.command(cls=Command)
 @click.option(
     "--check",
     metavar="MODEL",
     help="Show the facts of one model: a folder, hub name or bundled model. Reads no weights. The status is "
-    f"{_REFUSED} if Weft does not serve the model.",
+    f"{_REFUSED} if `weft serve` with the same flags would refuse the model on this machine.",
 )
-@click.option(
-    "--quantization",
-    type=click.Choice(["none", "int8", "w8a8", "int4", "w4a8", "fp8"]),
-    default="none",
-    show_default=True,
-    help="With --check: format of the weights in memory.",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "float64", "float32", "bfloat16", "float16"]),
-    default="auto",
-    show_default=True,
-    help="With --check: dtype of weights and KV cache.",
-)
-@click.option("--trust-remote-code", is_flag=True, help="With --check: accept checkpoints that contain code.")
+@settings((), _FLAGS, file=False)
 @click.option("--json", "as_json", is_flag=True, help="With --check: print JSON.")
 @click.pass_context
-def models(
-    ctx: click.Context,
-    check: str | None,
-    quantization: str,
-    dtype: str,
-    trust_remote_code: bool,
-    as_json: bool,
-) -> None:
+def models(ctx: click.Context, check: str | None, as_json: bool, **given: Any) -> None:
     """List bundled models, models in the hub's local cache, and the architectures that Weft runs. With
-    --check, show the facts of one model instead."""
+    --check, show the facts of one model instead, as `weft serve` with the same flags runs the model."""
     if check is None:
-        if as_json:
-            raise click.UsageError("--json needs --check", ctx)
+        for name in ("json",) if as_json else given_values(given):
+            raise click.UsageError(f"--{name.replace('_', '-')} needs --check", ctx)
         _list()
         return
-    given = {"quantization": quantization, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    report = check_model(msgspec.convert({"model": check, **given}, ModelSection))
+    report = check_model(build(given, check))
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(report)).decode())
     else:

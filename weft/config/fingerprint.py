@@ -18,31 +18,11 @@ import msgspec
 
 from weft.common.errors import ConfigError
 from weft.config.cache_layout import pool_tensors
+from weft.config.parts.first_fields import FIRST_FIELDS
 from weft.config.resolved import EngineConfig
-from weft.config.spec import CacheSpec, ModelSpec, MoESpec, RopeSpec, VisionSpec
+from weft.config.spec import CacheSpec, ModelSpec, VisionSpec
 from weft.types import transfer
 
-_LATER: dict[type, tuple[str, ...]] = {
-    ModelSpec: (
-        *("attention", "bare_layers", "classify", "conv", "counted", "counted_experts", "draft", "eagle"),
-        *(
-            "gated",
-            "head_bias",
-            "layer",
-            "mamba",
-            "norms",
-            "parallel",
-            "pooled",
-            "ropes",
-            "scales",
-            "undivided",
-        ),
-    ),
-    MoESpec: ("beside", "gated", "inputs_first", "latent", "on_input"),
-    RopeSpec: ("divisors", "pairs", "short_divisors"),
-}
-"""Fields that an earlier release does not have. At their defaults, these fields do not count: groups of both
-releases exchange caches. A new field of these structs belongs here."""
 _FORMER_FAMILIES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -82,16 +62,29 @@ def fingerprint(config: EngineConfig) -> str:
 
 
 def spec_facts(spec: msgspec.Struct) -> dict[str, Any]:
-    """Return the fields of a spec that count in a fingerprint, as an earlier release returns the fields."""
+    """Return the fields of a spec that count in a fingerprint, as an earlier release returns the fields.
+
+    A field of a later release counts only where the field differs from its default. So groups of two releases
+    exchange caches of a model that needs no later field.
+    """
+    first = FIRST_FIELDS.get(type(spec).__name__, frozenset())
     made: dict[str, Any] = {}
     for field in msgspec.structs.fields(spec):
         value = getattr(spec, field.name)
-        if field.name in _LATER.get(type(spec), ()) and value == field.default:
-            continue
-        made[field.name] = spec_facts(value) if type(value) in _LATER else msgspec.to_builtins(value)
+        if field.name in first or field.required or value != field.default:
+            made[field.name] = _facts(value)
     if isinstance(spec, ModelSpec):
         made["family"] = _FORMER_FAMILIES.get(spec.architecture, spec.family)
     return made
+
+
+def _facts(value: Any) -> Any:
+    """Return a value of a spec with ``spec_facts`` in place of structs."""
+    if isinstance(value, msgspec.Struct):
+        return spec_facts(value)
+    if isinstance(value, tuple | list):
+        return [_facts(each) for each in value]
+    return msgspec.to_builtins(value)
 
 
 def tower_fingerprint(config: EngineConfig) -> str:
@@ -103,7 +96,7 @@ def tower_fingerprint(config: EngineConfig) -> str:
     vision, media = config.spec.vision, config.kv.media
     if vision is None or media is None or not (media.takes or config.transfer.role == "encode"):
         return ""
-    facts = {"messages": transfer.VERSION, "vision": msgspec.to_builtins(vision), "dtype": config.dtype}
+    facts = {"messages": transfer.VERSION, "vision": spec_facts(vision), "dtype": config.dtype}
     made = hashlib.blake2b(digest_size=16)
     made.update(json.dumps(facts, sort_keys=True, default=str).encode())
     named = config.model.load_format not in ("dummy", "pickle")

@@ -229,7 +229,7 @@ def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
     caches = tuple(
         # The rotated part of a latent entry keeps the model's dtype.
         msgspec.structs.replace(kind, fp8=True, exact=spec.mla.rope if kind.width and spec.mla else 0)
-        if kind.kind in ("full", "window", "latent") and kind.form in ("gqa", "latent")
+        if kind.kind in ("full", "window", "chunk", "latent") and kind.form in ("gqa", "latent")
         else kind
         for kind in spec.caches
     )

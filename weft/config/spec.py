@@ -217,16 +217,16 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One KV cache group of a model: layers with one block table and one pool. A layer may be in several
     groups.
 
-        full, window    entries of one key and one value per KV head: ``kv_heads``, ``head_dim``
-        latent          entries of ``width`` elements
-        compressed      entries of ``width`` elements, one per ``ratio`` positions
-        state           no entries: ``parts`` per sequence; blocks hold copies (snapshots) for prefix hits
+        full, window, chunk   entries of one key and one value per KV head: ``kv_heads``, ``head_dim``
+        latent                entries of ``width`` elements
+        compressed            entries of ``width`` elements, one per ``ratio`` positions
+        state                 no entries: ``parts`` per sequence; blocks hold copies (snapshots) for hits
     """
 
-    kind: Literal["full", "window", "latent", "compressed", "state"]
+    kind: Literal["full", "window", "chunk", "latent", "compressed", "state"]
     layers: tuple[int, ...]
     window: int = 0
-    """A token at position p reads positions p - window + 1 .. p; 0: all positions up to p."""
+    """First position read at p: p - window + 1 (or 0); in a chunk p - p % window. 0: no window."""
     kv_heads: int = 0
     head_dim: int = 0
     width: int = 0

@@ -87,7 +87,7 @@ def config_of(
 def _norm_eps(facts: ModelFacts, row: GgufRow | None) -> dict[str, float]:
     """Return the epsilon of the norms, in the field of the family. Raises ConfigError for a missing key."""
     if row is not None and row.layer_norm:
-        return {"layer_norm_eps": facts.number("attention.layer_norm_epsilon")}
+        return {row.layer_norm: facts.number("attention.layer_norm_epsilon")}
     return {"rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon")}
 
 

@@ -77,6 +77,8 @@ _DELTA_NET = {
 }
 """Names in the layers of hybrid models (``GgufNames.delta``)."""
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_BOTH = "ffn_gate_up_exps"
+"""Gate and up matrices of all experts in one stack, gate first."""
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 WITHOUT_EFFECT = frozenset({"rope_freqs.weight"})
 """Tensors for facts of config.json (``weft.gguf.config``), not weights."""
@@ -89,6 +91,8 @@ class TensorForm(Enum):
 
     STORED = "as it is stored"
     EXPERT = "a matrix of a stored stack"
+    GATE = "the first half of the rows of a matrix of a stored stack"
+    UP = "the other half of these rows"
     HALVES = "rows of each head in halves, not in pairs of neighbours"
     LATENT = "keys [heads, r, d] transposed and values [heads, v, r] to [heads (d + v), r]"
     IN_TURN = "[E, n, h] twice to [E, h, 2 n], and [E, n] twice to [E, 2 n]: one of each in turn"
@@ -160,6 +164,8 @@ class Published(NamedTuple):
         match self.form:
             case TensorForm.EXPERT:
                 return shape[1:]
+            case TensorForm.GATE | TensorForm.UP:
+                return shape[1] // 2, *shape[2:]
             case TensorForm.LATENT:
                 heads, width, size = shape
                 return heads * (size + self.parts[1].shape[1]), width
@@ -251,19 +257,18 @@ def _of_layer(
     names = _OTHERWISE.get(layout.family, {}) if row is None else row.names
     theirs = names.get(what) or _LAYER.get(what)
     bares = _BARE if row is None else {**_BARE, **row.bare}
+    if what == _BOTH and len(stored.shape) == 3 and f"{what}.{end}" not in bares:
+        for half, form in (("ffn_gate_exps", TensorForm.GATE), ("ffn_up_exps", TensorForm.UP)):
+            for expert, name in enumerate(_expert_names(stored, layer, half, end, layout.family)):
+                yield Published(name, form, (stored,), expert)
+        return
     whole = f"{what}.{end}" if end else what
     bare = bares.get(whole)
     own_form = TensorForm.STORED if row is None else TensorForm[row.forms.get(whole, "STORED")]
     # The order of the cases matters: expert stacks and bare names are not in ``_LAYER``.
     if bare is None and what in _EXPERTS and len(stored.shape) == 3:
-        matrix = _EXPERTS[what]
-        block, own = f"{layer}.mlp.experts", matrix
-        if layout.family == "mixtral":
-            block, own = f"{layer}.block_sparse_moe.experts", _MIXTRAL[matrix]
-        if row is not None:
-            block, own = f"{layer}.{row.experts[0]}", row.experts[1 + list(_EXPERTS).index(what)]
-        for expert in range(stored.shape[0]):
-            yield Published(f"{block}.{expert}.{own}.{end}", TensorForm.EXPERT, (stored,), expert)
+        for expert, name in enumerate(_expert_names(stored, layer, what, end, layout.family)):
+            yield Published(name, TensorForm.EXPERT, (stored,), expert)
     elif bare is not None:
         yield Published(f"{layer}.{bare}", own_form, (stored,))
     elif theirs is None or end is None:
@@ -275,6 +280,19 @@ def _of_layer(
         centred = layout.centred and what.endswith("norm")
         form = TensorForm.CENTRED if centred else own_form
         yield Published(f"{layer}.{theirs}.{end}", form, (stored,))
+
+
+def _expert_names(stored: StoredTensor, layer: str, what: str, end: str | None, family: str) -> Iterator[str]:
+    """Yield the published name of each expert's matrix. ``what``: key in ``_EXPERTS``."""
+    row = ROWS.get(family)
+    matrix = _EXPERTS[what]
+    block, own = f"{layer}.mlp.experts", matrix
+    if family == "mixtral":
+        block, own = f"{layer}.block_sparse_moe.experts", _MIXTRAL[matrix]
+    if row is not None:
+        block, own = f"{layer}.{row.experts[0]}", row.experts[1 + list(_EXPERTS).index(what)]
+    for expert in range(stored.shape[0]):
+        yield f"{block}.{expert}.{own}.{end}"
 
 
 def _latent(layer: str, stack: dict[str, StoredTensor], _: GgufNames) -> Iterator[Published]:

@@ -50,6 +50,17 @@ FAMILIES = {
     "mistral3": ("MistralForCausalLM", "mistral"),
     "ministral3": ("Ministral3ForCausalLM", "ministral3"),
     "cohere2": ("Cohere2ForCausalLM", "cohere2"),
+    "command-r": ("CohereForCausalLM", "cohere"),
+    "gemma": ("GemmaForCausalLM", "gemma"),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2"),
+    "glm4": ("Glm4ForCausalLM", "glm4"),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
+    "olmoe": ("OlmoeForCausalLM", "olmoe"),
+    "dots1": ("Dots1ForCausalLM", "dots1"),
+    "starcoder2": ("Starcoder2ForCausalLM", "starcoder2"),
+    "llama4": ("Llama4ForCausalLM", "llama4_text"),
+    "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1"),
+    "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
 }
 """GGUF architecture -> (architecture in config.json, model type). The keys in ``_VARIANTS`` are families of
 another architecture. Models with images are text models here: a file of the text model has no vision tower,
@@ -60,7 +71,7 @@ _VARIANTS = ("mixtral", "deepseek3", "granitemoe-shared", "olmo3", "ministral3")
 ARCHITECTURES = tuple(name for name in FAMILIES if name not in _VARIANTS)
 HYBRID = ("qwen3next", "qwen35", "qwen35moe")
 """Architectures with gated delta nets."""
-_VARYING = ("gemma4", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe")
+_VARYING = ("gemma4", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe", "granitehybrid")
 """Architectures with other sizes in some layers."""
 _SIGMOID = 2
 """Value of ``expert_gating_func`` for sigmoid scores."""

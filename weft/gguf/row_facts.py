@@ -16,7 +16,7 @@ from weft.gguf.model_facts import ModelFacts
 
 Tensors: TypeAlias = Mapping[str, StoredTensor]
 Fields: TypeAlias = dict[str, Any]
-_SIGMOID = 2
+SIGMOID = 2
 _LOCAL_THETA = 10000.0
 _GEMMA3_LARGEST = 62
 """Layers of Gemma 3 27B, the only size with another attention scale."""
@@ -41,12 +41,13 @@ def biases(tensors: Tensors, **fields: str) -> Fields:
     return {field: f"blk.0.{name}.bias" in tensors for field, name in fields.items()}
 
 
-def windows(facts: ModelFacts, period: int) -> Fields:
+def windows(facts: ModelFacts, period: int, default: int = 0) -> Fields:
     """Return the window and the types of the layers; without a window, only null for the window.
 
-    The last of ``period`` layers attends to everything, if the file has no pattern. Raises ConfigError.
+    The last of ``period`` layers attends to everything, if the file has no pattern. ``default``: window of a
+    file that has none. Raises ConfigError.
     """
-    window = facts.integer("attention.sliding_window", 0)
+    window = facts.integer("attention.sliding_window", default)
     if not window:
         return {"sliding_window": None}
     layers = facts.layers
@@ -169,7 +170,7 @@ def lfm2(facts: ModelFacts, _: Tensors) -> Fields:
     }
     if not facts.experts:
         return made
-    _need_scores(facts, _SIGMOID)
+    need_scores(facts, SIGMOID)
     return made | {
         "num_experts": facts.experts,
         "num_experts_per_tok": facts.integer("expert_used_count"),
@@ -203,7 +204,7 @@ def nemotron_h(facts: ModelFacts, tensors: Tensors) -> Fields:
     }
     if not facts.experts:
         return made
-    _need_scores(facts, _SIGMOID)
+    need_scores(facts, SIGMOID)
     groups = facts.integer("expert_group_count", 1) or 1
     return made | {
         "n_routed_experts": facts.experts,
@@ -224,7 +225,7 @@ def glm4moe(facts: ModelFacts, tensors: Tensors) -> Fields:
 
     Raises ConfigError.
     """
-    _need_scores(facts, _SIGMOID)
+    need_scores(facts, SIGMOID)
     groups = facts.integer("expert_group_count", 1) or 1
     return {
         **biases(tensors, attention_bias="attn_q"),
@@ -270,9 +271,9 @@ def phi3(facts: ModelFacts, tensors: Tensors) -> Fields:
     return made | {"rope_scaling": scaling}
 
 
-def granite(facts: ModelFacts, tensors: Tensors) -> Fields:
+def granite(facts: ModelFacts, tensors: Tensors, *, rotated: bool = True) -> Fields:
     """Return the facts of Granite, dense and with experts. Raises ConfigError."""
-    if not facts.flag("rope.scaling.finetuned", True):
+    if rotated and not facts.flag("rope.scaling.finetuned", True):
         raise ConfigError("GGUF: Granite without rotations is not supported here", param="--model")
     made: Fields = {
         **biases(tensors, attention_bias="attn_q"),
@@ -340,7 +341,7 @@ def hunyuan(facts: ModelFacts, tensors: Tensors) -> Fields:
 
 def minimax_m2(facts: ModelFacts, _: Tensors) -> Fields:
     """Return the facts of MiniMax M2. Raises ConfigError."""
-    _need_scores(facts, _SIGMOID)
+    need_scores(facts, SIGMOID)
     return {
         "intermediate_size": facts.integer("expert_feed_forward_length"),
         "num_local_experts": facts.experts,
@@ -367,7 +368,7 @@ def cohere2(facts: ModelFacts, _: Tensors) -> Fields:
     return windows(facts, 4) | {"logit_scale": facts.number("logit_scale")}
 
 
-def _need_scores(facts: ModelFacts, wanted: int) -> None:
+def need_scores(facts: ModelFacts, wanted: int) -> None:
     """Raise ConfigError for a file with another function of the routers' scores."""
     if facts.integer("expert_gating_func", wanted) != wanted:
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from weft.gguf import row_facts
+from weft.gguf import more_facts, row_facts
 from weft.gguf.container import StoredTensor
 from weft.gguf.model_facts import ModelFacts
 from weft.gguf.row_facts import Fields, Tensors
@@ -35,8 +35,8 @@ class GgufRow(msgspec.Struct, frozen=True, kw_only=True):
     """True if the file adds 1 to the weights of norms."""
     partial: bool = False
     """True if heads may be rotated in part."""
-    layer_norm: bool = False
-    """True for norms that subtract the mean. The file has their epsilon under another key."""
+    layer_norm: str = ""
+    """Field of config.json for the epsilon of norms that subtract the mean; "" for RMS norms."""
     facts: tuple[str, ...] = ()
     """Tensors for facts of config.json, not weights."""
     own_rope: bool = False
@@ -112,6 +112,15 @@ _NEMOTRON_H = GgufRow(
     experts=("mixer.experts", "gate_proj", "up_proj", "down_proj"),
 )
 
+_MAMBA2 = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_out": "mamba.out_proj",
+    "ssm_norm": "mamba.norm",
+    "ssm_conv1d": "mamba.conv1d",
+}
+_MAMBA2_BARE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
+_MAMBA2_FORMS = {"ssm_conv1d.weight": "TAPS", "ssm_norm.weight": "FLAT", "ssm_a": "RATES", "ssm_d": "FLAT"}
+
 ROWS: dict[str, GgufRow] = {
     "gemma3": GgufRow(read=row_facts.gemma3, names=_BOTH_NORMS, centred=True),
     "gemma4": GgufRow(
@@ -166,7 +175,67 @@ ROWS: dict[str, GgufRow] = {
     "seed_oss": GgufRow(read=row_facts.seed_oss, names=_OUTPUT_NORM),
     "mistral3": _MISTRAL,
     "ministral3": _MISTRAL,
-    "cohere2": GgufRow(read=row_facts.cohere2, layer_norm=True),
+    "cohere2": GgufRow(read=row_facts.cohere2, layer_norm="layer_norm_eps"),
+    "command-r": GgufRow(read=more_facts.command_r, layer_norm="layer_norm_eps"),
+    "gemma": GgufRow(read=more_facts.gemma, centred=True),
+    "glm4": GgufRow(
+        read=more_facts.glm4,
+        names={
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        partial=True,
+    ),
+    "qwen2moe": GgufRow(
+        read=more_facts.qwen2moe,
+        names={
+            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+            "ffn_up_shexp": "mlp.shared_expert.up_proj",
+            "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        },
+        bare={"ffn_gate_inp_shexp.weight": "mlp.shared_expert_gate.weight"},
+        forms={"ffn_gate_inp_shexp.weight": "ROW"},
+    ),
+    "olmoe": GgufRow(read=more_facts.olmoe),
+    "dots1": GgufRow(read=more_facts.dots1),
+    "gemma2": GgufRow(read=more_facts.gemma2, names=_BOTH_NORMS, centred=True),
+    "starcoder2": GgufRow(
+        read=more_facts.starcoder2,
+        names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        layer_norm="norm_epsilon",
+    ),
+    "llama4": GgufRow(read=more_facts.llama4),
+    "falcon-h1": GgufRow(
+        read=more_facts.falcon_h1,
+        names={
+            **_MAMBA2,
+            "ffn_norm": "pre_ff_layernorm",
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj",
+        },
+        top={"output_norm": "model.final_layernorm"},
+        bare={**_MAMBA2_BARE, "ffn_norm": "pre_ff_layernorm.weight"},
+        forms=_MAMBA2_FORMS,
+    ),
+    "granitehybrid": GgufRow(
+        read=more_facts.granite_hybrid,
+        halves=True,  # the converter does so, although nothing is rotated
+        names={
+            **_MAMBA2,
+            "ffn_gate": "shared_mlp.gate_proj",
+            "ffn_up": "shared_mlp.up_proj",
+            "ffn_down": "shared_mlp.output_linear",
+            "ffn_gate_shexp": "shared_mlp.gate_proj",
+            "ffn_up_shexp": "shared_mlp.up_proj",
+            "ffn_down_shexp": "shared_mlp.output_linear",
+            "ffn_gate_inp": "block_sparse_moe.gate",
+        },
+        bare=_MAMBA2_BARE,
+        forms=_MAMBA2_FORMS,
+        experts=("block_sparse_moe.experts", "gate_proj", "up_proj", "down_proj"),
+    ),
 }
 """Key in ``FAMILIES`` -> row."""
 

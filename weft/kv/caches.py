@@ -12,6 +12,7 @@ from weft.common.errors import ConfigError
 from weft.config.resolved import KVConfig
 from weft.kv.block_events import Content
 from weft.kv.cache_groups import CacheGroup, FullGroup, WindowGroup, blocks_of
+from weft.kv.chunk_group import ChunkGroup
 from weft.kv.prefix_log import PrefixLog
 from weft.kv.snapshots import SnapshotMarks, StateGroup, marks_for
 from weft.types.plan import SlotUpdate
@@ -25,6 +26,8 @@ def make_cache_groups(kv: KVConfig, max_chunk: int) -> tuple[CacheGroup, ...]:
     for number, spec in enumerate(kv.pools):
         if spec.cache.kind == "state":
             kinds.append(StateGroup(number, spec, kv.block_size))
+        elif spec.cache.kind == "chunk":
+            kinds.append(ChunkGroup(number, spec, kv.block_size, max_chunk))
         elif spec.cache.window or spec.cache.kind == "window":
             kinds.append(WindowGroup(number, spec, kv.block_size, max_chunk))
         else:

@@ -45,6 +45,7 @@ class Maps:
 
 _ROW_ORDERS = (TensorForm.GROUPED, TensorForm.BY_KEY_HEAD)
 """Forms that only reorder rows, so that blocks of codes can be reordered."""
+_HALVES = (TensorForm.GATE, TensorForm.UP)
 
 
 class GGUFTensor:
@@ -63,7 +64,9 @@ class GGUFTensor:
         parts = self._weight.parts
         if not self.floating or parts[0].kind in PLAIN:
             return None
-        matrices = parts[0].shape[0] if self._weight.form is TensorForm.EXPERT else 1
+        form = self._weight.form
+        matrices = parts[0].shape[0] if form in (TensorForm.EXPERT, *_HALVES) else 1
+        matrices *= 2 if form in _HALVES else 1
         return parts[0].kind, sum(math.prod(part.dims) for part in parts) // matrices
 
     def codes(self, wanted: Callable[[int], bool]) -> tuple[str, Iterator[CodedPiece]] | None:
@@ -87,6 +90,9 @@ class GGUFTensor:
             case TensorForm.EXPERT:
                 one = of_blocks(kind, parts[0][weight.number], mapped=all_mapped(parts[0]))
                 return kind, iter([CodedPiece((), one)])
+            case TensorForm.GATE | TensorForm.UP:
+                half = parts[0][weight.number][_half(weight)]
+                return kind, iter([CodedPiece((), of_blocks(kind, half, mapped=all_mapped(parts[0])))])
             case TensorForm.HALVES if parts[0].dim() == 2:
                 pairs = parts[0].unflatten(0, (weight.number, -1, 2))
                 return kind, iter([CodedPiece((), of_blocks(kind, pairs.transpose(1, 2).flatten(0, 2)))])
@@ -113,6 +119,8 @@ class GGUFTensor:
                 return _rows(stored, place)
             case TensorForm.EXPERT:
                 return _rows(stored, place, weight.number)
+            case TensorForm.GATE | TensorForm.UP:
+                return _rows(stored, (), weight.number)[_half(weight)][place]
             case TensorForm.HALVES:
                 # From pairs of neighbours: [heads, pair, half] -> [heads, half, pair].
                 pairs = _rows(stored).unflatten(0, (weight.number, -1, 2))
@@ -167,6 +175,12 @@ class GGUFTensor:
         codes = blocks[..., 1:]
         numbers = np.concatenate((codes & 15, codes >> 4), axis=-1)
         return torch.from_numpy(numbers[..., ::2] | (numbers[..., 1::2] << 4))
+
+
+def _half(weight: Published) -> slice:
+    """Return the rows of the gate matrix, or of the up matrix, in the matrix of both."""
+    rows = weight.shape[0]
+    return slice(0, rows) if weight.form is TensorForm.GATE else slice(rows, 2 * rows)
 
 
 def _rows(stored: StoredTensor, place: Place = (), number: int | None = None) -> Tensor:

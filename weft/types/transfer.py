@@ -130,7 +130,7 @@ class TensorDims(_TransferPart, frozen=True):
 class CacheGroupDims(_TransferPart, frozen=True):
     """One KV cache group on each rank of a group of ranks."""
 
-    kind: Literal["full", "window", "latent", "compressed", "state", "embedding"]
+    kind: Literal["full", "window", "chunk", "latent", "compressed", "state", "embedding"]
     layers: tuple[int, ...]
     block_size: Annotated[int, Meta(ge=1, lt=1 << 24)]
     """Positions per block."""

@@ -34,6 +34,7 @@ KINDS = {
     "full, one head": cache("full", kv_heads=1, head_dim=3),
     "full, two heads, fp8": cache("full", kv_heads=2, head_dim=4, fp8=True),
     "window": cache("window", window=11, kv_heads=2, head_dim=2),
+    "chunk": cache("chunk", window=10, kv_heads=2, head_dim=2),
     "latent": cache("latent", width=7),
     "latent, fp8": cache("latent", width=8, fp8=True, exact=3),
     "latent, indexer": cache("latent", layers=1, width=5 + 4),

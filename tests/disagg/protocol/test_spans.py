@@ -146,6 +146,12 @@ def test_a_window_sends_what_the_next_token_reads_and_the_rest_of_its_blocks() -
     assert needed(case.sender, case.receiver, 0, 55) == [44]  # 45, and the earlier part of the sender's block
 
 
+def test_a_chunk_sends_what_the_next_token_reads_and_the_rest_of_its_blocks() -> None:
+    case = Case(0, ["chunk"], (1, 1), (4, 4), 0, 57)
+    assert needed(case.sender, case.receiver, 0, 57) == [48]  # 50, and the earlier part of the block
+    assert needed(case.sender, case.receiver, 0, 60) == [60]  # the next token begins a chunk
+
+
 def test_positions_in_the_null_block_are_an_error() -> None:
     case = Case(0, ["full"], (1, 1), (4, 4), 0, 20)
     case.tables[0][0][2] = 0

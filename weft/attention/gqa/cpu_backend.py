@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from weft.attention.base import AttentionBackend, CoreInput
+from weft.attention.gqa.reach import kernel_window
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.cpu.served import check_built, check_served
@@ -21,8 +22,8 @@ MAX_GROUP = 192
 
 
 class CpuAttention(AttentionBackend):
-    """Supports bf16 and float32, head sizes that are multiples of 16 up to 512, and any block size and
-    window.
+    """Supports bf16 and float32, head sizes that are multiples of 16 up to 512, and any block size,
+    window and chunk.
 
     Stateless, so threads may share an instance. bf16: products are exact, sums and exponentials float32.
     Weights are rounded to bf16 before the product with values, and outputs once.
@@ -64,8 +65,9 @@ class CpuAttention(AttentionBackend):
             segment.q_offsets,
             segment.starts,
             segment.tables[kind],
-            spec.window,
+            kernel_window(spec),
             core.scale,
             sinks=core.sinks,
             scales=tensors[1] if spec.fp8 else None,
+            softcap=core.softcap,
         )

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from weft.attention.base import AttentionBackend, CoreInput, SegmentInput, refuse_fp8
+from weft.attention.gqa.reach import refuse_traits
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.upload import upload
@@ -102,6 +103,7 @@ class FlashInferAttention(AttentionBackend):
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Raise ConfigError without the library, and for a model, dtype or device without support."""
+        refuse_traits("flashinfer", cache, spec)
         try:
             importlib.import_module("flashinfer")
         except ImportError as error:

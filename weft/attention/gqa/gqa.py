@@ -51,6 +51,7 @@ class Attention(Layer):
         self._kv_heads = kv_heads.count
         self._dim = cache.head_dim
         self._scale = spec.scales.attention or cache.head_dim**-0.5
+        self._softcap = spec.scales.attention_softcap
         self._cache_spec: CacheSpec = build.local(spec).caches[self._kind]
         q = heads.times(cache.head_dim)
         kv = kv_heads.times(cache.head_dim)
@@ -117,7 +118,7 @@ class Attention(Layer):
             backend.attend(
                 q if alone else q[rows],
                 out if alone else out[rows],
-                CoreInput(segment, caches, self._scale, prepared[self._kind], self.sinks),
+                CoreInput(segment, caches, self._scale, prepared[self._kind], self.sinks, self._softcap),
                 self._kind,
                 self._cache_spec,
             )

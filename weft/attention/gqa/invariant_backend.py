@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from weft.attention.base import AttentionBackend, CoreInput, SegmentInput
+from weft.attention.gqa.reach import cap_, first_read
 from weft.attention.gqa.torch_backend import BITS
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
@@ -135,7 +136,7 @@ class InvariantAttention(AttentionBackend):
         entries = cache.view(-1, g * spec.head_dim)
         own = None if scales is None else scales.view(-1, g)
         for group in prepared.groups:
-            _attend(q, out, entries, own, group, spec, core.scale, prepared.shapes, core.sinks)
+            _attend(q, out, entries, own, group, spec, core, prepared.shapes)
 
 
 def pair_shapes(keys: int, values: int, dtype: torch.dtype) -> tuple[ProductShapes, ProductShapes]:
@@ -188,7 +189,7 @@ def cut(
             fitting = min(size for size in rows if size >= n * shared or size == rows[0])
             tiles = -(-(start + offset + n) // TILE)
             if spec.window:
-                # n + window - 1 positions that begin anywhere in a tile
+                # at most n + window - 1 positions that begin anywhere in a tile
                 tiles = min(tiles, (n + spec.window - 2) // TILE + 2)
             piece = TilePiece(row, offset, n, begin + offset, tiles)
             alike.setdefault((max(1, fitting // shared), tiles.bit_length()), []).append(piece)
@@ -219,7 +220,7 @@ def make_group(
     rows = _column([piece.row for piece in pieces], device)
     counts = _column([piece.count for piece in pieces], device).unsqueeze(1)
     first = starts[rows] + _column([piece.offset for piece in pieces], device)  # [P]: position
-    lowest = (first - spec.window + 1).clamp(min=0) if spec.window else torch.zeros_like(first)
+    lowest = first_read(first, spec)
     keys = (lowest // TILE * TILE).unsqueeze(1) + torch.arange(width * TILE, device=device)  # [P, W * TILE]
     within = torch.arange(n, device=device)
     real = within < counts  # [P, n]
@@ -227,7 +228,7 @@ def make_group(
     position = (first.unsqueeze(1) + within).where(real, -1)
     hidden = keys.unsqueeze(1) > position.unsqueeze(2)  # [P, n, W * TILE]
     if spec.window:
-        hidden |= keys.unsqueeze(1) <= position.unsqueeze(2) - spec.window
+        hidden |= keys.unsqueeze(1) < first_read(position, spec).unsqueeze(2)
     seen = (keys >= lowest.unsqueeze(1)) & (keys < (first.unsqueeze(1) + counts))
     # Entries of g positions: block size and tile size are both multiples of g.
     g = gcd(block, TILE)
@@ -258,9 +259,8 @@ def _attend(
     scales: Tensor | None,  # of the entries, each as many as it has positions
     group: TileGroup,
     spec: CacheSpec,
-    scale: float,
+    core: CoreInput,
     shapes: tuple[ProductShapes, ProductShapes],
-    sinks: Tensor | None,
 ) -> None:
     """Attend the queries of ``group`` and write their rows of ``out`` [T, heads, head_dim]."""
     (pieces, n), kv_heads, dim = group.queries.shape, spec.kv_heads, spec.head_dim
@@ -279,13 +279,14 @@ def _attend(
     size = next((rows for rows in reversed(shapes[0].rows) if rows >= shared * n), shapes[0].rows[0])
     made = folded.new_empty(folded.shape)
     drawn = None
-    if sinks is not None:  # [1, kv_heads, shared * n, 1]
-        drawn = sinks.to(dtype).view(1, kv_heads, shared, 1).repeat_interleave(n, dim=2)
+    if core.sinks is not None:  # [1, kv_heads, shared * n, 1]
+        drawn = core.sinks.to(dtype).view(1, kv_heads, shared, 1).repeat_interleave(n, dim=2)
     for begin in range(0, shared * n, size):
         part = slice(begin, min(begin + size, shared * n))
         hidden = group.hidden.expand(-1, -1, -1, shared, -1, -1).flatten(3, 4)[:, :, :, part]
         sink = None if drawn is None else drawn[:, :, part]
-        made[:, :, part] = tiles(folded[:, :, part], k, v, hidden, scale, size, shapes, sink)
+        queries = folded[:, :, part]
+        made[:, :, part] = tiles(queries, k, v, hidden, core.scale, size, shapes, sink, core.softcap)
     made = made.view(pieces, kv_heads, shared, n, dim).permute(0, 3, 1, 2, 4)
     made = made.reshape(pieces * n, kv_heads * shared, dim)
     out[group.places] = made[group.real].to(out.dtype)
@@ -300,6 +301,7 @@ def tiles(
     size: int,
     shapes: tuple[ProductShapes, ProductShapes],
     sink: Tensor | None,  # [1, kv_heads, as many as in q, 1]
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attend matrices of queries, padded to ``size`` rows.
 
@@ -315,6 +317,8 @@ def tiles(
         pieces, kv_heads, width, size, TILE
     )
     scores.mul_(scale)
+    if softcap:
+        cap_(scores, softcap)
     scores[:, :, :, rows:] = 0
     scores[:, :, :, :rows].masked_fill_(hidden, float("-inf"))
     top = scores.amax(dim=(2, 4), keepdim=True)  # [P, kv_heads, 1, M, 1]

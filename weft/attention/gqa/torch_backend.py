@@ -7,6 +7,7 @@ code:
     piece    queries          row r, positions p .. p + n - 1
     blocks   full             0 .. block of p + n - 1
              window           block of max(0, p - window + 1) .. block of p + n - 1
+             chunk            block of p - p % window .. block of p + n - 1
     gather   [2, B, kv_heads, width * block, head_dim]    one copy, whole blocks
     zero     positions invisible to all queries of the piece: such a position may hold another sequence's
              NaN, and 0 * NaN is NaN
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.attention.base import AttentionBackend, CoreInput, SegmentInput
+from weft.attention.gqa.reach import capped_attention, first_read
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops import kv_fp8
@@ -123,7 +125,7 @@ class TorchAttention(AttentionBackend):
             return
         entries = cache.view(-1, cache.shape[3] * spec.head_dim)
         for group in prepared.groups:
-            out[group.tokens] = _attend(q[group.tokens], entries, group, spec, core.scale, core.sinks, scales)
+            out[group.tokens] = _attend(q[group.tokens], entries, group, spec, core, scales)
 
 
 def cut(segment: SegmentInput, window: int, block_size: int) -> list[QueryPiece]:
@@ -138,7 +140,7 @@ def cut(segment: SegmentInput, window: int, block_size: int) -> list[QueryPiece]
             n = min(TILE, count - offset)
             width = -(-(start + offset + n) // block_size)
             if window:
-                # n + window - 1 positions that begin anywhere in a block
+                # at most n + window - 1 positions that begin anywhere in a block
                 width = min(width, (n + window - 2) // block_size + 2)
             pieces.append(QueryPiece(row, offset, n, begin + offset, width))
         begin += count
@@ -183,10 +185,7 @@ def make_group(
     rows = _column([piece.row for piece in pieces], device)
     # Positions are exact (device), shapes are upper bounds (host).
     p = starts[rows] + _column([piece.offset for piece in pieces], device)  # [B]: position of the first query
-    if spec.window:
-        lowest = (p - spec.window + 1).clamp(min=0)
-    else:
-        lowest = torch.zeros_like(p)
+    lowest = first_read(p, spec)
     table_index = (lowest // block_size).unsqueeze(1) + torch.arange(width, device=device)  # [B, width]
     blocks = table[rows.unsqueeze(1), table_index.clamp(max=table.shape[1] - 1)]
     keys = table_index.unsqueeze(2) * block_size + torch.arange(block_size, device=device)
@@ -194,7 +193,7 @@ def make_group(
     queries = p.unsqueeze(1) + torch.arange(n, device=device)  # [B, n]
     visible = keys.unsqueeze(1) <= queries.unsqueeze(2)
     if spec.window:
-        visible &= keys.unsqueeze(1) > queries.unsqueeze(2) - spec.window
+        visible &= keys.unsqueeze(1) >= first_read(queries, spec).unsqueeze(2)
     seen = (keys >= lowest.unsqueeze(1)) & (keys < (p + n).unsqueeze(1))
     # An entry beyond the table was clamped to a wrong block, but its positions lie beyond the end of the row.
     plane = torch.arange(planes, device=device).view(-1, 1, max(1, planes // 2), 1)
@@ -223,8 +222,7 @@ def _attend(
     entries: Tensor,
     group: PieceGroup,
     spec: CacheSpec,
-    scale: float,
-    sinks: Tensor | None,
+    core: CoreInput,
     scales: Tensor | None,
 ) -> Tensor:
     """Attend q [B * n, heads, head_dim] to the keys of the group; return the same shape."""
@@ -245,9 +243,12 @@ def _attend(
     if n > 1 and shared > 1:
         mask = mask.unsqueeze(1).expand(b, 1, shared, n, -1).reshape(b, 1, shared * n, -1)
     k, v = kv.to(q.dtype)
-    if sinks is not None:
-        k, v, mask = _with_sinks(k, v, mask.expand(b, 1, shared * n, -1), sinks)
-    made = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
+    if core.sinks is not None:
+        k, v, mask = _with_sinks(k, v, mask.expand(b, 1, shared * n, -1), core.sinks)
+    if core.softcap:
+        made = capped_attention(folded, k, v, mask, core.scale, core.softcap)
+    else:
+        made = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=core.scale)
     return made.view(b, kv_heads, shared, n, dim).permute(0, 3, 1, 2, 4).reshape(b * n, -1, dim)
 
 

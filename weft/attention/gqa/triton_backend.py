@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from weft.attention.base import AttentionBackend, CoreInput, SegmentInput, refuse_fp8
+from weft.attention.gqa.reach import kernel_window
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops import triton as kernels
@@ -128,12 +129,13 @@ class TritonAttention(AttentionBackend):
                 segment.tables[kind],
                 part.tiles,
                 form=cut.form,
-                window=spec.window,
+                window=kernel_window(spec),
                 scale=core.scale,
                 split=cut.split,
                 splits=cut.splits,
                 tokens=(part.begin, part.end),
                 sinks=core.sinks,
+                softcap=core.softcap,
             )
         if whole is not out:
             out.copy_(whole)

@@ -139,6 +139,23 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "swiglu_limit": 7.0,
         },
     ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "llama4_text",
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layer_interval": 4,
+            "interleave_moe_layer_step": 2,
+            "num_local_experts": 8,
+            "intermediate_size_mlp": 96,
+            "attention_chunk_size": 24,
+        },
+    ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "gemma2",
+        {"hidden_act": "gelu_pytorch_tanh", "sliding_window": 24, "attn_logit_softcapping": 2.0},
+    ),
     "lfm2_moe": (
         "Lfm2MoeForCausalLM",
         "lfm2_moe",

@@ -18,6 +18,8 @@ class ScaleSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Factor of the output of attention and feed-forward, before the sum with the stream."""
     attention: float | None = None
     """Factor of the attention scores; None: 1 / sqrt(head_dim)."""
+    attention_softcap: float = 0.0
+    """If greater than 0, a score x becomes ``attention_softcap * tanh(x / attention_softcap)``."""
     logits: float = 1.0
     """Factor of the logits."""
     softcap: float = 0.0

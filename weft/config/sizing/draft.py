@@ -25,7 +25,7 @@ _LAYER = (
     *("max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"),
 )
 """Fields of config.json that describe the layer of an EAGLE-3 head."""
-_CACHES = ("full", "window", "latent")
+_CACHES = ("full", "window", "chunk", "latent")
 
 
 def with_draft(spec: ModelSpec, config: Config, path: str, draft_path: str) -> ModelSpec:

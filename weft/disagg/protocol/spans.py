@@ -54,12 +54,12 @@ class SpanPart(NamedTuple):
 def first_position(sender: CacheGroupDims, receiver: CacheGroupDims, start: int, end: int) -> int:
     """Return the first position to send for a KV cache group, for a sequence of ``end`` positions.
 
-    ``start``: end of the receiver's prefix hit. For a sliding window: the positions read for the next
+    ``start``: end of the receiver's prefix hit. For a window or a chunk: the positions read for the next
     token, rounded down to the start of a block on both sides.
     """
     if not sender.window:
         return start
-    read = max(0, end - sender.window + 1)
+    read = end - end % sender.window if sender.kind == "chunk" else max(0, end - sender.window + 1)
     held = (read // size * size for size in (sender.block_size, receiver.block_size))
     return max(start, *held)
 

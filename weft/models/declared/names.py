@@ -71,7 +71,10 @@ ROLES = (
     Role("first matrix of the feed-forward", ("up_proj", "c_fc", "fc1"), r"^mlp\."),
     Role("second matrix of the feed-forward", ("down_proj", "c_proj", "fc2"), r"^mlp\."),
     Role("norm before attention", ("input_layernorm", "attention_layernorm")),
-    Role("norm before the feed-forward", ("post_attention_layernorm", "feedforward_layernorm")),
+    Role(
+        "norm before the feed-forward",
+        ("post_attention_layernorm", "pre_feedforward_layernorm", "feedforward_layernorm"),
+    ),
     Role("last norm", ("norm", "final_layernorm"), after=r"\.(?:weight|bias)$"),
     Role("norm of keys", ("k_norm", "key_layernorm", "k_layernorm"), r"^self_attn\."),
 )
@@ -91,12 +94,16 @@ def spelled_as(weights: WeightMap, names: Collection[str], roles: Iterable[Role]
     """Return ``weights`` in the spellings of a checkpoint with tensors ``names``. Raise ConfigError."""
     prefixes = {m[1] for name in weights.placements if (m := _NAME.match(name))}
     leaves = {_NUMBER.sub("N", m[2]) for name in names if (m := _NAME.match(name)) and m[1] in prefixes}
+    # A name of the map is no further spelling: with four norms, each of their names is a role of its own.
+    other = leaves - {_NUMBER.sub("N", m[2]) for name in weights.placements if (m := _NAME.match(name))}
     changes: list[tuple[re.Pattern[str], str]] = []
     for mark, renamed in FORMS.items():
         if mark in leaves:
             changes += [(re.compile(rf"^{old}(?=\.)"), new) for old, new in renamed]
     for role in roles:
-        present = [one for one in role.spellings if any(map(role.pattern(one).search, leaves))]
+        first, *more = role.spellings
+        present = [first] if any(map(role.pattern(first).search, leaves)) else []
+        present += [one for one in more if any(map(role.pattern(one).search, other))]
         if len(present) > 1:
             raise ConfigError(
                 f"the checkpoint has two spellings of the {role.what}: {' and '.join(present)}",

@@ -19,19 +19,34 @@ def weight_map(spec: ModelSpec) -> WeightMap:
         result.add_norm(spec, f"{theirs}.post_attention_layernorm", f"{ours}.feed_forward_norm")
         add_mamba_or_attention(result, spec, layer, theirs, ours)
         if spec.moe is None:
-            result.add(f"{theirs}.shared_mlp.input_linear.weight", f"{ours}.feed_forward.gate_up.weight")
-            result.add(f"{theirs}.shared_mlp.output_linear.weight", f"{ours}.feed_forward.down.weight")
+            _add_shared(result, spec, theirs, f"{ours}.feed_forward", ".weight")
         else:
-            _add_experts(result, theirs, f"{ours}.feed_forward")
+            _add_shared(result, spec, theirs, f"{ours}.feed_forward.shared", "")
+            _add_experts(result, spec, theirs, f"{ours}.feed_forward")
     return result
 
 
-def _add_experts(made: WeightMap, theirs: str, ours: str) -> None:
-    """Add routed experts and the shared expert to ``made``, under the published names or those of
-    transformers 5.
+def _add_shared(made: WeightMap, spec: ModelSpec, theirs: str, ours: str, end: str) -> None:
+    """Add the dense feed-forward to ``made``. GGUF files have gate and up apart.
+
+    ``end``: ending of the parameters.
     """
-    made.add(f"{theirs}.shared_mlp.input_linear.weight", f"{ours}.shared.gate_up")
-    made.add(f"{theirs}.shared_mlp.output_linear.weight", f"{ours}.shared.down")
+    n = spec.intermediate
+    shared = f"{theirs}.shared_mlp"
+    made.add(f"{shared}.input_linear.weight", f"{ours}.gate_up{end}")
+    made.add(f"{shared}.gate_proj.weight", f"{ours}.gate_up{end}", slice(0, n))
+    made.add(f"{shared}.up_proj.weight", f"{ours}.gate_up{end}", slice(n, 2 * n))
+    made.add(f"{shared}.output_linear.weight", f"{ours}.down{end}")
+    apart = (f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")
+    made.choices.append(((f"{shared}.input_linear.weight",), apart))
+
+
+def _add_experts(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:
+    """Add routed experts to ``made``, under the published names, those of transformers 5, or those of GGUF
+    files: experts one by one.
+    """
+    assert spec.moe is not None
+    n = spec.moe.intermediate
     routed = f"{theirs}.block_sparse_moe"
     forms = (
         ("router.layer.weight", "input_linear.weight", "output_linear.weight"),
@@ -40,4 +55,12 @@ def _add_experts(made: WeightMap, theirs: str, ours: str) -> None:
     for form in forms:
         for name, parameter in zip(form, ("router.weight", "experts.gate_up", "experts.down"), strict=True):
             made.add(f"{routed}.{name}", f"{ours}.{parameter}")
-    made.choices.append(tuple(tuple(f"{routed}.{name}" for name in form) for form in forms))
+    made.add(f"{routed}.gate.weight", f"{ours}.router.weight")
+    single = [f"{routed}.gate.weight"]
+    for expert in range(spec.moe.experts):
+        each = f"{routed}.experts.{expert}"
+        made.add(f"{each}.gate_proj.weight", f"{ours}.experts.gate_up", expert, slice(0, n))
+        made.add(f"{each}.up_proj.weight", f"{ours}.experts.gate_up", expert, slice(n, 2 * n))
+        made.add(f"{each}.down_proj.weight", f"{ours}.experts.down", expert)
+        single += [f"{each}.{name}_proj.weight" for name in ("gate", "up", "down")]
+    made.choices.append((*(tuple(f"{routed}.{name}" for name in form) for form in forms), tuple(single)))

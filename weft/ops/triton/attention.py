@@ -56,6 +56,7 @@ def _walk(
     TILE_N: tl.constexpr,
     MASKED: tl.constexpr,
     WIDEN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Add keys [begin, stop) to the running state (acc [M, D], total [M], high [M]) and return the state.
 
@@ -91,10 +92,15 @@ def _walk(
         if WIDEN:
             k = k.to(tl.float32)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SOFTCAP > 0:
+            # SOFTCAP * tanh: ``scale`` holds the factor of tanh by powers of two.
+            scores = SOFTCAP - 2 * SOFTCAP / (tl.exp2(scores) + 1)
         if MASKED:
             seen = keys[None, :] <= at[:, None]
             if WINDOW > 0:
                 seen = seen & (keys[None, :] > at[:, None] - WINDOW)
+            elif WINDOW < 0:
+                seen = seen & (keys[None, :] >= at[:, None] // -WINDOW * -WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(high, tl.max(scores, 1))
         if MASKED:
@@ -146,6 +152,7 @@ def _attend(
     PLAIN: tl.constexpr,
     WIDEN: tl.constexpr,
     SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Compute one tile, one KV head, one split (or all keys), and write outputs (with SPLIT: states)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -172,6 +179,8 @@ def _attend(
     low = 0
     if WINDOW > 0:
         low = tl.maximum(start + first - WINDOW + 1, 0)
+    elif WINDOW < 0:
+        low = (start + first) // -WINDOW * -WINDOW
     begin = low
     stop = end
     if SPLIT:
@@ -190,26 +199,28 @@ def _attend(
     # In an empty split (begin >= stop) every walk is empty.
     if PLAIN:
         all_begin = begin
-        if WINDOW > 0:
-            all_begin = tl.maximum(begin, (end - WINDOW + TILE_N - 1) // TILE_N * TILE_N)
+        if WINDOW != 0:
+            # the lowest key that the last query sees
+            lowest = end - WINDOW if WINDOW > 0 else (end - 1) // -WINDOW * -WINDOW
+            all_begin = tl.maximum(begin, (lowest + TILE_N - 1) // TILE_N * TILE_N)
             all_begin = tl.minimum(all_begin, (stop + TILE_N - 1) // TILE_N * TILE_N)
             acc, total, high = _walk(
                 acc, total, high, q, at, cache_ptr, row_table_ptr, kv_head, scale,
                 low, end, begin, tl.minimum(all_begin, stop),
-                KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, True, WIDEN,
+                KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, True, WIDEN, SOFTCAP,
             )  # fmt: skip
         all_stop = tl.minimum(start + first + 1, stop) // TILE_N * TILE_N
         all_stop = tl.maximum(all_stop, all_begin)
         acc, total, high = _walk(
             acc, total, high, q, at, cache_ptr, row_table_ptr, kv_head, scale,
             low, end, all_begin, all_stop,
-            KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, False, WIDEN,
+            KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, False, WIDEN, SOFTCAP,
         )  # fmt: skip
         begin = all_stop
     acc, total, high = _walk(
         acc, total, high, q, at, cache_ptr, row_table_ptr, kv_head, scale,
         low, end, begin, stop,
-        KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, True, WIDEN,
+        KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, True, WIDEN, SOFTCAP,
     )  # fmt: skip
 
     if SINKS and not SPLIT:
@@ -332,14 +343,15 @@ def attend(
     splits: int = 1,
     tokens: tuple[int, int] = (0, 0),
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> None:
     """Compute attention of ``tiles`` (int64 [n]: row << 32 | first query) into ``out``.
 
     q, out: contiguous [T, heads, dim]; cache: [blocks, 2, kv_heads, block, dim] of q's dtype; offsets: int32
     [R + 1], starts: int64 [R], table: int64 [R, W]. A tile has ``form.tile_m // group`` queries. window: 0
-    for none. split: keys of a split, a multiple of ``form.tile_n``, or 0 for one piece. With splits, the
-    tiles must contain exactly the tokens [tokens[0], tokens[1]), and ``splits * split`` keys must cover every
-    row. Without splits, ``splits`` is 1. sinks: [heads], see ``merge``.
+    for none, negative for chunks. split: keys of a split, a multiple of ``form.tile_n``, or 0 for one piece.
+    With splits, the tiles must contain exactly the tokens [tokens[0], tokens[1]), and ``splits * split`` keys
+    must cover every row. Else ``splits`` is 1. sinks: [heads], see ``merge``. softcap: cap of scores, or 0.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
@@ -353,7 +365,8 @@ def attend(
         target = torch.empty((end - begin, heads, splits, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((end - begin, heads, splits), dtype=torch.float32, device=q.device)
     tensors = (q, target, lse, cache, offsets, starts, table, tiles, q if sinks is None else sinks)
-    numbers = (scale * _LOG2E, table.stride(0), split, splits, begin)
+    factor = scale * (2 / softcap if softcap else 1) * _LOG2E
+    numbers = (factor, table.stride(0), split, splits, begin)
     _attend[(tiles.shape[0], kv_heads, splits)](
         *tensors,
         *numbers,
@@ -369,6 +382,7 @@ def attend(
         PLAIN=form.plain,
         WIDEN=interpreting(),
         SINKS=sinks is not None,
+        SOFTCAP=softcap * _LOG2E,
         num_warps=form.warps,
         num_stages=form.stages,
     )

@@ -12,6 +12,9 @@ from weft.config.families.facts import Facts
 from weft.config.parts.traits import LayerSpec, ScaleSpec, TemperatureSpec
 from weft.config.spec import CacheSpec, ModelSpec
 
+CHUNKED = "chunked_attention"
+"""Type of a layer that attends within chunks of positions."""
+
 
 def typed_windows(facts: Facts, layers: int) -> tuple[int | None, list[str]]:
     """Return (window, type of each layer) by ``layer_types``; else window layers from ``max_window_layers``.
@@ -154,6 +157,13 @@ def gemma_scales(facts: Facts, spec: ModelSpec) -> ModelSpec:
     return msgspec.structs.replace(spec, scales=scales)
 
 
+def gemma2_scales(facts: Facts, spec: ModelSpec) -> ModelSpec:
+    """Return ``spec`` with the scales of Gemma 2, and the cap of its attention scores. Raise ConfigError."""
+    spec = gemma_scales(facts, spec)
+    cap = facts.optional_number("attn_logit_softcapping") or 0.0
+    return msgspec.structs.replace(spec, scales=msgspec.structs.replace(spec.scales, attention_softcap=cap))
+
+
 def gemma4_traits(facts: Facts, spec: ModelSpec) -> ModelSpec:
     """Return ``spec`` with the traits of Gemma 4: other heads in full layers, shared caches, layer inputs.
 
@@ -206,15 +216,19 @@ def gemma4_traits(facts: Facts, spec: ModelSpec) -> ModelSpec:
 
 
 def llama4_traits(facts: Facts, spec: ModelSpec) -> ModelSpec:
-    """Return ``spec`` with the dense size, the temperature and the longest context of Llama 4.
+    """Return ``spec`` with the dense size, the temperature and the chunks of Llama 4.
 
-    Layers with a rotation attend within chunks. One chunk is served: within a chunk attention is full. Raise
-    ConfigError.
+    Layers with a rotation attend within chunks of positions. Raise ConfigError.
     """
-    types = facts.get("layer_types") or []
-    if set(types) - {FULL, "chunked_attention"}:
-        raise facts.fail("layer_types", f"must be {FULL} or chunked_attention")
+    types = facts.get("layer_types") or [
+        CHUNKED if spec.attention.rope(layer) >= 0 else FULL for layer in range(spec.layers)
+    ]
+    if not isinstance(types, list) or len(types) < spec.layers or set(types) - {FULL, CHUNKED}:
+        raise facts.fail("layer_types", f"must have {FULL} or {CHUNKED} for each of {spec.layers} layers")
     chunk = facts.optional_integer("attention_chunk_size")
+    if chunk is not None and chunk < spec.max_position:
+        chunked = tuple(layer for layer in range(spec.layers) if types[layer] == CHUNKED)
+        spec = msgspec.structs.replace(spec, caches=_with_chunks(spec.caches, chunked, chunk))
     tuned = facts.get("attn_temperature_tuning")
     warm = None
     if tuned:
@@ -223,9 +237,24 @@ def llama4_traits(facts: Facts, spec: ModelSpec) -> ModelSpec:
     return msgspec.structs.replace(
         spec,
         intermediate=facts.integer("intermediate_size_mlp"),
-        max_position=min(spec.max_position, chunk or spec.max_position),
         attention=msgspec.structs.replace(spec.attention, temperature=warm),
     )
+
+
+def _with_chunks(
+    caches: tuple[CacheSpec, ...], chunked: tuple[int, ...], chunk: int
+) -> tuple[CacheSpec, ...]:
+    """Return the one KV cache group ``caches`` without the layers ``chunked``, and the group of these layers.
+
+    Groups without layers are left out.
+    """
+    (whole,) = caches
+    full = tuple(layer for layer in whole.layers if layer not in chunked)
+    groups = (
+        msgspec.structs.replace(whole, layers=full),
+        msgspec.structs.replace(whole, kind="chunk", layers=chunked, window=chunk),
+    )
+    return tuple(group for group in groups if group.layers)
 
 
 def within_one_chunk(facts: Facts, spec: ModelSpec) -> ModelSpec:

@@ -25,6 +25,7 @@ from weft.config.families.declared.readers import (
     cwm_windows,
     full_attention_types,
     full_layers,
+    gemma2_scales,
     gemma4_traits,
     gemma4_windows,
     gemma_embedding,
@@ -262,6 +263,27 @@ ROWS: dict[str, Row] = {
         renamed={"hidden_activation": "hidden_act"},
         change=(gemma_scales,),
     ),
+    # Gemma 2: arXiv 2408.00118.
+    "Gemma2ForCausalLM": Row(
+        config="Gemma2Config",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        centred_norms=True,
+        norms=NormSpec(place="both"),
+        windows=periodic_windows(2),
+        renamed={"hidden_activation": "hidden_act"},
+        change=(gemma2_scales,),
+    ),
+    # VaultGemma: arXiv 2510.15001.
+    "VaultGemmaForCausalLM": Row(
+        config="VaultGemmaConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        centred_norms=True,
+        windows=periodic_windows(2),
+        renamed={"hidden_activation": "hidden_act"},
+        change=(gemma2_scales,),
+    ),
     # Gemma 4: dense, with layer inputs, and with experts.
     "Gemma4ForCausalLM": Row(
         config="Gemma4TextConfig",
@@ -327,7 +349,7 @@ ROWS: dict[str, Row] = {
     ),
     # Ministral of 2024, with windows in some layers.
     "MinistralForCausalLM": Row(config="MinistralConfig", windows=ministral_windows),
-    # Llama 4, within one chunk of attention.
+    # Llama 4, with attention in chunks.
     "Llama4ForCausalLM": Row(
         config="Llama4TextConfig",
         qkv_bias=field("attention_bias"),
@@ -394,6 +416,17 @@ ROWS: dict[str, Row] = {
         change=(latent,),
         modules=True,
         unused=("qk_head_dim",),
+    ),
+    # Command R and Aya: the model cards of CohereLabs.
+    "CohereForCausalLM": Row(
+        config="CohereConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        interleaved=True,
+        norms=NormSpec(place="parallel", kind="layer"),
+        renamed={"layer_norm_eps": "rms_norm_eps"},
+        change=(logit_scale,),
+        only={"use_qk_norm": (False,)},
     ),
     # Command R7B and Command A: arXiv 2504.00698.
     "Cohere2ForCausalLM": Row(

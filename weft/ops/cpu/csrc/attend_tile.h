@@ -34,7 +34,8 @@
 //   T                        type of lines and outputs
 //   key, rest, value         elements of a key's two parts, which may lie apart (rest may be 0), and of a value;
 //                            multiples of 16
-//   group, window, scale     rows per query in a piece; keys visible to a query, 0: all; factor of scores, times
+//   group, window, scale     rows per query in a piece; keys visible to a query, 0: all, negative: see `lowest`;
+//                            factor of scores, times
 //   log2(e) pack_q<E>(piece, to)     writes the piece's rows, [rows, key + rest] point(lines, piece, tile, low, high)
 //                            finds the keys and values of positions low .. high of a tile; others are `kZeros`
 //   copied                   elements of memory per key of a tile for `point`, `Lines::copies`; 0 for none
@@ -425,7 +426,11 @@ struct Wide : Registers<Wide<T>> {
 };
 // ---- pieces and states ----
 
-inline int64_t lowest(int64_t position, int window) { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
+// Lowest key that a query at `position` sees. A negative window: size of the chunks of positions.
+inline int64_t lowest(int64_t position, int window) {
+  if (window < 0) return position - position % -window;
+  return window ? std::max<int64_t>(0, position - window + 1) : 0;
+}
 
 struct Piece {
   int32_t row, head;               // sequence; whatever the scene calls heads
@@ -458,6 +463,9 @@ struct State {  // kRows rows: maximum (in powers of two), sum of weights, weigh
     std::fill(o, o + int64_t(rows) * dim, 0.0f);
   }
 };
+
+// tanh(x * ln(2) / 2). NaN stays NaN.
+inline vf tanh_half(vf x) { return splat(1.0f) - splat(2.0f) / (exp2v(vmin(splat(126.0f), x)) + splat(1.0f)); }
 
 inline vf finite_or_zero(vf m) { return select(equal(m, splat(-kInf)), splat(0.0f), m); }
 
@@ -697,6 +705,14 @@ class Worker {
       float* line = s + r * kTile;
       vf x[4];
       for (int i = 0; i < 4; ++i) x[i] = load(line + i * kLanes);
+      if constexpr (requires { s_.cap; }) {
+        if (s_.cap > 0) {
+          for (int i = 0; i < 4; ++i) {
+            x[i] = tanh_half(x[i] * splat(s_.cap));
+            store(line + i * kLanes, x[i]);
+          }
+        }
+      }
       if (masked) {
         const uint64_t bits = visible(piece, tile, row + r);
         for (int i = 0; i < 4; ++i) {

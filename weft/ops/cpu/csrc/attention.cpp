@@ -30,6 +30,7 @@ struct Grouped {
   int heads, kv_heads, group, dim, window;
   float scale;
   std::shared_ptr<const float[]> sinks;  // per head, times log2(e), or null
+  float cap = 0;                         // factor of scores in tanh_half, if scores are capped; `scale` follows tanh
   int key = dim, rest = 0, value = dim, copied = codes ? 2 * dim : 0;
 
   template <class E>
@@ -80,7 +81,7 @@ struct Grouped {
 
 void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, const Tensor& offsets,
                     const Tensor& starts, const Tensor& table, int64_t window, double scale, int64_t engine,
-                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& scales) {
+                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& scales, double softcap) {
   TORCH_CHECK(q.dim() == 3 && out.sizes() == q.sizes() && cache.dim() == 5 && cache.size(1) == 2, "attend: shapes");
   TORCH_CHECK(q.scalar_type() == out.scalar_type(), "attend: dtypes");
   TORCH_CHECK(cache.scalar_type() == (scales ? at::kFloat8_e4m3fn : q.scalar_type()), "attend: the cache's dtype");
@@ -92,7 +93,7 @@ void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, con
   const Rows rows = Rows::of(offsets, starts, table, cache.size(3));
   WEFT_CHECK(dim == cache.size(4) && dim % 16 == 0 && dim <= kMostDim, "attend: head_dim ", dim);
   WEFT_CHECK(heads % kv_heads == 0 && heads / kv_heads <= kRows, "attend: ", heads, " heads");
-  WEFT_CHECK(scale > 0 && window >= 0, "attend: scale ", scale, ", window ", window);
+  WEFT_CHECK(scale > 0 && softcap >= 0, "attend: scale ", scale, ", softcap ", softcap);
   if (q.size(0) == 0) return;
   TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == dim && out.stride(2) == 1 && out.stride(1) == dim, "attend: strides");
   rows.check(q.size(0), cache.size(0), int(window));
@@ -121,8 +122,9 @@ void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, con
                            heads / kv_heads,
                            dim,
                            int(window),
-                           float(scale * 1.4426950408889634),
-                           drawn};
+                           float((softcap > 0 ? softcap : scale) * kLog2E),
+                           drawn,
+                           float(softcap > 0 ? 2 * kLog2E * scale / softcap : 0)};
     std::vector<Piece> pieces = rows.cut(std::max(1, kRows / scene.group), kv_heads, scene.window);
     run_later<E>(scene, std::move(pieces));
   });

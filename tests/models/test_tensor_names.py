@@ -1,0 +1,63 @@
+"""The weight map of each architecture places the tensor names of published checkpoints, and lacks none."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.tensor_names import MAPPING, Names, config_of, expanded, load
+from weft.config.families import FAMILIES, load_spec
+from weft.config.spec import ModelSpec
+from weft.models import loader
+from weft.models.registry import WEIGHTS
+from weft.models.weights import WeightMap
+
+LISTS = load()
+_LAYER = re.compile(r"(?<=layers\.)(\d+)")
+
+
+def spec_of(name: str, listed: Names, folder: Path) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps({**config_of(name), **listed.config}))
+    return load_spec(str(folder), language_model_only=True)
+
+
+def placed(listed: Names, spec: ModelSpec) -> tuple[WeightMap, dict[str, list[str]]]:
+    """Return the map in the names of the list, and the names of each pattern in all layers."""
+    weights: WeightMap = WEIGHTS.get(spec.family)(spec)
+    # A layer of one part counts in the names, and not in the spec.
+    layers = 1 + max(int(found[1]) for one in weights.placements if (found := _LAYER.search(one)))
+    experts = 0 if spec.moe is None else spec.moe.experts
+    names = {pattern: list(expanded(pattern, layers, experts)) for pattern in listed.patterns()}
+    return weights.published_as({one for each in names.values() for one in each}), names
+
+
+def fits(weights: WeightMap, name: str) -> bool:
+    return name in weights.placements or loader._without_effect(name, weights, range(0), quantized=False)
+
+
+@pytest.mark.parametrize("name", list(LISTS))
+def test_every_published_name_is_placed_and_none_is_missing(name: str, tmp_path: Path) -> None:
+    """A pattern may be of some layers only, so one layer with the name is enough."""
+    weights, names = placed(LISTS[name], spec_of(name, LISTS[name], tmp_path))
+    unknown = [pattern for pattern, each in names.items() if not any(fits(weights, one) for one in each)]
+    assert not unknown
+    assert not loader._missing(weights, {one for each in names.values() for one in each})
+
+
+def test_a_name_more_or_less_is_noticed(tmp_path: Path) -> None:
+    listed = Names("", {"": "model.extra.weight", "model.layers.N.": "self_attn.q_proj.weight"})
+    weights, names = placed(listed, spec_of("llama", listed, tmp_path))
+    assert not fits(weights, "model.extra.weight")
+    assert fits(weights, "model.layers.0.self_attn.q_proj.weight")
+    missing = loader._missing(weights, {one for each in names.values() for one in each})
+    assert "model.layers.2.mlp.down_proj.weight" in missing
+
+
+def test_every_architecture_has_a_list() -> None:
+    listed = {config_of(name)["architectures"][0] for name in LISTS}
+    spelled = {"KimiK25ForConditionalGeneration"}  # another spelling of an architecture with a list
+    assert set(FAMILIES) - listed - spelled == set()
+    assert any(one.source != MAPPING for one in LISTS.values())

@@ -1,0 +1,160 @@
+"""More readers for ``weft.gguf.rows``, as those in ``weft.gguf.row_facts``."""
+
+from __future__ import annotations
+
+from weft.common.errors import ConfigError
+from weft.gguf.model_facts import ModelFacts
+from weft.gguf.row_facts import SIGMOID, Fields, Tensors, biases, granite, need_scores, windows
+
+_GEMMA2_WINDOW, _GEMMA2_CAP = 4096, 50.0
+_GEMMA2_LARGEST = 46
+"""Layers of Gemma 2 27B, the only size with another attention scale."""
+_STARCODER2_WINDOW = 4096
+_LLAMA4_CHUNK, _LLAMA4_SCALE, _LLAMA4_STEP = 8192, 0.1, 4
+_MAVERICK = 128
+"""Experts of Llama 4 Maverick, the size without a norm of queries and keys."""
+_GRANITE_HYBRID_CONTEXT = 131072
+"""Context of all published sizes. The converter writes another, constant number."""
+
+
+def gemma2(facts: ModelFacts, _: Tensors) -> Fields:
+    """Return the facts of Gemma 2. Raises ConfigError."""
+    # Constants of llama.cpp: every second layer is full; window and cap, if the file has none; scores are
+    # scaled by the head size, except in the largest model.
+    scale = facts.integer("attention.key_length")
+    if facts.layers == _GEMMA2_LARGEST:
+        scale = facts.integer("embedding_length") // facts.heads
+    made = windows(facts, 2, _GEMMA2_WINDOW) | {
+        "hidden_act": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scale,
+        "attn_logit_softcapping": facts.number("attn_logit_softcapping", _GEMMA2_CAP),
+    }
+    if facts.has("final_logit_softcapping"):
+        made["final_logit_softcapping"] = facts.number("final_logit_softcapping")
+    return made
+
+
+def gemma(_: ModelFacts, __: Tensors) -> Fields:
+    """Return the activation of Gemma 1."""
+    return {"hidden_act": "gelu_pytorch_tanh"}
+
+
+def command_r(facts: ModelFacts, _: Tensors) -> Fields:
+    """Return the facts of Command R and Aya. Raises ConfigError."""
+    return {"logit_scale": facts.number("logit_scale")}
+
+
+def glm4(_: ModelFacts, tensors: Tensors) -> Fields:
+    """Return the biases of GLM-4."""
+    return biases(tensors, attention_bias="attn_q")
+
+
+def qwen2moe(facts: ModelFacts, tensors: Tensors) -> Fields:
+    """Return the facts of Qwen1.5-MoE and Qwen2-57B-A14B. Raises ConfigError."""
+    return {
+        **biases(tensors, qkv_bias="attn_q"),
+        "num_experts": facts.experts,
+        "num_experts_per_tok": facts.integer("expert_used_count"),
+        "moe_intermediate_size": facts.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": facts.integer("expert_shared_feed_forward_length"),
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "use_sliding_window": False,
+    }
+
+
+def olmoe(facts: ModelFacts, _: Tensors) -> Fields:
+    """Return the facts of OLMoE. Raises ConfigError."""
+    return {
+        "num_experts": facts.experts,
+        "num_experts_per_tok": facts.integer("expert_used_count"),
+        "norm_topk_prob": False,
+    }
+
+
+def dots1(facts: ModelFacts, _: Tensors) -> Fields:
+    """Return the facts of dots.llm1. Raises ConfigError."""
+    need_scores(facts, SIGMOID)
+    return {
+        "n_routed_experts": facts.experts,
+        "n_shared_experts": facts.integer("expert_shared_count"),
+        "num_experts_per_tok": facts.integer("expert_used_count"),
+        "moe_intermediate_size": facts.integer("expert_feed_forward_length"),
+        "first_k_dense_replace": facts.integer("leading_dense_block_count", 0),
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": facts.flag("expert_weights_norm", False),
+    }
+
+
+def starcoder2(_: ModelFacts, tensors: Tensors) -> Fields:
+    """Return the facts of StarCoder 2. The window is that of all published sizes."""
+    made = biases(tensors, use_bias="attn_q")
+    return made | {"hidden_act": "gelu_pytorch_tanh", "sliding_window": _STARCODER2_WINDOW}
+
+
+def llama4(facts: ModelFacts, _: Tensors) -> Fields:
+    """Return the facts of Llama 4. Raises ConfigError."""
+    if not facts.integer("attention.sliding_window", 1):
+        raise ConfigError("GGUF: llama4 without chunks of attention is not supported here", param="--model")
+    # Constants of llama.cpp: chunks, layers without rotation, and the growth of queries.
+    return {
+        "intermediate_size": facts.integer("expert_feed_forward_length"),
+        "intermediate_size_mlp": facts.integer("feed_forward_length"),
+        "num_local_experts": facts.experts,
+        "num_experts_per_tok": facts.integer("expert_used_count"),
+        "interleave_moe_layer_step": facts.integer("interleave_moe_layer_step"),
+        "no_rope_layer_interval": _LLAMA4_STEP,
+        "attention_chunk_size": _LLAMA4_CHUNK,
+        "attn_temperature_tuning": True,
+        "attn_scale": _LLAMA4_SCALE,
+        "floor_scale": _LLAMA4_CHUNK,
+        "use_qk_norm": facts.experts != _MAVERICK,
+    }
+
+
+def falcon_h1(facts: ModelFacts, tensors: Tensors) -> Fields:
+    """Return the facts of Falcon-H1. The file's weights include all factors. Raises ConfigError."""
+    return _mamba2(facts, tensors) | {
+        "mamba_d_ssm": facts.integer("ssm.inner_size"),
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
+        "mamba_norm_before_gate": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+def granite_hybrid(facts: ModelFacts, tensors: Tensors) -> Fields:
+    """Return the facts of Granite 4 with Mamba2. Layers without KV heads are Mamba2. Raises ConfigError."""
+    if facts.flag("rope.scaling.finetuned", False):
+        raise ConfigError("GGUF: granitehybrid with rotations (Bamba) is not supported here", param="--model")
+    shared = "expert_shared_feed_forward_length" if facts.experts else "feed_forward_length"
+    types = ["attention" if heads else "mamba" for heads in facts.per_layer("attention.head_count_kv")]
+    scales = granite(facts, tensors, rotated=False)
+    attends = types.index("attention") if "attention" in types else 0
+    return {
+        **{name: scales[name] for name in scales if name not in ("mlp_bias", "intermediate_size")},
+        **_mamba2(facts, tensors, types.index("mamba") if "mamba" in types else 0),
+        "attention_bias": f"blk.{attends}.attn_q.bias" in tensors,
+        "mamba_expand": facts.integer("ssm.inner_size") // facts.integer("embedding_length"),
+        "num_local_experts": facts.experts,
+        "num_experts_per_tok": facts.integer("expert_used_count") if facts.experts else 0,
+        "intermediate_size": facts.integer("feed_forward_length"),
+        "shared_intermediate_size": facts.integer(shared),
+        "layer_types": types,
+        "position_embedding_type": "nope",
+        "max_position_embeddings": min(facts.integer("context_length"), _GRANITE_HYBRID_CONTEXT),
+    }
+
+
+def _mamba2(facts: ModelFacts, tensors: Tensors, layer: int = 0) -> Fields:
+    """Return the sizes of Mamba2, with the names of Granite and Falcon-H1. ``layer``: one with Mamba2."""
+    heads = facts.integer("ssm.time_step_rank")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": facts.integer("ssm.inner_size") // max(heads, 1),
+        "mamba_n_groups": facts.integer("ssm.group_count"),
+        "mamba_d_state": facts.integer("ssm.state_size"),
+        "mamba_d_conv": facts.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": f"blk.{layer}.ssm_conv1d.bias" in tensors,
+        "mamba_proj_bias": False,
+    }
