@@ -58,6 +58,13 @@ class Changes(NamedTuple):
     gone: list[RecordId]
 
 
+class BlockChanges(NamedTuple):
+    """Blocks, (KV cache group, hash) each, that came and went."""
+
+    added: list[tuple[int, bytes]]
+    gone: list[tuple[int, bytes]]
+
+
 class RecordBuffer:
     """Page-aligned memory for one record of at most ``nbytes`` bytes. A buffer serves one call at a time.
 
