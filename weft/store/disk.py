@@ -45,7 +45,7 @@ class Disk:
         """Read at ``offset`` into ``memory``, uint8 [n]. Return the number of bytes, less at the end."""
         done = 0
         while done < len(memory):
-            count = os.preadv(fd, [memory[done:]], offset + done)
+            count = os.preadv(fd, [memory[done:].data], offset + done)
             done += count
             # A read past the last page of a file ends unaligned: there is no more.
             if not count or done % PAGE:
@@ -56,7 +56,7 @@ class Disk:
         """Write ``memory``, uint8 [n], at ``offset``."""
         done = 0
         while done < len(memory):
-            done += os.pwritev(fd, [memory[done:]], offset + done)
+            done += os.pwritev(fd, [memory[done:].data], offset + done)
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Give a new file ``nbytes`` bytes, with space on disk where the file system can."""
@@ -138,7 +138,7 @@ def can_direct(folder: Path) -> bool:
             return False
         raise
     try:
-        memory = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
+        memory = mmap.mmap(-1, PAGE)
         os.pwritev(fd, [memory], 0)
         return os.preadv(fd, [memory], 0) == PAGE
     except OSError as error:

@@ -174,7 +174,7 @@ def footer_of(identity: Identity, entries: np.ndarray, offset: int, digest: int)
 class Trailer(NamedTuple):
     """A trailer that holds."""
 
-    count: int
+    entries: int
     """Number of entries."""
     offset: int
     """Place of the footer."""

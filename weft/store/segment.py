@@ -113,8 +113,8 @@ def read_footer(fd: int, identity: Identity, size: int, digest: Digests) -> np.n
     trailer = layout.trailer_of(os.pread(fd, PAGE, size - PAGE), identity, size)
     if trailer is None:
         return None
-    data = os.pread(fd, trailer.count * ENTRY.itemsize, trailer.offset)
-    if len(data) != trailer.count * ENTRY.itemsize or _digest(data, identity, digest) != trailer.digest:
+    data = os.pread(fd, trailer.entries * ENTRY.itemsize, trailer.offset)
+    if len(data) != trailer.entries * ENTRY.itemsize or _digest(data, identity, digest) != trailer.digest:
         return None
     return np.frombuffer(data, ENTRY)
 
@@ -126,7 +126,8 @@ def walk(fd: int, identity: Identity, size: int) -> tuple[np.ndarray, int]:
     After a header that does not hold, the walk goes on page by page: lengths of such a header are not
     trusted. Raises OSError.
     """
-    found, damaged, at, whole = list[np.ndarray](), 0, PAGE, True
+    # A file that ends within a page was cut.
+    found, damaged, at, whole = list[np.ndarray](), int(size % PAGE > 0), PAGE, True
     while at + PAGE <= size:
         at = _next_data(fd, at)
         page = os.pread(fd, PAGE, at)

@@ -124,8 +124,8 @@ class SegmentStore:
         self._settings, self._digest, self._now = settings, digest, now
         if settings.budget < LEAST_BUDGET:
             raise ConfigError(
-                f"a KV disk tier of {settings.budget} bytes is too small: give at least {LEAST_BUDGET >> 20}M "
-                "to --kv-disk",
+                f"a KV disk tier of {settings.budget} bytes is too small: set --kv-disk to at least "
+                f"{LEAST_BUDGET >> 20}M",
                 param="--kv-disk",
             )
         self._namespace = bytes.fromhex(settings.namespace)
@@ -271,9 +271,21 @@ class SegmentStore:
     def stats(self) -> StoreStats:
         """Return the counts. From any thread."""
         counts, cleaner = self._counts, self._cleaner
-        names = ("written", "written_bytes", "read", "read_bytes", "corrupt", "gone", "damaged")
-        rest = (cleaner.evicted, cleaner.expired, cleaner.flushed, dict(self._skipped))
-        return StoreStats(cleaner.nbytes, len(self._index), *(counts[name] for name in names), *rest)
+        return StoreStats(
+            nbytes=cleaner.nbytes,
+            records=len(self._index),
+            written=counts["written"],
+            written_bytes=counts["written_bytes"],
+            read=counts["read"],
+            read_bytes=counts["read_bytes"],
+            corrupt=counts["corrupt"],
+            gone=counts["gone"],
+            damaged=counts["damaged"],
+            evicted=cleaner.evicted,
+            expired=cleaner.expired,
+            flushed=cleaner.flushed,
+            skipped=dict(self._skipped),
+        )
 
     # Writing
 
