@@ -133,6 +133,7 @@ class Sequence:
         "num_prompt",
         "owner",
         "params",
+        "payer",
         "place",
         "pooling",
         "preemptions",
@@ -161,7 +162,7 @@ class Sequence:
         self.seed = submit.seed
         self.salt = submit.salt
         self.adapter, self.place = submit.adapter, -1  # digest; place in the pool, from queue to end
-        self.client = submit.client
+        self.client, self.payer = submit.client, submit.payer
         self.session = submit.session
         self.params: TokenParams = submit.params
         self.stop_ids = frozenset(submit.params.stop_ids)  # for membership only

@@ -66,9 +66,9 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
 
-VERSION = 2
+VERSION = 3
 """The newest version of these messages. Version 2 added ``Hello.engine``, ``Welcome.engine`` and
-``TransferStats.sent``."""
+``TransferStats.sent``, version 3 ``Submit.payer``."""
 OLDEST = 1
 """The oldest version understood. A sender uses only the fields of the newest common version."""
 SENT_SINCE = 2
@@ -188,6 +188,8 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """
     adapter: str = ""
     """Digest of the LoRA adapter; "" for the model alone. An unknown digest fails the request."""
+    payer: str = ""
+    """Hash of the API key; "" without keys. Blocks on disk count for the payer. Since version 3."""
 
 
 class Finish(_Message, frozen=True, kw_only=True):

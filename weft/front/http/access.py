@@ -208,6 +208,13 @@ class ApiKeys:
             return salt
         return hmac.new(self._digests[number], b"cache salt" + salt.encode(), hashlib.sha256).hexdigest()
 
+    def payer_of(self, number: int) -> str:
+        """Return the name of the key of this number in records on disk: a hash that does not reveal the key.
+        "" for a server without keys. All processes with the same keys return the same value."""
+        if not self._digests:
+            return ""
+        return hmac.new(self._digests[number], b"payer", hashlib.sha256).hexdigest()[:32]
+
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
@@ -259,6 +266,10 @@ class AccessControl:
     def salt_of(self, key: int, salt: str) -> str:
         """Return ``salt`` bound to a key, see ``ApiKeys.salt_of``. ``key``: see ``key_of``."""
         return self._keys.salt_of(key, salt)
+
+    def payer_of(self, key: int) -> str:
+        """Return the name of a key in records on disk, see ``ApiKeys.payer_of``."""
+        return self._keys.payer_of(key)
 
     def spend(self, scope: Scope, tokens: int) -> None:
         """Take the tokens of an admitted request, after its end, from the key's limit."""
