@@ -12,13 +12,14 @@ segment whose trailer or footer is damaged is read header by header.
 
 from __future__ import annotations
 
+import functools
 import struct
 from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 
-from weft.common.splitmix import mix
+from weft.common.splitmix import mix_array
 from weft.disagg.protocol.digests import span_seeds
 from weft.store.records import KEY_BYTES, PAGE, Owner, RecordId
 
@@ -67,17 +68,28 @@ def span_bytes(nbytes: int) -> int:
     return span
 
 
+@functools.lru_cache(64)
 def spans_of(nbytes: int) -> np.ndarray:
-    """Return offset and length of each span of a payload, int64 [n, 2]."""
+    """Return offset and length of each span of a payload, int64 [n, 2]. The result is shared: do not change
+    it."""
     span = span_bytes(nbytes)
     offsets = np.arange(0, nbytes, span, dtype=np.int64)
     return np.stack([offsets, np.minimum(nbytes - offsets, span)], axis=1)
 
 
 def seeds_of(identity: Identity, record: RecordId, spans: np.ndarray) -> np.ndarray:
-    """Return the seed of each span's digest, uint64 [n]. The seeds depend on namespace, name and version."""
+    """Return the seed of each span's digest, uint64 [n]. The seeds depend on namespace, name, version, and on
+    place and length of the span. ``spans``: see ``spans_of``."""
     made = blake2b(name_bytes(record), key=identity.namespace, digest_size=8)
-    return span_seeds(mix(int.from_bytes(made.digest(), "little") ^ VERSION), 0, spans[:, 0], spans[:, 1])
+    seed = np.uint64(int.from_bytes(made.digest(), "little") ^ VERSION)
+    return mix_array(_place_seeds(int(spans[:, 1].sum())) ^ seed)
+
+
+@functools.lru_cache(64)
+def _place_seeds(nbytes: int) -> np.ndarray:
+    """Return a number for place and length of each span of a payload, uint64 [n]."""
+    spans = spans_of(nbytes)
+    return span_seeds(0, 0, spans[:, 0], spans[:, 1])
 
 
 def name_bytes(record: RecordId) -> bytes:

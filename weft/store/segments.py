@@ -368,7 +368,7 @@ class SegmentStore:
         if header is None and count >= PAGE and not whole[:PAGE].any():
             self._drop(found, "gone")
             raise RecordGone("the record was flushed")
-        if header is not None and count == len(whole) and header.entry[0] == found.entry:
+        if header is not None and count == len(whole) and header.entry.tobytes() == found.entry.tobytes():
             spans = layout.spans_of(nbytes)
             seeds = layout.seeds_of(identity, record, spans)
             made = self._digest(whole[PAGE : PAGE + nbytes], spans, seeds)
