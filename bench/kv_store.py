@@ -163,16 +163,15 @@ def main() -> None:
         for _ in range(given.rounds):
             for name, one in work.items():
                 found[name].append(one())
+        facts = f"medians of {given.rounds} rounds, load {os.getloadavg()[0]:.1f}"
+        print(f"{given.records} records of {given.nbytes} bytes, {facts}; CPU time per 1,000 tokens")
         print(
-            f"{given.records} records of {given.nbytes} bytes, medians of {given.rounds} rounds, load {os.getloadavg()[0]:.1f}"
-        )
-        print(
-            f"{'':24}{'write GB/s':>12}{'read GB/s':>12}{'write CPU ms':>14}{'read CPU ms':>13} per 1,000 tokens"
+            " " * 24 + "".join(f"{name:>14}" for name in ("write GB/s", "read GB/s", "write ms", "read ms"))
         )
         for name, rounds in found.items():
             rates = [statistics.median(total / pair[n].wall / 1e9 for pair in rounds) for n in (0, 1)]
             cpus = [statistics.median(1000 * pair[n].cpu / tokens for pair in rounds) for n in (0, 1)]
-            print(f"{name:24}{rates[0]:12.2f}{rates[1]:12.2f}{cpus[0]:14.2f}{cpus[1]:13.2f}")
+            print(f"{name:24}" + "".join(f"{number:14.2f}" for number in (*rates, *cpus)))
         seconds, each = index(folder, given.index)
         print(f"index of {given.index} records from footers: {seconds:.3f} s, {each:.0f} bytes a record")
     finally:

@@ -77,12 +77,12 @@ def spans_of(nbytes: int) -> np.ndarray:
     return np.stack([offsets, np.minimum(nbytes - offsets, span)], axis=1)
 
 
-def seeds_of(identity: Identity, record: RecordId, spans: np.ndarray) -> np.ndarray:
+def seeds_of(identity: Identity, record: RecordId, nbytes: int) -> np.ndarray:
     """Return the seed of each span's digest, uint64 [n]. The seeds depend on namespace, name, version, and on
-    place and length of the span. ``spans``: see ``spans_of``."""
+    place and length of the span. ``nbytes``: of the payload."""
     made = blake2b(name_bytes(record), key=identity.namespace, digest_size=8)
     seed = np.uint64(int.from_bytes(made.digest(), "little") ^ VERSION)
-    return mix_array(_place_seeds(int(spans[:, 1].sum())) ^ seed)
+    return mix_array(_place_seeds(nbytes) ^ seed)
 
 
 @functools.lru_cache(64)

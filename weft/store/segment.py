@@ -202,7 +202,7 @@ def remove_records(
 
 
 def _digest(data: bytes, identity: Identity, digest: Digests) -> int:
-    memory = np.frombuffer(data, np.uint8)
+    memory = np.frombuffer(bytearray(data), np.uint8)  # torch takes only writable memory
     spans = np.array([[0, len(memory)]], np.int64)
     return int(digest(memory, spans, np.array([layout.entries_seed(identity)], np.uint64))[0])
 

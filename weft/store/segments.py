@@ -21,9 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -35,66 +32,22 @@ from weft.store.disk import FLAG, Disk, can_direct, network_file_system, private
 from weft.store.errors import RecordCorrupt, RecordGone, StoreOff
 from weft.store.eviction import Cleaner
 from weft.store.index import Found, Index
+from weft.store.reading import Loaded, damage
 from weft.store.records import PAGE, BlockChanges, Owner, RecordBuffer, RecordId, Stored
 from weft.store.scanning import Scanner
 from weft.store.segment import Digests
+from weft.store.settings import LEAST_BUDGET, StoreSettings, StoreStats
 from weft.store.writer import Writer
 
 _log = get_logger(__name__)
+__all__ = ["SegmentStore", "StoreSettings", "StoreStats"]
 
-SEGMENT_BYTES = 128 << 20
-LEAST_BUDGET = 16 << 20
 _LEAST_SEGMENTS = 8
 """A segment takes at most this fraction of the budget, so that eviction never removes most of the store."""
 _LONGEST_OPEN_S = 3600.0
 """Age at which a segment is sealed."""
 _NOBODY = Owner()
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreSettings:
-    """Settings of a store."""
-
-    folder: Path
-    """Root folder. The records are in a subfolder with the name of the namespace."""
-    namespace: str
-    """32 hex digits, see ``weft.config.namespace``. Records of other namespaces are never read."""
-    budget: int
-    """Bytes on disk of all namespaces and processes."""
-    ttl: float = 7 * 86400.0
-    """Seconds after which a record is not read any more and is removed; 0: never."""
-    write_rate: float = 0.0
-    """Maximum bytes written per second; 0: no limit."""
-    shared: bool = False
-    """Allow a folder on a network file system."""
-    direct: bool = True
-    """Read and write past the page cache, if the file system can."""
-    segment_bytes: int = SEGMENT_BYTES
-
-
-class StoreStats(NamedTuple):
-    """Counts since the start; ``nbytes`` and ``records`` are gauges."""
-
-    nbytes: int
-    """Bytes on disk of the root folder, as last counted."""
-    records: int
-    """Records that this process can read."""
-    written: int
-    written_bytes: int
-    read: int
-    read_bytes: int
-    corrupt: int
-    """Reads with a wrong digest."""
-    gone: int
-    """Reads of records that other processes had removed."""
-    damaged: int
-    """Damaged places and files found while the index was built."""
-    evicted: int
-    expired: int
-    flushed: int
-    skipped: dict[str, int]
-    """Records not written, by reason."""
 
 
 class SegmentStore:
@@ -177,29 +130,7 @@ class SegmentStore:
         Raises RecordGone, RecordCorrupt (then the record is dropped) or StoreOff. The buffer must have room:
         ``Stored.nbytes`` is the sum over the parts of the block.
         """
-        if self.off:
-            raise StoreOff(self.off)
-        found = self._index.place(record)
-        if found is None or found.entry["written"] < self._oldest():
-            raise RecordGone("no such record")
-        nbytes = int(found.entry["nbytes"])
-        whole = buffer.memory[: PAGE + layout.padded(nbytes)]
-        if nbytes > len(buffer.payload):
-            raise ValueError(f"a record of {nbytes} bytes, and a buffer for {len(buffer.payload)}")
-        try:
-            count = self._read(found, whole)
-        except FileNotFoundError:
-            self._drop(found, "gone")
-            raise RecordGone("another process has removed the segment") from None
-        except OSError as error:
-            self._turn_off(error)
-            raise StoreOff(self.off) from error
-        self._check(record, found, whole, count, nbytes)
-        found.segment.used = self._now()
-        with self._counting:
-            self._counts["read"] += 1
-            self._counts["read_bytes"] += nbytes
-        return nbytes
+        return self._checked(self._loaded(record, buffer))
 
     def scan(self) -> None:
         """Look for new segments of other processes and for segments that are gone. See ``take_changes``."""
@@ -354,28 +285,47 @@ class SegmentStore:
 
     # Reading
 
-    def _read(self, found: Found, whole: np.ndarray) -> int:
-        fd = self._disk.open(found.segment.path, direct=True)
+    def _loaded(self, record: RecordId, buffer: RecordBuffer) -> Loaded:
+        """Read a record, without a check. Raises RecordGone or StoreOff."""
+        if self.off:
+            raise StoreOff(self.off)
+        found = self._index.place(record)
+        if found is None or found.entry["written"] < self._oldest():
+            raise RecordGone("no such record")
+        nbytes, offset = int(found.entry["nbytes"]), int(found.entry["offset"])
+        if nbytes > len(buffer.payload):
+            raise ValueError(f"a record of {nbytes} bytes, and a buffer for {len(buffer.payload)}")
+        whole = buffer.memory[: PAGE + layout.padded(nbytes)]
         try:
-            return self._disk.read(fd, whole, int(found.entry["offset"]))
-        finally:
-            os.close(fd)
-
-    def _check(self, record: RecordId, found: Found, whole: np.ndarray, count: int, nbytes: int) -> None:
-        """Raise RecordGone or RecordCorrupt unless ``whole``, ``count`` bytes of a file, is the record."""
-        identity, offset = found.segment.identity, int(found.entry["offset"])
-        header = layout.header_of(whole[:PAGE].tobytes(), identity, offset) if count >= PAGE else None
-        if header is None and count >= PAGE and not whole[:PAGE].any():
+            fd = self._disk.open(found.segment.path, direct=True)
+            try:
+                count = self._disk.read(fd, whole, offset)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
             self._drop(found, "gone")
-            raise RecordGone("the record was flushed")
-        if header is not None and count == len(whole) and header.entry.tobytes() == found.entry.tobytes():
-            spans = layout.spans_of(nbytes)
-            seeds = layout.seeds_of(identity, record, spans)
-            made = self._digest(whole[PAGE : PAGE + nbytes], spans, seeds)
-            if np.array_equal(made, header.digests):
-                return
-        self._drop(found, "corrupt")
-        raise RecordCorrupt(f"a record of {found.segment.path.name} at {offset} is damaged")
+            raise RecordGone("another process has removed the segment") from None
+        except OSError as error:
+            self._turn_off(error)
+            raise StoreOff(self.off) from error
+        return Loaded(record, found, whole, count)
+
+    def _checked(self, loaded: Loaded) -> int:
+        """Return the bytes of a record that was read. Raises RecordGone or RecordCorrupt."""
+        found = loaded.found
+        reason = damage(loaded, self._digest)
+        if reason:
+            self._drop(found, reason)
+            where = f"{found.segment.path.name} at {found.entry['offset']}"
+            if reason == "gone":
+                raise RecordGone(f"the record of {where} was flushed")
+            raise RecordCorrupt(f"the record of {where} is damaged")
+        nbytes = int(found.entry["nbytes"])
+        found.segment.used = self._now()
+        with self._counting:
+            self._counts["read"] += 1
+            self._counts["read_bytes"] += nbytes
+        return nbytes
 
     def _drop(self, found: Found, reason: str) -> None:
         self._index.drop(found.segment, np.array([found.row]))
@@ -410,14 +360,17 @@ class SegmentStore:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Turn an error of the disk into ``off``."""
+        """Turn an error of the disk into ``off``. A store that is off gives its segment up here, in the
+        thread that writes."""
         try:
             yield
         except OSError as error:
             self._turn_off(error)
+        if self.off:
+            self._leave()
 
     def _turn_off(self, error: OSError) -> None:
+        """Set ``off``. From any thread, so the descriptor of the writer stays open: see ``_guarded``."""
         if not self.off:
             self.off = f"{error.strerror or type(error).__name__}: {self._folder}"
-            _log.warning(f"the KV disk tier is off ({self.off}); prompts are computed")
-        self._leave()
+            _log.warning("the KV disk tier is off (%s); prompts are computed", self.off)

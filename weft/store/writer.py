@@ -55,8 +55,8 @@ class Writer:
         """Write one record. Return the entry, ``ENTRY`` [1]. Raises OSError: then the record does not
         count."""
         identity, whole = self.segment.identity, layout.padded(nbytes)
-        spans = layout.spans_of(nbytes)
-        made = digest(buffer.payload, spans, layout.seeds_of(identity, record, spans))
+        seeds = layout.seeds_of(identity, record, nbytes)
+        made = digest(buffer.payload, layout.spans_of(nbytes), seeds)
         entry = layout.entry_of(record, owner, self._end, nbytes, now)
         buffer.memory[:PAGE] = np.frombuffer(layout.header_page(identity, entry, made), np.uint8)
         # The rest of the last page must not hold bytes of an earlier record of another client.
