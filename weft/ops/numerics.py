@@ -21,8 +21,6 @@ _PACKAGES = ("attention", "layers", "models", "moe", "ops", "overlap", "parallel
 _SUFFIXES = (".py", ".cpp", ".h")
 _LIBRARIES = ("triton", "transformers", "flashinfer-python")
 """Libraries that compute if they are installed."""
-_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
-"""Variables with which users choose other kernels of torch."""
 
 
 def numerics(device: torch.device, attention: Iterable[str]) -> dict[str, str]:
@@ -35,7 +33,8 @@ def numerics(device: torch.device, attention: Iterable[str]) -> dict[str, str]:
         "code": code_digest(),
         "torch": torch.__version__,
         "libraries": " ".join(_versions()),
-        "variables": " ".join(f"{name}={env.get(name)}" for name in _VARIABLES if env.get(name)),
+        # Users choose other kernels of torch with these variables.
+        "variables": f"{env.get('ONEDNN_MAX_CPU_ISA')} {env.get('MKL_CBWR')}",
     }
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
