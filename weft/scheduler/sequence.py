@@ -126,6 +126,7 @@ class Sequence:
         "id",
         "key",
         "limit",
+        "loading",
         "losses",
         "media",
         "miss",
@@ -210,6 +211,8 @@ class Sequence:
         """True while external input is missing; the sequence cannot be admitted."""
         self.blocked_images = False
         """True while images from an encode group are missing; the sequence cannot be admitted."""
+        self.loading: bool | None = None
+        """True while blocks of the prompt are loaded from a KV tier; None before the tier was asked."""
         self.relies = False
         """True if this group cannot encode all images of the prompt again."""
         self.state: State = BlockedOnFirstSample()

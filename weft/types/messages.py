@@ -27,6 +27,7 @@ from weft.types.grammar import Grammar
 from weft.types.handshake import EngineIdentity
 from weft.types.media_item import MediaItem
 from weft.types.sampling import TokenParams
+from weft.types.tiers import TierStats
 from weft.types.transfer import TransferParameters
 from weft.types.transport_counts import TransportCounts
 
@@ -442,6 +443,8 @@ class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens of each planned step with rows (bounds: ``STEP_TOKENS``)."""
     spans_dropped: int = 0
     """Spans of traced requests that were not written or not pushed."""
+    tier: TierStats | None = None
+    """None for an engine process without a KV tier. Since version 3."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
