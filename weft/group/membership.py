@@ -243,7 +243,7 @@ class Membership:
                 member.ready, member.endpoint, member.embeddings = True, frame.endpoint, frame.embeddings
             case f.RankFailed(rank=rank, epoch=epoch, error=error) if epoch < 0:
                 self._lose(GroupLost(rank, error.message, refused=error.blame == "client"))
-            case f.TransferReport() | f.TransferStopped():  # transfers outlive epochs
+            case f.TransferReport() | f.TransferStopped() | f.BlocksCopied():  # these outlive epochs
                 self._roster.actions.append(t.TellEngine(frame))
             case _ if frame.epoch != self.epoch:
                 pass

@@ -74,6 +74,8 @@ OLDEST = 1
 """The oldest version understood. A sender uses only the fields of the newest common version."""
 SENT_SINCE = 2
 """Version that added ``TransferStats.sent``."""
+TIER_SINCE = 3
+"""Version that added ``EngineStats.tier``."""
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
 """Salt of probe sequences. API servers send probe sequences to check if an engine process produces tokens."""
@@ -494,6 +496,8 @@ ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | EngineFailed | AdapterCha
 
 def stats_in(version: int, stats: EngineStats) -> EngineStats:
     """Return ``stats`` with only the fields of ``version``."""
+    if stats.tier is not None and version < TIER_SINCE:
+        stats = msgspec.structs.replace(stats, tier=None)
     if version >= SENT_SINCE:
         return stats
     moves = {
