@@ -26,10 +26,13 @@ def check_tier(config: Config, device: str) -> TierSection:
             param=flag,
         )
     if not config.cache.enable_prefix_caching:
-        raise ConfigError("--kv-disk requires the prefix cache: remove --no-enable-prefix-caching", param=flag)
+        raise ConfigError(
+            "--kv-disk requires the prefix cache: remove --no-enable-prefix-caching", param=flag
+        )
     if role in ("decode", "encode"):
         raise ConfigError(
-            f"--kv-disk: a group of role {role} computes no prompts; set kv-disk for the prefill groups alone",
+            f"--kv-disk: a group of role {role} computes no prompts; set kv-disk for the prefill groups "
+            "alone",
             param=flag,
         )
     return tier

@@ -47,8 +47,8 @@ PIN_S = 600.0
 
 
 class TurnEnded(NamedTuple):
-    """A sequence has left its slot. ``hashes``: of the computed full base blocks, of which the first ``prompt``
-    belong to the prompt."""
+    """A sequence has left its slot. ``hashes``: of the computed full base blocks; the first ``prompt`` of
+    them belong to the prompt."""
 
     hashes: Sequence[bytes]
     prompt: int

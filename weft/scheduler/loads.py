@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from weft.kv.tiers import Lost, Resolved, TierAction, TierBook, TierEvent, TierTick, TurnEnded, Wanted
 from weft.kv.tiers import Copied as CopiedBlocks
+from weft.kv.tiers import Lost, Resolved, TierAction, TierBook, TierEvent, TierTick, TurnEnded, Wanted
 from weft.scheduler.policy.fit import CostFitter
 from weft.scheduler.policy.step_cost import PRIOR, CostModel, StepShape, decode_shape, shape_of
 from weft.scheduler.sequence import Running
@@ -35,6 +35,8 @@ _NEW = 0.3
 """Weight of a new measurement of the rate."""
 _MOST_LOOKED = 256
 """Maximum blocks of a load that one command considers."""
+_SHOWN = {"cut": "slower", "late": "loading"}
+"""Outcome of a load -> reason in the explanation of a cache miss, if another word."""
 SOONEST_S, LATEST_S = 0.5, 30.0
 """Bounds of the seconds that a sequence waits for a load. In between: the predicted seconds of computing."""
 
@@ -290,7 +292,7 @@ class Loads:
         if not math.isnan(now) and not math.isnan(load.began):
             self._seconds += now - load.began
         if reached < load.reach:
-            self._notes[sequence.id] = ({"cut": "slower", "late": "loading"}.get(outcome, outcome), load.reach)
+            self._notes[sequence.id] = (_SHOWN.get(outcome, outcome), load.reach)
         if reached > load.before:
             self._reached[sequence.id] = (load.before, reached)
         self._loads.pop(sequence.id, None)

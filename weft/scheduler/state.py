@@ -459,16 +459,19 @@ class SchedulerState:
 
     def _go_on(self, sequence: Sequence) -> None:
         lacks = sequence.blocked or sequence.blocked_images or sequence.fetches
-        if isinstance(sequence.state, Blocked) and not lacks and self.adapters.take(sequence):
-            if self.loads is None or not self.loads.block(sequence):
-                self._enqueue(sequence)
+        lacks = not isinstance(sequence.state, Blocked) or lacks or not self.adapters.take(sequence)
+        if not lacks and not self._loads_first(sequence):
+            self._enqueue(sequence)
+
+    def _loads_first(self, sequence: Sequence) -> bool:
+        """Return True if a sequence must wait for blocks of a KV tier."""
+        return self.loads is not None and self.loads.block(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
         """Enqueue a sequence, or mark the sequence as blocked if input is missing. The caller has checked
         that no first sample is awaited."""
-        if sequence.blocked or sequence.blocked_images or not self.adapters.take(sequence):
-            sequence.move(Blocked())
-        elif self.loads is not None and self.loads.block(sequence):
+        lacks = sequence.blocked or sequence.blocked_images or not self.adapters.take(sequence)
+        if lacks or self._loads_first(sequence):
             sequence.move(Blocked())
         else:
             sequence.move(Waiting())

@@ -77,7 +77,9 @@ class BlockCopies:
             begin, length = one.region
             spans = one.spans[:, [1, 0, 2]]
             spans[:, 1] += block * one.stride
-            copy_spans(payload[begin : begin + length], self._memory[record.kind][one.tensor], spans, one.seeds)
+            copy_spans(
+                payload[begin : begin + length], self._memory[record.kind][one.tensor], spans, one.seeds
+            )
 
     def parts_of(self, kind: int, parts: int) -> list[int]:
         """Return the parts, of ``parts``, that have bytes of this rank."""
@@ -95,9 +97,7 @@ class BlockCopies:
         record = store_dims(dims)
         places = regions(record, kind)
         # Block 0 is never sent, so the offsets of block 0 follow from blocks 1 and 2.
-        one, two = (
-            block_parts(kind, record, part, self._dims, self.rank, 0, block) for block in (1, 2)
-        )
+        one, two = (block_parts(kind, record, part, self._dims, self.rank, 0, block) for block in (1, 2))
         made = []
         for first, second in zip(one, two, strict=True):
             stride = int(second.spans[0, 1] - first.spans[0, 1])

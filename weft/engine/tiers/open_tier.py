@@ -63,7 +63,5 @@ def _dims(config: EngineConfig, kv: KVConfig, ranks: int) -> GroupDims:
         (msgspec.structs.replace(pool, cache=whole), msgspec.structs.replace(pool, cache=local))
         for pool, whole, local in pairs
     ]
-    whole, local = (
-        msgspec.structs.replace(kv, pools=tuple(pool[side] for pool in pools)) for side in (0, 1)
-    )
+    whole, local = (msgspec.structs.replace(kv, pools=tuple(pool[side] for pool in pools)) for side in (0, 1))
     return group_dims(whole, local, ranks, config.dtype, snapshots=True)

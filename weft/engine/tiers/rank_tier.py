@@ -27,7 +27,15 @@ from weft.runner.tier_thread import TierReport
 from weft.store.errors import RecordCorrupt, RecordGone, StoreOff
 from weft.store.records import Owner, RecordBuffer, RecordId
 from weft.store.segments import SegmentStore
-from weft.types.tiers import BlockOutcome, BlocksCopied, CopyBlocks, FlushStore, StoreChanged, StoreState, TierCommand
+from weft.types.tiers import (
+    BlockOutcome,
+    BlocksCopied,
+    CopyBlocks,
+    FlushStore,
+    StoreChanged,
+    StoreState,
+    TierCommand,
+)
 
 log = get_logger(__name__)
 
