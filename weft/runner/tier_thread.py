@@ -18,6 +18,9 @@ class TierThread(Protocol):
     def descriptor(self) -> int:
         """File descriptor, readable while there are reports."""
 
+    def wait(self, seconds: float) -> bool:
+        """Block until the store is open or off, for at most ``seconds``. Return True if so."""
+
     def put(self, command: TierCommand) -> None:
         """Carry out a command when all steps launched so far have ended."""
 

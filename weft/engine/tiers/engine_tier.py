@@ -17,6 +17,9 @@ log = get_logger(__name__)
 
 FLUSH_S = 10.0
 """Maximum seconds at the end of an engine process to store blocks of ended sequences."""
+OPEN_S = 5.0
+"""Maximum seconds that the start waits for the store. The first start reads all weights, which may take
+longer: until then nothing is loaded."""
 _POLL_S = 0.005
 
 
@@ -25,6 +28,8 @@ class EngineTier:
 
     def __init__(self, loads: Loads, ranks: GroupTier, clock: Clock) -> None:
         self.loads, self._ranks, self._clock = loads, ranks, clock
+        ranks.wait(OPEN_S)
+        self.take(None)
 
     @property
     def sockets(self) -> Sequence[Any]:

@@ -62,6 +62,10 @@ class GroupTier:
         """Sockets and descriptors, readable when ranks have sent reports."""
         return self._sockets
 
+    def wait(self, seconds: float) -> None:
+        """Block until the store of the engine's rank is open, for at most ``seconds``."""
+        self._own.wait(seconds)
+
     def send(self, command: TierCommand) -> None:
         """Execute a command on every rank. A rank that cannot take the command counts as lost."""
         ranks = {self._rank, *self._others}

@@ -51,6 +51,8 @@ def _open_store(config: EngineConfig) -> SegmentStore:
 
 
 def _digest(memory: np.ndarray, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+    # torch warns about memory that is read-only, such as bytes of a header.
+    memory = memory if memory.flags.writeable else memory.copy()
     return digest_spans(torch.from_numpy(memory), spans, seeds)
 
 

@@ -69,6 +69,7 @@ class RankTier:
         """Stores, fences and flushes, in order."""
         self._stops = deque[threading.Event]()
         self._done = False
+        self._opened = threading.Event()
         self._told = StoreState()
         self._buffer = RecordBuffer(copies.most_bytes)
         self.store: SegmentStore | None = None
@@ -82,6 +83,9 @@ class RankTier:
     @property
     def descriptor(self) -> int:
         return self._reports.descriptor
+
+    def wait(self, seconds: float) -> bool:
+        return self._opened.wait(seconds)
 
     def put(self, command: TierCommand) -> None:
         self._behind(self._commands.put, command)
@@ -117,6 +121,7 @@ class RankTier:
             return
         try:
             self._tell(self.store)
+            self._opened.set()
             while not self._done:
                 self.turn(_TURN_S)
         except Exception as error:
@@ -131,6 +136,7 @@ class RankTier:
         log.warning("the KV tier is off: %s", why)
         if self._leads:
             self._reports.tell(StoreState(off=why))
+        self._opened.set()
         for command in (*self._loads, *self._others):
             self._refuse(command)
         for event in self._stops:
