@@ -49,6 +49,7 @@ from weft.runner.wakeup_descriptor import WakeupDescriptor
 from weft.speculation.base import Drafter
 from weft.types import frames as f
 from weft.types.plan import StepPlan, StepResult, TokenMasks
+from weft.types.tiers import BlocksCopied
 from weft.types.transfer import Endpoint
 
 log = get_logger(__name__)
@@ -467,7 +468,7 @@ class GroupExecutor:
 
     def _tell_engine(self, frame: f.ReportToEngine) -> None:
         """Give a rank's report to the transfers, or to the KV tier."""
-        if isinstance(frame, f.BlocksCopied):
+        if isinstance(frame, BlocksCopied):
             if self.tier is not None:
                 self.tier.heard(frame)
             return

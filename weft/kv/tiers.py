@@ -87,11 +87,15 @@ class Lost(NamedTuple):
     """Ranks were lost and all caches were reset."""
 
 
+class Flushed(NamedTuple):
+    """An operator empties the KV cache. Blocks in use stay, and are not stored."""
+
+
 class TierTick(NamedTuple):
     """Time has passed."""
 
 
-TierEvent = TurnEnded | Wanted | Copied | Changed | Stopped | Lost | TierTick
+TierEvent = TurnEnded | Wanted | Copied | Changed | Stopped | Lost | Flushed | TierTick
 
 
 class Resolved(NamedTuple):
@@ -274,6 +278,11 @@ class TierBook:
                     self._disk[kind].discard(key)
             case Stopped(why):
                 self._stop(why)
+            case Flushed():
+                self._wanted.clear()
+                self._ghosts.clear()
+                for group in self._caches.kinds:
+                    group.pool.forget_unused()
             case Lost():
                 for job in self._jobs.values():
                     job.void = True

@@ -27,6 +27,7 @@ from weft.types.grammar import Grammar
 from weft.types.handshake import EngineIdentity
 from weft.types.media_item import MediaItem
 from weft.types.sampling import TokenParams
+from weft.types.tier_flush import FlushTier
 from weft.types.tiers import TierStats
 from weft.types.transfer import TransferParameters
 from weft.types.transport_counts import TransportCounts
@@ -285,6 +286,8 @@ class CacheMiss(_Message, frozen=True, kw_only=True):
     - "salt": the client sent the same prefix under another salt;
     - "computing": another sequence is computing the block now;
     - "new": no similar prompt is remembered;
+    - with a KV tier, of stored blocks that were not loaded: "slower" (computing was predicted to be
+      quicker), "loading" (the wait was over), "corrupt", "gone", "off", "lost";
     - "disabled": nothing is remembered, or the request needs every position computed.
     """
 
@@ -490,7 +493,9 @@ class EngineFailed(_Message, frozen=True, kw_only=True):
 
 
 ToAdapters: TypeAlias = LoadAdapter | DropAdapter
-ToEngine = Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Profile | Shutdown | ToAdapters
+ToEngine = (
+    Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Profile | Shutdown | ToAdapters | FlushTier
+)
 ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | EngineFailed | AdapterChanged
 
 

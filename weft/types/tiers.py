@@ -87,7 +87,7 @@ def copy_of(
         kinds=np.array([kind for kind, _, _ in items], "<i4").tobytes(),
         blocks=np.array([block for _, block, _ in items], "<i4").tobytes(),
         keys=b"".join(key for _, _, key in items),
-        owner=tuple(owner),
+        owner=(owner.payer, owner.salt, owner.session),
     )
 
 

@@ -35,6 +35,7 @@ from weft.parallel.store import join_store
 from weft.runner.step_handle import StepHandle
 from weft.runner.tier_thread import tier_of
 from weft.types import frames as f
+from weft.types.tiers import TierCommand
 
 log = get_logger(__name__)
 
@@ -201,7 +202,7 @@ class Worker:
             self._step(frame)
         elif isinstance(frame, f.TransferToRank):
             self._transfers[frame.cache].take(frame, moves(self._runner, frame.cache)[0])
-        elif isinstance(frame, f.TierCommand):
+        elif isinstance(frame, TierCommand):
             self._tier.take(frame, tier_of(self._runner))
         elif isinstance(frame, f.LateMasks):
             self._sample(frame)

@@ -9,8 +9,10 @@ from typing import Any
 from weft.common.clock import Clock
 from weft.common.log import get_logger
 from weft.engine.tiers.group_tier import GroupTier
+from weft.kv.tiers import Flushed
 from weft.scheduler.loads import Loads
 from weft.types.messages import TokenEvent
+from weft.types.tier_flush import FlushTier
 from weft.types.tiers import FlushStore
 
 log = get_logger(__name__)
@@ -53,9 +55,10 @@ class EngineTier:
             self._ranks.send(command)
         return []
 
-    def flush(self, command: FlushStore) -> None:
-        """Remove records from the store, on every rank."""
-        self._ranks.send(command)
+    def flush(self, asked: FlushTier) -> None:
+        """Empty the prefix cache, except blocks in use, and remove records from the store."""
+        self.loads.on(Flushed(), self._clock.now())
+        self._ranks.send(FlushStore(salt=asked.salt, session=asked.session))
 
     def regain(self) -> None:
         """Note that the group runs again after a loss of ranks."""

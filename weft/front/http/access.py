@@ -146,6 +146,7 @@ METRICS_PATHS = frozenset({"/metrics", "/metrics/history"})
 ADMIN_PATHS = frozenset(
     {
         "/abort_request",
+        "/admin/cache/flush",
         "/admin/drain",
         "/admin/groups",
         "/admin/profile",
@@ -215,6 +216,10 @@ class ApiKeys:
             return ""
         return hmac.new(self._digests[number], b"payer", hashlib.sha256).hexdigest()[:32]
 
+    def salts_of(self, salt: str) -> list[str]:
+        """Return ``salt`` bound to each key."""
+        return [self.salt_of(number, salt) for number in range(len(self._digests))]
+
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
@@ -262,6 +267,10 @@ class AccessControl:
             )
         scope[KEY] = key
         return [] if self._limits is None or scope["method"] != "POST" else self._limited(key)
+
+    def salts_of(self, salt: str) -> list[str]:
+        """Return ``salt`` as is, and bound to each key."""
+        return [salt, *self._keys.salts_of(salt)]
 
     def salt_of(self, key: int, salt: str) -> str:
         """Return ``salt`` bound to a key, see ``ApiKeys.salt_of``. ``key``: see ``key_of``."""
