@@ -134,7 +134,7 @@ class Loads:
             return
         base = self._state.kv.block_size
         computed = int(self._state.columns.num_computed[run.slot]) // base
-        owner = Owner(getattr(sequence, "payer", ""), sequence.salt, sequence.session)
+        owner = Owner(sequence.payer, sequence.salt, sequence.session)
         hashes = sequence.chain.hashes[:computed]
         self._ended.append(TurnEnded(hashes, min(sequence.num_prompt // base, computed), owner))
 

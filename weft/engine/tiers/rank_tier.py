@@ -15,9 +15,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Callable
 
 from weft.common.errors import ConfigError, EngineDead
 from weft.common.log import get_logger
@@ -218,17 +216,16 @@ class RankTier:
 
     def _fill(self, store: SegmentStore, kind: int, block: int, key: bytes) -> int:
         """Fill one block and return the bytes read. Raises the errors of ``SegmentStore.read``."""
-        rank, ranks = self._copies.rank, self._copies.ranks
-        own = RecordId(kind, key, rank, ranks)
-        parts, count = [own], ranks
-        # A record of the same division has exactly this rank's bytes; the other parts may be in open segments
-        # of other processes, which this process does not see.
+        own = self._copies.record(kind, key)
+        parts = [own]
+        # A group of the same size wrote exactly this rank's bytes. The other parts may be in open segments of
+        # other processes, which this process does not see.
         if not store.has(own):
             found = store.find(kind, key)
-            if found is None:
-                raise RecordGone(f"no record of block {key.hex()}")
-            count = found.parts
+            count = 0 if found is None else found.parts
             parts = [RecordId(kind, key, part, count) for part in self._copies.parts_of(kind, count)]
+            if not parts:
+                raise RecordGone(f"no record of block {key.hex()}")
         nbytes = 0
         for record in parts:
             nbytes += (size := store.read(record, self._buffer))
@@ -240,9 +237,12 @@ class RankTier:
         began, outcomes, nbytes = time.monotonic(), bytearray(), 0
         owner = Owner(*command.owner)
         for kind, block, key in command.items():
-            record = RecordId(kind, key, self._copies.rank, self._copies.ranks)
+            if not self._copies.writes(kind):
+                outcomes.append(BlockOutcome.DONE)
+                continue
             size = self._copies.out(kind, block, self._buffer)
-            outcome = _WROTE.get(store.write(record, self._buffer, size, owner), BlockOutcome.SKIPPED)
+            result = store.write(self._copies.record(kind, key), self._buffer, size, owner)
+            outcome = _WROTE.get(result, BlockOutcome.SKIPPED)
             outcomes.append(outcome)
             nbytes += size * (outcome == BlockOutcome.DONE)
         self._answer(command, bytes(outcomes), nbytes, time.monotonic() - began)
@@ -265,8 +265,3 @@ class RankTier:
         if state != self._told:
             self._told = state
             self._reports.tell(state)
-
-
-def flat(memory: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """Return each tensor as flat bytes, uint8 [bytes]."""
-    return [[tensor.view(-1).view(torch.uint8) for tensor in kind] for kind in memory]
