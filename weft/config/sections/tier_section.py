@@ -39,14 +39,6 @@ class TierSection(Section, frozen=True, kw_only=True):
             "the blocks of every request."
         ),
     ] = "reused"
-    kv_share: Annotated[
-        Literal["auto", "salt", "key"],
-        Meta(
-            description="Who may use a block of the KV cache. salt: every request with the same cache_salt. "
-            "key: only requests with the same API key. auto: key with several API keys and --kv-disk, else "
-            "salt."
-        ),
-    ] = "auto"
     kv_disk_ttl: Annotated[
         float,
         Meta(ge=0, description="Seconds after which a block on disk is removed. 0: never."),
