@@ -56,7 +56,9 @@ _HOSTS = (
     "hosts except the first with --join (docs/parallel.md)"
 )
 _TIERS = "Weft's second tier of KV cache is a disk, on a CPU: use --kv-disk, or enlarge --kv-cache-memory"
-_HOST_TIER = "a KV cache on a CPU is in host memory already: set --kv-cache-memory. GPUs have no host tier yet"
+_HOST_TIER = (
+    "a KV cache on a CPU is in host memory already: set --kv-cache-memory. GPUs have no host tier yet"
+)
 _COMPILE = "Weft compiles no model graphs; --decode-graphs replays decode steps"
 
 INSTEAD: dict[str, str] = {

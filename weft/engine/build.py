@@ -123,7 +123,7 @@ class LoadedModel:
             transfers=open_transfers(config, kv, rank),
             embeddings=open_embeddings(config, rank),
         )
-        runner.tier = open_tier(config, runner, rank)
+        runner.tier = open_tier(config, runner, rank, self.backends)
         # A warm-up step of connected ranks would need collectives before the group has formed.
         if device.type == "cuda" and not meets:
             runner.warm_up(config.scheduler.max_num_batched_tokens, self.progress)

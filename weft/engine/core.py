@@ -31,7 +31,7 @@ from weft.engine.kv_events import start_kv_events
 from weft.engine.loop import EngineLoop, InFlight
 from weft.engine.start import start_executor
 from weft.engine.step_scheduler import make_scheduler
-from weft.engine.tiers.make_tier import make_engine_tier
+from weft.engine.tier_start import make_engine_tier
 from weft.engine.transfer_start import make_embeddings, make_transfers
 from weft.group.types import GroupLost
 from weft.overlap.overlap_policy import OverlapPolicy, mode_of

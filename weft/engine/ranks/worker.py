@@ -23,8 +23,8 @@ from weft.common.errors import EngineDead, WeftError, known_error
 from weft.common.log import get_logger
 from weft.engine.ranks.executor import RankRunner, checksum, moves
 from weft.engine.ranks.step_pixels import opened
+from weft.engine.ranks.worker_tier import WorkerTier
 from weft.engine.ranks.worker_transfers import WorkerTransfers
-from weft.engine.tiers.worker_tier import WorkerTier
 from weft.group.liveness import COLLECTIVE
 from weft.group.sizes import blocks_of
 from weft.kv.digest import SlotDigest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.common.clock import Clock
 from weft.config.resolved import EngineConfig
-from weft.config.tiers import write_rate
+from weft.config.sizing.tier import write_rate
 from weft.engine.group import GroupExecutor
 from weft.engine.tiers.engine_tier import EngineTier
 from weft.scheduler.scheduler import Scheduler
