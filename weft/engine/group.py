@@ -148,7 +148,9 @@ class GroupExecutor:
         self._digest = SlotDigest(self.kv.num_slots, len(self.kv.pools))
         self.transfers = self._make_transfers("kv")
         self.embeddings = self._make_transfers("embeddings")
-        self.tier = make_group_tier(self._runner, members.members, self._send_ready, self._links.channel)
+        self.tier = make_group_tier(
+            self._runner, members.members, self._send_ready, lambda: self._turn(0), self._links.channel
+        )
         self._feed(t.Own("ready"))
         self._until(lambda: members.phase == "running")
 

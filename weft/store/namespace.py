@@ -19,6 +19,7 @@ import msgspec
 
 from weft.config.fingerprint import spec_facts
 from weft.config.resolved import EngineConfig, PoolSpec
+from weft.config.spec import CacheSpec
 from weft.store import layout
 
 
@@ -34,6 +35,8 @@ def kv_namespace(config: EngineConfig, weights: str, numerics: Mapping[str, str]
 def facts_of(config: EngineConfig, weights: str, numerics: Mapping[str, str]) -> dict[str, Any]:
     """Return everything that the namespace covers, by name."""
     model, kv = config.model, config.kv
+    # The caches of the whole model: `kv.pools` has those of one rank.
+    each = zip(kv.pools, config.spec.caches, strict=True)
     return {
         "layout": layout.VERSION,
         "weights": weights,
@@ -45,7 +48,7 @@ def facts_of(config: EngineConfig, weights: str, numerics: Mapping[str, str]) ->
         "implementation": [model.model_impl, model.hf_overrides],
         "block_size": kv.block_size,
         # Dims and types of a block of each KV cache group, whatever the number of blocks.
-        "blocks": [_block(pool, config.dtype) for pool in kv.pools],
+        "blocks": [_block(pool, cache, config.dtype) for pool, cache in each],
         "speculation": config.speculation.speculative_method,
         "device": config.device,
         # Equal bits across numbers of ranks are not promised.
@@ -55,6 +58,6 @@ def facts_of(config: EngineConfig, weights: str, numerics: Mapping[str, str]) ->
     }
 
 
-def _block(pool: PoolSpec, dtype: str) -> dict[str, Any]:
+def _block(pool: PoolSpec, cache: CacheSpec, dtype: str) -> dict[str, Any]:
     types = [(tensor.name, tensor.dtype) for tensor in pool.tensors(dtype)]
-    return {"size": pool.block_size, "cache": msgspec.to_builtins(pool.cache), "types": types}
+    return {"size": pool.block_size, "cache": msgspec.to_builtins(cache), "types": types}

@@ -6,6 +6,7 @@ Frames to other ranks travel in order with the frames of steps.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from weft.runner.tier_thread import TierThread, tier_of
 from weft.types import frames as f
 from weft.types.tiers import BlockOutcome, BlocksCopied, CopyBlocks, StoreChanged, StoreState, TierCommand
 
+_POLL_S = 0.002
 TierWord = Copied | Changed | Stopped | StoreState
 
 
@@ -46,16 +48,21 @@ class GroupTier:
         own_rank: int,
         others: Iterable[int],
         send: Callable[[int, bytes], bool],
+        poll: Callable[[], object] = lambda: None,
         sockets: Sequence[Any] = (),
     ) -> None:
         """``own``: the thread of the engine's rank. ``others``: all other ranks. ``send(rank, frame)`` must
-        not block, and returns False if the rank cannot take commands now."""
+        not block, and returns False if the rank cannot take commands now. ``poll`` reads the frames that have
+        arrived, without blocking."""
         self._own, self._rank, self._others, self._send = own, own_rank, tuple(others), send
+        self._poll = poll
         self._sockets = [own.descriptor, *sockets]
         self._jobs: dict[int, _Job] = {}
         self._gone: deque[int] = deque()
         """Ranks with ended processes."""
         self._off = ""
+        self._early = list[TierWord]()
+        """What has happened before the first ``take``."""
 
     @property
     def sockets(self) -> Sequence[Any]:
@@ -63,8 +70,13 @@ class GroupTier:
         return self._sockets
 
     def wait(self, seconds: float) -> None:
-        """Block until the store of the engine's rank is open, for at most ``seconds``."""
+        """Block until the stores of all ranks are open, for at most ``seconds``."""
+        until = time.monotonic() + seconds
         self._own.wait(seconds)
+        self.regain()
+        while self._jobs and time.monotonic() < until:
+            self._early += self._read()
+            time.sleep(_POLL_S)
 
     def send(self, command: TierCommand) -> None:
         """Execute a command on every rank. A rank that cannot take the command counts as lost."""
@@ -101,7 +113,13 @@ class GroupTier:
 
     def take(self) -> list[TierWord]:
         """Return what has happened, in order. Cheap when there is nothing."""
+        early, self._early = self._early, []
+        return [*early, *self._read()]
+
+    def _read(self) -> list[TierWord]:
         words = list[TierWord]()
+        if self._others and self._jobs:
+            self._poll()
         for report in self._own.take():
             if isinstance(report, BlocksCopied):
                 self.heard(report)
@@ -131,8 +149,12 @@ class GroupTier:
 
 
 def make_group_tier(
-    runner: RankRunner, members: Mapping[int, object], send: Callable[[int, bytes], bool], channel: _Sockets
+    runner: RankRunner,
+    members: Mapping[int, object],
+    send: Callable[[int, bytes], bool],
+    poll: Callable[[], object],
+    channel: _Sockets,
 ) -> GroupTier | None:
     """Return the tier of all ranks, or None if the engine's own rank has none."""
     own = tier_of(runner)
-    return None if own is None else GroupTier(own, -1, members, send, channel.sockets)
+    return None if own is None else GroupTier(own, -1, members, send, poll, channel.sockets)
