@@ -61,6 +61,10 @@ buffers."""
 class Runner:
     """One rank's share of every step. Callers must follow the call order in the module docstring."""
 
+    tier: TierThread | None = None
+    """Copies blocks to and from a KV tier; None without a tier. Set before the first step, and closed by
+    ``close``."""
+
     def __init__(
         self,
         model: Model,
@@ -95,12 +99,8 @@ class Runner:
         layers, name = model.spec.layers, str(dtype).removeprefix("torch.")
         self._exports = None if transfers is None else Exports(kv, layers, name, transfers.transfer)
         blocks = None if transfers is None else transfers.memory
-        self._cache = by_layer(kv, memory := stacked(kv, dtype, device, blocks))
+        self._cache, self._memory = by_layer(kv, memory := stacked(kv, dtype, device, blocks)), memory
         self._states = States(kv, memory, self._state.live, dtype, blocks)
-        self._memory = memory
-        self.tier: TierThread | None = None
-        """Copies blocks to and from a KV tier; None without a tier. Set before the first step, and closed by
-        ``close``."""
         self._vocab_size = vocab_size
         self._sampler = Sampler(kv.num_slots, vocab_size, device, processed)
         self._pooler = Pooler(kv.num_slots, model.spec.hidden, device, classifier(model))

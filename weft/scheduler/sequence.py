@@ -197,9 +197,8 @@ class Sequence:
         self.num_cached = -1
         """Number of prompt tokens found in the cache at the first admission; -1 before the first
         admission."""
-        self.preemptions = 0
-        self.yielded = 0
-        """Number of preemptions in favor of another sequence."""
+        self.preemptions = self.yielded = 0
+        """Number of preemptions; number of preemptions in favor of another sequence."""
         self.explains = submit.explain
         self.miss: CacheMiss | None = None
         """Why the prompt was not cached further; None once reported."""
@@ -211,8 +210,7 @@ class Sequence:
         """True while external input is missing; the sequence cannot be admitted."""
         self.blocked_images = False
         """True while images from an encode group are missing; the sequence cannot be admitted."""
-        self.loading: bool | None = None
-        """True while blocks of the prompt are loaded from a KV tier; None before the tier was asked."""
+        self.loading: bool | None = None  # True while a KV tier loads blocks; None before it was asked
         self.relies = False
         """True if this group cannot encode all images of the prompt again."""
         self.state: State = BlockedOnFirstSample()
