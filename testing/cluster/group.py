@@ -244,8 +244,12 @@ class Group:
             elif isinstance(action, t.Renew):
                 self._leases[self._number] = action.lease
             elif isinstance(action, t.TellEngine):
-                if (transfers := self.transfers.get(action.frame.cache)) is not None:
-                    transfers.heard(action.frame)
+                frame = action.frame
+                if (
+                    isinstance(frame, f.TransferToEngine)
+                    and (own := self.transfers.get(frame.cache)) is not None
+                ):
+                    own.heard(frame)
                     self.owner.transfer_news()
             else:
                 self._carrying.append(action)

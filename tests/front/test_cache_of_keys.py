@@ -35,3 +35,16 @@ def test_salts_of_keys_differ_and_stay() -> None:
     assert len({keys.salt_of(number, salt) for number in (0, 1) for salt in ("", "a")}) == 4
     assert keys.salt_of(0, "a") == ApiKeys(["one"]).salt_of(0, "a")
     assert ApiKeys([]).salt_of(0, "a") == "a"
+
+
+def test_payers_of_keys_differ_stay_and_hide_the_key() -> None:
+    keys = ApiKeys(["one", "two"])
+    assert keys.payer_of(0) != keys.payer_of(1)
+    assert keys.payer_of(0) == ApiKeys(["one"]).payer_of(0)
+    assert ApiKeys([]).payer_of(0) == ""
+    assert len(keys.payer_of(0)) == 32
+    assert keys.payer_of(0) not in (keys.salt_of(0, ""), keys.salt_of(0, "")[:32])
+
+
+def test_a_request_names_its_payer(server: Any) -> None:
+    cached(server, "two")  # the engine takes a Submit with a payer

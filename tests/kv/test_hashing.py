@@ -52,6 +52,13 @@ def test_salts_media_and_requests_separate() -> None:
     assert request_root(1, "") != request_root(1, "a")
 
 
+def test_weights_separate_and_the_first_weights_count_as_absent() -> None:
+    assert salted_root("a", "b", 0) == salted_root("a", "b")
+    assert salted_root("a").hex() == "5113ace3e4c2863e9782471beb873105"
+    roots = [salted_root("a", "", n) for n in range(3)] + [request_root(1, "a", "", n) for n in range(3)]
+    assert len(set(roots)) == 6
+
+
 @pytest.mark.requirement("F33")
 def test_parts_are_not_run_together() -> None:
     parent = salted_root("")

@@ -125,6 +125,23 @@ def test_a_newer_api_server_learns_the_identity_of_the_engine() -> None:
         assert welcome.engine == identity
 
 
+@pytest.mark.parametrize("newest", [1, 2, 3])
+def test_payers_go_to_engines_that_know_them(newest: int) -> None:
+    one = RecordedEngine()
+    welcome = msgspec.structs.replace(TinyEngine().welcome(7), versions=(1, newest))
+    for event in opening():
+        one.on(event)
+    instance = one.fleet.table.instances[NAME]
+    instance.welcome = welcome
+    one._to_engine = lambda frame: one.frames.append(("API server", frame.hex()))  # type: ignore[method-assign]
+    one.on(e.Opened((msgspec.structs.replace(submit(2), payer="key"),)))
+    sent = [
+        msgspec.msgpack.decode(bytes.fromhex(frame)) for sender, frame in one.frames if sender != "engine"
+    ]
+    assert sent[-1]["type"] == "Submit"
+    assert sent[-1].get("payer", "") == ("key" if newest > 2 else "")
+
+
 @pytest.mark.parametrize("frame", [*RECORDING["to_engine"], *RECORDING["to_front"], RECORDING["failed"]])
 def test_every_message_of_the_earlier_release_is_read_and_written_as_before(frame: str) -> None:
     data = bytes.fromhex(frame)

@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 ENGINE = ("model", "cache", "scheduler", "speculation", "grammar", "runner", "parallel")
 """Sections of a command without a server."""
-ALL = (*ENGINE, "transfer", "media", "events", "lora", "front")
+ALL = (*ENGINE, "transfer", "media", "events", "lora", "tier", "front")
 
 
 class SettingType(_ParamType):

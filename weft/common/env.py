@@ -31,6 +31,8 @@ VARIABLES = {
     "WEFT_LINK_DELAY_MS": "every collective of a rank ends so much later: a slow network, for benchmarks",
     "WEFT_STAGED_POOLS": "1 sends caches between groups as if they were on a GPU: for tests and benchmarks",
     "CUDA_VISIBLE_DEVICES": "the GPUs that may be used; of those each rank of a host gets one",
+    "ONEDNN_MAX_CPU_ISA": "instructions that torch's products may use; part of the name of caches on disk",
+    "MKL_CBWR": "code path of MKL; part of the name of caches on disk",
     "CXX": "the C++ compiler of weft build-ops",
     "GOMP_SPINCOUNT": "turns that waiting CPU threads spin; by default those of about 20 us",
     "OMP_WAIT_POLICY": "active or passive: how waiting CPU threads wait, in place of the default above",

@@ -49,6 +49,7 @@ from weft.config.sizing.budget import check_budget, with_budget
 from weft.config.sizing.cache_sizes import make_caches
 from weft.config.sizing.draft import with_draft
 from weft.config.sizing.encoder import check_encoder, encoder_caches, encoder_spec
+from weft.config.sizing.tier import check_tier
 from weft.config.spec import ModelSpec
 from weft.config.transfers import check_transfer
 from weft.gguf.checkpoint_folder import gguf_files
@@ -82,9 +83,8 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     check_checkpoint(model, path, tokenizer_path)
     check_ngram(speculation)
     check_grammar(config.grammar)
-    numbers = engines_on(config.parallel, host.index)
     check_lora(config.lora)
-    check_events(config.events, host.first + max(numbers, default=0))
+    check_events(config.events, host.first + max(engines_on(config.parallel, host.index), default=0))
     speculation, spec = drafted(config, read_spec(config, path), path)
     check_weight_files(Path(path), model.load_format, _prefixes(spec, transfer.role))
     # With several groups on the host, the topology checks the cores of all groups together.
@@ -120,6 +120,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         media=config.media,
         events=config.events,
         lora=config.lora,
+        tier=check_tier(config, device),
         gpus=gpus,
         group=group,
         host=host,

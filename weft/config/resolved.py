@@ -19,6 +19,7 @@ from weft.config.sections.all import (
 )
 from weft.config.sections.events_section import EventsSection
 from weft.config.sections.lora_section import LoraSection
+from weft.config.sections.tier_section import TierSection
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.types.faults import Fault
 from weft.types.media_item import BLOCK_ROWS
@@ -178,6 +179,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     media: MediaSection = MediaSection()
     events: EventsSection = EventsSection()
     lora: LoraSection = LoraSection()
+    tier: TierSection = TierSection()
     gpus: tuple[str, ...] = ()
     """GPUs of the group on this host, in CUDA_VISIBLE_DEVICES notation.
 

@@ -22,6 +22,7 @@ from weft.config.sizing.draft import draft_part
 from weft.config.sizing.memory import activation_bytes, pools_for
 from weft.config.spec import ModelSpec
 from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings, open_transfers
+from weft.engine.tiers.open_tier import open_tier
 from weft.layers.build import AdapterOptions, Build, ExpertOptions
 from weft.models.drafted import DraftedModel
 from weft.models.eagle import EagleModel, load_eagle
@@ -122,6 +123,7 @@ class LoadedModel:
             transfers=open_transfers(config, kv, rank),
             embeddings=open_embeddings(config, rank),
         )
+        runner.tier = open_tier(config, runner, rank, self.backends)
         # A warm-up step of connected ranks would need collectives before the group has formed.
         if device.type == "cuda" and not meets:
             runner.warm_up(config.scheduler.max_num_batched_tokens, self.progress)

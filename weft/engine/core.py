@@ -31,6 +31,7 @@ from weft.engine.kv_events import start_kv_events
 from weft.engine.loop import EngineLoop, InFlight
 from weft.engine.start import start_executor
 from weft.engine.step_scheduler import make_scheduler
+from weft.engine.tier_start import make_engine_tier
 from weft.engine.transfer_start import make_embeddings, make_transfers
 from weft.group.types import GroupLost
 from weft.overlap.overlap_policy import OverlapPolicy, mode_of
@@ -39,7 +40,7 @@ from weft.runner.wakeup_descriptor import WakeupDescriptor
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.scheduler.scheduler import Scheduler
 from weft.tracing.writer import SpanWriter
-from weft.types.messages import OLDEST, VERSION, EngineStats, Welcome
+from weft.types.messages import OLDEST, VERSION, EngineStats, TokenEvent, Welcome
 from weft.types.plan import Rebalance, StepPlan, TokenMasks
 
 log = get_logger(__name__)
@@ -105,6 +106,10 @@ class EngineCore(EngineLoop[StepHandle]):
         self.sources = sources_of(self.grammars, self.transfers, self.embeddings, self._bell, self._kv_events)
         if book is not None and config.lora.max_loras:
             self.sources.append(self.adapters)
+        self.tier = make_engine_tier(config, self.scheduler, runner, self._clock)
+        """KV tier; None without a tier."""
+        if self.tier is not None:
+            self.sources.append(self.tier)
         self._encode_seconds = 0.0
 
     @property
@@ -167,6 +172,17 @@ class EngineCore(EngineLoop[StepHandle]):
         if isinstance(scheduler := self.scheduler, Scheduler):
             error = InvalidRequest("the files of the LoRA adapter changed: load the adapter again").info()
             self.adapters.lost(lambda digest: scheduler.fail_adapter(digest, error))
+
+    def _recover(self, lost_at: float) -> list[TokenEvent]:
+        events = super()._recover(lost_at)
+        if self.tier is not None and not self.recovering:
+            self.tier.regain()
+        return events
+
+    @property
+    def transferring(self) -> bool:
+        """True while a transfer may still complete, or blocks of ended sequences are still to be stored."""
+        return super().transferring or (self.tier is not None and self.tier.moving)
 
     def _agree(self, builder: PlanBuilder | None) -> PlanBuilder | None:
         if builder is not None:
@@ -243,6 +259,8 @@ class EngineCore(EngineLoop[StepHandle]):
             log.info("%s", report)
         if (report := self.overlap.describe()) is not None:
             log.info("%s", report)
+        if self.tier is not None and not failed:
+            self.tier.finish()
         self.grammars.close()
         # Transfers end before the ranks: a transfer uses the memory of the ranks.
         for transfers in self.all_transfers:

@@ -33,6 +33,7 @@ from weft.engine.ranks.executor import RankRunner, checksum, moves
 from weft.engine.ranks.ranks import Ranks
 from weft.engine.ranks.step_pixels import StepPixels
 from weft.engine.ranks.watch import EngineWatch
+from weft.engine.tiers.group_tier import GroupTier, make_group_tier
 from weft.group import types as t
 from weft.group.liveness import COLLECTIVE
 from weft.group.membership import Membership
@@ -48,6 +49,7 @@ from weft.runner.wakeup_descriptor import WakeupDescriptor
 from weft.speculation.base import Drafter
 from weft.types import frames as f
 from weft.types.plan import StepPlan, StepResult, TokenMasks
+from weft.types.tiers import BlocksCopied
 from weft.types.transfer import Endpoint
 
 log = get_logger(__name__)
@@ -106,6 +108,8 @@ class GroupExecutor:
         """KV transfers of the ranks; None in a group without KV transfers."""
         self.embeddings: GroupTransfers | None = None
         """Embedding transfers of the ranks; None in a group without embedding transfers."""
+        self.tier: GroupTier | None = None
+        """KV tier of the ranks; None in a group without a tier."""
         self._results: dict[int, StepResult] = {}
         """Results of steps completed on the local rank, until ``read`` returns the result."""
         self._pixels = StepPixels()
@@ -144,6 +148,9 @@ class GroupExecutor:
         self._digest = SlotDigest(self.kv.num_slots, len(self.kv.pools))
         self.transfers = self._make_transfers("kv")
         self.embeddings = self._make_transfers("embeddings")
+        self.tier = make_group_tier(
+            self._runner, members.members, self._send_ready, lambda: self._turn(0), self._links.channel
+        )
         self._feed(t.Own("ready"))
         self._until(lambda: members.phase == "running")
 
@@ -155,15 +162,20 @@ class GroupExecutor:
         members = self.membership.members
         numbers = {rank: number for number, rank in enumerate(sorted(members), 1)}
 
-        def send(rank: int, data: bytes) -> None:
-            if members[rank].ready:  # a rank during its start or load takes no part in transfers
-                self._send(members[rank].peer, data, rank)
-
         def endpoints() -> list[Endpoint | None]:
             others = [members[rank] for rank in numbers]
             return [own, *(one.endpoint if cache == "kv" else one.embeddings for one in others)]
 
-        return GroupTransfers(transfer, reports, endpoints, numbers, send, self._links.channel.sockets, cache)
+        sockets = self._links.channel.sockets
+        return GroupTransfers(transfer, reports, endpoints, numbers, self._send_ready, sockets, cache)
+
+    def _send_ready(self, rank: int, data: bytes) -> bool:
+        """Send a frame to a rank. Return False during the rank's start or load: such a rank takes no part in
+        transfers."""
+        member = self.membership.members[rank]
+        if member.ready:
+            self._send(member.peer, data, rank)
+        return member.ready
 
     # ---- the interface of a Runner
 
@@ -452,11 +464,19 @@ class GroupExecutor:
                 elif isinstance(action, t.SendFrame | t.Renew):
                     self._outbox.append(action)
                 elif isinstance(action, t.TellEngine):
-                    transfers = self.transfers if action.frame.cache == "kv" else self.embeddings
-                    if transfers is not None:
-                        transfers.heard(action.frame)
+                    self._tell_engine(action.frame)
                 else:
                     self._carried = self._carrier.submit(self._carry, action)
+
+    def _tell_engine(self, frame: f.ReportToEngine) -> None:
+        """Give a rank's report to the transfers, or to the KV tier."""
+        if isinstance(frame, BlocksCopied):
+            if self.tier is not None:
+                self.tier.heard(frame)
+            return
+        transfers = self.transfers if frame.cache == "kv" else self.embeddings
+        if transfers is not None:
+            transfers.heard(frame)
 
     def _abort(self) -> None:
         self._links.mesh.abort()
@@ -497,9 +517,9 @@ class GroupExecutor:
             elif processes is not None:
                 if action.anew:
                     processes.kill(action.rank)
-                    for transfers in (self.transfers, self.embeddings):
-                        if transfers is not None:
-                            transfers.ended(action.rank)
+                    for reports in (self.transfers, self.embeddings, self.tier):
+                        if reports is not None:
+                            reports.ended(action.rank)
                 self._feed(t.Spawned(action.rank, processes.spawn(action.rank)))
         except Exception as error:
             known = known_error(error)

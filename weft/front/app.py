@@ -33,6 +33,7 @@ from weft.front.openai.scoring_route import add_scoring
 from weft.front.requests.context import Front
 from weft.front.responses.routes import add_responses
 from weft.front.small_routes import add_tokenizing
+from weft.front.tier_routes import add_tier_routes
 from weft.front.tokens.tokens_routes import add_tokens
 
 
@@ -48,6 +49,7 @@ def build_app(front: Front, hosts: Hosts) -> AccessGate:
     add_tokenizing(app, front)
     add_tokens(app, front)
     add_admin(app, front)
+    add_tier_routes(app, front)
     add_adapters(app, front)
     add_messages(app, front)
     add_ollama(app, front)

@@ -30,6 +30,7 @@ from weft.group.tries import Tries
 from weft.group.types import GroupLost
 from weft.group.waits import HELLO_S, LAG, LOAD_S, LOOK_MEETING_S, LOOK_S, late
 from weft.types import frames as f
+from weft.types.tiers import BlocksCopied
 
 log = get_logger(__name__)
 
@@ -243,7 +244,7 @@ class Membership:
                 member.ready, member.endpoint, member.embeddings = True, frame.endpoint, frame.embeddings
             case f.RankFailed(rank=rank, epoch=epoch, error=error) if epoch < 0:
                 self._lose(GroupLost(rank, error.message, refused=error.blame == "client"))
-            case f.TransferReport() | f.TransferStopped():  # transfers outlive epochs
+            case f.TransferReport() | f.TransferStopped() | BlocksCopied():  # these outlive epochs
                 self._roster.actions.append(t.TellEngine(frame))
             case _ if frame.epoch != self.epoch:
                 pass

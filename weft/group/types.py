@@ -183,9 +183,9 @@ class Renew(_Word, frozen=True):
 
 
 class TellEngine(_Word, frozen=True):
-    """Hand a rank's report about a transfer to the engine."""
+    """Hand a rank's report about a transfer, or about a KV tier, to the engine."""
 
-    frame: f.TransferToEngine
+    frame: f.ReportToEngine
 
 
 Action = SendFrame | Spawn | Connect | Abort | Renew | TellEngine

@@ -64,11 +64,11 @@ class Caches:
 
     def hit(self, hashes: Sequence[bytes], limit: int) -> int:
         """Return the longest prefix, at most ``limit``, from which every group can continue. In tokens."""
-        return _agreed([partial(kind.hit, hashes) for kind in self.kinds], limit)
+        return agreed([partial(kind.hit, hashes) for kind in self.kinds], limit)
 
     def hit_of_entries(self, hashes: Sequence[bytes], limit: int) -> int:
         """Return the possible ``hit`` without recurrent states."""
-        return _agreed([partial(kind.hit, hashes) for kind in self._tabled], limit)
+        return agreed([partial(kind.hit, hashes) for kind in self._tabled], limit)
 
     def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> list[int]:
         """Return the needed blocks of each group, see ``CacheGroup.needed``."""
@@ -234,7 +234,7 @@ class Caches:
         a position.
         """
         limit = position - 1 if self._states else position
-        return _agreed([partial(self._fetch_hit, kind, hashes, position) for kind in self._tabled], limit)
+        return agreed([partial(self._fetch_hit, kind, hashes, position) for kind in self._tabled], limit)
 
     def _of_tables(self, needed: Sequence[int]) -> list[tuple[int, CacheGroup]]:
         """Return the (needed, group) pairs of the groups with block tables."""
@@ -317,7 +317,7 @@ class Caches:
         if not self._snapshots or not hashes:
             return None
         # branch: how far the entries of others match, with or without a snapshot there.
-        branch = _agreed([partial(kind.hit, hashes) for kind in self._tabled], known - 1)
+        branch = agreed([partial(kind.hit, hashes) for kind in self._tabled], known - 1)
         return marks_for(self.unit, self._states[0].stride, known, num_hit, branch)
 
     def save(self, slot: int, key: bytes, back: int, keep: bool, step: int) -> list[SlotUpdate] | None:
@@ -335,7 +335,7 @@ class Caches:
             kind.spoil(slot)
 
 
-def _agreed(hits: Sequence[Callable[[int], int]], limit: int) -> int:
+def agreed(hits: Sequence[Callable[[int], int]], limit: int) -> int:
     """Return the longest prefix, at most ``limit``, on which all ``hits`` agree.
 
     Each hit function returns at most the given limit. So the limit falls until all functions return the

@@ -40,18 +40,24 @@ def root(**fields: bytes) -> bytes:
     return blake2b(b"root" + data, digest_size=DIGEST_BYTES).digest()
 
 
-def salted_root(salt: str, adapter: str = "") -> bytes:
-    """Return the root hash shared by all sequences with equal ``salt`` and equal ``adapter``.
+def salted_root(salt: str, adapter: str = "", weights: int = 0) -> bytes:
+    """Return the root hash shared by all sequences with equal ``salt``, ``adapter`` and ``weights``.
 
     ``adapter``: digest of the LoRA adapter; "" for the model alone, with the root of the salt alone.
+    ``weights``: number of changes to the weights since the start; 0 counts as absent.
     """
-    return root(salt=_text(salt), adapter=_text(adapter))
+    return root(salt=_text(salt), adapter=_text(adapter), weights=_number(weights))
 
 
-def request_root(request: int, salt: str, adapter: str = "") -> bytes:
-    """Return a root hash shared only by sequences of one prompt (``request``), salt and ``adapter``."""
+def request_root(request: int, salt: str, adapter: str = "", weights: int = 0) -> bytes:
+    """Return a root hash shared only by sequences of one prompt (``request``), salt, ``adapter`` and
+    ``weights``."""
     number = request.to_bytes(16, "little", signed=True)
-    return root(request=number, salt=_text(salt), adapter=_text(adapter))
+    return root(request=number, salt=_text(salt), adapter=_text(adapter), weights=_number(weights))
+
+
+def _number(value: int) -> bytes:
+    return value.to_bytes(8, "little") if value else b""
 
 
 def _text(value: str) -> bytes:

@@ -154,6 +154,14 @@ class BlockPool:
             self._forget(block)
             self._free.append(block)
 
+    def forget_unused(self) -> None:
+        """Free every cached block without references."""
+        for block in (*self._cached, *self._retained):
+            self._forget(block)
+            self._free.append(block)
+        self._cached.clear()
+        self._retained.clear()
+
     def release(self, block: int, after_step: int) -> None:
         """Release one reference, at once or when ``after_step`` commits."""
         if after_step > self._last_commit:

@@ -43,6 +43,7 @@ from weft.runner.sampling.sampler import NO_MASKS, Sampler
 from weft.runner.slot_state import SlotState, States
 from weft.runner.step_handle import NOT_YET, StepHandle
 from weft.runner.step_trace import StepTrace
+from weft.runner.tier_thread import TierThread
 from weft.runner.verify import accept
 from weft.runner.warm_up import plans
 from weft.speculation.base import Drafter, Sampled
@@ -59,6 +60,10 @@ buffers."""
 
 class Runner:
     """One rank's share of every step. Callers must follow the call order in the module docstring."""
+
+    tier: TierThread | None = None
+    """Copies blocks to and from a KV tier; None without a tier. Set before the first step, and closed by
+    ``close``."""
 
     def __init__(
         self,
@@ -94,7 +99,7 @@ class Runner:
         layers, name = model.spec.layers, str(dtype).removeprefix("torch.")
         self._exports = None if transfers is None else Exports(kv, layers, name, transfers.transfer)
         blocks = None if transfers is None else transfers.memory
-        self._cache = by_layer(kv, memory := stacked(kv, dtype, device, blocks))
+        self._cache, self._memory = by_layer(kv, memory := stacked(kv, dtype, device, blocks)), memory
         self._states = States(kv, memory, self._state.live, dtype, blocks)
         self._vocab_size = vocab_size
         self._sampler = Sampler(kv.num_slots, vocab_size, device, processed)
@@ -126,6 +131,15 @@ class Runner:
     def cache(self) -> Sequence[LayerCache]:
         """Caches of each layer. Tests overwrite the caches; other callers only read."""
         return self._cache
+
+    @property
+    def memory(self) -> list[list[Tensor]]:
+        """Tensors of the blocks of each KV cache group, [layer, block, ...]; of a state: the snapshots."""
+        kinds = enumerate(self.kv.pools)
+        return [
+            list(self._states.snapshots(number) if pool.cache.kind == "state" else self._memory[number])
+            for number, pool in kinds
+        ]
 
     @property
     def transfer(self) -> TransferThread | None:
@@ -164,6 +178,10 @@ class Runner:
         called.
         """
         handle.sampled = self._queue.submit(self._sample, handle, masks)
+
+    def behind_steps(self, work: Callable[..., object], *args: object) -> None:
+        """Call ``work(*args)`` when all steps launched so far have ended. On a CPU only."""
+        self._queue.submit(work, *args)
 
     def done(self, handle: StepHandle) -> bool:
         """Return True if ``read`` would return or raise without waiting; False if the step is not sampled
@@ -247,6 +265,8 @@ class Runner:
         for transfers in (self._transfers, self.embeddings):
             if transfers is not None:
                 transfers.close()
+        if self.tier is not None:
+            self.tier.close()
         self._launcher.close()
         if self.graphs is not None and self._device.type == "cuda":
             self.graphs.forget()  # captured collectives must go before the communicators end

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from weft.common.errors import DeadlineExceeded, EngineDead, ErrorInfo, InvalidRequest, Overloaded
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
@@ -26,8 +28,10 @@ from weft.config.resolved import KVConfig
 from weft.config.sections.all import SchedulerSection, SpeculationSection, TransferSection
 from weft.config.sizing.budget import check_budget
 from weft.kv.prefix_log import PrefixLog
+from weft.kv.tiers import TierBook
 from weft.scheduler.commit import commit
 from weft.scheduler.constraints import Constraint, TokenMatcher, masks_of
+from weft.scheduler.loads import Loads
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.scheduler.planner import Planner
 from weft.scheduler.sequence import Sequence
@@ -37,6 +41,7 @@ from weft.scheduler.transfers.scheduler_transfers import SchedulerTransfers
 from weft.scheduler.validate import check_submit
 from weft.types.messages import EngineStats, Submit, TokenEvent, TransferStats
 from weft.types.plan import AllocSlot, SlotUpdate, StepPlan, StepResult, TokenMasks
+from weft.types.tiers import StoreMode
 from weft.types.transfer import Blocks, TransferEvent, TransferKey, TransferRequest
 
 _log = get_logger(__name__)
@@ -103,6 +108,8 @@ class Scheduler:
         )
         self.adapters = self._state.adapters
         """LoRA adapters: loaded and dropped by the engine."""
+        self.loads: Loads | None = None
+        """Loads from a KV tier; None without a tier."""
         self.embeddings: MediaTransfers | None = None
         """The receiver of embedding transfers; None if the group receives no embeddings."""
         if kv.media is not None and kv.media.takes:
@@ -213,6 +220,8 @@ class Scheduler:
         returned to the router. Call ``expire`` often, also when there is no work.
         """
         self._state.retention.expire(now)
+        if self.loads is not None:
+            self.loads.expire(now)
         self._blocked = self._blocked and self._state.excuse(now)
         late = [sequence for sequence, until in self._blocked_until.items() if now >= until]
         events: list[TokenEvent] = []
@@ -240,7 +249,7 @@ class Scheduler:
         state = self._state
         any_blocked = (
             self._blocked_until or self._blocked or state.transfers.any_blocked or state.images.any_blocked
-        )
+        ) or (self.loads is not None and self.loads.any_blocked)
         return bool(any_blocked) and not self.has_work()
 
     def fail_adapter(self, digest: str, error: ErrorInfo) -> list[TokenEvent]:
@@ -453,6 +462,8 @@ class Scheduler:
         """
         if not plan.rows:
             return
+        if self.loads is not None and not uncaptured:
+            self.loads.observe(plan, seconds)
         chunks = self.planner.chunks
         drafts = self.planner.drafts
         if chunks is not None and not uncaptured:
@@ -471,7 +482,24 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Return all counters and gauges."""
-        return engine_stats(self._state, self._num_waiting, self._transfers.stats())
+        made = engine_stats(self._state, self._num_waiting, self._transfers.stats())
+        return made if self.loads is None else msgspec.structs.replace(made, tier=self.loads.stats())
+
+    def use_tier(self, dtype: str, mode: StoreMode, write_rate: float = 0.0) -> Loads:
+        """Attach a KV tier, before any sequence. Return the loads, which the engine serves. ``dtype``: of the
+        model. See ``TierBook``."""
+        state, chunks = self._state, self.planner.chunks
+        book = TierBook(state.caches, self._pins, state.kv, dtype, mode, write_rate)
+        self.loads = state.loads = Loads(
+            state,
+            book,
+            self._section.max_num_batched_tokens,
+            self.planner.promised,
+            lambda: self.planner.starved,
+            self._unblock,
+            None if chunks is None else lambda: chunks.cost,
+        )
+        return self.loads
 
     # ----
 

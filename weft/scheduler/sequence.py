@@ -126,6 +126,7 @@ class Sequence:
         "id",
         "key",
         "limit",
+        "loading",
         "losses",
         "media",
         "miss",
@@ -133,6 +134,7 @@ class Sequence:
         "num_prompt",
         "owner",
         "params",
+        "payer",
         "place",
         "pooling",
         "preemptions",
@@ -161,7 +163,7 @@ class Sequence:
         self.seed = submit.seed
         self.salt = submit.salt
         self.adapter, self.place = submit.adapter, -1  # digest; place in the pool, from queue to end
-        self.client = submit.client
+        self.client, self.payer = submit.client, submit.payer
         self.session = submit.session
         self.params: TokenParams = submit.params
         self.stop_ids = frozenset(submit.params.stop_ids)  # for membership only
@@ -195,9 +197,8 @@ class Sequence:
         self.num_cached = -1
         """Number of prompt tokens found in the cache at the first admission; -1 before the first
         admission."""
-        self.preemptions = 0
-        self.yielded = 0
-        """Number of preemptions in favor of another sequence."""
+        self.preemptions = self.yielded = 0
+        """Number of preemptions; number of preemptions in favor of another sequence."""
         self.explains = submit.explain
         self.miss: CacheMiss | None = None
         """Why the prompt was not cached further; None once reported."""
@@ -209,6 +210,7 @@ class Sequence:
         """True while external input is missing; the sequence cannot be admitted."""
         self.blocked_images = False
         """True while images from an encode group are missing; the sequence cannot be admitted."""
+        self.loading: bool | None = None  # True while a KV tier loads blocks; None before it was asked
         self.relies = False
         """True if this group cannot encode all images of the prompt again."""
         self.state: State = BlockedOnFirstSample()

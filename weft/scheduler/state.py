@@ -7,6 +7,7 @@ The operations of ``SchedulerState`` keep sequences, queues, requests and caches
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,6 +40,9 @@ from weft.scheduler.transfer_book import TransferBook
 from weft.types.plan import SlotUpdate, StepPlan
 from weft.types.transfer import TransferKey
 
+if TYPE_CHECKING:
+    from weft.scheduler.loads import Loads
+
 
 class SchedulerState:
     """The complete state of a scheduler. Raises ConfigError when the caches cannot hold one sequence."""
@@ -65,6 +69,8 @@ class SchedulerState:
         self.requests: dict[int, LiveRequest] = {}
         self.waiting = FairQueue()
         self.running = SequenceQueue()
+        self.loads: Loads | None = None
+        """Loads from a KV tier; None without a tier."""
         self.ops: list[SlotUpdate] = []
         """Slot updates without a row. The next plan carries all of them."""
         self.adapters = AdapterBook(places, lambda op: self.ops.append(op))
@@ -104,6 +110,10 @@ class SchedulerState:
         sequence.blocked = False
         self._go_on(sequence)
 
+    def loaded(self, sequence: Sequence) -> None:
+        """Unblock a sequence, unless other input is missing: the load from a KV tier has ended."""
+        self._go_on(sequence)
+
     def images_received(self, sequence: Sequence) -> None:
         """Unblock a sequence, unless other input is missing: all images from other groups are received."""
         sequence.blocked_images = False
@@ -118,6 +128,8 @@ class SchedulerState:
         """
         state = sequence.state
         tables = sequence.tables
+        if self.loads is not None:
+            self.loads.leaves(sequence, failed=finish == "error")
         sequence.move(Ended(finish))
         # A failed sequence must leave no snapshot or embedding behind: the content may be wrong.
         if isinstance(state, Running):
@@ -163,6 +175,8 @@ class SchedulerState:
             self.counts.preemptions += 1
             self.return_to_router(sequence, "the sequence was evicted for other sequences")
             return
+        if self.loads is not None:
+            self.loads.leaves(sequence)
         sequence.move(Waiting())
         self._release(sequence, run)
         self.media.wait(sequence)
@@ -203,6 +217,8 @@ class SchedulerState:
         self._order = None
         self.counts.recoveries += 1
         self.counts.requeued += len(ran)
+        if self.loads is not None:
+            self.loads.lost()
         return ran
 
     # ---- admission
@@ -443,13 +459,19 @@ class SchedulerState:
 
     def _go_on(self, sequence: Sequence) -> None:
         lacks = sequence.blocked or sequence.blocked_images or sequence.fetches
-        if isinstance(sequence.state, Blocked) and not lacks and self.adapters.take(sequence):
+        lacks = not isinstance(sequence.state, Blocked) or lacks or not self.adapters.take(sequence)
+        if not lacks and not self._loads_first(sequence):
             self._enqueue(sequence)
+
+    def _loads_first(self, sequence: Sequence) -> bool:
+        """Return True if a sequence must wait for blocks of a KV tier."""
+        return self.loads is not None and self.loads.block(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
         """Enqueue a sequence, or mark the sequence as blocked if input is missing. The caller has checked
         that no first sample is awaited."""
-        if sequence.blocked or sequence.blocked_images or not self.adapters.take(sequence):
+        lacks = sequence.blocked or sequence.blocked_images or not self.adapters.take(sequence)
+        if lacks or self._loads_first(sequence):
             sequence.move(Blocked())
         else:
             sequence.move(Waiting())
@@ -533,6 +555,8 @@ class SchedulerState:
             sequence.num_cached = min(num_hit, sequence.num_prompt)
             self.counts.prompt_tokens += sequence.num_prompt
             self.misses.admitted(sequence, num_hit)
+            if self.loads is not None:
+                self.loads.admitted(sequence, num_hit)
         if sequence.chain is not None:
             self.counts.prefix_queries += known
             self.counts.prefix_hits += num_hit

@@ -124,13 +124,15 @@ def submits_of(
     session: str = "",
     media: tuple[MediaItem, ...] = (),
     adapter: str = "",
+    payer: str = "",
 ) -> list[Submit]:
     """Return one Submit per choice, in order.
 
     All share ``request``, the seed and the bytes of the prompt.
 
     ``prompt`` is int32, little-endian. ``params`` must be complete: nothing is checked or resolved here. See
-    ``Submit`` for ``owner``, ``client``, ``grammar``, ``pooling``, ``session``, ``media`` and ``adapter``.
+    ``Submit`` for ``owner``, ``client``, ``grammar``, ``pooling``, ``session``, ``media``, ``adapter`` and
+    ``payer``.
     ``explain`` and prompt logprobs apply to the first choice only. All ids are minted here; the caller
     releases the ids.
     """
@@ -149,6 +151,7 @@ def submits_of(
         session=session,
         media=salted_media(media, salt),
         adapter=adapter,
+        payer=payer,
     )
     # Only choice 0 computes prompt logprobs: the parallel samples share the prompt.
     parallel_sample = msgspec.structs.replace(params, prompt_logprobs=-1)

@@ -13,6 +13,8 @@ each.
      │ StepOutcome|RankFailed ► │
      │ ◄─ PushTransfer | ExpectTransfer | StopTransfer  of transfers to and from other groups, between steps
      │ TransferReport | TransferStopped ► │
+     │ ◄─ CopyBlocks | FlushStore  to and from a KV tier (``weft.types.tiers``), in order with steps
+     │ BlocksCopied ──────────► │
      │ ◄─ Abort | RankShutdown  │
      │ ◄─ RankHeartbeat ──────► │   both ways, on a connection of its own
 
@@ -29,6 +31,7 @@ import numpy as np
 
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.types.plan import Segment, StepPlan, TokenMasks
+from weft.types.tiers import BlocksCopied, CopyBlocks, TierCommand
 from weft.types.transfer import Admitted, Blocks, Bound, Endpoint, TransferKey
 from weft.types.transfer import Outcome as TransferOutcome
 
@@ -258,6 +261,7 @@ class RankHeartbeat(_Frame, frozen=True, kw_only=True):
 
 TransferToRank = PushTransfer | ExpectTransfer | StopTransfer
 TransferToEngine = TransferReport | TransferStopped
+ReportToEngine = TransferToEngine | BlocksCopied
 ToRank = (
     RankWelcome
     | RankRefused
@@ -269,8 +273,9 @@ ToRank = (
     | RankShutdown
     | RankHeartbeat
     | TransferToRank
+    | TierCommand
 )
-ToEngine = RankHello | Loaded | Ready | Formed | StepOutcome | RankFailed | RankHeartbeat | TransferToEngine
+ToEngine = RankHello | Loaded | Ready | Formed | StepOutcome | RankFailed | RankHeartbeat | ReportToEngine
 
 _SMALL = 1 << 16
 MOST_BYTES: dict[type, int] = {
@@ -279,6 +284,8 @@ MOST_BYTES: dict[type, int] = {
     LateMasks: 256 << 20,
     PushTransfer: 64 << 20,
     ExpectTransfer: 64 << 20,
+    CopyBlocks: 64 << 20,
+    BlocksCopied: 1 << 20,
 }
 """Maximum bytes of a frame, by type; 64 KiB for all other types."""
 MAX_FRAME = max(MOST_BYTES.values())

@@ -27,6 +27,8 @@ from weft.types.grammar import Grammar
 from weft.types.handshake import EngineIdentity
 from weft.types.media_item import MediaItem
 from weft.types.sampling import TokenParams
+from weft.types.tier_flush import FlushTier
+from weft.types.tiers import TierStats
 from weft.types.transfer import TransferParameters
 from weft.types.transport_counts import TransportCounts
 
@@ -66,13 +68,15 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
 
-VERSION = 2
+VERSION = 3
 """The newest version of these messages. Version 2 added ``Hello.engine``, ``Welcome.engine`` and
-``TransferStats.sent``."""
+``TransferStats.sent``, version 3 ``Submit.payer``."""
 OLDEST = 1
 """The oldest version understood. A sender uses only the fields of the newest common version."""
 SENT_SINCE = 2
 """Version that added ``TransferStats.sent``."""
+TIER_SINCE = 3
+"""Version that added ``EngineStats.tier``."""
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
 """Salt of probe sequences. API servers send probe sequences to check if an engine process produces tokens."""
@@ -188,6 +192,8 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """
     adapter: str = ""
     """Digest of the LoRA adapter; "" for the model alone. An unknown digest fails the request."""
+    payer: str = ""
+    """Hash of the API key; "" without keys. Blocks on disk count for the payer. Since version 3."""
 
 
 class Finish(_Message, frozen=True, kw_only=True):
@@ -280,6 +286,8 @@ class CacheMiss(_Message, frozen=True, kw_only=True):
     - "salt": the client sent the same prefix under another salt;
     - "computing": another sequence is computing the block now;
     - "new": no similar prompt is remembered;
+    - with a KV tier, of stored blocks that were not loaded: "slower" (computing was predicted to be
+      quicker), "loading" (the wait was over), "corrupt", "gone", "off", "lost";
     - "disabled": nothing is remembered, or the request needs every position computed.
     """
 
@@ -440,6 +448,8 @@ class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens of each planned step with rows (bounds: ``STEP_TOKENS``)."""
     spans_dropped: int = 0
     """Spans of traced requests that were not written or not pushed."""
+    tier: TierStats | None = None
+    """None for an engine process without a KV tier. Since version 3."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
@@ -483,12 +493,16 @@ class EngineFailed(_Message, frozen=True, kw_only=True):
 
 
 ToAdapters: TypeAlias = LoadAdapter | DropAdapter
-ToEngine = Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Profile | Shutdown | ToAdapters
+ToEngine = (
+    Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Profile | Shutdown | ToAdapters | FlushTier
+)
 ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | EngineFailed | AdapterChanged
 
 
 def stats_in(version: int, stats: EngineStats) -> EngineStats:
     """Return ``stats`` with only the fields of ``version``."""
+    if stats.tier is not None and version < TIER_SINCE:
+        stats = msgspec.structs.replace(stats, tier=None)
     if version >= SENT_SINCE:
         return stats
     moves = {

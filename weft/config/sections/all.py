@@ -19,6 +19,7 @@ from weft.config.sections.lora_section import LoraSection
 from weft.config.sections.media_section import MediaSection
 from weft.config.sections.parallel_section import ParallelSection, Section
 from weft.config.sections.speculation_section import SpeculationSection
+from weft.config.sections.tier_section import TierSection
 
 __all__ = [
     "CacheSection",
@@ -31,6 +32,7 @@ __all__ = [
     "RunnerSection",
     "SchedulerSection",
     "SpeculationSection",
+    "TierSection",
     "TransferSection",
     "title",
 ]
@@ -429,6 +431,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     media: MediaSection = MediaSection()
     events: EventsSection = EventsSection()
     lora: LoraSection = LoraSection()
+    tier: TierSection = TierSection()
     front: FrontSection = FrontSection()
 
 

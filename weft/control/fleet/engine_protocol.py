@@ -18,6 +18,7 @@ from weft.kv.prefix_log import PrefixLog
 from weft.types import messages as m
 from weft.types.adapters import AdapterChanged
 from weft.types.handshake import IDENTITY_SINCE, EngineIdentity, why_another, why_apart
+from weft.types.tier_flush import FlushTier
 
 Outgoing: TypeAlias = list[tuple[bytes, m.ToFront]]
 """(connection of an API server, message), in sending order."""
@@ -133,7 +134,7 @@ class EngineProtocol:
             self.forget(front)
         elif isinstance(message, m.ToAdapters):
             return [(front, self._changed(message))]
-        elif not isinstance(message, m.Profile):  # the step loop handles profiles
+        elif not isinstance(message, m.Profile | FlushTier):  # the step loop handles both
             self.stopped = True
         return []
 

@@ -40,6 +40,7 @@ from weft.control.fleet.open_sequences import (
 from weft.control.fleet.pairs import Report, Route, Router
 from weft.control.fleet.policy import Policies, make_policies
 from weft.types import messages as m
+from weft.types.versions import message_for
 
 log = get_logger(__name__)
 
@@ -200,7 +201,7 @@ class Fleet:
         self.failovers += sum(map(self.open.placed, group))
 
     def _send(self, instance: Instance, message: m.ToEngine) -> None:
-        self._actions.append(e.Send(instance.name, instance.link, message))
+        self._actions.append(e.Send(instance.name, instance.link, message_for(instance.welcome, message)))
 
     # -- messages of instances -----------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from weft.kv.hashing import prompt_hashes
 from weft.tracing.trace_spans import SpanContext
 from weft.tracing.writer import SpanWriter
 from weft.types import messages as m
+from weft.types.tier_flush import FlushTier
 
 log = get_logger(__name__)
 
@@ -324,8 +325,8 @@ class Links:
             raise EngineDead("an engine did not report its counters in time") from None
         return [one.stats for one in self.instances]
 
-    def tell(self, name: str, message: m.ToAdapters) -> None:
-        """Send a message about LoRA adapters to the live engine process ``name``."""
+    def tell(self, name: str, message: m.ToAdapters | FlushTier) -> None:
+        """Send a message about LoRA adapters, or a flush, to the live engine process ``name``."""
         self._links[name].send(message)
 
     def profile(self, seconds: float) -> int:

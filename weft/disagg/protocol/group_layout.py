@@ -43,7 +43,8 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.layers * self.layer_stride
+        # The first dim is the layer; in a layout with the pages first, the block.
+        return max(self.layers * self.layer_stride, self.blocks * self.block_stride)
 
 
 class Place(NamedTuple):
@@ -107,7 +108,8 @@ def tensor_of(dims: TensorDims) -> Tensor:
     sizes = dict(dims.dims)
     item = ITEM_BYTES.get(dims.dtype)
     # The dims come from another process: check all before any arithmetic with the sizes.
-    if item is None or len(sizes) != len(names) or not names or names[0] != "layer":
+    layers_first = names[:1] == ["layer"] or names[:2] == ["block", "layer"]
+    if item is None or len(sizes) != len(names) or not layers_first:
         raise TransferMessageError(f"tensor {dims.name!r}: not a cache's dims or dtype")
     if math.prod(sizes.values()) * item > _MOST_BYTES or 0 in sizes.values():
         raise TransferMessageError(f"tensor {dims.name!r}: invalid sizes")

@@ -60,7 +60,7 @@ class GroupTransfers:
         reports: OwnReports,
         endpoints: Callable[[], Sequence[Endpoint | None]],
         others: Mapping[int, int],
-        send: Callable[[int, bytes], None],
+        send: Callable[[int, bytes], object],
         sockets: Sequence[Any] = (),
         cache: f.Cache = "kv",
     ) -> None:

@@ -23,6 +23,7 @@ from weft.common.errors import EngineDead, WeftError, known_error
 from weft.common.log import get_logger
 from weft.engine.ranks.executor import RankRunner, checksum, moves
 from weft.engine.ranks.step_pixels import opened
+from weft.engine.ranks.worker_tier import WorkerTier
 from weft.engine.ranks.worker_transfers import WorkerTransfers
 from weft.group.liveness import COLLECTIVE
 from weft.group.sizes import blocks_of
@@ -32,7 +33,9 @@ from weft.parallel.group_comm import CommLost
 from weft.parallel.mesh import Mesh
 from weft.parallel.store import join_store
 from weft.runner.step_handle import StepHandle
+from weft.runner.tier_thread import tier_of
 from weft.types import frames as f
+from weft.types.tiers import TierCommand
 
 log = get_logger(__name__)
 
@@ -93,8 +96,9 @@ class Worker:
         self._transfers: dict[f.Cache, WorkerTransfers] = {
             cache: WorkerTransfers(rank, cache) for cache in get_args(f.Cache)
         }
+        self._tier = WorkerTier(rank)
         both = (runner.reports, None if runner.embeddings is None else runner.embeddings.reports)
-        self._wake = [reports.descriptor for reports in both if reports is not None]
+        self._wake = [reports.descriptor for reports in (*both, tier_of(runner)) if reports is not None]
 
     # ---- the loop
 
@@ -124,6 +128,7 @@ class Worker:
         self._orphan = self._served = False
         for cache, transfers in self._transfers.items():
             transfers.joined(moves(self._runner, cache)[0])
+        self._tier.joined(tier_of(self._runner))
         self._send(f.Loaded(rank=self.rank, blocks=blocks_of(self._runner.kv)))
 
     def turn(self, wait: float = 0.0) -> bool:
@@ -197,6 +202,8 @@ class Worker:
             self._step(frame)
         elif isinstance(frame, f.TransferToRank):
             self._transfers[frame.cache].take(frame, moves(self._runner, frame.cache)[0])
+        elif isinstance(frame, TierCommand):
+            self._tier.take(frame, tier_of(self._runner))
         elif isinstance(frame, f.LateMasks):
             self._sample(frame)
 
@@ -216,6 +223,9 @@ class Worker:
             some |= bool(told)
             for frame in transfers.said(told):
                 self._send(frame)
+        for copied in self._tier.said(tier_of(self._runner)):
+            some = True
+            self._send(copied)
         return some
 
     def _fits(self, frame: f.Pools) -> None:

@@ -36,6 +36,7 @@ from weft.types import messages as m
 from weft.types.handshake import EngineIdentity
 from weft.types.media_item import MediaItem
 from weft.types.messages import Submit, decode_parts
+from weft.types.tier_flush import FlushTier
 
 log = get_logger(__name__)
 
@@ -151,15 +152,17 @@ class EngineServer:
         shows: bool = False,
         identity: EngineIdentity | None = None,
         adapters: AdapterLoader | None = None,
+        flush: Callable[[FlushTier], None] | None = None,
     ) -> None:
         """``core``: the engine, closed at the end of ``run``.
 
         ``endpoint``: the address to listen at, or an open listener. ``wait_ms``: returns the milliseconds for
         which a busy engine may wait for messages (default: 0). ``profiler``: default: none. ``shows``: True
         if other processes of the group must be able to open images in shared memory. ``identity`` and
-        ``adapters``: see ``EngineProtocol``.
+        ``adapters``: see ``EngineProtocol``. ``flush``: empties the KV cache; None without a tier.
         """
         self._profiler = profiler or Profiler(None, "")
+        self._flush = flush
         self._core = core
         self._wait_ms = wait_ms or (lambda: 0)
         self._listener = Listener(endpoint) if isinstance(endpoint, str) else endpoint
@@ -234,6 +237,8 @@ class EngineServer:
             return
         if isinstance(message, m.Profile):
             self._profiler.ask(message.seconds)
+        if isinstance(message, FlushTier) and self._flush is not None:
+            self._flush(message)
         self._send(self._protocol.on(front, message))
 
     def _tell(self, events: list[m.TokenEvent]) -> None:
@@ -334,4 +339,5 @@ def run_engine(config: EngineConfig, listener: Listener, pipe: int | None = None
         shows=shows,
         identity=engine_identity(config),
         adapters=core.adapters,
+        flush=None if core.tier is None else core.tier.flush,
     ).run()

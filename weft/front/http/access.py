@@ -146,6 +146,7 @@ METRICS_PATHS = frozenset({"/metrics", "/metrics/history"})
 ADMIN_PATHS = frozenset(
     {
         "/abort_request",
+        "/admin/cache/flush",
         "/admin/drain",
         "/admin/groups",
         "/admin/profile",
@@ -208,6 +209,17 @@ class ApiKeys:
             return salt
         return hmac.new(self._digests[number], b"cache salt" + salt.encode(), hashlib.sha256).hexdigest()
 
+    def payer_of(self, number: int) -> str:
+        """Return the name of the key of this number in records on disk: a hash that does not reveal the key.
+        "" for a server without keys. All processes with the same keys return the same value."""
+        if not self._digests:
+            return ""
+        return hmac.new(self._digests[number], b"payer", hashlib.sha256).hexdigest()[:32]
+
+    def salts_of(self, salt: str) -> list[str]:
+        """Return ``salt`` bound to each key."""
+        return [self.salt_of(number, salt) for number in range(len(self._digests))]
+
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
@@ -256,9 +268,17 @@ class AccessControl:
         scope[KEY] = key
         return [] if self._limits is None or scope["method"] != "POST" else self._limited(key)
 
+    def salts_of(self, salt: str) -> list[str]:
+        """Return ``salt`` as is, and bound to each key."""
+        return [salt, *self._keys.salts_of(salt)]
+
     def salt_of(self, key: int, salt: str) -> str:
         """Return ``salt`` bound to a key, see ``ApiKeys.salt_of``. ``key``: see ``key_of``."""
         return self._keys.salt_of(key, salt)
+
+    def payer_of(self, key: int) -> str:
+        """Return the name of a key in records on disk, see ``ApiKeys.payer_of``."""
+        return self._keys.payer_of(key)
 
     def spend(self, scope: Scope, tokens: int) -> None:
         """Take the tokens of an admitted request, after its end, from the key's limit."""

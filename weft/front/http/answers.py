@@ -27,7 +27,7 @@ class ShownMiss(msgspec.Struct, kw_only=True):
     reason: str
     """"none": nothing more could be cached. "differs": an earlier sequence continues with other tokens.
     "evicted", "state" (no snapshot of a recurrent state), "salt", "computing" (right now), "new",
-    "disabled"."""
+    "disabled". With a KV disk tier also "slower", "loading", "corrupt", "gone", "off"."""
     position: int
     """Number of prompt tokens found; with "differs", the number of equal tokens."""
     ours: str | UnsetType = UNSET

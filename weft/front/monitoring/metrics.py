@@ -17,8 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from weft.control.links.links import Links
-from weft.front.monitoring import front_tables
+from weft.front.monitoring import front_tables, tier_metrics
 from weft.front.monitoring.front_tables import EVENTS, HISTOGRAMS, HTTP_SECONDS
+from weft.front.monitoring.tier_metrics import tier_families
 from weft.front.monitoring.transport_metrics import SENT, sent_by_transport
 from weft.tracing.writer import SpanWriter
 from weft.types.messages import BYTES, SECONDS, STEP_TOKENS, EngineStats, Measures, TransferStats
@@ -292,6 +293,9 @@ class _EngineCollector(_LinkCollector):
         yield from self._transfers(moving, _EMBEDDING_GAUGES, _EMBEDDINGS, _EMBEDDING_HISTOGRAMS)
         for name, text, rows in sent_by_transport(roles, stats):
             yield self._counter(name, text, rows, *_ENGINE, "transport")
+        for one in tier_families(roles, stats):
+            add = self._gauge if one.gauge else self._counter
+            yield add(one.name, one.text, one.rows, *one.labels)
         for name, (text, bounds, of_engine) in _STAGES.items():
             measured = [(who, of_engine(its)) for who, (_, its) in zip(roles, stats, strict=True)]
             yield self._histogram(name, text, bounds, measured)
@@ -427,7 +431,7 @@ def describe() -> str:
     lines += [f"weft:{name} gauge model_name" for name in _LINK_GAUGES]
     lines += [f"weft:{name}_total counter model_name,head" for name in _COUNTERS]
     lines += [f"weft:{name}_total counter model_name" for name in _LINK]
-    lines += front_tables.describe()
+    lines += front_tables.describe() + tier_metrics.describe()
     lines.append("weft:front_image_encodes_total counter model_name,attempt")
     lines.append("weft:routing_decisions_total counter model_name,knew")
     lines.append("weft:free_blocks gauge model_name,head,kind")

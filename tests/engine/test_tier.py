@@ -1,0 +1,231 @@
+"""The KV disk tier of an engine: a second engine with the same folder loads what the first has computed, and
+makes the same bits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e0.rig import submit
+from tests.e1.rig import MAX_LEN, VOCAB, make_checkpoint
+from tests.support.slow import mostly_slow
+from weft.config.flags import from_keywords
+from weft.config.resolve import resolve
+from weft.engine.core import EngineCore
+from weft.types.messages import Submit
+from weft.types.sampling import TokenParams
+from weft.types.tiers import TierStats
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt_oss": {},
+    "qwen3_next": {},
+    "deepseek_v3": {"deterministic": True},
+    "mistral": {},
+    "lfm2": {},
+    "nemotron_h": {"deterministic": True},
+    "deepseek_v32": {},
+    "deepseek_v4": {},
+}
+"""Shape of ``tests.e1.rig`` -> settings with which the shape is deterministic."""
+PROMPTS = [[(5 * i + 3 * j + j * j * i) % VOCAB for j in range(150 + 21 * i)] for i in range(3)]
+Bits = dict[int, list[tuple[int, bytes]]]
+
+
+def submits(session: str = "") -> list[Submit]:
+    return [
+        submit(
+            i,
+            prompt,
+            TokenParams(temperature=0.8 * (i % 2), max_tokens=6 + 3 * i, logprobs=5),
+            request=i,
+            session=session,
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def start(folder: Path, shape: str, disk: Path | None, **more: Any) -> EngineCore:
+    """Start an engine; with ``disk``, an engine that stores every block."""
+    tier = {} if disk is None else {"kv_disk": "64M", "kv_disk_dir": str(disk), "kv_store": "all"}
+    common = {
+        "model": str(folder),
+        "tokenizer": "spool-text",
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": 1,
+        "max_model_len": MAX_LEN,
+        "kv_cache_memory": "32M",
+        "max_num_seqs": 4,
+        "block_size": 16,
+        "long_prefill_token_threshold": 48,
+    }
+    return EngineCore(resolve(from_keywords({**common, **SHAPES[shape], **tier, **more})), progress=False)
+
+
+def bits(core: EngineCore, asked: list[Submit]) -> Bits:
+    """Run all of ``asked`` together and return the tokens and logprobs."""
+    made: Bits = {one.sequence: [] for one in asked}
+    left = set(made)
+    for one in asked:
+        assert not core.submit(one)
+    until = time.monotonic() + 60
+    while left:
+        assert time.monotonic() < until
+        for event in (*core.hear(), *(core.step() if core.has_work() else ())):
+            assert event.error is None
+            if event.token_ids:
+                assert event.logprobs is not None
+                ids, values, _ = event.logprobs.arrays()
+                rows = [one.tobytes() + other.tobytes() for one, other in zip(ids, values, strict=True)]
+                made[event.sequence] += zip(event.token_ids, rows, strict=True)
+            if event.finish is not None:
+                left.discard(event.sequence)
+        if left and not core.has_work():
+            core.sleep(0.05)
+    return made
+
+
+def served(make: Callable[[], EngineCore], asked: list[Submit]) -> tuple[Bits, TierStats]:
+    """Start an engine, run ``asked``, and end the engine in order."""
+    core = make()
+    try:
+        found = bits(core, asked)
+        stats = core.stats().tier
+    finally:
+        core.close()
+    assert stats is not None
+    return found, stats
+
+
+def expected(folder: Path, shape: str) -> Bits:
+    core = start(folder, shape, None, enable_prefix_caching=False)
+    try:
+        return bits(core, submits())
+    finally:
+        core.close()
+
+
+@mostly_slow("shape", list(SHAPES), ["gpt_oss", "qwen3_next", "deepseek_v3"])
+@pytest.mark.usefixtures("extension")
+def test_a_restart_loads_and_makes_the_same_bits(tmp_path: Path, shape: str) -> None:
+    folder = make_checkpoint(tmp_path, shape)
+    reference = expected(folder, shape)
+    disk = tmp_path / "kv"
+    first, stats = served(lambda: start(folder, shape, disk), submits())
+    assert first == reference
+    assert stats.saved_tokens == 0
+    again, stats = served(lambda: start(folder, shape, disk), submits())
+    assert again == reference
+    assert stats.loads == {"done": len(PROMPTS)}
+    assert stats.saved_tokens >= 0.8 * sum(map(len, PROMPTS)) - 64 * len(PROMPTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("writes", "reads"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("shape", ["gpt_oss", "qwen3_next", "deepseek_v3"])
+def test_a_group_of_another_size_reads_the_blocks(
+    tmp_path: Path, shape: str, writes: int, reads: int
+) -> None:
+    """Tokens are equal in float64; loads are complete. Latents and heads come from other ranks' records."""
+    folder, disk = make_checkpoint(tmp_path, shape), tmp_path / "kv"
+    more = {"dtype": "float64", "deterministic": False, "collectives": "gloo"}
+    made = []
+    for ranks in (writes, reads):
+        found, stats = served(
+            lambda ranks=ranks: start(folder, shape, disk, tensor_parallel_size=ranks, **more), submits()
+        )
+        made.append({one: [token for token, _ in pairs] for one, pairs in found.items()})
+    assert made[0] == made[1]
+    assert stats.loads == {"done": len(PROMPTS)}
+    assert stats.saved_tokens > 0
+
+
+@pytest.mark.slow
+def test_speculation_goes_on_with_loaded_blocks(tmp_path: Path) -> None:
+    folder, disk = make_checkpoint(tmp_path, "qwen3_next"), tmp_path / "kv"
+    more = {"speculative_method": "ngram", "num_speculative_tokens": 3}
+    first, _ = served(lambda: start(folder, "qwen3_next", disk, **more), submits())
+    again, stats = served(lambda: start(folder, "qwen3_next", disk, **more), submits())
+    assert again == first
+    assert stats.saved_tokens > 0
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from tests.engine.test_tier import bits, start, submits
+core = start(Path(sys.argv[1]), "gpt_oss", Path(sys.argv[2]))
+print("ready", flush=True)
+bits(core, submits())
+print("done", flush=True)
+core.tier.finish()
+print("stored", flush=True)
+while True:
+    core.hear()
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_usable_files(tmp_path: Path) -> None:
+    """kill -9 at any time, in stores and in loads: the next engine makes the same bits and finds what was
+    complete."""
+    folder, disk = make_checkpoint(tmp_path, "gpt_oss"), tmp_path / "kv"
+    reference = expected(folder, "gpt_oss")
+    for line, seconds in (("ready", 0.1), ("ready", 0.25), ("done", 0.0), ("ready", 0.02), ("stored", 0.0)):
+        command = [sys.executable, "-c", KILLED, str(folder), str(disk)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            assert any(one.strip() == line for one in process.stdout)
+            time.sleep(seconds)
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        again, stats = served(lambda: start(folder, "gpt_oss", disk, kv_store="sessions"), submits())
+        assert again == reference
+    assert stats.saved_tokens > 0
+
+
+def test_damaged_records_are_computed_again(tmp_path: Path) -> None:
+    """A flipped bit in the payload of every record: no token differs, every block is counted and dropped."""
+    folder, disk = make_checkpoint(tmp_path, "llama"), tmp_path / "kv"
+    first, stats = served(lambda: start(folder, "llama", disk), submits())
+    files = list(disk.rglob("*.kv"))
+    assert files
+    for file in files:
+        data = bytearray(file.read_bytes())
+        for at in range(4096 + 512, len(data), 8192):
+            data[at] ^= 0x40
+        file.write_bytes(bytes(data))
+    again, stats = served(lambda: start(folder, "llama", disk), submits())
+    assert again == first
+    assert set(stats.loads) <= {"corrupt", "gone"}
+    assert sum(stats.loads.values()) <= len(PROMPTS)
+
+
+def test_two_processes_share_a_folder(tmp_path: Path) -> None:
+    """Each writes files of its own. A sealed file of one is read by the other without a restart."""
+    folder, disk = make_checkpoint(tmp_path, "llama"), tmp_path / "kv"
+    one, two = start(folder, "llama", disk), start(folder, "llama", disk)
+    try:
+        made = bits(one, submits())
+        one.close()
+        until = time.monotonic() + 20
+        while not two.stats().tier.blocks:  # type: ignore[union-attr]
+            assert time.monotonic() < until
+            two.hear()
+            time.sleep(0.05)
+        assert bits(two, submits()) == made
+        stats = two.stats().tier
+        assert stats is not None
+        assert stats.saved_tokens > 0
+    finally:
+        two.close()

@@ -1,0 +1,195 @@
+"""The KV tier in the scheduler: the same tokens with hits from a store, whatever the store does."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.scheduler.fake_runner import kv_config, submit
+from tests.scheduler.harness import next_turn, random_bases, random_rig, random_submits
+from tests.scheduler.tier_rig import FakeDisk, TierRig, faulty
+from tests.support.slow import mostly_slow
+from weft.kv.tiers import Changed, Stopped
+from weft.types.messages import Submit
+from weft.types.tiers import BlockOutcome
+
+PROMPT = [7, 3] * 16
+KINDS = {
+    "full": {},
+    "window": {"window": 6, "window_block": 8},
+    "latent": {"latent": True, "full": False},
+    "compressed": {"ratio": 6, "sliding": 8},
+    "states": {"states": 8, "stride": 8},
+    "all": {"window": 9, "latent": True, "sliding": 2, "ratio": 4, "states": 8, "stride": 8},
+}
+
+
+def ask(rig: TierRig, *requests: Submit) -> int:
+    """Run requests to the end, with all checks. Return the cached tokens of the last."""
+    for one in requests:
+        rig.submit(one)
+    rig.settle()
+    rig.check_told()
+    rig.check_idle()
+    rig.audit()
+    return rig.told[requests[-1].sequence].num_cached
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_a_restart_keeps_prefixes(kinds: str) -> None:
+    """A second scheduler with the same store finds as much as the first scheduler in memory."""
+    kv = kv_config(**KINDS[kinds])
+    disk = FakeDisk()
+    first = TierRig(kv, disk=disk)
+    ask(first, submit(0, PROMPT))
+    in_memory = ask(first, submit(1, PROMPT))
+    second = TierRig(kv, disk=disk)
+    assert ask(second, submit(0, PROMPT)) == in_memory > 0
+    stats = second.scheduler.stats().tier
+    assert stats is not None
+    assert stats.loads == {"done": 1}
+    assert stats.saved_tokens == in_memory
+    assert not stats.waiting
+    assert not stats.pinned
+
+
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 60), marks=pytest.mark.grid)])
+@mostly_slow("depth", [1, 2], [2])
+def test_random_loads_with_a_store(depth: int, seeds: range) -> None:
+    """Sequences get the tokens of a run alone, and all blocks are free at the end: with stores and loads at
+    any time, restarts, losses of ranks, failed copies and a disk that does not answer."""
+    saved = blocks = copied = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        disk = FakeDisk(fault=faulty(rng, rng.choice([0.0, 0.0, 0.2])))
+        base = random_rig(random.Random(seed), depth)
+        bases = random_bases(rng)
+        for _ in range(2):  # the second run begins with the store of the first
+            rig = TierRig(base.kv, depth, disk=disk, mode=rng.choice(["all", "reused"]))
+            _run(rng, rig, bases)
+            stats = rig.scheduler.stats().tier
+            assert stats is not None
+            saved += stats.saved_tokens
+            blocks += rig.loaded_blocks
+            copied += rig.copied
+    assert min(saved, blocks, copied) > 0
+
+
+def _run(rng: random.Random, rig: TierRig, bases: list[list[int]]) -> None:
+    request = 0
+    for _ in range(120):
+        if rng.random() < 0.3 and len(rig.told) < 30:
+            turn = [next_turn(rng, rig)] if rig.told and rng.random() < 0.5 else []
+            for one in random_submits(rng, len(rig.told), request, turn or bases):
+                rig.submit(one)
+            request += 1
+        if rng.random() < 0.05 and rig.told:
+            rig.finish(rng.randrange(len(rig.told)))
+        if rng.random() < 0.02:
+            rig.lose()
+        rig.now += rng.choice([0.0, 0.01, 0.6])
+        rig.hear(rig.scheduler.expire(rig.now))
+        rig.ask()
+        if rig.under_way and rng.random() < 0.5:
+            rig.serve(rng.randrange(len(rig.under_way)))
+        if rng.random() < 0.5 and len(rig.in_flight) < rig.depth and rig.scheduler.has_work():
+            rig.plan()
+        elif rig.in_flight:
+            rig.commit()
+        rig.audit()
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+
+
+def test_a_disk_that_does_not_answer_delays_a_prompt_once() -> None:
+    """The sequence goes on at the deadline; the blocks stay pinned; the tier gets no further commands."""
+    kv, disk = kv_config(), FakeDisk()
+    ask(TierRig(kv, disk=disk), submit(0, PROMPT))
+    rig = TierRig(kv, disk=disk)
+    rig.submit(submit(0, PROMPT))
+    rig.ask()
+    [(command, _)] = rig.under_way
+    assert command.load
+    assert rig.scheduler.blocked
+    rig.now += 1.0
+    rig.hear(rig.scheduler.expire(rig.now))
+    assert not rig.scheduler.blocked
+    while rig.scheduler.has_work():
+        rig.step()
+    rig.check_told()
+    rig.now += 60.0
+    rig.submit(submit(1, PROMPT[:9] + [1] * 20))
+    rig.ask()
+    assert len(rig.under_way) == 1  # nothing is stored or loaded meanwhile
+    stats = rig.loads.stats(rig.now)
+    assert (stats.off, stats.pinned) == (1, command.size)
+    rig.settle()
+    assert rig.loads.stats(rig.now).off == 0
+    rig.check_idle()
+    assert stats.loads == {"late": 1}
+
+
+def test_a_failed_block_is_a_shorter_hit() -> None:
+    """A corrupt record ends the prefix before the record; later requests do not ask for it again."""
+    kv, disk = kv_config(), FakeDisk()
+    ask(TierRig(kv, disk=disk), submit(0, PROMPT))
+    third = list(disk.records)[2]
+    disk.fault = lambda command, entry: (
+        BlockOutcome.CORRUPT if command.load and entry == third else BlockOutcome.DONE
+    )
+    rig = TierRig(kv, disk=disk)
+    rig.submit(msg := submit(0, PROMPT))
+    rig.settle()
+    assert rig.told[msg.sequence].num_cached == 8
+    stats = rig.loads.stats()
+    assert stats.loads == {"corrupt": 1}
+    assert rig.loads.book.state(*third) in ("resident", "disk")  # computed, and stored again
+
+
+def test_a_store_that_turns_off_is_not_asked() -> None:
+    kv, disk = kv_config(), FakeDisk()
+    ask(TierRig(kv, disk=disk), submit(0, PROMPT))
+    rig = TierRig(kv, disk=disk)
+    rig.loads.on(Stopped("No space left on device"), 0.0)
+    assert ask(rig, submit(0, PROMPT)) == 0
+    assert rig.copied == rig.loaded_blocks == 0
+    assert rig.loads.stats().off == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "session", "stored"),
+    [("sessions", "", 0), ("sessions", "s", 9), ("reused", "", 0), ("reused", "s", 9), ("all", "", 9)],
+)
+def test_modes_choose_what_is_stored(mode: str, session: str, stored: int) -> None:
+    rig = TierRig(kv_config(), mode=mode)  # type: ignore[arg-type]
+    ask(rig, submit(0, PROMPT, session=session))
+    assert len(rig.disk.records) == stored
+
+
+def test_a_second_use_is_stored() -> None:
+    rig = TierRig(kv_config(), mode="reused")
+    ask(rig, submit(0, PROMPT))
+    ask(rig, submit(1, PROMPT[:16] + [9] * 16))
+    assert len(rig.disk.records) == 4
+    assert rig.loads.stats().stores == {"reused": 4}
+
+
+def test_computing_is_chosen_when_quicker() -> None:
+    """A slow disk is not asked, and the request says why."""
+    kv, disk = kv_config(), FakeDisk()
+    ask(TierRig(kv, disk=disk), submit(0, PROMPT))
+    rig = TierRig(kv, disk=disk)
+    rig.loads._rate = 1e-3
+    assert ask(rig, submit(0, PROMPT)) == 0
+    assert rig.loads.stats().loads == {"slower": 1}
+
+
+def test_a_block_that_left_the_store_is_not_asked_for() -> None:
+    kv, disk = kv_config(), FakeDisk()
+    ask(TierRig(kv, disk=disk), submit(0, PROMPT))
+    rig = TierRig(kv, disk=disk)
+    rig.loads.on(Changed([], list(disk.records)), 0.0)
+    assert ask(rig, submit(0, PROMPT)) == 0
+    assert not rig.loaded_blocks

@@ -1,0 +1,54 @@
+"""Opens the KV tier of a rank, from the configuration."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from weft.attention.base import Backends
+from weft.config.resolved import EngineConfig
+from weft.config.sections.tier_section import disk_folder
+from weft.config.sizing.tier import tier_bytes
+from weft.disagg.transport.copying import digest_spans
+from weft.engine.disagg.rank_transfers import dims_of
+from weft.engine.ranks.ranks import ranks_of
+from weft.engine.tiers.block_copies import BlockCopies, flat
+from weft.engine.tiers.rank_tier import RankTier
+from weft.ops.numerics import numerics
+from weft.runner.runner import Runner
+from weft.store.namespace import kv_namespace
+from weft.store.segments import SegmentStore, StoreSettings
+from weft.store.weights_digest import weights_digest
+
+
+def open_tier(config: EngineConfig, runner: Runner, rank: int, backends: Backends) -> RankTier | None:
+    """Return the KV tier of ``rank`` (a global rank) over the caches of ``runner``; None without a tier.
+    ``backends``: of the runner's attention."""
+    if config.tier.kv_disk is None:
+        return None
+    number = rank - ranks_of(config.replica, config.parallel.layout.tensor)[0]
+    names = tuple(type(backend).__name__ for backend in backends)
+    copies = BlockCopies(flat(runner.memory), dims_of(config, runner.kv), number)
+    return RankTier(copies, partial(_open_store, config, names), runner.behind_steps, leads=number == 0)
+
+
+def _open_store(config: EngineConfig, attention: tuple[str, ...]) -> SegmentStore:
+    """Open the store. Reads all weights if no digest is cached. Raise ConfigError."""
+    made = numerics(torch.device(config.device), attention)
+    namespace = kv_namespace(config, weights_digest(config), made)
+    settings = StoreSettings(
+        folder=disk_folder(config.tier),
+        namespace=namespace,
+        budget=tier_bytes(config.tier),
+        ttl=config.tier.kv_disk_ttl,
+        shared=config.tier.kv_disk_shared,
+    )
+    return SegmentStore(settings, digest=_digest)
+
+
+def _digest(memory: np.ndarray, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+    # torch warns about memory that is read-only, such as bytes of a header.
+    memory = memory if memory.flags.writeable else memory.copy()
+    return digest_spans(torch.from_numpy(memory), spans, seeds)

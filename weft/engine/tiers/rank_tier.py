@@ -1,0 +1,267 @@
+"""The KV tier of one rank: a thread that copies blocks between the rank's caches and a store.
+
+    step loop     put: queue a command behind the steps launched so far, and return
+    this thread   loads first, then stores; each second: records of other processes, expiry, budget
+    reports       ``take``, behind a descriptor
+
+Bytes of a load are checked in memory of the thread before they enter the caches. A failed block fails alone.
+An unexpected error of the thread, or a disk that does not answer, never ends a step: the engine process gets
+no report, and stops to use the tier.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from weft.common.errors import ConfigError, EngineDead
+from weft.common.log import get_logger
+from weft.engine.tiers.block_copies import BlockCopies
+from weft.engine.tiers.tier_reports import TierReports
+from weft.runner.tier_thread import TierReport
+from weft.store.errors import RecordCorrupt, RecordGone, StoreOff
+from weft.store.records import Owner, RecordBuffer, RecordId
+from weft.store.segments import SegmentStore
+from weft.types.tiers import (
+    BlockOutcome,
+    BlocksCopied,
+    CopyBlocks,
+    FlushStore,
+    StoreChanged,
+    StoreState,
+    TierCommand,
+)
+
+log = get_logger(__name__)
+
+_TURN_S = 1.0
+"""Seconds between two looks at the folder."""
+_END_S = 5.0
+_WROTE = {"": BlockOutcome.DONE, "there": BlockOutcome.DONE, "off": BlockOutcome.OFF}
+"""Result of a write of the store -> outcome; any other result: ``SKIPPED``."""
+
+
+class RankTier:
+    """Copies of one rank, in a thread of its own."""
+
+    def __init__(
+        self,
+        copies: BlockCopies,
+        open_store: Callable[[], SegmentStore],
+        behind_steps: Callable[..., None],
+        *,
+        leads: bool,
+        start: bool = True,
+    ) -> None:
+        """``open_store``: called on the thread; may take long and may raise ConfigError. ``behind_steps``:
+        see ``Runner.behind_steps``. ``leads``: True for the rank of the engine process, which reports changes
+        of the store."""
+        self._copies, self._open, self._behind, self._leads = copies, open_store, behind_steps, leads
+        self._reports = TierReports()
+        self._commands: queue.SimpleQueue[TierCommand | threading.Event | None] = queue.SimpleQueue()
+        self._loads = deque[CopyBlocks]()
+        self._others = deque[CopyBlocks | FlushStore]()
+        """Stores, fences and flushes, in order."""
+        self._stops = deque[threading.Event]()
+        self._done = False
+        self._opened = threading.Event()
+        self._told = StoreState()
+        self._buffer = RecordBuffer(copies.most_bytes)
+        self.store: SegmentStore | None = None
+        """The store, once open."""
+        self._thread = threading.Thread(target=self._run, name="weft-tier", daemon=True)
+        if start:
+            self._thread.start()
+
+    # ---- from other threads
+
+    @property
+    def descriptor(self) -> int:
+        return self._reports.descriptor
+
+    def wait(self, seconds: float) -> bool:
+        return self._opened.wait(seconds)
+
+    def put(self, command: TierCommand) -> None:
+        self._behind(self._commands.put, command)
+
+    def take(self) -> list[TierReport]:
+        return self._reports.take()
+
+    def stop_all(self) -> None:
+        stopped = threading.Event()
+        self._commands.put(stopped)
+        if not stopped.wait(_END_S) and self._thread.is_alive():
+            raise EngineDead("the thread of the KV tier does not stop")
+
+    def close(self) -> None:
+        self._commands.put(None)
+        if self._thread.is_alive():
+            self._thread.join(_END_S)
+            if self._thread.is_alive():
+                log.warning("the disk of the KV tier does not answer; blocks not yet written are lost")
+        self._reports.close()
+
+    # ---- on the thread
+
+    def _run(self) -> None:
+        try:
+            self.store = self._open()
+        except (ConfigError, OSError) as error:
+            self._fail(error)
+            return
+        except Exception as error:
+            log.exception("the KV tier could not be opened")
+            self._fail(error)
+            return
+        try:
+            self._tell(self.store)
+            self._opened.set()
+            while not self._done:
+                self.turn(_TURN_S)
+        except Exception as error:
+            log.exception("the KV tier has failed, and is off")
+            self._fail(error)
+        finally:
+            self.store.close()
+
+    def _fail(self, error: Exception) -> None:
+        """Answer every command with ``OFF``, and report why."""
+        why = getattr(error, "message", "") or str(error) or type(error).__name__
+        log.warning("the KV tier is off: %s", why)
+        if self._leads:
+            self._reports.tell(StoreState(off=why))
+        self._opened.set()
+        for command in (*self._loads, *self._others):
+            self._refuse(command)
+        for event in self._stops:
+            event.set()
+        while not self._done:
+            match self._commands.get():
+                case None:
+                    self._done = True
+                case threading.Event() as event:
+                    event.set()
+                case command:
+                    self._refuse(command)
+
+    def _refuse(self, command: TierCommand) -> None:
+        if isinstance(command, CopyBlocks):
+            self._answer(command, bytes([BlockOutcome.OFF]) * command.size, 0, 0.0)
+
+    def turn(self, seconds: float) -> None:
+        """Carry out one command; without a command wait up to ``seconds``, then look at the folder."""
+        store = self.store
+        assert store is not None
+        waits = not (self._loads or self._others)
+        try:
+            self._sort(self._commands.get(timeout=seconds) if waits else self._commands.get_nowait())
+            while True:
+                self._sort(self._commands.get_nowait())
+        except queue.Empty:
+            pass
+        if self._loads:
+            self._load(store, self._loads.popleft())
+        elif self._others:
+            self._other(store, self._others.popleft())
+        else:
+            for event in self._stops:
+                event.set()
+            self._stops.clear()
+            if self._done:
+                return
+            store.scan()
+            store.maintain()
+            self._tell(store)
+
+    def _sort(self, command: TierCommand | threading.Event | None) -> None:
+        if command is None:
+            self._done = True
+            self._others.clear()
+            self._loads.clear()
+        elif isinstance(command, threading.Event):
+            self._loads.clear()
+            self._others.clear()
+            self._stops.append(command)
+        elif isinstance(command, CopyBlocks) and command.load:
+            self._loads.append(command)
+        else:
+            self._others.append(command)
+
+    def _other(self, store: SegmentStore, command: CopyBlocks | FlushStore) -> None:
+        if isinstance(command, FlushStore):
+            count = store.flush(payer=command.payer, salt=command.salt, session=command.session)
+            log.info("%d records of the KV tier were removed for an operator", count)
+            self._tell(store)
+        else:
+            self._store(store, command)
+
+    def _load(self, store: SegmentStore, command: CopyBlocks) -> None:
+        """Fill the blocks of a command from the store."""
+        began, outcomes, nbytes = time.monotonic(), bytearray(), 0
+        for kind, block, key in command.items():
+            try:
+                nbytes += self._fill(store, kind, block, key)
+                outcomes.append(BlockOutcome.DONE)
+            except RecordCorrupt:
+                outcomes.append(BlockOutcome.CORRUPT)
+            except RecordGone:
+                outcomes.append(BlockOutcome.GONE)
+            except StoreOff:
+                outcomes.append(BlockOutcome.OFF)
+        self._answer(command, bytes(outcomes), nbytes, time.monotonic() - began)
+
+    def _fill(self, store: SegmentStore, kind: int, block: int, key: bytes) -> int:
+        """Fill one block and return the bytes read. Raises the errors of ``SegmentStore.read``."""
+        own = self._copies.record(kind, key)
+        parts = [own]
+        # A group of the same size wrote exactly this rank's bytes. The other parts may be in open segments of
+        # other processes, which this process does not see.
+        if not store.has(own):
+            found = store.find(kind, key)
+            count = 0 if found is None else found.parts
+            parts = [RecordId(kind, key, part, count) for part in self._copies.parts_of(kind, count)]
+            if not parts:
+                raise RecordGone(f"no record of block {key.hex()}")
+        nbytes = 0
+        for record in parts:
+            nbytes += (size := store.read(record, self._buffer))
+            self._copies.into(record, block, self._buffer, size)
+        return nbytes
+
+    def _store(self, store: SegmentStore, command: CopyBlocks) -> None:
+        """Write the blocks of a command to the store."""
+        began, outcomes, nbytes = time.monotonic(), bytearray(), 0
+        owner = Owner(*command.owner)
+        for kind, block, key in command.items():
+            if not self._copies.writes(kind):
+                outcomes.append(BlockOutcome.DONE)
+                continue
+            size = self._copies.out(kind, block, self._buffer)
+            result = store.write(self._copies.record(kind, key), self._buffer, size, owner)
+            outcome = _WROTE.get(result, BlockOutcome.SKIPPED)
+            outcomes.append(outcome)
+            nbytes += size * (outcome == BlockOutcome.DONE)
+        self._answer(command, bytes(outcomes), nbytes, time.monotonic() - began)
+        self._tell(store)
+
+    def _answer(self, command: CopyBlocks, outcomes: bytes, nbytes: int, seconds: float) -> None:
+        self._reports.tell(
+            BlocksCopied(rank=-1, job=command.job, outcomes=outcomes, nbytes=nbytes, seconds=seconds)
+        )
+
+    def _tell(self, store: SegmentStore) -> None:
+        """Report changes of complete blocks, and the state of the store if it changed."""
+        if not self._leads:
+            return
+        changes = store.take_changes()
+        if changes.added or changes.gone:
+            self._reports.tell(StoreChanged(tuple(changes.added), tuple(changes.gone)))
+        now = store.stats()
+        state = StoreState(now.nbytes, now.records, now.evicted, now.expired, now.corrupt, store.off)
+        if state != self._told:
+            self._told = state
+            self._reports.tell(state)

@@ -1,0 +1,464 @@
+"""The book of a KV tier: which blocks are stored, which copies are under way, and what to store next.
+
+A tier never gives a sequence a block table. A tier brings blocks back into the pool: take a block, fill the
+block, insert the block. So a loaded block is an ordinary prefix hit, a partial load is a shorter hit, and no
+token depends on the tier.
+
+Each (KV cache group, key) is in one of four states. A block can be resident and in the store at once:
+
+    resident ──StoreBlocks──> storing ──Copied──> disk ──Wanted──> loading ──Copied──> resident
+        ^                        │ not stored       │ gone, corrupt      │ failed
+        ╰────────────────────────╯                  ╰──> nothing <───────╯
+
+Blocks of a copy are pinned until every rank has reported. Nothing else touches the blocks meanwhile, whatever
+happens to sequences. After a loss of ranks, the results of earlier copies are void: only the pins end.
+
+Pure: ``on(event, now)`` returns the actions. ``weft.scheduler.loads`` decides for sequences.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from weft.config.resolved import KVConfig
+from weft.kv.caches import Caches, agreed
+from weft.kv.pool import NULL_BLOCK
+from weft.kv.tier_kinds import TierKind
+from weft.types.tiers import BlockOutcome, CopyBlocks, Entry, Owner, StoreMode, copy_of
+
+SHARE = 0.25
+"""Maximum share of each pool for blocks of copies under way. A disk that never answers costs this share."""
+JOB_BYTES = 4 << 20
+"""Bytes of one copy command on a rank. The rest of a load can be given up between two commands."""
+MOST_JOBS = 2
+"""Maximum number of commands under way, for loads and for stores each."""
+MOST_WANTED = 1 << 16
+"""Maximum number of blocks that wait to be stored. Further blocks are skipped."""
+MOST_GHOSTS = 1 << 16
+"""Number of keys remembered for the second use."""
+STUCK_S = 10.0
+"""Seconds after which a command without a report stops all further commands, until the report comes."""
+PIN_S = 600.0
+"""Seconds for which the pin of a copy excuses missing blocks."""
+
+
+class TurnEnded(NamedTuple):
+    """A sequence has left its slot. ``hashes``: of the computed full base blocks; the first ``prompt`` of
+    them belong to the prompt."""
+
+    hashes: Sequence[bytes]
+    prompt: int
+    owner: Owner
+
+
+class Wanted(NamedTuple):
+    """Load these blocks. ``TierBook.room`` has returned at least their number."""
+
+    entries: Sequence[Entry]
+
+
+class Copied(NamedTuple):
+    """Every rank has reported the end of a command. ``outcomes``: the least of all ranks, for each block."""
+
+    job: int
+    outcomes: bytes
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class Changed(NamedTuple):
+    """Blocks came to the store, or left the store, without a command."""
+
+    added: Sequence[Entry]
+    gone: Sequence[Entry]
+
+
+class Stopped(NamedTuple):
+    """The store is off for good."""
+
+    why: str
+
+
+class Lost(NamedTuple):
+    """Ranks were lost and all caches were reset."""
+
+
+class Flushed(NamedTuple):
+    """An operator empties the KV cache. Blocks in use stay, and are not stored."""
+
+
+class TierTick(NamedTuple):
+    """Time has passed."""
+
+
+TierEvent = TurnEnded | Wanted | Copied | Changed | Stopped | Lost | Flushed | TierTick
+
+
+class Resolved(NamedTuple):
+    """Loads of these blocks have ended, well or not."""
+
+    entries: Sequence[Entry]
+
+
+TierAction = CopyBlocks | Resolved
+
+
+class Pinner(Protocol):
+    """Pins of blocks. See ``weft.scheduler.pins``."""
+
+    def pin(self, kind: int, block: int, until: float) -> None: ...
+
+    def unpin(self, kind: int, block: int) -> None: ...
+
+
+@dataclass(slots=True)
+class _Job:
+    """A command under way."""
+
+    load: bool
+    items: list[tuple[int, int, bytes]]
+    """(KV cache group, block, key)."""
+    nbytes: int
+    due: float
+    """Time after which the disk counts as stuck."""
+    void: bool = False
+    """True if the caches were reset: the contents of the blocks are unknown."""
+
+
+class TierBook:
+    """The states of all blocks with regard to one store. One rank's bytes count as the bytes of a block."""
+
+    def __init__(
+        self,
+        caches: Caches,
+        pins: Pinner,
+        kv: KVConfig,
+        dtype: str,
+        mode: StoreMode = "reused",
+        write_rate: float = 0.0,
+    ) -> None:
+        """``caches``, ``pins``: of the scheduler. ``write_rate``: maximum bytes per second that each rank
+        writes; 0 for no limit."""
+        self._caches, self._pins, self._base = caches, pins, kv.block_size
+        each = zip(caches.kinds, kv.pools, strict=True)
+        self.kinds = [TierKind(kind, pool, kv.block_size) for kind, pool in each]
+        self._bytes = [pool.nbytes(dtype) // (pool.num_blocks + 1) for pool in kv.pools]
+        self._mode, self._rate = mode, write_rate
+        self._most = [max(1, int(SHARE * kind.num_blocks)) for kind in caches.kinds]
+        self._held = [0] * len(caches.kinds)
+        """Blocks of commands under way, for each KV cache group."""
+        self._disk: list[set[bytes]] = [set() for _ in caches.kinds]
+        self._storing: set[Entry] = set()
+        self._loading: set[Entry] = set()
+        self._wanted: OrderedDict[Entry, tuple[Owner, str]] = OrderedDict()
+        """Blocks to store, in order, with the reason. Not pinned: an evicted block is skipped."""
+        self._reasons: dict[Entry, str] = {}
+        self._ghosts: OrderedDict[Entry, None] = OrderedDict()
+        self._jobs: dict[int, _Job] = {}
+        self._number = 0
+        self._allowed = 0.0
+        """Bytes that may be written now, under the write rate; as of ``_allowed_at``."""
+        self._allowed_at: float | None = None
+        self.off = ""
+        """Why the store is off; "" while the store works."""
+        self.stored: dict[str, int] = {}
+        """Blocks stored, by reason."""
+        self.skipped: dict[str, int] = {}
+        """Blocks not stored, by reason."""
+        self.failed: dict[Entry, BlockOutcome] = {}
+        """Outcome of the last failed load of a block, until the block is stored or loaded again. Bounded."""
+
+    # ---- queries
+
+    def state(self, kind: int, key: bytes) -> str:
+        """Return "loading", "storing", "disk", "resident" or ""; the first that holds."""
+        entry = (kind, key)
+        if entry in self._loading:
+            return "loading"
+        if entry in self._storing:
+            return "storing"
+        if key in self._disk[kind]:
+            return "disk"
+        return "resident" if self._caches.kinds[kind].pool.find(key) != NULL_BLOCK else ""
+
+    def hit(self, hashes: Sequence[bytes], limit: int) -> int:
+        """Return the longest prefix, at most ``limit``, that pool and store have together. In tokens."""
+        if self.off or not any(self._disk):
+            return self._caches.hit(hashes, limit)
+        each = zip(self.kinds, self._disk, strict=True)
+        return agreed([partial(kind.hit, hashes, disk) for kind, disk in each], limit)
+
+    def missing(self, hashes: Sequence[bytes], reach: int) -> list[Entry]:
+        """Return the blocks that the pool lacks for a hit of ``reach``, in the order of loading.
+
+        Windows and states come first: without them, no part of the other blocks can be used.
+        """
+        found = list[Entry]()
+        for partial_ in (False, True):
+            for number, kind in enumerate(self.kinds):
+                if kind.every is partial_:
+                    found += [(number, key) for key in kind.needed(hashes, reach) if not kind.has(key)]
+        return found
+
+    def bytes_of(self, entries: Sequence[Entry]) -> int:
+        """Return the bytes of blocks on one rank."""
+        return sum(self._bytes[kind] for kind, _ in entries)
+
+    def room(self, entries: Sequence[Entry], promised: Sequence[int]) -> int:
+        """Return how many of the leading ``entries`` one command can load now; 0 while no command may start.
+
+        ``promised``: blocks of each KV cache group that prefills in progress will take.
+        """
+        if self.off or sum(job.load for job in self._jobs.values()) >= MOST_JOBS:
+            return 0
+        left = [most - held for most, held in zip(self._most, self._held, strict=True)]
+        free = [kind.available() - take for kind, take in zip(self._caches.kinds, promised, strict=True)]
+        room, count = JOB_BYTES, 0
+        for kind, _ in entries:
+            left[kind] -= 1
+            free[kind] -= 1
+            room -= self._bytes[kind]
+            if left[kind] < 0 or free[kind] < 0 or (room < 0 and count):
+                break
+            count += 1
+        return count
+
+    def loads(self, job: int) -> bool:
+        """Return True if the command ``job`` is under way and loads blocks."""
+        return job in self._jobs and self._jobs[job].load
+
+    def is_loading(self, entry: Entry) -> bool:
+        """Return True while a command loads the block."""
+        return entry in self._loading
+
+    def stalled(self, now: float) -> bool:
+        """Return True if the disk has not answered a command for too long."""
+        return any(job.due < now for job in self._jobs.values())
+
+    @property
+    def loading_bytes(self) -> int:
+        """Bytes that commands under way load on each rank."""
+        return sum(job.nbytes for job in self._jobs.values() if job.load)
+
+    @property
+    def busy(self) -> bool:
+        """True if a command is under way, or blocks wait to be stored."""
+        return bool(self._jobs or self._wanted)
+
+    @property
+    def held(self) -> int:
+        """Number of blocks of commands under way, over all KV cache groups."""
+        return sum(self._held)
+
+    @property
+    def num_stored(self) -> int:
+        """Number of blocks in the store."""
+        return sum(map(len, self._disk))
+
+    # ---- events
+
+    def on(self, event: TierEvent, now: float) -> list[TierAction]:
+        """Apply ``event`` and return the actions. After any event, further blocks may be stored."""
+        actions = list[TierAction]()
+        match event:
+            case TurnEnded(hashes, prompt, owner):
+                self._ended(hashes, prompt, owner)
+            case Wanted(entries):
+                actions.append(self._load(entries, now))
+            case Copied():
+                actions += self._copied(event)
+            case Changed(added, gone):
+                for kind, key in added:
+                    self._disk[kind].add(key)
+                for kind, key in gone:
+                    self._disk[kind].discard(key)
+            case Stopped(why):
+                self._stop(why)
+            case Flushed():
+                self._wanted.clear()
+                self._ghosts.clear()
+                for group in self._caches.kinds:
+                    group.pool.forget_unused()
+            case Lost():
+                for job in self._jobs.values():
+                    job.void = True
+                self._wanted.clear()
+        actions += self._store(now)
+        return actions
+
+    def _ended(self, hashes: Sequence[bytes], prompt: int, owner: Owner) -> None:
+        """Choose the blocks of an ended sequence to store.
+
+        The next turn of a session continues after the whole sequence, or after the prompt if the client
+        leaves out reasoning. Other blocks are stored on their second use: the key of the first use is
+        remembered in a ghost list.
+        """
+        if self.off or not hashes:
+            return
+        session = bool(owner.session)
+        if self._mode == "sessions" and not session:
+            return
+        lasts = self._continued(hashes, prompt) if session else [set()] * len(self.kinds)
+        for number, (kind, last) in enumerate(zip(self.kinds, lasts, strict=True)):
+            for key in kind.resident(hashes):
+                entry = (number, key)
+                if key in self._disk[number] or entry in self._storing or entry in self._wanted:
+                    continue
+                if self._mode == "all":
+                    reason = "all"
+                elif key in last:
+                    reason = "session"
+                elif self._mode == "reused" and self._seen(entry):
+                    reason = "reused"
+                else:
+                    continue
+                if len(self._wanted) >= MOST_WANTED:
+                    self._skip("full")
+                else:
+                    self._wanted[entry] = (owner, reason)
+
+    def _continued(self, hashes: Sequence[bytes], prompt: int) -> list[set[bytes]]:
+        """Return, for each KV cache group, the keys that a next turn of the session reads."""
+        found = [set[bytes]() for _ in self.kinds]
+        for part in (hashes, hashes[:prompt]):
+            reach = self._caches.hit(part, len(part) * self._base)
+            for kind, keys in zip(self.kinds, found, strict=True):
+                keys.update(kind.needed(part, reach))
+        return found
+
+    def _seen(self, entry: Entry) -> bool:
+        """Return True if the key was seen before; else remember the key."""
+        if entry in self._ghosts:
+            del self._ghosts[entry]
+            return True
+        self._ghosts[entry] = None
+        if len(self._ghosts) > MOST_GHOSTS:
+            self._ghosts.popitem(last=False)
+        return False
+
+    def _load(self, entries: Sequence[Entry], now: float) -> CopyBlocks:
+        items = []
+        for kind, key in entries:
+            pool = self._caches.kinds[kind].pool
+            block = pool.take()
+            self._pins.pin(kind, block, now + PIN_S)
+            pool.release(block, -1)  # the pin alone remains
+            self._loading.add((kind, key))
+            items.append((kind, block, key))
+        return self._command(True, items, now)
+
+    def _store(self, now: float) -> list[TierAction]:
+        """Return commands to store waiting blocks, as far as the limits allow."""
+        if not self._wanted or self.off or self.stalled(now):
+            return []
+        made = list[TierAction]()
+        while self._wanted and sum(not job.load for job in self._jobs.values()) < MOST_JOBS:
+            items, owner = self._batch(now)
+            if not items:
+                break
+            made.append(self._command(False, items, now, owner))
+        return made
+
+    def _batch(self, now: float) -> tuple[list[tuple[int, int, bytes]], Owner]:
+        """Take the next blocks with the same owner from the waiting blocks, pin the blocks and return
+        (blocks, owner). Half of the tier's share of a pool stays for loads."""
+        room, items, owner = min(JOB_BYTES, self._may_write(now)), list[tuple[int, int, bytes]](), Owner()
+        held = list(self._held)
+        while self._wanted:
+            entry, (its, reason) = next(iter(self._wanted.items()))
+            kind, key = entry
+            pool = self._caches.kinds[kind].pool
+            block = pool.find(key)
+            if block == NULL_BLOCK:
+                del self._wanted[entry]
+                self._skip("evicted")
+                continue
+            size = self._bytes[kind]
+            full = held[kind] >= max(1, self._most[kind] // 2)
+            if full or (items and its != owner) or (room < size and (items or self._rate)):
+                break
+            del self._wanted[entry]
+            owner, room = its, room - size
+            pool.share(block)
+            self._pins.pin(kind, block, now + PIN_S)
+            pool.release(block, -1)
+            held[kind] += 1
+            self._storing.add(entry)
+            self._reasons[entry] = reason
+            items.append((kind, block, key))
+            self._allowed -= size if self._rate else 0
+        return items, owner
+
+    def _may_write(self, now: float) -> int:
+        """Return the bytes that the write rate allows now. At most one second's bytes, and one command's
+        bytes, add up while nothing is written."""
+        if not self._rate:
+            return JOB_BYTES
+        since = now if self._allowed_at is None else self._allowed_at
+        most = max(self._rate, float(JOB_BYTES))
+        self._allowed = min(most, self._allowed + (now - since) * self._rate)
+        self._allowed_at = now
+        return int(self._allowed)
+
+    def _command(
+        self, load: bool, items: list[tuple[int, int, bytes]], now: float, owner: Owner = Owner()
+    ) -> CopyBlocks:
+        self._number += 1
+        for kind, _, _ in items:
+            self._held[kind] += 1
+        nbytes = sum(self._bytes[kind] for kind, _, _ in items)
+        self._jobs[self._number] = _Job(load, items, nbytes, now + STUCK_S)
+        return copy_of(self._number, load, items, owner)
+
+    def _copied(self, copied: Copied) -> Iterator[TierAction]:
+        """Release the blocks of an ended command. Loaded blocks enter the prefix cache first."""
+        job = self._jobs.pop(copied.job, None)
+        if job is None:
+            return
+        for (kind, block, key), outcome in zip(job.items, copied.outcomes, strict=True):
+            entry, done = (kind, key), outcome == BlockOutcome.DONE
+            self._held[kind] -= 1
+            if job.load:
+                self._loading.discard(entry)
+                self._landed(entry, block, BlockOutcome(outcome), job.void)
+            else:
+                self._storing.discard(entry)
+                reason = self._reasons.pop(entry, "all")
+                if done and not job.void:
+                    self._disk[kind].add(key)
+                    self.failed.pop(entry, None)
+                    self.stored[reason] = self.stored.get(reason, 0) + 1
+                elif not done:
+                    self._skip(BlockOutcome(outcome).name.lower())
+            self._pins.unpin(kind, block)
+        if job.load:
+            yield Resolved([(kind, key) for kind, _, key in job.items])
+
+    def _landed(self, entry: Entry, block: int, outcome: BlockOutcome, void: bool) -> None:
+        """Insert a loaded block into the prefix cache, unless the load has failed or the caches were reset.
+
+        INVARIANT: every rank has filled and checked the block, and no rank was lost since.
+        """
+        kind, key = entry
+        if outcome in (BlockOutcome.CORRUPT, BlockOutcome.GONE):
+            self._disk[kind].discard(key)
+        if outcome == BlockOutcome.DONE and not void:
+            self._caches.kinds[kind].pool.insert(block, key)
+            self.failed.pop(entry, None)
+        elif len(self.failed) < MOST_GHOSTS:
+            self.failed[entry] = outcome
+
+    def _stop(self, why: str) -> None:
+        self.off = why
+        for _ in self._wanted:
+            self._skip("off")
+        self._wanted.clear()
+        for disk in self._disk:
+            disk.clear()
+
+    def _skip(self, reason: str) -> None:
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1

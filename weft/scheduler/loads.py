@@ -1,0 +1,347 @@
+"""Loads of blocks from a KV tier, for sequences that arrive: what to load, how long to wait, when to stop.
+
+    arrival ─ pool and store have more than the pool ─> Blocked ─ landed, cut or late ─> Waiting
+                                                          │ ^
+                                         commands to ranks╰─╯blocks enter the prefix cache
+
+A sequence waits for loads only while loading is predicted to be quicker than computing. The queue of loads is
+served in order of arrival; each load goes from front to back. Whatever has landed when the wait ends is an
+ordinary prefix hit. Pure: no I/O, no clock. ``weft.kv.tiers`` has the states of the blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from weft.kv.tiers import Copied as CopiedBlocks
+from weft.kv.tiers import Lost, Resolved, TierAction, TierBook, TierEvent, TierTick, TurnEnded, Wanted
+from weft.scheduler.policy.fit import CostFitter
+from weft.scheduler.policy.step_cost import PRIOR, CostModel, StepShape, decode_shape, shape_of
+from weft.scheduler.sequence import Running
+from weft.scheduler.sequence import Sequence as Stream
+from weft.scheduler.state import SchedulerState
+from weft.types.plan import StepPlan
+from weft.types.tiers import BlockOutcome, CopyBlocks, Entry, Owner, StoreState, TierStats
+
+FIRST_RATE = 200e6
+"""Bytes per second of a rank's disk before the first measurement."""
+_NEW = 0.3
+"""Weight of a new measurement of the rate."""
+_MOST_LOOKED = 256
+"""Maximum blocks of a load that one command considers."""
+_SHOWN = {"cut": "slower", "late": "loading"}
+"""Outcome of a load -> reason in the explanation of a cache miss, if another word."""
+SOONEST_S, LATEST_S = 0.5, 30.0
+"""Bounds of the seconds that a sequence waits for a load. In between: the predicted seconds of computing."""
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """The load of one waiting sequence."""
+
+    sequence: Stream
+    hashes: list[bytes]
+    limit: int
+    reach: int
+    """Length of the prefix after the load, in tokens."""
+    before: int
+    """Length of the prefix in the pool before the load."""
+    left: list[Entry]
+    """Blocks not yet requested, in reverse order."""
+    pending: set[Entry]
+    began: float = math.nan
+    due: float = math.inf
+
+
+class Loads:
+    """The loads of one scheduler, and the tier's part in the ends of sequences."""
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        book: TierBook,
+        most_tokens: int,
+        promised: Callable[[], list[int]],
+        starved: Callable[[], bool],
+        changed: Callable[[], None],
+        cost: Callable[[], CostModel] | None = None,
+    ) -> None:
+        """``most_tokens``: maximum tokens of a step. ``promised``, ``starved``: see ``Planner``. ``changed``:
+        called when blocks may have become free. ``cost``: returns the cost model of steps; by default a model
+        fitted here."""
+        self._state, self.book = state, book
+        self._chunk = most_tokens
+        self._promised, self._starved, self._changed = promised, starved, changed
+        self._fitter = CostFitter() if cost is None else None
+        self._cost = cost or (lambda: self._fitted())
+        self._loads: OrderedDict[int, _Load] = OrderedDict()
+        self._ended: list[TurnEnded] = []
+        """Ends of sequences since the last ``requests``: blocks and snapshots of the last step are inserted
+        by now."""
+        self._actions: list[CopyBlocks] = []
+        self._rate = FIRST_RATE
+        self._notes: dict[int, tuple[str, int]] = {}
+        """Sequence not yet admitted -> (why the load ended early, prefix in pool and store)."""
+        self._reached: dict[int, tuple[int, int]] = {}
+        """Sequence not yet admitted -> (prefix before the load, prefix after the load)."""
+        self.store = StoreState()
+        self._outcomes: dict[str, int] = {}
+        self._seconds = 0.0
+        self._bytes = self._saved = 0
+
+    # ---- called by the scheduler's state
+
+    def block(self, sequence: Stream) -> bool:
+        """Return True if a sequence that could enter the queue must wait for a load. At most once for a
+        sequence."""
+        if sequence.loading is not None or sequence.fetches or self.book.off:
+            return bool(sequence.loading)
+        sequence.loading = False
+        limit = sequence.may_skip()
+        hashes = self._state.hashes(sequence, len(sequence.tokens)) if limit else []
+        if not hashes or not self._state.kv.enable_prefix_caching:
+            return False
+        before = self._state.caches.hit(hashes, limit)
+        reach = self.book.hit(hashes, limit)
+        if reach <= before:
+            return False
+        entries = self.book.missing(hashes, reach)
+        if self._load_seconds(entries) >= self._compute_seconds(before, reach):
+            self._notes[sequence.id] = ("slower", reach)
+            self._count("slower")
+            return False
+        self._touch(hashes, before)
+        pending = {entry for entry in entries if self.book.is_loading(entry)}
+        left = [entry for entry in reversed(entries) if entry not in pending]
+        load = _Load(sequence, hashes, limit, reach, before, left, pending)
+        self._loads[sequence.id] = load
+        sequence.loading = True
+        return True
+
+    def leaves(self, sequence: Stream, *, failed: bool = False) -> None:
+        """Note that a sequence ended or was preempted. Call before the slot is released."""
+        self._loads.pop(sequence.id, None)
+        self._notes.pop(sequence.id, None)
+        self._reached.pop(sequence.id, None)
+        run = sequence.state
+        if failed or not isinstance(run, Running) or sequence.chain is None:
+            return
+        base = self._state.kv.block_size
+        computed = int(self._state.columns.num_computed[run.slot]) // base
+        owner = Owner(sequence.payer, sequence.salt, sequence.session)
+        hashes = sequence.chain.hashes[:computed]
+        self._ended.append(TurnEnded(hashes, min(sequence.num_prompt // base, computed), owner))
+
+    def admitted(self, sequence: Stream, num_hit: int) -> None:
+        """Note the first admission of a sequence with a hit of ``num_hit``. Count saved tokens, and explain a
+        load that ended early."""
+        why, reach = self._notes.pop(sequence.id, ("", 0))
+        before, after = self._reached.pop(sequence.id, (num_hit, num_hit))
+        self._saved += max(0, min(num_hit, after) - before)
+        if why and num_hit < reach and sequence.miss is not None:
+            sequence.miss = msgspec.structs.replace(sequence.miss, reason=why, position=num_hit, theirs=b"")
+
+    def lost(self) -> None:
+        """Give up all loads after the caches were reset. Results of commands under way will be void."""
+        self._ended.clear()
+        self._apply(self.book.on(Lost(), 0.0))
+        for load in list(self._loads.values()):
+            self._go_on(load, "lost", math.nan)
+
+    # ---- called by the scheduler
+
+    @property
+    def any_blocked(self) -> bool:
+        """True if a sequence waits for a load."""
+        return bool(self._loads)
+
+    @property
+    def moving(self) -> bool:
+        """True while commands are under way or blocks wait to be stored, unless the disk is stuck or off."""
+        return bool(self._ended or self.book.busy) and not self.book.off
+
+    def expire(self, now: float) -> None:
+        """Let sequences whose wait has taken too long go on with the blocks that have landed."""
+        for load in [load for load in self._loads.values() if load.due <= now]:
+            self._go_on(load, "late", now)
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learn the cost of steps with prompts."""
+        if self._fitter is not None and plan.prefill.rows:
+            self._fitter.observe(shape_of(plan), seconds)
+
+    # ---- called by the engine
+
+    def requests(self, now: float) -> list[CopyBlocks]:
+        """Return the commands for the ranks. Call after every change to the scheduler, but not between
+        ``build`` and ``freeze``. Cheap when there are none."""
+        if self._ended:
+            ended, self._ended = self._ended, []
+            for turn in ended:
+                self._apply(self.book.on(turn, now))
+        if self._loads:
+            self._serve(now)
+        if self.book.busy:
+            self._apply(self.book.on(TierTick(), now))
+        made, self._actions = self._actions, []
+        return made
+
+    def on(self, event: TierEvent | StoreState, now: float) -> None:
+        """Apply an event of the ranks or of the store."""
+        if isinstance(event, StoreState):
+            self.store = event
+            return
+        if isinstance(event, CopiedBlocks) and event.seconds > 0 and self.book.loads(event.job):
+            self._rate += _NEW * (event.nbytes / event.seconds - self._rate)
+        self._apply(self.book.on(event, now))
+        for load in list(self._loads.values()):
+            if not load.pending:
+                self._look(load, now)
+        self._changed()
+
+    def stats(self, now: float = -math.inf) -> TierStats:
+        """Return the statistics of the tier."""
+        return TierStats(
+            nbytes=self.store.nbytes,
+            blocks=self.book.num_stored,
+            waiting=len(self._loads),
+            pinned=self.book.held,
+            off=int(bool(self.book.off) or self.book.stalled(now)),
+            loads=dict(self._outcomes),
+            load_bytes=self._bytes,
+            load_seconds=self._seconds,
+            stores=dict(self.book.stored),
+            skipped=dict(self.book.skipped),
+            evictions=self.store.evicted + self.store.expired,
+            saved_tokens=self._saved,
+        )
+
+    # ----
+
+    def _apply(self, actions: Sequence[TierAction]) -> None:
+        """Queue commands, and take ended loads of blocks off the waiting sequences."""
+        for action in actions:
+            if isinstance(action, CopyBlocks):
+                self._actions.append(action)
+            elif isinstance(action, Resolved):
+                for load in self._loads.values():
+                    load.pending.difference_update(action.entries)
+
+    def _serve(self, now: float) -> None:
+        """Request the next blocks of the waiting sequences, in order of arrival, as far as there is room."""
+        for load in list(self._loads.values()):
+            if math.isnan(load.began):
+                load.began = now
+                seconds = self._compute_seconds(load.before, load.reach)
+                load.due = now + min(max(seconds, SOONEST_S), LATEST_S)
+        if self._starved() or self.book.stalled(now):
+            return  # admission comes first; a stuck disk gets no further commands
+        for load in list(self._loads.values()):
+            while load.left:
+                if not self._request(load, now):
+                    return
+            if not load.pending:
+                self._look(load, now)
+
+    def _request(self, load: _Load, now: float) -> bool:
+        """Request the next blocks of a load. Return False without room."""
+        while load.left and (self._there(load.left[-1]) or self.book.is_loading(load.left[-1])):
+            entry = load.left.pop()
+            if self.book.is_loading(entry):
+                load.pending.add(entry)
+        if not load.left:
+            return True
+        leading = load.left[: -_MOST_LOOKED - 1 : -1]
+        room = self.book.room(leading, self._promised())
+        # The same key twice in one command would load the block twice.
+        entries = list(dict.fromkeys(leading[:room]))
+        if not entries:
+            return False
+        del load.left[len(load.left) - len(entries) :]
+        load.pending.update(entries)
+        self._bytes += self.book.bytes_of(entries)
+        self._apply(self.book.on(Wanted(entries), now))
+        return True
+
+    def _there(self, entry: Entry) -> bool:
+        return self.book.kinds[entry[0]].has(entry[1])
+
+    def _look(self, load: _Load, now: float) -> None:
+        """End the wait of a load that is complete, has failed, or would take longer than computing the
+        rest."""
+        if not load.left:
+            self._go_on(load, "done", now)
+            return
+        reached = self._state.caches.hit(load.hashes, load.limit)
+        if self._load_seconds(load.left) > self._compute_seconds(max(reached, load.before), load.reach):
+            self._go_on(load, "cut", now)
+
+    def _go_on(self, load: _Load, outcome: str, now: float) -> None:
+        """Let a sequence enter the queue with what has landed."""
+        sequence = load.sequence
+        reached = self._state.caches.hit(load.hashes, load.limit)
+        if outcome == "done" and reached < load.reach:
+            outcome = self._why(load)
+        self._count(outcome)
+        if not math.isnan(now) and not math.isnan(load.began):
+            self._seconds += now - load.began
+        if reached < load.reach:
+            self._notes[sequence.id] = (_SHOWN.get(outcome, outcome), load.reach)
+        if reached > load.before:
+            self._reached[sequence.id] = (load.before, reached)
+        self._loads.pop(sequence.id, None)
+        sequence.loading = False
+        self._state.loaded(sequence)
+        self._changed()
+
+    def _why(self, load: _Load) -> str:
+        """Return why a load of all blocks has a shorter hit."""
+        failed = self.book.failed
+        for kind, key in self.book.missing(load.hashes, load.reach):
+            outcome = failed.get((kind, key))
+            if outcome is not None:
+                return BlockOutcome(outcome).name.lower()
+        return "evicted"
+
+    def _touch(self, hashes: Sequence[bytes], position: int) -> None:
+        """Mark the blocks that a sequence finds in the pool as recently used: a load must not evict them."""
+        for group, kind in zip(self._state.caches.kinds, self.book.kinds, strict=True):
+            for key in reversed(kind.needed(hashes, position)):
+                block = group.pool.find(key)
+                group.pool.share(block)
+                group.pool.release(block, -1)
+
+    def _load_seconds(self, entries: Sequence[Entry]) -> float:
+        """Return the predicted seconds until ``entries`` are loaded, behind all other loads."""
+        ahead = sum(self.book.bytes_of(load.left) for load in self._loads.values())
+        return (ahead + self.book.loading_bytes + self.book.bytes_of(entries)) / self._rate
+
+    def _compute_seconds(self, start: int, end: int) -> float:
+        """Return the predicted seconds to compute positions ``start`` .. end - 1 beside the running decode
+        rows."""
+        model = self._cost()
+        beside = self._decode_rows()
+        room = max(self._chunk - beside.decode_tokens, 1)
+        seconds = 0.0
+        for at in range(start, end, room):
+            seconds += model.predict(beside.with_chunk(at, min(room, end - at)))
+        return seconds
+
+    def _fitted(self) -> CostModel:
+        return PRIOR if self._fitter is None else self._fitter.model
+
+    def _decode_rows(self) -> StepShape:
+        columns, slots = self._state.columns, self._state.order()
+        if not len(slots):
+            return StepShape()
+        slots = slots[~columns.prefilling(slots)]
+        return decode_shape(columns.num_computed[slots], np.ones(len(slots), np.int64))
+
+    def _count(self, outcome: str) -> None:
+        self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1

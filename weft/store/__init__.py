@@ -1,0 +1,1 @@
+"""Files that outlive a process: the disk tier of the KV cache."""

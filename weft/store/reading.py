@@ -1,0 +1,41 @@
+"""The check of a record that was read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.store import layout
+from weft.store.index import Found
+from weft.store.records import PAGE, RecordId
+from weft.store.segment import Digests
+
+
+class Loaded(NamedTuple):
+    """A record that was read and is not checked yet."""
+
+    record: RecordId
+    found: Found
+    whole: np.ndarray
+    """uint8: header and padded payload."""
+    count: int
+    """Bytes of ``whole`` that were read."""
+
+
+def damage(loaded: Loaded, digest: Digests) -> str:
+    """Return "" if the bytes are the written bytes, "gone" for a removed record, else "corrupt"."""
+    record, found, whole, count = loaded
+    if count < PAGE:
+        return "corrupt"
+    identity, entry = found.segment.identity, found.entry
+    header = layout.header_of(whole[:PAGE].tobytes(), identity, int(entry["offset"]))
+    if header is None:
+        # A removed record is a hole of zeros.
+        return "corrupt" if whole[:PAGE].any() else "gone"
+    if count < len(whole) or header.entry.tobytes() != entry.tobytes():
+        return "corrupt"
+    nbytes = int(entry["nbytes"])
+    payload, seeds = whole[PAGE : PAGE + nbytes], layout.seeds_of(identity, record, nbytes)
+    made = digest(payload, layout.spans_of(nbytes), seeds)
+    return "" if np.array_equal(made, header.digests) else "corrupt"

@@ -1,0 +1,165 @@
+"""Messages about a KV tier: copies of blocks between the caches and a store, and statistics.
+
+``CopyBlocks`` and ``BlocksCopied`` are also frames between an engine process and the ranks of a group
+(``weft.types.frames``). No I/O.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+
+KEY_BYTES = 16
+"""Bytes of a block's key (``weft.kv.hashing``)."""
+
+Entry: TypeAlias = tuple[int, bytes]
+"""(number of the KV cache group, key) of a block."""
+StoreMode: TypeAlias = Literal["sessions", "reused", "all"]
+"""Which blocks a tier stores: of sessions, also of prefixes seen twice, or all."""
+
+
+class BlockOutcome(enum.IntEnum):
+    """Result of the copy of one block. The result of a group is the least of all ranks."""
+
+    LOST = 0
+    """The rank's process ended, or missed the command."""
+    OFF = 1
+    """The store is off after an I/O error."""
+    CORRUPT = 2
+    """The digest was wrong: the record is dropped."""
+    GONE = 3
+    """The store has no such record any more."""
+    SKIPPED = 4
+    """The store did not take the block: no room, or too many bytes per second."""
+    DONE = 5
+
+
+class Owner(NamedTuple):
+    """The owner of stored blocks: hash of the API key, salt and session. Each may be ""."""
+
+    payer: str = ""
+    salt: str = ""
+    session: str = ""
+
+
+class CopyBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
+    """Engine to rank: copy blocks to the store, or from the store into blocks. Answered with
+    ``BlocksCopied``.
+
+    Without blocks, the frame is a fence: the rank answers when all earlier copies have ended.
+    """
+
+    job: int
+    load: bool
+    kinds: bytes = b""
+    """int32 [blocks]: number of the KV cache group."""
+    blocks: bytes = b""
+    """int32 [blocks]: block id."""
+    keys: bytes = b""
+    """16 bytes for each block."""
+    owner: tuple[str, str, str] = ("", "", "")
+    """``Owner`` of the stored blocks."""
+
+    @property
+    def size(self) -> int:
+        """Number of blocks."""
+        return len(self.keys) // KEY_BYTES
+
+    def items(self) -> Iterator[tuple[int, int, bytes]]:
+        """Yield (KV cache group, block, key) of each block."""
+        kinds: list[int] = np.frombuffer(self.kinds, "<i4").tolist()
+        blocks: list[int] = np.frombuffer(self.blocks, "<i4").tolist()
+        for number, (kind, block) in enumerate(zip(kinds, blocks, strict=True)):
+            yield kind, block, self.keys[KEY_BYTES * number : KEY_BYTES * (number + 1)]
+
+
+def copy_of(
+    job: int, load: bool, items: Sequence[tuple[int, int, bytes]], owner: Owner = Owner()
+) -> CopyBlocks:
+    """Return the command to copy ``items``: (KV cache group, block, key) of each block."""
+    return CopyBlocks(
+        job=job,
+        load=load,
+        kinds=np.array([kind for kind, _, _ in items], "<i4").tobytes(),
+        blocks=np.array([block for _, block, _ in items], "<i4").tobytes(),
+        keys=b"".join(key for _, _, key in items),
+        owner=(owner.payer, owner.salt, owner.session),
+    )
+
+
+class BlocksCopied(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
+    """Rank to engine: the copies of a job have ended. The rank touches none of the blocks any more."""
+
+    rank: int
+    job: int
+    outcomes: bytes = b""
+    """One ``BlockOutcome`` for each block."""
+    nbytes: int = 0
+    """Bytes copied by the rank."""
+    seconds: float = 0.0
+    """Seconds from the start of the job to the end, without the time in the queue."""
+
+
+class FlushStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
+    """Engine to rank: remove records from the store. All fields None: every record of the folder."""
+
+    payer: str | None = None
+    salt: str | None = None
+    session: str | None = None
+
+
+class StoreChanged(msgspec.Struct, frozen=True):
+    """The rank of the engine process has seen changes of the store: records of other processes, evictions,
+    expiry."""
+
+    added: tuple[Entry, ...] = ()
+    gone: tuple[Entry, ...] = ()
+
+
+class StoreState(msgspec.Struct, frozen=True):
+    """State of the store, as seen by the rank of the engine process."""
+
+    nbytes: int = 0
+    """Bytes in the folder."""
+    blocks: int = 0
+    """Records of the model."""
+    evicted: int = 0
+    expired: int = 0
+    corrupt: int = 0
+    off: str = ""
+    """Why the store is off; "" while the store works."""
+
+
+class TierStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Statistics of the disk tier of an engine process. Counters since the start, except gauges."""
+
+    nbytes: int = 0
+    """Gauge: bytes in the folder, of all processes."""
+    blocks: int = 0
+    """Gauge: blocks of the model in the folder."""
+    waiting: int = 0
+    """Gauge: sequences that wait for a load."""
+    pinned: int = 0
+    """Gauge: blocks pinned by copies."""
+    off: int = 0
+    """Gauge: 1 while the tier is off after an error, or while the disk does not answer."""
+    loads: dict[str, int] = {}
+    """Loads of prompts, by outcome."""
+    load_bytes: int = 0
+    load_seconds: float = 0.0
+    """Seconds for which prompts waited for loads, summed."""
+    stores: dict[str, int] = {}
+    """Stored blocks, by reason."""
+    skipped: dict[str, int] = {}
+    """Blocks that were not stored, by reason."""
+    evictions: int = 0
+    """Records evicted or expired by this process."""
+    saved_tokens: int = 0
+    """Prompt tokens that were not computed because of loads."""
+
+
+TierCommand = CopyBlocks | FlushStore
