@@ -348,6 +348,12 @@ class SeveralModels:
         card.status = self.table.entries[slot.name].state.value
         return card
 
+    def named(self, name: str, client: int) -> Front | None:
+        """Return the front of the loaded model with the name, or with a LoRA adapter of the name; None for a
+        model that is not loaded. Raises NotFound."""
+        slot = self._find(NamedModel(name), client)
+        return slot.front if name not in self._names else None
+
     def front_of(self, name: str) -> Front:
         """Return the front of a loaded model; "" for the only loaded model. Raises NotFound, InvalidRequest,
         and Unavailable for a model that is not loaded."""
