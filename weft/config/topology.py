@@ -123,7 +123,9 @@ def read_topology(path: str | Path, front: Mapping[str, Any] | None = None) -> T
     common = {key: value for key, value in loaded.items() if key not in ("groups", "front")}
     _check_fields(common, name, ("groups", "front"))
     defaults = parse_values(common, name, "FILE")
-    return Topology(front_of(loaded.get("front"), name, front or {}), groups_of(loaded["groups"], defaults, name))
+    return Topology(
+        front_of(loaded.get("front"), name, front or {}), groups_of(loaded["groups"], defaults, name)
+    )
 
 
 def groups_of(entries: list[Any], defaults: Mapping[str, Any], name: str) -> tuple[GroupSettings, ...]:

@@ -70,8 +70,8 @@ def add_adapters(app: FastAPI, front: Front) -> None:
 
 
 def _with_adapters(front: Front) -> Front:
-    """Return the front of the model that takes adapters. Raises InvalidRequest unless exactly one loaded model
-    of a server of several models does."""
+    """Return the front of the model that takes adapters. Raises InvalidRequest unless exactly one loaded
+    model of a server of several models does."""
     if front.several is None:
         return front
     able = [one for one in front.several.fronts if one.config.lora.max_loras]

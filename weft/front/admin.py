@@ -275,7 +275,8 @@ async def read_body(front: Front, request: Request, kind: type[B]) -> B:
 
 
 def chosen(front: Front, model: str) -> Front:
-    """Return the front of the model that an operator names. Raises WeftError, see ``SeveralModels.front_of``."""
+    """Return the front of the model that an operator names. Raises the errors of
+    ``SeveralModels.front_of``."""
     if front.several is not None:
         return front.several.front_of(model)
     if model:

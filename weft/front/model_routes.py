@@ -1,5 +1,8 @@
-"""Cards of all models, and the routes that load, unload and pin models. Also for other modules of the front:
-``statuses``, ``load_model``, ``unload_model`` and ``pin_model`` work for servers of one and of several models."""
+"""Cards of all models, and the routes that load, unload and pin models.
+
+For other modules of the front: ``statuses``, ``load_model``, ``unload_model`` and ``pin_model`` work for
+servers of one and of several models.
+"""
 
 from __future__ import annotations
 

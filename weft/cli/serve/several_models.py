@@ -15,11 +15,13 @@ import click
 import msgspec
 
 from weft.cli.processes import child
+from weft.cli.serve.serve import with_keys
 from weft.common import signals
+from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
 from weft.common.title import set_title
 from weft.config.file_limits import ask_for_files
-from weft.config.sections.all import FrontSection
+from weft.config.sections.all import Config, FrontSection
 from weft.config.sections.tls import server_context
 from weft.config.topology import serves
 
@@ -113,7 +115,10 @@ def run_models(models: Sequence[ResolvedModel], front: FrontSection) -> int:
 
 
 def _serve(
-    models: Sequence[ResolvedModel], engines: Sequence[ModelEngines], front: FrontSection, listener: socket.socket
+    models: Sequence[ResolvedModel],
+    engines: Sequence[ModelEngines],
+    front: FrontSection,
+    listener: socket.socket,
 ) -> int:
     """Run the API server over the models. Return the exit status."""
     from weft.front.front_server import serve
@@ -153,6 +158,7 @@ def model_set(
             msgspec.structs.replace(model.section, api_key=keys),
             ModelFacts(model.name, model.cost, model.pin, model.ttl, model.starts),
             processes,
+            model.measured,
         )
         for model, processes in zip(models, engines, strict=True)
     )
@@ -173,14 +179,19 @@ def describe(models: Sequence[ResolvedModel], front: FrontSection) -> str:
     return "\n".join(lines)
 
 
-def up_models(file: str, front: FrontSection, given: Mapping[str, Any], *, check: bool) -> int:
-    """Serve the models of a topology file. Return the exit status. ``front``: settings of the server with
-    all keys. ``given``: field values of the command line. ``check``: only print the plan. Raise ConfigError.
-    """
+def up_models(file: str, place: str, given: Mapping[str, Any], *, check: bool) -> int:
+    """Serve the models of a topology file. Return the exit status. ``place``: ``--on``. ``given``: field
+    values of the command line. ``check``: only print the plan. Raise ConfigError."""
+    from weft.cli.serve.server import configure_log
     from weft.config.models.several import read_models, resolve_models
-    from weft.config.secret_file import check_secrets
+    from weft.config.secret_file import check_secrets, warn_of_readable_keys
 
-    settings, _ = read_models(file, given)
+    if place == "ray":
+        raise ConfigError("--on ray is for topologies of one model", param="--on")
+    settings, section = read_models(file, given)
+    front = with_keys(Config(front=section)).front
+    configure_log(front)
+    warn_of_readable_keys(file)
     models = resolve_models(settings, front)
     check_secrets([group for model in models for group in model.groups])
     if check:
@@ -188,5 +199,3 @@ def up_models(file: str, front: FrontSection, given: Mapping[str, Any], *, check
         click.echo(describe(models, front))
         return 0
     return run_models(models, front)
-
-

@@ -9,7 +9,6 @@ import click
 from weft.cli import options
 from weft.cli.serve.on_ray import RayOptions, check_place, up_on_ray
 from weft.cli.serve.serve import with_keys
-from weft.common.errors import ConfigError
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import Config, FrontSection
 
@@ -33,25 +32,21 @@ def up(file: str, place: str, ray_address: str, name: str, stop: bool, check: bo
     """Serve the groups of the topology FILE over an OpenAI-compatible API.
 
     FILE is YAML. Top-level keys are flags of an engine and hold for all groups. `front` has flags of the
-    server; flags on the command line win. `models` lists several models. `groups` is a list: each group has a role (unified, prefill, decode
-    or encode), a count and its own flags. The folder examples has ready-made files. SIGUSR1 restarts all
-    groups, one after the other, without loss of a request.
+    server; flags on the command line win. `groups` is a list: each group has a role (unified, prefill, decode
+    or encode), a count and its own flags. `models` lists several models in place of `groups`. The folder
+    examples has ready-made files. SIGUSR1 restarts all groups, one after the other, without loss of a
+    request.
     """
     from weft.cli.serve.server import configure_log, run
     from weft.cli.serve.several_models import up_models
-    from weft.config.models.several import has_models, read_models, refuse_models
+    from weft.config.models.several import has_models, refuse_models
     from weft.config.secret_file import check_secrets, warn_of_readable_keys
     from weft.config.sections.tls import server_context
     from weft.config.topology import read_topology, resolve_groups
 
-    if has_models(file):
-        if place == "ray":
-            raise ConfigError("--on ray is for topologies of one model", param="--on")
-        front = with_keys(Config(front=read_models(file, options.given_values(given))[1])).front
-        configure_log(front)
-        warn_of_readable_keys(file)
-        return up_models(file, front, options.given_values(given), check=check)
     check_place(place, {"--ray-address": ray_address, "--name": name, "--stop": stop})
+    if has_models(file):
+        return up_models(file, place, options.given_values(given), check=check)
     topology = read_topology(file, options.given_values(given))
     front = with_keys(Config(front=topology.front)).front
     refuse_models(front, "a topology of one model")

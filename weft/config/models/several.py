@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
-from weft.common.cores import usable_cores
 from weft.config.file import field_of, load_yaml, parse_values
 from weft.config.flags import SETTINGS, parse_size
 from weft.config.resolve import RANKS_EACH_CORE, resolve
@@ -55,7 +55,7 @@ TEXT_KEYS = (
     "scripted",
 )
 """Settings of the server that each model may have for itself."""
-_OWN = ("aliases", "pin", "ttl", "load", "groups")
+_OWN = ("aliases", "pin", "ttl", "load", "memory", "groups")
 """Keys of a model besides flags."""
 _SLUG = re.compile(r"[^a-z0-9-]+")
 
@@ -74,6 +74,8 @@ class ModelSettings(NamedTuple):
     """Seconds without a request until the unload; None for ``--models-ttl``."""
     starts: bool | None = None
     """True: load at the start. False: load on demand. None: at the start without ``--models-memory``."""
+    memory: int | None = None
+    """Bytes of memory while the model is loaded; None for an estimate."""
 
 
 class ResolvedModel(NamedTuple):
@@ -84,7 +86,9 @@ class ResolvedModel(NamedTuple):
     groups: tuple[EngineConfig, ...]
     section: FrontSection
     cost: int
-    """Estimated bytes of memory while the model is loaded."""
+    """Bytes of memory while the model is loaded."""
+    measured: bool
+    """True: the engines' report replaces ``cost``."""
     pin: bool
     ttl: float
     starts: bool
@@ -150,6 +154,9 @@ def _model(
         raise ConfigError(f"{where}: ttl must be a number of seconds above 0")
     if not isinstance(aliases, list) or not all(isinstance(one, str) and one for one in aliases):
         raise ConfigError(f"{where}: aliases must be a list of names, e.g. [small, default]")
+    memory = parse_size(entry.get("memory"))
+    if memory is None and entry.get("memory") is not None:
+        raise ConfigError(f"{where}: memory must be a size, e.g. 3G")
     return ModelSettings(
         Topology(front, groups_of(groups, values, where)),
         name,
@@ -157,6 +164,7 @@ def _model(
         pin,
         None if ttl is None else float(ttl),
         None if load is None else load == "start",
+        memory,
     )
 
 
@@ -288,8 +296,9 @@ def _resolved(model: ModelSettings, section: FrontSection, share: HostShare, sta
     # An adapter that a request has loaded would be lost with the engines.
     pin = model.pin or groups[0].lora.max_loras > 0
     ttl = section.models_ttl if model.ttl is None else model.ttl
-    cost = model_cost(groups)
-    return ResolvedModel(face(groups), groups, front, cost, pin, ttl or math.inf, starts)
+    cost, measured = model_cost(groups), model.memory is None
+    cost = cost if model.memory is None else model.memory
+    return ResolvedModel(face(groups), groups, front, cost, measured, pin, ttl or math.inf, starts)
 
 
 def _named(group: EngineConfig, model: ModelSettings) -> EngineConfig:
@@ -317,8 +326,8 @@ def _check_memory(models: Sequence[ResolvedModel], section: FrontSection) -> Non
     for model in models:
         if model.cost > budget:
             raise ConfigError(
-                f"model {model.name} needs {model.cost / (1 << 30):.2f} GiB for weights and caches, more than "
-                "--models-memory: raise --models-memory, or set --kv-cache-memory or --max-num-seqs lower",
+                f"model {model.name} needs {model.cost / (1 << 30):.2f} GiB for weights and caches, more "
+                "than --models-memory: raise --models-memory, or set --kv-cache-memory or --max-num-seqs lower",
                 param="--models-memory",
             )
     early = sum(model.cost for model in models if model.starts)

@@ -104,9 +104,7 @@ def add_scoring(app: FastAPI, front: Front) -> None:
 class PooledShape(WholeShape):
     """Answer of one request. Never streamed."""
 
-    def __init__(
-        self, make: Callable[[PooledShape, EmbeddingUsage], Any], generation: Generation
-    ) -> None:
+    def __init__(self, make: Callable[[PooledShape, EmbeddingUsage], Any], generation: Generation) -> None:
         """``make``: makes the answer. Raises InvalidRequest for an answer above ``--max-response-bytes``, by
         an estimate of the size."""
         front = generation.front

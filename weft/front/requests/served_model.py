@@ -139,9 +139,7 @@ class ServedModel:
         )
         command = (sys.executable, "-m", "weft.front.requests.read_worker")
         each = most_of_client(READ_PROCESSES) if len(section.api_key) > 1 else 0
-        self.workers = WorkerPool(
-            command, msgspec.msgpack.encode(setup), READ_PROCESSES, READ_SECONDS, each
-        )
+        self.workers = WorkerPool(command, msgspec.msgpack.encode(setup), READ_PROCESSES, READ_SECONDS, each)
         self.grammars = GrammarCheck(setup)
         self._reader = setup.reader(text)
 
@@ -186,5 +184,3 @@ class ServedModel:
     def card(self, name: str) -> ModelCard:
         """Return the card of the model for /v1/models: see ``card_of_model``."""
         return card_of_model(self.config, name, self.created)
-
-

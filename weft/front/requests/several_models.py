@@ -6,7 +6,8 @@
 Each load makes a new ``ServedModel`` over new engine processes. So below this module a server of several
 models is several servers of one model, and no sequence ever moves between models.
 
-For other modules: ``listed`` has the state of each model; ``load``, ``unload``, ``pin`` and ``keep`` change it.
+For other modules: ``listed`` has the state of each model. ``load``, ``unload``, ``pin`` and ``keep`` change
+the state.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class ModelPlan(NamedTuple):
     """Settings of the server, with the text settings of the model."""
     facts: m.ModelFacts
     processes: ModelProcesses
+    measured: bool = True
+    """True: the engines' report replaces the memory in ``facts``."""
 
 
 class ModelSet(NamedTuple):
@@ -83,8 +86,8 @@ class ModelSet(NamedTuple):
     budget: int | None
     """Maximum bytes of all loaded models."""
     keys: KeyModels
-    shared = False
-    """The engines end with this API server."""
+    shared: bool = False
+    """False: the engines end with this API server."""
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -436,8 +439,8 @@ class SeveralModels:
         slot.model, slot.front, slot.error = model, front, None
         slot.watch = asyncio.create_task(self._watch(slot, model))
         self.loads[slot.name] += 1
-        welcome = model.links.welcome
-        cost = model_cost(slot.plan.groups, () if welcome is None else welcome.num_blocks)
+        welcome = model.links.welcome if slot.plan.measured else None
+        cost = 0 if welcome is None else model_cost(slot.plan.groups, welcome.num_blocks)
         log.info("the model %s is loaded", slot.name)
         self._on(m.Loaded(slot.name, cost))
 
