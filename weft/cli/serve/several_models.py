@@ -7,7 +7,7 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ import click
 import msgspec
 
 from weft.cli.processes import child
-from weft.cli.serve.serve import with_keys
 from weft.common import signals
 from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
@@ -179,9 +178,12 @@ def describe(models: Sequence[ResolvedModel], front: FrontSection) -> str:
     return "\n".join(lines)
 
 
-def up_models(file: str, place: str, given: Mapping[str, Any], *, check: bool) -> int:
+def up_models(
+    file: str, place: str, given: Mapping[str, Any], keyed: Callable[[Config], Config], *, check: bool
+) -> int:
     """Serve the models of a topology file. Return the exit status. ``place``: ``--on``. ``given``: field
-    values of the command line. ``check``: only print the plan. Raise ConfigError."""
+    values of the command line. ``keyed``: adds the keys of the environment. ``check``: only print the plan.
+    Raise ConfigError."""
     from weft.cli.serve.server import configure_log
     from weft.config.models.several import read_models, resolve_models
     from weft.config.secret_file import check_secrets, warn_of_readable_keys
@@ -189,7 +191,7 @@ def up_models(file: str, place: str, given: Mapping[str, Any], *, check: bool) -
     if place == "ray":
         raise ConfigError("--on ray is for topologies of one model", param="--on")
     settings, section = read_models(file, given)
-    front = with_keys(Config(front=section)).front
+    front = keyed(Config(front=section)).front
     configure_log(front)
     warn_of_readable_keys(file)
     models = resolve_models(settings, front)

@@ -46,7 +46,7 @@ def up(file: str, place: str, ray_address: str, name: str, stop: bool, check: bo
 
     check_place(place, {"--ray-address": ray_address, "--name": name, "--stop": stop})
     if has_models(file):
-        return up_models(file, place, options.given_values(given), check=check)
+        return up_models(file, place, options.given_values(given), with_keys, check=check)
     topology = read_topology(file, options.given_values(given))
     front = with_keys(Config(front=topology.front)).front
     refuse_models(front, "a topology of one model")

@@ -327,7 +327,7 @@ def _check_memory(models: Sequence[ResolvedModel], section: FrontSection) -> Non
         if model.cost > budget:
             raise ConfigError(
                 f"model {model.name} needs {model.cost / (1 << 30):.2f} GiB for weights and caches, more "
-                "than --models-memory: raise --models-memory, or set --kv-cache-memory or --max-num-seqs lower",
+                "than --models-memory: raise --models-memory, or lower --kv-cache-memory or --max-num-seqs",
                 param="--models-memory",
             )
     early = sum(model.cost for model in models if model.starts)
