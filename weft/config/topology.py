@@ -121,7 +121,7 @@ def read_topology(path: str | Path, front: Mapping[str, Any] | None = None) -> T
     if not isinstance(loaded, dict) or not isinstance(loaded.get("groups"), list) or not loaded["groups"]:
         raise ConfigError(f"{name} must be a mapping with a list of groups, e.g. groups: [{{role: unified}}]")
     common = {key: value for key, value in loaded.items() if key not in ("groups", "front")}
-    _check_fields(common, name, ("groups", "front"))
+    check_fields(common, name, ("groups", "front"))
     defaults = parse_values(common, name, "FILE")
     return Topology(
         front_of(loaded.get("front"), name, front or {}), groups_of(loaded["groups"], defaults, name)
@@ -160,7 +160,7 @@ def _groups(
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_GROUPS:
         raise ConfigError(f"{where}: count must be an integer of at least 1 and at most {MOST_GROUPS}")
     settings = {key: value for key, value in entry.items() if key not in _OWN_KEYS}
-    _check_fields(settings, where, _OWN_KEYS)
+    check_fields(settings, where, _OWN_KEYS)
     own = parse_values(settings, where, "FILE")
     config = _with_role(from_values({**defaults, **own}), role)
     if encodes:
@@ -182,7 +182,7 @@ def _groups(
     return [GroupSettings(f"{name}{n}" if count > 1 else name, config, name) for n in range(count)]
 
 
-def _check_fields(given: Mapping[Any, Any], where: str, others: tuple[str, ...]) -> None:
+def check_fields(given: Mapping[Any, Any], where: str, others: tuple[str, ...]) -> None:
     """Raise ConfigError for unknown or misplaced keys. ``others``: valid keys besides flags."""
     for key in map(str, given):
         field = field_of(key)

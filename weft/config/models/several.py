@@ -36,6 +36,7 @@ from weft.config.sizing.model_cost import model_cost
 from weft.config.topology import (
     GroupSettings,
     Topology,
+    check_fields,
     face,
     front_of,
     groups_of,
@@ -120,6 +121,7 @@ def read_models(path: str | Path, front: Mapping[str, Any]) -> tuple[list[ModelS
     if "groups" in loaded:
         raise ConfigError(f"{name}: write groups under each model, not beside models")
     common = {key: value for key, value in loaded.items() if key not in ("models", "front")}
+    check_fields(common, name, ("models", "front"))
     defaults = parse_values(common, name, "FILE")
     section = front_of(loaded.get("front"), name, front)
     return [
@@ -136,6 +138,7 @@ def _model(
     flags = {key: value for key, value in entry.items() if key not in _OWN}
     text = {key: value for key, value in flags.items() if field_of(str(key)) in TEXT_KEYS}
     own = {key: value for key, value in flags.items() if key not in text}
+    check_fields(own, where, (*_OWN, *TEXT_KEYS))
     if any(field_of(str(key)) == "served_model_name" for key in own):
         raise ConfigError(f"{where}: the key of the model is its name: give further names as aliases")
     values = {**defaults, **parse_values(own, where, "FILE")}
