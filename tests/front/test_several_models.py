@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -15,6 +17,7 @@ import httpx
 import pytest
 import yaml
 
+from tests.support.processes import with_role
 from tests.support.servers import Running, Servers
 from tests.support.slowness import deadline
 
@@ -173,3 +176,48 @@ def test_a_model_that_does_not_load_fails_its_requests_alone(start: Start, tmp_p
     health = server.http.get("/health").json()
     assert health == {"status": "degraded", "models": {"a": "loaded", "b": "unloaded"}}
     assert "b" in listed(server)[1]["failure"]
+
+
+@pytest.mark.slow
+def test_a_model_whose_engine_dies_loads_again_on_demand(start: Start) -> None:
+    server = start({"a": {}, "b": {}}, engine_restarts=0)
+    engines = with_role(server.process.pid, "head")
+    assert len(engines) == 2
+    for pid in engines:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: set(states(server).values()) == {"unloaded"})
+    refused = ask(server, "a")
+    assert refused.status_code == 503
+    assert server.http.get("/health").json()["status"] == "degraded"
+    until(lambda: ask(server, "a").status_code == 200)
+    assert says(ask(server, "b")) == "I am b"
+    assert server.http.get("/health").json()["status"] == "alive"
+
+
+@pytest.mark.slow
+def test_a_request_waits_at_most_the_timeout_of_models(start: Start) -> None:
+    slow = {"text": "x" * 100, "delay_ms": 100, "repeat": True}
+    models: dict[str, dict[str, Any]] = {name: {"memory": "1G"} for name in "ab"}
+    models["a"]["says"] = slow
+    server = start(models, models_memory="1G", model_timeout=2.0)
+    with server.stream(model="a") as response:
+        lines = response.iter_lines()
+        next(lines)
+        began = time.monotonic()
+        late = ask(server, "b")
+        assert time.monotonic() - began < deadline(8)
+        assert late.status_code == 503
+        assert "--model-timeout" in late.json()["error"]["message"]
+        assert int(late.headers["retry-after"]) > 5, "the hysteresis and the load"
+        assert listed(server)[0]["running"] == 1
+
+
+@pytest.mark.slow
+def test_the_server_ends_while_a_model_loads(start: Start) -> None:
+    server = start({"a": {}, "b": {"load": "demand"}})
+    thread = threading.Thread(target=lambda: ask(server, "b"))
+    thread.start()
+    until(lambda: states(server)["b"] in ("loading", "loaded"))
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(deadline(20)) == 0
+    thread.join()

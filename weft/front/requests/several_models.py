@@ -267,7 +267,7 @@ class SeveralModels:
         waiter = self._wait(slot)
         self._on(m.Wanted(slot.name))
         try:
-            async with asyncio.timeout(self._section.model_timeout):
+            async with asyncio.timeout(min(self._section.model_timeout, self._section.request_timeout)):
                 await waiter
                 while not self.table.admits(slot.name):  # drained again before this task ran
                     await self._wait(slot)
@@ -430,7 +430,10 @@ class SeveralModels:
         log.info("loading the model %s", slot.name)
         try:
             model, front = await self._loaded(slot)
-        except (WeftError, OSError) as error:
+        except Exception as error:
+            # An unexpected error must not leave the model in the state loading for ever.
+            if not isinstance(error, (WeftError, OSError)):
+                log.exception("unexpected error in the load of the model %s", slot.name)
             slot.error = error if isinstance(error, WeftError) else Unavailable(str(error))
             await asyncio.to_thread(slot.plan.processes.close, 0.0)
             log.error("the model %s could not be loaded: %s", slot.name, slot.error.message)
@@ -473,7 +476,10 @@ class SeveralModels:
         if model is not None:
             for past, now in zip(self._past, model.metrics.latencies(), strict=True):
                 past[:] = map(sum, zip(past, now, strict=True))
-            await model.close()
+            try:
+                await model.close()
+            except Exception:
+                log.exception("unexpected error in the unload of the model %s", slot.name)
         await asyncio.to_thread(slot.plan.processes.close, END_S)
         log.info("the model %s is unloaded", slot.name)
         self._on(m.Gone(slot.name))
@@ -482,7 +488,10 @@ class SeveralModels:
         """Report the time to the table until a cancellation."""
         while True:
             await asyncio.sleep(TICK_S)
-            self._on(m.Tick())
+            try:
+                self._on(m.Tick())
+            except Exception:
+                log.exception("unexpected error in the table of models; the table continues")
 
     # -- metrics ------------------------------------------------------------------------------------
 
