@@ -116,6 +116,14 @@ def test_each_request_goes_to_the_model_that_it_names(start: Start) -> None:
     assert says(chat(None, less)) == "I am b"
     assert chat("a", less).status_code == 404
     assert [card["id"] for card in server.http.get("/v1/models", headers=less).json()["data"]] == ["b"]
+    # Ollama's routes
+    assert [one["name"] for one in server.http.get("/api/tags").json()["models"]] == ["a", "b"]
+    assert [one["name"] for one in server.http.get("/api/ps", headers=less).json()["models"]] == ["b"]
+    body = {"model": "b:latest", "messages": [{"role": "user", "content": "who?"}], "stream": False}
+    assert server.http.post("/api/chat", json=body).json()["message"]["content"] == "I am b"
+    assert server.http.post("/api/generate", json={"model": "a"}).json()["done_reason"] == "load"
+    assert "completion" in server.http.post("/api/show", json={"model": "a:latest"}).json()["capabilities"]
+    assert server.http.post("/api/show", json={"model": "c"}).status_code == 404
     page = server.http.get("/metrics").text
     assert 'weft:request_success_total{finished_reason="stop",model_name="a"} 2.0' in page
     assert 'weft:model_state{model_name="b",state="loaded"} 1.0' in page

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from weft.common.errors import InvalidRequest
+from weft.front.protocol.keep_alive import kept_seconds
 from weft.front.protocol.parse import decode
 from weft.front.requests.text_threads import TextThreads
 
@@ -17,8 +18,6 @@ SMALL_BODY = 64 << 10
 """Maximum bytes of a body that is parsed as a whole for the name of the model."""
 _FIRST = re.compile(rb'\s*\{\s*"model"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.){1,2048}")')
 """A body that begins with the field model, as the bodies of most clients do."""
-_SPAN = re.compile(r"(-?\d+(?:\.\d+)?)(ms|s|m|h|)")
-_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class NamedModel(NamedTuple):
@@ -70,18 +69,9 @@ def _checked(model: Any, keep_alive: Any) -> NamedModel:
 
 
 def seconds_of(keep_alive: Any) -> float:
-    """Return the seconds of a ``keep_alive``: a number of seconds, or a text such as 5m. A negative value
-    means for ever. Raises InvalidRequest."""
-    value: float | None = None
-    if isinstance(keep_alive, (int, float)) and not isinstance(keep_alive, bool):
-        value = float(keep_alive)
-    elif isinstance(keep_alive, str) and (found := _SPAN.fullmatch(keep_alive)):
-        value = float(found[1]) * _UNITS[found[2]]
-    if value is None or math.isnan(value):
-        raise InvalidRequest(
-            "keep_alive must be a number of seconds, or a text such as 30s, 5m or 24h", param="keep_alive"
-        )
-    return math.inf if value < 0 else value
+    """Return the seconds of a ``keep_alive``; infinity for ever. Raises InvalidRequest."""
+    seconds = kept_seconds(keep_alive)
+    return math.inf if seconds < 0 else float(seconds)
 
 
 class KeyModels:

@@ -35,6 +35,7 @@ from weft.front.monitoring import several_pages
 from weft.front.monitoring.front_tables import LATENCY_BOUNDS
 from weft.front.monitoring.load_history import EngineState
 from weft.front.monitoring.metrics import Metrics
+from weft.front.protocol.ollama_request import LATEST
 from weft.front.protocol.parse import printable
 from weft.front.requests.named_model import KeyModels, NamedModel, named_in
 from weft.front.requests.served_model import ServedModel, card_of_model
@@ -241,10 +242,17 @@ class SeveralModels:
                 return allowed[0]
             names = ", ".join(slot.name for slot in allowed)
             raise InvalidRequest(f"model is required: this server has the models {names}", param="model")
-        slot = self._names.get(asked.model) or self._with_adapter(asked.model)
+        slot = self._slot(asked.model)
         if slot is None or slot not in allowed:
             raise self._unknown(asked.model)
         return slot
+
+    def _slot(self, name: str) -> _Slot | None:
+        """Return the slot of a name, also with Ollama's tag ``:latest`` behind the name; None if unknown."""
+        for one in dict.fromkeys((name, name.removesuffix(LATEST))):
+            if (slot := self._names.get(one) or self._with_adapter(one)) is not None:
+                return slot
+        return None
 
     def _with_adapter(self, name: str) -> _Slot | None:
         """Return the loaded model that has the adapter ``name``."""
@@ -350,6 +358,14 @@ class SeveralModels:
         card = card_of_model(config, name, self.created)
         card.status = self.table.entries[slot.name].state.value
         return card
+
+    def plan_of(self, name: str, client: int) -> ModelPlan:
+        """Return the settings of a model for an API key. Raises NotFound for an unknown name."""
+        return self._find(NamedModel(name), client).plan
+
+    def loaded_as(self, name: str) -> ServedModel | None:
+        """Return the loaded model with this first name; None while the model is not loaded."""
+        return self._slots[name].model
 
     def named(self, name: str, client: int) -> Front | None:
         """Return the front of the loaded model with the name, or with a LoRA adapter of the name; None for a
