@@ -20,6 +20,7 @@ from weft.control.fleet.open_sequences import LATE, NO_ROLE
 from weft.front.http.streaming import late
 from weft.front.messages import messages_errors as messages_errors
 from weft.front.requests.reading import Reader
+from weft.front.requests.several_models import NotLoaded
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
 from weft.types.grammar import Grammar
@@ -104,6 +105,7 @@ FLAGS: dict[str, Callable[[], WeftError]] = {
     "grammar_compile_timeout": _of_a_late_grammar,
     "max_queued_requests": lambda: Overloaded("full"),
     "media_memory": lambda: Overloaded("full"),
+    "model_timeout": lambda: NotLoaded("late", 1.0),
     "prefill_fallback": lambda: Unavailable(NO_ROLE),
     "rate_limit_requests": lambda: Overloaded("full"),
     "rate_limit_tokens": lambda: Overloaded("full"),

@@ -22,7 +22,7 @@ from tests.support.slowness import deadline
 from weft.common import env
 
 ROOT = Path(__file__).parents[2]
-READY = re.compile(r"^weft is ready: (https?://\S+) model=(\S+)$")
+READY = re.compile(r"^weft is ready: (https?://\S+) models?=(\S+)$")
 
 
 class Running:

@@ -116,23 +116,33 @@ def read_topology(path: str | Path, front: Mapping[str, Any] | None = None) -> T
     """
     name = Path(path).name
     loaded = load_yaml(path, name, "FILE")
+    if isinstance(loaded, dict) and "models" in loaded:
+        raise ConfigError(f"{name} lists several models: only `weft up` on one host serves several models")
     if not isinstance(loaded, dict) or not isinstance(loaded.get("groups"), list) or not loaded["groups"]:
         raise ConfigError(f"{name} must be a mapping with a list of groups, e.g. groups: [{{role: unified}}]")
     common = {key: value for key, value in loaded.items() if key not in ("groups", "front")}
-    _check_fields(common, name, ("groups", "front"))
+    check_fields(common, name, ("groups", "front"))
     defaults = parse_values(common, name, "FILE")
+    return Topology(
+        front_of(loaded.get("front"), name, front or {}), groups_of(loaded["groups"], defaults, name)
+    )
+
+
+def groups_of(entries: list[Any], defaults: Mapping[str, Any], name: str) -> tuple[GroupSettings, ...]:
+    """Return the groups of a list. ``defaults``: field values of all groups. ``name``: of the list's place in
+    errors. Raise ConfigError."""
     groups: list[GroupSettings] = []
     numbers = dict.fromkeys(ROLES, 0)
     # Known before the first group: the settings of all groups depend on encode groups anywhere in the file.
-    encodes = any(isinstance(entry, dict) and entry.get("role") == "encode" for entry in loaded["groups"])
-    for number, entry in enumerate(loaded["groups"]):
+    encodes = any(isinstance(entry, dict) and entry.get("role") == "encode" for entry in entries)
+    for number, entry in enumerate(entries):
         groups += _groups(entry, f"{name}: groups[{number}]", defaults, numbers, encodes)
     if len(groups) > MOST_GROUPS:
         raise ConfigError(f"{name}: {len(groups)} groups are more than the maximum of {MOST_GROUPS}")
     names = [group.name for group in groups]
     for twice in (one for one in names if names.count(one) > 1):
         raise ConfigError(f"{name}: two groups are called {twice!r}: give one of them another name")
-    return Topology(_front(loaded.get("front"), name, front or {}), tuple(groups))
+    return tuple(groups)
 
 
 def _groups(
@@ -150,7 +160,7 @@ def _groups(
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_GROUPS:
         raise ConfigError(f"{where}: count must be an integer of at least 1 and at most {MOST_GROUPS}")
     settings = {key: value for key, value in entry.items() if key not in _OWN_KEYS}
-    _check_fields(settings, where, _OWN_KEYS)
+    check_fields(settings, where, _OWN_KEYS)
     own = parse_values(settings, where, "FILE")
     config = _with_role(from_values({**defaults, **own}), role)
     if encodes:
@@ -172,7 +182,7 @@ def _groups(
     return [GroupSettings(f"{name}{n}" if count > 1 else name, config, name) for n in range(count)]
 
 
-def _check_fields(given: Mapping[Any, Any], where: str, others: tuple[str, ...]) -> None:
+def check_fields(given: Mapping[Any, Any], where: str, others: tuple[str, ...]) -> None:
     """Raise ConfigError for unknown or misplaced keys. ``others``: valid keys besides flags."""
     for key in map(str, given):
         field = field_of(key)
@@ -189,7 +199,7 @@ def _check_fields(given: Mapping[Any, Any], where: str, others: tuple[str, ...])
             raise ConfigError(f"{where}: role is a setting of a group: write role under groups")
 
 
-def _front(given: Any, name: str, flags: Mapping[str, Any]) -> FrontSection:
+def front_of(given: Any, name: str, flags: Mapping[str, Any]) -> FrontSection:
     """Return the server settings under ``front``, overridden by ``flags``. Raise ConfigError."""
     where = f"{name}: front"
     if given is not None and not isinstance(given, dict):
@@ -230,8 +240,9 @@ def _with_images(config: Config, tower: bool, takes: bool, own: Collection[str] 
 # -- from settings to configurations
 
 
-def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
-    """Return the configurations of all groups, in order, each with its share of the host.
+def resolve_groups(topology: Topology, host: HostShare | None = None) -> tuple[EngineConfig, ...]:
+    """Return the configurations of all groups, in order, each with its share of the host. ``host``: share of
+    all groups together, beside other models; None for the whole host.
 
     Raise ConfigError with the group names if a group cannot work, two groups cannot work together, or the
     groups serve nothing.
@@ -245,7 +256,10 @@ def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
     order = sorted(range(len(here)), key=lambda number: _role(topology.groups[number]) != "encode")
     for number in order:
         name, config, base = topology.groups[number]
-        share = HostShare(ranks=sum(here), first=sum(here[:number]))
+        before = sum(here[:number])
+        share = HostShare(ranks=sum(here), first=before)
+        if host is not None:
+            share = HostShare(ranks=host.ranks, first=host.first + before)
         try:
             made = resolve(msgspec.structs.replace(config, front=topology.front), group=name, host=share)
             found[number] = msgspec.structs.replace(made, base=base)

@@ -51,9 +51,10 @@ def add_adapters(app: FastAPI, front: Front) -> None:
     @app.post("/v1/load_lora_adapter", openapi_extra=openapi.answers_of(LoadLoraRequest, Done))
     async def load(request: Request) -> Response:
         """Load a LoRA adapter on all engine processes. The answer comes when all have loaded the adapter."""
-        _check_allowed(front)
+        chosen = _with_adapters(front)
+        _check_allowed(chosen)
         asked = await read_body(front, request, LoadLoraRequest)
-        made = await front.adapters.load(
+        made = await chosen.adapters.load(
             asked.lora_name, asked.lora_path, inplace=asked.load_inplace, pinned=asked.pinned
         )
         return _done(f"the adapter {made.name} is loaded")
@@ -61,10 +62,22 @@ def add_adapters(app: FastAPI, front: Front) -> None:
     @app.post("/v1/unload_lora_adapter", openapi_extra=openapi.answers_of(UnloadLoraRequest, Done))
     async def unload(request: Request) -> Response:
         """Unload a LoRA adapter. Running requests end as started."""
-        _check_allowed(front)
+        chosen = _with_adapters(front)
+        _check_allowed(chosen)
         asked = await read_body(front, request, UnloadLoraRequest)
-        await front.adapters.unload(asked.lora_name)
+        await chosen.adapters.unload(asked.lora_name)
         return _done(f"the adapter {asked.lora_name} is unloaded")
+
+
+def _with_adapters(front: Front) -> Front:
+    """Return the front of the model that takes adapters. Raises InvalidRequest unless exactly one loaded
+    model of a server of several models does."""
+    if front.several is None:
+        return front
+    able = [one for one in front.several.fronts if one.config.lora.max_loras]
+    if len(able) != 1:
+        raise InvalidRequest(f"{len(able)} of the loaded models take LoRA adapters, and this route needs one")
+    return able[0]
 
 
 def _check_allowed(front: Front) -> None:

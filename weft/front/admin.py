@@ -58,6 +58,8 @@ class DrainRequest(Body, frozen=True, kw_only=True):
 
     group: str
     """Name of the group, or of one engine process, that drains and ends."""
+    model: str = ""
+    """Name of the model of the group, in a server of several models."""
 
     def check(self) -> None:
         """Raise InvalidRequest for an empty name, which must not drain the whole server."""
@@ -70,6 +72,8 @@ class ReviveRequest(Body, frozen=True, kw_only=True):
 
     group: str
     """Name of a group, or of one of its engine processes, as in /metrics and in the log."""
+    model: str = ""
+    """Name of the model of the group, in a server of several models."""
 
 
 class ScaleRequest(Body, frozen=True, kw_only=True):
@@ -79,6 +83,8 @@ class ScaleRequest(Body, frozen=True, kw_only=True):
     """Name of the groups without their number, for instance decode."""
     groups: int
     """Wanted number of groups."""
+    model: str = ""
+    """Name of the model of the groups, in a server of several models."""
 
 
 class RestartRequest(Body, frozen=True, kw_only=True):
@@ -88,6 +94,8 @@ class RestartRequest(Body, frozen=True, kw_only=True):
     """Name of a group, or of one engine process; "" for all."""
     topology: str = ""
     """Text of a topology file with new settings for the groups; "" keeps the settings. At most 48 KiB."""
+    model: str = ""
+    """Name of the model of the group, in a server of several models."""
 
     def check(self) -> None:
         """Raise InvalidRequest for a topology that is too large for a message between processes."""
@@ -104,6 +112,8 @@ class EngineStatus(msgspec.Struct, kw_only=True):
     role: str
     state: str
     """State of the process: loading, running, draining, leaving, waiting (for a restart), retired, ended."""
+    model: str | msgspec.UnsetType = msgspec.UNSET
+    """Name of the model, in a server of several models."""
     alive: bool
     """True if this API server can reach the engine."""
     incarnation: str = ""
@@ -176,7 +186,7 @@ def add_admin(app: FastAPI, front: Front) -> None:
         headers = request.headers
         if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
             asked = await read_body(front, request, DrainRequest)
-            return _acted("draining", await front.links.remove(asked.group), "drain")
+            return _acted("draining", await chosen(front, asked.model).links.remove(asked.group), "drain")
         log.info("drain requested over /admin/drain")
         front.drain()
         return Response(to_json(Done(status="draining")), media_type=JSON)
@@ -188,9 +198,11 @@ def add_admin(app: FastAPI, front: Front) -> None:
         400 if the server was started without --profile-dir.
         """
         asked = await read_body(front, request, ProfileRequest)
-        if front.config.runner.profile_dir is None:
+        fronts = [front] if front.several is None else front.several.fronts
+        able = [one for one in fronts if one.config.runner.profile_dir is not None]
+        if not able:
             raise InvalidRequest("profiles need a directory: start the server with --profile-dir DIR")
-        told = front.links.profile(asked.seconds)
+        told = sum(one.links.profile(asked.seconds) for one in able)
         return Response(to_json(Done(status=f"requested from {told} engines")), media_type=JSON)
 
     _add_groups(app, front)
@@ -202,7 +214,7 @@ def _add_groups(app: FastAPI, front: Front) -> None:
     @app.get("/admin/groups", openapi_extra=openapi.returns(GroupList))
     async def groups() -> Response:
         """List the engine processes of all groups, with state and load."""
-        return Response(to_json(GroupList(engines=_engines(front))), media_type=JSON)
+        return Response(to_json(GroupList(engines=_all_engines(front))), media_type=JSON)
 
     @app.post("/admin/scale", openapi_extra=openapi.answers_of(ScaleRequest, Scaled))
     async def scale(request: Request) -> Response:
@@ -213,7 +225,7 @@ def _add_groups(app: FastAPI, front: Front) -> None:
         server could not serve requests any more; 503 without a free GPU, and while groups get new settings.
         """
         asked = await read_body(front, request, ScaleRequest)
-        change = await front.links.scale(asked.base, asked.groups)
+        change = await chosen(front, asked.model).links.scale(asked.base, asked.groups)
         parts = [
             f"{verb} {', '.join(names)}"
             for verb, names in (
@@ -236,7 +248,7 @@ def _add_groups(app: FastAPI, front: Front) -> None:
         """
         asked = await read_body(front, request, RestartRequest)
         asked.check()
-        names = await front.links.restart(asked.group, asked.topology)
+        names = await chosen(front, asked.model).links.restart(asked.group, asked.topology)
         return _acted("restarting", names, "restart")
 
     @app.post("/admin/revive", openapi_extra=openapi.answers_of(ReviveRequest, Acted))
@@ -246,7 +258,7 @@ def _add_groups(app: FastAPI, front: Front) -> None:
         404 for an unknown group; 400 for a group without retired engine processes.
         """
         asked = await read_body(front, request, ReviveRequest)
-        return _acted("starting", await front.links.revive(asked.group), "revival")
+        return _acted("starting", await chosen(front, asked.model).links.revive(asked.group), "revival")
 
 
 def _acted(verb: str, engines: Iterable[str], noun: str) -> Response:
@@ -260,6 +272,28 @@ async def read_body(front: Front, request: Request, kind: type[B]) -> B:
     """Return the small JSON body of a request as ``kind``. Raises as ``read_json`` and ``parse`` do."""
     with front.bodies.upload() as upload:
         return parse(b"".join(await read_json(request, upload)), kind)
+
+
+def chosen(front: Front, model: str) -> Front:
+    """Return the front of the model that an operator names. Raises the errors of
+    ``SeveralModels.front_of``."""
+    if front.several is not None:
+        return front.several.front_of(model)
+    if model:
+        front.check_model(model)
+    return front
+
+
+def _all_engines(front: Front) -> list[EngineStatus]:
+    """Return the status of each member of each loaded model."""
+    if front.several is None:
+        return _engines(front)
+    made = []
+    for one in front.several.fronts:
+        for status in _engines(one):
+            status.model = one.names[0]
+            made.append(status)
+    return made
 
 
 def _engines(front: Front) -> list[EngineStatus]:

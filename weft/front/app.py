@@ -16,13 +16,14 @@ from starlette.routing import Match
 from weft import __version__
 from weft.common.errors import InvalidRequest, MethodNotAllowed, NotFound, WeftError
 from weft.front import page
-from weft.front.adapter_routes import add_adapters, card_of, cards
+from weft.front.adapter_routes import add_adapters
 from weft.front.admin import add_admin
 from weft.front.health import health_answer, ready_answer
 from weft.front.http import answers, docs_page, openapi
-from weft.front.http.access import Hosts
+from weft.front.http.access import Hosts, key_of
 from weft.front.messages.messages_routes import add_messages
 from weft.front.middleware import AccessGate, error_answer
+from weft.front.model_routes import add_models, card_named, listed_cards
 from weft.front.monitoring.load_history import LoadAnswer
 from weft.front.monitoring.metrics import CONTENT_TYPE
 from weft.front.ollama.ollama_routes import add_ollama
@@ -31,6 +32,7 @@ from weft.front.openai.completions import add_completions
 from weft.front.openai.embeddings_route import add_embeddings
 from weft.front.openai.scoring_route import add_scoring
 from weft.front.requests.context import Front
+from weft.front.requests.several_models import NotLoaded
 from weft.front.responses.routes import add_responses
 from weft.front.small_routes import add_tokenizing
 from weft.front.tier_routes import add_tier_routes
@@ -51,6 +53,7 @@ def build_app(front: Front, hosts: Hosts) -> AccessGate:
     add_admin(app, front)
     add_tier_routes(app, front)
     add_adapters(app, front)
+    add_models(app, front)
     add_messages(app, front)
     add_ollama(app, front)
     _add_models(app, front)
@@ -63,18 +66,14 @@ def build_app(front: Front, hosts: Hosts) -> AccessGate:
 
 def _add_models(app: FastAPI, front: Front) -> None:
     @app.get("/v1/models", openapi_extra=openapi.returns(answers.ModelList))
-    async def list_models() -> Response:
+    async def list_models(request: Request) -> Response:
         """List all model names for requests, then the LoRA adapters."""
-        return _json(answers.ModelList(data=[*(front.card(name) for name in front.names), *cards(front)]))
+        return _json(answers.ModelList(data=listed_cards(front, key_of(request.scope))))
 
     @app.get("/v1/models/{model:path}", openapi_extra=openapi.returns(answers.ModelCard))
-    async def get_model(model: str) -> Response:
+    async def get_model(request: Request, model: str) -> Response:
         """Describe a model."""
-        front.check_model(model)
-        if front.adapters.unloaded(model):
-            raise NotFound("the adapter is not loaded: a request for the adapter loads it", param="model")
-        adapter = front.adapters.find(model)
-        return _json(front.card(model) if adapter is None else card_of(front, adapter))
+        return _json(card_named(front, model, key_of(request.scope)))
 
 
 def _add_state(app: FastAPI, front: Front) -> None:
@@ -133,7 +132,8 @@ def _add_state(app: FastAPI, front: Front) -> None:
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
         """Return this description as a page for a browser."""
-        return docs_page.answer(app.openapi(), front.names[0], request, front.section.root_path or "")
+        title = front.names[0] if front.several is None else ", ".join(front.several.names)
+        return docs_page.answer(app.openapi(), title, request, front.section.root_path or "")
 
 
 def _second(request: Request) -> int:
@@ -154,6 +154,8 @@ async def _on_weft_error(front: Front, request: Request, error: Exception) -> Re
     info = error.info()
     full = info.http_status == 429
     wait = front.retry_after.refused(asyncio.get_running_loop().time()) if full else None
+    if isinstance(error, NotLoaded):
+        wait = error.wait
     return error_answer(info, request.scope["path"], retry_after=wait)
 
 

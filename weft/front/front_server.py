@@ -33,6 +33,7 @@ from weft.front.lifecycle import Phase
 from weft.front.middleware import AccessGate
 from weft.front.requests.context import Front
 from weft.front.requests.generation import probe
+from weft.front.requests.several_models import ModelSet
 from weft.front.siblings import Siblings
 
 log = weft_log.get_logger(__name__)
@@ -73,7 +74,7 @@ class FrontSupervisor(Protocol):
 def serve(
     config: EngineConfig,
     front: FrontSection,
-    owner: Owner,
+    owner: Owner | ModelSet,
     supervisor: FrontSupervisor | None = None,
     siblings: Siblings | None = None,
     listener: socket.socket | None = None,
@@ -160,7 +161,7 @@ class FrontServer:
         self,
         config: EngineConfig,
         section: FrontSection,
-        owner: Owner,
+        owner: Owner | ModelSet,
         listener: socket.socket,
         supervisor: FrontSupervisor | None = None,
         siblings: Siblings | None = None,
@@ -266,7 +267,8 @@ class FrontServer:
         try:
             if not await self._unless_stopped(front.start(), serving):
                 return 128 + self._signal if self._signal else 1
-            if not await self._unless_stopped(probe(front), serving):
+            proof = probe(front) if front.several is None else front.several.start(probe)
+            if not await self._unless_stopped(proof, serving):
                 return 128 + self._signal if self._signal else 1
         except ConfigError:
             raise
@@ -277,9 +279,10 @@ class FrontServer:
         front.lifecycle.move(Phase.READY)
         self._open.set()
         self._announce()
-        await self._unless_stopped(front.links.died.wait(), serving)
-        if front.links.failure is not None:
-            log.error("the engine has failed, and the server stops: %s", front.links.failure.message)
+        died = front.links.died if front.several is None else front.several.died
+        await self._unless_stopped(died.wait(), serving)
+        if (failure := front.failure) is not None:
+            log.error("the engine has failed, and the server stops: %s", failure.message)
             front.lifecycle.move(Phase.DEAD)
             return 1
         if not self._stop.is_set():
@@ -308,18 +311,19 @@ class FrontServer:
         engine failed."""
         front = self._front
         front.lifecycle.move(Phase.DRAINING)
-        self._owner.drain()
+        (front.model.owner if front.several is None else front.several).drain()
         if front.lifecycle.active:
             may = f"may run for {self._section.drain_timeout:g} more seconds; a second Ctrl-C stops at once"
             log.info("stopping: %s %s", _requests(front.lifecycle.active), may)
         else:
             log.info("stopping")
         await self._until_idle(self._section.drain_timeout)
-        if front.links.failure is not None:
+        if front.failure is not None:
             return 1
         if front.lifecycle.active:
             log.warning("%s did not finish within --drain-timeout", _requests(front.lifecycle.active))
-            front.links.fail_all(Unavailable("the server shut down before the request was finished"))
+            links = front.links if front.several is None else front.several
+            links.fail_all(Unavailable("the server shut down before the request was finished"))
         return FORCED if self._stop_now.is_set() else 0
 
     async def _until_idle(self, seconds: float) -> None:
@@ -357,9 +361,14 @@ class FrontServer:
         if self._supervisor is not None:
             self._supervisor.ready()
             return
-        chat = self._front.text.chat
-        chats = chat.source is not None and chat.problem is None
-        sys.stdout.write(ready_text(self._listener, self._config, self._section, chats=chats))
+        several = self._front.several
+        names = () if several is None else several.names
+        if several is None:
+            chat = self._front.text.chat
+            chats = chat.source is not None and chat.problem is None
+        else:
+            chats = first_request.has_template(self._config, self._section)
+        sys.stdout.write(ready_text(self._listener, self._config, self._section, chats=chats, names=names))
         sys.stdout.flush()
 
 
@@ -367,9 +376,17 @@ def _requests(count: int) -> str:
     return f"{count} request" if count == 1 else f"{count} requests"
 
 
-def ready_text(listener: socket.socket, config: EngineConfig, section: FrontSection, *, chats: bool) -> str:
+def ready_text(
+    listener: socket.socket,
+    config: EngineConfig,
+    section: FrontSection,
+    *,
+    chats: bool,
+    names: Sequence[str] = (),
+) -> str:
     """Return the text printed once the server answers requests: a line for machines, and a command for
-    people. ``chats``: True if the model has a chat template.
+    people. ``chats``: True if the model has a chat template. ``names``: of several models, for
+    `` models=NAME,NAME`` in place of `` model=NAME``.
 
     The first line is ``weft is ready: URL model=NAME``, and `` implementation=transformers`` behind the name
     where transformers computes the model. The form of the line is a contract of the command line.
@@ -380,8 +397,9 @@ def ready_text(listener: socket.socket, config: EngineConfig, section: FrontSect
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     first = first_request.command(url, config, section, chats=chats)
     other = config.spec.implementation
-    said = "" if other == "weft" else f" implementation={other}"
-    return f"weft is ready: {url} model={config.served_names[0]}{said}\ntry: {first}\n"
+    said = "" if other == "weft" or names else f" implementation={other}"
+    which = f"models={','.join(names)}" if names else f"model={config.served_names[0]}"
+    return f"weft is ready: {url} {which}{said}\ntry: {first}\n"
 
 
 def most_connections(files: int, requests: int) -> int:

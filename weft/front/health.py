@@ -14,6 +14,7 @@ from weft.front.http.answers import to_json
 from weft.front.http.streaming import JSON
 from weft.front.lifecycle import Phase
 from weft.front.requests.context import Front
+from weft.front.requests.several_models import SeveralModels
 
 READY_WINDOW = 30.0
 """Maximum seconds since the engine's last progress for a ready server."""
@@ -21,6 +22,8 @@ READY_WINDOW = 30.0
 
 def health_answer(front: Front) -> Response:
     """Return the answer of ``/health``, see the route."""
+    if front.several is not None:
+        return _several(front.several, *several_health(front.several))
     status, code = _health(front)
     return _answer(front, status, code, lambda one: one.alive)
 
@@ -44,6 +47,10 @@ def ready_answer(front: Front) -> Response:
     """Return the answer of ``/ready``, see the route."""
     window, now = min(READY_WINDOW, front.section.engine_timeout), SystemClock().now()
     phase = front.lifecycle.phase
+    if front.several is not None:
+        good = phase is Phase.READY and all(one.links.progressing(window) for one in front.several.loaded)
+        status = "ready" if good else "stalled" if phase is Phase.READY else phase.value
+        return _several(front.several, status, 200 if good else 503)
     # Requests wait for a role that was scaled to zero, so the server must get requests.
     good = phase is Phase.READY and (front.links.progressing(window) or vacant(front.links.fleet.table))
     status = "ready" if good else "stalled" if phase is Phase.READY else phase.value
@@ -60,4 +67,24 @@ def _answer(front: Front, status: str, code: int, good: Callable[[Instance], boo
     # An instance reports its role only after the first start of its process.
     lacking = Counter(roles.get(one.name, one.role or "unified") for one in wanted if not good(one))
     body = {"status": status, **({"missing": dict(sorted(lacking.items()))} if lacking else {})}
+    return Response(to_json(body), code, media_type=JSON)
+
+
+def several_health(several: SeveralModels) -> tuple[str, int]:
+    """Return the state of a server of several models for ``/health``, and the HTTP status.
+
+    A model that is not loaded is no fault. A model whose last load failed, or whose engines are not all
+    alive, makes the server degraded.
+    """
+    phase = several.lifecycle.phase
+    if phase in (Phase.DEAD, Phase.STARTING):
+        return phase.value, 503
+    failed = any(one.failure for one in several.listed())
+    whole = all(one.links.whole or vacant(one.links.fleet.table) for one in several.loaded)
+    return "degraded" if failed or not whole else "alive", 200
+
+
+def _several(several: SeveralModels, status: str, code: int) -> Response:
+    """Return the answer of a probe with the state of each model."""
+    body = {"status": status, "models": {one.name: one.state for one in several.listed()}}
     return Response(to_json(body), code, media_type=JSON)

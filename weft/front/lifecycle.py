@@ -49,11 +49,18 @@ class Lifecycle:
     bound, so a request refused here would be refused there, too.
     """
 
-    def __init__(self, capacity: Callable[[], int]) -> None:
-        """``capacity``: returns the present bound, which changes with the number of engines."""
-        self.phase = Phase.STARTING
+    def __init__(self, capacity: Callable[[], int], server: Lifecycle | None = None) -> None:
+        """``capacity``: returns the present bound, which changes with the number of engines. ``server``:
+        lifecycle of a whole server of several models, for the lifecycle of one of the models. Then the
+        server has the phase, and counts the requests, too."""
+        self._phase = Phase.STARTING
         self.active = 0
         self._capacity = capacity
+        self._server = server
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase if self._server is None else self._server.phase
 
     @property
     def capacity(self) -> int:
@@ -62,8 +69,8 @@ class Lifecycle:
 
     def move(self, phase: Phase) -> None:
         """Enter ``phase`` if the table allows the move; otherwise do nothing."""
-        if phase in _NEXT[self.phase]:
-            self.phase = phase
+        if phase in _NEXT[self._phase]:
+            self._phase = phase
 
     def check(self) -> None:
         """Raise Unavailable unless requests may begin. Call before reading a request's body."""
@@ -83,11 +90,14 @@ class Lifecycle:
         self.check()
         if self.active >= self.capacity:
             raise Overloaded("the server's queue is full; try again later")
-        self.active += 1
+        counted = (self,) if self._server is None else (self, self._server)
+        for one in counted:
+            one.active += 1
         try:
             yield
         finally:
-            self.active -= 1
+            for one in counted:
+                one.active -= 1
 
 
 ENDS_KEPT = 64

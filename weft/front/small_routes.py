@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
@@ -34,9 +35,10 @@ async def made(front: Front, request: Request, kind: str) -> Response:
     server takes no requests or ``request_timeout`` passes."""
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
     front.lifecycle.check()
-    with front.bodies.upload() as upload:
+    client = key_of(request.scope)
+    with front.bodies.upload() as upload, contextlib.ExitStack() as held:
         body = await read_json(request, upload)
-        with front.lifecycle.request():
-            async with within(deadline):
-                answer = await front.made(kind, body, key_of(request.scope))
+        front = await front.enter(body, client, held)
+        async with within(deadline):
+            answer = await front.made(kind, body, client)
     return Response(answer, media_type=JSON)

@@ -32,6 +32,7 @@ def front(file: str, directory: str, **given: Any) -> int:
     """
     from weft.cli.serve.server import configure_log
     from weft.config.alone import face_alone
+    from weft.config.models.several import refuse_models
     from weft.config.secret_file import warn_of_readable_keys
     from weft.config.topology import read_topology, serves
     from weft.control.directory.backends import directory_for_front
@@ -41,6 +42,7 @@ def front(file: str, directory: str, **given: Any) -> int:
 
     topology = read_topology(file, options.given_values(given))
     section = with_keys(Config(front=topology.front)).front
+    refuse_models(section, "`weft front`")
     if section.fronts > 1:
         raise ConfigError(
             "--fronts is for `weft serve` and `weft up`: start several `weft front`, each with its own port",

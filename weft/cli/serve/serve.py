@@ -15,9 +15,9 @@ from weft.config.sections.all import Config
 
 
 @click.command(cls=options.Command)
-@click.argument("model_name", metavar="[MODEL]", required=False)
+@click.argument("models", metavar="[MODEL]...", nargs=-1)
 @options.settings(options.ALL)
-def serve(model_name: str | None, **given: Any) -> int:
+def serve(models: tuple[str, ...], **given: Any) -> int:
     """Serve MODEL over an OpenAI-compatible API.
 
     MODEL is a folder, a hub name or a bundled model (see `weft models`). The default is a bundled model. With
@@ -25,22 +25,45 @@ def serve(model_name: str | None, **given: Any) -> int:
     former. With --encode E, E groups encode images for the other groups. The other groups then load no vision
     tower, unless --no-language-model-only asks for a tower as a fallback. All groups have the same flags.
     `weft up` starts groups with different flags.
+
+    Several MODELs, or --models-dir, make a server of several models: each request names one. With
+    --models-memory, models load on the first request, and idle models make room.
     """
     from weft.cli.serve.server import configure_log, run
+    from weft.config.models.several import refuse_models
     from weft.config.resolve import resolve
     from weft.config.scripted_config import resolve_scripted
     from weft.config.secret_file import check_secrets, warn_of_readable_keys
     from weft.config.topology import resolve_groups, short_form
 
-    config = with_keys(options.build(given, model_name))
+    config = with_keys(options.build(given, models[0] if len(models) == 1 else None))
     configure_log(config.front)
     warn_of_readable_keys(given.get("config"))
+    towers = given.get("language_model_only") is False
+    if len(models) > 1 or config.front.models_dir is not None:
+        return _several(config, models, given, towers)
+    refuse_models(config.front, "a server of one model")
     if config.front.scripted is not None:
         return run((resolve_scripted(config),), config.front)
-    topology = short_form(config, towers=given.get("language_model_only") is False)
+    topology = short_form(config, towers=towers)
     groups = (resolve(config),) if topology is None else resolve_groups(topology)
     check_secrets(groups)
     return run(groups, config.front)
+
+
+def _several(config: Config, models: tuple[str, ...], given: dict[str, Any], towers: bool) -> int:
+    """Serve several models with the same flags. Return the exit status. ``towers``: see ``short_form``. Raise
+    ConfigError."""
+    from weft.cli.serve.several_models import run_models
+    from weft.config.models.several import from_command_line, resolve_models
+    from weft.config.secret_file import check_secrets
+
+    if given.get("model") is not None:
+        raise ConfigError("--model is for one model: name all models without the flag", param="--model")
+    named, found = from_command_line(config, models, towers)
+    resolved = resolve_models(named, config.front, found)
+    check_secrets([group for model in resolved for group in model.groups])
+    return run_models(resolved, config.front)
 
 
 def with_keys(config: Config) -> Config:

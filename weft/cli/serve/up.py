@@ -33,17 +33,23 @@ def up(file: str, place: str, ray_address: str, name: str, stop: bool, check: bo
 
     FILE is YAML. Top-level keys are flags of an engine and hold for all groups. `front` has flags of the
     server; flags on the command line win. `groups` is a list: each group has a role (unified, prefill, decode
-    or encode), a count and its own flags. The folder examples has ready-made files. SIGUSR1 restarts all
-    groups, one after the other, without loss of a request.
+    or encode), a count and its own flags. `models` lists several models in place of `groups`. The folder
+    examples has ready-made files. SIGUSR1 restarts all groups, one after the other, without loss of a
+    request.
     """
     from weft.cli.serve.server import configure_log, run
+    from weft.cli.serve.several_models import up_models
+    from weft.config.models.several import has_models, refuse_models
     from weft.config.secret_file import check_secrets, warn_of_readable_keys
     from weft.config.sections.tls import server_context
     from weft.config.topology import read_topology, resolve_groups
 
     check_place(place, {"--ray-address": ray_address, "--name": name, "--stop": stop})
+    if has_models(file):
+        return up_models(file, place, options.given_values(given), with_keys, check=check)
     topology = read_topology(file, options.given_values(given))
     front = with_keys(Config(front=topology.front)).front
+    refuse_models(front, "a topology of one model")
     configure_log(front)
     warn_of_readable_keys(file)
     if place == "ray":

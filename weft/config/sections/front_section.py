@@ -242,6 +242,39 @@ class FrontSection(Section, frozen=True, kw_only=True):
             "get 503.",
         ),
     ] = 120.0
+    models_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder of models for a server of several models: each subfolder with config.json, "
+            "and each GGUF file, is a model."
+        ),
+    ] = None
+    models_memory: Annotated[
+        str | None,
+        Meta(
+            description="Maximum memory of all loaded models of a server of several models, e.g. 16G. With "
+            "the limit, models load on their first request, and idle models make room.",
+            extra={"size": True},
+        ),
+    ] = None
+    models_ttl: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1e9,
+            description="Seconds without a request after which a model of a server of several models is "
+            "unloaded. 0: never.",
+        ),
+    ] = 0.0
+    model_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86400,
+            description="Maximum seconds that a request waits for a model that is not loaded. Then the "
+            "request gets 503.",
+        ),
+    ] = 120.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Minimum level of log lines.")
     ] = "info"

@@ -236,6 +236,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     """Folder of a LoRA adapter."""
     missing_groups: int | UnsetType = UNSET
     """Number of groups that have not loaded a LoRA adapter; absent if none."""
+    status: str | UnsetType = UNSET
+    """In a server of several models: unloaded, loading, loaded or draining."""
     implementation: str = "weft"
     """Source of the modeling code: ``weft`` or ``transformers``."""
     about: str | UnsetType = UNSET

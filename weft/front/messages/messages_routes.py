@@ -49,7 +49,7 @@ def add_messages(app: FastAPI, front: Front) -> None:
 
 def _shape(front: Front, generation: Generation) -> AnswerShape:
     """Return the shape of the answer. Logs once per process that attribution lines are dropped."""
-    shape = MessagesShape(generation, block=front.cache_block)
+    shape = MessagesShape(generation, block=generation.front.cache_block)
     if shape.attribution_moved:
         _log_once(front)
     return shape

@@ -73,6 +73,12 @@ PROCESS = {
 }
 
 
+#: name -> (help, type, labels) of a server of several models.
+MODELS = {
+    "model_state": ("1 for the present state of a model, else 0.", "gauge", "model_name,state"),
+    "model_memory_bytes": ("Bytes of memory of a model; 0 while it is unloaded.", "gauge", "model_name"),
+    "model_loads": ("Loads of a model that succeeded.", "counter", "model_name"),
+}
 SPANS_DROPPED = ("front_spans_dropped", "Spans of traced requests that the API server did not write or push.")
 
 
@@ -104,6 +110,8 @@ def describe() -> list[str]:
     lines.append(f"weft:{http} histogram {','.join(http_labels)} {_bounds(seconds)}")
     lines.append(f"weft:{SPANS_DROPPED[0]}_total counter model_name")
     lines.append(f"weft:{adapter_metrics.REQUESTS[0]} gauge model_name,adapter,state")
+    for name, (_, kind, shown) in MODELS.items():
+        lines.append(f"weft:{name}{'_total' * (kind == 'counter')} {kind} {shown}")
     for name, (_, kind) in PROCESS.items():
         lines.append(f"{name}_total counter -" if kind == "counter" else f"{name} gauge -")
     return lines

@@ -342,10 +342,10 @@ class Metrics:
     def __init__(self, model: str, links: Links, spans: SpanWriter | None = None) -> None:
         """Register all metrics, without observations. ``model``: value of the label ``model_name``.
         ``spans``: writer of the API server's spans."""
-        self._engines = CollectorRegistry(auto_describe=False)
+        self.engines = CollectorRegistry(auto_describe=False)
         self.registry = self._own = CollectorRegistry(auto_describe=False)
         self.model = model
-        self._engines.register(_EngineCollector(links, model))
+        self.engines.register(_EngineCollector(links, model))
         self._own.register(_LinkCollector(links, model))
         made = [
             Histogram(f"weft:{name}", text, ["model_name"], buckets=buckets, registry=self._own)
@@ -368,7 +368,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return the exposition of a server with one API server process."""
-        return generate_latest(self._engines) + self.own()
+        return generate_latest(self.engines) + self.own()
 
     def own(self) -> bytes:
         """Return the metrics counted by this API server, without the engine metrics, which every API server
@@ -388,7 +388,7 @@ class Metrics:
                 whole = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
                     whole.samples.append(sample._replace(labels={**sample.labels, "front": front}))
-        return generate_latest(self._engines) + generate_latest(_Families(merged.values()))
+        return generate_latest(self.engines) + generate_latest(_Families(merged.values()))
 
 
 def engine_page(engines: Any, model: str) -> bytes:

@@ -32,6 +32,10 @@ class RequestTimes:
         """Context of the request's span; None without tracing."""
         return None if self._trace is None else self._trace.context
 
+    def of(self, metrics: Metrics) -> None:
+        """Count the request in ``metrics`` from now on: those of its model, in a server of several models."""
+        self._metrics = metrics
+
     def named(self, name: str) -> None:
         """Record the id of the answer."""
         if self._facts is not None:

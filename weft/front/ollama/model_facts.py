@@ -6,13 +6,14 @@ import functools
 import hashlib
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.config.resolved import EngineConfig
 from weft.config.sizing.memory import weight_bytes
 from weft.front.first_request import takes_images
 from weft.front.ollama import ollama_answers as o
 from weft.front.requests.context import Front
+from weft.text.model import TextModel
 
 FOR_EVER = 9_000_000_000.0
 """Time of the end of a model that stays loaded."""
@@ -64,66 +65,86 @@ def _parameters_text(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
 
 
-def names_of(front: Front) -> list[str]:
-    """Return the names of models and adapters."""
-    return [*front.names, *front.adapters.names]
+class ListedModel(NamedTuple):
+    """One model of the server."""
+
+    config: EngineConfig
+    names: list[str]
+    """Names of the model and of its adapters."""
+    loaded: bool = True
+    expires_in: float | None = None
+    """Seconds until the unload if no request comes; None for never, and for a model in use."""
 
 
-def tag_of(front: Front, name: str) -> o.OllamaModel:
+def models_of(front: Front, client: int) -> list[ListedModel]:
+    """Return all models for an API key. ``client``: number of the key."""
+    if front.several is None:
+        return [ListedModel(front.config, [*front.names, *front.adapters.names])]
+    found = []
+    for status in front.several.listed(client):
+        model = front.several.loaded_as(status.name)
+        adapters = () if model is None else model.adapters.names
+        config = front.several.plan_of(status.name, client).config
+        found.append(ListedModel(config, [status.name, *adapters], model is not None, status.expires_in))
+    return found
+
+
+def tag_of(config: EngineConfig, name: str) -> o.OllamaModel:
     """Return the entry of a model in /api/tags."""
-    size, changed, digest = files_of(front.config.model_path)
+    size, changed, digest = files_of(config.model_path)
     return o.OllamaModel(
         name=name,
         model=name,
         modified_at=o.at_time(changed),
         size=size,
         digest=digest,
-        details=details_of(front.config),
+        details=details_of(config),
     )
 
 
-def running_of(front: Front, name: str) -> o.OllamaRunning:
-    """Return the entry of a loaded model in /api/ps."""
-    size, _, digest = files_of(front.config.model_path)
+def running_of(config: EngineConfig, name: str, expires_in: float | None = None) -> o.OllamaRunning:
+    """Return the entry of a loaded model in /api/ps. ``expires_in``: seconds until the unload; None for
+    never."""
+    size, _, digest = files_of(config.model_path)
     return o.OllamaRunning(
         name=name,
         model=name,
         size=size,
         digest=digest,
-        details=details_of(front.config),
-        expires_at=o.at_time(FOR_EVER),
-        size_vram=0 if front.config.device == "cpu" else size,
-        context_length=front.config.kv.max_model_len,
+        details=details_of(config),
+        expires_at=o.at_time(FOR_EVER if expires_in is None else time.time() + expires_in),
+        size_vram=0 if config.device == "cpu" else size,
+        context_length=config.kv.max_model_len,
     )
 
 
-def shown_of(front: Front) -> o.OllamaShown:
-    """Return the answer of /api/show for the served model."""
-    spec, config = front.config.spec, front.config
+def shown_of(config: EngineConfig, text: TextModel) -> o.OllamaShown:
+    """Return the answer of /api/show for a model. ``text``: text model of the model."""
+    spec = config.spec
     family = spec.family
     info: dict[str, Any] = {
         "general.architecture": family,
-        "general.basename": front.names[0],
+        "general.basename": config.served_names[0],
         "general.parameter_count": parameters_of(config),
         f"{family}.context_length": config.kv.max_model_len,
         f"{family}.embedding_length": spec.hidden,
         f"{family}.vocab_size": spec.vocab_size,
     }
     return o.OllamaShown(
-        template=front.text.chat.source or "",
+        template=text.chat.source or "",
         details=details_of(config),
         model_info=info,
-        capabilities=_capabilities(front),
+        capabilities=_capabilities(config, text),
         modified_at=o.at_time(files_of(config.model_path)[1]),
     )
 
 
-def _capabilities(front: Front) -> list[str]:
-    spec, output = front.config.spec, front.text.output
+def _capabilities(config: EngineConfig, text: TextModel) -> list[str]:
+    spec, output = config.spec, text.output
     found = {
         "completion": spec.head,
         "embedding": not spec.pooled.refused,
-        "vision": takes_images(front.config),
+        "vision": takes_images(config),
         "tools": output.declared is not None and output.declared.tells_calls,
         "thinking": bool(output.reasoning_end),
     }

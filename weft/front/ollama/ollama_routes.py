@@ -12,10 +12,11 @@ from starlette.responses import Response
 from weft import __version__
 from weft.common.errors import InvalidRequest, NotFound
 from weft.front.http import openapi
+from weft.front.http.access import key_of
 from weft.front.http.answers import to_json
 from weft.front.http.body import Upload
 from weft.front.ollama import ollama_answers as o
-from weft.front.ollama.model_facts import names_of, running_of, shown_of, tag_of
+from weft.front.ollama.model_facts import models_of, running_of, shown_of, tag_of
 from weft.front.ollama.ollama_shape import OllamaShape, OllamaVectors
 from weft.front.protocol.ollama_request import (
     LATEST,
@@ -29,6 +30,7 @@ from weft.front.protocol.ollama_request import (
 from weft.front.protocol.parse import parse
 from weft.front.requests.context import Front
 from weft.front.requests.serving import Answered, handle
+from weft.front.requests.setup import TextSetup
 
 SMALL = 16 << 10
 """Maximum bytes of a body that may be a request to load a model. Such a body has no prompt."""
@@ -72,7 +74,7 @@ def _add_embeddings(app: FastAPI, front: Front) -> None:
     )
     async def ollama_embed(request: Request) -> Response:
         """Make a vector of each text, in Ollama's API."""
-        shape = functools.partial(OllamaVectors, front, one=False)
+        shape = functools.partial(OllamaVectors, one=False)
         return await handle(front, request, "ollama_embed", shape)
 
     @app.post(
@@ -81,27 +83,35 @@ def _add_embeddings(app: FastAPI, front: Front) -> None:
     )
     async def ollama_embedding(request: Request) -> Response:
         """Make a vector of one text, in the older form of Ollama's API."""
-        shape = functools.partial(OllamaVectors, front, one=True)
+        shape = functools.partial(OllamaVectors, one=True)
         return await handle(front, request, "ollama_embedding", shape)
 
 
 def _add_models(app: FastAPI, front: Front) -> None:
     @app.get("/api/tags", openapi_extra=openapi.returns(o.OllamaTags))
-    async def ollama_tags() -> Response:
+    async def ollama_tags(request: Request) -> Response:
         """List all models, in Ollama's API."""
-        return _json(o.OllamaTags(models=[tag_of(front, name) for name in names_of(front)]))
+        models = models_of(front, key_of(request.scope))
+        return _json(o.OllamaTags(models=[tag_of(one.config, name) for one in models for name in one.names]))
 
     @app.get("/api/ps", openapi_extra=openapi.returns(o.OllamaProcesses))
-    async def ollama_ps() -> Response:
+    async def ollama_ps(request: Request) -> Response:
         """List the loaded models, in Ollama's API."""
-        return _json(o.OllamaProcesses(models=[running_of(front, name) for name in names_of(front)]))
+        models = [one for one in models_of(front, key_of(request.scope)) if one.loaded]
+        running = [running_of(one.config, name, one.expires_in) for one in models for name in one.names]
+        return _json(o.OllamaProcesses(models=running))
 
     @app.post("/api/show", openapi_extra=openapi.answers_of(OllamaShow, o.OllamaShown, error=o.OllamaError))
     async def ollama_show(request: Request) -> Response:
         """Describe a model, in Ollama's API."""
         asked = parse(await request.body(), OllamaShow)
-        front.check_model(_served(front, asked.model or asked.name or ""))
-        return _json(shown_of(front))
+        name = asked.model or asked.name or ""
+        if front.several is not None:
+            plan = front.several.plan_of(name, key_of(request.scope))
+            text = await front.in_thread(TextSetup.of(plan.config, plan.section).load)
+            return _json(shown_of(plan.config, text))
+        front.check_model(_served(front, name))
+        return _json(shown_of(front.config, front.text))
 
     @app.get("/api/version", openapi_extra=openapi.returns(o.OllamaVersion))
     async def ollama_version() -> Response:
@@ -139,14 +149,14 @@ def _served(front: Front, name: str) -> str:
 
 
 async def _loads(front: Front, cls: type[Any], body: list[bytes], upload: Upload) -> list[bytes]:
-    """Return ``body`` unchanged. Raises Answered for a request without a prompt: the model is loaded, and
-    stays loaded."""
+    """Return ``body`` unchanged. Raises Answered for a request without a prompt: the model is loaded now."""
     if sum(map(len, body)) > SMALL:
         return body
     asked = parse(b"".join(body), cls)
     if not asked.empty:
         return body
-    front.check_model(_served(front, asked.model))
+    if front.several is None:  # several models: the request waited until its model was loaded
+        front.check_model(_served(front, asked.model))
     raise Answered(_json(_loaded(asked)))
 
 

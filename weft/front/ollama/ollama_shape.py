@@ -16,7 +16,6 @@ from weft.front.http.streaming import StreamForm
 from weft.front.ollama import ollama_answers as o
 from weft.front.openai.whole_shape import NUMBER_BYTES, WholeShape, check_size
 from weft.front.requests.answer_logprobs import chat_logprobs
-from weft.front.requests.context import Front
 from weft.front.requests.generation import Generation
 from weft.front.requests.outputs import ChoiceOutput, OutputCall
 from weft.front.requests.read_pooled import decode_facts
@@ -126,10 +125,10 @@ class OllamaShape:
 class OllamaVectors(WholeShape):
     """Answer of one request for embeddings. Never streamed."""
 
-    def __init__(self, front: Front, generation: Generation, *, one: bool) -> None:
+    def __init__(self, generation: Generation, *, one: bool) -> None:
         """``one``: /api/embeddings, which answers one vector. Raises InvalidRequest for an answer above
         ``--max-response-bytes``, by an estimate of the size."""
-        self._generation = generation
+        front, self._generation = generation.front, generation
         self._one = one
         self._facts = decode_facts(generation.job.facts)
         self._began = time.monotonic_ns()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -28,15 +27,15 @@ def add_embeddings(app: FastAPI, front: Front) -> None:
     @app.post("/v1/embeddings", openapi_extra=openapi.answers_of(EmbeddingRequest, EmbeddingList))
     async def create_embedding(request: Request) -> Response:
         """Make a vector of each text, from the model's last hidden states."""
-        return await handle(front, request, "embeddings", functools.partial(EmbeddingShape, front))
+        return await handle(front, request, "embeddings", EmbeddingShape)
 
 
 class EmbeddingShape(WholeShape):
     """Answer of one embeddings request. Never streamed."""
 
-    def __init__(self, front: Front, generation: Generation) -> None:
+    def __init__(self, generation: Generation) -> None:
         """Raises InvalidRequest for an answer above ``--max-response-bytes``, by an estimate of the size."""
-        self._generation = generation
+        front, self._generation = generation.front, generation
         self._asked = generation.job.asked
         self._facts = decode_facts(generation.job.facts)
         each = 6 if self._asked.encoding == "base64" else NUMBER_BYTES

@@ -86,29 +86,28 @@ def add_scoring(app: FastAPI, front: Front) -> None:
     @app.post("/v2/rerank", openapi_extra=openapi.answers_of(RerankRequest, Ranking))
     async def rerank(request: Request) -> Response:
         """Order documents by their relevance for a query."""
-        return await handle(front, request, "rerank", functools.partial(PooledShape, front, ranking))
+        return await handle(front, request, "rerank", functools.partial(PooledShape, ranking))
 
     @app.post("/v1/score", openapi_extra=openapi.answers_of(ScoreRequest, ScoreList))
     @app.post("/score", openapi_extra=openapi.answers_of(ScoreRequest, ScoreList))
     async def score(request: Request) -> Response:
         """Return the score of each pair of texts."""
-        return await handle(front, request, "score", functools.partial(PooledShape, front, score_list))
+        return await handle(front, request, "score", functools.partial(PooledShape, score_list))
 
     @app.post("/v1/classify", openapi_extra=openapi.answers_of(ClassifyRequest, ClassList))
     @app.post("/classify", openapi_extra=openapi.answers_of(ClassifyRequest, ClassList))
     async def classify(request: Request) -> Response:
         """Return the label of each input, with the probability of each label."""
-        return await handle(front, request, "classify", functools.partial(PooledShape, front, class_list))
+        return await handle(front, request, "classify", functools.partial(PooledShape, class_list))
 
 
 class PooledShape(WholeShape):
     """Answer of one request. Never streamed."""
 
-    def __init__(
-        self, front: Front, make: Callable[[PooledShape, EmbeddingUsage], Any], generation: Generation
-    ) -> None:
+    def __init__(self, make: Callable[[PooledShape, EmbeddingUsage], Any], generation: Generation) -> None:
         """``make``: makes the answer. Raises InvalidRequest for an answer above ``--max-response-bytes``, by
         an estimate of the size."""
+        front = generation.front
         self.front, self.generation = front, generation
         self.id = generation.named(
             "rank-" if make is ranking else "score-" if make is score_list else "classify-"

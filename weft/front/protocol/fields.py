@@ -109,6 +109,7 @@ CHAT_NEUTRAL: dict[str, Callable[[Any], bool]] = {
 
 HINTS: dict[str, Any] = {
     "cache_control": dict[str, Any],
+    "keep_alive": int | float | str,
     "prediction": dict[str, Any],
     "prompt_cache_options": dict[str, Any],
     "provider": dict[str, Any],

@@ -6,7 +6,6 @@ dropped. A field or option that would change the answer and is not supported is 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -14,12 +13,11 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.front.protocol.fields import is_one_of
+from weft.front.protocol.keep_alive import kept_seconds
 from weft.front.protocol.parse import Body, convert, printable, short
 
 LATEST = ":latest"
 """Tag that clients add to a name without a tag."""
-_DURATION = re.compile(r"-?(?:[0-9]+(?:\.[0-9]+)?(?:ms|s|m|h))+|-?[0-9]+")
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,16 +49,7 @@ class OllamaBody(Body, frozen=True, kw_only=True):
 
     def seconds_kept(self) -> float | None:
         """Return ``keep_alive`` in seconds; None if absent. Negative: for ever. Raises InvalidRequest."""
-        given = self.keep_alive
-        if given is None or isinstance(given, float | int):
-            return given
-        if len(given) > 32 or not _DURATION.fullmatch(given):
-            raise InvalidRequest(
-                'keep_alive must be a number of seconds or a duration such as "5m"', param="keep_alive"
-            )
-        parts = re.findall(r"([0-9.]+)(ms|s|m|h)", given)
-        total = sum(float(value) * _UNITS[unit] for value, unit in parts) if parts else abs(float(given))
-        return -total if given.startswith("-") else total
+        return None if self.keep_alive is None else kept_seconds(self.keep_alive)
 
 
 class _Generates(OllamaBody, frozen=True, kw_only=True):

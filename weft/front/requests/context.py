@@ -4,88 +4,60 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import sys
+import copy
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 import msgspec
-from msgspec import UNSET
 from starlette.types import Scope
 
-from weft.common.allocator import trim_heap
-from weft.common.errors import (
-    DeadlineExceeded,
-    ErrorInfo,
-    Overloaded,
-    ReportedError,
-    Unavailable,
-    WeftError,
-)
-from weft.common.log import get_logger
-from weft.common.workers import WorkerPool, most_of_client
-from weft.config.about import about
+from weft.common.errors import DeadlineExceeded, ErrorInfo, Overloaded, ReportedError, WeftError
 from weft.config.resolved import EngineConfig
 from weft.config.sections.front_section import FrontSection
-from weft.control.fleet.instance_table import Patience
-from weft.control.fleet.policy import make_policies
-from weft.control.links.links import Links
 from weft.control.links.owner import Owner
-from weft.front.first_request import example_image, takes_images
 from weft.front.http.access import REQUEST_ID, AccessControl, key_of
 from weft.front.http.answers import ModelCard
 from weft.front.http.body import Bodies
 from weft.front.http.rate_limit import RateLimits
-from weft.front.lifecycle import Lifecycle, RetryAfter, places
+from weft.front.lifecycle import RetryAfter
 from weft.front.monitoring import load_history
 from weft.front.monitoring.front_tables import LATENCY_BOUNDS
-from weft.front.monitoring.metrics import Metrics
 from weft.front.monitoring.request_log import RequestFacts
 from weft.front.monitoring.request_trace import RequestTrace
 from weft.front.monitoring.throughput import report
 from weft.front.monitoring.vllm_metrics import as_vllm
-from weft.front.requests.adapters import Adapters
 from weft.front.requests.proofs import Told, Unproved, digest_of
 from weft.front.requests.read_worker import Known, ReadAnswer, decode_answer, payload_of, read_with
-from weft.front.requests.reading import Job, Reader, check_model, takes_too_long
-from weft.front.requests.setup import GrammarCheck, Setup, TextSetup
+from weft.front.requests.reading import Job, takes_too_long
+from weft.front.requests.served_model import ServedModel
+from weft.front.requests.several_models import ModelSet, SeveralModels
+from weft.front.requests.text_threads import TextThreads
 from weft.front.siblings import Siblings
 from weft.grammar.guard.compile_jobs import Compile
-from weft.media.decode import can_decode
 from weft.media.media_memory import MediaLease
 from weft.media.pictures import Wanted, headers_of
 from weft.media.service import MediaService
 from weft.media.video_header import Header
 from weft.text.model import TextModel
 from weft.text.parsing.parser import OutputParser, OutputSpec
-from weft.text.scoring import Tasks
-from weft.text.submit import IdMint, ModelLimits, SeedMint
+from weft.text.submit import IdMint
 from weft.tracing.writer import open_writer
 from weft.types.messages import EngineStats
 
 if TYPE_CHECKING:
     from weft.front.requests.generation import Generation
 
-log = get_logger(__name__)
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
-TEXT_THREADS = 2
 TEXT_QUEUE = 1024
 """Maximum number of text work items waiting for a thread. Beyond the maximum, new requests get 429."""
 SMALL_BODY = 64 << 10
 """Maximum bytes of a body read in a thread. Parsing a larger body could hold Python's lock for long, so
 larger bodies are read in a separate process."""
-READ_PROCESSES = 2
-READ_SECONDS = 120.0
-"""Maximum seconds for one large body."""
 MAX_READS = 16
 """Maximum number of attempts to read a body. One request needs fewer grammars."""
-TRIM_AFTER = 3.0
-"""Seconds between a large body and the trim of the heap."""
 
 
 def _rate_limits(section: FrontSection) -> RateLimits | None:
@@ -95,55 +67,33 @@ def _rate_limits(section: FrontSection) -> RateLimits | None:
 
 
 class Front:
-    """All objects with the lifetime of the process. Used from one event loop."""
+    """All objects with the lifetime of the process, and the parts of one model. Used from one event loop.
+
+    A server of several models has one ``Front`` without a model, and a copy with a model for each loaded
+    model. ``enter`` returns the copy for a request. The copies share all objects of the process.
+    """
 
     def __init__(
         self,
         config: EngineConfig,
         section: FrontSection,
-        owner: Owner,
+        owner: Owner | ModelSet,
         siblings: Siblings | None = None,
         joining: bool = False,
     ) -> None:
-        """``siblings``: other API servers; None for a single API server. ``joining``: True if the others
-        serve already."""
-        self.config, self.section = config, section
-        self.names = config.served_names
-        self._accepted = (*config.served_names, *config.accepted_names)
-        self.created = int(time.time())
+        """``config``: of the model; of several models, the first. ``owner``: of the engines, or all models
+        of a server of several models. ``siblings``: other API servers; None for a single API server.
+        ``joining``: True if the others serve already."""
+        self.section = section
         self._siblings = siblings
         name = "front" if siblings is None else f"front {siblings.name}"
         self._spans = open_writer(config.runner.trace_requests, name, config.runner.otlp_traces_endpoint)
-        self.links = Links(
-            owner,
-            Patience(
-                engine=section.engine_timeout,
-                recovery=section.recovery_timeout,
-                role=config.transfer.role_timeout,
-                transfer=config.transfer.transfer_timeout,
-            ),
-            policies=make_policies(section.routing_policy, config.model.seed),
-            local_prefill=config.transfer.prefill_fallback == "local",
-            link_timeout=config.parallel.rank_timeout,
-            joining=joining,
-            spans=self._spans,
-        )
-        self.adapters = Adapters(config, self.links)
-        self.metrics = Metrics(self.names[0], self.links, self._spans)
-        each = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
-        self.lifecycle = Lifecycle(lambda: each * places(self.links.instances, self.links.elastic))
         self.bodies = Bodies(section.max_request_bytes)
-        self._pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="weft-text")
-        self._pooled = 0
-        self._reader: Reader | None = None
-        self._trimming: asyncio.TimerHandle | None = None
-        self._workers: WorkerPool | None = None
-        self._grammars: GrammarCheck | None = None
+        self.threads = TextThreads()
         self._reports: asyncio.Task[None] | None = None
         self._history = load_history.LoadHistory()
         self._sampling: asyncio.Task[None] | None = None
-        self._keys_share = len(section.api_key) > 1
-        self.media = MediaService(config.media, apart=self._keys_share)
+        self.media = MediaService(config.media, apart=len(section.api_key) > 1)
         self.access = AccessControl(
             section.api_key,
             section.admin_key,
@@ -157,57 +107,55 @@ class Front:
         """Requests in the engine, by answer id."""
         self.drain: Callable[[], None] = lambda: None  # drains and ends the server; set by the owner
         self.ids = IdMint()
-        self.seeds = SeedMint(config.model.seed)
+        self.several: SeveralModels | None = None
+        """The models of a server of several models; None for a server of one model."""
+        if isinstance(owner, ModelSet):
+            self.config = config
+            self.several = several = SeveralModels(owner, section, self, self._spans)
+            self.metrics, self.lifecycle = several.metrics, several.lifecycle
+        else:
+            self._bind(ServedModel(config, section, owner, joining=joining, spans=self._spans))
+
+    def _bind(self, model: ServedModel) -> None:
+        """Use the parts of ``model`` from now on."""
+        self.model = model
+        self.config, self.section, self.names = model.config, model.section, model.config.served_names
+        self.links, self.adapters, self.metrics = model.links, model.adapters, model.metrics
+        self.lifecycle, self.seeds = model.lifecycle, model.seeds
+
+    def of(self, model: ServedModel) -> Front:
+        """Return a copy with the parts of ``model``, which shares everything else."""
+        made = copy.copy(self)
+        made._bind(model)
+        return made
 
     async def start(self) -> None:
         """Connect to the engine processes, load tokenizer and template meanwhile, and start the background
         tasks. Until the return, ``read`` and ``text`` raise Unavailable. Raises ConfigError for unusable
-        files, or the WeftError of an engine that does not start."""
+        files, or the WeftError of an engine that does not start. Several models: start only the tasks; see
+        ``SeveralModels.start``."""
         if self._siblings is not None:
             await self._siblings.start(self.metrics.own, self._abort_here, self._own_history)
-        loop = asyncio.get_running_loop()
-        files = TextSetup.of(self.config, self.section)
-        text = await loop.run_in_executor(self._pool, files.load)
-        if text.chat.problem is not None:
-            log.warning(
-                "%s; chat requests are rejected: start with --chat-template and another template",
-                text.chat.problem,
-            )
-        if files.images is not None and not can_decode():
-            log.warning("image inputs are rejected: Pillow is not installed; install weft[vision]")
-        welcome = await self.links.start()
-        await self.adapters.start(self.metrics, self.running, self._siblings)
-        # --tokenizer may name a folder without the model's own end tokens.
-        ends = tuple(sorted({*text.end_ids, *self.config.spec.eos_ids}))
-        self.limits = ModelLimits(
-            vocab_size=welcome.vocab_size, max_model_len=welcome.max_model_len, end_ids=ends
-        )
-        setup = Setup(
-            text=files,
-            names=self._accepted,
-            limits=self.limits,
-            max_response_bytes=self.section.max_response_bytes,
-            keep_attribution=self.section.keep_attribution_lines,
-            grammar_timeout=self.config.grammar.grammar_compile_timeout,
-            media=self.config.media,
-            tasks=Tasks.of(self.config.spec, self.section.pooling),
-        )
-        command = (sys.executable, "-m", "weft.front.requests.read_worker")
-        each = most_of_client(READ_PROCESSES) if self._keys_share else 0
-        greeting = msgspec.msgpack.encode(setup)
-        self._workers = WorkerPool(command, greeting, READ_PROCESSES, READ_SECONDS, each)
-        self._grammars = GrammarCheck(setup)
+        if self.several is None:
+            await self.model.start(self.threads, self.running, self._siblings)
         # Each API server sees the load of all engines, so only one logs the load.
         if self._siblings is None or self._siblings.name == "0":
             self._reports = asyncio.create_task(report(self._engine_stats))
-        keep = load_history.keep(self._history, self._engine_states, self.metrics.latencies)
+        source = self.metrics if self.several is None else self.several
+        keep = load_history.keep(self._history, self._engine_states, source.latencies)
         self._sampling = asyncio.create_task(keep)
-        self._reader = setup.reader(text)
+
+    @property
+    def failure(self) -> WeftError | None:
+        """The reason why no engine is left; None for a server of several models."""
+        return None if self.several is not None else self.links.failure
 
     def _engine_stats(self) -> list[tuple[str, EngineStats]]:
-        return [(instance.name, instance.stats) for instance in self.links.instances]
+        return [(one.name, one.stats) for one in self._engine_states()]
 
     def _engine_states(self) -> list[load_history.EngineState]:
+        if self.several is not None:
+            return self.several.engine_states()
         instances = self.links.instances
         return [load_history.EngineState(one.name, one.role or "", one.alive, one.stats) for one in instances]
 
@@ -223,18 +171,20 @@ class Front:
             self._sampling.cancel()
         if self._siblings is not None:
             await self._siblings.close()
-        self.adapters.close()
-        await self.links.close(shutdown)
-        if self._trimming is not None:
-            self._trimming.cancel()
-        if self._workers is not None:
-            await self._workers.close()
-        if self._grammars is not None:
-            self._grammars.close()
+        await (self.model if self.several is None else self.several).close(shutdown)
         await self.media.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
+
+    async def enter(self, body: list[bytes], client: int, held: contextlib.ExitStack) -> Front:
+        """Hold a place for a request until ``held`` closes. Return the front of the model that ``body``
+        names; a server of one model does not look. ``client``: number of the API key. Waits for a model that
+        is not loaded. Raises WeftError."""
+        if self.several is not None:
+            return await self.several.enter(body, client, held)
+        held.enter_context(self.lifecycle.request())
+        return self
 
     def trace(self, body_type: str, header: str | None) -> RequestTrace | None:
         """Return a trace span for a request arriving now. ``header``: the ``traceparent`` header. None
@@ -251,6 +201,8 @@ class Front:
     async def metrics_page(self) -> bytes:
         """Return the metrics of the whole server, in Prometheus text format, without API servers that do not
         answer in time. With ``--vllm-metrics`` the page also has vLLM's names."""
+        if self.several is not None:
+            return self.several.page()
         if self._siblings is None:
             page = self.metrics.render()
         else:
@@ -287,29 +239,21 @@ class Front:
 
     @property
     def text(self) -> TextModel:
-        return self._ready_reader().text
+        return self.model.text
 
     @property
     def cache_block(self) -> int:
         """Tokens in a block of the engines' prefix cache; 0 without prefix caching, or if unknown."""
-        welcome = self.links.welcome
-        caches = self.config.kv.enable_prefix_caching
-        return welcome.block_size if caches and welcome is not None else 0
+        return self.model.cache_block
 
-    @functools.cached_property
+    @property
     def reasoning_end(self) -> tuple[int, ...]:
         """Token ids of the end-of-reasoning marker."""
-        text = self.text.output.reasoning_end
-        return tuple(self.text.tokenizer.encode(text, add_special_tokens=False, parse_special=True))
+        return self.model.reasoning_end
 
     def parser(self, spec: OutputSpec) -> OutputParser:
         """Return a parser for one output, configured by ``spec``."""
         return self.text.output.parser(spec)
-
-    def _ready_reader(self) -> Reader:
-        if self._reader is None:
-            raise Unavailable("the server is still starting")
-        return self._reader
 
     async def read(
         self,
@@ -359,7 +303,7 @@ class Front:
         (result of ``use``, called in a thread with the read answer; fetched image files by URL). The files
         count against ``lease``, or without one against a lease that ends with this call. Raises the errors
         of ``read``."""
-        reader = self._ready_reader()
+        reader, grammars = self.model.reader, self.model.grammars
         files: dict[str, memoryview] = {}
         headers: dict[str, Header] = {}
         verdicts: dict[str, ErrorInfo | None] = {}
@@ -368,7 +312,7 @@ class Front:
             """Read the body in this thread, or decode the worker's answer ``data``. Return the missing
             input, or the result of ``use``. Raises WeftError."""
             if data is None:
-                told = Told(verdicts, self._grammars)
+                told = Told(verdicts, grammars)
                 knowing = reader.knowing(headers, client, told, self.adapters.names)
                 answer = read_with(knowing, body_type, b"".join(body))
             else:
@@ -397,8 +341,8 @@ class Front:
 
         A thread must not wait for a grammar: threads are few, and a client can request a slow grammar.
         """
-        assert self._grammars is not None
-        task = await self.in_thread(self._grammars.submit, unproved.grammar, client)
+        assert self.model.grammars is not None
+        task = await self.in_thread(self.model.grammars.submit, unproved.grammar, client)
         await _ended(task)
         try:
             task.result()
@@ -413,52 +357,29 @@ class Front:
     ) -> bytes | bytearray | None:
         """Return the encoded ReadAnswer of a worker process; None for a small body. Raises Overloaded if
         ``TEXT_QUEUE`` work items wait already."""
-        if self._pooled >= TEXT_QUEUE:
+        if self.threads.busy >= TEXT_QUEUE:
             raise Overloaded("too many request bodies wait to be parsed; try again later")
         size = sum(map(len, body))
         if size <= SMALL_BODY:
             return None
-        assert self._workers is not None
+        workers = self.model.workers
+        assert workers is not None
         # A large body leaves a large free heap behind.
-        self._trim_later()
-        return await self._workers.call(*payload_of(body_type, body, known), client=client, cost=size)
-
-    def _trim_later(self) -> None:
-        """Schedule a heap trim in ``TRIM_AFTER`` seconds; else the allocator keeps large bodies' memory."""
-        loop = asyncio.get_running_loop()
-        if self._trimming is None or self._trimming.when() < loop.time():
-            self._trimming = loop.call_later(TRIM_AFTER, loop.run_in_executor, self._pool, trim_heap)
+        self.threads.trim_later()
+        return await workers.call(*payload_of(body_type, body, known), client=client, cost=size)
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` in a text thread and return the result, or raise its exception."""
-        self._pooled += 1
-        try:
-            work = functools.partial(function, *args, **kwargs)
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-        finally:
-            self._pooled -= 1
+        return await self.threads.run(function, *args, **kwargs)
 
     def check_model(self, name: str) -> None:
         """Raise NotFound unless ``name`` is served."""
-        check_model(name, (*self._accepted, *self.adapters.names))
+        self.model.check_model(name)
 
     def card(self, name: str) -> ModelCard:
         """Return the card of a served model for /v1/models. A name that is only accepted is shown as the
         first served name."""
-        shown = name if name in self.names else self.names[0]
-        known = about(self.config.model_path)
-        sees = takes_images(self.config)
-        return ModelCard(
-            id=shown,
-            created=self.created,
-            max_model_len=self.config.kv.max_model_len,
-            input_modalities=("text", "image") if sees else ("text",),
-            implementation=self.config.spec.implementation,
-            about=known.does or UNSET,
-            example=known.question if known.does else UNSET,
-            examples=known.examples or UNSET,
-            example_image=example_image(self.config, known) if known.image and sees else UNSET,
-        )
+        return self.model.card(name)
 
 
 async def _ended(task: Compile) -> None:

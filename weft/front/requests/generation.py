@@ -55,7 +55,7 @@ class Generation:
         self.explain = False
         """True if the engine must explain the end of each cached prefix. Set before ``build``."""
         self.tokenizer = front.text.tokenizer
-        self._front = front
+        self.front = front
         self._times = times
         self._deadline = deadline
         self._timer: asyncio.TimerHandle | None = None
@@ -87,7 +87,7 @@ class Generation:
     def build(self, job: Job) -> None:
         """Create the choices and submissions of ``job``, and store the job. Raises WeftError; then nothing is
         created. No effect after ``close``."""
-        most = self._front.config.scheduler.max_queued_requests
+        most = self.front.config.scheduler.max_queued_requests
         # All sequences reach the queue before the next step takes any, so a larger request would always get
         # 429.
         if len(job.prompts) * job.params.n > most:
@@ -118,19 +118,19 @@ class Generation:
         given = job.params.seed
         seed = self._seed if given is None else given & SEED_MASK
         stops = Stops(job.params.stop)
-        visible = self._front.text.output.visible_for(job.output)
-        owner = self._front.ids.mint()
+        visible = self.front.text.output.visible_for(job.output)
+        owner = self.front.ids.mint()
         self._ids.append(owner)
-        shared = self._front.config.cache.share_cache_across_keys
-        salt = job.sharing.salt if shared else self._front.access.salt_of(self.client, job.sharing.salt)
+        shared = self.front.config.cache.share_cache_across_keys
+        salt = job.sharing.salt if shared else self.front.access.salt_of(self.client, job.sharing.salt)
         session = session_of(self.headers, job.sharing.session)
-        adapter = self._front.adapters.digest_of(job.asked.model)
+        adapter = self.front.adapters.digest_of(job.asked.model)
         for number, prompt in enumerate(job.prompts):
             made = submits_of(
                 prompt.data,
                 msgspec.structs.replace(job.token_params, max_tokens=prompt.max_tokens),
                 job.params.n,
-                ids=self._front.ids,
+                ids=self.front.ids,
                 seed=minted_seed(seed, number) if number and given is None else seed,
                 owner=owner,
                 client=self.client,
@@ -146,7 +146,7 @@ class Generation:
             )
             self._ids += [made[0].request, *(submit.sequence for submit in made)]
             self._submits += made
-        self._hashes = self._front.links.hash_prompts(self._submits)
+        self._hashes = self.front.links.hash_prompts(self._submits)
         for index, submit in enumerate(self._submits):
             choice = Choice(
                 self.tokenizer,
@@ -168,7 +168,7 @@ class Generation:
         """Return the part of the output in which stop strings count; None for the whole output."""
         if not job.params.stop or job.params.stop_in == "everything":
             return None
-        return self._front.text.output.scope(job.output)
+        return self.front.text.output.scope(job.output)
 
     def _set_budgets(self, job: Job, tokens: int) -> None:
         """Give each choice a reasoning budget of ``tokens``. With budget 0, end the reasoning at once: the
@@ -188,11 +188,11 @@ class Generation:
 
     def submit(self) -> None:
         """Submit the sequences to the engine, and start the timer. Raises WeftError; then nothing runs."""
-        links = self._front.links
+        links = self.front.links
         submits = self._submits
         self._submits = []
         # The engines would refuse these sequences, too.
-        if links.open_sequences + len(submits) > self._front.lifecycle.capacity:
+        if links.open_sequences + len(submits) > self.front.lifecycle.capacity:
             raise Overloaded("the server's queue is full; try again later")
         self._times.mark("submitted")
         prompts = self.job.prompts
@@ -217,7 +217,7 @@ class Generation:
 
     def parser(self) -> OutputParser:
         """Return a new parser for one choice's text."""
-        return self._front.parser(self.job.output)
+        return self.front.parser(self.job.output)
 
     def prompt_of(self, index: int) -> Prompt:
         """Return the prompt of choice ``index``."""
@@ -268,7 +268,7 @@ class Generation:
         if delta is None:
             return []
         if delta.send_finish:
-            self._front.links.finish(self.flow, choice.sequence)
+            self.front.links.finish(self.flow, choice.sequence)
         if delta.finish_reason == "error" and delta.error is not None:
             raise ReportedError(delta.error)
         if delta.finish_reason == "abort":
@@ -286,11 +286,11 @@ class Generation:
         forced = self._force_end(choice) if budget.spent else None
         if forced is None:
             return []
-        links, old = self._front.links, self._submitted[choice.index]
+        links, old = self.front.links, self._submitted[choice.index]
         # The old sequence ends. A new sequence of the same choice continues from all tokens so far.
         links.finish(self.flow, choice.sequence)
         self._ended_reasoning.add(choice.index)
-        ids = self._front.ids
+        ids = self.front.ids
         made = after(old, choice.token_ids, sequence=ids.mint(), request=ids.mint())
         self._ids += [made.sequence, made.request]
         del self._by_sequence[choice.sequence]
@@ -306,7 +306,7 @@ class Generation:
         """Append the end-of-reasoning marker to the choice, and remove the choice's budget. Return the
         marker's delta; None without room for the marker and an answer."""
         del self._budgets[choice.index]
-        closing = self._front.reasoning_end
+        closing = self.front.reasoning_end
         if len(choice.token_ids) + len(closing) >= self._submitted[choice.index].params.max_tokens:
             return None
         return choice.on_event(TokenEvent(sequence=choice.sequence, token_ids=closing))
@@ -315,7 +315,7 @@ class Generation:
         """Set and return the answer's id: ``prefix`` and random digits. Registers the request under the id
         in ``Front.running``, for ``abort``."""
         self.id = prefix + secrets.token_hex(12)
-        self._front.running[self.id] = self
+        self.front.running[self.id] = self
         self._times.named(self.id)
         return self.id
 
@@ -330,7 +330,7 @@ class Generation:
         the last deltas."""
         deltas = [choice.abort() for choice in self.choices]
         for choice in self.choices:
-            self._front.links.finish(self.flow, choice.sequence)
+            self.front.links.finish(self.flow, choice.sequence)
         return [delta for delta in deltas if delta is not None]
 
     def spent(self) -> int:
@@ -343,7 +343,7 @@ class Generation:
         if delta.logprobs is None or self.job.asked.stream:
             return
         self._held_bytes += delta.logprobs.nbytes
-        if self._held_bytes > (most := self._front.section.max_response_bytes):
+        if self._held_bytes > (most := self.front.section.max_response_bytes):
             raise InvalidRequest(
                 f"the answer's logprobs have more than {most} bytes (--max-response-bytes); request fewer "
                 "tokens or fewer logprobs per token, or stream the answer",
@@ -356,7 +356,7 @@ class Generation:
         present only if the server speculates."""
         n = self.job.params.n
         drafts = None
-        if self._front.config.speculation.drafts:
+        if self.front.config.speculation.drafts:
             drafts = (sum(c.accepted for c in self.choices), sum(c.rejected for c in self.choices))
         return make_usage(
             prompt=sum(prompt.count for prompt in self.job.prompts),
@@ -385,12 +385,12 @@ class Generation:
             self._timer.cancel()
         # The rate of ended requests gives the retry times of refused requests.
         if self._flow is not None:
-            self._front.links.release(self._flow)
-            self._front.retry_after.ended(asyncio.get_running_loop().time())
+            self.front.links.release(self._flow)
+            self.front.retry_after.ended(asyncio.get_running_loop().time())
         if self.id:
-            self._front.running.pop(self.id, None)
+            self.front.running.pop(self.id, None)
         for made in self._ids:
-            self._front.ids.release(made)
+            self.front.ids.release(made)
 
 
 async def probe(front: Front) -> None:

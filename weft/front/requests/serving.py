@@ -112,7 +112,8 @@ async def handle(
             front.lifecycle.check()
             upload = held.enter_context(front.bodies.upload())
             body = await read_json(request, upload)
-            held.enter_context(front.lifecycle.request())
+            front = await front.enter(body, key_of(request.scope), held)
+            times.of(front.metrics)
             generation = Generation(front, times=times, deadline=deadline, seed=front.seeds.mint())
             generation.headers = request.headers
             generation.client = key_of(request.scope)
@@ -157,12 +158,13 @@ async def read_only(front: Front, request: Request, kind: str, prepare: Prepare 
     """
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
     front.lifecycle.check()
-    with front.bodies.upload() as upload:
+    client = key_of(request.scope)
+    with front.bodies.upload() as upload, contextlib.ExitStack() as held:
         body = await read_json(request, upload)
-        with front.lifecycle.request():
-            async with within(deadline):
-                made = await prepare(body, upload)
-                return await front.read(kind, made, lambda job: job, client=key_of(request.scope))
+        front = await front.enter(body, client, held)
+        async with within(deadline):
+            made = await prepare(body, upload)
+            return await front.read(kind, made, lambda job: job, client=client)
 
 
 async def _answer(

@@ -17,6 +17,7 @@ from weft.front.http.body import Upload
 from weft.front.protocol.responses.protocol import ResponsesRequest, TokensRequest
 from weft.front.protocol.responses.read import NONE, line_of, references, with_history
 from weft.front.requests.context import Front
+from weft.front.requests.generation import Generation
 from weft.front.requests.serving import handle, read_only
 from weft.front.responses import responses_events as e
 from weft.front.responses.response_store import ResponseStore, history
@@ -46,7 +47,10 @@ def _add_creation(app: FastAPI, front: Front, store: ResponseStore) -> None:
     async def create_response(request: Request) -> Response:
         """Answer a conversation, in OpenAI's newer API."""
         key = key_of(request.scope)
-        make = functools.partial(ResponsesShape, store=store, key=key, block=front.cache_block)
+
+        def make(generation: Generation) -> ResponsesShape:
+            return ResponsesShape(generation, store, key, block=generation.front.cache_block)
+
         prepare = functools.partial(_prepare, front, store, key)
         return await handle(front, request, "responses", make, prepare)
 

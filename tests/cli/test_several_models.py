@@ -1,0 +1,120 @@
+"""``weft serve`` with several models: a folder of four, with memory for two, and two on a command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.servers import Running, Servers
+from tests.support.slowness import deadline
+
+pytestmark = pytest.mark.slow
+
+ADMIN = {"Authorization": "Bearer admin-key"}
+SMALL = ("--threads", "1", "--max-num-seqs", "4", "--block-size", "16", "--kv-cache-memory", "4M")
+TOKENS = 48
+
+
+@pytest.fixture
+def servers() -> Iterator[Servers]:
+    made = Servers()
+    with made.scope():
+        yield made
+
+
+def stream(server: Running, model: str, prompt: str) -> tuple[str, str]:
+    """Return (text, finish reason) of a streamed completion."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    text, reason = "", ""
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=deadline(240)) as answer:
+        lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+    assert answer.status_code == 200, lines
+    assert lines[-1] == "[DONE]", lines
+    for line in lines[:-1]:
+        event: dict[str, Any] = json.loads(line)
+        assert "error" not in event, event
+        for choice in event["choices"]:
+            text += choice["text"]
+            reason = choice["finish_reason"] or reason
+    return text, reason
+
+
+def test_four_models_share_memory_for_two(servers: Servers, checkpoint: str, tmp_path: Path) -> None:
+    """Clients alternate over all models with streams: no stream ends early, each model gives the same text
+    after each load, and the sum of the models stays within the limit."""
+    names = ["a", "b", "c", "d"]
+    for name in names:
+        shutil.copytree(checkpoint, tmp_path / "models" / name)
+    flags = ("--models-dir", str(tmp_path / "models"), "--admin-key", "admin-key", *SMALL)
+    # The first start only reads the estimate of the cost.
+    sizing = servers.weft(*flags, "--models-memory", "1G", "--model-timeout", "240")
+    cost = sizing.http.get("/admin/models", headers=ADMIN).json()["models"][0]["size"]
+    sizing.close()
+    budget = 2 * cost + cost // 2
+    server = servers.weft(*flags, "--models-memory", str(budget), "--model-timeout", "240")
+    over = threading.Event()
+    seen: list[tuple[int, int]] = []
+
+    def watch() -> None:
+        with httpx.Client(base_url=server.url, headers=ADMIN, timeout=deadline(30)) as client:
+            while not over.is_set():
+                models = client.get("/admin/models").json()["models"]
+                used = [one["size"] for one in models if one["state"] != "unloaded"]
+                seen.append((sum(used), len(client.get("/admin/groups").json()["engines"])))
+                time.sleep(0.05)
+
+    texts: dict[str, set[str]] = {name: set() for name in names}
+    failures: list[BaseException] = []
+
+    def client(first: int) -> None:
+        try:
+            for turn in range(4):
+                name = names[(first + turn) % len(names)]
+                text, reason = stream(server, name, f"{name} counts: 1 2 3")
+                assert reason == "length"
+                texts[name].add(text)
+        except BaseException as error:
+            failures.append(error)
+
+    watcher = threading.Thread(target=watch)
+    clients = [threading.Thread(target=client, args=(first,)) for first in range(3)]
+    for one in (watcher, *clients):
+        one.start()
+    for one in clients:
+        one.join()
+    over.set()
+    watcher.join()
+    assert not failures, failures
+    assert all(len(each) == 1 for each in texts.values()), texts
+    assert max(used for used, _ in seen) <= budget
+    assert max(used for used, _ in seen) > budget - cost, "two models were never loaded together"
+    assert max(engines for _, engines in seen) <= 2
+    assert server.metric("model_loads_total") >= 4
+
+
+def test_two_models_on_a_command_line(servers: Servers, checkpoint: str, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    server = servers.weft(checkpoint, str(other), *SMALL)
+    names = [card["id"] for card in server.http.get("/v1/models").json()["data"]]
+    assert names == [Path(checkpoint).name, "other"]
+    both = [stream(server, name, "1 2 3") for name in names]
+    assert both[0] == both[1], "equal checkpoints give equal text"
+    # The path on the command line is a name, too.
+    assert stream(server, str(other), "1 2 3") == both[0]
+    assert server.http.get("/health").json()["models"] == dict.fromkeys(names, "loaded")

@@ -1,0 +1,231 @@
+"""Several models behind one server, over scripted engines: names, keys, loads, unloads and waiting."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.support.processes import with_role
+from tests.support.servers import Running, Servers
+from tests.support.slowness import deadline
+
+Start = Callable[..., Running]
+ADMIN = {"Authorization": "Bearer admin-key"}
+
+
+@pytest.fixture(scope="module")
+def start(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Return a function that starts ``weft up`` with scripted models: name -> keys of its entry, and the keys
+    of ``front``. Each model answers with its own name, or with the entry ``says``."""
+
+    def begin(models: dict[str, dict[str, Any]], folder: Path | None = None, **front: Any) -> Running:
+        folder = folder or tmp_path_factory.mktemp("models")
+        written: dict[str, Any] = {"front": {"port": 0, **front}, "model": "spool-text"}
+        written["models"] = {}
+        for name, entry in models.items():
+            script = folder / f"{name}.jsonl"
+            says = entry.pop("says", {"text": f"I am {name}", "repeat": True})
+            script.write_text(json.dumps(says) + "\n")
+            written["models"][name] = {"scripted": str(script), **entry}
+        file = folder / "topology.yaml"
+        file.write_text(yaml.safe_dump(written))
+        file.chmod(0o600)
+        program = "from weft.cli.main import main; main()"
+        command = [sys.executable, "-c", program, "up", str(file)]
+        return servers.start(command, 120.0, HF_HUB_OFFLINE="1", WEFT_ADMIN_KEY="admin-key")
+
+    return begin
+
+
+def ask(server: Running, model: str | None, **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "who?"}], **fields}
+    if model is not None:
+        body["model"] = model
+    with httpx.Client(base_url=server.url, timeout=deadline(60)) as client:
+        return client.post("/v1/chat/completions", json=body)
+
+
+def says(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    return text
+
+
+def states(server: Running) -> dict[str, str]:
+    return {one["name"]: one["state"] for one in listed(server)}
+
+
+def listed(server: Running) -> list[dict[str, Any]]:
+    models: list[dict[str, Any]] = server.http.get("/admin/models", headers=ADMIN).json()["models"]
+    return models
+
+
+def admin(server: Running, what: str, model: str, **fields: Any) -> httpx.Response:
+    body = {"model": model, **fields}
+    return server.http.post(f"/admin/models/{what}", json=body, headers=ADMIN)
+
+
+def until(ready: Callable[[], bool]) -> None:
+    end = time.monotonic() + deadline(20)
+    while not ready():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_each_request_goes_to_the_model_that_it_names(start: Start) -> None:
+    server = start({"a": {"aliases": ["first"]}, "b": {"load": "demand"}}, api_key=["open", "only-b:b"])
+    server.http.headers["Authorization"] = "Bearer open"
+    key = {"Authorization": "Bearer open"}
+
+    def chat(model: str | None, headers: dict[str, str] = key, **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": "who?"}], "model": model, **fields}
+        return server.http.post("/v1/chat/completions", json=body, headers=headers)
+
+    assert server.http.get("/health").json() == {
+        "status": "alive",
+        "models": {"a": "loaded", "b": "unloaded"},
+    }
+    assert says(chat("a")) == says(chat("first")) == "I am a"
+    assert says(chat("b")) == "I am b"
+    assert server.http.get("/ready").json() == {"status": "ready", "models": {"a": "loaded", "b": "loaded"}}
+    unknown = chat("c")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    missing = chat(None)
+    assert missing.status_code == 400
+    assert missing.json()["error"]["message"] == "model is required: this server has the models a, b"
+    # A body above 64 KiB is not parsed twice; the name in front counts, and is checked again by the reader.
+    assert says(chat("b", metadata={"x": "y"}, user="u" * 100)) == "I am b"
+    cards = server.http.get("/v1/models").json()["data"]
+    assert [(card["id"], card["status"]) for card in cards] == [("a", "loaded"), ("b", "loaded")]
+    assert server.http.get("/v1/models/first").json()["id"] == "a"
+    assert server.http.post("/tokenize", json={"model": "b", "prompt": "x"}).status_code == 200
+    # A key that names models sees no other model, and its only model is the default.
+    less = {"Authorization": "Bearer only-b"}
+    assert says(chat(None, less)) == "I am b"
+    assert chat("a", less).status_code == 404
+    assert [card["id"] for card in server.http.get("/v1/models", headers=less).json()["data"]] == ["b"]
+    # Ollama's routes
+    assert [one["name"] for one in server.http.get("/api/tags").json()["models"]] == ["a", "b"]
+    assert [one["name"] for one in server.http.get("/api/ps", headers=less).json()["models"]] == ["b"]
+    body = {"model": "b:latest", "messages": [{"role": "user", "content": "who?"}], "stream": False}
+    assert server.http.post("/api/chat", json=body).json()["message"]["content"] == "I am b"
+    assert server.http.post("/api/generate", json={"model": "a"}).json()["done_reason"] == "load"
+    assert "completion" in server.http.post("/api/show", json={"model": "a:latest"}).json()["capabilities"]
+    assert server.http.post("/api/show", json={"model": "c"}).status_code == 404
+    page = server.http.get("/metrics").text
+    assert 'weft:request_success_total{finished_reason="stop",model_name="a"} 2.0' in page
+    assert 'weft:model_state{model_name="b",state="loaded"} 1.0' in page
+    assert page.count("# TYPE weft:http_requests_total ") == 1
+    groups = server.http.get("/admin/groups", headers=ADMIN).json()["engines"]
+    assert [one["model"] for one in groups] == ["a", "b"]
+    restarted = server.http.post("/admin/restart", json={}, headers=ADMIN)
+    assert (restarted.status_code, "name one of a, b" in restarted.text) == (400, True)
+    # Operators unload, load and pin.
+    assert admin(server, "unload", "b").json()["state"] in ("draining", "unloaded")
+    until(lambda: states(server)["b"] == "unloaded")
+    assert admin(server, "load", "b", keep_alive="5m").json()["state"] == "loaded"
+    assert 290 < listed(server)[1]["expires_in"] <= 300
+    assert admin(server, "pin", "b").json()["expires_in"] is None
+    assert admin(server, "load", "nobody").status_code == 404
+    assert server.http.post("/admin/models/load", json={"model": "a"}).status_code == 401
+
+
+def test_models_share_the_memory_and_an_unload_ends_no_stream(start: Start) -> None:
+    slow = {"text": "x" * 40, "delay_ms": 50, "repeat": True}
+    models: dict[str, dict[str, Any]] = {name: {"memory": "1G"} for name in "abc"}
+    models["a"]["says"] = slow
+    server = start(models, models_memory="1G")
+    assert states(server) == dict.fromkeys("abc", "unloaded")
+    ends: list[str] = []
+
+    def stream() -> None:
+        with server.stream(model="a") as response:
+            lines = [line for line in response.iter_lines() if line.startswith("data: {")]
+        ends.extend(json.loads(lines[-1][6:])["choices"][0]["finish_reason"] for _ in range(1))
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    until(lambda: listed(server)[0]["running"] == 1)
+    # An operator's unload drains: the stream goes on, and b loads behind it.
+    assert admin(server, "unload", "a").json()["state"] == "draining"
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(ask, server, "b")
+        until(lambda: listed(server)[1]["waiting"] == 1 or waits.done())
+        assert says(waits.result()) == "I am b"
+    thread.join()
+    assert ends == ["stop"]
+    assert states(server) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+    assert server.metric("model_memory_bytes") == 1 << 30
+    # keep_alive: 0 makes room at once.
+    assert says(ask(server, "b", keep_alive=0)) == "I am b"
+    assert says(ask(server, "c")) == "I am c"
+    assert ask(server, "c", keep_alive="soon").status_code == 400
+
+
+def test_a_model_that_does_not_load_fails_its_requests_alone(start: Start, tmp_path: Path) -> None:
+    server = start({"a": {}, "b": {"load": "demand"}}, tmp_path, engine_restarts=0)
+    (tmp_path / "b.jsonl").unlink()  # so that the engine cannot start
+    refused = ask(server, "b")
+    assert refused.status_code == 503, refused.text
+    assert refused.json()["error"]["message"].startswith("the model b cannot be used now")
+    assert says(ask(server, "a")) == "I am a"
+    health = server.http.get("/health").json()
+    assert health == {"status": "degraded", "models": {"a": "loaded", "b": "unloaded"}}
+    assert "b" in listed(server)[1]["failure"]
+
+
+@pytest.mark.slow
+def test_a_model_whose_engine_dies_loads_again_on_demand(start: Start) -> None:
+    server = start({"a": {}, "b": {}}, engine_restarts=0)
+    engines = with_role(server.process.pid, "head")
+    assert len(engines) == 2
+    for pid in engines:
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: set(states(server).values()) == {"unloaded"})
+    refused = ask(server, "a")
+    assert refused.status_code == 503
+    assert server.http.get("/health").json()["status"] == "degraded"
+    until(lambda: ask(server, "a").status_code == 200)
+    assert says(ask(server, "b")) == "I am b"
+    assert server.http.get("/health").json()["status"] == "alive"
+
+
+@pytest.mark.slow
+def test_a_request_waits_at_most_the_timeout_of_models(start: Start) -> None:
+    slow = {"text": "x" * 100, "delay_ms": 100, "repeat": True}
+    models: dict[str, dict[str, Any]] = {name: {"memory": "1G"} for name in "ab"}
+    models["a"]["says"] = slow
+    server = start(models, models_memory="1G", model_timeout=2.0)
+    with server.stream(model="a") as response:
+        lines = response.iter_lines()
+        next(lines)
+        began = time.monotonic()
+        late = ask(server, "b")
+        assert time.monotonic() - began < deadline(8)
+        assert late.status_code == 503
+        assert "--model-timeout" in late.json()["error"]["message"]
+        assert int(late.headers["retry-after"]) > 5, "the hysteresis and the load"
+        assert listed(server)[0]["running"] == 1
+
+
+@pytest.mark.slow
+def test_the_server_ends_while_a_model_loads(start: Start) -> None:
+    server = start({"a": {}, "b": {"load": "demand"}})
+    thread = threading.Thread(target=lambda: ask(server, "b"))
+    thread.start()
+    until(lambda: states(server)["b"] in ("loading", "loaded"))
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(deadline(20)) == 0
+    thread.join()

@@ -1,0 +1,203 @@
+"""A server of several models: one API server in this process, which starts and ends the engines of each."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from weft.cli.processes import child
+from weft.common import signals
+from weft.common.errors import ConfigError
+from weft.common.folder import private_folder
+from weft.common.title import set_title
+from weft.config.file_limits import ask_for_files
+from weft.config.sections.all import Config, FrontSection
+from weft.config.sections.tls import server_context
+from weft.config.topology import serves
+
+if TYPE_CHECKING:
+    from weft.config.models.several import ResolvedModel
+    from weft.control.processes.engine_owner import EngineOwner
+    from weft.engine.ranks.processes import Start
+    from weft.engine.server.engine_processes import EngineGroups
+    from weft.front.requests.several_models import ModelSet
+
+_SECONDS_TO_CLOSE = 5.0
+CONFIG_ERROR = 2
+"""Exit status of a process with an invalid configuration."""
+
+
+class ModelEngines:
+    """The engine processes of one model. Implements ``several_models.ModelProcesses``: each ``start`` begins
+    with new processes in a new folder."""
+
+    def __init__(self, model: ResolvedModel, folder: Path, start: Start) -> None:
+        """``folder``: private folder of the server. ``start``: starts an engine's process."""
+        self._model, self._folder, self._start = model, folder, start
+        self._groups: EngineGroups | None = None
+        self._own: Path | None = None
+        self.owner: EngineOwner | None = None
+        """Owner of the present processes; None while the model is not loaded."""
+        self.refused = False
+        """True after a process ended with a configuration error."""
+
+    def start(self) -> EngineOwner:
+        """Start the processes. Call from the main thread: the processes end with the calling thread."""
+        from weft.control.processes.engine_owner import EngineOwner
+        from weft.engine.server.engine_processes import EngineGroups
+
+        front, config = self._model.section, self._model.config
+        self._own = Path(tempfile.mkdtemp(prefix="m", dir=self._folder))
+        self._groups = EngineGroups(self._model.groups, self._own, front.log_settings, self._start)
+        self.owner = EngineOwner(
+            self._groups.members,
+            self._groups,
+            front.engine_restarts,
+            serves=functools.partial(serves, fallback=config.transfer.prefill_fallback),
+            drain_timeout=front.drain_timeout,
+        )
+        self.owner.start()
+        return self.owner
+
+    def close(self, seconds: float) -> None:
+        """End the processes, and remove their folder."""
+        groups, self._groups, self.owner = self._groups, None, None
+        if groups is not None:
+            self.refused |= CONFIG_ERROR in groups.close(seconds)
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+
+
+def run_models(models: Sequence[ResolvedModel], front: FrontSection) -> int:
+    """Serve until a stop signal. Return the exit status; 2 if the server failed and an engine had a
+    configuration error. Installs signal handlers; call from the main thread."""
+    groups = [group for model in models for group in model.groups]
+    ask_for_files(groups, front)
+    signal.signal(signals.RESTART, signal.SIG_IGN)
+    server_context(front)  # a wrong TLS file ends the start here, before any process loads a model
+    from weft.cli.serve.server import Operations
+    from weft.engine.ranks.processes import Spares
+    from weft.front.front_server import bind
+
+    listener = bind(front.host, front.port)
+    set_title("server", f"{len(models)} models")
+    child.forbid_core_dumps()
+    for number in signals.heeded():
+        signal.signal(number, signals.end)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
+    folder = private_folder()
+    torchless = all(group.scripted for group in groups)
+    spares = Spares(front.spare_processes if front.engine_restarts and not torchless else 0)
+    operations = Operations(tuple(groups), False, spares.start)
+    engines = [ModelEngines(model, folder, operations.start) for model in models]
+    status = 1
+    try:
+        status = _serve(models, engines, front, listener)
+    finally:
+        signals.ignore()
+        signal.signal(signals.RESTART, signal.SIG_IGN)
+        listener.close()
+        for one in engines:
+            one.close(0.0 if status > 128 else _SECONDS_TO_CLOSE)
+        spares.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return 2 if status != 0 and any(one.refused for one in engines) else status
+
+
+def _serve(
+    models: Sequence[ResolvedModel],
+    engines: Sequence[ModelEngines],
+    front: FrontSection,
+    listener: socket.socket,
+) -> int:
+    """Run the API server over the models. Return the exit status."""
+    from weft.front.front_server import serve
+
+    section, found = model_set(models, engines, front)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
+
+    def restart(*_: object) -> None:
+        for one in engines:
+            if one.owner is not None:
+                one.owner.ask_restart()
+
+    signal.signal(signals.RESTART, restart)
+    return serve(found.plans[0].config, section, found, listener=listener)
+
+
+def model_set(
+    models: Sequence[ResolvedModel], engines: Sequence[ModelEngines], front: FrontSection
+) -> tuple[FrontSection, ModelSet]:
+    """Return (settings of the server with plain keys, the models for the API server)."""
+    from weft.config.models.several import memory_budget
+    from weft.control.models import ModelFacts
+    from weft.front.requests.named_model import KeyModels, split_keys
+    from weft.front.requests.several_models import ModelPlan, ModelSet
+
+    names = {
+        name: model.name
+        for model in models
+        for name in (*model.config.served_names, *model.config.accepted_names)
+    }
+    keys, of_key = split_keys(front.api_key, names)
+    section = msgspec.structs.replace(front, api_key=keys)
+    plans = tuple(
+        ModelPlan(
+            model.config,
+            model.groups,
+            msgspec.structs.replace(model.section, api_key=keys),
+            ModelFacts(model.name, model.cost, model.pin, model.ttl, model.starts),
+            processes,
+            model.measured,
+        )
+        for model, processes in zip(models, engines, strict=True)
+    )
+    return section, ModelSet(plans, memory_budget(front), KeyModels(of_key))
+
+
+def describe(models: Sequence[ResolvedModel], front: FrontSection) -> str:
+    """Return the plan of the server as text: a line for the server, and a line per model."""
+    lines = [f"{len(models)} models on {front.host}:{front.port}"]
+    width = max(len(model.name) for model in models)
+    for model in models:
+        ranks = sum(group.parallel.layout.ranks for group in model.groups)
+        notes = ["at the start" if model.starts else "on demand", *(["pinned"] if model.pin else [])]
+        lines.append(
+            f"  {model.name:<{width}}  {model.cost / (1 << 30):.2f} GiB, {len(model.groups)} group"
+            f"{'s' * (len(model.groups) != 1)}, {ranks} rank{'s' * (ranks != 1)}, {', '.join(notes)}"
+        )
+    return "\n".join(lines)
+
+
+def up_models(
+    file: str, place: str, given: Mapping[str, Any], keyed: Callable[[Config], Config], *, check: bool
+) -> int:
+    """Serve the models of a topology file. Return the exit status. ``place``: ``--on``. ``given``: field
+    values of the command line. ``keyed``: adds the keys of the environment. ``check``: only print the plan.
+    Raise ConfigError."""
+    from weft.cli.serve.server import configure_log
+    from weft.config.models.several import read_models, resolve_models
+    from weft.config.secret_file import check_secrets, warn_of_readable_keys
+
+    if place == "ray":
+        raise ConfigError("--on ray is for topologies of one model", param="--on")
+    settings, section = read_models(file, given)
+    front = keyed(Config(front=section)).front
+    configure_log(front)
+    warn_of_readable_keys(file)
+    models = resolve_models(settings, front)
+    check_secrets([group for model in models for group in model.groups])
+    if check:
+        server_context(front)
+        click.echo(describe(models, front))
+        return 0
+    return run_models(models, front)

@@ -1,0 +1,492 @@
+"""Which models of a server are loaded: a pure state machine.
+
+    cold ──wanted──► loading ──Loaded──► up ──for room, by time, by an operator──► draining
+      ▲                 │ Failed                                                      │ last request ends
+      ╰─────────────────┴──────────────────────────Gone◄────────────Unload◄───────────╯
+
+A request for a model that is not up waits. Waiting models load in the order of their first request, within
+the budget. To make room, models that nobody uses are unloaded first. A model in use drains: new requests for
+the model wait, running requests end by themselves, and then the model is unloaded. So an unload ends no
+stream. A model in use drains only ``hysteresis`` seconds after its load. Until then all its requests are
+served, and two models that alternate are served in batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
+
+from weft.common.errors import Unavailable, WeftError
+
+HYSTERESIS_S = 30.0
+"""Minimum seconds between the load of a model and a drain while the model is in use."""
+QUIET_S = 5.0
+"""Minimum seconds without a request before another model may take the place of a model."""
+BACKOFF_S = 10.0
+"""Seconds after a failure in which requests for the model fail at once."""
+LOAD_S = 5.0
+"""Predicted seconds of a load, before the first load of the model has been measured."""
+
+
+class ModelState(Enum):
+    """State of a model; see the transitions at the head of the module."""
+
+    COLD = "unloaded"
+    LOADING = "loading"
+    UP = "loaded"
+    DRAINING = "draining"
+
+
+class ModelFacts(NamedTuple):
+    """Settings of one model."""
+
+    name: str
+    cost: int
+    """Bytes of memory while the model is loaded: an estimate, until ``Loaded`` brings a better number."""
+    pinned: bool = False
+    """True: the model is unloaded only on an operator's request."""
+    ttl: float = math.inf
+    """Seconds without a request after which the model is unloaded."""
+    starts: bool = False
+    """True: the model loads when the server starts."""
+
+
+# -- events
+
+
+class Wanted(NamedTuple):
+    """A request arrives and must wait for the model."""
+
+    name: str
+
+
+class GaveUp(NamedTuple):
+    """A waiting request ends without the model."""
+
+    name: str
+
+
+class Opened(NamedTuple):
+    """A request begins at a model that admits requests."""
+
+    name: str
+    waited: bool = False
+    """True if ``Wanted`` came before."""
+
+
+class Closed(NamedTuple):
+    """A request that has begun ends."""
+
+    name: str
+
+
+class Kept(NamedTuple):
+    """A request sets the seconds without a request until the unload, in place of ``ttl``, until the next
+    request."""
+
+    name: str
+    seconds: float
+
+
+class Loaded(NamedTuple):
+    """A load has succeeded. ``cost``: bytes in use; 0 if unknown."""
+
+    name: str
+    cost: int = 0
+
+
+class Failed(NamedTuple):
+    """A load has failed and left nothing behind, or the engines of a loaded model are lost for good."""
+
+    name: str
+    error: WeftError
+
+
+class Gone(NamedTuple):
+    """All processes of a model have ended after ``Unload``."""
+
+    name: str
+
+
+class LoadAsked(NamedTuple):
+    """An operator wants the model to be loaded."""
+
+    name: str
+
+
+class UnloadAsked(NamedTuple):
+    """An operator wants the model to be unloaded, even a pinned model."""
+
+    name: str
+
+
+class PinAsked(NamedTuple):
+    """An operator pins or unpins the model."""
+
+    name: str
+    pinned: bool
+
+
+class Tick(NamedTuple):
+    """Time has passed. The event comes about once per second."""
+
+
+Event: TypeAlias = (
+    Wanted
+    | GaveUp
+    | Opened
+    | Closed
+    | Kept
+    | Loaded
+    | Failed
+    | Gone
+    | LoadAsked
+    | UnloadAsked
+    | PinAsked
+    | Tick
+)
+
+
+# -- actions
+
+
+class Load(NamedTuple):
+    """Start the processes of the model. ``Loaded`` or ``Failed`` follows."""
+
+    name: str
+
+
+class Unload(NamedTuple):
+    """End the processes of the model, which has no open request. ``Gone`` follows."""
+
+    name: str
+
+
+class Refuse(NamedTuple):
+    """Fail all requests that wait for the model. ``GaveUp`` follows for each."""
+
+    name: str
+    error: WeftError
+
+
+Action: TypeAlias = Load | Unload | Refuse
+
+
+@dataclass(slots=True)
+class Entry:
+    """One model. Read-only for users of ``ModelTable``."""
+
+    facts: ModelFacts
+    cost: int
+    pinned: bool
+    state: ModelState = ModelState.COLD
+    open: int = 0
+    """Requests that have begun."""
+    waiting: int = 0
+    """Requests that wait for the model."""
+    asked: bool = False
+    """True while an operator, or the start of the server, wants the model to be loaded."""
+    since: float = 0.0
+    """Time at which the model began to wait for its load, to load, or to be up."""
+    wanted: float = -math.inf
+    """Time of the last request, and of the load."""
+    idle: float = 0.0
+    """Time at which the last open request ended."""
+    keep: float | None = None
+    """Seconds of the last ``Kept``."""
+    takes_back: bool = False
+    """True while the model drains only for room, and may stay if the room is not needed any more."""
+    ending: bool = False
+    """True from ``Unload`` to ``Gone``."""
+    failed: float = -math.inf
+    """Time of the last failure."""
+    error: WeftError | None = None
+    """Reason of the last failure; None after a load that succeeded."""
+    took: float = LOAD_S
+    """Seconds of the last load."""
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def used(self) -> bool:
+        return self.open > 0 or self.waiting > 0
+
+    @property
+    def limit(self) -> float:
+        """Seconds without a request until the unload."""
+        return self.facts.ttl if self.keep is None else self.keep
+
+    @property
+    def expires(self) -> float | None:
+        """Time of the unload if no request comes; None for never, and for a model in use."""
+        if self.state is not ModelState.UP or self.used or self.pinned or math.isinf(self.limit):
+            return None
+        return self.idle + self.limit
+
+
+class ModelTable:
+    """Decides which models are loaded. ``on(event, now)`` returns the actions; ``entries`` has the state."""
+
+    def __init__(
+        self,
+        models: Iterable[ModelFacts],
+        budget: int | None = None,
+        *,
+        hysteresis: float = HYSTERESIS_S,
+        quiet: float = QUIET_S,
+        backoff: float = BACKOFF_S,
+    ) -> None:
+        """``budget``: maximum bytes of all models that are not cold; None for no maximum. The other
+        arguments: see ``HYSTERESIS_S``, ``QUIET_S`` and ``BACKOFF_S``."""
+        self.entries = {one.name: Entry(one, one.cost, one.pinned) for one in models}
+        self._budget = math.inf if budget is None else budget
+        self._hysteresis, self._quiet, self._backoff = hysteresis, quiet, backoff
+        self._now = 0.0
+
+    @property
+    def used(self) -> int:
+        """Bytes of all models that are not cold."""
+        return sum(one.cost for one in self.entries.values() if one.state is not ModelState.COLD)
+
+    def admits(self, name: str) -> bool:
+        """Return True if a request for the model may begin now."""
+        return self.entries[name].state is ModelState.UP
+
+    def wait(self, name: str) -> float:
+        """Return the predicted seconds until the model admits requests, at least 1."""
+        entry = self.entries[name]
+        if entry.state is ModelState.UP:
+            return 1.0
+        left = entry.took
+        if entry.state is ModelState.LOADING:
+            left -= self._now - entry.since
+        elif self.used + entry.cost > self._budget:
+            left += self._hysteresis
+        return max(left, 1.0)
+
+    def start(self, now: float) -> list[Action]:
+        """Return the loads at the start of the server."""
+        self._now = now
+        for entry in self.entries.values():
+            if entry.facts.starts:
+                self._ask(entry)
+        return self._plan()
+
+    def on(self, event: Event, now: float) -> list[Action]:
+        """Return the actions for ``event`` at time ``now``."""
+        self._now = now
+        if not isinstance(event, Tick):
+            _HANDLERS[type(event)](self, self.entries[event.name], event)
+        return self._plan()
+
+    # -- requests
+
+    def _wanted(self, entry: Entry, event: Wanted) -> None:
+        if entry.state is ModelState.COLD and not entry.waiting and not entry.asked:
+            entry.since = self._now
+        entry.waiting += 1
+        entry.wanted = self._now
+
+    def _gave_up(self, entry: Entry, event: GaveUp) -> None:
+        entry.waiting -= 1
+        self._rest(entry)
+
+    def _opened(self, entry: Entry, event: Opened) -> None:
+        assert entry.state is ModelState.UP, "only a loaded model admits requests"
+        entry.waiting -= event.waited
+        entry.open += 1
+        entry.keep = None
+        entry.wanted = self._now
+
+    def _closed(self, entry: Entry, event: Closed) -> None:
+        entry.open -= 1
+        self._rest(entry)
+
+    def _rest(self, entry: Entry) -> None:
+        """Note the time at which nobody uses the model any more."""
+        if not entry.used:
+            entry.idle = self._now
+
+    def _kept(self, entry: Entry, event: Kept) -> None:
+        entry.keep = event.seconds
+
+    # -- processes
+
+    def _loaded(self, entry: Entry, event: Loaded) -> None:
+        if entry.state is ModelState.LOADING:
+            entry.took = self._now - entry.since
+            entry.state, entry.since, entry.error = ModelState.UP, self._now, None
+            entry.asked = False
+            entry.cost = event.cost or entry.cost
+            entry.wanted = entry.idle = self._now
+
+    def _failed(self, entry: Entry, event: Failed) -> None:
+        entry.failed, entry.error, entry.asked = self._now, event.error, False
+        if entry.state is ModelState.LOADING:
+            entry.state = ModelState.COLD
+        elif entry.state is not ModelState.COLD:
+            # The open requests fail by themselves. The memory is free when the processes have ended.
+            self._drain(entry, takes_back=False)
+
+    def _gone(self, entry: Entry, event: Gone) -> None:
+        entry.state, entry.ending, entry.keep = ModelState.COLD, False, None
+        if entry.used or entry.asked:
+            entry.since = self._now
+
+    # -- operators
+
+    def _load_asked(self, entry: Entry, event: LoadAsked) -> None:
+        entry.failed = -math.inf
+        if entry.state is ModelState.DRAINING and not entry.ending:
+            entry.state = ModelState.UP
+        elif entry.state in (ModelState.COLD, ModelState.DRAINING):
+            self._ask(entry)
+
+    def _ask(self, entry: Entry) -> None:
+        if not entry.waiting and not entry.asked:
+            entry.since = self._now
+        entry.asked, entry.wanted = True, self._now
+
+    def _unload_asked(self, entry: Entry, event: UnloadAsked) -> None:
+        entry.asked = False
+        if entry.state in (ModelState.UP, ModelState.DRAINING):
+            self._drain(entry, takes_back=False)
+
+    def _pin_asked(self, entry: Entry, event: PinAsked) -> None:
+        entry.pinned = event.pinned
+        if event.pinned and entry.state is ModelState.DRAINING and entry.takes_back and not entry.ending:
+            entry.state = ModelState.UP
+
+    # -- the plan
+
+    def _drain(self, entry: Entry, *, takes_back: bool) -> None:
+        entry.state, entry.takes_back = ModelState.DRAINING, takes_back
+
+    def _plan(self) -> list[Action]:
+        """Return the actions that follow from the present state."""
+        actions: list[Action] = []
+        self._expire()
+        waiting = [
+            one
+            for one in self.entries.values()
+            if one.state is ModelState.COLD and (one.waiting or one.asked)
+        ]
+        waiting.sort(key=lambda one: one.since)
+        # Only the first waiting model makes room: a later, smaller model must not take the room again.
+        blocked = False
+        for entry in waiting:
+            refusal = self._refusal(entry)
+            if refusal is not None:
+                entry.asked = False
+                actions.append(Refuse(entry.name, refusal))
+            elif not blocked and self._makes_room(entry):
+                entry.state, entry.since = ModelState.LOADING, self._now
+                actions.append(Load(entry.name))
+            else:
+                blocked = True
+        self._trim(blocked)
+        for entry in self.entries.values():
+            if entry.state is ModelState.DRAINING and not entry.open and not entry.ending:
+                entry.ending = True
+                actions.append(Unload(entry.name))
+        return actions
+
+    def _expire(self) -> None:
+        """Drain the models whose time without a request is over."""
+        for entry in self.entries.values():
+            if (until := entry.expires) is not None and self._now >= until:
+                self._drain(entry, takes_back=False)
+
+    def _refusal(self, entry: Entry) -> WeftError | None:
+        """Return why the model cannot be loaded now or later; None if the model can be loaded."""
+        if self._now < entry.failed + self._backoff:
+            assert entry.error is not None
+            return Unavailable(entry.error.message)
+        pinned = sum(
+            one.cost
+            for one in self.entries.values()
+            if one is not entry and one.pinned and one.state is not ModelState.COLD
+        )
+        if entry.cost + pinned > self._budget:
+            return Unavailable(
+                f"the model {entry.name} needs {_size(entry.cost)}, and --models-memory leaves "
+                f"{_size(max(int(self._budget) - pinned, 0))} beside pinned models"
+            )
+        return None
+
+    def _makes_room(self, entry: Entry) -> bool:
+        """Return True if the model fits now. Otherwise drain models until the model will fit, if enough
+        models may drain."""
+        lacking = self.used + entry.cost - self._budget
+        if lacking <= 0:
+            return True
+        # The memory of draining models is free soon.
+        lacking -= sum(one.cost for one in self.entries.values() if one.state is ModelState.DRAINING)
+        for victim in self._victims(lacking, self._may_go):
+            self._drain(victim, takes_back=True)
+        return False
+
+    def _may_go(self, entry: Entry) -> bool:
+        """Return True if another model may take the place of the model."""
+        if not entry.used and self._now >= max(entry.wanted, entry.idle) + self._quiet:
+            return True
+        return self._now >= entry.since + self._hysteresis
+
+    def _victims(self, lacking: float, may_go: Callable[[Entry], bool]) -> list[Entry]:
+        """Return loaded models with at least ``lacking`` bytes; [] if there are not enough.
+
+        Models without open requests come first. Among these, the time since the last request counts for each
+        byte: a large model goes before a small one.
+        """
+        found = [
+            one
+            for one in self.entries.values()
+            if one.state is ModelState.UP and not one.pinned and may_go(one)
+        ]
+        found.sort(key=lambda one: (one.used, -(self._now - one.wanted + 1e-3) * one.cost))
+        chosen: list[Entry] = []
+        for one in found:
+            if lacking <= 0:
+                break
+            chosen.append(one)
+            lacking -= one.cost
+        return chosen if lacking <= 0 else []
+
+    def _trim(self, blocked: bool) -> None:
+        """Take back drains that nobody needs any more, and drain models if a model took more memory than
+        its estimate. ``blocked``: True if a model waits for room."""
+        excess = self.used - self._budget
+        draining = [one for one in self.entries.values() if one.state is ModelState.DRAINING]
+        excess -= sum(one.cost for one in draining)
+        if excess > 0:
+            newest = max((one.since for one in self.entries.values()), default=0.0)
+            for victim in self._victims(excess, lambda one: one.since < newest):
+                self._drain(victim, takes_back=False)
+        elif not blocked:
+            for one in draining:
+                if one.takes_back and not one.ending and self.used <= self._budget:
+                    one.state = ModelState.UP
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.2f} GiB"
+
+
+_HANDLERS: dict[type, Callable[[ModelTable, Entry, Any], None]] = {
+    Wanted: ModelTable._wanted,
+    GaveUp: ModelTable._gave_up,
+    Opened: ModelTable._opened,
+    Closed: ModelTable._closed,
+    Kept: ModelTable._kept,
+    Loaded: ModelTable._loaded,
+    Failed: ModelTable._failed,
+    Gone: ModelTable._gone,
+    LoadAsked: ModelTable._load_asked,
+    UnloadAsked: ModelTable._unload_asked,
+    PinAsked: ModelTable._pin_asked,
+}

@@ -1,0 +1,551 @@
+"""The models of a server of several models: executes the decisions of ``weft.control.models``.
+
+    request ─► enter ─► name in the body ─► loaded: the model's front
+                                        ╰─► not loaded: waits; ModelTable ─► Load, Unload
+
+Each load makes a new ``ServedModel`` over new engine processes. So below this module a server of several
+models is several servers of one model, and no sequence ever moves between models.
+
+For other modules: ``listed`` has the state of each model. ``load``, ``unload``, ``pin`` and ``keep`` change
+the state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+
+from weft.common.clock import Clock, SystemClock
+from weft.common.errors import ConfigError, InvalidRequest, NotFound, Overloaded, Unavailable, WeftError
+from weft.common.log import get_logger
+from weft.config.resolved import EngineConfig
+from weft.config.sections.front_section import FrontSection
+from weft.config.sizing.model_cost import model_cost
+from weft.control import models as m
+from weft.control.links.owner import Owner
+from weft.front.http.answers import ModelCard
+from weft.front.lifecycle import Lifecycle
+from weft.front.monitoring import several_pages
+from weft.front.monitoring.front_tables import LATENCY_BOUNDS
+from weft.front.monitoring.load_history import EngineState
+from weft.front.monitoring.metrics import Metrics
+from weft.front.protocol.ollama_request import LATEST
+from weft.front.protocol.parse import printable
+from weft.front.requests.named_model import KeyModels, NamedModel, named_in
+from weft.front.requests.served_model import ServedModel, card_of_model
+from weft.tracing.writer import SpanWriter
+
+if TYPE_CHECKING:
+    from weft.front.requests.context import Front
+
+log = get_logger(__name__)
+
+END_S = 5.0
+"""Maximum seconds for the processes of an unloaded model to end by themselves."""
+TICK_S = 0.5
+"""Seconds between two looks at times."""
+
+Prove = Callable[["Front"], Awaitable[None]]
+"""Generates a first token with every engine of a model. Raises WeftError."""
+
+
+class ModelProcesses(Protocol):
+    """Starts and ends the engine processes of one model."""
+
+    def start(self) -> Owner:
+        """Start all processes, and return their owner, without a wait for readiness. Raises OSError."""
+
+    def close(self, seconds: float) -> None:
+        """Wait up to ``seconds`` for the processes, which have an order to end, and kill the rest. Blocks.
+        Idempotent."""
+
+
+class ModelPlan(NamedTuple):
+    """One model of a server of several models."""
+
+    config: EngineConfig
+    """Settings for API servers. ``served_names[0]`` is the name of the model."""
+    groups: tuple[EngineConfig, ...]
+    section: FrontSection
+    """Settings of the server, with the text settings of the model."""
+    facts: m.ModelFacts
+    processes: ModelProcesses
+    measured: bool = True
+    """True: the engines' report replaces the memory in ``facts``."""
+
+
+class ModelSet(NamedTuple):
+    """All models of a server."""
+
+    plans: tuple[ModelPlan, ...]
+    budget: int | None
+    """Maximum bytes of all loaded models."""
+    keys: KeyModels
+    shared: bool = False
+    """False: the engines end with this API server."""
+
+
+class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """State of one model, for operators."""
+
+    name: str
+    aliases: tuple[str, ...]
+    state: str
+    """unloaded, loading, loaded or draining."""
+    size: int
+    """Bytes of memory while the model is loaded."""
+    pinned: bool
+    running: int
+    """Requests that have begun."""
+    waiting: int
+    """Requests that wait for the model."""
+    expires_in: float | None = None
+    """Seconds until the unload if no request comes; null for never, and for a model in use."""
+    failure: str = ""
+    """Reason of the last failure; "" after a load that succeeded."""
+
+
+class NotLoaded(Unavailable):
+    """The model was not loaded in time."""
+
+    def __init__(self, message: str, wait: float) -> None:
+        """``wait``: predicted seconds until the model is loaded."""
+        super().__init__(message)
+        self.wait = wait
+
+
+class _Slot:
+    """One model, with the present load."""
+
+    def __init__(self, plan: ModelPlan) -> None:
+        self.plan = plan
+        self.name = plan.facts.name
+        self.model: ServedModel | None = None
+        self.front: Front | None = None
+        self.waiters: list[asyncio.Future[None]] = []
+        """One per waiting request. Done when the model admits requests, or with the reason of a refusal."""
+        self.task: asyncio.Task[None] | None = None
+        """Loads or unloads the model now."""
+        self.watch: asyncio.Task[None] | None = None
+        """Waits for the death of the engines."""
+        self.error: WeftError | None = None
+        """Error of the last load, as raised."""
+
+    @property
+    def most_waiting(self) -> int:
+        return self.plan.config.scheduler.max_queued_requests
+
+
+class SeveralModels:
+    """The models of one API server. Used from one event loop."""
+
+    shared = False
+
+    def __init__(
+        self,
+        models: ModelSet,
+        section: FrontSection,
+        front: Front,
+        spans: SpanWriter | None,
+        clock: Clock | None = None,
+    ) -> None:
+        """``front``: objects of the process, without a model."""
+        self._front, self._section, self._spans = front, section, spans
+        self._keys = models.keys
+        self._clock = clock or SystemClock()
+        self._slots = {plan.facts.name: _Slot(plan) for plan in models.plans}
+        self._names = {
+            name: slot
+            for slot in self._slots.values()
+            for name in (*slot.plan.config.accepted_names, *slot.plan.config.served_names)
+        }
+        self.table = m.ModelTable([plan.facts for plan in models.plans], models.budget)
+        self.lifecycle = Lifecycle(lambda: sum(one.lifecycle.capacity for one in self.loaded))
+        self.metrics = Metrics("", several_pages.NO_LINKS)
+        """Metrics of the process. Each model has its own."""
+        self.metrics.registry.register(several_pages.ModelsCollector(self))
+        self._past = [[0.0] * len(bounds) for bounds in LATENCY_BOUNDS]
+        """Latencies of earlier loads."""
+        self._prove: Prove | None = None
+        self._ticking: asyncio.Task[None] | None = None
+        self._closing = False
+        self.created = int(time.time())
+        self.loads = dict.fromkeys(self._slots, 0)
+        """Name -> number of loads that succeeded."""
+        self.died = asyncio.Event()
+        """Never set: a model whose engines are lost is loaded again on demand."""
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    async def start(self, prove: Prove) -> None:
+        """Load the models that the settings want at the start, all at once. Return when all are loaded.
+        Raises the error of the first model that does not load."""
+        self._prove = prove
+        self._ticking = asyncio.create_task(self._tick())
+        self._carry_out(self.table.start(self._clock.now()))
+        first = [slot for slot in self._slots.values() if slot.plan.facts.starts]
+        await asyncio.gather(*(self._settled(slot) for slot in first))
+        for slot in first:
+            if not self.table.admits(slot.name):
+                raise slot.error or Unavailable(f"the model {slot.name} could not be loaded")
+
+    async def _settled(self, slot: _Slot) -> None:
+        """Wait until the load of the start has succeeded or failed."""
+        entry = self.table.entries[slot.name]
+        while entry.asked or entry.state is m.ModelState.LOADING:
+            await asyncio.sleep(0.02)
+
+    async def close(self, shutdown: bool = True) -> None:
+        """End all loads and close all models; every open request fails. Call once."""
+        self._closing = True
+        tasks = [slot.task for slot in self._slots.values() if slot.task is not None]
+        watches = [slot.watch for slot in self._slots.values() if slot.watch is not None]
+        for task in [*tasks, *watches, *([] if self._ticking is None else [self._ticking])]:
+            task.cancel()
+        await asyncio.gather(*tasks, *watches, return_exceptions=True)
+        await asyncio.gather(*(model.close(shutdown) for model in self.loaded))
+
+    def drain(self) -> None:
+        """Report to the owners of the engines that the server drains."""
+        for model in self.loaded:
+            model.owner.drain()
+
+    def fail_all(self, error: WeftError) -> None:
+        """Fail every open request with ``error``."""
+        for model in self.loaded:
+            model.links.fail_all(error)
+
+    # -- requests -----------------------------------------------------------------------------------
+
+    async def enter(self, body: list[bytes], client: int, held: contextlib.ExitStack) -> Front:
+        """See ``Front.enter``."""
+        asked = await named_in(body, self._front.threads)
+        slot = self._find(asked, client)
+        waited = await self._up(slot)
+        # No await from here on: the table counts the request before anything else can happen.
+        front = slot.front
+        assert front is not None
+        held.enter_context(self._place(slot, front, waited, asked.keep))
+        return front
+
+    def _find(self, asked: NamedModel, client: int) -> _Slot:
+        """Return the slot of the model that a request names. Raises NotFound and InvalidRequest."""
+        allowed = [slot for slot in self._slots.values() if self._keys.allow(client, slot.name)]
+        if asked.model is None:
+            if len(allowed) == 1:
+                return allowed[0]
+            names = ", ".join(slot.name for slot in allowed)
+            raise InvalidRequest(f"model is required: this server has the models {names}", param="model")
+        slot = self._slot(asked.model)
+        if slot is None or slot not in allowed:
+            raise self._unknown(asked.model)
+        return slot
+
+    def _slot(self, name: str) -> _Slot | None:
+        """Return the slot of a name, also with Ollama's tag ``:latest`` behind the name; None if unknown."""
+        for one in dict.fromkeys((name, name.removesuffix(LATEST))):
+            if (slot := self._names.get(one) or self._with_adapter(one)) is not None:
+                return slot
+        return None
+
+    def _with_adapter(self, name: str) -> _Slot | None:
+        """Return the loaded model that has the adapter ``name``."""
+        for slot in self._slots.values():
+            if slot.model is not None and name in slot.model.adapters.names:
+                return slot
+        return None
+
+    def _unknown(self, name: str) -> NotFound:
+        shown = printable(name, 64)
+        return NotFound(f"the model {shown} does not exist here", param="model", code="model_not_found")
+
+    async def _up(self, slot: _Slot) -> bool:
+        """Wait until the model admits requests. Return True if the request waited: then the table still
+        counts the request as waiting. Raises WeftError."""
+        if self.table.admits(slot.name):
+            return False
+        if self.table.entries[slot.name].waiting >= slot.most_waiting:
+            raise Overloaded(f"too many requests wait for the model {slot.name}; try again later")
+        waiter = self._wait(slot)
+        self._on(m.Wanted(slot.name))
+        try:
+            async with asyncio.timeout(min(self._section.model_timeout, self._section.request_timeout)):
+                await waiter
+                while not self.table.admits(slot.name):  # drained again before this task ran
+                    await self._wait(slot)
+        except BaseException as error:
+            wait = self.table.wait(slot.name)
+            self._on(m.GaveUp(slot.name))
+            if isinstance(error, TimeoutError):
+                what = f"the model {slot.name} was not loaded within --model-timeout; try again later"
+                raise NotLoaded(what, wait) from None
+            raise
+        return True
+
+    def _wait(self, slot: _Slot) -> asyncio.Future[None]:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        slot.waiters.append(waiter)
+        return waiter
+
+    @contextlib.contextmanager
+    def _place(self, slot: _Slot, front: Front, waited: bool, keep: float | None) -> Iterator[None]:
+        """Count a request until its end. Raises Overloaded if the model has no place."""
+        self._on(m.Opened(slot.name, waited))
+        if keep is not None:
+            self._on(m.Kept(slot.name, keep))
+        try:
+            with front.lifecycle.request():
+                yield
+        finally:
+            self._on(m.Closed(slot.name))
+
+    # -- operators ----------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all models, in order."""
+        return tuple(self._slots)
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        """Models with engines that serve, in order."""
+        return [slot.model for slot in self._slots.values() if slot.model is not None]
+
+    @property
+    def fronts(self) -> list[Front]:
+        """The front of each loaded model."""
+        return [slot.front for slot in self._slots.values() if slot.front is not None]
+
+    def listed(self, client: int | None = None) -> list[ModelStatus]:
+        """Return the state of all models, in order. ``client``: only the models for this API key."""
+        now = self._clock.now()
+        made = []
+        for name, entry in self.table.entries.items():
+            if client is not None and not self._keys.allow(client, name):
+                continue
+            config = self._slots[name].plan.config
+            expires = entry.expires
+            made.append(
+                ModelStatus(
+                    name=name,
+                    aliases=(*config.served_names[1:], *config.accepted_names),
+                    state=entry.state.value,
+                    size=entry.cost,
+                    pinned=entry.pinned,
+                    running=entry.open,
+                    waiting=entry.waiting,
+                    expires_in=None if expires is None else max(expires - now, 0.0),
+                    failure="" if entry.error is None else entry.error.message,
+                )
+            )
+        return made
+
+    def status(self, name: str) -> ModelStatus:
+        """Return the state of one model. Raises NotFound for an unknown name."""
+        found = self._known(name).name
+        return next(one for one in self.listed() if one.name == found)
+
+    def card(self, name: str) -> ModelCard:
+        """Return the card of a model for /v1/models. Raises NotFound for an unknown name."""
+        slot = self._known(name)
+        config = slot.plan.config
+        card = card_of_model(config, name, self.created)
+        card.status = self.table.entries[slot.name].state.value
+        return card
+
+    def plan_of(self, name: str, client: int) -> ModelPlan:
+        """Return the settings of a model for an API key. Raises NotFound for an unknown name."""
+        return self._find(NamedModel(name), client).plan
+
+    def loaded_as(self, name: str) -> ServedModel | None:
+        """Return the loaded model with this first name; None while the model is not loaded."""
+        return self._slots[name].model
+
+    def named(self, name: str, client: int) -> Front | None:
+        """Return the front of the loaded model with the name, or with a LoRA adapter of the name; None for a
+        model that is not loaded. Raises NotFound."""
+        slot = self._find(NamedModel(name), client)
+        return slot.front if name not in self._names else None
+
+    def front_of(self, name: str) -> Front:
+        """Return the front of a loaded model; "" for the only loaded model. Raises NotFound, InvalidRequest,
+        and Unavailable for a model that is not loaded."""
+        fronts = self.fronts
+        if not name:
+            if len(fronts) == 1:
+                return fronts[0]
+            raise InvalidRequest(
+                f"this server has several models: name one of {', '.join(self.names)} in model", param="model"
+            )
+        slot = self._known(name)
+        if slot.front is None:
+            raise Unavailable(f"the model {slot.name} is not loaded")
+        return slot.front
+
+    async def load(self, name: str) -> ModelStatus:
+        """Load a model, and return the state when the model is loaded. Raises WeftError."""
+        slot = self._known(name)
+        if not self.table.admits(slot.name):
+            self._on(m.LoadAsked(slot.name))
+            if await self._up(slot):
+                self._on(m.GaveUp(slot.name))
+        return self.status(slot.name)
+
+    def unload(self, name: str) -> ModelStatus:
+        """Unload a model when its running requests have ended. Return the present state. Raises NotFound."""
+        slot = self._known(name)
+        self._on(m.UnloadAsked(slot.name))
+        return self.status(slot.name)
+
+    def pin(self, name: str, pinned: bool) -> ModelStatus:
+        """Pin or unpin a model. Return the present state. Raises NotFound."""
+        slot = self._known(name)
+        self._on(m.PinAsked(slot.name, pinned))
+        return self.status(slot.name)
+
+    def keep(self, name: str, seconds: float) -> ModelStatus:
+        """Set the seconds without a request until the unload. Return the present state. Raises NotFound."""
+        slot = self._known(name)
+        self._on(m.Kept(slot.name, seconds))
+        return self.status(slot.name)
+
+    def _known(self, name: str) -> _Slot:
+        slot = self._names.get(name)
+        if slot is None:
+            raise self._unknown(name)
+        return slot
+
+    # -- the table ----------------------------------------------------------------------------------
+
+    def _on(self, event: m.Event) -> None:
+        """Pass an event to the table, and carry out the actions."""
+        self._carry_out(self.table.on(event, self._clock.now()))
+
+    def _carry_out(self, actions: Sequence[m.Action]) -> None:
+        """Begin each action, and wake the requests of models that admit requests."""
+        for action in actions:
+            slot = self._slots[action.name]
+            if isinstance(action, m.Refuse):
+                slot.error = slot.error or action.error
+                _settle(slot, action.error)
+            elif not self._closing:
+                work = self._load(slot) if isinstance(action, m.Load) else self._unload(slot)
+                slot.task = asyncio.create_task(work)
+        for slot in self._slots.values():
+            if slot.waiters and self.table.admits(slot.name):
+                _settle(slot, None)
+
+    async def _load(self, slot: _Slot) -> None:
+        """Load a model. The table gets Loaded or Failed."""
+        log.info("loading the model %s", slot.name)
+        try:
+            model, front = await self._loaded(slot)
+        except Exception as error:
+            # An unexpected error must not leave the model in the state loading for ever.
+            if not isinstance(error, (WeftError, OSError)):
+                log.exception("unexpected error in the load of the model %s", slot.name)
+            slot.error = error if isinstance(error, WeftError) else Unavailable(str(error))
+            await asyncio.to_thread(slot.plan.processes.close, 0.0)
+            log.error("the model %s could not be loaded: %s", slot.name, slot.error.message)
+            self._on(m.Failed(slot.name, _failure(slot.name, slot.error)))
+            return
+        slot.model, slot.front, slot.error = model, front, None
+        slot.watch = asyncio.create_task(self._watch(slot, model))
+        self.loads[slot.name] += 1
+        welcome = model.links.welcome if slot.plan.measured else None
+        cost = 0 if welcome is None else model_cost(slot.plan.groups, welcome.num_blocks)
+        log.info("the model %s is loaded", slot.name)
+        self._on(m.Loaded(slot.name, cost))
+
+    async def _loaded(self, slot: _Slot) -> tuple[ServedModel, Front]:
+        """Start the processes of a model, and wait for a first token. Raises WeftError and OSError."""
+        owner = slot.plan.processes.start()
+        model = ServedModel(slot.plan.config, slot.plan.section, owner, server=self.lifecycle)
+        try:
+            await model.start(self._front.threads, self._front.running)
+            front = self._front.of(model)
+            assert self._prove is not None
+            await self._prove(front)
+        except BaseException:
+            await model.close()
+            raise
+        return model, front
+
+    async def _watch(self, slot: _Slot, model: ServedModel) -> None:
+        """Report the death of all engines of a model."""
+        await model.links.died.wait()
+        assert model.links.failure is not None
+        log.error("the engines of the model %s have failed: %s", slot.name, model.links.failure.message)
+        self._on(m.Failed(slot.name, _failure(slot.name, model.links.failure)))
+
+    async def _unload(self, slot: _Slot) -> None:
+        """Close a model, and end its processes. The table gets Gone."""
+        model, slot.model, slot.front = slot.model, None, None
+        if slot.watch is not None:
+            slot.watch.cancel()
+        if model is not None:
+            for past, now in zip(self._past, model.metrics.latencies(), strict=True):
+                past[:] = map(sum, zip(past, now, strict=True))
+            try:
+                await model.close()
+            except Exception:
+                log.exception("unexpected error in the unload of the model %s", slot.name)
+        await asyncio.to_thread(slot.plan.processes.close, END_S)
+        log.info("the model %s is unloaded", slot.name)
+        self._on(m.Gone(slot.name))
+
+    async def _tick(self) -> None:
+        """Report the time to the table until a cancellation."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self._on(m.Tick())
+            except Exception:
+                log.exception("unexpected error in the table of models; the table continues")
+
+    # -- metrics ------------------------------------------------------------------------------------
+
+    def engine_states(self) -> list[EngineState]:
+        """Return the state of every engine process, under the name MODEL/ENGINE."""
+        return [
+            EngineState(f"{model.config.served_names[0]}/{one.name}", one.role or "", one.alive, one.stats)
+            for model in self.loaded
+            for one in model.links.instances
+        ]
+
+    def latencies(self) -> tuple[list[float], list[float]]:
+        """Return the sums of ``Metrics.latencies`` over all models since the start."""
+        found = [self._past, *(model.metrics.latencies() for model in self.loaded)]
+        first, other = (
+            functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], same)
+            for same in zip(*found, strict=True)
+        )
+        return list(first), list(other)
+
+    def page(self) -> bytes:
+        """Return the metrics of the server and of all loaded models, in Prometheus text format."""
+        return several_pages.page(self.metrics, [model.metrics for model in self.loaded])
+
+
+def _settle(slot: _Slot, error: WeftError | None) -> None:
+    """Wake all requests that wait for a model; with ``error`` all fail."""
+    waiters, slot.waiters = slot.waiters, []
+    for waiter in waiters:
+        if waiter.done():  # the request has given up
+            continue
+        if error is None:
+            waiter.set_result(None)
+        else:
+            waiter.set_exception(error)
+
+
+def _failure(name: str, error: WeftError) -> Unavailable:
+    """Return the error for requests for a model that did not load, or died."""
+    what = "is not configured correctly" if isinstance(error, ConfigError) else "cannot be used now"
+    return Unavailable(f"the model {name} {what}: {error.message}")
