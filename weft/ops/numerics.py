@@ -1,4 +1,4 @@
-"""Everything outside a model that decides the bits of a computation. For caches that outlive a process."""
+"""Facts outside a model that decide the bits of a computation, for caches on disk."""
 
 from __future__ import annotations
 

@@ -80,6 +80,7 @@ class Index:
     def find(self, kind: int, key: bytes, oldest: float) -> Stored | None:
         """Return a block with all parts, each written at ``oldest`` or later; None if there is none."""
         with self._lock:
+            # Groups of several sizes may have written the block: one size with all parts is enough.
             for parts in self._parts:
                 found = [self._found(layout.name_bytes(RecordId(kind, key, n, parts))) for n in range(parts)]
                 entries = [one.entry for one in found if one is not None]

@@ -1,4 +1,4 @@
-"""Segments that other processes add, change and remove in the folder of a namespace."""
+"""Changes of other processes to the segments of a namespace."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class Scanner:
         for path, mark in self._listed():
             seen[path] = mark
             segment = known.get(path)
+            # Footers are read only for new and changed files: most scans only list the folder.
             if path == own:
                 continue
             if segment is None and self._refused.get(path) != mark:

@@ -296,6 +296,7 @@ class SegmentStore:
         if nbytes > len(buffer.payload):
             raise ValueError(f"a record of {nbytes} bytes, and a buffer for {len(buffer.payload)}")
         whole = buffer.memory[: PAGE + layout.padded(nbytes)]
+        # A descriptor for each read: another process may remove the file at any time.
         try:
             fd = self._disk.open(found.segment.path, direct=True)
             try:

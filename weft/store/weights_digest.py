@@ -128,7 +128,7 @@ def weight_files(config: EngineConfig) -> list[Path]:
     for folder in folders:
         patterns = _PICKLES if config.model.load_format == "pickle" else ("*.safetensors",)
         files = [file for pattern in patterns for file in folder.glob(pattern)] + gguf_files(folder)
-        if config.model.load_format == "dummy":
+        if config.model.load_format == "dummy":  # the seed decides all weights, see ``_random``
             files = []
         found += [file for file in (folder / "config.json",) if file.is_file()]
         found += sorted((one for one in files if not one.name.startswith(_ADAPTER)), key=lambda one: one.name)

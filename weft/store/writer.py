@@ -1,4 +1,4 @@
-"""The segment that this process writes."""
+"""The open segment of a process."""
 
 from __future__ import annotations
 
