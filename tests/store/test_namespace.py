@@ -46,7 +46,9 @@ def test_each_part_changes_the_namespace(config: EngineConfig, monkeypatch: pyte
         "quantization": changed("model", quantization="int8"),
         "implementation": changed("model", model_impl="transformers"),
         "block_size": changed("kv", block_size=32),
-        "blocks": changed("kv", pools=config.kv.pools * 2),
+        "blocks": changed(
+            "kv", pools=tuple(msgspec.structs.replace(p, block_size=32) for p in config.kv.pools)
+        ),
         "speculation": changed("speculation", speculative_method="mtp"),
         "device": msgspec.structs.replace(config, device="cuda"),
         "deterministic": changed("runner", deterministic=True),
