@@ -123,7 +123,7 @@ def index(folder: Path, count: int, each: int = 160) -> tuple[float, float]:
             layout.entry_of(RecordId(0, os.urandom(16)), Owner(), 4096 + n * 790_528, 786_432, time.time())
             for n in range(min(each, count - begin))
         ]
-        with (place / f"{begin:016x}.kv").open("wb") as file:
+        with (place / f"{begin:016x}-00000000.kv").open("wb") as file:
             file.write(layout.segment_page(identity))
             file.flush()
             end = 4096 + len(entries) * 790_528

@@ -114,7 +114,7 @@ def test_flush_reaches_the_segment_that_another_process_writes(tmp_path):
 def test_files_that_processes_left_behind_are_removed(tmp_path):
     clock = Clock()
     store = open_store(tmp_path, clock=clock)
-    left = store._folder / "left.new"
+    left = store._folder / ("0" * 16 + "-" + "0" * 8 + ".new")
     left.write_bytes(bytes(100))
     os.utime(left, (clock.seconds, clock.seconds))
     store.maintain()

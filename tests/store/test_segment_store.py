@@ -120,7 +120,7 @@ def test_other_namespaces_and_versions_are_not_read(tmp_path, monkeypatch):
     other = open_store(tmp_path, namespace="f" * 32)
     assert not other.has(record(1))
     # A file of another namespace under this name is refused by the bytes, too.
-    os.link(files(tmp_path)[0], tmp_path / ("f" * 32) / "copied.kv")
+    os.link(files(tmp_path)[0], tmp_path / ("f" * 32) / ("0" * 16 + "-" + "0" * 8 + ".kv"))
     other.scan()
     assert not other.has(record(1))
     assert other.stats().damaged == 1
@@ -181,8 +181,38 @@ def test_only_private_folders_of_local_disks(tmp_path, monkeypatch):
         open_store(tmp_path)
     put(open_store(tmp_path, shared=True), record(1))
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(ConfigError, match="another user"):
-        open_store(tmp_path)
+    with pytest.raises(ConfigError, match=r"another user|other users"):
+        open_store(tmp_path, shared=True)
+
+
+def test_an_existing_root_keeps_its_permissions_and_other_contents(tmp_path):
+    """A user may name a folder with other files: nothing of them is removed, however old."""
+    root, clock = tmp_path / "root", Clock()
+    root.mkdir(mode=0o755)
+    for name in ("empty", "photos", NAMESPACE):
+        (root / name).mkdir(mode=0o755)
+    others = [root / "note.kv", root / "photos" / "old.kv", root / NAMESPACE / "old.txt"]
+    others += [root / NAMESPACE / "mine.kv", root / "photos" / ("0" * 16 + "-" + "0" * 8 + ".kv")]
+    for file in others:
+        file.write_bytes(bytes(1000))
+        os.utime(file, (1, 1))
+    store = open_store(root, clock=clock, ttl=100.0)
+    assert [put(store, record(number), 200_000) for number in range(90)] == [""] * 90
+    clock.seconds += 10_000
+    store.maintain()
+    store.flush(payer="")
+    store.flush()
+    store.close()
+    assert all(file.stat().st_size == 1000 for file in others)
+    assert (root / "empty").is_dir()
+    assert stat.S_IMODE(root.stat().st_mode) == 0o755
+    root.chmod(0o777)
+    with pytest.raises(ConfigError, match="other users can change"):
+        open_store(root)
+    root.chmod(0o1777)
+    open_store(root)
+    with pytest.raises(ConfigError, match="no folder"):
+        open_store(others[0])
 
 
 def test_a_small_budget_is_refused(tmp_path):

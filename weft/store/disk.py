@@ -97,8 +97,8 @@ def lock(fd: int) -> bool:
 
 
 def private_folder(folder: Path) -> None:
-    """Create a folder that only this user can enter. Raises ConfigError for a folder of another user or a
-    link, and OSError."""
+    """Create a folder that only the current user can enter. Raises ConfigError for a link and for a folder of
+    another user, and OSError."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
     found = folder.lstat()
@@ -108,6 +108,25 @@ def private_folder(folder: Path) -> None:
         raise ConfigError(f"{folder} is another user's: name a folder of your own with {FLAG}", param=FLAG)
     if stat.S_IMODE(found.st_mode) & 0o077:
         folder.chmod(0o700)
+
+
+def safe_root(folder: Path) -> None:
+    """Create the root folder, or check an existing folder, whose permissions stay.
+
+    Raises ConfigError if other users could replace the folders inside, and OSError.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        found = folder.stat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(f"{folder} is no folder: name a folder with {FLAG}", param=FLAG) from None
+        # A sticky folder, such as /tmp, lets only owners replace entries.
+        others = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
+        if found.st_uid not in (0, os.geteuid()) or others:
+            raise ConfigError(
+                f"other users can change {folder}: name a folder of your own with {FLAG}", param=FLAG
+            ) from None
 
 
 def network_file_system(folder: Path) -> str:

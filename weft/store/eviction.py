@@ -25,7 +25,17 @@ from weft.store import layout
 from weft.store.disk import Disk, lock
 from weft.store.index import Index
 from weft.store.records import PAGE
-from weft.store.segment import SUFFIX, Digests, Segment, mark_of, read_footer, remove_records, walk
+from weft.store.segment import (
+    FILE_NAME,
+    FOLDER_NAME,
+    SUFFIX,
+    Digests,
+    Segment,
+    mark_of,
+    read_footer,
+    remove_records,
+    walk,
+)
 
 _BLOCK = 512  # unit of st_blocks
 _LEFT_OVER_S = 600.0
@@ -43,16 +53,27 @@ class File(NamedTuple):
 
 
 def files_of(root: Path) -> Iterator[File]:
-    """Yield the files of all namespaces. A file that vanishes meanwhile is left out. Raises OSError."""
-    with os.scandir(root) as folders:
-        for folder in folders:
-            if not folder.is_dir(follow_symlinks=False):
-                continue
-            with contextlib.suppress(FileNotFoundError), os.scandir(folder.path) as entries:
-                for entry in entries:
+    """Yield the files of all namespaces. A file that vanishes meanwhile is left out. Raises OSError.
+
+    A user may name a folder with other contents: only names that stores make count.
+    """
+    for folder in namespaces_of(root):
+        with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+            for entry in entries:
+                if FILE_NAME.fullmatch(entry.name):
                     with contextlib.suppress(FileNotFoundError):
                         facts = entry.stat(follow_symlinks=False)
                         yield File(Path(entry.path), facts.st_blocks * _BLOCK, facts.st_mtime)
+
+
+def namespaces_of(root: Path) -> list[Path]:
+    """Return the folders of all namespaces. Raises OSError."""
+    with os.scandir(root) as entries:
+        return [
+            Path(entry.path)
+            for entry in entries
+            if FOLDER_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        ]
 
 
 class Cleaner:
@@ -220,11 +241,9 @@ class Cleaner:
             os.close(fd)
 
     def _remove_empty_folders(self) -> None:
-        with os.scandir(self._root) as folders:
-            for folder in folders:
-                # Not empty, or not a folder: stays.
-                with contextlib.suppress(OSError):
-                    os.rmdir(folder.path)
+        for folder in namespaces_of(self._root):
+            with contextlib.suppress(OSError):  # not empty
+                folder.rmdir()
 
 
 def _matching(segment: Segment, fields: dict[str, bytes]) -> np.ndarray:

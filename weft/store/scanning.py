@@ -10,7 +10,7 @@ import numpy as np
 
 from weft.store.disk import Disk
 from weft.store.index import Index
-from weft.store.segment import SUFFIX, BeingWritten, Digests, Segment, Unreadable, mark_of, open_segment
+from weft.store.segment import SEGMENT_NAME, BeingWritten, Digests, Segment, Unreadable, mark_of, open_segment
 
 
 class Scanner:
@@ -50,7 +50,7 @@ class Scanner:
         """Yield path and mark of each segment file, the oldest first."""
         try:
             with os.scandir(self._folder) as entries:
-                names = sorted(entry.name for entry in entries if entry.name.endswith(SUFFIX))
+                names = sorted(entry.name for entry in entries if SEGMENT_NAME.fullmatch(entry.name))
         except FileNotFoundError:
             return
         for name in names:

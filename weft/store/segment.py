@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,13 @@ from weft.store.disk import Disk, lock
 from weft.store.layout import ENTRY, Identity
 from weft.store.records import PAGE
 
-SUFFIX = ".kv"
+SUFFIX, NEW_SUFFIX = ".kv", ".new"
+"""Ends of the names of a segment and of a segment that is being created."""
+SEGMENT_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{8}\.kv")
+FILE_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{8}\.(kv|new)|probe-[0-9]+-[0-9a-f]{8}")
+"""Names of all files that a store makes. Files of other names are never touched."""
+FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
+"""Names of namespaces. Folders of other names are never touched."""
 Digests = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 """(memory uint8 [n], spans int64 [k, 2], seeds uint64 [k]) -> uint64 [k], see ``digests.digest_spans``."""
 

@@ -15,7 +15,6 @@ is then computed, as without the store.
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections import Counter
@@ -28,14 +27,14 @@ from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.disagg.protocol import digests
 from weft.store import layout
-from weft.store.disk import FLAG, Disk, can_direct, network_file_system, private_folder
+from weft.store.disk import FLAG, Disk, can_direct, network_file_system, private_folder, safe_root
 from weft.store.errors import RecordCorrupt, RecordGone, StoreOff
 from weft.store.eviction import Cleaner
 from weft.store.index import Found, Index
 from weft.store.reading import Loaded, damage
 from weft.store.records import PAGE, BlockChanges, Owner, RecordBuffer, RecordId, Stored
 from weft.store.scanning import Scanner
-from weft.store.segment import Digests
+from weft.store.segment import FOLDER_NAME, Digests
 from weft.store.settings import LEAST_BUDGET, StoreSettings, StoreStats
 from weft.store.writer import Writer
 
@@ -47,7 +46,6 @@ _LEAST_SEGMENTS = 8
 _LONGEST_OPEN_S = 3600.0
 """Age at which a segment is sealed."""
 _NOBODY = Owner()
-_NAMESPACE = re.compile(r"[0-9a-f]{32}")
 
 
 class SegmentStore:
@@ -72,7 +70,7 @@ class SegmentStore:
         """
         self.off = ""
         """The reason why the store has turned itself off; "" while the store is on."""
-        if not _NAMESPACE.fullmatch(settings.namespace):
+        if not FOLDER_NAME.fullmatch(settings.namespace):
             raise ValueError(f"not a namespace: {settings.namespace!r}")
         self._settings, self._digest, self._now = settings, digest, now
         if settings.budget < LEAST_BUDGET:
@@ -336,7 +334,7 @@ class SegmentStore:
 
     def _prepare(self) -> None:
         try:
-            private_folder(self._root)
+            safe_root(self._root)
             private_folder(self._folder)
             name = "" if self._settings.shared else network_file_system(self._folder)
             if name:

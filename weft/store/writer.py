@@ -11,7 +11,7 @@ from weft.store import layout
 from weft.store.disk import Disk, lock
 from weft.store.layout import ENTRY, Identity
 from weft.store.records import PAGE, Owner, RecordBuffer, RecordId
-from weft.store.segment import SUFFIX, Digests, Segment, mark_of, write_footer
+from weft.store.segment import NEW_SUFFIX, SUFFIX, Digests, Segment, mark_of, write_footer
 
 
 class Writer:
@@ -24,7 +24,7 @@ class Writer:
         identity = Identity(namespace, os.urandom(16))
         path = folder / f"{int(now * 1e6):016x}-{identity.segment[:4].hex()}{SUFFIX}"
         # The file has no name that others read until the lock is held and the first page is written.
-        made = path.with_suffix(".new")
+        made = path.with_suffix(NEW_SUFFIX)
         self._fd = disk.create(made)
         try:
             lock(self._fd)
