@@ -19,7 +19,7 @@ class Loaded(NamedTuple):
     found: Found
     whole: np.ndarray
     """uint8: header and padded payload."""
-    count: int
+    length: int
     """Bytes of ``whole`` that were read."""
 
 
