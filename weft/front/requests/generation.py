@@ -142,7 +142,7 @@ class Generation:
                 salt=salt,
                 media=job.media,
                 adapter=adapter,
-                payer=self._front.access.payer_of(self.client),
+                payer=self.front.access.payer_of(self.client),
             )
             self._ids += [made[0].request, *(submit.sequence for submit in made)]
             self._submits += made
