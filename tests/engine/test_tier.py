@@ -17,6 +17,7 @@ from tests.e1.rig import MAX_LEN, VOCAB, make_checkpoint
 from tests.support.slow import mostly_slow
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
+from weft.engine import build
 from weft.engine.core import EngineCore
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
@@ -192,6 +193,29 @@ def test_a_killed_process_leaves_usable_files(tmp_path: Path) -> None:
         again, stats = served(lambda: start(folder, "gpt_oss", disk, kv_store="sessions"), submits())
         assert again == reference
     assert stats.saved_tokens > 0
+
+
+@pytest.mark.slow
+def test_weights_that_change_while_they_are_loaded_turn_the_tier_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows which weights computed the blocks, so no namespace is right."""
+    folder, disk = make_checkpoint(tmp_path, "llama"), tmp_path / "kv"
+    plain = build.load_weights
+
+    def edited(*args: Any) -> Any:
+        model = plain(*args)
+        file = next(folder.glob("*.safetensors"))
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.with_suffix(".new").write_bytes(data)
+        file.with_suffix(".new").rename(file)
+        return model
+
+    monkeypatch.setattr(build, "load_weights", edited)
+    _, stats = served(lambda: start(folder, "llama", disk), submits())
+    assert stats.off == 1
+    assert not list(tmp_path.rglob("*.kv"))
 
 
 def test_damaged_records_are_computed_again(tmp_path: Path) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.slowness import deadline
 from weft.front.http.access import ApiKeys
+from weft.store import layout
+from weft.store.records import PAGE
+from weft.store.segment import walk
 
 BASE = "Tom has 3 pens and Ann has 4 apples. " * 12
 
@@ -46,5 +52,20 @@ def test_payers_of_keys_differ_stay_and_hide_the_key() -> None:
     assert keys.payer_of(0) not in (keys.salt_of(0, ""), keys.salt_of(0, "")[:32])
 
 
-def test_a_request_names_its_payer(server: Any) -> None:
-    cached(server, "two")  # the engine takes a Submit with a payer
+@pytest.mark.slow
+def test_blocks_on_disk_belong_to_the_key_of_the_request(start_weft: Any, tmp_path: Path) -> None:
+    keys = ("--api-key", "one", "--api-key", "two", "--block-size", "16")
+    server = start_weft(*keys, "--kv-disk", "64M", "--kv-disk-dir", str(tmp_path), "--kv-store", "all")
+    cached(server, "one")
+    cached(server, "two")
+    payers = {layout.owner_hash("payer", ApiKeys(["one", "two"]).payer_of(number)) for number in (0, 1)}
+    until, seen = time.monotonic() + deadline(30), set[bytes]()
+    while seen != payers and time.monotonic() < until:
+        time.sleep(0.1)
+        for file in tmp_path.glob("*/*.kv"):
+            with file.open("rb") as opened:
+                identity = layout.identity_of(opened.read(PAGE))
+                assert identity is not None
+                entries, _ = walk(opened.fileno(), identity, file.stat().st_size)
+            seen |= {payer.tobytes() for payer in entries["payer"]}
+    assert seen == payers

@@ -113,6 +113,31 @@ def test_a_segment_of_a_dead_writer_is_sealed_by_the_next_process(tmp_path):
     assert get(third, record(2))
 
 
+def test_a_quiet_folder_is_listed_only_now_and_then(tmp_path):
+    clock = Clock()
+    one, two = open_store(tmp_path), open_store(tmp_path, clock=clock)
+    folder = tmp_path / NAMESPACE
+    put(one, record(1))
+    two.scan()
+    one.seal()
+    put(one, record(2))  # a new file, at a time of the folder that two scans have seen
+    os.utime(folder, (1, 1))
+    two.scan()
+    assert two.has(record(1))
+    one.seal()
+    os.utime(folder, (1, 1))
+    two.scan()
+    assert two.has(record(2))
+    put(one, record(3))
+    one.seal()
+    os.utime(folder, (1, 1))
+    two.scan()
+    assert not two.has(record(3))
+    clock.seconds += 11
+    two.scan()
+    assert two.has(record(3))
+
+
 def test_other_namespaces_and_versions_are_not_read(tmp_path, monkeypatch):
     store = open_store(tmp_path)
     put(store, record(1))

@@ -22,7 +22,7 @@ from weft.config.sizing.draft import draft_part
 from weft.config.sizing.memory import activation_bytes, pools_for
 from weft.config.spec import ModelSpec
 from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings, open_transfers
-from weft.engine.tiers.open_tier import open_tier
+from weft.engine.tiers.open_tier import noted_weights, open_tier
 from weft.layers.build import AdapterOptions, Build, ExpertOptions
 from weft.models.drafted import DraftedModel
 from weft.models.eagle import EagleModel, load_eagle
@@ -34,6 +34,7 @@ from weft.runner.graphs.graphs import Capture, CudaCapture, GraphOptions, obstac
 from weft.runner.graphs.programs import capture_calls
 from weft.runner.runner import Runner
 from weft.runner.step_trace import StepTrace
+from weft.store.weights_digest import WeightsDigest
 
 log = get_logger(__name__)
 
@@ -91,6 +92,8 @@ class LoadedModel:
     trace: StepTrace | None
     progress: bool
     poison: bool
+    weights: WeightsDigest | None
+    """Of the KV disk tier; None without a tier."""
 
     def runner(self, kv: KVConfig | None = None) -> Runner:
         """Allocate all memory for steps, with the pools of ``kv`` (default: the rank's), and return the
@@ -123,7 +126,7 @@ class LoadedModel:
             transfers=open_transfers(config, kv, rank),
             embeddings=open_embeddings(config, rank),
         )
-        runner.tier = open_tier(config, runner, rank, self.backends)
+        runner.tier = open_tier(config, runner, rank, self.backends, self.weights)
         # A warm-up step of connected ranks would need collectives before the group has formed.
         if device.type == "cuda" and not meets:
             runner.warm_up(config.scheduler.max_num_batched_tokens, self.progress)
@@ -163,6 +166,7 @@ def load(
     rank = engine_rank(config) if mesh is None else mesh.rank
     path = config.runner.trace
     trace = StepTrace(trace_of(path, rank, config.group)) if path else None
+    weights = noted_weights(config)
     model = load_weights(config, mesh, progress)
     # Without a fixed size, the pools take the GPU memory left after the weights.
     kv = config.kv
@@ -179,6 +183,7 @@ def load(
         trace=trace,
         progress=progress,
         poison=poison,
+        weights=weights,
     )
 
 

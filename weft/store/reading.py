@@ -19,21 +19,21 @@ class Loaded(NamedTuple):
     found: Found
     whole: np.ndarray
     """uint8: header and padded payload."""
-    length: int
+    nbytes: int
     """Bytes of ``whole`` that were read."""
 
 
 def damage(loaded: Loaded, digest: Digests) -> str:
     """Return "" if the bytes are the written bytes, "gone" for a removed record, else "corrupt"."""
-    record, found, whole, count = loaded
-    if count < PAGE:
+    record, found, whole, read = loaded
+    if read < PAGE:
         return "corrupt"
     identity, entry = found.segment.identity, found.entry
     header = layout.header_of(whole[:PAGE].tobytes(), identity, int(entry["offset"]))
     if header is None:
         # A removed record is a hole of zeros.
         return "corrupt" if whole[:PAGE].any() else "gone"
-    if count < len(whole) or header.entry.tobytes() != entry.tobytes():
+    if read < len(whole) or header.entry.tobytes() != entry.tobytes():
         return "corrupt"
     nbytes = int(entry["nbytes"])
     payload, seeds = whole[PAGE : PAGE + nbytes], layout.seeds_of(identity, record, nbytes)

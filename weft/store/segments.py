@@ -45,6 +45,8 @@ _LEAST_SEGMENTS = 8
 """A segment takes at most this fraction of the budget, so that eviction never removes most of the store."""
 _LONGEST_OPEN_S = 3600.0
 """Age at which a segment is sealed."""
+_MAINTAIN_S = 10.0
+"""Seconds between two looks at all files: 20 ms of CPU time for 800 files."""
 _NOBODY = Owner()
 
 
@@ -91,6 +93,7 @@ class SegmentStore:
         self._scanner = Scanner(self._disk, self._folder, self._namespace, self._index, digest)
         self._tokens, self._filled = settings.write_rate, now()
         """Bytes that may be written now, and the time of this number."""
+        self._maintained = -_MAINTAIN_S
         self._counts = Counter[str]()
         self._skipped = Counter[str]()
         self._counting = threading.Lock()
@@ -136,7 +139,7 @@ class SegmentStore:
             return
         with self._guarded():
             own = self._writer.segment.path if self._writer is not None else None
-            damaged, gone = self._scanner.scan(own, self._oldest())
+            damaged, gone = self._scanner.scan(own, self._oldest(), self._now())
             self._count("damaged", damaged)
             self._count("gone", gone)
 
@@ -153,13 +156,17 @@ class SegmentStore:
         )
 
     def maintain(self) -> None:
-        """Apply age and budget, seal an old segment, and save the times of use."""
+        """Seal an old segment. Every ``_MAINTAIN_S`` seconds also apply age and budget, and save the times of
+        use."""
         with self._guarded():
             now, longest = self._now(), _LONGEST_OPEN_S
             if self._settings.ttl:
                 longest = min(longest, self._settings.ttl / 8)
             if self._writer is not None and now - self._writer.opened > longest:
                 self._seal()
+            if 0 <= now - self._maintained < _MAINTAIN_S:
+                return
+            self._maintained = now
             own = self._writer.segment if self._writer is not None else None
             self._cleaner.expire(self._oldest(), now, own)
             self._cleaner.save_use()

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from weft.attention.base import Backends
+from weft.common.errors import ConfigError
 from weft.config.resolved import EngineConfig
 from weft.config.sections.tier_section import disk_folder
 from weft.config.sizing.tier import tier_bytes
@@ -20,24 +21,37 @@ from weft.ops.numerics import numerics
 from weft.runner.runner import Runner
 from weft.store.namespace import kv_namespace
 from weft.store.segments import SegmentStore, StoreSettings
-from weft.store.weights_digest import weights_digest
+from weft.store.weights_digest import WeightsDigest
 
 
-def open_tier(config: EngineConfig, runner: Runner, rank: int, backends: Backends) -> RankTier | None:
+def noted_weights(config: EngineConfig) -> WeightsDigest | None:
+    """Note the state of the weight files, before the weights are loaded; None without a tier. Raises
+    ConfigError."""
+    return None if config.tier.kv_disk is None else WeightsDigest(config)
+
+
+def open_tier(
+    config: EngineConfig, runner: Runner, rank: int, backends: Backends, weights: WeightsDigest | None
+) -> RankTier | None:
     """Return the KV tier of ``rank`` (a global rank) over the caches of ``runner``; None without a tier.
-    ``backends``: of the runner's attention."""
-    if config.tier.kv_disk is None:
+    ``backends``: of the runner's attention. ``weights``: see ``noted_weights``."""
+    if weights is None:
         return None
     number = rank - ranks_of(config.replica, config.parallel.layout.tensor)[0]
     names = tuple(type(backend).__name__ for backend in backends)
     copies = BlockCopies(flat(runner.memory), dims_of(config, runner.kv), number)
-    return RankTier(copies, partial(_open_store, config, names), runner.behind_steps, leads=number == 0)
+    weights.start()
+    opener = partial(_open_store, config, names, weights)
+    return RankTier(copies, opener, runner.behind_steps, leads=number == 0, cancel=weights.stop)
 
 
-def _open_store(config: EngineConfig, attention: tuple[str, ...]) -> SegmentStore:
-    """Open the store. Reads all weights if no digest is cached. Raise ConfigError."""
+def _open_store(config: EngineConfig, attention: tuple[str, ...], weights: WeightsDigest) -> SegmentStore:
+    """Open the store, once the digest of the weights is known. Raise ConfigError."""
     made = numerics(torch.device(config.device), attention)
-    namespace = kv_namespace(config, weights_digest(config), made)
+    digest = weights.wait()
+    if digest is None:
+        raise ConfigError(weights.error)
+    namespace = kv_namespace(config, digest, made)
     settings = StoreSettings(
         folder=disk_folder(config.tier),
         namespace=namespace,

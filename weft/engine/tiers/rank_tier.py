@@ -55,10 +55,12 @@ class RankTier:
         *,
         leads: bool,
         start: bool = True,
+        cancel: Callable[[], None] = lambda: None,
     ) -> None:
         """``open_store``: called on the thread; may take long and may raise ConfigError. ``behind_steps``:
         see ``Runner.behind_steps``. ``leads``: True for the rank of the engine process, which reports changes
-        of the store."""
+        of the store. ``cancel``: called by ``close``, ends a long ``open_store`` early."""
+        self._cancel = cancel
         self._copies, self._open, self._behind, self._leads = copies, open_store, behind_steps, leads
         self._reports = TierReports()
         self._commands: queue.SimpleQueue[TierCommand | threading.Event | None] = queue.SimpleQueue()
@@ -98,6 +100,7 @@ class RankTier:
             raise EngineDead("the thread of the KV tier does not stop")
 
     def close(self) -> None:
+        self._cancel()
         self._commands.put(None)
         if self._thread.is_alive():
             self._thread.join(_END_S)
