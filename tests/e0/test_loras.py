@@ -34,9 +34,9 @@ TARGETS |= {"lfm2": CONV, "nemotron_h": MAMBA, "falcon_h1": PARALLEL}
 class World:
     """A checkpoint, two adapters, and the tokens of the merged checkpoints."""
 
-    def __init__(self, folder: Path, shape: str) -> None:
+    def __init__(self, folder: Path, shape: str, targets: str = "") -> None:
         self.base = make_checkpoint(folder, shape)
-        self.targets = targets = TARGETS[shape]
+        self.targets = targets = targets or TARGETS[shape]
         self.adapters = [
             make_adapter(folder / "one", self.base, targets, seed=1),
             make_adapter(folder / "two", self.base, targets, seed=2, rank=2, use_rslora=True),
@@ -72,7 +72,7 @@ class World:
 
 @cache
 def adapted_model(folder: Path, places: int) -> Decoder:
-    options = AdapterOptions(places=places, rank=4)
+    options = AdapterOptions(places=places, rank=4, experts=True, saved=True)
     return load_model(str(folder), spec_of(folder), torch.float64, CPU, progress=False, adapters=options)
 
 

@@ -22,6 +22,9 @@ DELTA = (
 CONV = r"(conv\.(in|out)_proj|self_attn\.(q|k|v)_proj|self_attn\.out_proj|layers\.0\.feed_forward\.w[123])$"
 PARALLEL = r"(mamba\.(in|out)_proj|self_attn\.(q|k|v|o)_proj|feed_forward\.(gate|up|down)_proj)$"
 
+EXPERTS = r"(self_attn\.(q|o)_proj|experts?\.(\d+\.)?(gate|up|down)_proj)$"
+"""Matrices of routed and shared experts, and two of attention."""
+
 MAMBA = r"mixer\.(in|out|q|k|v|o|up|down)_proj$"
 
 

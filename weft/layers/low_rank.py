@@ -34,6 +34,14 @@ class LowRank:
         options = self._options
         self.pool = make_pool(options.places, options.rank, parts, shape, spans, self._dtype, self._device)
 
+    def allocate_stack(
+        self, count: int, parts: int, shape: tuple[int, int], spans: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Make the empty pool for ``count`` matrices of ``shape``: place ``number * places + place``."""
+        options = self._options
+        places = options.places * count
+        self.pool = make_pool(places, options.rank, parts, shape, spans, self._dtype, self._device)
+
     def add(self, y: Tensor, x: Tensor, rows: AdapterRows | None) -> None:
         """Add the low-rank products of the rows with an adapter to y [T, outputs], in place.
 

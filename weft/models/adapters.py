@@ -9,8 +9,7 @@ go, and ``X.lora_A`` where the columns go. No family code deals with adapters.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,10 +19,12 @@ from safetensors.torch import load
 
 from weft.common.errors import ConfigError, EngineDead
 from weft.common.log import get_logger
-from weft.config.adapters import CONFIG, WEIGHTS, AdapterFile, AdapterModule, digest_of, read_adapter
+from weft.config.adapter_tensors import AdapterModule
+from weft.config.adapters import CONFIG, WEIGHTS, AdapterFile, digest_of, read_adapter
 from weft.layers.build import AdapterOptions, Layer
 from weft.layers.low_rank import LowRank
 from weft.layers.pending_codes import Weight
+from weft.models.expert_adapters import ExpertPlace, HeldExperts, RoutedAdapters, short
 from weft.models.slices import Window, part_shape, windows
 from weft.models.weights import Placement, WeightMap
 from weft.ops import torch_ops
@@ -39,8 +40,6 @@ Tensor = torch.Tensor
 _ALL = slice(None)
 _SHOWN = 8
 _WEIGHT = ".weight"
-#: Name of a module from its layer number on; the part before differs between classes of one model.
-_LAYER = re.compile(r"^((?:base_model\.|model\.|language_model\.|text_model\.|transformer\.)*)(layers\..+)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +66,14 @@ class _Held:
     """[rank, outputs of the published matrix], in the order of the parameter."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    """One adapter in host memory."""
+
+    linear: list[_Held]
+    experts: list[HeldExperts]
+
+
 class Adapters:
     """The adapters of a model on one rank."""
 
@@ -76,16 +83,24 @@ class Adapters:
         self._dtype = model.dtype
         self._pinned = model.device.type == "cuda"
         self._targets = _targets(model, weights)
-        self._by_layer = _by_layer(self._targets)
+        self._by_layer = {short(name): target for name, target in self._targets.items()}
+        self._routed = RoutedAdapters(model, weights, options)
         self._layers = list({id(target.low): target.low for target in self._targets.values()}.values())
         self.capturable = all(low.capturable for low in self._layers)
-        """True if steps with adapters can be captured."""
-        self._held: dict[str, list[_Held]] = {}
+        """True if steps with adapters of linear layers can be captured."""
+        self._held: dict[str, _Copy] = {}
         """Adapters in host memory, by digest."""
-        nbytes = sum(low.pool.nbytes for low in self._layers if low.pool is not None)
+        self._op_by_op = set[int]()
+        """Places of adapters whose steps cannot be captured."""
+        pools = [low.pool for low in self._layers] + self._routed.pools
+        nbytes = sum(pool.nbytes for pool in pools if pool is not None)
         _log.info(
             "%d places for LoRA adapters of rank %d: %.1f MB", options.places, options.rank, nbytes / 1e6
         )
+
+    def captures(self, present: Sequence[int]) -> bool:
+        """Return True if a step with the adapters in the places ``present`` can be captured."""
+        return self.capturable and self._op_by_op.isdisjoint(present)
 
     def check(self, adapter: AdapterFile) -> None:
         """Raise ConfigError unless every module of ``adapter`` fits the model. The message lists modules."""
@@ -96,7 +111,9 @@ class Adapters:
             )
         unknown, misfits = [], []
         for module in adapter.modules:
-            target = self._target(module.module)
+            if (why := self._routed.why_not(module.module)) is not None:
+                raise ConfigError(f"{why}; the adapter has {module.module}", param="--lora-experts")
+            target = self._target(module)
             if target is None:
                 unknown.append(module.module)
             elif target.shape != (module.outputs, module.inputs):
@@ -145,8 +162,17 @@ class Adapters:
         adapter = read_adapter(folder, max_rank=self._options.rank, digest=digest)
         self.check(adapter)
         tensors = load(data)
-        made = [self._read(module, tensors) for module in adapter.modules]
-        self._held[digest] = [held for held in made if held.target.taken]
+        linear, experts = [], []
+        for module in adapter.modules:
+            target = self._target(module)
+            if isinstance(target, _Target):
+                linear.append(self._read(module, target, tensors))
+            elif target is not None:
+                experts.append((module, target))
+        self._held[digest] = _Copy(
+            linear=[held for held in linear if held.target.taken],
+            experts=self._routed.read(experts, tensors),
+        )
 
     def place(self, digest: str, place: int) -> None:
         """Copy an adapter to ``place`` of the pool, over any other adapter."""
@@ -158,7 +184,12 @@ class Adapters:
             assert low.pool is not None
             if low.pool.ranks[place]:
                 low.pool.clear(place)
-        for one in held:
+        self._routed.clear(place)
+        self._routed.place(held.experts, place)
+        self._op_by_op.discard(place)
+        if held.experts:
+            self._op_by_op.add(place)
+        for one in held.linear:
             pool = one.target.low.pool
             assert pool is not None
             rank = len(one.a)
@@ -169,17 +200,16 @@ class Adapters:
             ranks[id(pool)] = max(rank, ranks.get(id(pool), 0))
             pool.set_rank(place, ranks[id(pool)])
 
-    def _target(self, module: str) -> _Target | None:
+    def _target(self, module: AdapterModule) -> _Target | ExpertPlace | None:
         """Return the target of a module, found by the whole name or by the name from the layer number on."""
-        found = self._targets.get(module)
-        if found is None and (match := _LAYER.match(module)) is not None:
-            found = self._by_layer.get(match[2])
-        return found
+        if not module.experts:
+            found = self._targets.get(module.module) or self._by_layer.get(short(module.module))
+            if found is not None:
+                return found
+        return self._routed.find(module)
 
-    def _read(self, module: AdapterModule, tensors: Mapping[str, Tensor]) -> _Held:
+    def _read(self, module: AdapterModule, target: _Target, tensors: Mapping[str, Tensor]) -> _Held:
         """Return one module in the model's dtype. The scale is multiplied in a wide dtype before rounding."""
-        target = self._target(module.module)
-        assert target is not None
         wide = torch_ops.wide(self._dtype)
         a = tensors[module.a]
         b = target.placement.arranged(tensors[module.b].to(wide) * module.scale, wide)
@@ -236,11 +266,6 @@ def _keeps_columns(placement: Placement, weight: Weight) -> bool:
         return placement.read(torch.zeros(rows, 1)).shape == (rows, 1)
     except (RuntimeError, ValueError, IndexError):
         return False
-
-
-def _by_layer(targets: Mapping[str, _Target]) -> dict[str, _Target]:
-    """Return the targets by the names from the layer number on."""
-    return {match[2]: target for name, target in targets.items() if (match := _LAYER.match(name)) is not None}
 
 
 def _rows(window: Window) -> tuple[slice, slice]:

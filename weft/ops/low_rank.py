@@ -58,6 +58,10 @@ class AdapterRows:
             self._selected = index, AdapterRows(self.numbers[index], self.present)
         return self._selected[1]
 
+    def part(self, begin: int, end: int) -> AdapterRows:
+        """Return the places of the rows begin .. end - 1."""
+        return AdapterRows(self.numbers[begin:end], self.present)
+
 
 @dataclass(slots=True, kw_only=True)
 class LowRankPool:

@@ -355,8 +355,9 @@ class Runner:
         Sets ``uncaptured`` of ``handle``, and after a replay ``hidden``, ``each`` and ``drawn``.
         """
         assert handle.buffer is not None
-        adapts = bool(self._state.adapters(plan.decode.slot))
-        if self.graphs is None or (adapts and not self.graphs.adapts):
+        present = self._state.adapters(plan.decode.slot)
+        adapts = bool(present)
+        if self.graphs is None or (adapts and (self.adapters is None or not self.adapters.captures(present))):
             return None
         direct = self._sampler.slots.direct
         # A captured step may also sample, if no row needs drafts, masks or anything beyond a plain draw.

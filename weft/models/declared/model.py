@@ -94,7 +94,7 @@ class TraitBlock(Block):
         exchange = shared.step.exchange
         made = yield from self.feed_forward.steps(self._comm, rows, None, exchange, adapters)
         if self.beside is not None:
-            made = yield from self.beside.steps(self._comm, x, made, exchange)
+            made = yield from self.beside.steps(self._comm, x, made, exchange, adapters)
         made = self._out(made, self.feed_forward_out_norm)
         made = attended + made if self._parallel else made
         if self.inputs is None and self.scalar is None:

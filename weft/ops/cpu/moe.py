@@ -16,6 +16,7 @@ import torch
 from weft.ops.coded import Codes
 from weft.ops.coding import Coding
 from weft.ops.cpu import linear
+from weft.ops.cpu.expert_products import Matrices, PackedProducts
 from weft.ops.cpu.served import ACTIVATIONS, serve
 from weft.ops.cpu.structs import coding_struct, struct
 from weft.ops.moe import Routed, in_fp8, in_int4, in_w4a8
@@ -65,6 +66,8 @@ class Packed:
     """True if there is a shared expert."""
     of_experts: tuple[Tensor, ...]
     """All tensors of the local experts, [local experts, ...] each."""
+    matrices: Matrices
+    """The same matrices, for products with one of them."""
 
 
 def pack(weights: Routed) -> Any:
@@ -157,12 +160,26 @@ def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
         top2=rule.group_rule == "top2",
         scale=rule.scale,
     )
+    hidden, rows = weights.down.shape[1], weights.gate_up.shape[1]
+    shared_rows = 0 if weights.shared_gate_up is None else weights.shared_gate_up.shape[0]
     up = _matrix(weights.gate_up, True, bits)
     down = _matrix(weights.down, False, inner, weights.down_largest)
     up_bias = _plain(weights.gate_up_bias)
     down_bias = _plain(weights.down_bias)
     shared_up = _matrix(weights.shared_gate_up, True, bits)
     shared_down = _matrix(weights.shared_down, False, inner, weights.shared_down_largest)
+    matrices = Matrices(
+        gate=gate,
+        hidden=hidden,
+        rows=rows,
+        shared_rows=shared_rows,
+        up=up,
+        down=down,
+        shared_up=shared_up,
+        shared_down=shared_down,
+        up_bias=up_bias,
+        down_bias=down_bias,
+    )
     block = torch.classes.weft_cpu.Moe(
         spec=spec,
         router=_Matrix(router).struct(bias),
@@ -180,6 +197,7 @@ def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
         device=weights.router.device,
         shared=weights.shared_down is not None,
         of_experts=tuple(tensor for tensor in of_experts if tensor is not None),
+        matrices=matrices,
     )
 
 
@@ -310,6 +328,9 @@ class Parts:
 
     def tensors(self, weights: Packed) -> Iterable[Tensor]:
         return weights.of_experts
+
+    def products(self, weights: Packed) -> PackedProducts:
+        return PackedProducts(weights.matrices)
 
 
 PARTS = Parts()
