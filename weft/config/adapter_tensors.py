@@ -32,6 +32,17 @@ class UnreadTensors(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A parameter with the same matrix of all experts."""
+
+    parameter: str
+    """Name inside the module."""
+    rank: int
+    """Rank of one expert."""
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterModule:
     """The matrices of one adapted module of the base model."""
 
@@ -41,14 +52,17 @@ class AdapterModule:
     rank: int
     inputs: int
     outputs: int
+    rows: int
+    """Rows of ``a``: the rank, or of stacked experts the ranks of all experts."""
     scale: float
     """Factor of the product: alpha / rank, or alpha / sqrt(rank) for rank-stabilized adapters."""
     a: str
     b: str
     """Names of the tensors in the file: ``a`` [rank, inputs], ``b`` [outputs, rank]. Of stacked experts: ``a``
     [experts * rank, inputs], expert by expert, and ``b`` [outputs, rank * experts], rank by rank."""
-    experts: int = 0
-    """Number of stacked experts; 0 for a single matrix."""
+    stacks: tuple[Stack, ...] = ()
+    """Parameters with stacked experts to which the tensors may belong; () for a single matrix. The shapes
+    tell which. ``rank`` is the largest rank of these, and ``scale`` has no meaning."""
     table: bool = False
     """True for an embedding: inputs are token ids."""
     magnitude: str = ""
@@ -178,24 +192,36 @@ def _module(
     a, b = found.sides["A"], found.sides["B"]
     first, second = _shape(header, a), _shape(header, b)
     plain = _bare(module)
-    rank = numbers.of("rank_pattern", "r", plain)
-    alpha = numbers.of("alpha_pattern", "lora_alpha", plain)
-    stacked = _is_stacked(plain, config)
+    names = _parameters(plain, config)
+    root = bool(config.get("use_rslora"))
+
+    def numbers_of(name: str) -> tuple[int, float]:
+        """Return (rank, scale) of a module or parameter."""
+        rank = numbers.of("rank_pattern", "r", name)
+        alpha = numbers.of("alpha_pattern", "lora_alpha", name)
+        return int(rank), alpha / (math.sqrt(rank) if root else rank)
+
+    stacks = []
+    for name in names:
+        rank, scale = numbers_of(f"{plain}.{name}")
+        if len(first) == 2 and first[0] % max(rank, 1) == 0:
+            stacks.append(Stack(parameter=name, rank=rank, scale=scale))
+    rank, scale = numbers_of(plain)
     fits = len(first) == len(second) == 2 and first[0] == second[1]
-    if not fits or (first[0] % rank if stacked else first[0] != rank):
+    if not fits or not (stacks if names else first[0] == rank):
         raise UnreadTensors(f"{module} has shapes {list(first)} and {list(second)}, and the rank is {rank}")
-    if found.magnitude and (stacked or found.table or _shape(header, found.magnitude) != (second[0],)):
+    if found.magnitude and (stacks or found.table or _shape(header, found.magnitude) != (second[0],)):
         raise UnreadTensors(f"{module} has lora_magnitude_vector {_shape(header, found.magnitude)}")
-    divisor = math.sqrt(rank) if config.get("use_rslora") else rank
     return AdapterModule(
         module=module,
-        rank=int(rank),
+        rank=max(stack.rank for stack in stacks) if stacks else rank,
         inputs=first[1],
         outputs=second[0],
-        scale=alpha / divisor,
+        rows=first[0],
+        scale=scale,
         a=a,
         b=b,
-        experts=int(first[0] // rank) if stacked else 0,
+        stacks=tuple(stacks),
         table=found.table,
         magnitude=found.magnitude,
     )
@@ -208,8 +234,15 @@ def _bare(module: str) -> str:
     return module
 
 
-def _is_stacked(module: str, config: Mapping[str, Any]) -> bool:
-    """Return True if ``target_parameters`` names a parameter of the module."""
-    names = config.get("target_parameters") or ()
-    parents = [name.rpartition(".")[0] for name in names if isinstance(name, str)]
-    return any(parent and (module == parent or module.endswith(f".{parent}")) for parent in parents)
+def _parameters(module: str, config: Mapping[str, Any]) -> list[str]:
+    """Return the parameters of the module that ``target_parameters`` names.
+
+    A name without a parent means the modules ``experts``.
+    """
+    made = []
+    for target in config.get("target_parameters") or ():
+        parent, _, name = target.rpartition(".") if isinstance(target, str) else ("", "", "")
+        parent = parent or "experts"
+        if name and (module == parent or module.endswith(f".{parent}")):
+            made.append(name)
+    return made

@@ -202,7 +202,7 @@ class Adapters:
 
     def _target(self, module: AdapterModule) -> _Target | ExpertPlace | None:
         """Return the target of a module, found by the whole name or by the name from the layer number on."""
-        if not module.experts:
+        if not module.stacks:
             found = self._targets.get(module.module) or self._by_layer.get(short(module.module))
             if found is not None:
                 return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,6 +75,8 @@ class ExpertPlace:
     """Outputs and inputs of one expert."""
     turned: bool = False
     """True for a stack that is published with inputs before outputs."""
+    parameter: str = ""
+    """Published name of a stack inside its module."""
 
 
 @dataclass(slots=True)
@@ -145,7 +147,8 @@ class RoutedAdapters:
             if place is None:
                 return
             if place.expert < 0 and matrix.experts:
-                self.stacks.setdefault(short(name.rpartition(".")[0]), []).append(place)
+                module, _, parameter = name.rpartition(".")
+                self.stacks.setdefault(short(module), []).append(replace(place, parameter=parameter))
             else:
                 self.names[short(name.removesuffix(".weight"))] = place
             return
@@ -157,12 +160,15 @@ class RoutedAdapters:
 
     def find(self, module: AdapterModule) -> ExpertPlace | None:
         """Return the place of an adapted module, or None."""
-        if not module.experts:
+        if not module.stacks:
             return self.names.get(short(module.module))
-        stacks = self.stacks.get(_bare(module.module), ())
-        fitting = [one for one in stacks if one.shape == (module.outputs, module.inputs)]
-        if len(fitting) == 1 and fitting[0].matrix.experts == module.experts:
-            return fitting[0]
+        known = {one.parameter: one for one in self.stacks.get(_bare(module.module), ())}
+        for stack in module.stacks:
+            found = known.get(stack.parameter)
+            if found is None or found.shape != (module.outputs, module.inputs):
+                continue
+            if found.matrix.experts * stack.rank == module.rows:
+                return found
         return None
 
     def why_not(self, module: str) -> str | None:
@@ -191,7 +197,7 @@ class RoutedAdapters:
         tensors: Mapping[str, Tensor],
     ) -> HeldExperts:
         wide = torch_ops.wide(self._dtype)
-        rank = max(module.rank for module, _ in modules)
+        rank = max(_numbers(module, place)[0] for module, place in modules)
         count = max(matrix.experts, 1)
         outputs, inputs = matrix.shape
         a = torch.zeros(count, matrix.parts, rank, inputs, dtype=self._dtype)
@@ -199,13 +205,15 @@ class RoutedAdapters:
         for module, place in modules:
             number = max(place.expert, 0)
             own = slice(None) if place.expert < 0 and matrix.experts else slice(number, number + 1)
-            first, second = _apart(module, tensors[module.a], tensors[module.b].to(wide) * module.scale)
+            own_rank, scale = _numbers(module, place)
+            experts = matrix.experts if module.stacks else 0
+            first, second = _apart(experts, tensors[module.a], tensors[module.b].to(wide) * scale)
             second = _arranged(place, second, wide)
             begin, end = place.rows
             parts = range(matrix.part_of(begin), matrix.part_of(end - 1) + 1)
             for part in parts:
-                a[own, part, : module.rank] = first.to(self._dtype)
-            b[own, : module.rank, begin:end] = second.transpose(1, 2).to(self._dtype)
+                a[own, part, : own_rank] = first.to(self._dtype)
+            b[own, : own_rank, begin:end] = second.transpose(1, 2).to(self._dtype)
         a = torch.cat([a[..., begin:end] for begin, end in matrix.columns], dim=-1)
         b = torch.cat([b[..., begin:end] for begin, end in matrix.rows], dim=-1)
         return HeldExperts(matrix, a.contiguous(), b.contiguous(), rank)
@@ -324,14 +332,20 @@ def _place(matrix: _Matrix, placement: Placement) -> ExpertPlace | None:
     return None
 
 
-def _apart(module: AdapterModule, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ([experts, rank, inputs], [experts, outputs, rank]) of both tensors of a module."""
-    if not module.experts:
+def _numbers(module: AdapterModule, place: ExpertPlace) -> tuple[int, float]:
+    """Return (rank, scale) of a module at its place."""
+    for stack in module.stacks:
+        if stack.parameter == place.parameter:
+            return stack.rank, stack.scale
+    return module.rank, module.scale
+
+
+def _apart(experts: int, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ([experts, rank, inputs], [experts, outputs, rank]) of both tensors of a module. ``experts``: 0
+    for a single expert."""
+    if not experts:
         return a.unsqueeze(0), b.unsqueeze(0)
-    return (
-        a.view(module.experts, module.rank, -1),
-        b.view(len(b), module.rank, module.experts).permute(2, 0, 1),
-    )
+    return a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
 
 
 def _arranged(place: ExpertPlace, b: Tensor, dtype: torch.dtype) -> Tensor:
