@@ -98,7 +98,9 @@ DIVIDED = {
 }
 
 
-@pytest.mark.parametrize("name", ["reduce", *(pytest.param(s, marks=pytest.mark.slow) for s in [*DIVIDED][1:])])
+@pytest.mark.parametrize(
+    "name", ["reduce", *(pytest.param(s, marks=pytest.mark.slow) for s in [*DIVIDED][1:])]
+)
 def test_whole_experts_on_two_ranks(name: str, tmp_path: Path) -> None:
     """Rows bring the adapter to the rank of the expert, and adapters move with the expert."""
     shape, interval, options = DIVIDED[name]

@@ -2,8 +2,8 @@
 
 An adapter comes from a stranger, and a backtracking matcher needs exponential time for some patterns. Here a
 pattern becomes a list of instructions, and all positions of the list advance together over the name. So the
-work is at most instructions times characters. Understood: characters, ``.``, classes, ``\\d \\w \\s``, groups,
-``|``, ``* + ?``, ``{m,n}``, ``^`` and ``$``.
+work is at most instructions times characters. Understood: characters, ``.``, classes, ``\\d \\w \\s``,
+groups, ``|``, ``* + ?``, ``{m,n}``, ``^`` and ``$``.
 
 Source of the method: Thompson 1968, Regular expression search algorithm.
 """

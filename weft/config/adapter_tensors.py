@@ -58,8 +58,8 @@ class AdapterModule:
     """Factor of the product: alpha / rank, or alpha / sqrt(rank) for rank-stabilized adapters."""
     a: str
     b: str
-    """Names of the tensors in the file: ``a`` [rank, inputs], ``b`` [outputs, rank]. Of stacked experts: ``a``
-    [experts * rank, inputs], expert by expert, and ``b`` [outputs, rank * experts], rank by rank."""
+    """Names of the tensors in the file: ``a`` [rank, inputs], ``b`` [outputs, rank]. Of stacked experts:
+    ``a`` [experts * rank, inputs], expert by expert, and ``b`` [outputs, rank * experts], rank by rank."""
     stacks: tuple[Stack, ...] = ()
     """Parameters with stacked experts to which the tensors may belong; () for a single matrix. The shapes
     tell which. ``rank`` is the largest rank of these, and ``scale`` has no meaning."""
@@ -120,6 +120,11 @@ def modules_of(
         raise UnreadTensors(f"tensors that are not supported, or without a partner: {listed(other)}")
     if not found and not saved:
         raise UnreadTensors("the file with the weights has no tensors of an adapter")
+    kept = config.get("modules_to_save") or ()
+    if kept and not all(
+        any(_is_saved(one.module, {"modules_to_save": [name]}) for one in saved) for name in kept
+    ):
+        raise UnreadTensors(f"the file has not all matrices of modules_to_save {kept!r}")
     for module, tensor in lengths.items():
         found[module].magnitude = tensor
     if bool(config.get("use_dora")) != bool(lengths):
@@ -209,7 +214,9 @@ def _module(
     rank, scale = numbers_of(plain)
     fits = len(first) == len(second) == 2 and first[0] == second[1]
     if not fits or not (stacks if names else first[0] == rank):
-        raise UnreadTensors(f"{module} has shapes {list(first)} and {list(second)}, and the rank is {rank}")
+        raise UnreadTensors(
+            f"{module} has shapes {list(first)} and {list(second)}, and the settings say rank {rank}"
+        )
     if found.magnitude and (stacks or found.table or _shape(header, found.magnitude) != (second[0],)):
         raise UnreadTensors(f"{module} has lora_magnitude_vector {_shape(header, found.magnitude)}")
     return AdapterModule(

@@ -4,9 +4,9 @@
     X.experts, X.experts.base_layer      one stack of all experts (``target_parameters`` of peft); the shape
                                          tells which of both stacks
 
-If ranks have parts of every expert, B is cut as the rows of gate and up, and A as the inputs of down. If ranks
-have whole experts, host memory has the adapters of all experts, because experts move. A place of the pool gets
-the experts that the rank has at the moment.
+If ranks have parts of every expert, B is cut as the rows of gate and up, and A as the inputs of down. If
+ranks have whole experts, host memory has the adapters of all experts, because experts move. A place of the
+pool gets the experts that the rank has at the moment.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class RoutedAdapters:
         return None
 
     def why_not(self, module: str) -> str | None:
-        """Return the reason why adapters of experts are not served, if ``module`` names experts; else None."""
+        """Return the reason why adapters of experts are not served; None if ``module`` names no experts."""
         if _bare(module) not in self.known:
             return None
         if not self._options.experts:
@@ -212,8 +212,8 @@ class RoutedAdapters:
             begin, end = place.rows
             parts = range(matrix.part_of(begin), matrix.part_of(end - 1) + 1)
             for part in parts:
-                a[own, part, : own_rank] = first.to(self._dtype)
-            b[own, : own_rank, begin:end] = second.transpose(1, 2).to(self._dtype)
+                a[own, part, :own_rank] = first.to(self._dtype)
+            b[own, :own_rank, begin:end] = second.transpose(1, 2).to(self._dtype)
         a = torch.cat([a[..., begin:end] for begin, end in matrix.columns], dim=-1)
         b = torch.cat([b[..., begin:end] for begin, end in matrix.rows], dim=-1)
         return HeldExperts(matrix, a.contiguous(), b.contiguous(), rank)
