@@ -34,12 +34,13 @@ TARGETS |= {"lfm2": CONV, "nemotron_h": MAMBA, "falcon_h1": PARALLEL}
 class World:
     """A checkpoint, two adapters, and the tokens of the merged checkpoints."""
 
-    def __init__(self, folder: Path, shape: str, targets: str = "") -> None:
+    def __init__(self, folder: Path, shape: str, targets: str = "", **settings: Any) -> None:
+        """``settings``: more settings of the second adapter."""
         self.base = make_checkpoint(folder, shape)
         self.targets = targets = targets or TARGETS[shape]
         self.adapters = [
             make_adapter(folder / "one", self.base, targets, seed=1),
-            make_adapter(folder / "two", self.base, targets, seed=2, rank=2, use_rslora=True),
+            make_adapter(folder / "two", self.base, targets, seed=2, rank=2, use_rslora=True, **settings),
         ]
         merged = [merge(folder / f"merged{i}", self.base, one) for i, one in enumerate(self.adapters)]
         self.digests = ["", *(read_adapter(one).digest for one in self.adapters)]

@@ -73,6 +73,8 @@ MORE: dict[tuple[str, str], dict[str, Any]] = {
         "target_modules": ["in_proj_qkvz", "out_proj"],
         "target_parameters": STACKS,
     },
+    ("llama", "dora"): {"r": 3, "lora_alpha": 5, "use_dora": True},
+    ("qwen2_windowed", "dora"): {"r": 2, "lora_alpha": 5, "use_dora": True, "use_rslora": True},
     ("gpt_oss", "stacked experts"): {
         "r": 2,
         "lora_alpha": 3,
@@ -94,6 +96,9 @@ def due_tokens(base: Path, folder: Path, settings: dict[str, Any]) -> list[list[
     settings = {"target_modules": "all-linear", **settings}
     config = peft.LoraConfig(init_lora_weights=False, **settings)
     adapted = peft.get_peft_model(model, config).eval()
+    for name, parameter in adapted.named_parameters():
+        if "magnitude" in name:  # peft begins with the lengths of the rows, which change nothing
+            parameter.data *= 1 + torch.rand_like(parameter)
     adapted.save_pretrained(folder)
     made = []
     for prompt in PROMPTS:

@@ -51,6 +51,9 @@ def make_adapter(
         a, b = (torch.randn(shape, generator=random) for shape in ((own, inputs), (outputs, own)))
         tensors[f"{prefix}{module}.lora_A.weight"] = a * 0.3
         tensors[f"{prefix}{module}.lora_B.weight"] = b * 0.3
+        if settings.get("use_dora"):
+            lengths = weight.float().norm(dim=1) * (1 + torch.rand(outputs, generator=random))
+            tensors[f"{prefix}{module}.lora_magnitude_vector"] = lengths
     assert tensors, "no module matches"
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -68,6 +71,9 @@ def merge(folder: Path, base: Path, adapter: Path) -> Path:
     for module in read_adapter(adapter).modules:
         product = tensors[module.b].double() @ tensors[module.a].double()
         name = f"{module.module}.weight"
-        weights[name] = weights[name].double() + module.scale * product
+        made = weights[name].double() + module.scale * product
+        if module.magnitude:
+            made *= (tensors[module.magnitude].double() / made.norm(dim=1)).unsqueeze(1)
+        weights[name] = made
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

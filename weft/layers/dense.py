@@ -41,6 +41,8 @@ class Linear(Packs):
         self._packed: object = None
         self.low = None if wide else make_low_rank(build)
         """Adapters of the matrix; None without places for adapters."""
+        if self.low is not None:
+            self.low.base = lambda x: self._op.run(x, self._packed, None)
 
     def pack(self) -> None:
         self._packed = self._give("weight", self._op)
@@ -49,7 +51,7 @@ class Linear(Packs):
         """``adapters``: places of the rows; None if no row has an adapter."""
         result: Tensor = self._op.run(x, self._packed, self.bias)
         if self.low is not None:
-            self.low.add(result, x, adapters)
+            self.low.add(result, x, adapters, self.bias)
         return result
 
 
@@ -70,16 +72,19 @@ class RowLinear(Packs):
         self._adds_bias = build.comm.rank == 0
         self.low = make_low_rank(build)
         """Adapters of the matrix; None without places for adapters."""
+        if self.low is not None:
+            self.low.base = lambda x: self._op.run(x, self._packed, None)
 
     def pack(self) -> None:
         self._packed = self._give("weight", self._op)
 
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """``adapters``: places of the rows; None if no row has an adapter."""
-        partial: Tensor = self._op.run(x, self._packed, self.bias if self._adds_bias else None)
+        bias = self.bias if self._adds_bias else None
+        partial: Tensor = self._op.run(x, self._packed, bias)
         # Added before the sum over ranks: A has the inputs of this rank, so the products are partial, too.
         if self.low is not None:
-            self.low.add(partial, x, adapters)
+            self.low.add(partial, x, adapters, bias)
         return partial
 
 
@@ -259,6 +264,8 @@ class GateUp(Packs):
         self._gated = None if self.low is None else build.op("gated").run
         self._notes = build.notes
         self._packed: object = None
+        if self.low is not None:
+            self.low.base = lambda x: self._op.run(x, self._packed, None)
 
     def pack(self) -> None:
         self._packed = self._give("weight", self._op)
@@ -270,7 +277,7 @@ class GateUp(Packs):
             result = self._op.run(x, self._packed, self.bias, self._activation)
             return result
         both: Tensor = self._op.run(x, self._packed, self.bias)
-        self.low.add(both, x, adapters)
+        self.low.add(both, x, adapters, self.bias)
         result = self._gated(both, self._activation)
         return result
 

@@ -24,10 +24,12 @@ from weft.config.adapters import CONFIG, WEIGHTS, AdapterFile, digest_of, read_a
 from weft.layers.build import AdapterOptions, Layer
 from weft.layers.low_rank import LowRank
 from weft.layers.pending_codes import Weight
+from weft.models.adapter_factors import Scaled, factors_of
 from weft.models.expert_adapters import ExpertPlace, HeldExperts, RoutedAdapters, short
 from weft.models.slices import Window, part_shape, windows
 from weft.models.weights import Placement, WeightMap
 from weft.ops import torch_ops
+from weft.ops.low_rank import LowRankPool
 from weft.types.plan import HoldAdapter, PlaceAdapter, ReleaseAdapter, SlotUpdate
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ class _Held:
     """[rank, inputs of this rank]."""
     b: Tensor
     """[rank, outputs of the published matrix], in the order of the parameter."""
+    magnitude: Tensor | None = None
+    """DoRA: lengths of the rows, wide [outputs of the published matrix], in the order of the parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,8 @@ class _Copy:
 
     linear: list[_Held]
     experts: list[HeldExperts]
+    factors: list[tuple[LowRankPool, Tensor]]
+    """DoRA: factors of the outputs of a layer, wide, on the device."""
 
 
 class Adapters:
@@ -81,6 +87,7 @@ class Adapters:
         """Allocate the pool. Call before the model is packed: notes about parameters end there."""
         self._options = options
         self._dtype = model.dtype
+        self._comm = model.mesh.tp
         self._pinned = model.device.type == "cuda"
         self._targets = _targets(model, weights)
         self._by_layer = {short(name): target for name, target in self._targets.items()}
@@ -114,7 +121,7 @@ class Adapters:
             if (why := self._routed.why_not(module.module)) is not None:
                 raise ConfigError(f"{why}; the adapter has {module.module}", param="--lora-experts")
             target = self._target(module)
-            if target is None:
+            if target is None or (module.magnitude and not takes_factors(target)):
                 unknown.append(module.module)
             elif target.shape != (module.outputs, module.inputs):
                 outputs, inputs = target.shape
@@ -169,10 +176,22 @@ class Adapters:
                 linear.append(self._read(module, target, tensors))
             elif target is not None:
                 experts.append((module, target))
+        linear = [held for held in linear if held.target.taken]
         self._held[digest] = _Copy(
-            linear=[held for held in linear if held.target.taken],
+            linear=linear,
             experts=self._routed.read(experts, tensors),
+            factors=self._factors(linear),
         )
+
+    def _factors(self, linear: list[_Held]) -> list[tuple[LowRankPool, Tensor]]:
+        """Return the factors of all layers with lengths of rows. All ranks must call together."""
+        layers: dict[int, Scaled] = {}
+        for held in linear:
+            if held.magnitude is not None:
+                low = held.target.low
+                layer = layers.setdefault(id(low), Scaled(low, divided=_columns(held.target.taken) != _ALL))
+                layer.add(held.target.part, held.a, held.b, held.magnitude, map(_rows, held.target.taken))
+        return factors_of(list(layers.values()), self._comm)
 
     def place(self, digest: str, place: int) -> None:
         """Copy an adapter to ``place`` of the pool, over any other adapter."""
@@ -187,8 +206,10 @@ class Adapters:
         self._routed.clear(place)
         self._routed.place(held.experts, place)
         self._op_by_op.discard(place)
-        if held.experts:
+        if held.experts or held.factors:
             self._op_by_op.add(place)
+        for pool, factors in held.factors:
+            pool.factors[place] = factors
         for one in held.linear:
             pool = one.target.low.pool
             assert pool is not None
@@ -217,7 +238,11 @@ class Adapters:
         made = [values.to(self._dtype).contiguous() for values in (a[:, columns], b.T)]
         if self._pinned:
             made = [values.pin_memory() for values in made]
-        return _Held(target=target, a=made[0], b=made[1])
+        lengths = None
+        if module.magnitude:
+            column = tensors[module.magnitude].to(wide).unsqueeze(1)
+            lengths = target.placement.arranged(column, wide).squeeze(1)
+        return _Held(target=target, a=made[0], b=made[1], magnitude=lengths)
 
 
 def _targets(model: Model, weights: WeightMap) -> dict[str, _Target]:
@@ -244,6 +269,11 @@ def _targets(model: Model, weights: WeightMap) -> dict[str, _Target]:
         outputs, inputs = weight.parameter.shape
         layers[owner].allocate(len(placed), (outputs, inputs), spans)
     return made
+
+
+def takes_factors(target: _Target | ExpertPlace) -> bool:
+    """Return True if the layer of ``target`` supports factors of its outputs (DoRA)."""
+    return isinstance(target, _Target) and target.low.base is not None
 
 
 def _adapted(model: Model) -> Iterable[tuple[str, LowRank]]:
