@@ -75,6 +75,40 @@ MORE: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("llama", "dora"): {"r": 3, "lora_alpha": 5, "use_dora": True},
     ("qwen2_windowed", "dora"): {"r": 2, "lora_alpha": 5, "use_dora": True, "use_rslora": True},
+    ("llama", "tables"): {"r": 3, "lora_alpha": 2, "target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    ("llama", "whole tables"): {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": ["v_proj"],
+        "modules_to_save": ["embed_tokens", "lm_head"],
+    },
+    ("llama", "dora head"): {
+        "r": 3,
+        "lora_alpha": 2,
+        "target_modules": ["q_proj", "lm_head"],
+        "use_dora": True,
+    },
+    ("tied", "tables"): {"r": 3, "lora_alpha": 2, "target_modules": ["q_proj", "embed_tokens"]},
+    ("tied", "head"): {"r": 3, "lora_alpha": 2, "target_modules": ["q_proj", "lm_head"]},
+    ("tied", "whole embedding"): {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": ["v_proj"],
+        "modules_to_save": ["embed_tokens"],
+    },
+    ("tied", "tied tables"): {
+        "r": 3,
+        "lora_alpha": 2,
+        "target_modules": ["q_proj", "embed_tokens"],
+        "ensure_weight_tying": True,
+    },
+    ("tied", "tied whole tables"): {
+        "r": 2,
+        "lora_alpha": 3,
+        "target_modules": ["v_proj"],
+        "modules_to_save": ["embed_tokens"],
+        "ensure_weight_tying": True,
+    },
     ("gpt_oss", "stacked experts"): {
         "r": 2,
         "lora_alpha": 3,
@@ -97,8 +131,13 @@ def due_tokens(base: Path, folder: Path, settings: dict[str, Any]) -> list[list[
     config = peft.LoraConfig(init_lora_weights=False, **settings)
     adapted = peft.get_peft_model(model, config).eval()
     for name, parameter in adapted.named_parameters():
-        if "magnitude" in name:  # peft begins with the lengths of the rows, which change nothing
+        # peft begins with the lengths of the rows, and with copies of matrices, which change nothing.
+        if "magnitude" in name:
             parameter.data *= 1 + torch.rand_like(parameter)
+        elif "modules_to_save" in name:
+            parameter.data += torch.randn_like(parameter) * 0.1
+        elif "lora_embedding" in name:
+            parameter.data *= 0.3
     adapted.save_pretrained(folder)
     made = []
     for prompt in PROMPTS:
@@ -118,7 +157,7 @@ def test_tokens_of_peft(shape: str, case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("shape", "case"), MORE)
 def test_more_tokens_of_peft(shape: str, case: str, tmp_path: Path) -> None:
-    make = make_gpt_oss if shape == "gpt_oss" else make_checkpoint
+    make = {"gpt_oss": make_gpt_oss, "tied": make_tied}.get(shape, make_checkpoint)
     check(make(tmp_path, shape), tmp_path, MORE[shape, case])
 
 
@@ -129,6 +168,30 @@ def make_gpt_oss(folder: Path, shape: str) -> Path:
     config = transformers.GptOssConfig(**GPT_OSS)
     base = folder / shape
     transformers.GptOssForCausalLM(config).float().save_pretrained(base)
+    return base
+
+
+def make_tied(folder: Path, shape: str) -> Path:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=67,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    base = folder / shape
+    transformers.LlamaForCausalLM(config).float().save_pretrained(base)
     return base
 
 

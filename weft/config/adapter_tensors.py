@@ -161,6 +161,8 @@ def _shape(header: Mapping[str, Any], tensor: str) -> tuple[int, ...]:
 def _is_saved(module: str, config: Mapping[str, Any]) -> bool:
     """Return True if ``modules_to_save`` names the module, by the whole name or by the last parts."""
     names = config.get("modules_to_save") or ()
+    if names and config.get("ensure_weight_tying") and "layers." not in module:
+        return True  # peft also saves the module that is tied to a named module
     return isinstance(names, list) and any(
         isinstance(name, str) and (module == name or module.endswith(f".{name}")) for name in names
     )

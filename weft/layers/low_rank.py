@@ -62,8 +62,8 @@ class LowRank:
     def squares(self, inputs: int, a: Tensor, b: Tensor) -> Tensor:
         """Return the square sums of the rows of ``W + B A``, wide [outputs of the layer].
 
-        a: [parts, rank, inputs of this rank]; b: [rank, outputs of this rank], with the scale. W is the weight
-        of this rank as the layer computes with it, so sums over divided inputs are partial.
+        a: [parts, rank, inputs of this rank]; b: [rank, outputs of this rank], with the scale. W is the
+        weight of this rank as the layer computes with W, so sums over divided inputs are partial.
         """
         assert self.base is not None
         assert self.pool is not None

@@ -27,6 +27,7 @@ from weft.layers.pending_codes import Weight
 from weft.models.adapter_factors import Scaled, factors_of
 from weft.models.expert_adapters import ExpertPlace, HeldExperts, RoutedAdapters, short
 from weft.models.slices import Window, part_shape, windows
+from weft.models.table_adapters import HeldTables, TableAdapters
 from weft.models.weights import Placement, WeightMap
 from weft.ops import torch_ops
 from weft.ops.low_rank import LowRankPool
@@ -76,6 +77,7 @@ class _Copy:
 
     linear: list[_Held]
     experts: list[HeldExperts]
+    tables: HeldTables
     factors: list[tuple[LowRankPool, Tensor]]
     """DoRA: factors of the outputs of a layer, wide, on the device."""
 
@@ -92,6 +94,7 @@ class Adapters:
         self._targets = _targets(model, weights)
         self._by_layer = {short(name): target for name, target in self._targets.items()}
         self._routed = RoutedAdapters(model, weights, options)
+        self._tables = TableAdapters(model, weights, options)
         self._layers = list({id(target.low): target.low for target in self._targets.values()}.values())
         self.capturable = all(low.capturable for low in self._layers)
         """True if steps with adapters of linear layers can be captured."""
@@ -100,7 +103,7 @@ class Adapters:
         self._op_by_op = set[int]()
         """Places of adapters whose steps cannot be captured."""
         pools = [low.pool for low in self._layers] + self._routed.pools
-        nbytes = sum(pool.nbytes for pool in pools if pool is not None)
+        nbytes = self._tables.nbytes + sum(pool.nbytes for pool in pools if pool is not None)
         _log.info(
             "%d places for LoRA adapters of rank %d: %.1f MB", options.places, options.rank, nbytes / 1e6
         )
@@ -120,17 +123,23 @@ class Adapters:
         for module in adapter.modules:
             if (why := self._routed.why_not(module.module)) is not None:
                 raise ConfigError(f"{why}; the adapter has {module.module}", param="--lora-experts")
+            if self._tables.takes(module):
+                continue
             target = self._target(module)
-            if target is None or (module.magnitude and not takes_factors(target)):
+            if target is None or module.table or (module.magnitude and not takes_factors(target)):
                 unknown.append(module.module)
             elif target.shape != (module.outputs, module.inputs):
                 outputs, inputs = target.shape
                 misfits.append(
                     f"{module.module} [{module.outputs}, {module.inputs}] instead of [{outputs}, {inputs}]"
                 )
+        misfits += [why for saved in adapter.saved if (why := self._tables.why_not(saved)) is not None]
         problems = [
             f"{what}: {_listed(names)}"
-            for what, names in (("modules that take no adapter", unknown), ("other shapes", misfits))
+            for what, names in (
+                ("modules that take no adapter", unknown),
+                ("matrices that do not fit", misfits),
+            )
             if names
         ]
         if problems:
@@ -171,7 +180,7 @@ class Adapters:
         tensors = load(data)
         linear, experts = [], []
         for module in adapter.modules:
-            target = self._target(module)
+            target = None if self._tables.takes(module) else self._target(module)
             if isinstance(target, _Target):
                 linear.append(self._read(module, target, tensors))
             elif target is not None:
@@ -181,6 +190,7 @@ class Adapters:
             linear=linear,
             experts=self._routed.read(experts, tensors),
             factors=self._factors(linear),
+            tables=self._tables.read(adapter, tensors),
         )
 
     def _factors(self, linear: list[_Held]) -> list[tuple[LowRankPool, Tensor]]:
@@ -205,8 +215,10 @@ class Adapters:
                 low.pool.clear(place)
         self._routed.clear(place)
         self._routed.place(held.experts, place)
+        self._tables.clear(place)
+        self._tables.place(held.tables, place)
         self._op_by_op.discard(place)
-        if held.experts or held.factors:
+        if held.experts or held.factors or held.tables.eager:
             self._op_by_op.add(place)
         for pool, factors in held.factors:
             pool.factors[place] = factors

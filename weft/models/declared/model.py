@@ -23,6 +23,7 @@ from weft.models.declared.beside import BesideExperts, InputWeightedMLP
 from weft.models.declared.layer_inputs import InputTable, LayerInputs
 from weft.models.decoder import Block, Decoder
 from weft.moe.block import RoutedMLP
+from weft.ops.low_rank import AdapterRows
 from weft.parallel.comm import Pending, reduced
 
 Tensor = torch.Tensor
@@ -168,8 +169,8 @@ class DeclaredDecoder(Decoder):
             scale = torch.tensor(scale, dtype=embedded.dtype).item()
         return embedded if scale == 1 else embedded * scale
 
-    def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
-        made = yield from super().logits(hidden)
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Generator[Pending, None, Tensor]:
+        made = yield from super().logits(hidden, adapters)
         if self.head_bias is not None:
             made = made + self.head_bias
         scales = self.spec.scales
