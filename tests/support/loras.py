@@ -15,6 +15,7 @@ from weft.config.adapters import read_adapter
 
 ATTENTION = r"self_attn\.(q|k|v|o)_proj$"
 DENSE = r"(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)$"
+TABLES = r"(self_attn\.q_proj|embed_tokens|lm_head)$"
 LATENT = r"(self_attn\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|o_proj)|layers\.0\.mlp\.(gate|up|down)_proj)$"
 DELTA = (
     r"(linear_attn\.(in_proj_qkvz|in_proj_ba|out_proj)|self_attn\.(q|k|v|o)_proj|layers\.1\.mlp\.\w+_proj)$"
@@ -44,11 +45,19 @@ def make_adapter(
     tensors = {}
     for name, weight in load_file(base / "model.safetensors").items():
         module = name.removesuffix(".weight")
+        if module in settings.get("modules_to_save", ()):
+            noise = torch.randn(weight.shape, generator=random)
+            tensors[f"{prefix}{module}.weight"] = weight + noise * 0.1
+            continue
         if weight.dim() != 2 or not re.search(targets, module):
             continue
         outputs, inputs = weight.shape
         own = next((r for key, r in settings.get("rank_pattern", {}).items() if re.search(key, module)), rank)
         a, b = (torch.randn(shape, generator=random) for shape in ((own, inputs), (outputs, own)))
+        if module.endswith("embed_tokens"):
+            tensors[f"{prefix}{module}.lora_embedding_A"] = b.T.contiguous() * 0.3
+            tensors[f"{prefix}{module}.lora_embedding_B"] = a.T.contiguous() * 0.3
+            continue
         tensors[f"{prefix}{module}.lora_A.weight"] = a * 0.3
         tensors[f"{prefix}{module}.lora_B.weight"] = b * 0.3
         if settings.get("use_dora"):
@@ -58,7 +67,7 @@ def make_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     made = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "bias": "none", **settings}
-    made["target_modules"] = sorted({name.split(".")[-3] for name in tensors})
+    made["target_modules"] = sorted({name.split(".")[-3] for name in tensors if ".lora_" in name})
     (folder / "adapter_config.json").write_text(json.dumps(made))
     return folder
 
@@ -68,8 +77,12 @@ def merge(folder: Path, base: Path, adapter: Path) -> Path:
     shutil.copytree(base, folder)
     weights = load_file(base / "model.safetensors")
     tensors = load_file(adapter / "adapter_model.safetensors")
-    for module in read_adapter(adapter).modules:
+    read = read_adapter(adapter)
+    for saved in read.saved:
+        weights[f"{saved.module}.weight"] = tensors[saved.tensor]
+    for module in read.modules:
         product = tensors[module.b].double() @ tensors[module.a].double()
+        product = product.T if module.table else product
         name = f"{module.module}.weight"
         made = weights[name].double() + module.scale * product
         if module.magnitude:
