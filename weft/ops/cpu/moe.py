@@ -136,30 +136,10 @@ def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
     ``bits``: storage of the plain matrices; inner rows of 8-bit forms stay unrounded. ``Unstacked`` stacks
     are emptied.
     """
-    rule = weights.rule
-    gate = weights.gate
     router, bias = _router(weights)
     inner: _Bits = "plain" if bits == "plain" else "int8"  # ranks may have parts of inner rows
     # Before packing, which empties stacks of codes.
-    spec = struct(
-        "MoeSpec",
-        hidden=weights.down.shape[1],
-        experts=weights.router.shape[0],
-        local_experts=len(weights.down),
-        top_k=rule.top_k,
-        intermediate=weights.down.shape[2],
-        shared_intermediate=0 if weights.shared_down is None else weights.shared_down.shape[1],
-        gated_shared=weights.shared_gate is not None,
-        activation=SWIGLU if gate.alpha > 0 else ACTIVATIONS[gate.activation],
-        limit=gate.limit,
-        alpha=gate.alpha,
-        scoring=SCORINGS.index(rule.scoring),
-        renormalize=rule.renormalize,
-        groups=rule.groups,
-        top_groups=rule.top_groups,
-        top2=rule.group_rule == "top2",
-        scale=rule.scale,
-    )
+    spec = _spec(weights)
     hidden, rows = weights.down.shape[1], weights.gate_up.shape[1]
     shared_rows = 0 if weights.shared_gate_up is None else weights.shared_gate_up.shape[0]
     up = _matrix(weights.gate_up, True, bits)
@@ -169,7 +149,7 @@ def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
     shared_up = _matrix(weights.shared_gate_up, True, bits)
     shared_down = _matrix(weights.shared_down, False, inner, weights.shared_down_largest)
     matrices = Matrices(
-        gate=gate,
+        gate=weights.gate,
         hidden=hidden,
         rows=rows,
         shared_rows=shared_rows,
@@ -198,6 +178,30 @@ def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
         shared=weights.shared_down is not None,
         of_experts=tuple(tensor for tensor in of_experts if tensor is not None),
         matrices=matrices,
+    )
+
+
+def _spec(weights: Routed) -> Any:
+    """Return the ``MoeSpec`` of the extension."""
+    rule, gate = weights.rule, weights.gate
+    return struct(
+        "MoeSpec",
+        hidden=weights.down.shape[1],
+        experts=weights.router.shape[0],
+        local_experts=len(weights.down),
+        top_k=rule.top_k,
+        intermediate=weights.down.shape[2],
+        shared_intermediate=0 if weights.shared_down is None else weights.shared_down.shape[1],
+        gated_shared=weights.shared_gate is not None,
+        activation=SWIGLU if gate.alpha > 0 else ACTIVATIONS[gate.activation],
+        limit=gate.limit,
+        alpha=gate.alpha,
+        scoring=SCORINGS.index(rule.scoring),
+        renormalize=rule.renormalize,
+        groups=rule.groups,
+        top_groups=rule.top_groups,
+        top2=rule.group_rule == "top2",
+        scale=rule.scale,
     )
 
 
