@@ -10,7 +10,8 @@ go, and ``X.lora_A`` where the columns go. No family code deals with adapters.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ from weft.models.table_adapters import HeldTables, TableAdapters
 from weft.models.weights import Placement, WeightMap
 from weft.ops import torch_ops
 from weft.ops.low_rank import LowRankPool
-from weft.types.plan import HoldAdapter, PlaceAdapter, ReleaseAdapter, SlotUpdate
+from weft.types.plan import HoldAdapter, PlaceAdapter, ReadAdapter, ReleaseAdapter, SlotUpdate
 
 if TYPE_CHECKING:
     from weft.models.decoder import Model
@@ -78,8 +79,17 @@ class _Copy:
     linear: list[_Held]
     experts: list[HeldExperts]
     tables: HeldTables
-    factors: list[tuple[LowRankPool, Tensor]]
+    factors: list[tuple[LowRankPool, Tensor]] = field(default_factory=list)
     """DoRA: factors of the outputs of a layer, wide, on the device."""
+
+
+class _Reading:
+    """One adapter that a thread reads."""
+
+    def __init__(self, digest: str, folder: str, name: str) -> None:
+        self.digest, self.folder, self.name = digest, folder, name
+        self.done: Future[AdapterFile] = Future()
+        self.copy: _Copy | None = None
 
 
 class Adapters:
@@ -100,6 +110,8 @@ class Adapters:
         """True if steps with adapters of linear layers can be captured."""
         self._held: dict[str, _Copy] = {}
         """Adapters in host memory, by digest."""
+        self._reading: dict[str, _Reading] = {}
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._op_by_op = set[int]()
         """Places of adapters whose steps cannot be captured."""
         pools = [low.pool for low in self._layers] + self._routed.pools
@@ -153,7 +165,9 @@ class Adapters:
         Raises EngineDead if a folder does not have the digest any more.
         """
         for op in ops:
-            if isinstance(op, HoldAdapter):
+            if isinstance(op, ReadAdapter):
+                self.prefetch(op.digest, op.folder)
+            elif isinstance(op, HoldAdapter):
                 try:
                     self.hold(op.digest, op.folder)
                 except (ConfigError, OSError, KeyError) as error:
@@ -162,20 +176,50 @@ class Adapters:
                 self.place(op.digest, op.place)
             elif isinstance(op, ReleaseAdapter):
                 self._held.pop(op.digest, None)
+                self._reading.pop(op.digest, None)
+
+    def prefetch(self, digest: str, folder: str, name: str = "") -> Future[AdapterFile]:
+        """Begin to read an adapter in a thread. Idempotent, except after an error. Return the adapter, or the
+        errors of ``hold``. ``name``: for errors."""
+        known = self._reading.get(digest)
+        if known is None or (known.done.done() and known.copy is None):
+            known = self._reading[digest] = _Reading(digest, folder, name)
+            self._threads.submit(self._read_beside, known)
+        return known.done
+
+    def _read_beside(self, reading: _Reading) -> None:
+        try:
+            reading.copy, adapter = self._copy_of(reading.digest, reading.folder, reading.name)
+        except BaseException as error:
+            reading.done.set_exception(error)
+        else:
+            reading.done.set_result(adapter)
 
     def hold(self, digest: str, folder: str) -> None:
-        """Read an adapter into host memory. Idempotent.
+        """Take an adapter into host memory: the result of ``prefetch``, or read now. Idempotent. All ranks
+        must call together.
 
         Raise ConfigError for files that are no adapter of the model, or with another digest.
         """
         if digest in self._held:
             return
+        reading = self._reading.pop(digest, None)
+        if reading is not None:
+            wait([reading.done])
+        # Files that could not be read before may be there now.
+        made = None if reading is None else reading.copy
+        copy = made if made is not None else self._copy_of(digest, folder)[0]
+        self._tables.finish(copy.tables)
+        self._held[digest] = replace(copy, factors=self._factors(copy.linear))
+
+    def _copy_of(self, digest: str, folder: str, name: str = "") -> tuple[_Copy, AdapterFile]:
+        """Read and check an adapter. Runs in any thread: computes nothing with the model's weights."""
         # One copy of the bytes for digest and tensors: the files may change meanwhile.
         path = Path(folder)
         data = (path / WEIGHTS).read_bytes()
         if digest_of((path / CONFIG).read_bytes(), data) != digest:
             raise ConfigError("the files of the adapter have other content", param="--lora-modules")
-        adapter = read_adapter(folder, max_rank=self._options.rank, digest=digest)
+        adapter = read_adapter(folder, name, max_rank=self._options.rank, digest=digest)
         self.check(adapter)
         tensors = load(data)
         linear, experts = [], []
@@ -185,13 +229,12 @@ class Adapters:
                 linear.append(self._read(module, target, tensors))
             elif target is not None:
                 experts.append((module, target))
-        linear = [held for held in linear if held.target.taken]
-        self._held[digest] = _Copy(
-            linear=linear,
+        copy = _Copy(
+            linear=[held for held in linear if held.target.taken],
             experts=self._routed.read(experts, tensors),
-            factors=self._factors(linear),
             tables=self._tables.read(adapter, tensors),
         )
+        return copy, adapter
 
     def _factors(self, linear: list[_Held]) -> list[tuple[LowRankPool, Tensor]]:
         """Return the factors of all layers with lengths of rows. All ranks must call together."""

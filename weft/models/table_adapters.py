@@ -37,6 +37,8 @@ class HeldTables:
     """Of the embedding: A by token id [rows, rank], and B [rank, hidden] with the scale."""
     head: tuple[Tensor, Tensor] | None = None
     """Of the head: A [rank, hidden], and B [rank, rows] with the scale."""
+    lengths: Tensor | None = None
+    """DoRA: lengths of the rows of the head, wide [vocabulary]."""
     factors: Tensor | None = None
     """DoRA: factors of the logits of this rank, wide [rows]."""
     table: Tensor | None = None
@@ -47,7 +49,7 @@ class HeldTables:
     @property
     def eager(self) -> bool:
         """True if steps with the adapter cannot be captured."""
-        changed = (self.rows, self.table, self.matrix, self.factors)
+        changed = (self.rows, self.table, self.matrix, self.lengths)
         return any(one is not None for one in changed)
 
 
@@ -140,7 +142,7 @@ class TableAdapters:
             else:
                 made.head = a.to(self._dtype), self._cut(b).T.contiguous()
                 if module.magnitude:
-                    made.factors = self._factors(made.head, tensors[module.magnitude].to(wide))
+                    made.lengths = tensors[module.magnitude].to(wide)
         for saved in adapter.saved:
             matrix = self._cut(tensors[saved.tensor].to(wide))
             if self._layer(saved.module) is self._embedding:
@@ -152,17 +154,20 @@ class TableAdapters:
             made.matrix = made.table if made.matrix is None and self._head is not None else made.matrix
         return made
 
-    def _factors(self, head: tuple[Tensor, Tensor], lengths: Tensor) -> Tensor:
-        """Return the factors of the logits of this rank, 1 for padding. lengths: [vocabulary]."""
+    def finish(self, held: HeldTables) -> None:
+        """Compute the factors of the logits of this rank, 1 for padding. Not beside a step."""
+        if held.lengths is None:
+            return
         assert self._embedding is not None
         assert self._head is not None
         assert self._head.low is not None
-        a, b = head
+        assert held.head is not None
+        lengths, (a, b) = held.lengths, held.head
         squares = self._head.low.low.squares(a.shape[1], a.unsqueeze(0), b)
         begin, end = self._embedding.shard.spans[0]
         made = torch.ones_like(squares)
         made[: end - begin] = lengths[begin:end].to(made.device) / squares[: end - begin].sqrt()
-        return made
+        held.factors = made
 
     def _cut(self, rows: Tensor) -> Tensor:
         """Return the rows of this rank of ``rows`` [vocabulary, n], padded with zeros as the layers are."""
