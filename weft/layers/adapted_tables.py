@@ -47,6 +47,8 @@ class EmbeddingAdapters:
 
     def clear(self, place: int) -> None:
         """Remove the adapter of ``place``."""
+        if place not in self.changing:
+            return
         assert self.low.pool is not None
         self.rows[place].zero_()
         self.low.pool.b[place].zero_()
@@ -83,7 +85,7 @@ class HeadAdapters:
         self.low = LowRank(build)
         self.low.allocate(1, (rows, hidden), [(0, 0, rows)])
         op = build.op("linear")
-        self._run, self._pack = op.run, op.pack
+        self._run, self._pack, self._device = op.run, op.pack, build.device
         self._whole: dict[int, object] = {}
         self._buffer: Tensor | None = None
         """Memory of whole matrices for an op that takes plain weights."""
@@ -102,14 +104,15 @@ class HeadAdapters:
     def clear(self, place: int) -> None:
         """Remove the adapter of ``place``."""
         assert self.low.pool is not None
-        self.low.pool.clear(place)
+        if self.low.pool.ranks[place]:
+            self.low.pool.clear(place)
         self._whole.pop(place, None)
 
     def replace(self, place: int, matrix: Tensor) -> None:
         """Use ``matrix`` [rows, hidden] for rows of ``place``."""
         if self._buffer is None:
             assert self._pack is not None
-            self._whole[place] = self._pack(matrix)
+            self._whole[place] = self._pack(matrix.to(self._device))
             return
         self._buffer[place].copy_(matrix)
         self._whole[place] = self._buffer[place]

@@ -183,7 +183,8 @@ class LMHead(Packs):
         self._notes = build.notes
         self._rounds = build.quantization != "none"
         self._packed: object = None
-        self.low = HeadAdapters(*embedding.weight.shape, build) if build.adapters.places else None
+        rows, hidden = embedding.weight.shape
+        self.low = HeadAdapters(rows, hidden, build) if build.adapters.places else None
         """Adapters of the head; None without places for adapters."""
         if self.low is not None:
             self.low.low.base = lambda x: self._op.run(x, self._packed, None)

@@ -263,8 +263,8 @@ class Adapters:
         self._op_by_op.discard(place)
         if held.experts or held.factors or held.tables.eager:
             self._op_by_op.add(place)
-        for pool, factors in held.factors:
-            pool.factors[place] = factors
+        for scaled, factors in held.factors:
+            scaled.factors[place] = factors
         for one in held.linear:
             pool = one.target.low.pool
             assert pool is not None

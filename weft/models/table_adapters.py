@@ -215,7 +215,7 @@ class TableAdapters:
                 assert head.low.pool is not None
                 head.low.pool.factors[place] = held.factors
             if held.matrix is not None:
-                head.replace(place, held.matrix.to(head.low.pool.a.device))  # type: ignore[union-attr]
+                head.replace(place, held.matrix)
 
 
 def _leaf(module: str) -> str:
