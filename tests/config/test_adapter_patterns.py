@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from weft.config.adapter_patterns import PatternError, Patterns
+from weft.config.adapter_files.patterns import PatternError, Patterns
 
 NAMES = [
     "model.layers.1.self_attn.q_proj",

@@ -25,7 +25,7 @@ def layers(dtype: torch.dtype, quantization: str, tied: bool) -> tuple[TokenEmbe
     """Return both layers. Place 0 has low-rank parts, place 1 whole matrices, and place 2 nothing."""
     options = AdapterOptions(places=3, rank=4, saved=True)
     build = Build(dtype=dtype, device=CPU, quantization=quantization, adapters=options)
-    embedding = TokenEmbedding(VOCAB, HIDDEN, build, tied=tied)
+    embedding = TokenEmbedding(VOCAB, HIDDEN, build, tied=tied, adapted=True)
     head = LMHead(embedding, build, tied=tied)
     random = torch.Generator().manual_seed(2)
     for layer in (embedding, head):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.common.errors import ConfigError
-from weft.config.adapter_tensors import AdapterModule, SavedMatrix, UnreadTensors, modules_of
+from weft.config.adapter_files.tensors import AdapterModule, SavedMatrix, UnreadTensors, modules_of
 from weft.config.families.weight_files import read_header
 from weft.types.adapters import DIGEST_DIGITS
 

@@ -98,7 +98,10 @@ class TokenEmbedding(Packs):
     like all heads.
     """
 
-    def __init__(self, vocab_size: int, hidden: int, build: Build, *, tied: bool = False) -> None:
+    def __init__(
+        self, vocab_size: int, hidden: int, build: Build, *, tied: bool = False, adapted: bool = False
+    ) -> None:
+        """``adapted``: with memory for adapters of the table and of the head, if the build has places."""
         super().__init__()
         self.shard = build.part(vocab_size)
         """The rank's rows. The table has the size of the largest share, padded with zero rows."""
@@ -116,7 +119,8 @@ class TokenEmbedding(Packs):
         self._coded_rows = functools.partial(build.op("coded_embedding").run, dtype=build.dtype)
         self.table: Any = None
         """Table in the layout for ``forward``."""
-        self.low = EmbeddingAdapters(rows_of_all, hidden, build) if build.adapters.places else None
+        places = build.adapters.places if adapted else 0
+        self.low = EmbeddingAdapters(rows_of_all, hidden, build) if places else None
         """Adapters of the table; None without places for adapters."""
 
     @property
@@ -184,7 +188,7 @@ class LMHead(Packs):
         self._rounds = build.quantization != "none"
         self._packed: object = None
         rows, hidden = embedding.weight.shape
-        self.low = HeadAdapters(rows, hidden, build) if build.adapters.places else None
+        self.low = HeadAdapters(rows, hidden, build) if embedding.low is not None else None
         """Adapters of the head; None without places for adapters."""
         if self.low is not None:
             self.low.low.base = lambda x: self._op.run(x, self._packed, None)

@@ -20,7 +20,7 @@ from safetensors.torch import load
 
 from weft.common.errors import ConfigError, EngineDead
 from weft.common.log import get_logger
-from weft.config.adapter_tensors import AdapterModule
+from weft.config.adapter_files.tensors import AdapterModule
 from weft.config.adapters import CONFIG, WEIGHTS, AdapterFile, digest_of, read_adapter
 from weft.layers.build import AdapterOptions, Layer
 from weft.layers.low_rank import LowRank

@@ -250,7 +250,7 @@ class Decoder(Model):
     ) -> None:
         """``make_block`` makes the block of a layer; layers from ``spec.layers`` on are MTP modules."""
         super().__init__(spec, build)
-        self.embedding = TokenEmbedding(spec.vocab_size, spec.hidden, build, tied=spec.tied)
+        self.embedding = TokenEmbedding(spec.vocab_size, spec.hidden, build, tied=spec.tied, adapted=True)
         self.blocks = nn.ModuleList(make_block(spec, layer, build) for layer in range(spec.layers))
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
         self.head = LMHead(self.embedding, build, tied=spec.tied) if spec.head else NoHead(spec.vocab_size)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.config.adapter_tensors import AdapterModule
+from weft.config.adapter_files.tensors import AdapterModule
 from weft.layers.build import AdapterOptions
 from weft.layers.low_rank import LowRank
 from weft.layers.pending_codes import Weight

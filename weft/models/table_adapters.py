@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.config.adapter_tensors import AdapterModule, SavedMatrix
+from weft.config.adapter_files.tensors import AdapterModule, SavedMatrix
 from weft.config.adapters import AdapterFile
 from weft.layers.build import AdapterOptions
 from weft.layers.dense import LMHead, TokenEmbedding

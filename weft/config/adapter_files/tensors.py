@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.adapter_patterns import PatternError, Patterns
+from weft.config.adapter_files.patterns import PatternError, Patterns
 
 _SHOWN = 8
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
