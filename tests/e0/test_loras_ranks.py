@@ -108,17 +108,20 @@ def test_whole_experts_on_two_ranks(name: str, tmp_path: Path) -> None:
     world.check(on_two_ranks(world, depth=2, expert=True, interval=interval, experts=options))
 
 
-@pytest.mark.parametrize("places", [1, 2])
-def test_prefill_and_decode_on_two_engines(places: int, tmp_path: Path) -> None:
-    world = World(tmp_path / "world", "llama")
+@pytest.mark.parametrize(
+    ("places", "shape"), [(1, "llama"), (2, "llama"), pytest.param(1, "qwen3_moe", marks=pytest.mark.slow)]
+)
+def test_prefill_and_decode_on_two_engines(places: int, shape: str, tmp_path: Path) -> None:
+    world = World(tmp_path / "world", shape, EXPERTS if shape == "qwen3_moe" else "")
     modules = [f"{folder.name}={folder}" for folder in world.adapters]
     pair = pair_of(
         tmp_path,
-        "llama",
+        shape,
         model=str(world.base),
         load_format="auto",
         max_loras=places,
         max_lora_rank=4,
+        lora_experts=True,
         lora_modules=modules,
         max_model_len=96,
     )
