@@ -49,7 +49,7 @@ ALONE = [
     "| the generic backend with MTP, `--deterministic` or images | [generic](generic.md) |",
     "| a draft model with a recurrent state; a draft model with experts under "
     "`--enable-expert-parallel` | [speculation](speculation.md) |",
-    "| adapters of experts, embeddings, heads and `kv_b_proj` | [adapters](lora.md) |",
+    "| adapters of `kv_b_proj` and of DeepSeek V4's attention | [adapters](lora.md) |",
     "| latent experts (Nemotron 3 Super) with `--enable-expert-parallel` | "
     "[attention](attention.md#state-mixers) |",
     "",

@@ -69,6 +69,8 @@ def test_the_digest_is_content_and_nothing_else(tmp_path: Path) -> None:
         ({"r": 3}, "rank 3"),
         ({"lora_alpha": 0}, "lora_alpha"),
         ({"rank_pattern": {"(": 2}}, "rank_pattern"),
+        ({"alpha_pattern": {r"(a)\1": 2}}, "alpha_pattern"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
     ],
 )
 def test_settings_that_change_results_are_refused(
@@ -94,6 +96,35 @@ def test_files_and_tensors_that_are_no_adapter_are_refused(tmp_path: Path) -> No
         read_adapter(tmp_path / "c")
 
 
+def test_stacks_of_experts(tmp_path: Path) -> None:
+    """A stack has the rank of its parameter's pattern, and both tensors may belong to either stack."""
+    shapes = {
+        f"{PREFIX}.mlp.experts.base_layer.lora_A.weight": (12, 8),
+        f"{PREFIX}.mlp.experts.base_layer.lora_B.weight": (10, 12),
+        f"{PREFIX}.mlp.experts.lora_A.weight": (6, 5),
+        f"{PREFIX}.mlp.experts.lora_B.weight": (8, 6),
+    }
+    settings = {
+        "target_parameters": ["gate_up_proj", "mlp.experts.down_proj"],
+        "rank_pattern": {r".*\.gate_up_proj": 4},
+        "alpha_pattern": {r".*\.gate_up_proj": 12},
+    }
+    plain, wrapper = read_adapter(write(tmp_path / "a", shapes, **settings)).modules
+    assert [(one.parameter, one.rank, one.scale) for one in plain.stacks] == [("down_proj", 2, 3.0)]
+    wide = [(one.parameter, one.rank, one.scale) for one in wrapper.stacks]
+    assert wide == [("gate_up_proj", 4, 3.0), ("down_proj", 2, 3.0)]
+    with pytest.raises(ConfigError, match="experts has shapes"):
+        read_adapter(write(tmp_path / "b", shapes))
+
+
+def test_matrices_of_modules_to_save(tmp_path: Path) -> None:
+    shapes = {"base_model.model.lm_head.weight": (7, 8)}
+    made = read_adapter(write(tmp_path / "a", shapes, modules_to_save=["lm_head"]))
+    assert [(one.module, one.shape) for one in made.saved] == [("lm_head", (7, 8))]
+    with pytest.raises(ConfigError, match=r"lm_head\.weight"):
+        read_adapter(write(tmp_path / "b", shapes))
+
+
 def test_modules_of_the_flag() -> None:
     assert parse_modules(["a=/x=y", '{"name": "b", "path": "/z"}']) == {"a": "/x=y", "b": "/z"}
     for wrong in (["a"], ["=x"], ['{"name": "b"}'], ["a=1", "a=2"]):
@@ -109,5 +140,5 @@ def test_tensors_of_integers_are_refused(tmp_path: Path) -> None:
         for name, shape in zip(names, ((2, 8), (4, 2)), strict=True)
     }
     save_file(made, tmp_path / "a" / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match="tensors of I32"):
+    with pytest.raises(ConfigError, match=r"lora_A.weight \(I32\)"):
         read_adapter(tmp_path / "a")

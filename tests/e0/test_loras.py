@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import wait
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,12 +36,13 @@ TARGETS |= {"lfm2": CONV, "nemotron_h": MAMBA, "falcon_h1": PARALLEL}
 class World:
     """A checkpoint, two adapters, and the tokens of the merged checkpoints."""
 
-    def __init__(self, folder: Path, shape: str) -> None:
+    def __init__(self, folder: Path, shape: str, targets: str = "", **settings: Any) -> None:
+        """``settings``: more settings of the second adapter."""
         self.base = make_checkpoint(folder, shape)
-        self.targets = targets = TARGETS[shape]
+        self.targets = targets = targets or TARGETS[shape]
         self.adapters = [
             make_adapter(folder / "one", self.base, targets, seed=1),
-            make_adapter(folder / "two", self.base, targets, seed=2, rank=2, use_rslora=True),
+            make_adapter(folder / "two", self.base, targets, seed=2, rank=2, use_rslora=True, **settings),
         ]
         merged = [merge(folder / f"merged{i}", self.base, one) for i, one in enumerate(self.adapters)]
         self.digests = ["", *(read_adapter(one).digest for one in self.adapters)]
@@ -72,7 +75,7 @@ class World:
 
 @cache
 def adapted_model(folder: Path, places: int) -> Decoder:
-    options = AdapterOptions(places=places, rank=4)
+    options = AdapterOptions(places=places, rank=4, experts=True, saved=True)
     return load_model(str(folder), spec_of(folder), torch.float64, CPU, progress=False, adapters=options)
 
 
@@ -174,6 +177,43 @@ def test_other_content_under_a_name_is_another_adapter(world: World, tmp_path: P
     assert answers[1].num_cached == 0
     released = [op for plan in world.runner.plans for op in plan.ops if isinstance(op, ReleaseAdapter)]
     assert [op.digest for op in released] == [old]
+
+
+def test_steps_go_on_while_files_are_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running request gets tokens between the begin and the end of a read, and the answer comes after."""
+    engine, runner = make_engine(
+        world.base, model=adapted_model(world.base, 2), lora=LoraSection(max_loras=2), caching=False
+    )
+    adapters = runner.adapters
+    assert adapters is not None
+    read, may_read = adapters._copy_of, threading.Event()
+
+    def slow(*given: Any) -> Any:
+        assert may_read.wait(30)
+        return read(*given)
+
+    monkeypatch.setattr(adapters, "_copy_of", slow)
+    digest = world.digests[1]
+    load = LoadAdapter(name="a", digest=digest, folder=str(world.adapters[0]))
+    seen = []
+
+    def beside(step: int) -> list[Any]:
+        if step == 2:
+            assert engine.adapters.begin(load) is None
+        if step in (3, 6):
+            seen.append(engine.adapters.finished())
+        if step == 6:
+            may_read.set()
+            wait([engine.adapters._loading[digest][1]], 30)
+            seen.append(engine.adapters.finished())
+            engine.submit(submit(1, PROMPTS[0], GREEDY, request=1, adapter=digest))
+        return []
+
+    answers = run(engine, [[submit(0, PROMPTS[0], GREEDY, request=0)]], beside)
+    engine.close()
+    assert seen[:2] == [[], []]
+    assert [answer.loaded for answer in seen[2]] == [True]
+    assert [answers[number].tokens for number in (0, 1)] == [world.due[number][0] for number in (0, 1)]
 
 
 def test_files_that_are_no_adapter_of_the_model_are_an_answer(world: World, tmp_path: Path) -> None:

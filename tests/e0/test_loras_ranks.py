@@ -13,10 +13,12 @@ from tests.e0.rig import Answer, make_engine, run, spec_of
 from tests.e0.test_loras import GREEDY, PROMPTS, TARGETS, World, load
 from tests.engine.pair_rig import pair_of, submit
 from tests.support.expert_groups import Leading
+from tests.support.loras import EXPERTS
 from tests.support.ranks import on_ranks
 from tests.support.slowness import deadline
 from weft.config.sections.lora_section import LoraSection
-from weft.layers.build import AdapterOptions
+from weft.engine.core import Balance
+from weft.layers.build import AdapterOptions, ExpertOptions
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
 from weft.parallel.mesh import Mesh
@@ -35,17 +37,23 @@ def follow(runner: Runner, plans: queue.Queue[StepPlan | None], results: queue.Q
     runner.close()
 
 
-def on_two_ranks(world: World, depth: int) -> dict[int, Answer]:
+def on_two_ranks(
+    world: World, depth: int, expert: bool = False, interval: int = 0, **more: Any
+) -> dict[int, Answer]:
+    """Return the answers of two tensor parallel ranks. ``expert``: with whole experts, which move every
+    ``interval`` steps."""
     plans: queue.Queue[StepPlan | None] = queue.Queue()
     results: queue.Queue[StepResult] = queue.Queue()
     folder = str(world.base)
 
     def work(mesh: Mesh) -> Any:
-        made = {"adapters": AdapterOptions(places=1, rank=4), "mesh": mesh, "progress": False}
+        places = AdapterOptions(places=1, rank=4, experts=True, saved=True)
+        made = {"adapters": places, "mesh": mesh, "progress": False, **more}
         model = load_model(folder, spec_of(world.base), torch.float64, torch.device("cpu"), **made)
         assert isinstance(model, Decoder)
         options = {"chunk": 7, "depth": depth, "lora": LoraSection(max_loras=1)}
         engine, runner = make_engine(world.base, model=model, **options)
+        engine.balance = Balance(interval)
         if mesh.rank:
             return follow(runner, plans, results)
         runner.__class__ = Leading
@@ -54,12 +62,16 @@ def on_two_ranks(world: World, depth: int) -> dict[int, Answer]:
         for number, adapter in enumerate(world.adapters):
             load(engine, adapter, world.digests[number + 1])
         try:
-            return run(engine, [world.submits()])
+            answers = run(engine, [world.submits()])
+            if interval:
+                assert model.experts is not None
+                assert model.experts.moved
+            return answers
         finally:
             plans.put(None)
             engine.close()
 
-    return on_ranks(Layout(tensor=2), work)[0]
+    return on_ranks(Layout(tensor=2, expert=expert), work)[0]
 
 
 @pytest.mark.parametrize(
@@ -70,17 +82,46 @@ def test_two_ranks_and_one_place(shape: str, tmp_path: Path) -> None:
     world.check(on_two_ranks(world, depth=2 if shape == "llama" else 1))
 
 
-@pytest.mark.parametrize("places", [1, 2])
-def test_prefill_and_decode_on_two_engines(places: int, tmp_path: Path) -> None:
-    world = World(tmp_path / "world", "llama")
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["qwen3_moe", "qwen3_next", "deepseek_v3"])
+def test_parts_of_experts_on_two_ranks(shape: str, tmp_path: Path) -> None:
+    world = World(tmp_path, shape, EXPERTS)
+    world.check(on_two_ranks(world, depth=2))
+
+
+DIVIDED = {
+    "reduce": ("qwen3_moe", 0, ExpertOptions(dispatch="reduce")),
+    "gather": ("qwen3_next", 0, ExpertOptions(dispatch="gather")),
+    "low-latency": ("qwen3_moe", 0, ExpertOptions(dispatch="low-latency")),
+    "throughput": ("deepseek_v3", 0, ExpertOptions(dispatch="throughput")),
+    "moving": ("deepseek_v3", 5, ExpertOptions(redundant=2, counts=True)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["reduce", *(pytest.param(s, marks=pytest.mark.slow) for s in [*DIVIDED][1:])]
+)
+def test_whole_experts_on_two_ranks(name: str, tmp_path: Path) -> None:
+    """Rows bring the adapter to the rank of the expert, and adapters move with the expert."""
+    shape, interval, options = DIVIDED[name]
+    world = World(tmp_path, shape, EXPERTS)
+    world.check(on_two_ranks(world, depth=2, expert=True, interval=interval, experts=options))
+
+
+@pytest.mark.parametrize(
+    ("places", "shape"), [(1, "llama"), (2, "llama"), pytest.param(1, "qwen3_moe", marks=pytest.mark.slow)]
+)
+def test_prefill_and_decode_on_two_engines(places: int, shape: str, tmp_path: Path) -> None:
+    world = World(tmp_path / "world", shape, EXPERTS if shape == "qwen3_moe" else "")
     modules = [f"{folder.name}={folder}" for folder in world.adapters]
     pair = pair_of(
         tmp_path,
-        "llama",
+        shape,
         model=str(world.base),
         load_format="auto",
         max_loras=places,
         max_lora_rank=4,
+        lora_experts=True,
         lora_modules=modules,
         max_model_len=96,
     )

@@ -98,3 +98,26 @@ def test_rows_of_an_index() -> None:
     ]
     alike = AdapterRows(torch.tensor([1, 1], dtype=torch.int32), [1])
     assert alike.groups() == [(1, None)]
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_factors_on_a_packed_base(quantization: str) -> None:
+    """Lengths of rows are those of the weight that the layer computes with, and the bias has no factor."""
+    dtype = torch.float64
+    layer = Linear(INPUTS, OUTPUTS, build(dtype, quantization), bias=True)
+    layer.bias.data.copy_(torch.randn(OUTPUTS, generator=torch.Generator().manual_seed(3)))
+    filled(layer, [(0, 0, 16), (1, 16, 40), (2, 40, 48)])
+    pool = layer.low.pool
+    weight = layer.low.base(torch.eye(INPUTS, dtype=dtype)).T
+    added = torch.cat([pool.b[0, :, begin:end].T @ pool.a[0, part] for part, begin, end in pool.spans])
+    squares = layer.low.squares(INPUTS, pool.a[0], pool.b[0])
+    exact = 1e-12 if quantization not in ("w8a8", "w4a8") else 2e-2  # these forms also round the rows of A
+    torch.testing.assert_close(squares, (weight + added).square().sum(1), rtol=exact, atol=exact)
+    factors = torch.rand(OUTPUTS, generator=torch.Generator().manual_seed(5), dtype=dtype) + 0.5
+    x = torch.randn(ROWS, INPUTS, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    plain = layer(x, rows())
+    pool.factors[0] = factors
+    scaled = layer(x, rows())
+    for row, place in enumerate(PLACES):
+        due = (plain[row] - layer.bias) * factors + layer.bias if place == 0 else plain[row]
+        torch.testing.assert_close(scaled[row], due, rtol=1e-12, atol=1e-12)

@@ -12,8 +12,6 @@ Source: Hu et al. 2021, arXiv 2106.09685; the rank-stabilized scale is Kalajdzie
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -21,21 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from weft.common.errors import ConfigError
+from weft.config.adapter_files.tensors import AdapterModule, SavedMatrix, UnreadTensors, modules_of
 from weft.config.families.weight_files import read_header
 from weft.types.adapters import DIGEST_DIGITS
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PIECE = 1 << 20
-_SHOWN = 8
-_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-_TENSOR = re.compile(r"^(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight$")
 #: Settings without effect on the result of a saved adapter.
 _HARMLESS = frozenset(
     {
         "auto_mapping",
         "base_model_name_or_path",
-        "ensure_weight_tying",
         "eva_config",
         "exclude_modules",
         "fan_in_fan_out",  # describes the layout of the base weight; A and B are stored in one layout
@@ -54,29 +49,25 @@ _HARMLESS = frozenset(
     }
 )
 _READ = frozenset(
-    {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights"}
+    {
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+        "use_dora",
+        "init_lora_weights",
+        "modules_to_save",
+        "target_parameters",
+        "ensure_weight_tying",
+    }
 )
 #: Further settings whose values here have no effect. Any other value is refused.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {"bias": ("none",)}
 _NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
 #: Initializations that replace the base weights: the saved matrices fit other base weights.
 _REPLACING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterModule:
-    """The two matrices of one adapted module of the base model."""
-
-    module: str
-    """Name of the module in the base model, as ``model.layers.0.self_attn.q_proj``."""
-    rank: int
-    inputs: int
-    outputs: int
-    scale: float
-    """Factor of the product: alpha / rank, or alpha / sqrt(rank) for rank-stabilized adapters."""
-    a: str
-    b: str
-    """Names of the tensors in the file: ``a`` [rank, inputs], ``b`` [outputs, rank]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +86,10 @@ class AdapterFile:
     """Base model as named by the adapter; "" if the adapter names none."""
     modules: tuple[AdapterModule, ...]
     """Modules in order of their names."""
+    saved: tuple[SavedMatrix, ...] = ()
+    """Whole matrices of ``modules_to_save``, in order of their names."""
+    ties: bool = False
+    """True if the adapter changes embedding and output head of a tied model alike."""
 
     @property
     def weights(self) -> Path:
@@ -127,8 +122,11 @@ def read_adapter(folder: str | Path, name: str = "", max_rank: int = 0, digest: 
     if not weights.is_file():
         pickled = " (pickles are not read; save the adapter as safetensors)"
         raise _refused(shown, f"{WEIGHTS} is missing{pickled if list(path.glob('*.bin')) else ''}")
-    modules = _modules(read_header(weights), config, shown)
-    most = max(module.rank for module in modules)
+    try:
+        modules, saved = modules_of(read_header(weights), config)
+    except UnreadTensors as error:
+        raise _refused(shown, str(error)) from error
+    most = max((module.rank for module in modules), default=0)
     if max_rank and most > max_rank:
         raise ConfigError(
             f"adapter {shown!r} has rank {most}, and --max-lora-rank is {max_rank}", param="--max-lora-rank"
@@ -141,6 +139,8 @@ def read_adapter(folder: str | Path, name: str = "", max_rank: int = 0, digest: 
         rank=most,
         base=base if isinstance(base, str) else "",
         modules=modules,
+        saved=saved,
+        ties=bool(config.get("ensure_weight_tying")),
     )
 
 
@@ -220,66 +220,3 @@ def _check_settings(config: Mapping[str, Any], name: str) -> None:
         wrong.append(f"init_lora_weights {start!r} (its matrices fit changed base weights)")
     if wrong:
         raise _refused(name, f"settings that are not supported: {', '.join(wrong)}")
-
-
-def _modules(header: Mapping[str, Any], config: Mapping[str, Any], name: str) -> tuple[AdapterModule, ...]:
-    """Return the adapted modules. Raise ConfigError for tensors that are no pair of lora_A and lora_B."""
-    # A pair of tensors per module; everything else is refused together.
-    found = dict[str, dict[str, str]]()
-    other = []
-    for tensor in header:
-        match = _TENSOR.match(tensor)
-        if match is None:
-            other.append(tensor)
-        elif match["side"] in found.setdefault(match["module"], {}):
-            other.append(f"{tensor} (twice)")
-        else:
-            found[match["module"]][match["side"]] = tensor
-    other += [one["A" if "A" in one else "B"] for one in found.values() if len(one) == 1]
-    if other:
-        raise _refused(name, f"tensors that are not supported, or without a partner: {_listed(other)}")
-    if not found:
-        raise _refused(name, f"{WEIGHTS} has no tensors of an adapter")
-    return tuple(
-        _module(module, sides["A"], sides["B"], header, config, name)
-        for module, sides in sorted(found.items())
-    )
-
-
-def _module(
-    module: str, a: str, b: str, header: Mapping[str, Any], config: Mapping[str, Any], name: str
-) -> AdapterModule:
-    """Return one module. Raise ConfigError if the shapes do not fit each other or the configured rank."""
-    first, second = header[a]["shape"], header[b]["shape"]
-    rank = _of_pattern(config, "rank_pattern", module, config.get("r"), name)
-    alpha = _of_pattern(config, "alpha_pattern", module, config.get("lora_alpha"), name)
-    if len(first) != 2 or len(second) != 2 or first[0] != second[1] or first[0] != rank:
-        raise _refused(name, f"{module} has shapes {first} and {second}, and {CONFIG} says rank {rank}")
-    kinds = {str(header[tensor]["dtype"]) for tensor in (a, b)}
-    if not kinds <= _DTYPES:
-        raise _refused(name, f"{module} has tensors of {', '.join(sorted(kinds))}; save them as bfloat16")
-    divisor = math.sqrt(rank) if config.get("use_rslora") else rank
-    return AdapterModule(
-        module=module, rank=first[0], inputs=first[1], outputs=second[0], scale=alpha / divisor, a=a, b=b
-    )
-
-
-def _of_pattern(config: Mapping[str, Any], field: str, module: str, default: Any, name: str) -> float:
-    """Return the number for ``module``: of the first matching key of ``config[field]``, else ``default``.
-
-    A key matches the whole name, or the end of the name after a dot, as a regular expression.
-    """
-    patterns = config.get(field) or {}
-    value = default
-    try:
-        value = next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", module)), default)
-    except (re.error, AttributeError) as error:
-        raise _refused(name, f"{field} is not an object with regular expressions as keys") from error
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise _refused(name, f"{field if patterns else 'r or lora_alpha'} must be positive, not {value!r}")
-    return value
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

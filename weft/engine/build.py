@@ -212,7 +212,13 @@ def load_weights(config: EngineConfig, mesh: Mesh | None, progress: bool) -> Mod
         )
 
     spec, draft = config.loaded, config.speculation.speculative_model
-    places = AdapterOptions(places=config.lora.max_loras, rank=config.lora.max_lora_rank)
+    lora = config.lora
+    places = AdapterOptions(
+        places=lora.max_loras,
+        rank=lora.max_lora_rank,
+        experts=lora.lora_experts,
+        saved=lora.lora_saved_modules,
+    )
     model = read(config.model_path, spec, places)
     if spec.draft is None or draft is None:
         return model

@@ -275,6 +275,7 @@ class EngineCore(EngineLoop[StepHandle]):
             self._bell.close()
         if self.expert_group is not None:
             self.expert_group.close()
+        self.adapters.close()
         if self._kv_events is not None:
             self._kv_events.close()
         self._stages.close()

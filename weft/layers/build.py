@@ -51,6 +51,10 @@ class AdapterOptions:
     """Adapters in device memory at the same time; 0 for none."""
     rank: int = 0
     """Largest rank of an adapter."""
+    experts: bool = False
+    """True for memory for adapters of routed experts."""
+    saved: bool = False
+    """True for memory for whole embeddings and output heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.layers.adapted_tables import EmbeddingAdapters, HeadAdapters
 from weft.layers.build import Build, FeedForward, Layer, Packs
 from weft.layers.low_rank import make_low_rank
 from weft.layers.pending_codes import Weight, has_pending_codes, in_place, put_codes, take_codes
@@ -41,6 +42,8 @@ class Linear(Packs):
         self._packed: object = None
         self.low = None if wide else make_low_rank(build)
         """Adapters of the matrix; None without places for adapters."""
+        if self.low is not None:
+            self.low.base = lambda x: self._op.run(x, self._packed, None)
 
     def pack(self) -> None:
         self._packed = self._give("weight", self._op)
@@ -49,7 +52,7 @@ class Linear(Packs):
         """``adapters``: places of the rows; None if no row has an adapter."""
         result: Tensor = self._op.run(x, self._packed, self.bias)
         if self.low is not None:
-            self.low.add(result, x, adapters)
+            self.low.add(result, x, adapters, self.bias)
         return result
 
 
@@ -70,16 +73,19 @@ class RowLinear(Packs):
         self._adds_bias = build.comm.rank == 0
         self.low = make_low_rank(build)
         """Adapters of the matrix; None without places for adapters."""
+        if self.low is not None:
+            self.low.base = lambda x: self._op.run(x, self._packed, None)
 
     def pack(self) -> None:
         self._packed = self._give("weight", self._op)
 
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """``adapters``: places of the rows; None if no row has an adapter."""
-        partial: Tensor = self._op.run(x, self._packed, self.bias if self._adds_bias else None)
+        bias = self.bias if self._adds_bias else None
+        partial: Tensor = self._op.run(x, self._packed, bias)
         # Added before the sum over ranks: A has the inputs of this rank, so the products are partial, too.
         if self.low is not None:
-            self.low.add(partial, x, adapters)
+            self.low.add(partial, x, adapters, bias)
         return partial
 
 
@@ -92,7 +98,10 @@ class TokenEmbedding(Packs):
     like all heads.
     """
 
-    def __init__(self, vocab_size: int, hidden: int, build: Build, *, tied: bool = False) -> None:
+    def __init__(
+        self, vocab_size: int, hidden: int, build: Build, *, tied: bool = False, adapted: bool = False
+    ) -> None:
+        """``adapted``: with memory for adapters of the table and of the head, if the build has places."""
         super().__init__()
         self.shard = build.part(vocab_size)
         """The rank's rows. The table has the size of the largest share, padded with zero rows."""
@@ -110,6 +119,9 @@ class TokenEmbedding(Packs):
         self._coded_rows = functools.partial(build.op("coded_embedding").run, dtype=build.dtype)
         self.table: Any = None
         """Table in the layout for ``forward``."""
+        places = build.adapters.places if adapted else 0
+        self.low = EmbeddingAdapters(rows_of_all, hidden, build) if places else None
+        """Adapters of the table; None without places for adapters."""
 
     @property
     def shared(self) -> bool:
@@ -133,16 +145,22 @@ class TokenEmbedding(Packs):
         self.weight = in_place(self._notes.weight(self.weight))
         self.table = self.weight if self._matrix is None else self._give("weight", self._matrix)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of ``ids``, [T, hidden], with zeros for rows of other ranks."""
+    def forward(self, ids: Tensor, adapters: AdapterRows | None = None) -> Tensor:
+        """Return the rows of ``ids``, [T, hidden], with zeros for rows of other ranks. ``adapters``: places
+        of the rows; None if no row has an adapter."""
         if self.shard.whole:
             result: Tensor = self._rows(ids, self.table)
+            if self.low is not None and adapters is not None:
+                self.low.add(result, ids, None, adapters)
             return result
         own = ids - self._first
         # Rows of other ranks are 0 here, so the sum over ranks is the embedding.
         others = (own < 0) | (own >= self.shard.count)
         found: Tensor = self._rows(own.masked_fill_(others, 0), self.table)
-        return found.masked_fill_(others.unsqueeze(1), 0)
+        found = found.masked_fill_(others.unsqueeze(1), 0)
+        if self.low is not None and adapters is not None:
+            self.low.add(found, own, others, adapters)
+        return found
 
 
 def _round(head: Weight) -> None:
@@ -169,6 +187,11 @@ class LMHead(Packs):
         self._notes = build.notes
         self._rounds = build.quantization != "none"
         self._packed: object = None
+        rows, hidden = embedding.weight.shape
+        self.low = HeadAdapters(rows, hidden, build) if embedding.low is not None else None
+        """Adapters of the head; None without places for adapters."""
+        if self.low is not None:
+            self.low.low.base = lambda x: self._op.run(x, self._packed, None)
 
     def pack(self) -> None:
         """Pack the head. The embedding must be packed first."""
@@ -183,13 +206,16 @@ class LMHead(Packs):
             table = self._op.pack(table.data)
         self._packed = table
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         logits: Tensor = self._op.run(x, self._packed, None)
+        if self.low is not None and adapters is not None:
+            self.low.add(logits, x, adapters)
         return logits
 
-    def steps(self, x: Tensor) -> Generator[Pending, None, Tensor]:
-        """Return the logits of all ranks, [L, vocab] in the model's dtype. Yields once with several ranks."""
-        mine = self.forward(x)
+    def steps(self, x: Tensor, adapters: AdapterRows | None = None) -> Generator[Pending, None, Tensor]:
+        """Return the logits of all ranks, [L, vocab] in the model's dtype. Yields once with several ranks.
+        ``adapters``: places of the rows."""
+        mine = self.forward(x, adapters)
         if self._comm.size == 1:
             return mine
         shares = yield from awaited(self._comm, self._comm.all_gather(mine))  # [ranks, L, rows of all]
@@ -207,7 +233,7 @@ class NoHead(nn.Module):
         super().__init__()
         self._vocab_size = vocab_size
 
-    def steps(self, x: Tensor) -> Generator[Pending, None, Tensor]:
+    def steps(self, x: Tensor, adapters: AdapterRows | None = None) -> Generator[Pending, None, Tensor]:
         """Return zeros [L, vocab] in the model's dtype, for hidden states ``x`` [L, hidden]."""
         yield from ()
         return x.new_zeros(len(x), self._vocab_size)
@@ -259,6 +285,8 @@ class GateUp(Packs):
         self._gated = None if self.low is None else build.op("gated").run
         self._notes = build.notes
         self._packed: object = None
+        if self.low is not None:
+            self.low.base = lambda x: self._op.run(x, self._packed, None)
 
     def pack(self) -> None:
         self._packed = self._give("weight", self._op)
@@ -270,7 +298,7 @@ class GateUp(Packs):
             result = self._op.run(x, self._packed, self.bias, self._activation)
             return result
         both: Tensor = self._op.run(x, self._packed, self.bias)
-        self.low.add(both, x, adapters)
+        self.low.add(both, x, adapters, self.bias)
         result = self._gated(both, self._activation)
         return result
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from weft.layers.build import Build
-from weft.ops.low_rank import AdapterRows, LowRankPool, make_pool
+from weft.ops.low_rank import AdapterRows, LowRankPool, make_pool, scale_rows
+from weft.ops.torch_ops import wide
 
 Tensor = torch.Tensor
+
+_UNITS = 256
+"""Rows of one product for the lengths of the base's rows."""
 
 
 class LowRank:
@@ -25,6 +29,9 @@ class LowRank:
         self._options = build.adapters
         self._dtype = build.dtype
         self._device = build.device
+        self.base: Callable[[Tensor], Tensor] | None = None
+        """Product of the layer without bias and adapters. Set by layers that support factors (DoRA)."""
+        self._squares: Tensor | None = None
         self.pool: LowRankPool | None = None
         """None if no published matrix belongs to the layer: then no adapter can name the layer."""
 
@@ -34,13 +41,57 @@ class LowRank:
         options = self._options
         self.pool = make_pool(options.places, options.rank, parts, shape, spans, self._dtype, self._device)
 
-    def add(self, y: Tensor, x: Tensor, rows: AdapterRows | None) -> None:
+    def allocate_stack(
+        self, count: int, parts: int, shape: tuple[int, int], spans: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Make the empty pool for ``count`` matrices of ``shape``: place ``number * places + place``."""
+        options = self._options
+        places = options.places * count
+        self.pool = make_pool(places, options.rank, parts, shape, spans, self._dtype, self._device)
+
+    def add(self, y: Tensor, x: Tensor, rows: AdapterRows | None, bias: Tensor | None = None) -> None:
         """Add the low-rank products of the rows with an adapter to y [T, outputs], in place.
 
-        x: [T, inputs]. rows: None if no row has an adapter.
+        x: [T, inputs]. rows: None if no row has an adapter. bias: part of y, which factors leave alone.
         """
         if rows is not None and self.pool is not None:
             self._op(y, x, self.pool, rows)
+            if self.pool.factors and any(place in self.pool.factors for place in rows.present):
+                scale_rows(y, self.pool, rows, bias)
+
+    def squares(self, inputs: int, a: Tensor, b: Tensor) -> Tensor:
+        """Return the square sums of the rows of ``W + B A``, wide [outputs of the layer].
+
+        a: [parts, rank, inputs of this rank]; b: [rank, outputs of this rank], with the scale. W is the
+        weight of this rank as the layer computes with W, so sums over divided inputs are partial.
+        """
+        assert self.base is not None
+        assert self.pool is not None
+        exact = wide(self._dtype)
+        if self._squares is None:
+            self._squares = self._of_base(inputs, exact)
+        made = self._squares.clone()
+        a, b = a.to(self._device), b.to(self._device)
+        for part, begin, end in self.pool.spans:
+            own = b[:, begin:end].to(exact)
+            # ||W + BA||^2 = ||W||^2 + 2 <W, BA> + ||BA||^2, row by row; W A^T is a product of the layer.
+            crossed = self.base(a[part].contiguous())[:, begin:end].to(exact)
+            inner = a[part].to(exact) @ a[part].to(exact).T
+            made[begin:end] += 2 * (own * crossed).sum(0) + (own * (inner @ own)).sum(0)
+        return made
+
+    def _of_base(self, inputs: int, exact: torch.dtype) -> Tensor:
+        """Return the square sums of the rows of W, by products with unit rows."""
+        assert self.base is not None
+        total: Tensor | None = None
+        for begin in range(0, inputs, _UNITS):
+            count = min(_UNITS, inputs - begin)
+            units = torch.zeros(count, inputs, dtype=self._dtype, device=self._device)
+            units[range(count), range(begin, begin + count)] = 1
+            made = self.base(units).to(exact).square().sum(0)
+            total = made if total is None else total + made
+        assert total is not None
+        return total
 
 
 def make_low_rank(build: Build) -> LowRank | None:

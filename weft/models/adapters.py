@@ -9,9 +9,9 @@ go, and ``X.lora_A`` where the columns go. No family code deals with adapters.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,14 +20,19 @@ from safetensors.torch import load
 
 from weft.common.errors import ConfigError, EngineDead
 from weft.common.log import get_logger
-from weft.config.adapters import CONFIG, WEIGHTS, AdapterFile, AdapterModule, digest_of, read_adapter
+from weft.config.adapter_files.tensors import AdapterModule
+from weft.config.adapters import CONFIG, WEIGHTS, AdapterFile, digest_of, read_adapter
 from weft.layers.build import AdapterOptions, Layer
 from weft.layers.low_rank import LowRank
 from weft.layers.pending_codes import Weight
+from weft.models.adapter_factors import Scaled, factors_of
+from weft.models.expert_adapters import ExpertPlace, HeldExperts, RoutedAdapters, short
 from weft.models.slices import Window, part_shape, windows
+from weft.models.table_adapters import HeldTables, TableAdapters
 from weft.models.weights import Placement, WeightMap
 from weft.ops import torch_ops
-from weft.types.plan import HoldAdapter, PlaceAdapter, ReleaseAdapter, SlotUpdate
+from weft.ops.low_rank import LowRankPool
+from weft.types.plan import HoldAdapter, PlaceAdapter, ReadAdapter, ReleaseAdapter, SlotUpdate
 
 if TYPE_CHECKING:
     from weft.models.decoder import Model
@@ -39,8 +44,6 @@ Tensor = torch.Tensor
 _ALL = slice(None)
 _SHOWN = 8
 _WEIGHT = ".weight"
-#: Name of a module from its layer number on; the part before differs between classes of one model.
-_LAYER = re.compile(r"^((?:base_model\.|model\.|language_model\.|text_model\.|transformer\.)*)(layers\..+)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,28 @@ class _Held:
     """[rank, inputs of this rank]."""
     b: Tensor
     """[rank, outputs of the published matrix], in the order of the parameter."""
+    magnitude: Tensor | None = None
+    """DoRA: lengths of the rows, wide [outputs of the published matrix], in the order of the parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    """One adapter in host memory."""
+
+    linear: list[_Held]
+    experts: list[HeldExperts]
+    tables: HeldTables
+    factors: list[tuple[LowRankPool, Tensor]] = field(default_factory=list)
+    """DoRA: factors of the outputs of a layer, wide, on the device."""
+
+
+class _Reading:
+    """One adapter that a thread reads."""
+
+    def __init__(self, digest: str, folder: str, name: str) -> None:
+        self.digest, self.folder, self.name = digest, folder, name
+        self.done: Future[AdapterFile] = Future()
+        self.copy: _Copy | None = None
 
 
 class Adapters:
@@ -74,18 +99,30 @@ class Adapters:
         """Allocate the pool. Call before the model is packed: notes about parameters end there."""
         self._options = options
         self._dtype = model.dtype
+        self._comm = model.mesh.tp
         self._pinned = model.device.type == "cuda"
         self._targets = _targets(model, weights)
-        self._by_layer = _by_layer(self._targets)
+        self._by_layer = {short(name): target for name, target in self._targets.items()}
+        self._routed = RoutedAdapters(model, weights, options)
+        self._tables = TableAdapters(model, weights, options)
         self._layers = list({id(target.low): target.low for target in self._targets.values()}.values())
         self.capturable = all(low.capturable for low in self._layers)
-        """True if steps with adapters can be captured."""
-        self._held: dict[str, list[_Held]] = {}
+        """True if steps with adapters of linear layers can be captured."""
+        self._held: dict[str, _Copy] = {}
         """Adapters in host memory, by digest."""
-        nbytes = sum(low.pool.nbytes for low in self._layers if low.pool is not None)
+        self._reading: dict[str, _Reading] = {}
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._op_by_op = set[int]()
+        """Places of adapters whose steps cannot be captured."""
+        pools = [low.pool for low in self._layers] + self._routed.pools
+        nbytes = self._tables.nbytes + sum(pool.nbytes for pool in pools if pool is not None)
         _log.info(
             "%d places for LoRA adapters of rank %d: %.1f MB", options.places, options.rank, nbytes / 1e6
         )
+
+    def captures(self, present: Sequence[int]) -> bool:
+        """Return True if a step with the adapters in the places ``present`` can be captured."""
+        return self.capturable and self._op_by_op.isdisjoint(present)
 
     def check(self, adapter: AdapterFile) -> None:
         """Raise ConfigError unless every module of ``adapter`` fits the model. The message lists modules."""
@@ -96,17 +133,25 @@ class Adapters:
             )
         unknown, misfits = [], []
         for module in adapter.modules:
-            target = self._target(module.module)
-            if target is None:
+            if (why := self._routed.why_not(module.module)) is not None:
+                raise ConfigError(f"{why}; the adapter has {module.module}", param="--lora-experts")
+            if self._tables.takes(module):
+                continue
+            target = self._target(module)
+            if target is None or module.table or (module.magnitude and not takes_factors(target)):
                 unknown.append(module.module)
             elif target.shape != (module.outputs, module.inputs):
                 outputs, inputs = target.shape
                 misfits.append(
                     f"{module.module} [{module.outputs}, {module.inputs}] instead of [{outputs}, {inputs}]"
                 )
+        misfits += [why for saved in adapter.saved if (why := self._tables.why_not(saved)) is not None]
         problems = [
             f"{what}: {_listed(names)}"
-            for what, names in (("modules that take no adapter", unknown), ("other shapes", misfits))
+            for what, names in (
+                ("modules that take no adapter", unknown),
+                ("matrices that do not fit", misfits),
+            )
             if names
         ]
         if problems:
@@ -120,7 +165,9 @@ class Adapters:
         Raises EngineDead if a folder does not have the digest any more.
         """
         for op in ops:
-            if isinstance(op, HoldAdapter):
+            if isinstance(op, ReadAdapter):
+                self.prefetch(op.digest, op.folder)
+            elif isinstance(op, HoldAdapter):
                 try:
                     self.hold(op.digest, op.folder)
                 except (ConfigError, OSError, KeyError) as error:
@@ -129,24 +176,75 @@ class Adapters:
                 self.place(op.digest, op.place)
             elif isinstance(op, ReleaseAdapter):
                 self._held.pop(op.digest, None)
+                self._reading.pop(op.digest, None)
+
+    def prefetch(self, digest: str, folder: str, name: str = "") -> Future[AdapterFile]:
+        """Begin to read an adapter in a thread. Idempotent, except after an error. Return the adapter, or the
+        errors of ``hold``. ``name``: for errors."""
+        known = self._reading.get(digest)
+        if known is None or (known.done.done() and known.copy is None):
+            known = self._reading[digest] = _Reading(digest, folder, name)
+            self._threads.submit(self._read_beside, known)
+        return known.done
+
+    def _read_beside(self, reading: _Reading) -> None:
+        try:
+            reading.copy, adapter = self._copy_of(reading.digest, reading.folder, reading.name)
+        except BaseException as error:
+            reading.done.set_exception(error)
+        else:
+            reading.done.set_result(adapter)
 
     def hold(self, digest: str, folder: str) -> None:
-        """Read an adapter into host memory. Idempotent.
+        """Take an adapter into host memory: the result of ``prefetch``, or read now. Idempotent. All ranks
+        must call together.
 
         Raise ConfigError for files that are no adapter of the model, or with another digest.
         """
         if digest in self._held:
             return
+        reading = self._reading.pop(digest, None)
+        if reading is not None:
+            wait([reading.done])
+        # Files that could not be read before may be there now.
+        made = None if reading is None else reading.copy
+        copy = made if made is not None else self._copy_of(digest, folder)[0]
+        self._tables.finish(copy.tables)
+        self._held[digest] = replace(copy, factors=self._factors(copy.linear))
+
+    def _copy_of(self, digest: str, folder: str, name: str = "") -> tuple[_Copy, AdapterFile]:
+        """Read and check an adapter. Runs in any thread: computes nothing with the model's weights."""
         # One copy of the bytes for digest and tensors: the files may change meanwhile.
         path = Path(folder)
         data = (path / WEIGHTS).read_bytes()
         if digest_of((path / CONFIG).read_bytes(), data) != digest:
             raise ConfigError("the files of the adapter have other content", param="--lora-modules")
-        adapter = read_adapter(folder, max_rank=self._options.rank, digest=digest)
+        adapter = read_adapter(folder, name, max_rank=self._options.rank, digest=digest)
         self.check(adapter)
         tensors = load(data)
-        made = [self._read(module, tensors) for module in adapter.modules]
-        self._held[digest] = [held for held in made if held.target.taken]
+        linear, experts = [], []
+        for module in adapter.modules:
+            target = None if self._tables.takes(module) else self._target(module)
+            if isinstance(target, _Target):
+                linear.append(self._read(module, target, tensors))
+            elif target is not None:
+                experts.append((module, target))
+        copy = _Copy(
+            linear=[held for held in linear if held.target.taken],
+            experts=self._routed.read(experts, tensors),
+            tables=self._tables.read(adapter, tensors),
+        )
+        return copy, adapter
+
+    def _factors(self, linear: list[_Held]) -> list[tuple[LowRankPool, Tensor]]:
+        """Return the factors of all layers with lengths of rows. All ranks must call together."""
+        layers: dict[int, Scaled] = {}
+        for held in linear:
+            if held.magnitude is not None:
+                low = held.target.low
+                layer = layers.setdefault(id(low), Scaled(low, divided=_columns(held.target.taken) != _ALL))
+                layer.add(held.target.part, held.a, held.b, held.magnitude, map(_rows, held.target.taken))
+        return factors_of(list(layers.values()), self._comm)
 
     def place(self, digest: str, place: int) -> None:
         """Copy an adapter to ``place`` of the pool, over any other adapter."""
@@ -158,7 +256,16 @@ class Adapters:
             assert low.pool is not None
             if low.pool.ranks[place]:
                 low.pool.clear(place)
-        for one in held:
+        self._routed.clear(place)
+        self._routed.place(held.experts, place)
+        self._tables.clear(place)
+        self._tables.place(held.tables, place)
+        self._op_by_op.discard(place)
+        if held.experts or held.factors or held.tables.eager:
+            self._op_by_op.add(place)
+        for scaled, factors in held.factors:
+            scaled.factors[place] = factors
+        for one in held.linear:
             pool = one.target.low.pool
             assert pool is not None
             rank = len(one.a)
@@ -169,17 +276,16 @@ class Adapters:
             ranks[id(pool)] = max(rank, ranks.get(id(pool), 0))
             pool.set_rank(place, ranks[id(pool)])
 
-    def _target(self, module: str) -> _Target | None:
+    def _target(self, module: AdapterModule) -> _Target | ExpertPlace | None:
         """Return the target of a module, found by the whole name or by the name from the layer number on."""
-        found = self._targets.get(module)
-        if found is None and (match := _LAYER.match(module)) is not None:
-            found = self._by_layer.get(match[2])
-        return found
+        if not module.stacks:
+            found = self._targets.get(module.module) or self._by_layer.get(short(module.module))
+            if found is not None:
+                return found
+        return self._routed.find(module)
 
-    def _read(self, module: AdapterModule, tensors: Mapping[str, Tensor]) -> _Held:
+    def _read(self, module: AdapterModule, target: _Target, tensors: Mapping[str, Tensor]) -> _Held:
         """Return one module in the model's dtype. The scale is multiplied in a wide dtype before rounding."""
-        target = self._target(module.module)
-        assert target is not None
         wide = torch_ops.wide(self._dtype)
         a = tensors[module.a]
         b = target.placement.arranged(tensors[module.b].to(wide) * module.scale, wide)
@@ -187,7 +293,11 @@ class Adapters:
         made = [values.to(self._dtype).contiguous() for values in (a[:, columns], b.T)]
         if self._pinned:
             made = [values.pin_memory() for values in made]
-        return _Held(target=target, a=made[0], b=made[1])
+        lengths = None
+        if module.magnitude:
+            column = tensors[module.magnitude].to(wide).unsqueeze(1)
+            lengths = target.placement.arranged(column, wide).squeeze(1)
+        return _Held(target=target, a=made[0], b=made[1], magnitude=lengths)
 
 
 def _targets(model: Model, weights: WeightMap) -> dict[str, _Target]:
@@ -216,6 +326,11 @@ def _targets(model: Model, weights: WeightMap) -> dict[str, _Target]:
     return made
 
 
+def takes_factors(target: _Target | ExpertPlace) -> bool:
+    """Return True if the layer of ``target`` supports factors of its outputs (DoRA)."""
+    return isinstance(target, _Target) and target.low.base is not None
+
+
 def _adapted(model: Model) -> Iterable[tuple[str, LowRank]]:
     """Yield (name, low-rank part) of each layer that gets the adapters of the rows."""
     for name, module in model.named_modules():
@@ -236,11 +351,6 @@ def _keeps_columns(placement: Placement, weight: Weight) -> bool:
         return placement.read(torch.zeros(rows, 1)).shape == (rows, 1)
     except (RuntimeError, ValueError, IndexError):
         return False
-
-
-def _by_layer(targets: Mapping[str, _Target]) -> dict[str, _Target]:
-    """Return the targets by the names from the layer number on."""
-    return {match[2]: target for name, target in targets.items() if (match := _LAYER.match(name)) is not None}
 
 
 def _rows(window: Window) -> tuple[slice, slice]:

@@ -25,6 +25,7 @@ from weft.models.adapters import Adapters
 from weft.models.vision import Tower, make_tower
 from weft.moe.balance import ExpertLayers
 from weft.moe.block import RoutedMLP
+from weft.ops.low_rank import AdapterRows
 from weft.parallel.comm import Pending, reduced
 
 Tensor = torch.Tensor
@@ -135,8 +136,9 @@ class Model(nn.Module, ABC):
         return (yield from self.logits(hidden))
 
     @abstractmethod
-    def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
-        """Return logits [L, vocab], in the model's dtype, for a result of ``hidden``."""
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Generator[Pending, None, Tensor]:
+        """Return logits [L, vocab], in the model's dtype, for a result of ``hidden``. ``adapters``: places of
+        the L rows."""
 
     def classify(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
         """Return the numbers of ``spec.classify`` for final hidden states [n, hidden], float64 [n, labels].
@@ -161,7 +163,7 @@ class Model(nn.Module, ABC):
     ) -> Generator[Pending, None, Tensor]:
         """Run one forward pass. Return logits [L, vocab], in the model's dtype, for ``step.logits_index``."""
         hidden = yield from self.hidden(step, kv, backends, step.logits_index, done)
-        return (yield from self.logits(hidden))
+        return (yield from self.logits(hidden, step.adapters_at(step.logits_index)))
 
 
 class Block(nn.Module):
@@ -248,7 +250,7 @@ class Decoder(Model):
     ) -> None:
         """``make_block`` makes the block of a layer; layers from ``spec.layers`` on are MTP modules."""
         super().__init__(spec, build)
-        self.embedding = TokenEmbedding(spec.vocab_size, spec.hidden, build, tied=spec.tied)
+        self.embedding = TokenEmbedding(spec.vocab_size, spec.hidden, build, tied=spec.tied, adapted=True)
         self.blocks = nn.ModuleList(make_block(spec, layer, build) for layer in range(spec.layers))
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
         self.head = LMHead(self.embedding, build, tied=spec.tied) if spec.head else NoHead(spec.vocab_size)
@@ -331,12 +333,12 @@ class Decoder(Model):
         caches = kv[self.spec.layers]
         return (yield from module.steps(embedded, hidden, shared, caches, logits_indices))
 
-    def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
-        return (yield from self.head.steps(hidden))
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Generator[Pending, None, Tensor]:
+        return (yield from self.head.steps(hidden, adapters))
 
     def embed(self, step: StepInput) -> Generator[Pending, None, Tensor]:
         """Return the embeddings of ``step.ids``, with images in place of their tokens: [T, hidden]."""
-        embedded = yield from reduced(self._comm, self.embedding(step.ids))
+        embedded = yield from reduced(self._comm, self.embedding(step.ids, step.adapters))
         # After the sum over ranks, because every rank has the complete image rows.
         return embedded if step.media is None else embedded.index_copy(0, step.media.rows, step.media.main)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from weft.attention.base import Backends, LayerCache, StepInput
 from weft.models.decoder import Model
+from weft.ops.low_rank import AdapterRows
 from weft.parallel.comm import Pending
 
 Tensor = torch.Tensor
@@ -66,8 +67,8 @@ class DraftedModel(Model):
         own = replace(step, ids=ids, media=None, rope_positions=None, adapters=None)
         return (yield from self.draft.hidden(own, kv[self._first :], backends, wanted))
 
-    def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
-        return (yield from self.target.logits(hidden))
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Generator[Pending, None, Tensor]:
+        return (yield from self.target.logits(hidden, adapters))
 
     def classify(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
         return (yield from self.target.classify(hidden))

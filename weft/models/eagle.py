@@ -26,6 +26,7 @@ from weft.models.decoder import Decoder, Model
 from weft.models.files import WeightFile
 from weft.models.loader import fill, fill_randomly
 from weft.models.weights import WeightMap, add_attention, add_gated_mlp
+from weft.ops.low_rank import AdapterRows
 from weft.parallel.comm import Pending, reduced
 
 Tensor = torch.Tensor
@@ -165,8 +166,8 @@ class EagleModel(Model):
         made: Tensor = self.draft.head(self.draft.norm(hidden[:, self._own :].contiguous()))
         return made
 
-    def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
-        return (yield from self.target.logits(hidden[:, : self._own].contiguous()))
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Generator[Pending, None, Tensor]:
+        return (yield from self.target.logits(hidden[:, : self._own].contiguous(), adapters))
 
     def classify(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
         return (yield from self.target.classify(hidden))

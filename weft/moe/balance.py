@@ -177,7 +177,7 @@ def _move(ep: Comm, layer: DividedExperts, new: Placement) -> Generator[Pending,
     )
     sends = [sum(to == rank for to, _, _ in out) for rank in range(ep.size)]
     receives = [sum(source == rank for source, _, _ in into) for rank in range(ep.size)]
-    for tensor in layer.tensors():
+    for tensor in layer.moving():
         rows = tensor[torch.tensor([place for _, _, place in out], dtype=torch.int64, device=tensor.device)]
         pending = ep.all_to_all(rows, sends, receives)
         yield pending

@@ -6,7 +6,7 @@ for choosing experts are in ``weft.ops.routing``. The whole block is one op, ``m
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from weft.config.spec import MoESpec
 from weft.layers.build import Build, FeedForward, Packs
 from weft.layers.pending_codes import in_place, largest_in_place, take_apart, take_codes
 from weft.layers.shard import Shard, joined, picked, whole
+from weft.moe.adapted import carried, make_expert_adapters
 from weft.moe.exchange_cost import ExchangeShape
 from weft.moe.expert_choice import Chooser
-from weft.moe.experts import rank_experts
+from weft.moe.experts import RankExperts, rank_experts
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order
 from weft.ops.low_rank import AdapterRows
@@ -122,14 +123,29 @@ class RoutedMLP(FeedForward, Packs):
         self._build = build
         self._notes = build.notes
         op = "moe" if spec.gated else "moe_plain"
-        self._op = build.matrix_op(f"{op}_pieces" if build.divides_experts else op)
+        self.gated = spec.gated
+        self.low = make_expert_adapters(build, spec)
+        """Adapters of the experts and the shared expert; None if adapters cannot change any of these."""
+        # Rows with such adapters need the parts of the op, and both ops read one packing.
+        self._op = build.matrix_op(f"{op}_pieces" if build.divides_experts or self.low else op)
         self._run = self._op.run
+        self._rank: RankExperts | None = None
+        if self.low is not None and not build.divides_experts:
+            self._rank = rank_experts(self._op.run())
+            self._run = _on_parts(build.matrix_op(op).run)
         self._packed: Any = None
         self.divided: DividedExperts | None = None
         """The rank's experts if ranks have whole experts; None before ``pack``."""
         self.varying = build.divides_experts and build.experts.moving and not build.invariant
         """True if sums over ranks are grouped by the copies of experts. The last bits of a row then depend on
         the copies that compute the row."""
+
+    @property
+    def experts_here(self) -> Sequence[int]:
+        """Experts of this rank, in order of their local places."""
+        placement = self._placement if self.divided is None else self.divided.map.placement
+        count = self.router.weight.shape[0]
+        return placement[self._build.mesh.ep.rank] if placement else range(count)
 
     def place(self, placement: Placement) -> None:
         """Select the experts of another placement. Call before the experts are loaded."""
@@ -212,6 +228,7 @@ class RoutedMLP(FeedForward, Packs):
             self._placement,
             exact=build.invariant,
             counts=build.experts.counts,
+            low=self.low,
         )
 
     def steps(
@@ -223,17 +240,32 @@ class RoutedMLP(FeedForward, Packs):
         adapters: AdapterRows | None = None,
     ) -> Generator[Pending, None, Tensor]:
         if self.divided is not None:
-            return (yield from self.divided.steps(x, ids, exchange))
+            return (yield from self.divided.steps(x, ids, exchange, adapters))
         return (yield from super().steps(comm, x, ids, exchange, adapters))
 
     def forward(self, x: Tensor, ids: Tensor | None = None, adapters: AdapterRows | None = None) -> Tensor:
         """Return a partial result, for a rank with a part of every expert.
 
-        x: [T, hidden]; ids: int64 [T], token ids of the rows, needed with ``reads_ids``. ``adapters`` are not
-        read: no adapter changes experts.
+        x: [T, hidden]; ids: int64 [T], token ids of the rows, needed with ``reads_ids``.
         """
+        if self.low is not None and adapters is not None and self.low.concerns(adapters):
+            assert self._rank is not None
+            return self.low.block(self._rank, self._run, x, ids, self._packed, adapters)
         partial: Tensor = self._run(x, ids, self._packed)
         return partial
+
+    def _answers(
+        self, parts: RankExperts, x: Tensor, experts: Tensor, scales: Tensor, rows: AdapterRows | None
+    ) -> Tensor:
+        """Return the weighted sum of the experts, [T, 1, hidden], with all experts on this rank."""
+        if self.low is None or rows is None or not self.low.concerns(rows):
+            return parts.answer(x, experts, scales, self._packed, False)
+        return self.low.answer(parts, x, carried(experts, rows), scales, self._packed, False)
+
+
+def _on_parts(run: Callable[[Tensor, Tensor | None, Any], Tensor]) -> Callable[..., Tensor]:
+    """Return the op of the whole block for weights that are packed for the parts of the op."""
+    return lambda x, ids, packed: run(x, ids, getattr(packed, "block", packed))
 
 
 def _data(weight: nn.Parameter | None) -> Any:

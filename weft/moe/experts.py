@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from weft.moe.products import PieceProducts, Products
 from weft.ops.coded import Codes, as_bytes
 from weft.ops.moe import Pieces, Routed, choose_experts, combine, count_of
 from weft.ops.torch_ops import Int8Weight
@@ -42,6 +43,9 @@ class RankExperts(Protocol):
 
     def tensors(self, weights: Any) -> Iterable[Tensor]:
         """Return all tensors of this rank's experts. The first dim is the expert's place."""
+
+    def products(self, weights: Any) -> Products:
+        """Return the products with single matrices, for rows with adapters of experts."""
 
 
 class ByPieces(NamedTuple):
@@ -87,6 +91,9 @@ class ByPieces(NamedTuple):
                 yield one.scales
             elif one is not None:
                 yield one
+
+    def products(self, weights: Routed) -> Products:
+        return PieceProducts(self.pieces, weights)
 
     def _pairs(self, x: Tensor, places: Tensor, weights: Routed) -> Tensor:
         """Return the output of each row and place, [n, k, hidden], with zeros for places of -1."""

@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.moe import placement as placing
+from weft.moe.adapted import ExpertAdapters, carried
 from weft.moe.dispatch import FORMS, Rows, Work
 from weft.moe.expert_choice import Chooser
 from weft.moe.experts import rank_experts
 from weft.moe.placement import Placement
+from weft.ops.low_rank import AdapterRows
 from weft.parallel.comm import Pending, awaited
 from weft.parallel.group_comm import ONE_SHOT
 from weft.parallel.mesh import Mesh
@@ -108,8 +110,10 @@ class DividedExperts:
         *,
         exact: bool,
         counts: bool,
+        low: ExpertAdapters | None = None,
     ) -> None:
-        """Create the layer. exact: experts answer one by one. counts: count tokens per expert."""
+        """Create the layer. exact: experts answer one by one. counts: count tokens per expert. low: adapters
+        of the experts."""
         self.mesh = mesh
         self.chooser = chooser
         self.weights, self._mine = weights, rank_experts(pieces)
@@ -117,21 +121,27 @@ class DividedExperts:
         experts = weights.experts
         self.map = Map(placement, experts, device)
         self._exact = exact
+        self._low = low
         self.loads = torch.zeros(experts, dtype=torch.int64, device=device) if counts else None
         """Rows that chose each expert, among the rows of this home rank, int64 [experts], or None."""
 
-    def steps(self, x: Tensor, ids: Tensor | None, exchange: Exchange) -> Generator[Pending, None, Tensor]:
-        """Return the output of the whole block for x [T, hidden], equal on all ranks of a replica, and ids
-        int64 [T].
+    def steps(
+        self, x: Tensor, ids: Tensor | None, exchange: Exchange, adapters: AdapterRows | None = None
+    ) -> Generator[Pending, None, Tensor]:
+        """Return the output of the whole block for x [T, hidden], equal on all ranks of a replica, ids
+        int64 [T], and the adapters of the rows.
 
         Yields once per collective. Counts ``loads``.
         """
+        # All ranks of a replica have the same adapters in a step, so all ranks send carried places, or none.
+        if self._low is None or not self._low.concerns(adapters):
+            adapters = None
         form, most = self.chooser.choose(len(x), exchange)
         if form == "reduce":
-            return (yield from self._reduced(x, ids, exchange.rows or len(x)))
+            return (yield from self._reduced(x, ids, exchange.rows or len(x), adapters))
         tp = self.mesh.tp
         mine = slice_of(len(x), tp.rank, tp.size)
-        result = yield from self._at_home(form, x, ids, mine, most)
+        result = yield from self._at_home(form, x, ids, mine, most, adapters)
         if tp.size == 1:
             return result
         return (yield from self._all_slices(result, mine, len(x)))
@@ -140,11 +150,25 @@ class DividedExperts:
         """Return all tensors of this rank's experts. The first dim is the expert's place."""
         return self._mine.tensors(self.weights)
 
-    def _route(self, x: Tensor, ids: Tensor | None, turn: int) -> tuple[Rows, Tensor | None, Tensor]:
+    def moving(self) -> Iterable[Tensor]:
+        """Return all tensors that move with an expert: ``tensors``, and the adapters of the experts."""
+        yield from self.tensors()
+        if self._low is not None:
+            yield from self._low.tensors(len(self.map.placement[self.mesh.ep.rank]))
+
+    def _route(
+        self, x: Tensor, ids: Tensor | None, turn: int, adapters: AdapterRows | None
+    ) -> tuple[Rows, Tensor | None, Tensor]:
         """Return (rows, factor of the shared expert, chosen experts)."""
         chosen, scales, share = self._mine.route(x, ids, self.weights)
         ranks, places = self.map.find(chosen, turn)
+        if self._reaches(adapters):
+            places = carried(places, adapters)
         return Rows(x=x, ranks=ranks, places=places, scales=scales), share, chosen
+
+    def _reaches(self, adapters: AdapterRows | None) -> bool:
+        """Return True if an adapter of the rows changes experts, perhaps on other ranks."""
+        return self._low is not None and self._low.changes_experts(adapters)
 
     def _count(self, chosen: Tensor) -> None:
         if self.loads is not None:
@@ -154,19 +178,42 @@ class DividedExperts:
     def _answer(self, x: Tensor, places: Tensor, scales: Tensor | None) -> Tensor:
         return self._mine.answer(x, places, scales, self.weights, self._exact)
 
+    def _answer_adapted(self, x: Tensor, places: Tensor, scales: Tensor | None) -> Tensor:
+        assert self._low is not None
+        return self._low.answer(self._mine, x, places, scales, self.weights, self._exact)
+
+    def _work(self, x: Tensor, share: Tensor | None, adapters: AdapterRows | None) -> Work:
+        """Return the work of this rank in a step. x, share, adapters: of the own rows."""
+        answer = self._answer_adapted if self._reaches(adapters) else self._answer
+        return Work(answer, self._exact, lambda: self._shared(x, share, adapters))
+
+    def _shared(self, x: Tensor, share: Tensor | None, adapters: AdapterRows | None) -> Any:
+        if adapters is None or self._low is None:
+            return self._mine.shared(x, share, self.weights)
+        return self._low.shared(self._mine, x, share, self.weights, adapters)
+
     def _at_home(
-        self, form: str, x: Tensor, ids: Tensor | None, mine: Slice, most: int | None
+        self,
+        form: str,
+        x: Tensor,
+        ids: Tensor | None,
+        mine: Slice,
+        most: int | None,
+        adapters: AdapterRows | None,
     ) -> Generator[Pending, None, Tensor]:
         """Return the output of the block for this rank's slice of x, [rows of the slice, hidden]."""
         x = x[mine.begin : mine.end]
         ids = None if ids is None else ids[mine.begin : mine.end]
-        rows, share, chosen = self._route(x, ids, self.mesh.ep.rank)
+        adapters = None if adapters is None else adapters.part(mine.begin, mine.end)
+        rows, share, chosen = self._route(x, ids, self.mesh.ep.rank, adapters)
         self._count(chosen)
-        work = Work(self._answer, self._exact, lambda: self._mine.shared(x, share, self.weights))
+        work = self._work(x, share, adapters)
         came = yield from FORMS[form](self.mesh.ep, rows, work, most)
         return self._finish(came.total, rows.scales, came.under, x.dtype)
 
-    def _reduced(self, x: Tensor, ids: Tensor | None, most: int) -> Generator[Pending, None, Tensor]:
+    def _reduced(
+        self, x: Tensor, ids: Tensor | None, most: int, adapters: AdapterRows | None
+    ) -> Generator[Pending, None, Tensor]:
         """Compute the block with all ranks home to all rows. For many rows each rank finishes its slice only.
 
         ``most``, the rows of the larger micro-batch, selects between both ways: micro-batches must
@@ -175,25 +222,25 @@ class DividedExperts:
         ep = self.mesh.ep
         rows_all = len(x)
         mine = slice_of(rows_all, ep.rank, ep.size)
-        rows, share, chosen = self._route(x, ids, 0)
+        rows, share, chosen = self._route(x, ids, 0, adapters)
         self._count(chosen[mine.begin : mine.end])
         answers = rows.ranks.shape[1] if self._exact else 1
         size = self._mine.answers(x.dtype, self._exact).itemsize
         # Small sums: a one-shot all-reduce gives every rank all rows. Large sums: reduce-scatter, then
         # all-gather.
         if most * answers * x.shape[1] * size * ep.size <= ONE_SHOT:
-            work = Work(self._answer, self._exact, lambda: self._mine.shared(x, share, self.weights))
-            came = yield from FORMS["reduce"](ep, rows, work, None)
+            came = yield from FORMS["reduce"](ep, rows, self._work(x, share, adapters), None)
             return self._finish(came.total, rows.scales, came.under, x.dtype)
         places = torch.where(rows.ranks == ep.rank, rows.places, -1)
-        made = self._answer(x, places, rows.scales)
+        made = (self._answer_adapted if self._reaches(adapters) else self._answer)(x, places, rows.scales)
         # Equal parts for the reduce-scatter: the padding is zero and dropped below.
         missing = mine.each * ep.size - rows_all
         if missing:
             made = torch.cat([made, made.new_zeros(missing, *made.shape[1:])])
         pending = ep.reduce_scatter(made.view(ep.size, mine.each, *made.shape[1:]))
         part = slice(mine.begin, mine.end)
-        shared = self._mine.shared(x[part], None if share is None else share[part], self.weights)
+        adapters = None if adapters is None else adapters.part(mine.begin, mine.end)
+        shared = self._shared(x[part], None if share is None else share[part], adapters)
         yield pending
         total = pending.result()[: mine.end - mine.begin]
         out = self._finish(total, rows.scales[part], shared, x.dtype)

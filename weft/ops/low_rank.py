@@ -58,6 +58,10 @@ class AdapterRows:
             self._selected = index, AdapterRows(self.numbers[index], self.present)
         return self._selected[1]
 
+    def part(self, begin: int, end: int) -> AdapterRows:
+        """Return the places of the rows begin .. end - 1."""
+        return AdapterRows(self.numbers[begin:end], self.present)
+
 
 @dataclass(slots=True, kw_only=True)
 class LowRankPool:
@@ -73,6 +77,8 @@ class LowRankPool:
     """int32 [places]: ``ranks`` on the device."""
     owners: Tensor
     """int32 [outputs], on the device: the part of each output, or -1."""
+    factors: dict[int, Tensor] = field(default_factory=dict)
+    """DoRA, by place: wide [outputs], factor of the sum of base and product. Without the bias."""
 
     @property
     def flat_spans(self) -> list[int]:
@@ -87,6 +93,7 @@ class LowRankPool:
         """Remove the matrices of ``place``."""
         self.a[place].zero_()
         self.b[place].zero_()
+        self.factors.pop(place, None)
         self.set_rank(place, 0)
 
     def set_rank(self, place: int, rank: int) -> None:
@@ -117,6 +124,24 @@ def make_pool(
         device_ranks=torch.zeros(places, dtype=torch.int32, device=device),
         owners=owners.to(device),
     )
+
+
+def scale_rows(y: Tensor, pool: LowRankPool, rows: AdapterRows, bias: Tensor | None) -> None:
+    """Multiply the rows of y [T, outputs] with the factors of their places, in place, except for the bias.
+
+    A factor per output is linear, so y may be a partial result. Not for captured steps: the host reads rows.
+    Source: DoRA, Liu et al. 2024, arXiv 2402.09353.
+    """
+    for place, index in rows.groups():
+        factors = pool.factors.get(place)
+        if factors is None:
+            continue
+        made = (y if index is None else y.index_select(0, index)).to(factors.dtype)
+        made = made * factors if bias is None else (made - bias) * factors + bias
+        if index is None:
+            y.copy_(made)
+        else:
+            y.index_copy_(0, index, made.to(y.dtype))
 
 
 def low_rank(y: Tensor, x: Tensor, pool: LowRankPool, rows: AdapterRows) -> None:

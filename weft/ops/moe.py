@@ -207,9 +207,11 @@ def by_expert(
         if not size:
             continue
         rows = slice(begin, begin + size)
-        inner = matrix(grouped[rows], _at(weights.gate_up, expert), _at(weights.gate_up_bias, expert))
+        inner = matrix(
+            grouped[rows], matrix_of(weights.gate_up, expert), matrix_of(weights.gate_up_bias, expert)
+        )
         inner = activate(inner, weights.gate, gated)
-        made[rows] = matrix(inner, _at(weights.down, expert), _at(weights.down_bias, expert))
+        made[rows] = matrix(inner, matrix_of(weights.down, expert), matrix_of(weights.down_bias, expert))
         begin += size
     out = torch.empty_like(made)
     out[order] = made
@@ -222,7 +224,7 @@ def count_of(weights: Routed) -> int:
     return (down.values if isinstance(down, Int8Weight) else down).shape[0]
 
 
-def _at(weight: Any, expert: int) -> Any:
+def matrix_of(weight: Any, expert: int) -> Any:
     """Return the matrix of ``expert`` from a stack; None for None."""
     if weight is None:
         return None

@@ -355,8 +355,9 @@ class Runner:
         Sets ``uncaptured`` of ``handle``, and after a replay ``hidden``, ``each`` and ``drawn``.
         """
         assert handle.buffer is not None
-        adapts = bool(self._state.adapters(plan.decode.slot))
-        if self.graphs is None or (adapts and not self.graphs.adapts):
+        present = self._state.adapters(plan.decode.slot)
+        adapts = bool(present)
+        if self.graphs is None or (adapts and (self.adapters is None or not self.adapters.captures(present))):
             return None
         direct = self._sampler.slots.direct
         # A captured step may also sample, if no row needs drafts, masks or anything beyond a plain draw.
@@ -380,14 +381,14 @@ class Runner:
         """Compute the step as two micro-batches. Return (function for the rows, logits, times of the parts).
         Adds the staging buffers to ``handle``. Hands hidden states to drafter and pooler if needed."""
         assert handle.buffer is not None
-        rows, logits_index = self._builder.rows(plan, handle.buffer)
+        rows, logits_index, adapters = self._builder.rows(plan, handle.buffer)
         whole = self._reads_hidden(plan)
         hidden, stretches = self._micro_batched.hidden(plan, handle.micro_batches, whole=whole, done=done)
         # Drafter and pooler read the hidden states of all tokens; the head needs only the rows with logits.
         if whole:
             self._keep(handle, hidden)
             hidden = hidden[logits_index]
-        return lambda: rows, drive(self._model.logits(hidden)), stretches
+        return lambda: rows, drive(self._model.logits(hidden, adapters)), stretches
 
     def _compute(self, plan: StepPlan, handle: StepHandle, done: LayerDone | None) -> tuple[RowsLeft, Tensor]:
         """Compute the step op by op. Return (function for the rows, logits). Hands hidden states to drafter
@@ -399,9 +400,11 @@ class Runner:
             return lambda: batch, drive(self._model.steps(batch.step, self._cache, self._backends, done))
         wanted = drive(self._model.hidden(batch.step, self._cache, self._backends, done=done))
         self._keep(handle, wanted)
-        if len(batch.step.logits_index) < len(wanted):
-            wanted = wanted[batch.step.logits_index]
-        return lambda: batch, drive(self._model.logits(wanted))
+        step = batch.step
+        index = step.logits_index if len(step.logits_index) < len(wanted) else None
+        if index is not None:
+            wanted = wanted[index]
+        return lambda: batch, drive(self._model.logits(wanted, step.adapters_at(index)))
 
     def _reads_hidden(self, plan: StepPlan) -> bool:
         """Return True if the drafter or the pooler reads the hidden states of all tokens of the plan."""

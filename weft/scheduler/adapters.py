@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from weft.common.errors import InvalidRequest
 from weft.scheduler.sequence import Sequence
-from weft.types.plan import HoldAdapter, PlaceAdapter, ReleaseAdapter, SlotUpdate
+from weft.types.plan import HoldAdapter, PlaceAdapter, ReadAdapter, ReleaseAdapter, SlotUpdate
 
 #: At most two plans are in flight during a load, and the third has the update.
 _COMMITS = 3
@@ -81,6 +81,15 @@ class AdapterBook:
         known.dropped = False
         known.pinned = pinned
         self._settle(digest, known)
+
+    def announce(self, digest: str, folder: str) -> None:
+        """Let all ranks read an adapter beside their steps. ``load`` or ``forget`` follows."""
+        self._emit(ReadAdapter(digest=digest, folder=folder))
+
+    def forget(self, digest: str) -> None:
+        """End ``announce`` without a load."""
+        if digest not in self._known:
+            self._emit(ReleaseAdapter(digest=digest))
 
     def drop(self, digest: str) -> None:
         """Accept no further sequence of an adapter. Unknown digests are ignored."""

@@ -219,6 +219,14 @@ class MoveMedia(_SlotUpdate, frozen=True, kw_only=True):
     up: bool
 
 
+class ReadAdapter(_SlotUpdate, frozen=True, kw_only=True):
+    """Begin to read the LoRA adapter ``digest`` from ``folder``, beside the steps. ``HoldAdapter`` follows,
+    or ``ReleaseAdapter`` if the files are no adapter of the model."""
+
+    digest: str
+    folder: str
+
+
 class HoldAdapter(_SlotUpdate, frozen=True, kw_only=True):
     """Read the LoRA adapter ``digest`` from ``folder`` into the host memory of every rank."""
 
@@ -239,7 +247,7 @@ class ReleaseAdapter(_SlotUpdate, frozen=True, kw_only=True):
     digest: str
 
 
-AdapterUpdate: TypeAlias = HoldAdapter | PlaceAdapter | ReleaseAdapter
+AdapterUpdate: TypeAlias = ReadAdapter | HoldAdapter | PlaceAdapter | ReleaseAdapter
 
 
 class Rebalance(_SlotUpdate, frozen=True, kw_only=True):

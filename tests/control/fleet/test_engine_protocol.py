@@ -87,8 +87,15 @@ def test_the_end_of_a_front_ends_its_own_sequences_alone() -> None:
 
 def test_adapters_are_answered_to_the_sender() -> None:
     class Loader:
-        def apply(self, message: m.ToAdapters) -> AdapterChanged:
-            return AdapterChanged(digest=message.digest, loaded=isinstance(message, LoadAdapter))
+        """Answers a load at the second look."""
+
+        def begin(self, message: m.ToAdapters) -> AdapterChanged | None:
+            if isinstance(message, LoadAdapter):
+                return None
+            return AdapterChanged(digest=message.digest, loaded=False)
+
+        def finished(self) -> list[AdapterChanged]:
+            return [AdapterChanged(digest="d" * 32, loaded=True)]
 
     load = LoadAdapter(name="a", digest="d" * 32, folder="/a")
     one = engine()
@@ -98,6 +105,13 @@ def test_adapters_are_answered_to_the_sender() -> None:
     assert isinstance(refused, AdapterChanged)
     assert (refused.loaded, refused.error is None) == (False, False)
     one._adapters = Loader()
-    assert one.on(b"f", load) == [(b"f", AdapterChanged(digest=load.digest, loaded=True))]
+    one.on(b"g", m.Hello(versions=(m.OLDEST, m.VERSION), front="g"))
+    one.on(b"gone", m.Hello(versions=(m.OLDEST, m.VERSION), front="gone"))
+    assert one.adapters_changed() == []
+    assert [one.on(front, load) for front in (b"f", b"g", b"gone")] == [[], [], []]
+    one.forget(b"gone")
+    due = AdapterChanged(digest=load.digest, loaded=True)
+    assert one.adapters_changed() == [(b"f", due), (b"g", due)]
+    assert one.adapters_changed() == []
     dropped = m.decode_to_engine(m.encode(DropAdapter(digest=load.digest)))
     assert one.on(b"f", dropped) == [(b"f", AdapterChanged(digest=load.digest, loaded=False))]

@@ -26,6 +26,20 @@ class LoraSection(Section, frozen=True, kw_only=True):
     max_lora_rank: Annotated[
         int, Meta(ge=1, le=1024, description="Largest rank of a LoRA adapter. Sets the size of a place.")
     ] = 16
+    lora_experts: Annotated[
+        bool,
+        Meta(
+            description="Also serve LoRA adapters of routed experts. Each place then has memory for "
+            "--max-lora-rank ranks of every expert."
+        ),
+    ] = False
+    lora_saved_modules: Annotated[
+        bool,
+        Meta(
+            description="Also serve LoRA adapters with a whole embedding or output head (modules_to_save). "
+            "Each place then has memory for both matrices."
+        ),
+    ] = False
     lora_modules: Annotated[
         tuple[str, ...],
         Meta(
@@ -66,5 +80,9 @@ def check_lora(lora: LoraSection) -> None:
         raise ConfigError("--lora-dir requires --max-loras", param="--lora-dir")
     if lora.lora_dir is not None and not Path(lora.lora_dir).is_dir():
         raise ConfigError(f"--lora-dir {lora.lora_dir} is not a folder", param="--lora-dir")
+    if lora.lora_experts and not lora.max_loras:
+        raise ConfigError("--lora-experts requires --max-loras", param="--lora-experts")
+    if lora.lora_saved_modules and not lora.max_loras:
+        raise ConfigError("--lora-saved-modules requires --max-loras", param="--lora-saved-modules")
     if lora.allow_lora_updates and not lora.max_loras:
         raise ConfigError("--allow-lora-updates requires --max-loras", param="--allow-lora-updates")

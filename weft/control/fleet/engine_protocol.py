@@ -46,7 +46,11 @@ class EngineInterface(Protocol):
 class AdapterLoader(Protocol):
     """Loads and drops LoRA adapters. See ``weft.engine.adapters``."""
 
-    def apply(self, message: m.ToAdapters) -> AdapterChanged: ...
+    def begin(self, message: m.ToAdapters) -> AdapterChanged | None:
+        """Return the answer, or None: then ``finished`` has the answer later."""
+
+    def finished(self) -> list[AdapterChanged]:
+        """Return the answers to loads that have ended since the last call."""
 
 
 class Pixels(Protocol):
@@ -90,6 +94,8 @@ class EngineProtocol:
         ``adapters``: None for an engine without LoRA adapters.
         """
         self._adapters = adapters
+        self._loading: dict[str, list[bytes]] = {}
+        """Connections that wait for the load of an adapter, by digest."""
         self._identity = identity
         self._engine = engine
         self._pixels = pixels
@@ -133,7 +139,7 @@ class EngineProtocol:
         elif isinstance(message, m.Goodbye):
             self.forget(front)
         elif isinstance(message, m.ToAdapters):
-            return [(front, self._changed(message))]
+            return self._changed(front, message)
         elif not isinstance(message, m.Profile | FlushTier):  # the step loop handles both
             self.stopped = True
         return []
@@ -239,12 +245,27 @@ class EngineProtocol:
         self._owners[submit.sequence] = _Owner(front, submit.attempt)
         return self.events(events)
 
-    def _changed(self, message: m.ToAdapters) -> AdapterChanged:
-        """Load or drop a LoRA adapter. Return the answer, with an error from an engine without adapters."""
-        if self._adapters is not None:
-            return self._adapters.apply(message)
-        error = InvalidRequest("the engine takes no LoRA adapters", param="adapter")
-        return AdapterChanged(digest=message.digest, loaded=False, error=error.info())
+    def _changed(self, front: bytes, message: m.ToAdapters) -> Outgoing:
+        """Load or drop a LoRA adapter. Return the answer, if there is one already; ``adapters_changed`` has
+        the other answers. An engine without adapters answers with an error."""
+        if self._adapters is None:
+            error = InvalidRequest("the engine takes no LoRA adapters", param="adapter").info()
+            return [(front, AdapterChanged(digest=message.digest, loaded=False, error=error))]
+        answer = self._adapters.begin(message)
+        if answer is not None:
+            return [(front, answer)]
+        self._loading.setdefault(message.digest, []).append(front)
+        return []
+
+    def adapters_changed(self) -> Outgoing:
+        """Return the answers to loads of adapters that have ended since the last call."""
+        if not self._loading or self._adapters is None:
+            return []
+        made: Outgoing = []
+        for answer in self._adapters.finished():
+            waiting = self._loading.pop(answer.digest, [])
+            made += [(front, answer) for front in waiting if front in self._fronts]
+        return made
 
     def _named(self, connection: bytes, name: str) -> bool:
         """Return True if the connection belongs to the API server ``name``."""

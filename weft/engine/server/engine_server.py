@@ -188,6 +188,7 @@ class EngineServer:
                 self._receive(self._wait_ms() if busy else IDLE_POLL_MS)
                 self._core.check()  # before `hear`, which handles the transfer reports received here
                 self._tell(self._core.hear())
+                self._send(self._protocol.adapters_changed())
                 # `hear` may have created work, so ask again.
                 if self._core.has_work():
                     busy = True

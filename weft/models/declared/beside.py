@@ -21,6 +21,7 @@ from weft.layers.build import Build
 from weft.layers.dense import GatedMLP, RMSNorm
 from weft.moe.block import RoutedMLP
 from weft.moe.experts import RankExperts, rank_experts
+from weft.moe.products import Products
 from weft.ops.low_rank import AdapterRows
 from weft.parallel.comm import Comm, Pending, reduced
 from weft.types.exchange import UNAGREED, Exchange
@@ -53,6 +54,9 @@ class FactorExperts:
 
     def tensors(self, weights: Any) -> Iterable[Tensor]:
         return self._inner.tensors(weights)
+
+    def products(self, weights: Any) -> Products:
+        return self._inner.products(weights)
 
 
 class UnweightedExperts(FactorExperts):
@@ -94,9 +98,9 @@ class InputWeightedMLP(RoutedMLP):
         experts, scales, _ = self._inner.route(x, None, self._packed)
         weighted = (x.to(scales.dtype) * scales).to(x.dtype)
         if self.divided is not None:
-            return shared + (yield from self.divided.steps(weighted, None, exchange))
+            return shared + (yield from self.divided.steps(weighted, None, exchange, adapters))
         ones = torch.ones_like(scales)
-        total = self._parts.answer(weighted, experts, ones, self._packed, False)
+        total = self._answers(self._parts, weighted, experts, ones, adapters)
         partial = self._parts.finish(total, ones, None, x.dtype, False)
         return shared + (yield from reduced(comm, partial))
 
@@ -132,7 +136,7 @@ class FactorMLP(RoutedMLP):
     def forward(self, x: Tensor, ids: Tensor | None = None, adapters: AdapterRows | None = None) -> Tensor:
         """Return a partial result, for a rank with a part of every expert. x: [T, hidden]."""
         experts, scales, _ = self._parts.route(x, ids, self._packed)
-        total = self._parts.answer(x, experts, scales, self._packed, False)
+        total = self._answers(self._parts, x, experts, scales, adapters)
         return self._parts.finish(total, scales, None, x.dtype, False)
 
 
@@ -147,8 +151,8 @@ class BesideExperts(nn.Module):
         self.experts_out_norm = RMSNorm(spec.hidden, spec.norm_eps, build)
 
     def steps(
-        self, comm: Comm, x: Tensor, dense: Tensor, exchange: Exchange
+        self, comm: Comm, x: Tensor, dense: Tensor, exchange: Exchange, adapters: AdapterRows | None
     ) -> Generator[Pending, None, Tensor]:
         """Return [T, hidden] for the stream x and the output of the dense feed-forward, [T, hidden] each."""
-        routed = yield from self.experts.steps(comm, self.norm(x), None, exchange)
+        routed = yield from self.experts.steps(comm, self.norm(x), None, exchange, adapters)
         return self.dense_out_norm(dense) + self.experts_out_norm(routed)

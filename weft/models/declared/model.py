@@ -23,6 +23,7 @@ from weft.models.declared.beside import BesideExperts, InputWeightedMLP
 from weft.models.declared.layer_inputs import InputTable, LayerInputs
 from weft.models.decoder import Block, Decoder
 from weft.moe.block import RoutedMLP
+from weft.ops.low_rank import AdapterRows
 from weft.parallel.comm import Pending, reduced
 
 Tensor = torch.Tensor
@@ -94,7 +95,7 @@ class TraitBlock(Block):
         exchange = shared.step.exchange
         made = yield from self.feed_forward.steps(self._comm, rows, None, exchange, adapters)
         if self.beside is not None:
-            made = yield from self.beside.steps(self._comm, x, made, exchange)
+            made = yield from self.beside.steps(self._comm, x, made, exchange, adapters)
         made = self._out(made, self.feed_forward_out_norm)
         made = attended + made if self._parallel else made
         if self.inputs is None and self.scalar is None:
@@ -168,8 +169,8 @@ class DeclaredDecoder(Decoder):
             scale = torch.tensor(scale, dtype=embedded.dtype).item()
         return embedded if scale == 1 else embedded * scale
 
-    def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
-        made = yield from super().logits(hidden)
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Generator[Pending, None, Tensor]:
+        made = yield from super().logits(hidden, adapters)
         if self.head_bias is not None:
             made = made + self.head_bias
         scales = self.spec.scales

@@ -23,6 +23,7 @@ from weft.models.generic.skeleton import base_of
 from weft.models.generic.swap import Substitution
 from weft.moe.balance import ExpertLayers
 from weft.ops import torch_ops
+from weft.ops.low_rank import AdapterRows
 from weft.parallel.comm import Pending
 
 Tensor = torch.Tensor
@@ -298,7 +299,7 @@ class TransformersModel(Model):
             return x
         return x[: len(wanted)] if last is not None and few else x[wanted]
 
-    def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
+    def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Generator[Pending, None, Tensor]:
         yield from ()
         if not self.spec.head or (not len(hidden) and self.sums.comm.size == 1):
             return hidden.new_zeros(len(hidden), self.spec.vocab_size)

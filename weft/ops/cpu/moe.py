@@ -16,6 +16,7 @@ import torch
 from weft.ops.coded import Codes
 from weft.ops.coding import Coding
 from weft.ops.cpu import linear
+from weft.ops.cpu.expert_products import Matrices, PackedProducts
 from weft.ops.cpu.served import ACTIVATIONS, serve
 from weft.ops.cpu.structs import coding_struct, struct
 from weft.ops.moe import Routed, in_fp8, in_int4, in_w4a8
@@ -65,6 +66,8 @@ class Packed:
     """True if there is a shared expert."""
     of_experts: tuple[Tensor, ...]
     """All tensors of the local experts, [local experts, ...] each."""
+    matrices: Matrices
+    """The same matrices, for products with one of them."""
 
 
 def pack(weights: Routed) -> Any:
@@ -133,36 +136,30 @@ def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
     ``bits``: storage of the plain matrices; inner rows of 8-bit forms stay unrounded. ``Unstacked`` stacks
     are emptied.
     """
-    rule = weights.rule
-    gate = weights.gate
     router, bias = _router(weights)
     inner: _Bits = "plain" if bits == "plain" else "int8"  # ranks may have parts of inner rows
     # Before packing, which empties stacks of codes.
-    spec = struct(
-        "MoeSpec",
-        hidden=weights.down.shape[1],
-        experts=weights.router.shape[0],
-        local_experts=len(weights.down),
-        top_k=rule.top_k,
-        intermediate=weights.down.shape[2],
-        shared_intermediate=0 if weights.shared_down is None else weights.shared_down.shape[1],
-        gated_shared=weights.shared_gate is not None,
-        activation=SWIGLU if gate.alpha > 0 else ACTIVATIONS[gate.activation],
-        limit=gate.limit,
-        alpha=gate.alpha,
-        scoring=SCORINGS.index(rule.scoring),
-        renormalize=rule.renormalize,
-        groups=rule.groups,
-        top_groups=rule.top_groups,
-        top2=rule.group_rule == "top2",
-        scale=rule.scale,
-    )
+    spec = _spec(weights)
+    hidden, rows = weights.down.shape[1], weights.gate_up.shape[1]
+    shared_rows = 0 if weights.shared_gate_up is None else weights.shared_gate_up.shape[0]
     up = _matrix(weights.gate_up, True, bits)
     down = _matrix(weights.down, False, inner, weights.down_largest)
     up_bias = _plain(weights.gate_up_bias)
     down_bias = _plain(weights.down_bias)
     shared_up = _matrix(weights.shared_gate_up, True, bits)
     shared_down = _matrix(weights.shared_down, False, inner, weights.shared_down_largest)
+    matrices = Matrices(
+        gate=weights.gate,
+        hidden=hidden,
+        rows=rows,
+        shared_rows=shared_rows,
+        up=up,
+        down=down,
+        shared_up=shared_up,
+        shared_down=shared_down,
+        up_bias=up_bias,
+        down_bias=down_bias,
+    )
     block = torch.classes.weft_cpu.Moe(
         spec=spec,
         router=_Matrix(router).struct(bias),
@@ -180,6 +177,31 @@ def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
         device=weights.router.device,
         shared=weights.shared_down is not None,
         of_experts=tuple(tensor for tensor in of_experts if tensor is not None),
+        matrices=matrices,
+    )
+
+
+def _spec(weights: Routed) -> Any:
+    """Return the ``MoeSpec`` of the extension."""
+    rule, gate = weights.rule, weights.gate
+    return struct(
+        "MoeSpec",
+        hidden=weights.down.shape[1],
+        experts=weights.router.shape[0],
+        local_experts=len(weights.down),
+        top_k=rule.top_k,
+        intermediate=weights.down.shape[2],
+        shared_intermediate=0 if weights.shared_down is None else weights.shared_down.shape[1],
+        gated_shared=weights.shared_gate is not None,
+        activation=SWIGLU if gate.alpha > 0 else ACTIVATIONS[gate.activation],
+        limit=gate.limit,
+        alpha=gate.alpha,
+        scoring=SCORINGS.index(rule.scoring),
+        renormalize=rule.renormalize,
+        groups=rule.groups,
+        top_groups=rule.top_groups,
+        top2=rule.group_rule == "top2",
+        scale=rule.scale,
     )
 
 
@@ -310,6 +332,9 @@ class Parts:
 
     def tensors(self, weights: Packed) -> Iterable[Tensor]:
         return weights.of_experts
+
+    def products(self, weights: Packed) -> PackedProducts:
+        return PackedProducts(weights.matrices)
 
 
 PARTS = Parts()

@@ -121,17 +121,20 @@ class BatchBuilder:
         step = agreed(plan, self._step(plan.prefill, plan.decode, rows, starts, staged.logits.merged_row))
         return Batch(step=step, **self._sampling(rows, starts, staged, step.ids, step.positions))
 
-    def rows(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
+    def rows(self, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor, AdapterRows | None]:
         """Upload the columns of ``plan`` for sampling after micro-batches; ``micro_batch`` builds the steps.
 
-        Return (rows, int64 [L]: indices of the L merged rows with logits), on the device. The tensors are
-        valid until ``buffer`` is released.
+        Return (rows, int64 [L]: indices of the L merged rows with logits, adapters of the L rows), on the
+        device. The tensors are valid until ``buffer`` is released.
         """
         rows, staged = self._stage(plan, buffer)
         starts, slots = self._state.num_computed[rows.slot], rows.slot[rows.row]
         positions = starts[rows.row] + rows.within
         ids = self._state.history[slots, positions].long() if staged.merged is not None else positions
-        return StepRows(**self._sampling(rows, starts, staged, ids, positions)), staged.logits.merged_row
+        index = staged.logits.merged_row
+        present = self._state.adapters(plan.prefill.slot, plan.decode.slot)
+        adapters = AdapterRows(self._state.places[slots[index]], present) if present else None
+        return StepRows(**self._sampling(rows, starts, staged, ids, positions)), index, adapters
 
     def micro_batch(self, plan: StepPlan, cut: int, exchange: Exchange, buffer: StagingBuffer) -> StepInput:
         """Build the step of one micro-batch.

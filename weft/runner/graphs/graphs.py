@@ -34,7 +34,7 @@ import itertools
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -45,6 +45,7 @@ from weft.common.log import get_logger
 from weft.common.progress import progress_bar
 from weft.common.recent import Recent
 from weft.models.decoder import Model
+from weft.ops.low_rank import AdapterRows
 from weft.overlap.interleave import interleave
 from weft.parallel.comm import drive
 from weft.parallel.launcher import Launcher
@@ -308,7 +309,7 @@ class DecodeGraphs:
                 hidden.copy_(made)
             if each > 1:
                 ids.copy_(torch.cat([step.ids for step in steps]))
-            logits.copy_(drive(self._model.logits(made)))
+            logits.copy_(drive(self._model.logits(made, _adapters_of(steps))))
             positions.copy_(torch.cat([step.positions for step in steps]))
             if self._hidden_sink is not None and each == 1:
                 self._hidden_sink(slots, positions, made)
@@ -436,6 +437,12 @@ class DecodeGraphs:
         except CannotCapture as error:
             log.warning("decode steps are not captured as graphs: %s", error)
             self._captures = self.uncaptured = False
+
+
+def _adapters_of(steps: Sequence[StepInput]) -> AdapterRows | None:
+    """Return the adapters of the rows of all parts of a captured step."""
+    numbers = [step.adapters.numbers for step in steps if step.adapters is not None]
+    return AdapterRows(torch.cat(numbers) if len(numbers) > 1 else numbers[0], ()) if numbers else None
 
 
 def _bound(rows: int, each: int, context: int) -> Segment:

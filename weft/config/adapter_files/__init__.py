@@ -1,0 +1,1 @@
+"""Contents of the files of LoRA adapters: tensors, and patterns of names."""

@@ -1,0 +1,78 @@
+"""Factors of the outputs of layers under DoRA adapters: the saved lengths by the lengths of ``W + B A``.
+
+Computed once per adapter, from the weights with which the layers compute. So a quantized base needs no second
+copy. Source: Liu et al. 2024, arXiv 2402.09353.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from weft.layers.low_rank import LowRank
+from weft.ops.low_rank import LowRankPool
+from weft.ops.torch_ops import wide
+from weft.parallel.comm import Comm
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class Scaled:
+    """The adapter's parts of one layer."""
+
+    low: LowRank
+    divided: bool
+    """True if ranks have parts of the inputs."""
+    _parts: list[tuple[int, Tensor, Tensor, Tensor, list[tuple[slice, slice]]]] = field(default_factory=list)
+
+    def add(
+        self, part: int, a: Tensor, b: Tensor, magnitude: Tensor, rows: Iterable[tuple[slice, slice]]
+    ) -> None:
+        """Add a published matrix: a [rank, inputs of this rank], b [rank, outputs], magnitude [outputs].
+
+        ``rows``: (rows of the published matrix, rows of the layer) on this rank.
+        """
+        self._parts.append((part, a, b, magnitude, list(rows)))
+
+    def squares(self) -> Tensor:
+        """Return the square sums of the rows of the layer with the adapter, partial if divided."""
+        pool = self.low.pool
+        assert pool is not None
+        _, parts, _, inputs = pool.a.shape
+        rank = max(len(a) for _, a, *_ in self._parts)
+        first = pool.a.new_zeros(parts, rank, inputs)
+        second = pool.b.new_zeros(rank, pool.b.shape[2])
+        for part, a, b, _, rows in self._parts:
+            first[part, : len(a)] = a.to(first.device)
+            for source, to in rows:
+                second[: len(a), to] = b[:, source].to(second.device)
+        return self.low.squares(inputs, first, second)
+
+    def factors(self, squares: Tensor) -> Tensor:
+        """Return the factors of the outputs; 1 for outputs without a length."""
+        made = torch.ones_like(squares)
+        for _, _, _, magnitude, rows in self._parts:
+            for source, to in rows:
+                made[to] = magnitude[source].to(made.device) / squares[to].sqrt()
+        return made
+
+
+def factors_of(layers: Sequence[Scaled], comm: Comm) -> list[tuple[LowRankPool, Tensor]]:
+    """Return (pool, factors) of each layer. One sum over the ranks covers all layers with divided inputs."""
+    squares = [layer.squares() for layer in layers]
+    divided = [number for number, layer in enumerate(layers) if layer.divided]
+    if divided and comm.size > 1:
+        pending = comm.all_reduce(torch.cat([squares[number] for number in divided]))
+        if pending is not None:
+            total: Tensor = pending.result()
+            sizes = [len(squares[number]) for number in divided]
+            for number, sums in zip(divided, total.split(sizes), strict=True):
+                squares[number] = sums
+    made = []
+    for layer, sums in zip(layers, squares, strict=True):
+        assert layer.low.pool is not None
+        made.append((layer.low.pool, layer.factors(sums).to(wide(layer.low.pool.a.dtype))))
+    return made

@@ -1,0 +1,356 @@
+"""LoRA adapters of routed experts and shared experts on one rank: where the tensors go, and the copies.
+
+    X.experts.5.gate_proj                one matrix of one expert
+    X.experts, X.experts.base_layer      one stack of all experts (``target_parameters`` of peft); the shape
+                                         tells which of both stacks
+
+If ranks have parts of every expert, B is cut as the rows of gate and up, and A as the inputs of down. If
+ranks have whole experts, host memory has the adapters of all experts, because experts move. A place of the
+pool gets the experts that the rank has at the moment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.config.adapter_files.tensors import AdapterModule
+from weft.layers.build import AdapterOptions
+from weft.layers.low_rank import LowRank
+from weft.layers.pending_codes import Weight
+from weft.models.weights import Placement, WeightMap
+from weft.moe.block import RoutedMLP
+from weft.ops import torch_ops
+from weft.ops.low_rank import LowRankPool
+
+if TYPE_CHECKING:
+    from weft.models.decoder import Model
+
+Tensor = torch.Tensor
+
+#: Name of a module from its layer number on; the part before differs between classes of one model.
+_LAYER = re.compile(r"^((?:base_model\.|model\.|language_model\.|text_model\.|transformer\.)*)(layers\..+)$")
+_STACKS = {"experts.gate_up": "up", "experts.down": "down"}
+_SHARED = {"shared.gate_up": "shared_up", "shared.down": "shared_down"}
+
+
+@dataclass(slots=True)
+class _Matrix:
+    """The low-rank part of one matrix of a routed block, or of the same matrix of all experts."""
+
+    block: RoutedMLP
+    name: str
+    """Attribute of ``ExpertAdapters``."""
+    low: LowRank
+    shape: tuple[int, int]
+    """Outputs and inputs of the whole matrix of an expert."""
+    experts: int
+    """Number of experts of all ranks; 0 for a shared expert."""
+    rows: list[tuple[int, int]]
+    """Rows of the whole matrix on this rank, in order."""
+    columns: list[tuple[int, int]]
+    parts: int
+    """2 for gate and up."""
+
+    def part_of(self, begin: int) -> int:
+        """Return the part of the row ``begin``."""
+        return begin * self.parts // self.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPlace:
+    """Place of a published tensor: some rows of the matrix of one expert, or a stack of all experts."""
+
+    matrix: _Matrix
+    placement: Placement
+    expert: int
+    """-1 for all experts."""
+    rows: tuple[int, int]
+    """Rows of the matrix."""
+    shape: tuple[int, int]
+    """Outputs and inputs of one expert."""
+    turned: bool = False
+    """True for a stack that is published with inputs before outputs."""
+    parameter: str = ""
+    """Published name of a stack inside its module."""
+
+
+@dataclass(slots=True)
+class HeldExperts:
+    """Adapter of one matrix in host memory, cut for this rank."""
+
+    matrix: _Matrix
+    a: Tensor
+    """[experts, parts, rank, inputs of this rank]."""
+    b: Tensor
+    """[experts, rank, outputs of this rank], with the scale."""
+    rank: int
+
+
+def short(module: str) -> str:
+    """Return the name of a module from its layer number on, or the whole name."""
+    match = _LAYER.match(module)
+    return module if match is None else match[2]
+
+
+def _bare(module: str) -> str:
+    """Return a short name without the endings for nested layers of peft."""
+    while module.endswith(".base_layer"):
+        module = module.removesuffix(".base_layer")
+    return short(module)
+
+
+class RoutedAdapters:
+    """The adapters of all routed blocks of a model."""
+
+    def __init__(self, model: Model, weights: WeightMap, options: AdapterOptions) -> None:
+        """Allocate the pools. Call before the model is packed."""
+        self._options = options
+        self._dtype = model.dtype
+        self._mesh = model.mesh
+        self._matrices = list(_matrices(model))
+        owned = {(id(one.block), one.name): one for one in self._matrices}
+        self.names: dict[str, ExpertPlace] = {}
+        """Name of a published module -> place. Stacks are in ``stacks``."""
+        self.stacks: dict[str, list[ExpertPlace]] = {}
+        """Name of the module with the stacks -> places of the stacks."""
+        self.known = set[str]()
+        """Names of experts' modules, also without memory for adapters of experts."""
+        blocks = {name: module for name, module in model.named_modules() if isinstance(module, RoutedMLP)}
+        for name, placement in weights.placements.items():
+            self._add(name, placement, blocks, owned)
+        for one in self._matrices:
+            one.low.allocate_stack(*_sizes(one))
+
+    def _add(
+        self,
+        name: str,
+        placement: Placement,
+        blocks: Mapping[str, RoutedMLP],
+        owned: Mapping[tuple[int, str], _Matrix],
+    ) -> None:
+        """Note the place of one published tensor, if the tensor is a matrix of experts."""
+        for ending, attribute in (_STACKS | _SHARED).items():
+            block = blocks.get(placement.parameter.removesuffix(f".{ending}"))
+            if block is None or not placement.parameter.endswith(f".{ending}"):
+                continue
+            if ending in _STACKS:
+                self.known |= {short(name.removesuffix(".weight")), short(name.rpartition(".")[0])}
+            matrix = owned.get((id(block), attribute))
+            if matrix is None:
+                return
+            place = _place(matrix, placement)
+            if place is None:
+                return
+            if place.expert < 0 and matrix.experts:
+                module, _, parameter = name.rpartition(".")
+                self.stacks.setdefault(short(module), []).append(replace(place, parameter=parameter))
+            else:
+                self.names[short(name.removesuffix(".weight"))] = place
+            return
+
+    @property
+    def pools(self) -> list[LowRankPool | None]:
+        """The pools of all matrices."""
+        return [one.low.pool for one in self._matrices]
+
+    def find(self, module: AdapterModule) -> ExpertPlace | None:
+        """Return the place of an adapted module, or None."""
+        if not module.stacks:
+            return self.names.get(short(module.module))
+        known = {one.parameter: one for one in self.stacks.get(_bare(module.module), ())}
+        for stack in module.stacks:
+            found = known.get(stack.parameter)
+            if found is None or found.shape != (module.outputs, module.inputs):
+                continue
+            if found.matrix.experts * stack.rank == module.rows:
+                return found
+        return None
+
+    def why_not(self, module: str) -> str | None:
+        """Return the reason why adapters of experts are not served; None if ``module`` names no experts."""
+        if _bare(module) not in self.known:
+            return None
+        if not self._options.experts:
+            return "adapters of experts require --lora-experts"
+        if self._mesh.ep.size > 1 and self._mesh.ep.size != self._mesh.tp.size:
+            return "adapters of experts are not supported with --data-parallel-size and experts on all ranks"
+        return None
+
+    def read(
+        self, modules: Iterable[tuple[AdapterModule, ExpertPlace]], tensors: Mapping[str, Tensor]
+    ) -> list[HeldExperts]:
+        """Return the modules of one adapter in the model's dtype, one entry per matrix of a layer."""
+        of: dict[int, list[tuple[AdapterModule, ExpertPlace]]] = {}
+        for module, place in modules:
+            of.setdefault(id(place.matrix), []).append((module, place))
+        return [self._held(found[0][1].matrix, found, tensors) for found in of.values()]
+
+    def _held(
+        self,
+        matrix: _Matrix,
+        modules: Sequence[tuple[AdapterModule, ExpertPlace]],
+        tensors: Mapping[str, Tensor],
+    ) -> HeldExperts:
+        wide = torch_ops.wide(self._dtype)
+        rank = max(_numbers(module, place)[0] for module, place in modules)
+        count = max(matrix.experts, 1)
+        outputs, inputs = matrix.shape
+        a = torch.zeros(count, matrix.parts, rank, inputs, dtype=self._dtype)
+        b = torch.zeros(count, rank, outputs, dtype=self._dtype)
+        for module, place in modules:
+            number = max(place.expert, 0)
+            own = slice(None) if place.expert < 0 and matrix.experts else slice(number, number + 1)
+            own_rank, scale = _numbers(module, place)
+            experts = matrix.experts if module.stacks else 0
+            first, second = _apart(experts, tensors[module.a], tensors[module.b].to(wide) * scale)
+            second = _arranged(place, second, wide)
+            begin, end = place.rows
+            parts = range(matrix.part_of(begin), matrix.part_of(end - 1) + 1)
+            for part in parts:
+                a[own, part, :own_rank] = first.to(self._dtype)
+            b[own, :own_rank, begin:end] = second.transpose(1, 2).to(self._dtype)
+        a = torch.cat([a[..., begin:end] for begin, end in matrix.columns], dim=-1)
+        b = torch.cat([b[..., begin:end] for begin, end in matrix.rows], dim=-1)
+        return HeldExperts(matrix, a.contiguous(), b.contiguous(), rank)
+
+    def clear(self, place: int) -> None:
+        """Remove the adapter of ``place``."""
+        for one in self._matrices:
+            pool, adapters = one.low.pool, one.block.low
+            assert pool is not None
+            assert adapters is not None
+            changing = adapters.changing if one.experts else adapters.changing_shared
+            if place in changing or pool.ranks[place : place + 1] != [0]:
+                numbers = list(range(place, len(pool.ranks), self._options.places))
+                pool.a[numbers] = 0
+                pool.b[numbers] = 0
+                for number in numbers:
+                    pool.set_rank(number, 0)
+        for one in self._matrices:
+            assert one.block.low is not None
+            one.block.low.changing.discard(place)
+            one.block.low.changing_shared.discard(place)
+
+    def place(self, held: Sequence[HeldExperts], place: int) -> None:
+        """Copy the adapter ``held`` to the empty ``place``."""
+        for one in held:
+            matrix, pool, adapters = one.matrix, one.matrix.low.pool, one.matrix.block.low
+            assert pool is not None
+            assert adapters is not None
+            here = torch.tensor(_here(matrix), dtype=torch.int64)
+            numbers = torch.arange(len(here)) * self._options.places + place
+            if not matrix.experts:
+                numbers, adapters_of = torch.tensor([place]), adapters.changing_shared
+            else:
+                adapters_of = adapters.changing
+            pool.a[numbers, :, : one.rank] = one.a[here].to(pool.a.device)
+            pool.b[numbers, : one.rank] = one.b[here].to(pool.b.device)
+            for number in numbers.tolist():
+                pool.set_rank(number, one.rank)
+            adapters_of.add(place)
+
+
+def _matrices(model: Model) -> Iterable[_Matrix]:
+    """Yield the matrices of all routed blocks that take adapters."""
+    for block in model.modules():
+        if not isinstance(block, RoutedMLP) or block.low is None:
+            continue
+        for ending, name in (_STACKS | _SHARED).items():
+            low = getattr(block.low, name)
+            if low is None:
+                continue
+            holder = getattr(block, ending.partition(".")[0])
+            weight = model.notes.weight(getattr(holder, ending.partition(".")[2]))
+            shape = weight.global_shape
+            experts = block.router.weight.shape[0] if name in _STACKS.values() else 0
+            yield _Matrix(
+                block=block,
+                name=name,
+                low=low,
+                shape=(shape[-2], shape[-1]),
+                experts=experts,
+                rows=_spans(weight, len(shape) - 2),
+                columns=_spans(weight, len(shape) - 1),
+                parts=2 if "gate_up" in ending and block.gated else 1,
+            )
+
+
+def _spans(weight: Weight, dim: int) -> list[tuple[int, int]]:
+    """Return the parts of ``dim`` of the global parameter that this rank stores."""
+    shard = weight.note.shard
+    if shard is None or shard.dim != dim:
+        return [(0, weight.global_shape[dim])]
+    return list(shard.spans)
+
+
+def _sizes(one: _Matrix) -> tuple[int, int, tuple[int, int], list[tuple[int, int, int]]]:
+    """Return the arguments of ``LowRank.allocate_stack``."""
+    spans, begin = [], 0
+    for first, last in one.rows:
+        middle = one.shape[0] // one.parts
+        # A span may hold rows of both parts.
+        for part in range(one.parts):
+            low, high = max(first, part * middle), min(last, (part + 1) * middle)
+            if low < high:
+                spans.append((part, begin + low - first, begin + high - first))
+        begin += last - first
+    inputs = sum(end - first for first, end in one.columns)
+    return (len(_here(one)) if one.experts else 1), one.parts, (begin, inputs), spans
+
+
+def _here(one: _Matrix) -> Sequence[int]:
+    """Return the experts of this rank, in order of their local places."""
+    return one.block.experts_here if one.experts else (0,)
+
+
+def _place(matrix: _Matrix, placement: Placement) -> ExpertPlace | None:
+    """Return the place of a published tensor; None for a tensor that mixes columns."""
+    index = placement.index
+    outputs, inputs = matrix.shape
+    expert = -1
+    if matrix.experts and index and isinstance(index[0], int):
+        expert, index = index[0], index[1:]
+    rows = (0, outputs)
+    if index:
+        if len(index) > 1 or not isinstance(index[0], slice):
+            return None
+        rows = index[0].indices(outputs)[:2]
+    stacked = bool(matrix.experts) and expert < 0
+    probe = torch.zeros(matrix.experts if stacked else 1, rows[1] - rows[0], 1)
+    for turned in (False, True) if stacked else (False,):
+        place = ExpertPlace(matrix, placement, expert, rows, (rows[1] - rows[0], inputs), turned)
+        try:
+            if _arranged(place, probe, probe.dtype).shape == probe.shape:
+                return place
+        except (RuntimeError, ValueError, IndexError):
+            continue
+    return None
+
+
+def _numbers(module: AdapterModule, place: ExpertPlace) -> tuple[int, float]:
+    """Return (rank, scale) of a module at its place."""
+    for stack in module.stacks:
+        if stack.parameter == place.parameter:
+            return stack.rank, stack.scale
+    return module.rank, module.scale
+
+
+def _apart(experts: int, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ([experts, rank, inputs], [experts, outputs, rank]) of both tensors of a module. ``experts``: 0
+    for a single expert."""
+    if not experts:
+        return a.unsqueeze(0), b.unsqueeze(0)
+    return a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
+
+
+def _arranged(place: ExpertPlace, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``b`` [experts, outputs, rank] with the outputs in the order of the parameter."""
+    placement = place.placement
+    if place.expert >= 0 or not place.matrix.experts:
+        return placement.arranged(b[0], dtype).unsqueeze(0)
+    return placement.arranged(b.transpose(1, 2) if place.turned else b, dtype)
