@@ -64,8 +64,10 @@ class LastRows:
         return self._out
 
     def _forward(self, *given: Any, **named: Any) -> Any:
+        """Return what the layer returns: for the wanted rows, or for all rows."""
         wanted = self._wanted
         if wanted is None:
+            # Passes of the self check have different numbers of tokens: a fixed size equals only one of them.
             if not self.on and self._tokens > 1:
                 found = _paths((given, named), self._tokens)
                 self._arguments = found if self._arguments is None else self._arguments & found
