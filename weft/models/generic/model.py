@@ -270,7 +270,7 @@ class TransformersModel(Model):
         done: Callable[[int], None] | None = None,
         see: See | None = None,
     ) -> Generator[Pending, None, Tensor]:
-        """Run one forward pass, as ``Model.hidden``. ``see(layer, stream, None)``: called before each layer."""
+        """Run one forward pass (``Model.hidden``). ``see(layer, stream, None)`` runs before each layer."""
         yield from ()
         sums = self.sums
         sums.exchange, sums.adapters, sums.filler = step.exchange, step.adapters, not len(step.ids)
