@@ -16,8 +16,6 @@ from weft.config.families import FAMILIES, load_spec
 from weft.config.families.generic import probing as generic
 from weft.config.families.generic.probing import Probed, check_settings
 from weft.config.families.load import refuse_unserved
-from weft.config.sections.all import Config, SpeculationSection
-from weft.config.sizing.draft import with_draft
 from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
 
 SPEC = ModelSpec(
@@ -94,12 +92,6 @@ def test_names_without_a_head_run_with_the_causal_class(ending: str, folder: Pat
     assert probes == [("PersimmonForCausalLM", None)]
     assert (spec.classify is None) == (ending == "Model")
     assert spec.head == (ending == "Model")  # without files, a head may be there
-
-
-def test_a_head_that_reads_states_between_layers_is_refused(folder: Path) -> None:
-    config = Config(speculation=SpeculationSection(speculative_method="eagle3", speculative_model="head"))
-    with pytest.raises(ConfigError, match="eagle3: PersimmonForCausalLM is served with the code of"):
-        with_draft(SPEC, config, str(folder), str(folder))
 
 
 def test_a_refusal_is_an_error_and_is_not_stored(folder: Path, probes: list[Any]) -> None:

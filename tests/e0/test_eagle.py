@@ -26,6 +26,7 @@ from weft.config.sizing.draft import draft_part, eagle_spec, with_draft
 from weft.config.spec import HyperSpec
 from weft.layers.build import Build, ExpertOptions
 from weft.models.eagle import EagleModel, load_eagle
+from weft.models.generic.probe import probe_folder
 from weft.models.loader import load_model
 from weft.parallel.mesh import Mesh
 from weft.speculation.base import Sampled
@@ -110,9 +111,10 @@ def head(root: Path, before: bool = False, embeds: bool = False) -> tuple[Path, 
     return folder, tensors
 
 
-def model_of(root: Path, draft: Path, mesh: Mesh | None = None) -> Any:
+def model_of(root: Path, draft: Path, mesh: Mesh | None = None, generic: bool = False) -> Any:
     folder, _ = target(root)
-    spec = with_draft(rig.spec_of(folder), Config(speculation=DRAFTS), str(folder), str(draft))
+    own = probe_folder(str(folder), "LlamaForCausalLM") if generic else rig.spec_of(folder)
+    spec = with_draft(own, Config(speculation=DRAFTS), str(folder), str(draft))
     model = load_model(str(folder), spec, torch.float64, rig.CPU, progress=False, mesh=mesh)
     build = Build(dtype=torch.float64, device=rig.CPU, mesh=mesh or Mesh(), experts=ExpertOptions())
     return EagleModel(model, load_eagle(str(draft), draft_part(spec), build, "auto", 0, False))
@@ -160,12 +162,16 @@ def drafts_of(root: Path, ids: list[int], count: int, before: bool, embeds: bool
     return drafts
 
 
-@mostly_slow(("before", "embeds"), [(False, False), (True, True)], [(True, True)])
+@mostly_slow(
+    ("before", "embeds", "generic"),
+    [(False, False, False), (True, True, False), (False, False, True)],
+    [(True, True, False)],
+)
 def test_the_drafts_are_those_of_the_publication(
-    root: Path, before: bool, embeds: bool, monkeypatch: pytest.MonkeyPatch
+    root: Path, before: bool, embeds: bool, generic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = target(root)[0]
-    model = model_of(root, head(root, before, embeds)[0])
+    model = model_of(root, head(root, before, embeds)[0], generic=generic)
     engine, runner = make_engine(folder, model=model, speculation=DRAFTS, chunk=7, max_num_seqs=1)
     drafter, made = runner.drafter, list[list[int]]()
     assert drafter is not None
@@ -233,6 +239,19 @@ def test_tokens_do_not_change(root: Path, depth: int, chunk: int, replayed: bool
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tokens_do_not_change_with_the_code_of_transformers(root: Path, ranks: int) -> None:
+    def make(mesh: Mesh) -> tuple[Any, Any]:
+        model = model_of(root, head(root)[0], mesh, generic=True)
+        options = {"speculation": DRAFTS, "depth": 2, "chunk": 7}
+        return make_engine(target(root)[0], model=model, launcher=mesh.launcher, **options)
+
+    (replica,) = run_layout(Layout(tensor=ranks), make, Leading, [arrivals()])
+    check(root, replica.answers)
+    assert sum(replica.stats.drafts)
+
+
+@pytest.mark.slow
 def test_the_preempted_begin_again(root: Path) -> None:
     model = model_of(root, head(root)[0])
     engine, _ = make_engine(
@@ -270,6 +289,6 @@ def test_heads_that_are_refused(root: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=said):
             with_draft(rig.spec_of(folder), Config(speculation=DRAFTS), str(folder), str(tmp_path))
     spec = rig.spec_of(folder)
-    for other in ({"family": "transformers"}, {"hyper": HyperSpec(streams=2, iterations=1, eps=1e-6)}):
-        with pytest.raises(ConfigError, match="stream of Weft's own decoders"):
-            eagle_spec(msgspec.structs.replace(spec, **other), head(root)[0])
+    several = HyperSpec(streams=2, iterations=1, eps=1e-6)
+    with pytest.raises(ConfigError, match="stream of a decoder with one stream"):
+        eagle_spec(msgspec.structs.replace(spec, hyper=several), head(root)[0])

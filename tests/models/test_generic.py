@@ -24,6 +24,7 @@ from weft.config.families import load_spec
 from weft.config.families.generic import probing
 from weft.config.sizing.memory import weight_bytes
 from weft.config.spec import ModelSpec
+from weft.models.generic.attention import rotation_of
 from weft.models.generic.load import load
 from weft.models.generic.masks import classify
 from weft.models.generic.probe import probe_folder
@@ -116,6 +117,23 @@ def test_a_block_that_cuts_off_values_stays_as_published(limit: float | None) ->
             return self.down_proj(torch.nn.functional.silu(gate) * self.up_proj(x))
 
     assert mlp_of(Block()) == (("silu", False) if limit is None else None)
+
+
+@pytest.mark.parametrize("limit", [8.0, 100.0, None])
+def test_attention_that_cuts_off_values_keeps_its_code(
+    limit: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = transformers.models.llama.modeling_llama
+    plain = module.apply_rotary_pos_emb
+
+    def cut(q: Any, k: Any, *given: Any, **more: Any) -> Any:
+        return plain(q.clamp(-limit, limit), k.clamp(-limit, limit), *given, **more)
+
+    if limit is not None:
+        monkeypatch.setattr(module, "apply_rotary_pos_emb", cut)
+    model = make_skeleton(tiny_config("Llama"), "LlamaForCausalLM", F64)
+    found = rotation_of(model.model.layers[0].self_attn, 16)
+    assert (found is None) == (limit is not None)
 
 
 def test_a_gate_with_limits_is_recognized() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from weft.config.spec import ModelSpec
 from weft.layers.build import Build, pack_all
 from weft.layers.dense import GatedMLP, Linear, RMSNorm, TokenEmbedding
 from weft.layers.rope import Rope
-from weft.models.decoder import Decoder, Model
+from weft.models.decoder import Model
 from weft.models.files import WeightFile
 from weft.models.loader import fill, fill_randomly
 from weft.models.weights import WeightMap, add_attention, add_gated_mlp
@@ -99,14 +100,30 @@ class EagleHead(nn.Module):
         return made
 
 
+class _Target(Protocol):
+    """A model that shows its stream before each layer: a decoder, or a model of transformers."""
+
+    def hidden(
+        self,
+        step: StepInput,
+        kv: Sequence[LayerCache],
+        backends: Backends,
+        logits_indices: Tensor | None = None,
+        done: Callable[[int], None] | None = None,
+        see: Callable[[int, Tensor, Tensor | None], None] | None = None,
+    ) -> Generator[Pending, None, Tensor]: ...
+
+    def embed(self, step: StepInput) -> Generator[Pending, None, Tensor]: ...
+
+
 class EagleModel(Model):
     """The model and its draft head. Everything except drafts is the model's own."""
 
     def __init__(self, target: Model, head: EagleHead) -> None:
         nn.Module.__init__(self)
-        assert isinstance(target, Decoder)
         assert head.spec.eagle is not None
         self.target, self.draft = target, head
+        self._shown = (cast(_Target, target),)
         self.spec, self.mesh = target.spec, target.mesh
         self.dtype, self.device, self.notes = target.dtype, target.device, target.notes
         # Drafts change no output, so only the model's own ops decide about invariance.
@@ -115,6 +132,14 @@ class EagleModel(Model):
         self.adapters = target.adapters
         self._taps = head.spec.eagle.layers
         self._own = self.spec.hidden
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        return self.target.varying
+
+    @property
+    def asking(self) -> tuple[str, ...]:
+        return self.target.asking
 
     @property
     def width(self) -> int:
@@ -140,7 +165,7 @@ class EagleModel(Model):
                 taken[layer] = x.clone() if delta is None else x + delta
 
         own = kv[: self.spec.layers]
-        hidden = yield from self.target.hidden(step, own, backends, logits_indices, done, see)
+        hidden = yield from self._shown[0].hidden(step, own, backends, logits_indices, done, see)
         stream = self.draft.fc(torch.cat([taken[layer] for layer in self._taps], dim=1))
         return torch.cat([hidden, stream if logits_indices is None else stream[logits_indices]], dim=1)
 
@@ -154,7 +179,7 @@ class EagleModel(Model):
     ) -> Generator[Pending, None, Tensor]:
         table, stream = self.draft.embedding, hidden[:, self._own :].contiguous()
         if table is None:
-            embedded = yield from self.target.embed(step)
+            embedded = yield from self._shown[0].embed(step)
         else:
             embedded = yield from reduced(self.draft.comm, table(step.ids))
         caches = kv[self.spec.layers]

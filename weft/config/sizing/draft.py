@@ -32,12 +32,6 @@ def with_draft(spec: ModelSpec, config: Config, path: str, draft_path: str) -> M
     """Return ``spec`` with the draft model of ``draft_path``. Raise ConfigError for a model that cannot
     draft for ``spec``."""
     if config.speculation.speculative_method == "eagle3":
-        if spec.implementation != "weft":
-            raise ConfigError(
-                f"--speculative-method eagle3: {spec.architecture} is served with the code of transformers, "
-                "which shows no states between layers; use --speculative-method draft or ngram",
-                param="--speculative-method",
-            )
         return _behind(spec, eagle_spec(spec, Path(draft_path)), config)
     draft = load_spec(draft_path, trust_remote_code=config.model.trust_remote_code, language_model_only=True)
     if not draft.head:
@@ -63,10 +57,10 @@ def eagle_spec(spec: ModelSpec, folder: Path) -> ModelSpec:
     """Return the spec of the EAGLE-3 head in ``folder`` for the model ``spec``. Raise ConfigError."""
     config = read_json(folder, "config.json") or {}
     names = config.get("architectures")
-    if spec.implementation != "weft" or spec.hyper is not None:
+    if spec.hyper is not None:
         raise ConfigError(
-            f"{_FLAG}: an EAGLE-3 head reads the stream of Weft's own decoders with one stream, and "
-            f"{spec.architecture} has none; use --speculative-method draft or ngram",
+            f"{_FLAG}: an EAGLE-3 head reads the stream of a decoder with one stream, and "
+            f"{spec.architecture} has several; use --speculative-method draft or ngram",
             param="--speculative-method",
         )
     if names not in (["LlamaForCausalLMEagle3"], ["Eagle3LlamaForCausalLM"]):

@@ -99,11 +99,15 @@ def rotation_of(module: Any, dim: int) -> Rotation | None:
         other.weight.copy_(random(dim) + number)
         twin._modules[name] = other
         weights[name] = other.weight + float(centred)
-    scales = {width: _compared(twin, dim, width, weights, eps) for width in _widths(module, dim)}
-    widths = frozenset(width for width, scale in scales.items() if scale is not None)
+    # Large inputs show a module that cuts off its values (``clip_qkv``).
+    scales = {
+        width: {_compared(twin, dim, width, weights, eps, size) for size in recognition.SIZES}
+        for width in _widths(module, dim)
+    }
+    widths = frozenset(width for width, found in scales.items() if None not in found and len(found) == 1)
     if not widths:
         return None
-    scale = next(scales[width] for width in widths)
+    (scale,) = scales[min(widths)]
     assert scale is not None
     return Rotation(
         dim=dim, scale=scale, eps=eps, widths=widths, place=arguments.index("position_embeddings")
@@ -122,12 +126,14 @@ def _widths(module: Any, dim: int) -> list[int]:
     ]
 
 
-def _compared(twin: Any, dim: int, width: int, weights: dict[str, Tensor], eps: float) -> float | None:
+def _compared(
+    twin: Any, dim: int, width: int, weights: dict[str, Tensor], eps: float, size: float
+) -> float | None:
     """Return the scale of attention if ``twin`` computes what Weft's op computes; None otherwise.
 
-    width: rotated dims. weights: weights of the norms of queries and keys.
+    width: rotated dims. weights: weights of the norms of queries and keys. size: factor of the inputs.
     """
-    x = random(1, _TOKENS, _INPUTS)
+    x = size * random(1, _TOKENS, _INPUTS)
     cos, sin = random(1, _TOKENS, width // 2), random(1, _TOKENS, width // 2 + 1)[..., 1:]
     both = tuple(torch.cat((part, part), dim=-1) for part in (cos, sin))
     positions = torch.arange(_POSITIONS, _POSITIONS + _TOKENS)

@@ -10,7 +10,7 @@ the layer. The self check compares the rows of both ways, and keeps all rows if 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from weft.models.generic.modules import Sums
 
 Tensor = torch.Tensor
 Path = tuple[Any, ...]
+See = Callable[[int, Tensor, Tensor | None], None]
 
 
 class Attended(Exception):
@@ -63,8 +64,10 @@ class LastRows:
         return self._out
 
     def _forward(self, *given: Any, **named: Any) -> Any:
+        """Return what the layer returns: for the wanted rows, or for all rows."""
         wanted = self._wanted
         if wanted is None:
+            # Passes of the self check have different numbers of tokens: a fixed size equals only one of them.
             if not self.on and self._tokens > 1:
                 found = _paths((given, named), self._tokens)
                 self._arguments = found if self._arguments is None else self._arguments & found
@@ -113,13 +116,13 @@ def _cut(value: Any, path: Path, paths: set[Path], wanted: Tensor) -> Any:
     return value
 
 
-def last_layer(base: nn.Module, attention: str, layers: int) -> nn.Module | None:
-    """Return the layer with the last attention module, in a list of ``layers`` layers; None if unknown.
+def layers_of(base: nn.Module, attention: str, layers: int) -> nn.ModuleList | None:
+    """Return the list of ``layers`` layers that ends with the last attention module; None if unknown.
 
     ``attention``: name of the class of the attention module.
     """
     found = [
-        part[-1]
+        part
         for part in base.modules()
         if isinstance(part, nn.ModuleList)
         and len(part) == layers
@@ -129,3 +132,31 @@ def last_layer(base: nn.Module, attention: str, layers: int) -> nn.Module | None
         )
     ]
     return found[0] if len(found) == 1 else None
+
+
+@contextlib.contextmanager
+def seen_layers(layers: nn.ModuleList | None, see: See | None, rows: int) -> Iterator[None]:
+    """Call ``see(layer, stream [rows, hidden], None)`` before each layer of the passes inside.
+
+    ``see``: None for no calls. A pass may have more rows: a filler.
+    """
+
+    def hook(number: int) -> Callable[..., None]:
+        def before(_: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            x = named["hidden_states"] if "hidden_states" in named else given[0]
+            assert see is not None
+            see(number, x[0, :rows], None)
+
+        return before
+
+    hooks = []
+    if see is not None and layers is not None:
+        hooks = [
+            layer.register_forward_pre_hook(hook(number), with_kwargs=True)
+            for number, layer in enumerate(layers)
+        ]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()

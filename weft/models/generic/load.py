@@ -154,6 +154,7 @@ def _load(folder: str, spec: ModelSpec, build: Build, options: _Options, *, ops:
     swapped = Swapper(published, calls, inputs, build, sums).swap(ops=ops)
     inputs.clear()
     model = TransformersModel(spec, build, published, sums, swapped)
+    _check_draft(model)
     if options.placements is not None:
         routed = [module for module in model.modules() if isinstance(module, RoutedExperts)]
         for module, placement in zip(routed, options.placements, strict=True):
@@ -174,6 +175,17 @@ def _load(folder: str, spec: ModelSpec, build: Build, options: _Options, *, ops:
         log.info("%s: code of transformers, with Weft's ops for %s", spec.architecture, found or "attention")
         check_loaded(model)
     return model
+
+
+def _check_draft(model: TransformersModel) -> None:
+    """Raise ConfigError if a draft head cannot read the stream of ``model``."""
+    draft = model.spec.draft
+    if draft is not None and draft.eagle is not None and model.last_rows is None:
+        raise ConfigError(
+            f"--speculative-method eagle3: the layers of {model.spec.architecture} are in no single list, so "
+            "the head cannot read the stream between layers; use --speculative-method draft or ngram",
+            param="--speculative-method",
+        )
 
 
 def _layers(folder: str, spec: ModelSpec) -> int | None:

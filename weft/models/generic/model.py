@@ -17,7 +17,7 @@ from weft.models.decoder import Model
 from weft.models.generic.attention import FusedAttention
 from weft.models.generic.experts import RoutedExperts
 from weft.models.generic.interface import AttentionCall, answered_by, call_weft, current, published_experts
-from weft.models.generic.last_rows import LastRows, last_layer
+from weft.models.generic.last_rows import LastRows, See, layers_of, seen_layers
 from weft.models.generic.modules import Sums
 from weft.models.generic.skeleton import base_of
 from weft.models.generic.swap import Substitution
@@ -195,8 +195,9 @@ class TransformersModel(Model):
         self._cache_op_fp8 = build.op("qkv_rope_cache_fp8").run if fp8 else None
         for module, rotation in swapped.rotations:
             FusedAttention(module, rotation, self._fused)
-        layer = last_layer(base, swapped.last_attention, spec.layers)
-        self.last_rows = None if layer is None else LastRows(layer, sums)
+        layers = layers_of(base, swapped.last_attention, spec.layers)
+        self._layers = (layers,)
+        self.last_rows = None if layers is None else LastRows(layers[-1], sums)
         """The last layer for some rows; None if the last layer is unknown."""
         self._no_angles = torch.zeros(1, 0, dtype=build.wide, device=build.device)
         # Of four dims, so transformers takes the mask as finished and makes none.
@@ -268,7 +269,9 @@ class TransformersModel(Model):
         backends: Backends,
         logits_indices: Tensor | None = None,
         done: Callable[[int], None] | None = None,
+        see: See | None = None,
     ) -> Generator[Pending, None, Tensor]:
+        """Run one forward pass (``Model.hidden``). ``see(layer, stream, None)`` runs before each layer."""
         yield from ()
         sums = self.sums
         sums.exchange, sums.adapters, sums.filler = step.exchange, step.adapters, not len(step.ids)
@@ -282,7 +285,8 @@ class TransformersModel(Model):
             rows = wanted if wanted is None or len(wanted) else positions.new_zeros(1)
             last.begin(len(ids), rows if few else None)
         try:
-            with answered_by(_Pass(self, step, kv, backends, done)):
+            seen = seen_layers(self._layers[0], see, len(step.ids))
+            with seen, answered_by(_Pass(self, step, kv, backends, done)):
                 out = self._base[0](
                     input_ids=ids[None],
                     position_ids=positions[None],
@@ -298,6 +302,12 @@ class TransformersModel(Model):
         if wanted is None:
             return x
         return x[: len(wanted)] if last is not None and few else x[wanted]
+
+    def embed(self, step: StepInput) -> Generator[Pending, None, Tensor]:
+        """Return the embeddings of ``step.ids``, [T, hidden]."""
+        yield from ()
+        made: Tensor = self._base[0].get_input_embeddings()(step.ids)
+        return made
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Generator[Pending, None, Tensor]:
         yield from ()

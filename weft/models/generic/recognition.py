@@ -23,7 +23,7 @@ _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _HIDDEN, _INNER = 8, 12
 #: Norms of transformers compute in float32, also for float64 inputs.
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-5
-_SIZES = (1.0, 100.0)
+SIZES = (1.0, 100.0)
 """Factors of the random inputs: large inputs show a block that cuts off its values (``swiglu_limit``)."""
 
 
@@ -86,10 +86,10 @@ def _activation(
 ) -> str | None:
     """Return the name of the activation with which ``products`` computes ``module``; None if there is none.
 
-    x: random input of ``module``, compared in every size of ``_SIZES``.
+    x: random input of ``module``, compared in every size of ``SIZES``.
     """
     try:
-        results = [(x * size, module(x * size)) for size in _SIZES]
+        results = [(x * size, module(x * size)) for size in SIZES]
     except Exception:  # a block that needs its published sizes, or a gate with weights of its own
         return None
     for name in torch_ops.ACTIVATIONS:

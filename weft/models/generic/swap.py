@@ -70,6 +70,7 @@ class Swapper:
         self._inputs = inputs
         self._adapts = adapted_layers(inputs)
         self._plain = replace(build, adapters=AdapterOptions())
+        """Build for layers that take no adapters: tables, and layers without one row per token."""
         self._ranks = build.comm.size
         self._base, _ = base_of(model)
         self._plan = plan_of(model, calls) if self._ranks > 1 else {}
@@ -169,9 +170,9 @@ class Swapper:
         # Transformers shares the parameter of tied tables.
         tied = head.weight is embedding.weight
         vocab, hidden = embedding.weight.shape
-        table = modules.SharedEmbedding(vocab, hidden, self.build, self.sums, tied=tied)
+        table = modules.SharedEmbedding(vocab, hidden, self._plain, self.sums, tied=tied)
         bias = 0 if head.bias is None else vocab
-        end = modules.SharedHead(table, self.build, self.sums, tied=tied, bias=bias)
+        end = modules.SharedHead(table, self._plain, self.sums, tied=tied, bias=bias)
         if how == "embed_scale":
             table.scale = embedding.embed_scale.to(self.build.dtype)
         self._put(theirs, table, "embedding")
