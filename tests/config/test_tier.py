@@ -11,6 +11,9 @@ from weft.common.errors import ConfigError
 from weft.config.flags import from_keywords
 from weft.config.sections.tier_section import TierSection
 from weft.config.sizing.tier import check_tier, tier_bytes, write_rate
+from weft.engine.server.replicas import summed
+from weft.types.messages import EngineStats
+from weft.types.tiers import TierStats
 
 
 @pytest.mark.parametrize(
@@ -34,6 +37,16 @@ def test_combinations_that_cannot_work_are_refused(settings: dict[str, Any], dev
 def test_a_host_tier_is_refused_with_a_hint() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-memory"):
         from_keywords({"kv_host": "4G"})
+
+
+def test_replicas_of_one_folder_are_summed() -> None:
+    one = TierStats(nbytes=5, blocks=2, waiting=1, loads={"done": 2}, saved_tokens=64)
+    two = TierStats(nbytes=4, blocks=3, waiting=2, off=1, loads={"done": 1, "late": 1}, saved_tokens=32)
+    both = summed([EngineStats(tier=one), EngineStats(tier=two)]).tier
+    assert both == TierStats(
+        nbytes=5, blocks=3, waiting=3, off=1, loads={"done": 3, "late": 1}, saved_tokens=96
+    )
+    assert summed([EngineStats(), EngineStats()]).tier is None
 
 
 def test_sizes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 
@@ -40,5 +41,9 @@ def test_a_failed_load_that_counts_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(TierBook, "_landed", trusting)
     with pytest.raises(Violation, match="whose load has failed"):
-        for seed in (FOUND_BY, *SEEDS):
-            simulate_cluster(seed)
+        _simulate((FOUND_BY, *SEEDS))
+
+
+def _simulate(seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        simulate_cluster(seed)
