@@ -24,6 +24,7 @@ from testing.cluster.front import FrontProcess
 from testing.cluster.idle import check_idle
 from testing.cluster.network import Link, Network
 from testing.cluster.ranks import Pace, Replica, patience_of
+from testing.cluster.sim_tier import SimDisk
 from testing.cluster.supervisor import Supervisor
 from testing.cluster.tiny import tiny_engine
 from testing.cluster.transfer_world import TransferWorld
@@ -53,6 +54,8 @@ class Cluster(Timeline):
         """Build the schedule of ``seed``. ``log`` receives (virtual seconds, text) for every event."""
         super().__init__(seed, log)
         self.seed = seed
+        self.disk = SimDisk(seed)
+        """The disk of the KV tier."""
         self.eager = seed % 10 in EAGER
         """True for an eager schedule: see ``EAGER``."""
         rng = self.rng
@@ -99,6 +102,7 @@ class Cluster(Timeline):
         rng.random()  # unused: keeps the schedules of the seeds recorded in tests/testing
         self._start(fronts)
         self.clients = [random_client(rng, number) for number in range(rng.choice((1, 2, 3, 3, 4, 6)))]
+        self.disk.share_prompts(self.clients)
         self.counts["clusters that encode images apart"] += self.transfers.images.there
         """Number of schedules with encode groups."""
         for client in self.clients:
@@ -167,6 +171,9 @@ class Cluster(Timeline):
         ):
             return False
         if any(engine_process.engine.runner.pins for engine_process in engine_processes):
+            return False
+        tiers = [engine_process.engine.tier for engine_process in engine_processes]
+        if any(tier is not None and tier.busy for tier in tiers):
             return False
         if any(
             engine_process.ready and not engine_process.group.running for engine_process in engine_processes

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from testing.cluster.check import VOCABULARY, TokenModel, require
 from testing.cluster.group import Group
 from testing.cluster.ranks import Work
+from testing.cluster.sim_tier import SimTier
 from testing.cluster.transfers.sides import Sides
 from weft.common.clock import Clock
 from weft.config.resolved import KVConfig
@@ -62,6 +63,8 @@ class GroupRunner(Executor[Launched]):
         """Transfer sides of the engine's own rank, in a group with transfers, once the process serves."""
         self.pins: Counter[int] = Counter()
         """Pin counts of blocks open to writes by outside processes."""
+        self.tier: SimTier | None = None
+        """KV tier of the process; None without a tier."""
         self.held_over: set[int] = set()
         """Pinned blocks from before the last loss of the group."""
         self._clock = clock
@@ -72,6 +75,8 @@ class GroupRunner(Executor[Launched]):
     def forward(self, plan: StepPlan) -> Launched:
         if self.held_over:
             self._check_blocks(plan)
+        if self.tier is not None:
+            self.tier.check(plan)
         result, step, dies = self.model.run(plan)
         if self.sides is not None:
             self.sides.run(plan)
@@ -145,6 +150,8 @@ class Engine(EngineLoop[Launched]):
         self.section = section
         self.late_images = 0
         """Number of sequences with late images."""
+        self.tier: SimTier | None = None
+        """KV tier of the process; None without a tier."""
 
     def open_transfers(self, transfers: EngineTransfers | None, embeddings: EngineTransfers | None) -> None:
         """Begin the transfers of the group."""

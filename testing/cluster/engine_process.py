@@ -16,6 +16,7 @@ from testing.cluster.group import Group
 from testing.cluster.idle import check_reservations
 from testing.cluster.network import Link
 from testing.cluster.ranks import Replica
+from testing.cluster.sim_tier import open_tier
 from testing.cluster.transfers.sides import Sides
 from testing.cluster.transfers.transfer_network import SimChannel, SimPeers
 from weft.common.errors import EngineDead, WeftError
@@ -137,6 +138,7 @@ class EngineProcess:
     def _serve(self) -> None:
         self.ready = True
         self._open_transfers()
+        open_tier(self)
         self.cluster.at(self.cluster.now + HEARTBEAT_S, self, self._timer)
         self._turn()
 
@@ -200,6 +202,7 @@ class EngineProcess:
     def _watch_transfers(self) -> None:
         """Schedule a check at the next deadline of a transfer."""
         each = [transfers.next_due for transfers in self.engine.all_transfers]
+        each += [] if self.engine.tier is None else [self.engine.tier.loads.next_due]
         due = min((one for one in each if one is not None), default=None)
         if due is not None and (self._due is None or due < self._due):
             self._due = due

@@ -14,9 +14,12 @@ import pytest
 
 from tests.e0.rig import submit
 from tests.e1.rig import MAX_LEN, VOCAB, make_checkpoint
+from tests.e1.test_groups import bits as engine_bits
+from tests.support.fleet_engine import FleetEngine
 from tests.support.slow import mostly_slow
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
+from weft.config.resolved import EngineConfig
 from weft.engine import build
 from weft.engine.core import EngineCore
 from weft.types.messages import Submit
@@ -52,8 +55,8 @@ def submits(session: str = "") -> list[Submit]:
     ]
 
 
-def start(folder: Path, shape: str, disk: Path | None, **more: Any) -> EngineCore:
-    """Start an engine; with ``disk``, an engine that stores every block."""
+def config_of(folder: Path, shape: str, disk: Path | None, **more: Any) -> EngineConfig:
+    """Return the configuration of an engine; with ``disk``, of an engine that stores every block."""
     tier = {} if disk is None else {"kv_disk": "64M", "kv_disk_dir": str(disk), "kv_store": "all"}
     common = {
         "model": str(folder),
@@ -67,7 +70,12 @@ def start(folder: Path, shape: str, disk: Path | None, **more: Any) -> EngineCor
         "block_size": 16,
         "long_prefill_token_threshold": 48,
     }
-    return EngineCore(resolve(from_keywords({**common, **SHAPES[shape], **tier, **more})), progress=False)
+    return resolve(from_keywords({**common, **SHAPES[shape], **tier, **more}))
+
+
+def start(folder: Path, shape: str, disk: Path | None, **more: Any) -> EngineCore:
+    """Start an engine, see ``config_of``."""
+    return EngineCore(config_of(folder, shape, disk, **more), progress=False)
 
 
 def bits(core: EngineCore, asked: list[Submit]) -> Bits:
@@ -253,3 +261,26 @@ def test_two_processes_share_a_folder(tmp_path: Path) -> None:
         assert stats.saved_tokens > 0
     finally:
         two.close()
+
+
+@pytest.mark.slow
+def test_prefill_groups_have_tiers(tmp_path: Path) -> None:
+    """A pair of groups with the tier on the prefill group: loaded blocks are sent like computed blocks."""
+    folder, disk = make_checkpoint(tmp_path, "gpt_oss"), tmp_path / "kv"
+    reference = expected(folder, "gpt_oss")
+    for restart in (False, True):
+        groups = [
+            config_of(folder, "gpt_oss", disk if role == "prefill" else None, role=role)
+            for role in ("prefill", "decode")
+        ]
+        engine = FleetEngine(groups)
+        try:
+            assert engine_bits(engine, submits()) == reference
+            engine.settle()
+            core = engine.cores("prefill")[0]
+            stats = core.stats().tier
+            core.tier.finish()
+        finally:
+            engine.close()
+        assert stats is not None
+        assert (stats.saved_tokens > 0) == restart

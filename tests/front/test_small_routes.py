@@ -232,6 +232,12 @@ def test_a_profile_needs_a_folder(guarded: Any) -> None:
     assert "--profile-dir" in error_of(answer)["message"]
 
 
+def test_a_flush_needs_a_tier(guarded: Any) -> None:
+    answer = guarded.http.post("/admin/cache/flush", json={"all": True}, headers=ADMIN)
+    assert answer.status_code == 400
+    assert "--kv-disk" in error_of(answer)["message"]
+
+
 # -- other origins -----------------------------------------------------------------------------------
 
 SITE = "https://app.example.org"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.harness import next_turn, random_bases, random_rig, random_submits
 from tests.scheduler.tier_rig import FakeDisk, TierRig, faulty
 from tests.support.slow import mostly_slow
+from weft.kv import tiers
 from weft.kv.tiers import Changed, Stopped
 from weft.types.messages import Submit
 from weft.types.tiers import BlockOutcome
@@ -193,3 +195,32 @@ def test_a_block_that_left_the_store_is_not_asked_for() -> None:
     rig.loads.on(Changed([], list(disk.records)), 0.0)
     assert ask(rig, submit(0, PROMPT)) == 0
     assert not rig.loaded_blocks
+
+
+def test_the_write_rate_spreads_stores() -> None:
+    """Stores wait for the rate, and a block larger than one second's bytes is still stored."""
+    rig = TierRig(kv_config(), mode="all")
+    book = rig.loads.book
+    book._rate = 2.0 * book._bytes[0]  # two blocks per second
+    rig.submit(submit(0, PROMPT))
+    while rig.scheduler.has_work():
+        rig.step()
+    counts = []
+    for second in range(8):
+        rig.now = 100.0 + second
+        rig.ask()
+        while rig.under_way:
+            rig.serve()
+        counts.append(len(rig.disk.records))
+    assert counts[0] == 0
+    assert all(later - earlier <= 2 for earlier, later in itertools.pairwise(counts))
+    assert counts[-1] == 9
+
+
+def test_a_full_list_skips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks beyond the limit of waiting blocks are skipped and counted."""
+    monkeypatch.setattr(tiers, "MOST_WANTED", 3)
+    rig = TierRig(kv_config(), mode="all")
+    assert ask(rig, submit(0, PROMPT)) == 0
+    assert len(rig.disk.records) == 3
+    assert rig.loads.stats().skipped == {"full": 6}

@@ -366,7 +366,8 @@ class TierBook:
     def _batch(self, now: float) -> tuple[list[tuple[int, int, bytes]], Owner]:
         """Take the next blocks with the same owner from the waiting blocks, pin the blocks and return
         (blocks, owner). Half of the tier's share of a pool stays for loads."""
-        room, items, owner = min(JOB_BYTES, self._may_write(now)), list[tuple[int, int, bytes]](), Owner()
+        room, items, owner = JOB_BYTES, list[tuple[int, int, bytes]](), Owner()
+        self._refill(now)
         held = list(self._held)
         while self._wanted:
             entry, (its, reason) = next(iter(self._wanted.items()))
@@ -379,7 +380,8 @@ class TierBook:
                 continue
             size = self._bytes[kind]
             full = held[kind] >= max(1, self._most[kind] // 2)
-            if full or (items and its != owner) or (room < size and (items or self._rate)):
+            # The first block of a command may be larger than the command.
+            if full or (items and (its != owner or room < size)) or (self._rate and self._allowed < size):
                 break
             del self._wanted[entry]
             owner, room = its, room - size
@@ -393,16 +395,13 @@ class TierBook:
             self._allowed -= size if self._rate else 0
         return items, owner
 
-    def _may_write(self, now: float) -> int:
-        """Return the bytes that the write rate allows now. At most one second's bytes, and one command's
-        bytes, add up while nothing is written."""
-        if not self._rate:
-            return JOB_BYTES
-        since = now if self._allowed_at is None else self._allowed_at
-        most = max(self._rate, float(JOB_BYTES))
-        self._allowed = min(most, self._allowed + (now - since) * self._rate)
-        self._allowed_at = now
-        return int(self._allowed)
+    def _refill(self, now: float) -> None:
+        """Add the bytes that the write rate allows since the last call. At most the bytes of one second, of
+        one command or of one block add up while nothing is written."""
+        if self._rate:
+            since = now if self._allowed_at is None else self._allowed_at
+            most = max(self._rate, float(JOB_BYTES), *map(float, self._bytes))
+            self._allowed, self._allowed_at = min(most, self._allowed + (now - since) * self._rate), now
 
     def _command(
         self, load: bool, items: list[tuple[int, int, bytes]], now: float, owner: Owner = Owner()

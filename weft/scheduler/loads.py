@@ -162,6 +162,11 @@ class Loads:
         return bool(self._loads)
 
     @property
+    def next_due(self) -> float | None:
+        """Time of the next deadline of a waiting sequence; None without one."""
+        return min((load.due for load in self._loads.values() if load.due < math.inf), default=None)
+
+    @property
     def moving(self) -> bool:
         """True while commands are under way or blocks wait to be stored, unless the disk is stuck or off."""
         return bool(self._ended or self.book.busy) and not self.book.off

@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -160,6 +161,21 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Records evicted or expired by this process."""
     saved_tokens: int = 0
     """Prompt tokens that were not computed because of loads."""
+
+
+def summed_tiers(stats: Sequence[TierStats]) -> TierStats | None:
+    """Return the sums over engine processes of one folder; None without tiers. Of the folder's bytes and
+    blocks, and of ``off``: the largest."""
+    if not stats:
+        return None
+    made: dict[str, Any] = {}
+    for name in TierStats.__struct_fields__:
+        values = [getattr(one, name) for one in stats]
+        if isinstance(values[0], dict):
+            made[name] = dict(sum(map(Counter, values), Counter[str]()))
+        else:
+            made[name] = max(values) if name in ("nbytes", "blocks", "off") else sum(values)
+    return TierStats(**made)
 
 
 TierCommand = CopyBlocks | FlushStore

@@ -31,6 +31,7 @@ from weft.engine.core import EngineCore
 from weft.engine.server.engine_processes import REFUSED, EngineGroups
 from weft.types import messages as m
 from weft.types.messages import Measures
+from weft.types.tiers import summed_tiers
 
 STEP_S = 0.1
 """Maximum seconds for ``step`` to wait for events."""
@@ -229,6 +230,8 @@ def summed(stats: Sequence[m.EngineStats]) -> m.EngineStats:
             made[name] = max(values)
         elif name in ("transfers", "embedding_transfers"):
             made[name] = _summed_transfers([value for value in values if value is not None])
+        elif name == "tier":
+            made[name] = summed_tiers([value for value in values if value is not None])
         elif isinstance(values[0], Measures):
             made[name] = sum(values[1:], values[0])
         elif isinstance(values[0], tuple):

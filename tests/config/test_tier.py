@@ -1,0 +1,57 @@
+"""Settings of the KV disk tier: sizes, and combinations that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.common.errors import ConfigError
+from weft.config.flags import from_keywords
+from weft.config.sections.tier_section import TierSection
+from weft.config.sizing.tier import check_tier, tier_bytes, write_rate
+from weft.engine.server.replicas import summed
+from weft.types.messages import EngineStats
+from weft.types.tiers import TierStats
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "words"),
+    [
+        ({"kv_disk": "20X"}, "cpu", "neither a size such as 20G nor auto"),
+        ({"kv_disk": "1M"}, "cpu", "at least 16M"),
+        ({"kv_disk": "1G"}, "cuda", "works with --device cpu only"),
+        ({"kv_disk": "1G", "enable_prefix_caching": False}, "cpu", "requires the prefix cache"),
+        ({"kv_disk": "1G", "role": "decode"}, "cpu", "a group of role decode computes no prompts"),
+        ({"kv_store": "all"}, "cpu", "--kv-store requires --kv-disk"),
+        ({"kv_disk_dir": "kv"}, "cpu", "--kv-disk-dir requires --kv-disk"),
+        ({"kv_disk_write_rate": "1M"}, "cpu", "--kv-disk-write-rate requires --kv-disk"),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(settings: dict[str, Any], device: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_tier(from_keywords(settings), device)
+
+
+def test_a_host_tier_is_refused_with_a_hint() -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-memory"):
+        from_keywords({"kv_host": "4G"})
+
+
+def test_replicas_of_one_folder_are_summed() -> None:
+    one = TierStats(nbytes=5, blocks=2, waiting=1, loads={"done": 2}, saved_tokens=64)
+    two = TierStats(nbytes=4, blocks=3, waiting=2, off=1, loads={"done": 1, "late": 1}, saved_tokens=32)
+    both = summed([EngineStats(tier=one), EngineStats(tier=two)]).tier
+    assert both == TierStats(
+        nbytes=5, blocks=3, waiting=3, off=1, loads={"done": 3, "late": 1}, saved_tokens=96
+    )
+    assert summed([EngineStats(), EngineStats()]).tier is None
+
+
+def test_sizes(tmp_path: Path) -> None:
+    assert check_tier(from_keywords({}), "cuda").kv_disk is None
+    assert tier_bytes(TierSection(kv_disk="2G")) == 2 << 30
+    assert tier_bytes(TierSection(kv_disk="auto", kv_disk_dir=str(tmp_path / "new"))) > 0
+    assert write_rate(TierSection(kv_disk="2G", kv_disk_write_rate="20M")) == 20 << 20
+    assert write_rate(TierSection(kv_disk="2G")) == 0.0
