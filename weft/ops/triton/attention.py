@@ -376,6 +376,7 @@ def attend(
     if split:
         target = torch.empty((end - begin, heads, splits, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((end - begin, heads, splits), dtype=torch.float32, device=q.device)
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "DIM_P2": padded(dim), "BLOCK": block}
     optional = (q if sinks is None else sinks, starts if ends is None else ends)
     tensors = (q, target, lse, cache, offsets, starts, table, tiles, *optional)
     factor = scale * (2 / softcap if softcap else 1) * _LOG2E
@@ -383,11 +384,7 @@ def attend(
     _attend[(tiles.shape[0], kv_heads, splits)](
         *tensors,
         *numbers,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        DIM_P2=padded(dim),
-        BLOCK=block,
+        **sizes,
         WINDOW=window,
         TILE_M=form.tile_m,
         TILE_N=form.tile_n,
