@@ -379,8 +379,7 @@ def attend(
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "DIM_P2": padded(dim), "BLOCK": block}
     optional = (q if sinks is None else sinks, starts if ends is None else ends)
     tensors = (q, target, lse, cache, offsets, starts, table, tiles, *optional)
-    factor = scale * (2 / softcap if softcap else 1) * _LOG2E
-    numbers = (factor, table.stride(0), split, splits, begin)
+    numbers = (scale * (2 / softcap if softcap else 1) * _LOG2E, table.stride(0), split, splits, begin)
     _attend[(tiles.shape[0], kv_heads, splits)](
         *tensors,
         *numbers,
