@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.ranks import on_ranks
 from tests.support.vision_models import Prompt, make_prompt, random_image
 from tests.support.whole_image_models import CASES, PLACEHOLDER, inputs_of, types_name
+from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.sizing.memory import weight_bytes
 from weft.models.decoder import Model
+from weft.models.loader import load_model
+from weft.models.tower import load_tower
 from weft.types.layout import Layout
 
 Tensor = torch.Tensor
+CPU = torch.device("cpu")
 NAMES = list(CASES)
 
 
@@ -191,3 +198,51 @@ def test_size_of_the_weights(name: str, seeing: Any) -> None:
     model = seeing(name).read()
     real = sum(parameter.nbytes for parameter in model.parameters())
     assert weight_bytes(model.spec, "float32") == pytest.approx(real, rel=0.04)
+
+
+def _renamed(source: str, target: Path, change: Any) -> str:
+    """Write a copy of a checkpoint with changed names of tensors; a name without a result is left out."""
+    shutil.copytree(source, target)
+    path = target / "model.safetensors"
+    tensors = {new: tensor for name, tensor in load_file(path).items() if (new := change(name))}
+    save_file(tensors, path, metadata={"format": "pt"})
+    return str(target)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral3"])
+def test_published_names(name: str, seeing: Any, paged: Any, tmp_path: Path) -> None:
+    """Publishers and transformers write the names in two forms. The tower loads alone, too."""
+    checkpoint = seeing(name)
+
+    def other(one: str) -> str:
+        if name == "gemma4":
+            return one.removeprefix("model.")
+        if one.startswith("language_model."):
+            return one.replace("language_model.model.", "model.language_model.").replace(
+                "language_model.lm_head", "lm_head"
+            )
+        inner = "vision_tower.vision_model." if name == "gemma3" else "vision_tower."
+        return f"model.{one.replace('vision_tower.', inner)}"
+
+    folder = _renamed(checkpoint.folder, tmp_path / "other", other)
+    spec = load_spec(folder)
+    model = load_model(folder, spec, torch.float64, CPU, progress=False)
+    prompt = make_prompt(shapes(name, 3, (2, 3), 4), spec, 1)
+    made = []
+    for one in (checkpoint.load(torch.float64), model):
+        harness = paged(one)
+        sequence = harness.reading(prompt)
+        harness.step([(sequence, len(prompt.ids))])
+        made.append(torch.stack(sequence.logits))
+    assert torch.equal(made[0], made[1])
+    alone = load_tower(folder, spec, torch.float64, CPU, progress=False).vision
+    assert torch.equal(prompt.embedded(alone)[0].main, prompt.embedded(model.vision)[0].main)
+    text = load_spec(folder, language_model_only=True)
+    assert load_model(folder, text, torch.float32, CPU, progress=False).vision is None
+
+
+def test_a_missing_tensor_is_named(seeing: Any, tmp_path: Path) -> None:
+    cut = "multi_modal_projector.mm_soft_emb_norm.weight"
+    folder = _renamed(seeing("gemma3").folder, tmp_path / "cut", lambda one: "" if one == cut else one)
+    with pytest.raises(ConfigError, match=r"missing: multi_modal_projector\.mm_soft_emb_norm\.weight"):
+        load_model(folder, load_spec(folder), torch.float32, CPU, progress=False)
