@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Sequence as Seq
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,11 @@ from weft.attention.base import SegmentInput, StepInput
 from weft.attention.registry import choose
 from weft.config.families import load_spec
 from weft.config.resolved import KVConfig, PoolSpec
+from weft.config.sizing.media_limits import ahead_groups
 from weft.models.decoder import Model
 from weft.models.loader import load_model
 from weft.parallel.comm import drive
+from weft.runner.images.visible_ends import ImagesOfRow, ends_of
 from weft.runner.kv_tensors import by_layer, stacked
 from weft.types.exchange import UNAGREED
 
@@ -299,7 +301,7 @@ class Paged:
         for sequence, count in rows:
             self.slide(sequence)  # not earlier: the last computed tokens may have been rejected
             self._reserve(sequence, sequence.computed + count + bound)
-        first = self._segment(prefill, 0, bound)
+        first = replace(self._segment(prefill, 0, bound), ends=self._ends(prefill))
         segments = (first, self._segment(decode, first.tokens, bound))
         ids = [i for s, n in rows for i in s.ids[s.computed : s.computed + n]]
         positions = [p for s, n in rows for p in range(s.computed, s.computed + n)]
@@ -360,6 +362,13 @@ class Paged:
             live=self._column([s.live for s, _ in rows]),
             tables=tuple(tables),
         )
+
+    def _ends(self, rows: Seq[tuple[Sequence, int]]) -> tuple[Tensor | None, ...]:
+        images = [
+            ImagesOfRow(s.computed, s.computed + n, [] if s.seen is None else s.seen.spans[:, :2].tolist())
+            for s, n in rows
+        ]
+        return ends_of(images, ahead_groups(self.model.spec), len(self.sizes), self.model.device)
 
     def _writes(self, rows: Seq[tuple[Sequence, int]]) -> tuple[Tensor, ...]:
         return tuple(

@@ -120,5 +120,5 @@ def test_the_text_model_of_a_model_with_a_tower(
     found, expected = dict(model.named_parameters()), dict(source.read().named_parameters())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[one], expected[one]) for one in found)
-    with pytest.raises(ConfigError, match=r"images of .* are not supported.*: --language-model-only"):
+    with pytest.raises(ConfigError, match=r"head_dim must be|mm_tokens_per_image 256 is no square"):
         load_spec(folder)

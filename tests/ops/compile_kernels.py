@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,19 @@ def _segment(counts: list[int]) -> Any:
 
 
 def attention(
-    heads: int, kv_heads: int, dim: int, block: int, window: int, dtype: torch.dtype, softcap: float = 0.0
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block: int,
+    window: int,
+    dtype: torch.dtype,
+    softcap: float = 0.0,
+    *,
+    ahead: bool = False,
 ) -> None:
     """Decodes, chunks and their splits in both backends, and the merge with its log-sum-exp.
 
-    ``window``: negative for attention within chunks.
+    ``window``: negative for attention within chunks. ``ahead``: tokens attend to later tokens.
     """
     from weft.attention.base import CoreInput
     from weft.attention.gqa.triton_backend import TritonAttention, TritonInvariant
@@ -118,6 +127,8 @@ def attention(
     for backend in (TritonAttention(), TritonInvariant()):
         for counts in ([1, 1, 1, 1], [700, 20], [700] * 64):
             segment = _segment(counts)
+            if ahead:
+                segment = replace(segment, ends=(torch.zeros(segment.tokens, dtype=torch.int64),))
             q = torch.empty(segment.tokens, heads, dim, dtype=dtype)
             core = CoreInput(segment, {0: (cache,)}, 0.1, softcap=softcap)
             backend.attend(q, torch.empty_like(q), core, 0, spec)
@@ -258,6 +269,7 @@ def all_forms() -> None:
     packed(torch.float16, "int4 zeros", "nvfp4")
     packed(FULL, "int4 zeros", "fp8 blocks", "nvfp4")
     attention(32, 8, 128, 64, 0, FULL)
+    attention(8, 4, 256, 16, 1024, HALF, ahead=True)
     attention(16, 2, 256, 64, 0, HALF)
     attention(8, 8, 96, 4, 0, torch.float16)
     attention(40, 8, 128, 64, -8192, HALF)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
+from tests.support import whole_image_models
 from tests.support.vision_models import (
     PLACEHOLDER,
     Clip,
@@ -100,11 +101,12 @@ class SeeingModels:
         ids = list(seen.ids)
         more = seen.prompt.inputs(load_spec(str(self.folder(name))), torch.float64)
         for _ in range(most):
-            types = (
-                {"mm_token_type_ids": types_of(ids, videos=bool(seen.prompt.clips))}
-                if name != "kimi-k25"
-                else {}
-            )
+            types: dict[str, Any] = {}
+            if name in whole_image_models.CASES:
+                if kind := whole_image_models.types_name(whole_image_models.CASES[name][0]):
+                    types[kind] = types_of(ids, videos=False)
+            elif name != "kimi-k25":
+                types["mm_token_type_ids"] = types_of(ids, videos=bool(seen.prompt.clips))
             logits = reference(torch.tensor([ids]), use_cache=False, **more, **types).logits
             logits[0, -1, list(hidden)] = -torch.inf
             ids.append(int(logits[0, -1].argmax()))

@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.support import whole_image_models
 from tests.support.delta_models import CASES as DELTA_CASES
 from tests.support.latent_models import CASES as LATENT_CASES
 from weft.attention.base import MediaRows
@@ -157,7 +158,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def processor_of(family: str) -> dict[str, Any]:
     """Return the content of preprocessor_config.json."""
-    return _KIMI_PROCESSOR if family == "Kimi_K25" else _QWEN_PROCESSOR
+    more = {"Kimi_K25": _KIMI_PROCESSOR, **whole_image_models.PROCESSORS}
+    return more.get(family, _QWEN_PROCESSOR)
 
 
 def config_for(name: str) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def save_tiny(name: str, folder: Path, randomize: Any) -> Any:
 
     ``randomize`` sets the weights of a model; see tests/models/conftest.py.
     """
-    family, settings = CASES[name]
+    family, settings = (CASES | whole_image_models.CASES)[name]
     config = getattr(transformers, f"{family}Config")(**settings)
     reference = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
     randomize(reference)
@@ -180,6 +182,8 @@ def save_tiny(name: str, folder: Path, randomize: Any) -> Any:
     (folder / "preprocessor_config.json").write_text(json.dumps(processor_of(family)))
     if family == "Kimi_K25":
         _publish(folder)
+    for file, content in whole_image_models.FILES.get(family, {}).items():
+        (folder / file).write_text(json.dumps(content))
     return reference
 
 
@@ -228,6 +232,8 @@ class Prompt:
             return {}
         assert spec.vision is not None
         media = spec.vision.media
+        if media.kind not in ("area", "patches"):
+            return whole_image_models.inputs_of(self.images, spec, dtype)
         colours = colour_table(media, torch.float32, torch.device("cpu"))
         made: dict[str, Any] = {}
         for token, values, grid in (
@@ -274,10 +280,11 @@ def make_prompt(parts: Seq[int | tuple[int, int] | Clip], spec: ModelSpec, seed:
     def show(sides: tuple[int, int], token: int, frames: int) -> None:
         rows, columns = sides[0] * media.merge, sides[1] * media.merge
         images.append(random_image(rows * media.patch, columns * media.patch, seed + len(items), frames))
-        count = sides[0] * sides[1]
+        gaps = media.row_end is not None
+        count = sides[0] * (sides[1] + gaps)
         ids.append(START)
         items.append(MediaItem(key=b"", start=len(ids), count=count, grid=(1, rows, columns)))
-        ids.extend([token] * count + [END])
+        ids.extend(media.tokens_of(token, count, (1, rows, columns)) + ([] if gaps else [END]))
 
     for part in parts:
         if isinstance(part, int):
@@ -310,11 +317,15 @@ class Seen:
     spans: np.ndarray
     """Spans in the form of ``spans_of``."""
     embedded: list[Embedding]
+    gaps: bool = False
+    """True if a token of text follows each row of an image."""
 
     @classmethod
     def of(cls, prompt: Prompt, model: Model) -> Seen:
         assert model.vision is not None
-        return cls(prompt.spans(model.spec), prompt.embedded(model.vision))
+        assert model.spec.vision is not None
+        gaps = model.spec.vision.media.row_end is not None
+        return cls(prompt.spans(model.spec), prompt.embedded(model.vision), gaps)
 
     def rows(self, begin: int, end: int) -> tuple[list[int], list[Tensor], list[Tensor]]:
         """Return (places, main rows, level rows) of image tokens in positions ``begin`` .. ``end - 1``.
@@ -323,11 +334,15 @@ class Seen:
         """
         places: list[int] = []
         main, levels = [], []
-        for (start, count, *_), embedding in zip(self.spans.tolist(), self.embedded, strict=True):
+        for (start, count, _, _, columns, _), embedding in zip(
+            self.spans.tolist(), self.embedded, strict=True
+        ):
             low, high = max(start, begin), min(start + count, end)
             if low < high:
-                places += range(low - begin, high - begin)
-                main.append(embedding.main[low - start : high - start])
+                step = columns + 1 if self.gaps else 0
+                rows = [at for at in range(low - start, high - start) if not step or (at + 1) % step]
+                places += [start + at - begin for at in rows]
+                main.append(embedding.main[rows])
                 if embedding.levels is not None:
                     levels.append(embedding.levels[:, low - start : high - start])
         return places, main, levels

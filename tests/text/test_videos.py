@@ -19,11 +19,13 @@ import weft
 from tests.support.text_folders import IMAGE_TEMPLATE
 from weft.common.errors import InvalidRequest
 from weft.config.media import MediaFacts, VideoFacts
-from weft.text.chat import ChatFormat, expanded, image_rules
+from weft.text.chat import ChatFormat, image_rules
 from weft.text.chat_messages import Shows, check_messages
+from weft.text.image_tokens import expanded
 from weft.text.images import VideoPart, group_times, video_part
 from weft.text.tokenizer import Tokenizer
 from weft.text.videos import VideoFile
+from weft.types.media_item import MediaItem
 from weft.types.video_clip import VideoClip
 
 FOLDER = Path(weft.__file__).parent / "checkpoints" / "spool-vision"
@@ -77,7 +79,9 @@ def test_ids_are_the_reference_s(number: int) -> None:
     prompt = made.encode([{"role": "user", "content": content}])
     shown = [part for part in content if part["type"] != "text"]
     counts = [n for place, part in enumerate(shown) for n in [3 + place] * _groups(part)]
-    ids, starts = expanded(prompt.ids, facts.placeholders, counts)
+    ids, starts = expanded(
+        prompt.ids, facts, [MediaItem(key=b"", start=0, count=n, grid=(1, 2, 2 * n)) for n in counts]
+    )
 
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     processor: Any = object.__new__(Qwen3VLProcessor)

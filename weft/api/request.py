@@ -13,9 +13,9 @@ from weft.common.errors import ContextLength, ErrorInfo, InvalidRequest, WeftErr
 from weft.config.resolved import MediaLimits
 from weft.media.local import LocalPictures, placed
 from weft.scheduler.images.media_book import check_media
-from weft.text.chat import expanded
 from weft.text.choice import Choice
 from weft.text.detokenizer import Stops
+from weft.text.image_tokens import expanded
 from weft.text.logprobs import PositionLogprobs
 from weft.text.model import TextModel
 from weft.text.submit import IdMint, ModelLimits, SeedMint, build_submits, prompt_bytes, submits_of
@@ -157,7 +157,7 @@ class RequestMaker:
         if made.shown and self._pictures is not None:
             items = self._pictures.items(made.shown, videos)
             # One placeholder per image becomes as many placeholders as the image has embedding rows.
-            ids, starts = expanded(ids, self._pictures.facts.placeholders, [item.count for item in items])
+            ids, starts = expanded(ids, self._pictures.facts, items)
             media = placed(items, starts)
             self._check(media, ids)
         request = self._make(

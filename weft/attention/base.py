@@ -66,6 +66,14 @@ class SegmentInput:
     tables: tuple[Tensor, ...]
     """Per KV cache group, int64 [R, W]: block ids, padded with 0. Entry i covers the ``block`` positions from
     i * block on. W is 0 for ``state``."""
+    ends: tuple[Tensor | None, ...] = ()
+    """Per KV cache group, int64 [T]: end of the positions that a token reads, if behind the token itself
+    (tokens of an image); at most the end of the row, and never decreasing within a row. None, and the empty
+    tuple: a token reads up to its own position."""
+
+    def end_of(self, kind: int) -> Tensor | None:
+        """Return ``ends`` of a KV cache group."""
+        return self.ends[kind] if self.ends else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +228,8 @@ class AttentionBackend(Backend):
     ) -> None:
         """Attend causally (and within ``spec.window``, or the chunk) to keys and values in
         ``core.caches[kind]``. Writes ``out``.
+
+        A token with an end in ``core.segment.ends`` also attends to later tokens before the end.
 
         TRAP: block table entries outside the window, and positions beyond the end of a row, may belong to
         other sequences. Their values (NaN included) must never reach an output. Block 0 is the null block.

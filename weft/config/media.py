@@ -6,6 +6,7 @@ Torch-free. API servers count tokens, media workers resize, and ranks cut and no
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -65,11 +66,14 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
 class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Fitting, colours and token count of a model's images."""
 
-    kind: Literal["area", "patches"]
+    kind: Literal["area", "patches", "longest", "fixed", "budget"]
     """Rule for the size of an image:
 
         area      resize to whole tokens on both sides, with the area within bounds (Qwen)
         patches   shrink until the patches are within bounds, then pad (MoonViT)
+        longest   shrink to the longest side, then resize up to whole tokens (Pixtral)
+        fixed     resize to one square (Gemma 3)
+        budget    resize to the largest area of whole tokens within a number of tokens (Gemma 4)
     """
     patch: int
     """Side of a patch in pixels."""
@@ -83,6 +87,10 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_patches: int = 0
     max_side: int = 0
     """Bounds of the number of patches per image and per side, kind ``patches``."""
+    longest: int = 0
+    """Bound of a side in pixels, kind ``longest``; the side in pixels, kind ``fixed``."""
+    budget: int = 0
+    """Bound of the number of tokens, kind ``budget``."""
     resample: int = BICUBIC
     """Pillow's number of the resize filter."""
     rescale: float = 1 / 255
@@ -96,6 +104,16 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     start: int | None = None
     end: int | None = None
     """Tokens that the template writes around an image, if named in config.json."""
+    shown: int | None = None
+    """Token that the template writes for an image; None: ``placeholder``."""
+    around: Literal["", "tokens", "lines"] = ""
+    """Text that replaces the template's token of an image. "": nothing. tokens: the placeholder between
+    ``start`` and ``end``. lines: the same between empty lines.
+    """
+    row_end: int | None = None
+    """Token of text behind each row of an image except the last row, which ``end`` follows. The embedding has
+    unused rows for these tokens. None: the tokens of an image have no gaps.
+    """
     frames: VideoFacts | None = None
     """Fitting of video frames; None if the model takes no videos."""
 
@@ -104,6 +122,15 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens that stand for images and video frames."""
         return (self.placeholder,) if self.video is None else (self.placeholder, self.video)
 
+    @property
+    def most_patches(self) -> int:
+        """Number of patches of the largest image, approximately for kind ``longest``."""
+        if self.kind == "area":
+            return self.max_pixels // self.patch**2
+        if self.kind == "patches":
+            return self.max_patches
+        return self.budget * self.merge**2 or (self.longest // self.patch) ** 2
+
     def grid_of(self, height: int, width: int) -> Fit:
         """Return the fit of an image of ``height`` x ``width`` pixels.
 
@@ -111,8 +138,18 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         """
         if height < 1 or width < 1:
             raise InvalidRequest(f"an image of {width} x {height} pixels is empty")
-        size = self._by_area(height, width) if self.kind == "area" else self._by_patches(height, width)
-        return self._fit(size)
+        return self._fit(_SIZES[self.kind](self, height, width))
+
+    def tokens_of(self, placeholder: int, count: int, grid: tuple[int, int, int]) -> list[int]:
+        """Return the ``count`` tokens of an image or frame group of ``grid`` patches."""
+        if self.row_end is None:
+            return [placeholder] * count
+        columns = grid[2] // self.merge
+        row = [*[placeholder] * columns, self.row_end]
+        made = row * (grid[1] // self.merge)
+        assert self.end is not None
+        made[-1] = self.end
+        return made
 
     def video_grid_of(self, video: VideoFacts, frames: int, height: int, width: int) -> Fit:
         """Return the fit of each group of ``temporal`` frames in a video of ``frames`` equal frames.
@@ -142,7 +179,8 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         padded = (-(-size[0] // token) * token, -(-size[1] // token) * token)
         rows, columns = padded[0] // self.patch, padded[1] // self.patch
         # merge x merge patches become one token.
-        return Fit(size, padded, (1, rows, columns), rows * columns // self.merge**2)
+        lines = rows // self.merge if self.row_end is not None else 0
+        return Fit(size, padded, (1, rows, columns), rows * columns // self.merge**2 + lines)
 
     def _by_area(self, height: int, width: int) -> tuple[int, int]:
         """Return the size for kind ``area``. Raise InvalidRequest for an extreme aspect ratio."""
@@ -180,6 +218,28 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         scale = min(1.0, math.sqrt(self.max_patches / patches), most / height, most / width)
         return min(max(1, int(height * scale)), most), min(max(1, int(width * scale)), most)
 
+    def _by_longest(self, height: int, width: int) -> tuple[int, int]:
+        """Return the size for kind ``longest``. Raise InvalidRequest for an extreme aspect ratio."""
+        _check_aspect("an image", height, width)
+        token = self.patch * self.merge
+        ratio = max(height, width) / self.longest
+        if ratio > 1:
+            height, width = math.floor(height / ratio), math.floor(width / ratio)
+        # Up to whole tokens; a side of no pixels becomes one token.
+        return max(1, -(-height // token)) * token, max(1, -(-width // token)) * token
+
+    def _by_budget(self, height: int, width: int) -> tuple[int, int]:
+        """Return the size for kind ``budget``. Raise InvalidRequest for an extreme aspect ratio."""
+        _check_aspect("an image", height, width)
+        token = self.patch * self.merge
+        factor = math.sqrt(self.budget * token**2 / (height * width))
+        rows, columns = math.floor(factor * height / token), math.floor(factor * width / token)
+        if not rows:
+            return token, min(width // height, self.budget) * token
+        if not columns:
+            return min(height // width, self.budget) * token, token
+        return rows * token, columns * token
+
 
 def _check_aspect(what: str, height: int, width: int) -> None:
     """Raise InvalidRequest for an extreme aspect ratio. ``what`` names the image in the message."""
@@ -188,3 +248,13 @@ def _check_aspect(what: str, height: int, width: int) -> None:
             f"{what} of {width} x {height} pixels is too long: the longer side may be at most {MOST_ASPECT} "
             "times the shorter one"
         )
+
+
+_SIZES: dict[str, Callable[[MediaFacts, int, int], tuple[int, int]]] = {
+    "area": MediaFacts._by_area,
+    "patches": MediaFacts._by_patches,
+    "longest": MediaFacts._by_longest,
+    "fixed": lambda facts, height, width: (facts.longest, facts.longest),
+    "budget": MediaFacts._by_budget,
+}
+"""Kind -> (height, width) after resizing."""

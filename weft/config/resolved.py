@@ -85,6 +85,22 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Elements per row and level."""
     block_rows: int = BLOCK_ROWS
     """Rows per block of the pool."""
+    gaps: bool = False
+    """True if a token of text follows each row of an image; see ``MediaFacts.row_end``."""
+    whole: int = 0
+    """Maximum tokens of an image, if one step must compute all tokens of an image; 0: a chunk may cut."""
+    ahead: tuple[int, ...] = ()
+    """KV cache groups with tokens of an image that attend to later tokens of the image."""
+
+    def tokens_of(self, grid: tuple[int, int, int]) -> int:
+        """Return the number of tokens of an image of ``grid`` patches."""
+        frames, rows, columns = grid
+        lines = rows // self.merge if self.gaps else 0
+        return frames * rows * columns // self.merge**2 + lines
+
+    def binding(self, grid: tuple[int, int, int]) -> tuple[int, bool]:
+        """Return ``columns`` and ``whole`` of ``BindMedia`` of an image of ``grid`` patches."""
+        return grid[2] // self.merge if self.gaps else 0, self.whole > 0
 
     @property
     def blocks(self) -> int:

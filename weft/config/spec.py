@@ -9,6 +9,7 @@ import msgspec
 
 from weft.config.media import MediaFacts
 from weft.config.parts.mixers import ConvSpec, MambaSpec, ParallelSpec
+from weft.config.parts.tower_kinds import PUBLISHED, TowerKind
 from weft.config.parts.traits import AttentionSpec, LayerSpec, NormSpec, ScaleSpec
 from weft.types.pooled import ClassifySpec, PooledSpec
 
@@ -261,15 +262,9 @@ class QuantizedSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A vision tower: from the patches of an image to rows of the text model's hidden size.
+    """A vision tower: from the patches of an image to rows of the text model's hidden size."""
 
-    qwen3_vl   Qwen3-VL, arXiv 2511.21631, and Qwen3.5; frames of one item do not attend to each other
-    moonvit    Kimi K2.5, arXiv 2602.02276; frames attend to each other, and are averaged into one
-    qwen2_vl   Qwen2-VL, arXiv 2409.12191; modules of transformers
-    qwen2_5_vl Qwen2.5-VL, arXiv 2502.13923; modules of transformers
-    """
-
-    kind: Literal["qwen3_vl", "moonvit", "qwen2_vl", "qwen2_5_vl"]
+    kind: TowerKind
     hidden: int
     layers: int
     heads: int
@@ -292,17 +287,16 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     theta: float = 10000.0
     norm_eps: float = 1e-6
     """Epsilon of the norm before the last two matrices. The epsilon of the layers follows from the kind."""
+    parameters: int = 0
+    """Number of parameters without norms; 0: the sizes say the number."""
+    ahead: Literal["none", "windows", "all"] = "none"
+    """Layers of the text model in which tokens of an image attend to later tokens of the image."""
     media: MediaFacts
 
     @property
     def published(self) -> tuple[str, ...]:
         """Name prefixes of the tower's tensors in a checkpoint. No other tensor has these prefixes."""
-        return {
-            "qwen3_vl": ("model.visual.",),
-            "moonvit": ("vision_tower.", "mm_projector."),
-            "qwen2_vl": ("visual.", "model.visual."),
-            "qwen2_5_vl": ("visual.", "model.visual."),
-        }[self.kind]
+        return PUBLISHED[self.kind]
 
 
 class EagleSpec(msgspec.Struct, frozen=True, kw_only=True):

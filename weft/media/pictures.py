@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -135,6 +136,8 @@ class Pictures:
             min_pixels=least,
             max_pixels=min(facts.max_pixels, LOW_PIXELS),
             max_patches=min(facts.max_patches, LOW_PIXELS // facts.patch**2),
+            longest=facts.longest if facts.kind == "fixed" else min(facts.longest, math.isqrt(LOW_PIXELS)),
+            budget=min(facts.budget, max(1, LOW_PIXELS // (facts.patch * facts.merge) ** 2)),
         )
 
     def measured(self, parts: Sequence[Asked], known: Mapping[str, Header]) -> list[Picture]:

@@ -80,7 +80,13 @@ class WeightMap:
             if len(anchors) == 1:
                 ours, theirs = _prefixes(anchors[0], depth, names)
                 if ours and ours != theirs:
-                    known = (*self.placements, *self.same_as)
+                    of_tower = parameter.startswith("vision.")
+                    known = [
+                        name
+                        for name, placed in self.placements.items()
+                        if placed.parameter.startswith("vision.") == of_tower
+                    ]
+                    known += [] if of_tower else [*self.same_as]
                     moved |= {n: theirs + n.removeprefix(ours) for n in known if n.startswith(ours)}
         heads = [name for name, placed in self.placements.items() if placed.parameter == "head.weight"]
         # The head may lie outside the prefix of the text model.

@@ -16,7 +16,7 @@ ahead (see ``interleave``). Pure: depends on numbers only, with equal results on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -47,13 +47,16 @@ def split(plan: PlannedRows) -> MicroBatches | None:
         return _micro_batches(plan, 0, 0, 0)
     total = plan.tokens
     counts = plan.decode.count
+    uncut: dict[int, list[tuple[int, int]]] = {}  # slot -> positions of images that no cut may divide
+    for image in plan.whole_images:
+        uncut.setdefault(image.slot, []).append((image.start, image.start + image.count))
     best: tuple[int, int, int, int, int] | None = None
     few = plan.decode.rows // 2
     # With an odd number of decode rows, try both halves. The best split has the smallest difference in
     # tokens; ties prefer no cut.
     for decodes in range(few, few + plan.decode.rows % 2 + 1):
         decoded = int(counts[:decodes].sum())
-        for rows, cut, tokens in _places(plan.prefill, total // 2 - decoded):
+        for rows, cut, tokens in _places(plan.prefill, total // 2 - decoded, uncut):
             if not (rows or cut or decodes) or (rows == plan.prefill.rows and decodes == plan.decode.rows):
                 continue
             found = (abs(2 * (tokens + decoded) - total), int(cut > 0), decodes, rows, cut)
@@ -72,7 +75,9 @@ def larger_micro_batch(plan: PlannedRows) -> int:
     return 0 if micro_batches is None else max(micro_batches.first.tokens, micro_batches.second.tokens)
 
 
-def _places(prefill: Segment, want: int) -> Iterator[tuple[int, int, int]]:
+def _places(
+    prefill: Segment, want: int, uncut: Mapping[int, Sequence[tuple[int, int]]]
+) -> Iterator[tuple[int, int, int]]:
     """Yield candidate ends after about ``want`` tokens: (whole rows, tokens of the next row, total
     tokens)."""
     ends = np.cumsum(prefill.count)
@@ -86,7 +91,13 @@ def _places(prefill: Segment, want: int) -> Iterator[tuple[int, int, int]]:
     # Both parts of a cut prompt must have at least LEAST tokens.
     if count >= 2 * LEAST:
         cut = min(max(want - before, LEAST), count - LEAST)
-        yield rows, cut, before + cut
+        start = int(prefill.start[rows])
+        for low, high in uncut.get(int(prefill.slot[rows]), ()):
+            # Move a cut within an image to the image's beginning, else to the end.
+            if low < start + cut < high:
+                cut = low - start if low - start >= LEAST else high - start
+        if LEAST <= cut <= count - LEAST:
+            yield rows, cut, before + cut
 
 
 def _micro_batches(plan: PlannedRows, decodes: int, rows: int, cut: int) -> MicroBatches:

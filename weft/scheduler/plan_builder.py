@@ -23,6 +23,7 @@ from weft.types.plan import (
     Agreement,
     AppendBlocks,
     AppendEach,
+    BindMedia,
     Rebalance,
     Segment,
     SlotUpdate,
@@ -123,6 +124,12 @@ class PlanBuilder:
     def tokens(self) -> int:
         """Number of tokens of all rows; valid after ``close``."""
         return self.prefill.tokens + self.decode.tokens
+
+    @property
+    def whole_images(self) -> list[BindMedia]:
+        """Images that no row of a micro-batch may cut."""
+        ops = (op for row in self.chunks.values() for op in row.ops)
+        return [op for op in ops if isinstance(op, BindMedia) and op.whole]
 
     @property
     def decode_shape(self) -> StepShape:

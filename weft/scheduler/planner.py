@@ -10,6 +10,7 @@ import numpy as np
 
 from weft.config.sections.all import SchedulerSection, SpeculationSection
 from weft.scheduler.crowding import crowding
+from weft.scheduler.images.whole_images import whole_end
 from weft.scheduler.plan_builder import DecodeRows, PlanBuilder, Row
 from weft.scheduler.policy.chunk import ChunkPolicy
 from weft.scheduler.policy.draft_policy import DraftPolicy
@@ -111,7 +112,7 @@ class Planner:
         limits.
 
         Counts as one choice of ``policy``. If prompts wait, drafts are shortened to leave one block of the
-        ``budget`` for prompts.
+        ``budget`` for prompts, or one image that a chunk may not cut.
         """
         state = self._state
         columns = self._state.columns
@@ -120,7 +121,8 @@ class Planner:
         room = columns.limit[slots] - 1 - starts  # [rows], tokens left for each row
         waits = len(state.waiting) or len(slots) < len(state.running)
         counts = 1 + np.minimum(columns.drafts[slots], room - 1)
-        rows = DecodeRows(slots, counts, rows.next_k).within(budget - (state.kv.block_size if waits else 0))
+        least = max(state.kv.block_size, 0 if state.kv.media is None else state.kv.media.whole)
+        rows = DecodeRows(slots, counts, rows.next_k).within(budget - (least if waits else 0))
         next_k = policy.choose(slots, starts, np.maximum(room - rows.counts - 1, 0))
         return DecodeRows(slots, rows.counts, next_k)
 
@@ -261,6 +263,11 @@ class Planner:
         Sets ``media.short`` if an image stops the chunk for lack of memory or because the image is still
         coming.
         """
+        end = self._cut_end(sequence, start, known, builder)
+        return whole_end(sequence, start, end, builder.budget, self._state.kv.media)
+
+    def _cut_end(self, sequence: Sequence, start: int, known: int, builder: PlanBuilder) -> int:
+        """Return the result of ``_chunk_end`` for images that a chunk may cut."""
         most = min(builder.budget, self._threshold, known - start)
         if self.chunks is not None:
             most = self.chunks.room(start, most)

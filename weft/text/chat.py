@@ -19,7 +19,7 @@ join the two sides of a mark, but only by deleting the digits one by one. No kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,6 +29,7 @@ from weft.config.media import MediaFacts
 from weft.text.chat_messages import ChatMessage, ShownPart, Shows, check_messages
 from weft.text.conversation import RoleOrder, arranged, check_kwargs, conversation_of, tool_objects
 from weft.text.forms import PROBE_TOOLS, TemplateForm, find_ends, find_form
+from weft.text.image_tokens import with_images
 from weft.text.images import VideoPart
 from weft.text.limits import MAX_SECONDS
 from weft.text.marks import Marks, secret_digits
@@ -66,6 +67,9 @@ class ImageRules(NamedTuple):
     """``start`` and ``end`` are the tokens around each frame group."""
     fps: float = 2.0
     """Frames per second of a video without a rate of its own."""
+    shown: int | None = None
+    around: str = ""
+    """The template's token for an image, and the text around the placeholder; see ``MediaFacts``."""
 
 
 def image_rules(facts: MediaFacts | None, most: int) -> tuple[ImageRules | None, list[int]]:
@@ -75,10 +79,12 @@ def image_rules(facts: MediaFacts | None, most: int) -> tuple[ImageRules | None,
     """
     if facts is None:
         return None, []
-    tokens = (facts.placeholder, facts.video, facts.start, facts.end)
+    tokens = (facts.placeholder, facts.video, facts.start, facts.end, facts.row_end)
     hidden = [token for token in tokens if token is not None]
     if facts.frames is None or facts.video is None or facts.start is None or facts.end is None:
-        return ImageRules(facts.placeholder, Shows(most)), hidden
+        start, end = (facts.start, facts.end) if facts.around else (None, None)
+        shown = ImageRules(facts.placeholder, Shows(most), shown=facts.shown, around=facts.around)
+        return shown._replace(start=start or 0, end=end or 0), hidden
     rules = ImageRules(
         facts.placeholder,
         Shows(most, facts.temporal),
@@ -193,7 +199,7 @@ class ChatFormat:
         if continue_final_message:
             rendered = _cut(rendered, tail)
         shown = tuple(part for message in checked for part in message.shown)
-        rendered = self._with_groups(rendered, mark, shown)
+        rendered = with_images(self._with_groups(rendered, mark, shown), self._images, self._tokenizer)
         private = self._marks.rewrite(rendered, mark, self._tokenizer.private_name)
         ids = self._tokenizer.encode_private(private, add_special_tokens=False, limit=limit)
         text = rendered.replace(mark, "")
@@ -347,24 +353,6 @@ class ChatFormat:
         files = self._tokenizer.files
         extra = {"additional_special_tokens": list(files.extra)} if files.extra else {}
         return {**files.named, **extra}
-
-
-def expanded(
-    ids: Sequence[int], placeholders: Collection[int], counts: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """Return (``ids`` with each placeholder repeated, start index of each repeated run).
-
-    The n-th placeholder is repeated ``counts[n]`` times. Missing counts raise IndexError.
-    """
-    made: list[int] = []
-    starts: list[int] = []
-    for token in ids:
-        if token in placeholders:
-            starts.append(len(made))
-            made.extend([token] * counts[len(starts) - 1])
-        else:
-            made.append(token)
-    return made, starts
 
 
 def _not_shown(part: ShownPart) -> InvalidRequest:

@@ -184,6 +184,10 @@ class BindMedia(_SlotUpdate, frozen=True, kw_only=True):
     start: int
     count: int
     blocks: bytes
+    columns: int = 0
+    """If greater than 0, a token of text stands behind every ``columns`` tokens of the image."""
+    whole: bool = False
+    """True if no row of a step or micro-batch may end within the image."""
 
 
 class SendMedia(_SlotUpdate, frozen=True, kw_only=True):
@@ -326,6 +330,10 @@ class PlannedRows(Protocol):
     @property
     def tokens(self) -> int: ...
 
+    @property
+    def whole_images(self) -> list[BindMedia]:
+        """Images that no row of a micro-batch may cut."""
+
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The agreement of an expert-parallel group's replicas on one step. A group alone has no agreement."""
@@ -374,6 +382,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def tokens(self) -> int:
         return self.prefill.tokens + self.decode.tokens
+
+    @property
+    def whole_images(self) -> list[BindMedia]:
+        """Images that no row of a micro-batch may cut."""
+        return [op for op in self.ops if isinstance(op, BindMedia) and op.whole]
 
     @property
     def entries(self) -> int:

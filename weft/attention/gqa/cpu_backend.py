@@ -70,4 +70,5 @@ class CpuAttention(AttentionBackend):
             sinks=core.sinks,
             scales=tensors[1] if spec.fp8 else None,
             softcap=core.softcap,
+            ends=segment.end_of(kind),
         )

@@ -187,10 +187,11 @@ def cut(
         for offset in range(0, count, most):
             n = min(most, count - offset)
             fitting = min(size for size in rows if size >= n * shared or size == rows[0])
-            tiles = -(-(start + offset + n) // TILE)
+            reach = n if segment.end_of(kind) is None else count - offset
+            tiles = -(-(start + offset + reach) // TILE)
             if spec.window:
-                # at most n + window - 1 positions that begin anywhere in a tile
-                tiles = min(tiles, (n + spec.window - 2) // TILE + 2)
+                # at most reach + window - 1 positions that begin anywhere in a tile
+                tiles = min(tiles, (reach + spec.window - 2) // TILE + 2)
             piece = TilePiece(row, offset, n, begin + offset, tiles)
             alike.setdefault((max(1, fitting // shared), tiles.bit_length()), []).append(piece)
         begin += count
@@ -226,10 +227,14 @@ def make_group(
     real = within < counts  # [P, n]
     # [P, n]; padding gets position -1 and sees nothing
     position = (first.unsqueeze(1) + within).where(real, -1)
-    hidden = keys.unsqueeze(1) > position.unsqueeze(2)  # [P, n, W * TILE]
+    ends = position + 1
+    if (given := segment.end_of(kind)) is not None:
+        places = _column([piece.first for piece in pieces], device).unsqueeze(1) + within
+        ends = torch.maximum(ends, given[places.where(real, 0)]).where(real, 0)
+    hidden = keys.unsqueeze(1) >= ends.unsqueeze(2)  # [P, n, W * TILE]
     if spec.window:
         hidden |= keys.unsqueeze(1) < first_read(position, spec).unsqueeze(2)
-    seen = (keys >= lowest.unsqueeze(1)) & (keys < (first.unsqueeze(1) + counts))
+    seen = (keys >= lowest.unsqueeze(1)) & (keys < ends.amax(1, keepdim=True))
     # Entries of g positions: block size and tile size are both multiples of g.
     g = gcd(block, TILE)
     starting = keys[:, ::g]

@@ -104,7 +104,7 @@ class TorchAttention(AttentionBackend):
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
     ) -> _TorchPrepared:
         """Return the queries in groups of equal shape, staged on the device for all layers of the group."""
-        pieces = cut(segment, spec.window, block_size)
+        pieces = cut(segment, spec.window, block_size, whole=segment.end_of(kind) is not None)
         planes = 2 * spec.kv_heads
         limit = GATHER // (planes * block_size * spec.head_dim)
         return _TorchPrepared(
@@ -128,9 +128,12 @@ class TorchAttention(AttentionBackend):
             out[group.tokens] = _attend(q[group.tokens], entries, group, spec, core, scales)
 
 
-def cut(segment: SegmentInput, window: int, block_size: int) -> list[QueryPiece]:
+def cut(segment: SegmentInput, window: int, block_size: int, *, whole: bool = False) -> list[QueryPiece]:
     """Cut all queries of the segment into pieces, in order. Block counts come from upper bounds of the
-    starts."""
+    starts.
+
+    ``whole``: a query may see all tokens of its row.
+    """
     pieces = []
     begin = 0
     for row, (start, count) in enumerate(
@@ -138,10 +141,11 @@ def cut(segment: SegmentInput, window: int, block_size: int) -> list[QueryPiece]
     ):
         for offset in range(0, count, TILE):
             n = min(TILE, count - offset)
-            width = -(-(start + offset + n) // block_size)
+            reach = count - offset if whole else n
+            width = -(-(start + offset + reach) // block_size)
             if window:
-                # at most n + window - 1 positions that begin anywhere in a block
-                width = min(width, (n + window - 2) // block_size + 2)
+                # at most reach + window - 1 positions that begin anywhere in a block
+                width = min(width, (reach + window - 2) // block_size + 2)
             pieces.append(QueryPiece(row, offset, n, begin + offset, width))
         begin += count
     return pieces
@@ -191,10 +195,14 @@ def make_group(
     keys = table_index.unsqueeze(2) * block_size + torch.arange(block_size, device=device)
     keys = keys.view(len(pieces), -1)  # [B, width * block]: absolute positions
     queries = p.unsqueeze(1) + torch.arange(n, device=device)  # [B, n]
-    visible = keys.unsqueeze(1) <= queries.unsqueeze(2)
+    ends = queries + 1
+    if (given := segment.end_of(kind)) is not None:
+        firsts = _column([piece.first for piece in pieces], device)
+        ends = torch.maximum(ends, given[firsts.unsqueeze(1) + torch.arange(n, device=device)])
+    visible = keys.unsqueeze(1) < ends.unsqueeze(2)
     if spec.window:
         visible &= keys.unsqueeze(1) >= first_read(queries, spec).unsqueeze(2)
-    seen = (keys >= lowest.unsqueeze(1)) & (keys < (p + n).unsqueeze(1))
+    seen = (keys >= lowest.unsqueeze(1)) & (keys < ends[:, -1:])
     # An entry beyond the table was clamped to a wrong block, but its positions lie beyond the end of the row.
     plane = torch.arange(planes, device=device).view(-1, 1, max(1, planes // 2), 1)
     return PieceGroup(

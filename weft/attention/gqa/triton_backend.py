@@ -136,6 +136,7 @@ class TritonAttention(AttentionBackend):
                 tokens=(part.begin, part.end),
                 sinks=core.sinks,
                 softcap=core.softcap,
+                ends=segment.end_of(kind),
             )
         if whole is not out:
             out.copy_(whole)

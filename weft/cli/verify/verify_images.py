@@ -24,7 +24,8 @@ def with_pictures(asked: Sequence[Submit], prompts: Prompts, facts: MediaFacts, 
     in ``room`` tokens get fewer images. Image tokens in ``prompts`` are replaced by a plain token.
     """
     rng = random.Random(1)
-    reserved = {one for one in (facts.placeholder, facts.video, facts.start, facts.end) if one is not None}
+    special = (facts.placeholder, facts.video, facts.start, facts.end, facts.row_end)
+    reserved = {one for one in special if one is not None}
     plain = next(one for one in range(len(reserved) + 1) if one not in reserved)
     made = []
     pictures: list[tuple[Fit, bytes]] = []
@@ -43,8 +44,8 @@ def with_pictures(asked: Sequence[Submit], prompts: Prompts, facts: MediaFacts, 
                 break
             ids += [] if facts.start is None else [facts.start]
             items.append(_item(fit, pixels, len(ids)))
-            ids += [facts.placeholder] * fit.tokens
-            ids += [] if facts.end is None else [facts.end]
+            ids += facts.tokens_of(facts.placeholder, fit.tokens, fit.grid)
+            ids += [] if facts.end is None or facts.row_end is not None else [facts.end]
         made.append(
             msgspec.structs.replace(submit, prompt_ids=ids_to_bytes([*ids, *text]), media=tuple(items))
         )

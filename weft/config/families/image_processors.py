@@ -30,7 +30,11 @@ _VIDEO_PROCESSORS = ("Qwen3VLVideoProcessor",)
 _PROCESSORS = {
     "area": ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil"),
     "patches": ("Kimi_K25ImageProcessor", "Kimi_K25ImageProcessorFast", "KimiK25VisionProcessor"),
+    "longest": ("PixtralImageProcessor", "PixtralImageProcessorFast", "PixtralImageProcessorPil"),
+    "fixed": ("Gemma3ImageProcessor", "Gemma3ImageProcessorFast", "Gemma3ImageProcessorPil"),
+    "budget": ("Gemma4ImageProcessor", "Gemma4ImageProcessorFast", "Gemma4ImageProcessorPil"),
 }
+_BILINEAR = 2
 
 #: Field names in checkpoints with code, and the names in transformers.
 _OTHER_NAMES = {"in_patch_limit": "max_patches", "merge_kernel_size": "merge_size"}
@@ -137,32 +141,116 @@ def patches_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> Med
     )
 
 
+def longest_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> MediaFacts:
+    """Return ``MediaFacts`` of kind ``longest`` from the files of ``folder``; see ``area_facts``.
+
+    Raise ConfigError.
+    """
+    read = _Processor.of_images(folder, "longest")
+    # The processor has the size of a patch and of a token. The image processor's patch is not used.
+    whole = Facts(read_json(folder, "processor_config.json") or {}, file="processor_config.json")
+    for name, wanted in (("patch_size", patch), ("spatial_merge_size", merge)):
+        if whole.get(name) is not None and whole.integer(name) != wanted:
+            raise whole.fail(name, f"is {whole.get(name)}, but config.json says {wanted}")
+    size = read.facts.get("size")
+    size = {"longest_edge": 1024} if size is None else size
+    if not isinstance(size, Mapping):
+        raise read.fail("size", f"must be an object with longest_edge, not {size!r}")
+    return MediaFacts(
+        kind="longest",
+        patch=patch,
+        temporal=1,
+        merge=merge,
+        longest=Facts(size, file=read.name).integer("longest_edge"),
+        **read.colours(_CLIP_MEAN, _CLIP_STD),
+        **tokens,
+    )
+
+
+def fixed_facts(folder: Path, *, side: int, patch: int, merge: int, **tokens: Any) -> MediaFacts:
+    """Return ``MediaFacts`` of kind ``fixed`` from the files of ``folder``; see ``area_facts``.
+
+    ``side``: side of the tower's images in pixels. Raise ConfigError.
+    """
+    read = _Processor.of_images(folder, "fixed")
+    if read.facts.flag("do_pan_and_scan", False):
+        raise read.fail("do_pan_and_scan", "is not supported")
+    size = read.facts.get("size")
+    size = {"height": 224, "width": 224} if size is None else size
+    if size != {"height": side, "width": side}:
+        raise read.fail("size", f"must have the image_size of vision_config as height and width: {side}")
+    return MediaFacts(
+        kind="fixed",
+        patch=patch,
+        temporal=1,
+        merge=merge,
+        longest=side,
+        shown=tokens["start"],
+        around="lines",
+        **read.colours(_HALVES, _HALVES, _BILINEAR),
+        **tokens,
+    )
+
+
+def budget_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> MediaFacts:
+    """Return ``MediaFacts`` of kind ``budget`` from the files of ``folder``; see ``area_facts``.
+
+    Raise ConfigError.
+    """
+    read = _Processor.of_images(folder, "budget", plain=True)
+    read.agree("patch_size", patch, 16)
+    read.agree("pooling_kernel_size", merge, 3)
+    colours = read.colours((0.0,) * 3, (1.0,) * 3)
+    if not read.facts.flag("do_normalize", False):
+        colours |= {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+    return MediaFacts(
+        kind="budget",
+        patch=patch,
+        temporal=1,
+        merge=merge,
+        budget=read.facts.integer("max_soft_tokens", 280),
+        around="tokens",
+        **colours,
+        **tokens,
+    )
+
+
 class _Processor:
     """Settings file of an image processor or a video processor."""
 
-    def __init__(self, name: str, config: Mapping[str, Any], field: str, known: Sequence[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        field: str,
+        known: Sequence[str],
+        *,
+        plain: bool = False,
+        pads: bool = False,
+    ) -> None:
         """Check the common fields. Raise ConfigError.
 
         ``field``: name of the field with the processor class, "" for none. ``known``: supported classes.
+        ``plain``: True if colours need no normalization. ``pads``: True if the padding is that of a batch.
         """
         self.name = name
         self.facts = Facts(config, file=name)
         named = self.facts.get(field) if field else None
         if named is not None and named not in known:
             raise self.fail(field, f"{named!r} is not supported; there are: {', '.join(known)}")
-        for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        for name in ("do_resize", "do_rescale", "do_convert_rgb", *(() if plain else ("do_normalize",))):
             if not self.facts.flag(name, True):
                 raise self.fail(name, "must be true")
-        for name in ("do_center_crop", "do_pad"):
+        for name in ("do_center_crop", *(() if pads else ("do_pad",))):
             if self.facts.flag(name, False):
                 raise self.fail(name, "is not supported")
 
     @classmethod
-    def of_images(cls, folder: Path, kind: str) -> _Processor:
+    def of_images(cls, folder: Path, kind: str, *, plain: bool = False) -> _Processor:
         name, config = _content(folder)
         old = "image_processor_type" not in config and "feature_extractor_type" in config
         field = "feature_extractor_type" if old else "image_processor_type"
-        return cls(name, config, field, _PROCESSORS[kind])
+        return cls(name, config, field, _PROCESSORS[kind], plain=plain, pads=kind == "longest")
 
     def bounds(self, default: Mapping[str, int]) -> tuple[int | None, int | None]:
         """Return (minimum area, maximum area) from the edges in ``size``. Raise ConfigError."""
@@ -199,9 +287,11 @@ class _Processor:
         if found != tower:
             raise self.fail(name, f"is {found}, but vision_config of config.json says {tower}")
 
-    def colours(self, mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, Any]:
+    def colours(
+        self, mean: tuple[float, ...], std: tuple[float, ...], filter_: int = BICUBIC
+    ) -> dict[str, Any]:
         """Return the fields of ``MediaFacts`` for resampling and colours. Raise ConfigError."""
-        resample = self.facts.integer("resample", BICUBIC, low=0, high=5)
+        resample = self.facts.integer("resample", filter_, low=0, high=5)
         return {
             "resample": resample,
             "rescale": self.facts.number("rescale_factor", 1 / 255),

@@ -15,7 +15,7 @@ from weft.config.spec import ModelSpec, VisionSpec
 
 def qwen2_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionSpec:
     """Return the tower of Qwen2-VL or Qwen2.5-VL. Videos are not served. Raise ConfigError."""
-    _require_transformers(spec)
+    require_transformers(spec)
     five = spec.architecture.startswith("Qwen2_5")
     # In Qwen2-VL hidden_size is the size of the text model.
     width, size, default = (
@@ -69,7 +69,7 @@ def _settings(vision: Facts, facts: Facts) -> str:
     return msgspec.json.encode(kept, order="deterministic").decode()
 
 
-def _require_transformers(spec: ModelSpec) -> None:
+def require_transformers(spec: ModelSpec) -> None:
     """Raise ConfigError unless a supported version of transformers is installed."""
     version = transformers_version()
     wanted = f"transformers {_dotted(OLDEST)} or newer, before {_dotted(BEYOND)}"

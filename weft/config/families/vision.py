@@ -10,6 +10,7 @@ from typing import Any
 from weft.common.errors import ConfigError
 from weft.config.families.facts import MOST_PARTS, Facts
 from weft.config.families.image_processors import area_facts, patches_facts
+from weft.config.families.image_towers import gemma3_tower, gemma4_tower, mistral3_tower
 from weft.config.families.towers import qwen2_tower
 from weft.config.spec import ModelSpec, VisionSpec
 
@@ -23,14 +24,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "projector_hidden_act": (None, "gelu"),
 }
 
-_REASONS = {
-    "Gemma3ForConditionalGeneration": " (tokens of an image attend to later tokens of the image, but the "
-    "attention backends are causal)",
-    "Mistral3ForConditionalGeneration": " (a token of text ends each row of an image, but the tokens "
-    "of an image must be placeholders without gaps)",
-}
-"""Architecture -> reason for the refusal of images."""
-
 
 def read_tower(facts: Facts, folder: Path, spec: ModelSpec) -> VisionSpec | None:
     """Return the tower of the text model ``spec``, or None for architectures without tower.
@@ -40,13 +33,15 @@ def read_tower(facts: Facts, folder: Path, spec: ModelSpec) -> VisionSpec | None
     read = _TOWERS.get(spec.architecture)
     if read is None and facts.get("vision_config"):
         raise ConfigError(
-            f"the images of {spec.architecture} are not supported{_REASONS.get(spec.architecture, '')}: "
+            f"the images of {spec.architecture} are not supported: "
             "--language-model-only serves the text model alone",
             param="--language-model-only",
         )
     if read is None:
         return None
     vision = facts.get("vision_config")
+    if vision is None and spec.architecture.startswith("Gemma4"):
+        return None  # a checkpoint of the text model alone
     if not isinstance(vision, dict):
         raise facts.fail("vision_config", f"must be an object, not {vision!r}")
     inner = Facts(vision, file="config.json (vision_config)")
@@ -193,6 +188,9 @@ _TOWERS: dict[str, Callable[[Facts, Facts, Path, ModelSpec], VisionSpec]] = {
     "Qwen3_5MoeForConditionalGeneration": _qwen,
     "Qwen2VLForConditionalGeneration": qwen2_tower,
     "Qwen2_5_VLForConditionalGeneration": qwen2_tower,
+    "Gemma3ForConditionalGeneration": gemma3_tower,
+    "Gemma4ForConditionalGeneration": gemma4_tower,
+    "Mistral3ForConditionalGeneration": mistral3_tower,
     "Kimi_K25ForConditionalGeneration": _kimi,
     "KimiK25ForConditionalGeneration": _kimi,
 }

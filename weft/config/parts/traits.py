@@ -91,5 +91,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Dims of the embedding of each token for each layer; 0 for none. Source: Gemma 3n (2025)."""
     inputs_vocab: int = 0
     """Rows of the table of these embeddings."""
+    inputs_pad: int = 0
+    """Token in place of the tokens of an image, for the table."""
     double: tuple[int, ...] = ()
     """Layers with a dense feed-forward of twice the intermediate size."""

@@ -13,7 +13,7 @@ from weft.config.gpus import sharers
 from weft.config.resolved import HostShare, KVConfig
 from weft.config.sections.all import CacheSection, Config, ModelSection, ParallelSection, SchedulerSection
 from weft.config.sharding import local_spec
-from weft.config.sizing.media_limits import embedding_bytes, media_limits
+from weft.config.sizing.media_limits import check_whole_images, embedding_bytes, media_limits
 from weft.config.sizing.memory import (
     GIB,
     activation_bytes,
@@ -54,6 +54,7 @@ def make_caches(spec: ModelSpec, dtype: str, device: str, config: Config, host: 
     )
     if limits is not None and limits.takes and transfer.shard_embeddings != "off":
         limits = msgspec.structs.replace(limits, shards=config.parallel.layout.tensor > 1)
+    check_whole_images(limits, scheduler, kv, config.runner.attention_backend)
     return msgspec.structs.replace(kv, media=limits)
 
 

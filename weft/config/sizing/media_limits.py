@@ -5,8 +5,8 @@ from __future__ import annotations
 from weft.common.errors import ConfigError
 from weft.config.flags import parse_size
 from weft.config.media import MediaFacts
-from weft.config.resolved import MediaLimits
-from weft.config.sections.all import MediaSection
+from weft.config.resolved import KVConfig, MediaLimits
+from weft.config.sections.all import MediaSection, SchedulerSection
 from weft.config.sizing.memory import show_bytes
 from weft.config.spec import DTYPE_BYTES, ModelSpec
 from weft.types.media_item import BLOCK_ROWS
@@ -67,7 +67,53 @@ def media_limits(
         encode_items=section.max_encode_items,
         levels=len(vision.levels),
         width=vision.output,
+        gaps=media.row_end is not None,
+        whole=most_tokens(media) if vision.ahead != "none" else 0,
+        ahead=ahead_groups(spec),
     )
+
+
+def ahead_groups(spec: ModelSpec) -> tuple[int, ...]:
+    """Return the KV cache groups with tokens of an image that attend to later tokens of the image."""
+    ahead = "none" if spec.vision is None else spec.vision.ahead
+    kinds = {"none": (), "windows": ("window",), "all": ("full", "window")}[ahead]
+    return tuple(number for number, cache in enumerate(spec.caches) if cache.kind in kinds)
+
+
+def check_whole_images(
+    limits: MediaLimits | None, scheduler: SchedulerSection, kv: KVConfig, backend: str = "auto"
+) -> None:
+    """Raise ConfigError unless a step can compute a whole image beside all decode rows.
+
+    Only for models with tokens of an image that attend to later tokens of the image. ``backend``: name of the
+    attention backend.
+    """
+    if limits is None or not limits.whole or not (limits.tower or limits.takes):
+        return
+    if backend == "flashinfer":
+        raise ConfigError(
+            "attention backend 'flashinfer' does not let tokens of an image attend to later tokens of the "
+            "image: use --attention-backend triton, or pass --language-model-only",
+            param="--attention-backend",
+        )
+    whole = min(limits.whole, kv.max_model_len)
+    least = whole + scheduler.max_num_seqs
+    if scheduler.max_num_batched_tokens < least:
+        raise ConfigError(
+            f"--max-num-batched-tokens {scheduler.max_num_batched_tokens}: a step must compute an image of "
+            f"up to {whole} tokens in one piece, beside --max-num-seqs {scheduler.max_num_seqs}; set "
+            f"--max-num-batched-tokens to at least {least}, or pass --language-model-only",
+            param="--max-num-batched-tokens",
+        )
+    for pool in kv.pools:
+        if pool.cache.window and pool.num_blocks * pool.block_size < min(
+            pool.cache.window + whole + pool.block_size, kv.max_model_len
+        ):
+            raise ConfigError(
+                f"the KV cache of window layers does not hold an image of {whole} tokens: raise "
+                "--kv-cache-bytes",
+                param="--kv-cache-bytes",
+            )
 
 
 def embedding_bytes(
@@ -98,5 +144,11 @@ def most_tokens(media: MediaFacts) -> int:
         if media.frames is not None:  # a video of one frame group
             area = max(area, media.frames.max_pixels // media.temporal)
         return area // (media.patch * media.merge) ** 2
+    token = media.patch * media.merge
+    if media.kind == "budget":
+        return media.budget
+    if media.longest:
+        side = -(-media.longest // token)
+        return side * (side + (media.row_end is not None))
     side = -(-media.max_side // media.merge)
     return min(side * side, -(-media.max_patches // media.merge**2) + side)

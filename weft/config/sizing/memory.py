@@ -365,7 +365,7 @@ def tower_bytes(vision: VisionSpec, dtype: str) -> int:
     blocks = vision.layers * vision.hidden * (4 * vision.hidden + (2 + vision.gated) * vision.intermediate)
     mergers = (1 + len(vision.levels)) * joined * (joined + vision.output)
     patch = 3 * vision.media.temporal * vision.media.patch**2 + vision.side**2
-    return (blocks + mergers + patch * vision.hidden) * DTYPE_BYTES[dtype]
+    return (vision.parameters or blocks + mergers + patch * vision.hidden) * DTYPE_BYTES[dtype]
 
 
 def _attention_elements(spec: ModelSpec) -> int:
@@ -451,8 +451,7 @@ def encoding_bytes(vision: VisionSpec, dtype: str, together: int = 0) -> int:
     The estimate covers the largest image alone, or ``together`` patches if that is more.
     """
     media = vision.media
-    patches = media.max_patches if media.kind == "patches" else media.max_pixels // media.patch**2
-    patches = max(patches, together)
+    patches = max(media.most_patches, together)
     size = DTYPE_BYTES[dtype]
     pixels = 2 * 3 * media.temporal * media.patch**2  # in colours, and again cut into patches
     learned = 3 * vision.hidden * max(4, size)

@@ -30,7 +30,8 @@ from weft.grammar.backends.checks import check_tree
 from weft.media.pictures import Picture, Pictures
 from weft.media.video_choice import choosing
 from weft.media.video_header import Header
-from weft.text.chat import ChatPrompt, expanded
+from weft.text.chat import ChatPrompt
+from weft.text.image_tokens import expanded
 from weft.text.model import TextModel
 from weft.text.parsing.output import ModelOutput
 from weft.text.parsing.parser import OutputSpec, Tool
@@ -257,9 +258,7 @@ class Reader:
         least = len(prompt.ids) + sum(picture.count - 1 for picture in found)
         if least > self.limits.max_model_len:
             raise self.too_long(TooManyTokens(least), "messages")
-        ids, starts = expanded(
-            prompt.ids, self._pictures.facts.placeholders, [picture.count for picture in found]
-        )
+        ids, starts = expanded(prompt.ids, self._pictures.facts, found)
         placed = [msgspec.structs.replace(p, start=at) for p, at in zip(found, starts, strict=True)]
         return msgspec.structs.replace(prompt, ids=ids), tuple(placed)
 

@@ -138,10 +138,15 @@ class DeclaredDecoder(Decoder):
         self, step: StepInput, kv: Sequence[LayerCache], backends: Backends
     ) -> Generator[Pending, None, tuple[Tensor, AttentionInput]]:
         shared = self.share(step, kv, backends)
-        x = self.enter((yield from self.embed(step)))
+        media, ids = step.media, step.ids
+        x = self.enter((yield from self.embed(replace(step, media=None))))
+        if media is not None:  # image rows have the scale of the stream already
+            x = x.index_copy(0, media.rows, media.main)
         if self.inputs is not None:
             assert isinstance(shared, TraitInput)
-            inputs = yield from self.inputs.steps(self._comm, step.ids, x)
+            if media is not None:
+                ids = ids.index_fill(0, media.rows, self.spec.layer.inputs_pad)
+            inputs = yield from self.inputs.steps(self._comm, ids, x)
             shared = replace(shared, inputs=inputs)
         return x, shared
 

@@ -92,7 +92,8 @@ FORMS = {
 
 def spelled_as(weights: WeightMap, names: Collection[str], roles: Iterable[Role] = ROLES) -> WeightMap:
     """Return ``weights`` in the spellings of a checkpoint with tensors ``names``. Raise ConfigError."""
-    prefixes = {m[1] for name in weights.placements if (m := _NAME.match(name))}
+    ours = [name for name, placed in weights.placements.items() if not placed.parameter.startswith("vision.")]
+    prefixes = {m[1] for name in ours if (m := _NAME.match(name))}
     leaves = {_NUMBER.sub("N", m[2]) for name in names if (m := _NAME.match(name)) and m[1] in prefixes}
     # A name of the map is no further spelling: with four norms, each of their names is a role of its own.
     other = leaves - {_NUMBER.sub("N", m[2]) for name in weights.placements if (m := _NAME.match(name))}
@@ -116,7 +117,12 @@ def spelled_as(weights: WeightMap, names: Collection[str], roles: Iterable[Role]
 
 def _renamed(weights: WeightMap, changes: Iterable[tuple[re.Pattern[str], str]]) -> WeightMap:
     """Return ``weights`` with ``changes`` applied, in order, to the names within layers."""
-    named = _renamer(tuple(changes))
+    text = _renamer(tuple(changes))
+    towers = {name for name, placed in weights.placements.items() if placed.parameter.startswith("vision.")}
+
+    def named(name: str) -> str:
+        return name if name in towers else text(name)
+
     return WeightMap(
         {named(name): placed for name, placed in weights.placements.items()},
         [tuple(tuple(map(named, form)) for form in forms) for forms in weights.choices],

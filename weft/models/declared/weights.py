@@ -15,13 +15,17 @@ import torch
 from weft.config.spec import ModelSpec
 from weft.models.declared.names import spelled_as
 from weft.models.deepseek.weights import latent_weights
-from weft.models.vision.published import add_published
+from weft.models.vision.weights import add_tower
 from weft.models.weights import WeightMap, add_experts
 
 _TOWERS = re.compile(
     r"^(?:model\.)?(?:vision_(?:tower|model)|multi_modal_projector|audio_tower|embed_(?:vision|audio)|visual)\."
 )
 """Names of towers of a model that serves text alone."""
+_AUDIO = re.compile(
+    r"^(?:model\.)?(?:audio_tower|embed_audio)\.|^(?:model\.)?vision_tower\.(?:vision_model\.)?head\."
+)
+"""Names of audio towers, and of the head of SigLIP, which no text model reads."""
 _MODULES = re.compile(r"^(?:model\.)?mtp[_.]")
 """Names of modules that predict further tokens, in forms that are not served."""
 _XIELU = re.compile(r"\.act_fn\.(?:beta|eps)$")
@@ -78,7 +82,8 @@ def weight_map(spec: ModelSpec) -> WeightMap:
     if spec.vision is None:
         made.ignored.append(_TOWERS)
     else:
-        add_published(made, spec.vision)
+        made.ignored.append(_AUDIO)
+        add_tower(made, spec.vision)
     return FoundNames(made.placements, made.choices, made.same_as, made.ignored)
 
 

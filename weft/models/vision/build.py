@@ -11,12 +11,16 @@ from weft.models.vision.base import Tower
 from weft.models.vision.moonvit import MoonTower
 from weft.models.vision.published import PublishedTower
 from weft.models.vision.qwen3_vl import QwenTower
+from weft.models.vision.whole_images import ImageTower
 
 _TOWERS: dict[str, Callable[[VisionSpec, Build], Tower]] = {
     "qwen3_vl": QwenTower,
     "moonvit": MoonTower,
     "qwen2_vl": PublishedTower,
     "qwen2_5_vl": PublishedTower,
+    "gemma3": ImageTower,
+    "gemma4": ImageTower,
+    "mistral3": ImageTower,
 }
 
 

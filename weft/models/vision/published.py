@@ -38,7 +38,7 @@ class PublishedTower(Tower):
             for name, parameter in part._parameters.items():
                 if parameter is not None:
                     part._parameters[name] = build.weight(*parameter.shape)
-        _fill_buffers(self.module, build.device)
+        fill_buffers(self.module, build.device)
 
     def embed_batch(self, images: Sequence[Tensor]) -> list[Embedding]:
         """Encode images one by one; see ``Tower.embed_batch``."""
@@ -75,7 +75,7 @@ def skeleton(vision: VisionSpec) -> Any:
 
 
 @torch.no_grad()
-def _fill_buffers(module: Any, device: torch.device) -> None:
+def fill_buffers(module: Any, device: torch.device) -> None:
     """Compute the buffers that checkpoints do not contain: rotation frequencies, in float32.
 
     Transformers computes such buffers in ``_init_weights``, which also draws random weights. Raises
@@ -84,12 +84,15 @@ def _fill_buffers(module: Any, device: torch.device) -> None:
     for part in module.modules():
         names = sorted(set(part._buffers) & part._non_persistent_buffers_set)
         for name in names:
-            # NaN shows a buffer that the class does not compute.
-            part._buffers[name] = torch.full_like(part._buffers[name], torch.nan, device="cpu")
+            # NaN, or -1, shows a buffer that the class does not compute.
+            old = part._buffers[name]
+            unset = torch.nan if old.is_floating_point() else -1
+            part._buffers[name] = torch.full_like(old, unset, device="cpu")
         if names:
             module._init_weights(part)
         for name in names:
-            if bool(part._buffers[name].isnan().any()):
+            made = part._buffers[name]
+            if bool((made.isnan() if made.is_floating_point() else made < 0).any()):
                 raise ConfigError(f"transformers does not compute the buffer {name}", param="--model")
             part._buffers[name] = part._buffers[name].to(device)
 

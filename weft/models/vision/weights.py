@@ -10,6 +10,7 @@ import torch
 from weft.common.log import get_logger
 from weft.config.spec import ModelSpec, VisionSpec
 from weft.models.vision.published import add_published
+from weft.models.vision.whole_images import add_images
 from weft.models.weights import WeightMap
 
 _log = get_logger(__name__)
@@ -21,6 +22,11 @@ def tower_weights(vision: VisionSpec) -> WeightMap:
     made = WeightMap(ignored=[re.compile(f"^(?!{others})")])
     _ADD[vision.kind](made, vision)
     return made
+
+
+def add_tower(made: WeightMap, vision: VisionSpec) -> None:
+    """Add the tensors of a tower to ``made``."""
+    _ADD[vision.kind](made, vision)
 
 
 def add_qwen_tower(made: WeightMap, spec: ModelSpec) -> None:
@@ -118,6 +124,9 @@ _ADD = {
     "moonvit": _add_moon,
     "qwen2_vl": add_published,
     "qwen2_5_vl": add_published,
+    "gemma3": add_images,
+    "gemma4": add_images,
+    "mistral3": add_images,
 }
 
 

@@ -40,6 +40,7 @@ def _walk(
     high,
     q,
     at,
+    until,
     cache_ptr,
     table_ptr,
     kv_head,
@@ -60,8 +61,8 @@ def _walk(
 ):
     """Add keys [begin, stop) to the running state (acc [M, D], total [M], high [M]) and return the state.
 
-    at: positions of the lines [M]. Keys outside [low, end) belong to no query here. MASKED is required if
-    there are such keys.
+    at: positions of the lines [M]; until: ends of the visible keys of the lines [M]. Keys outside [low, end)
+    belong to no query here. MASKED is required if there are such keys.
     """
     dims = tl.arange(0, DIM_P2)
     steps = tl.arange(0, TILE_N)
@@ -96,7 +97,7 @@ def _walk(
             # SOFTCAP * tanh: ``scale`` holds the factor of tanh by powers of two.
             scores = SOFTCAP - 2 * SOFTCAP / (tl.exp2(scores) + 1)
         if MASKED:
-            seen = keys[None, :] <= at[:, None]
+            seen = keys[None, :] < until[:, None]
             if WINDOW > 0:
                 seen = seen & (keys[None, :] > at[:, None] - WINDOW)
             elif WINDOW < 0:
@@ -123,7 +124,7 @@ def _walk(
 # A row's columns lie anywhere in a step's columns. Do not compile a program per alignment.
 @triton.jit(
     do_not_specialize=["table_stride", "split", "splits", "token_base"],
-    do_not_specialize_on_alignment=["offsets_ptr", "starts_ptr", "table_ptr", "tiles_ptr"],
+    do_not_specialize_on_alignment=["offsets_ptr", "starts_ptr", "table_ptr", "tiles_ptr", "ends_ptr"],
 )
 def _attend(
     q_ptr,  # [T, HEADS, DIM]
@@ -135,6 +136,7 @@ def _attend(
     table_ptr,  # int64 [R, table_stride]
     tiles_ptr,  # int64 [tiles]: row << 32 | first query
     sinks_ptr,  # [HEADS], with SINKS
+    ends_ptr,  # int64 [T], with ENDS
     scale,
     table_stride,
     split,
@@ -153,6 +155,7 @@ def _attend(
     WIDEN: tl.constexpr,
     SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ENDS: tl.constexpr,
 ):
     """Compute one tile, one KV head, one split (or all keys), and write outputs (with SPLIT: states)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -173,9 +176,16 @@ def _attend(
     live = (lines < QUERIES * GROUP) & (query < last)
     places = (token + query).to(tl.int64) * HEADS + head  # row of [T, HEADS]
     at = start + query
+    until = at + 1
+    if ENDS:
+        own = tl.load(ends_ptr + token + query, mask=live, other=0).to(tl.int32)
+        until = tl.maximum(until, own)
 
     # Keys visible to some query of the tile: [low, end). Steps visible to all queries: [all_begin, all_stop).
-    end = start + last
+    behind = start + last
+    end = behind
+    if ENDS:
+        end = tl.maximum(end, tl.max(tl.where(live, until, 0), 0))
     low = 0
     if WINDOW > 0:
         low = tl.maximum(start + first - WINDOW + 1, 0)
@@ -201,24 +211,24 @@ def _attend(
         all_begin = begin
         if WINDOW != 0:
             # the lowest key that the last query sees
-            lowest = end - WINDOW if WINDOW > 0 else (end - 1) // -WINDOW * -WINDOW
+            lowest = behind - WINDOW if WINDOW > 0 else (behind - 1) // -WINDOW * -WINDOW
             all_begin = tl.maximum(begin, (lowest + TILE_N - 1) // TILE_N * TILE_N)
             all_begin = tl.minimum(all_begin, (stop + TILE_N - 1) // TILE_N * TILE_N)
             acc, total, high = _walk(
-                acc, total, high, q, at, cache_ptr, row_table_ptr, kv_head, scale,
+                acc, total, high, q, at, until, cache_ptr, row_table_ptr, kv_head, scale,
                 low, end, begin, tl.minimum(all_begin, stop),
                 KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, True, WIDEN, SOFTCAP,
             )  # fmt: skip
         all_stop = tl.minimum(start + first + 1, stop) // TILE_N * TILE_N
         all_stop = tl.maximum(all_stop, all_begin)
         acc, total, high = _walk(
-            acc, total, high, q, at, cache_ptr, row_table_ptr, kv_head, scale,
+            acc, total, high, q, at, until, cache_ptr, row_table_ptr, kv_head, scale,
             low, end, all_begin, all_stop,
             KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, False, WIDEN, SOFTCAP,
         )  # fmt: skip
         begin = all_stop
     acc, total, high = _walk(
-        acc, total, high, q, at, cache_ptr, row_table_ptr, kv_head, scale,
+        acc, total, high, q, at, until, cache_ptr, row_table_ptr, kv_head, scale,
         low, end, begin, stop,
         KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, True, WIDEN, SOFTCAP,
     )  # fmt: skip
@@ -344,6 +354,7 @@ def attend(
     tokens: tuple[int, int] = (0, 0),
     sinks: Tensor | None = None,
     softcap: float = 0.0,
+    ends: Tensor | None = None,
 ) -> None:
     """Compute attention of ``tiles`` (int64 [n]: row << 32 | first query) into ``out``.
 
@@ -352,6 +363,7 @@ def attend(
     for none, negative for chunks. split: keys of a split, a multiple of ``form.tile_n``, or 0 for one piece.
     With splits, the tiles must contain exactly the tokens [tokens[0], tokens[1]), and ``splits * split`` keys
     must cover every row. Else ``splits`` is 1. sinks: [heads], see ``merge``. softcap: cap of scores, or 0.
+    ends: int64 [T], of the segment.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
@@ -364,17 +376,14 @@ def attend(
     if split:
         target = torch.empty((end - begin, heads, splits, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((end - begin, heads, splits), dtype=torch.float32, device=q.device)
-    tensors = (q, target, lse, cache, offsets, starts, table, tiles, q if sinks is None else sinks)
-    factor = scale * (2 / softcap if softcap else 1) * _LOG2E
-    numbers = (factor, table.stride(0), split, splits, begin)
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "DIM_P2": padded(dim), "BLOCK": block}
+    optional = (q if sinks is None else sinks, starts if ends is None else ends)
+    tensors = (q, target, lse, cache, offsets, starts, table, tiles, *optional)
+    numbers = (scale * (2 / softcap if softcap else 1) * _LOG2E, table.stride(0), split, splits, begin)
     _attend[(tiles.shape[0], kv_heads, splits)](
         *tensors,
         *numbers,
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        DIM_P2=padded(dim),
-        BLOCK=block,
+        **sizes,
         WINDOW=window,
         TILE_M=form.tile_m,
         TILE_N=form.tile_n,
@@ -383,6 +392,7 @@ def attend(
         WIDEN=interpreting(),
         SINKS=sinks is not None,
         SOFTCAP=softcap * _LOG2E,
+        ENDS=ends is not None,
         num_warps=form.warps,
         num_stages=form.stages,
     )

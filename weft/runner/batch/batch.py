@@ -235,8 +235,11 @@ class BatchBuilder:
             live = self._state.live[slots]
         p = slice(None, first)
         d = slice(first, None)
+        first_part = self._segment(prefill, 0, slots[p], starts[p], rows.prefill_offsets.int(), live[p])
+        if self._media is not None and (ends := self._media.ends(prefill, len(self._pools))):
+            first_part = replace(first_part, ends=ends)
         segments = (
-            self._segment(prefill, 0, slots[p], starts[p], rows.prefill_offsets.int(), live[p]),
+            first_part,
             self._segment(decode, prefill.tokens, slots[d], starts[d], rows.decode_offsets.int(), live[d]),
         )
         made = StepInput(

@@ -19,6 +19,7 @@ from weft.attention.base import MediaRows
 from weft.common.errors import EngineDead
 from weft.config.resolved import MediaLimits
 from weft.ops.upload import upload
+from weft.runner.images.visible_ends import ImagesOfRow, ends_of
 from weft.runner.kv_tensors import zeros
 from weft.types.media_item import SPAN
 from weft.types.plan import BindMedia, Encode, GatherMedia, MoveMedia, Segment, SendMedia, SlotUpdate
@@ -82,6 +83,7 @@ class MediaStore:
         """
         self._tower = tower
         self._patch = 0 if limits is None else limits.patch
+        self._ahead = () if limits is None else limits.ahead
         self._device = device
         self._send, self._gather = send, gather
         self._rows = 1 if limits is None else limits.block_rows
@@ -167,14 +169,28 @@ class MediaStore:
                 low, high = max(start, op.start), min(end, op.start + op.count)
                 if low >= high:
                     continue
-                places.append(np.arange(low, high) + (int(first) - start))
-                index.append(self._rows_of(blocks, low - op.start, high - op.start))
-        if not places:
+                own = np.arange(low, high)
+                if op.columns:  # tokens of text between the rows of the image keep their embeddings
+                    own = own[(own - op.start) % (op.columns + 1) != op.columns]
+                places.append(own + (int(first) - start))
+                index.append(self._places_of(blocks, own - op.start))
+        if not sum(map(len, places)):
             return None
         # [2, rows]: merged token row, and row of the pool
         both = upload(np.stack([np.concatenate(places), np.concatenate(index)]), self._device)
         values = self._by_row.index_select(1, both[1])
         return MediaRows(rows=both[0], main=values[0], levels=values[1:] if len(values) > 1 else None)
+
+    def ends(self, prefill: Segment, groups: int) -> tuple[Tensor | None, ...]:
+        """Return ``SegmentInput.ends`` of the prefill rows, for ``groups`` KV cache groups; see ``rows``."""
+        if not self._ahead or not self._bound:
+            return ()
+        rows = zip(prefill.slot.tolist(), prefill.start.tolist(), prefill.count.tolist(), strict=True)
+        images = [
+            ImagesOfRow(start, start + count, [(op.start, op.count) for op, _ in self._bound.get(slot, ())])
+            for slot, start, count in rows
+        ]
+        return ends_of(images, self._ahead, groups, self._device)
 
     def clear(self) -> None:
         """Unbind all images at the end of an epoch. The engine process decides about the contents of the
@@ -218,7 +234,10 @@ class MediaStore:
         return upload(self._rows_of(self._blocks(blocks, count), 0, count), self._device)
 
     def _rows_of(self, blocks: np.ndarray, begin: int, end: int) -> np.ndarray:
-        row = np.arange(begin, end)
+        return self._places_of(blocks, np.arange(begin, end))
+
+    def _places_of(self, blocks: np.ndarray, row: np.ndarray) -> np.ndarray:
+        """Return the pool rows of the embedding rows ``row``."""
         return blocks[row // self._rows] * self._rows + row % self._rows
 
     def _blocks(self, blocks: bytes, count: int) -> np.ndarray:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from weft.common.errors import EngineDead, InvalidRequest
 from weft.config.resolved import MediaLimits
 from weft.kv.embeddings import Embedded, EmbeddingCache
+from weft.scheduler.images.whole_images import binding
 from weft.scheduler.sequence import Sequence
 from weft.types.media_item import MediaItem, spans_of
 from weft.types.plan import BindMedia, Encode, GatherMedia, SlotUpdate, column
@@ -64,7 +65,7 @@ def check_media(
             raise InvalidRequest("the key of an image is not 16 bytes", param="media")
         frames, rows, columns = item.grid
         sides_fit = min(item.grid) > 0 and rows % limits.merge == 0 and columns % limits.merge == 0
-        if not sides_fit or item.count != patches_of(item) // limits.merge**2:
+        if not sides_fit or item.count != limits.tokens_of(item.grid):
             raise InvalidRequest("the grid of an image does not match its tokens", param="media")
         if item.start < end or item.start + item.count > length:
             raise InvalidRequest("the tokens of an image lie outside of the prompt", param="media")
@@ -399,7 +400,7 @@ class MediaBook:
         use.step, use.runs = self._step, True
         last = max(other.start + other.count for other in sequence.media if other.key == item.key)
         use.over = last <= end
-        return BindMedia(slot=slot, start=item.start, count=item.count, blocks=held.ids)
+        return binding(item, slot, held.ids, self._limits)
 
     def _have(self, item: MediaItem, sequence: Sequence, wanted: set[bytes]) -> Embedded:
         """Return the embedding of ``item`` on the device with the next plan: found, lifted from the host or

@@ -211,7 +211,9 @@ def gemma4_traits(facts: Facts, spec: ModelSpec) -> ModelSpec:
     )
     inputs = facts.integer("hidden_size_per_layer_input", 0, low=0)
     vocab = facts.integer("vocab_size_per_layer_input", spec.vocab_size)
-    more = LayerSpec(scalar=True, inputs=inputs, inputs_vocab=vocab if inputs else 0, double=tuple(double))
+    pad = facts.integer("pad_token_id", 0, low=0) if inputs else 0
+    more_inputs = {"inputs": inputs, "inputs_vocab": vocab if inputs else 0, "inputs_pad": pad}
+    more = LayerSpec(scalar=True, double=tuple(double), **more_inputs)
     return msgspec.structs.replace(spec, caches=caches, attention=attention, scales=scales, layer=more)
 
 

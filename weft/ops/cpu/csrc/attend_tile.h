@@ -40,6 +40,8 @@
 //                            finds the keys and values of positions low .. high of a tile; others are `kZeros`
 //   copied                   elements of memory per key of a tile for `point`, `Lines::copies`; 0 for none
 //   out(piece, row)          address of a row's `value` output elements
+//   ends                     optional: null, or by token the end of the visible keys, if behind the token itself. In a
+//                            row of tokens the ends never decrease
 #pragma once
 
 #include "amx.h"
@@ -640,7 +642,7 @@ class Worker {
       const Piece* after = inside && rows_ <= kFetchRows ? &piece : more ? next : nullptr;
       const int64_t after_tile = inside || next == &piece ? tile + kTile : next ? next->low / kTile * kTile : 0;
       pack(turn(piece, tile, after, after_tile));
-      const bool mixed = piece.queries > 1 && (tile + kTile - 1 > piece.position || tile < lowest(last, s_.window));
+      const bool mixed = piece.queries > 1 && (tile + kTile > end_of(piece, 0) || tile < lowest(last, s_.window));
       if (mixed && !values_finite()) {
         exact_tile(piece, tile, state);
         continue;
@@ -668,7 +670,8 @@ class Worker {
   void exact_tile(const Piece& piece, int64_t tile, const State& state) {
     for (int t = 0; t < piece.queries; ++t) {
       const int64_t position = piece.position + t;
-      point(lines_, piece, tile, std::max(piece.low, lowest(position, s_.window)), std::min(piece.high, position + 1));
+      point(lines_, piece, tile, std::max(piece.low, lowest(position, s_.window)),
+            std::min(piece.high, end_of(piece, t)));
       E::pack_v(lines_.v, nullptr, s_.value, v_);
       for (int row = 0; row < s_.group; row += E::kBlock)
         block(piece, tile, state, t * s_.group + row, std::min(s_.group - row, E::kBlock), true);
@@ -678,8 +681,9 @@ class Worker {
   // Rows row .. row + count - 1 of the piece over one tile. `exact`: later rows of the state are also in use.
   void block(const Piece& piece, int64_t tile, const State& state, int row, int count, bool exact = false) {
     const int64_t first = piece.position + row / s_.group, last = piece.position + (row + count - 1) / s_.group;
-    if (tile > last || tile + kTile <= lowest(first, s_.window)) return;
-    const bool masked = tile + kTile - 1 > first || tile < lowest(last, s_.window);
+    const int64_t end = end_of(piece, last - piece.position);
+    if (tile >= end || tile + kTile <= lowest(first, s_.window)) return;
+    const bool masked = tile + kTile > end_of(piece, first - piece.position) || tile < lowest(last, s_.window);
     alignas(64) float alpha[E::kBlock + kLanes];
     E::gemm(count, kTile, dim_, q_ + int64_t(row) * dim_, dim_, k_, scores_, nullptr, exact);
     for (int at = 0; at < count; at += kStep)
@@ -688,11 +692,19 @@ class Worker {
     E::gemm(count, s_.value, kTile, p_, kTile, v_, state.o + int64_t(row) * s_.value, alpha, exact);
   }
 
+  // End of the keys visible to a query of the piece.
+  int64_t end_of(const Piece& piece, int64_t query) const {
+    const int64_t own = piece.position + query + 1;
+    if constexpr (requires { s_.ends; })
+      if (s_.ends) return std::max(own, s_.ends[piece.token + query]);
+    return own;
+  }
+
   // Visible keys of a row in the tile, as bits.
   uint64_t visible(const Piece& piece, int64_t tile, int row) const {
     const int64_t position = piece.position + row / s_.group;
     const int64_t low = std::max<int64_t>(lowest(position, s_.window) - tile, 0);
-    const int64_t high = std::min<int64_t>(position + 1 - tile, kTile);
+    const int64_t high = std::min<int64_t>(end_of(piece, row / s_.group) - tile, kTile);
     if (low >= high) return 0;
     return (~uint64_t(0) >> (kTile - (high - low))) << low;
   }

@@ -31,6 +31,7 @@ struct Grouped {
   float scale;
   std::shared_ptr<const float[]> sinks;  // per head, times log2(e), or null
   float cap = 0;                         // factor of scores in tanh_half, if scores are capped; `scale` follows tanh
+  const int64_t* ends = nullptr;         // by token, or null
   int key = dim, rest = 0, value = dim, copied = codes ? 2 * dim : 0;
 
   template <class E>
@@ -77,11 +78,24 @@ struct Grouped {
   }
 };
 
+// Checks that the ends of visible keys stay within each row's own tokens and never decrease.
+void check_ends(const Rows& rows, const int64_t* ends) {
+  for (int64_t row = 0; row < rows.count; ++row) {
+    const int64_t begin = rows.offsets[row], count = rows.offsets[row + 1] - begin, start = rows.starts[row];
+    for (int64_t t = 0, before = 0; t < count; ++t) {
+      const int64_t end = std::max(start + t + 1, ends[begin + t]);
+      WEFT_CHECK(end >= before && end <= start + count, "attend: token ", t, " of row ", row, " sees keys up to ", end);
+      before = end;
+    }
+  }
+}
+
 }  // namespace
 
 void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, const Tensor& offsets,
                     const Tensor& starts, const Tensor& table, int64_t window, double scale, int64_t engine,
-                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& scales, double softcap) {
+                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& scales, double softcap,
+                    const std::optional<Tensor>& ends) {
   TORCH_CHECK(q.dim() == 3 && out.sizes() == q.sizes() && cache.dim() == 5 && cache.size(1) == 2, "attend: shapes");
   TORCH_CHECK(q.scalar_type() == out.scalar_type(), "attend: dtypes");
   TORCH_CHECK(cache.scalar_type() == (scales ? at::kFloat8_e4m3fn : q.scalar_type()), "attend: the cache's dtype");
@@ -97,6 +111,13 @@ void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, con
   if (q.size(0) == 0) return;
   TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == dim && out.stride(2) == 1 && out.stride(1) == dim, "attend: strides");
   rows.check(q.size(0), cache.size(0), int(window));
+  const int64_t* seen = nullptr;
+  if (ends) {
+    TORCH_CHECK(ends->scalar_type() == at::kLong && ends->is_contiguous() && ends->numel() == q.size(0),
+                "attend: the ends must be int64 [tokens]");
+    seen = ends->const_data_ptr<int64_t>();
+    check_ends(rows, seen);
+  }
   std::shared_ptr<float[]> drawn;
   if (sinks) {
     WEFT_CHECK(sinks->scalar_type() == q.scalar_type() && sinks->numel() == heads && sinks->is_contiguous(),
@@ -109,23 +130,26 @@ void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, con
     }
   }
   with_engine(q.scalar_type(), engine, [&]<class T, class E>(T, E) {
-    const Grouped<T> scene{rows,
-                           q.const_data_ptr<T>(),
-                           out.mutable_data_ptr<T>(),
-                           q.stride(0),
-                           out.stride(0),
-                           scales ? nullptr : cache.const_data_ptr<T>(),
-                           scales ? static_cast<const uint8_t*>(cache.const_data_ptr()) : nullptr,
-                           scales ? scales->const_data_ptr<float>() : nullptr,
-                           heads,
-                           kv_heads,
-                           heads / kv_heads,
-                           dim,
-                           int(window),
-                           float((softcap > 0 ? softcap : scale) * kLog2E),
-                           drawn,
-                           float(softcap > 0 ? 2 * kLog2E * scale / softcap : 0)};
+    Grouped<T> scene{rows,
+                     q.const_data_ptr<T>(),
+                     out.mutable_data_ptr<T>(),
+                     q.stride(0),
+                     out.stride(0),
+                     scales ? nullptr : cache.const_data_ptr<T>(),
+                     scales ? static_cast<const uint8_t*>(cache.const_data_ptr()) : nullptr,
+                     scales ? scales->const_data_ptr<float>() : nullptr,
+                     heads,
+                     kv_heads,
+                     heads / kv_heads,
+                     dim,
+                     int(window),
+                     float((softcap > 0 ? softcap : scale) * kLog2E),
+                     drawn,
+                     float(softcap > 0 ? 2 * kLog2E * scale / softcap : 0)};
+    scene.ends = seen;
     std::vector<Piece> pieces = rows.cut(std::max(1, kRows / scene.group), kv_heads, scene.window);
+    if (seen)
+      for (Piece& piece : pieces) piece.high = std::max(piece.high, seen[piece.token + piece.queries - 1]);
     run_later<E>(scene, std::move(pieces));
   });
 }

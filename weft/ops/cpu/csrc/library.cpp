@@ -19,7 +19,7 @@ constexpr auto kCpu = c10::DispatchKey::CPU;
 void describe_attention(torch::Library& m) {
   m.def(
       "attend(Tensor q, Tensor(a!) out, Tensor cache, Tensor q_offsets, Tensor starts, Tensor table, int window, "
-      "float scale, int engine=0, Tensor? sinks=None, Tensor? scales=None, float softcap=0) -> ()");
+      "float scale, int engine=0, Tensor? sinks=None, Tensor? scales=None, float softcap=0, Tensor? ends=None) -> ()");
   m.impl("attend", kCpu, TORCH_FN(attend_grouped));
   m.def(
       "sparse_attend(Tensor q, Tensor(a!) out, Tensor q_offsets, Tensor starts, Tensor? entries, Tensor? entry_table, "

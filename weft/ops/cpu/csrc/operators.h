@@ -29,7 +29,8 @@ bool set_crews(bool value, int64_t alone);
 
 void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, const Tensor& offsets,
                     const Tensor& starts, const Tensor& table, int64_t window, double scale, int64_t engine,
-                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& scales, double softcap);
+                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& scales, double softcap,
+                    const std::optional<Tensor>& ends);
 
 // --- sparse.cpp ---
 

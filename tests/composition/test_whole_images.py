@@ -1,0 +1,121 @@
+"""Images of Gemma 3, Gemma 4 and Mistral Small 3.x with all features, also between groups, in float64."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.composition import groups, seeing
+from tests.composition.references import PLAIN
+from tests.composition.rig import MAX_LEN, VOCAB, run
+from tests.composition.test_declared import EVERYTHING, OTHERS, Case
+from tests.models.conftest import _randomize
+from tests.models.test_whole_images import shapes
+from tests.support.seen import Seen
+from tests.support.slow import mostly_slow
+from tests.support.vision_models import make_prompt
+from tests.support.whole_image_models import CASES, END, FILES, PROCESSORS, ROW_END
+from weft.bench.bench_tokenizer import write_tokenizer
+from weft.config.families import load_spec
+
+KEPT = ("n", "penalties", "stop", "kv")
+
+
+def _save(folder: Path, name: str) -> None:
+    family, settings = CASES[name]
+    text = {**settings["text_config"], "vocab_size": VOCAB, "max_position_embeddings": 192}
+    if "vocab_size_per_layer_input" in text:
+        text["vocab_size_per_layer_input"] = VOCAB
+    config = getattr(transformers, f"{family}Config")(**{**settings, "text_config": text})
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    _randomize(model, 3)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[family]))
+    for file, content in FILES.get(family, {}).items():
+        (folder / file).write_text(json.dumps(content))
+    write_tokenizer(folder, VOCAB, MAX_LEN)
+    if family == "Mistral3":
+        path = folder / "tokenizer_config.json"
+        added = {str(ROW_END): {"content": "[IMG_BREAK]"}, str(END): {"content": "[IMG_END]"}}
+        path.write_text(json.dumps({**json.loads(path.read_text()), "added_tokens_decoder": added}))
+
+
+def _prompts(name: str, folder: Path) -> list[dict[str, Any]]:
+    """Return prompts of text and images. The last three share their first blocks."""
+    spec = load_spec(str(folder))
+
+    def seen(parts: list[Any], seed: int) -> Seen:
+        return Seen(make_prompt(shapes(name, *parts), spec, seed))
+
+    first = seen([21, (2, 3), 14], 1)
+    turn = seen([18, (3, 3), 4, (1, 5), 3], 2)
+    second = turn.then([7, 8, 9], seen([2, (2, 3), 3], 1))
+    shown = [
+        first,
+        first.with_images_of(seen([21, (2, 3), 14], 11)),
+        seen([(4, 5), 33], 3),
+        seen([9, (2, 3), 1], 1),
+        turn,
+        second,
+        second.then([1, 2], seen([2, (3, 2), 2], 8)),
+    ]
+    assert all(len(one.ids) <= 96 for one in shown), [len(one.ids) for one in shown]
+    text: list[dict[str, Any]] = [{"prompt_token_ids": [4, 4, 8] * 7}]
+    return text + [{"prompt_token_ids": one.ids, "media": list(one.media)} for one in shown]
+
+
+@pytest.fixture
+def folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a checkpoint of ``name``, whose prompts are those of this module."""
+    _save(tmp_path, name)
+    monkeypatch.setattr(seeing, "prompts", cache(lambda folder: _prompts(name, folder)))
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("case", [EVERYTHING, {**OTHERS, "kv": "auto"}], ids=["everything", "others"])
+def test_tokens_are_those_of_each_sequence_alone(name: str, case: Case, folder: Path) -> None:
+    expected, _ = run(folder, {**PLAIN, **{feature: case[feature] for feature in KEPT}}, alone=True)
+    made, seen = run(folder, case)
+    assert made.keys() == expected.keys()
+    assert len({answer.tokens for answer in made.values()}) > 4, "the model says the same to every prompt"
+    for key, answer in made.items():
+        assert answer.tokens == expected[key].tokens, key
+    assert seen.stats.mixed_steps > 0
+    assert seen.stats.prefix_hits > 0
+    assert seen.stats.image_hits > 0
+
+
+@pytest.mark.parametrize("encoders", [0, 1])
+@mostly_slow("name", list(CASES), ["gemma3"])
+def test_prefill_decode_and_encode_groups(name: str, encoders: int, folder: Path) -> None:
+    case = {**EVERYTHING, "blocks": "larger", "ranks": (1, 1), "overlap": False, "encoders": encoders}
+    _moves(folder, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral3"])
+def test_two_ranks_take_embeddings(name: str, folder: Path) -> None:
+    """The ranks share the rows of embeddings, and compute steps in two micro-batches."""
+    case = {**EVERYTHING, "blocks": "smaller", "ranks": (2, 1), "overlap": True, "encoders": 2, "chunk": 0}
+    _moves(folder, case)
+
+
+def _moves(folder: Path, case: Case) -> None:
+    """Run a prefill, a decode and encode groups, and compare the tokens with those of sequences alone."""
+    expected, _ = run(folder, {**PLAIN, **{feature: case[feature] for feature in KEPT}}, alone=True)
+    made, seen = groups.run(folder, case, None)
+    assert made.keys() == expected.keys()
+    assert {key: one.tokens for key, one in made.items()} == {
+        key: one.tokens for key, one in expected.items()
+    }
+    assert seen.decode.transfers is not None
+    assert seen.decode.transfers.done > 0
+    assert (sum(seen.encoded) > 0) == (case["encoders"] > 0)
+    assert (seen.prefill.images_encoded > 0) == (case["encoders"] == 0)
