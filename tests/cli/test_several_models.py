@@ -118,3 +118,36 @@ def test_two_models_on_a_command_line(servers: Servers, checkpoint: str, tmp_pat
     # The path on the command line is a name, too.
     assert stream(server, str(other), "1 2 3") == both[0]
     assert server.http.get("/health").json()["models"] == dict.fromkeys(names, "loaded")
+
+
+def test_the_disk_tier_keeps_the_cache_over_an_unload(
+    servers: Servers, checkpoint: str, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    disk = ("--kv-disk", "64M", "--kv-disk-dir", str(tmp_path / "kv"), "--kv-store", "all")
+    server = servers.weft(checkpoint, str(other), *SMALL, *disk, "--admin-key", "admin-key")
+
+    def admin(what: str) -> dict[str, Any]:
+        body = {"model": "other"}
+        answer = server.http.post(f"/admin/models/{what}", json=body, headers=ADMIN, timeout=deadline(120))
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def cached() -> tuple[str, int]:
+        body = {"model": "other", "prompt": "once upon a time " * 20, "max_tokens": 8, "temperature": 0}
+        answer = server.http.post("/v1/completions", json=body, timeout=deadline(120)).json()
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    first = cached()
+    assert first[1] == 0
+    admin("unload")
+    until = time.monotonic() + deadline(30)
+    while server.http.get("/health").json()["models"]["other"] != "unloaded":
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    admin("load")
+    again = cached()
+    assert again[0] == first[0]
+    assert again[1] >= 256, "the blocks on disk outlive the engine process"

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from tests.config.test_resolve import checkpoint
+from weft.cli import main as cli
 from weft.common.errors import ConfigError
 from weft.config.flags import from_keywords
 from weft.config.models.several import (
@@ -164,3 +165,33 @@ def test_keys_may_name_models() -> None:
 )
 def test_keep_alive(given: Any, seconds: float) -> None:
     assert seconds_of(given) == seconds
+
+
+def test_the_plan_of_several_models_is_printed_and_wrong_commands_are_refused(
+    tmp_path: Path, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(
+        tmp_path, f"model: {folder}\n{SMALL}models: {{a: {{memory: 2G}}, b: {{load: demand, pin: true}}}}\n"
+    )
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(list(arguments))
+        found = capsys.readouterr()
+        return int(ended.value.code or 0), found.out, found.err
+
+    status, out, _ = run("up", str(file), "--check")
+    lines = out.splitlines()
+    assert status == 0
+    assert lines[0] == "2 models on 127.0.0.1:8000"
+    assert lines[1].split() == ["a", "2.00", "GiB,", "1", "group,", "1", "rank,", "at", "the", "start"]
+    assert lines[2].endswith("on demand, pinned")
+    for arguments, message in (
+        (("up", str(file), "--on", "ray"), "--on ray is for topologies of one model"),
+        (("serve", folder, folder, "--model", folder), "--model is for one model"),
+        (("serve", folder, folder, "--served-model-name", "x"), "--served-model-name is for one model"),
+        (("serve", folder, folder), "two models are called"),
+        (("serve", folder, "--models-memory", "1G"), "--models-memory is for a server of several models"),
+    ):
+        status, _, error = run(*arguments)
+        assert (status, message in error) == (2, True), (arguments, error)

@@ -50,14 +50,20 @@ def add_tier_routes(app: FastAPI, front: Front) -> None:
         """
         asked = await read_body(front, request, FlushRequest)
         asked.check()
-        engines = [one.name for one in front.links.instances if one.alive and one.stats.tier is not None]
+        links = [front.links] if front.several is None else [one.links for one in front.several.fronts]
+        engines = [
+            (own, one.name)
+            for own in links
+            for one in own.instances
+            if one.alive and one.stats.tier is not None
+        ]
         if not engines:
             raise InvalidRequest("no engine process has a KV disk tier: start the server with --kv-disk")
         for message in _messages(front, asked):
-            for name in engines:
-                front.links.tell(name, message)
+            for own, name in engines:
+                own.tell(name, message)
         log.info("a flush of the KV cache was requested over /admin/cache/flush")
-        acted = Acted(status="flush requested", engines=tuple(engines))
+        acted = Acted(status="flush requested", engines=tuple(name for _, name in engines))
         return Response(to_json(acted), media_type=JSON)
 
 

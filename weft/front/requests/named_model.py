@@ -40,15 +40,25 @@ async def named_in(body: Sequence[bytes], threads: TextThreads) -> NamedModel:
     """Return the model that a body names. Raises InvalidRequest for a body that is no JSON object, and for a
     field of a wrong type.
 
-    A body above ``SMALL_BODY`` that begins with the model is not parsed here. The reader of the model checks
-    the name again, so a body with two names of models is refused there.
+    A body above ``SMALL_BODY`` that begins with the model, and has no ``keep_alive``, is not parsed here. The
+    reader of the model checks the name again, so a body with two names of models is refused there.
     """
     if sum(map(len, body)) <= SMALL_BODY:
         return _parsed(b"".join(body))
     first = _FIRST.match(body[0][:4096])
-    if first is not None:
+    if first is not None and not _has(body, b'"keep_alive"'):
         return _checked(msgspec.json.decode(first[1]), None)
     return await threads.run(lambda: _parsed(b"".join(body)))
+
+
+def _has(body: Sequence[bytes], word: bytes) -> bool:
+    """Return True if ``word`` is in the body, also across two pieces."""
+    before = b""
+    for piece in body:
+        if word in piece or word in before + piece[: len(word)]:
+            return True
+        before = (before + piece[-len(word) :])[-len(word) :]
+    return False
 
 
 def _parsed(body: bytes) -> NamedModel:
