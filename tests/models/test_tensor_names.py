@@ -20,7 +20,10 @@ _LAYER = re.compile(r"(?<=layers\.)(\d+)")
 
 
 def spec_of(name: str, listed: Names, folder: Path) -> ModelSpec:
-    (folder / "config.json").write_text(json.dumps({**config_of(name), **listed.config}))
+    config = config_of(name)
+    text = {**config.get("text_config", {}), **listed.config.get("text_config", {})}
+    config |= listed.config | ({"text_config": text} if text else {})
+    (folder / "config.json").write_text(json.dumps(config))
     return load_spec(str(folder), language_model_only=True)
 
 
