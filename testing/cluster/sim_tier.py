@@ -16,7 +16,7 @@ from weft.kv.tiers import Changed, Copied, Stopped
 from weft.scheduler import Scheduler
 from weft.types.messages import TokenEvent
 from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, StepPlan
-from weft.types.tiers import BlockOutcome, CopyBlocks, Entry
+from weft.types.tiers import BlockOutcome, CopyBlocks, Entry, StoreMode
 
 if TYPE_CHECKING:
     from testing.cluster.cluster import Cluster
@@ -91,7 +91,7 @@ class SimTier:
     def __init__(self, process: EngineProcess, scheduler: Scheduler, disk: SimDisk) -> None:
         self._process, self._disk = process, disk
         self._cluster: Cluster = process.cluster
-        mode = disk.rng.choice(("all", "all", "reused"))
+        mode: StoreMode = disk.rng.choice(("all", "all", "reused"))
         self.loads = scheduler.use_tier("float32", mode)
         self._pool = scheduler._state.caches.kinds[0].pool
         self.loads.on(Changed(list(disk.records), []), self._cluster.now)
