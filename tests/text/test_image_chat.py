@@ -12,7 +12,6 @@ import transformers
 from PIL import Image
 
 from tests.models.conftest import _randomize
-from tests.support.slow import mostly_slow
 from tests.support.whole_image_models import CASES, PROCESSORS
 from tests.text.test_image_tokens import KINDS, LOOP, write_folder
 from weft import LLM, SamplingParams
@@ -38,7 +37,8 @@ def _save(folder: Path, name: str) -> None:
     (folder / "chat_template.jinja").write_text(LOOP % shown)
 
 
-@mostly_slow("name", list(KINDS), ["gemma3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(KINDS))
 def test_a_conversation_with_images(name: str, tmp_path: Path) -> None:
     write_folder(tmp_path, name)
     _save(tmp_path, name)
