@@ -10,6 +10,7 @@ import torch
 
 from tests.attention.test_torch_backend import Scene
 from tests.attention.test_triton_backend import BOTH, DEVICE, moved, runs
+from tests.support.slow import mostly_slow
 from weft.attention.gqa.cpu_backend import CpuAttention
 from weft.attention.gqa.invariant_backend import InvariantAttention
 from weft.attention.gqa.torch_backend import TILE, TorchAttention
@@ -74,15 +75,15 @@ def test_ends_of_rows() -> None:
     assert ends_of([ImagesOfRow(2, 6, [(3, 2)])], (), 1, CPU) == ()
 
 
-@pytest.mark.parametrize("window", [0, 1, 4, 7, 100])
-@pytest.mark.parametrize("block", [1, 4, 16])
+@mostly_slow("window", [0, 1, 4, 7, 100], [0, 4])
+@mostly_slow("block", [1, 4, 16], [4])
 @pytest.mark.parametrize("backend", [TorchAttention, InvariantAttention])
 def test_torch_backends(backend: Any, block: int, window: int) -> None:
     scene = Ahead(ROWS, IMAGES, window=window, block=block)
     assert torch.allclose(scene.attend(backend()), scene.expected(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("window", [0, 150])
+@mostly_slow("window", [0, 150], [150])
 @pytest.mark.parametrize("backend", [TorchAttention, InvariantAttention])
 def test_long_images(backend: Any, window: int) -> None:
     scene = Ahead(LONG, LONG_IMAGES, window=window, block=16, heads=2, kv_heads=1, dim=4)
@@ -90,7 +91,7 @@ def test_long_images(backend: Any, window: int) -> None:
 
 
 @pytest.mark.usefixtures("extension")
-@pytest.mark.parametrize("window", [0, 6, 150])
+@mostly_slow("window", [0, 6, 150], [6])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 2e-2)])
 def test_cpu_backend(dtype: torch.dtype, tolerance: float, window: int) -> None:
     for rows, images in ((ROWS, IMAGES), (LONG, LONG_IMAGES)):

@@ -92,7 +92,7 @@ def test_tokens_are_those_of_each_sequence_alone(name: str, case: Case, folder: 
     assert seen.stats.image_hits > 0
 
 
-@pytest.mark.parametrize("encoders", [0, 1])
+@mostly_slow("encoders", [0, 1], [1])
 @mostly_slow("name", list(CASES), ["gemma3"])
 def test_prefill_decode_and_encode_groups(name: str, encoders: int, folder: Path) -> None:
     case = {**EVERYTHING, "blocks": "larger", "ranks": (1, 1), "overlap": False, "encoders": encoders}

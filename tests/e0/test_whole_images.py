@@ -50,7 +50,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> WholeImages:
     return WholeImages(tmp_path_factory.mktemp("images"))
 
 
-@mostly_slow("name", NAMES, ["gemma3", "mistral3"])
+@mostly_slow("name", NAMES, ["mistral3"])
 def test_tokens_are_the_reference_s(name: str, images: WholeImages) -> None:
     for number, seen in enumerate(images.prompts(name)):
         expected = images.models.greedy(name, seen, GREEDY.max_tokens)
@@ -102,7 +102,8 @@ def test_the_preempted_begin_again(name: str, images: WholeImages) -> None:
     assert stats.preemptions > 0
 
 
-@mostly_slow("name", NAMES, ["gemma3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_drafts_by_ngrams(name: str, images: WholeImages) -> None:
     speculation = SpeculationSection(
         speculative_method="ngram", num_speculative_tokens=2, speculative_adaptive=False, ngram_min_length=1
@@ -154,11 +155,11 @@ def test_micro_batches_do_not_cut_an_image() -> None:
     assert cut(22, True) == 42  # behind: 12 tokens in front are too few
     assert cut(50, True) == 40
     assert cut(20, True) == 40
-    both = msg_wide(plan)
+    both = _wide(plan)
     assert split(both) is None
 
 
-def msg_wide(plan: Any) -> StepPlan:
+def _wide(plan: Any) -> StepPlan:
     """Return a plan whose image leaves no room for a cut."""
     made = plan(12, True)
     image = BindMedia(slot=3, start=12, count=76, blocks=b"", whole=True)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.ranks import on_ranks
+from tests.support.slow import mostly_slow
 from tests.support.vision_models import Prompt, make_prompt, random_image
 from tests.support.whole_image_models import CASES, PLACEHOLDER, inputs_of, types_name
 from weft.common.errors import ConfigError
@@ -52,7 +53,7 @@ def distance(ours: list[Tensor], theirs: Tensor) -> float:
     return float((mine - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@mostly_slow("name", NAMES, ["gemma3", "gemma4"])
 def test_towers_float64(name: str, seeing: Any) -> None:
     checkpoint = seeing(name)
     model = checkpoint.load(torch.float64)
@@ -75,7 +76,7 @@ def test_towers_float64(name: str, seeing: Any) -> None:
         assert (found - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@mostly_slow("name", NAMES, ["mistral3"])
 def test_whole_prompts_float32(name: str, seeing: Any, paged: Any) -> None:
     checkpoint = seeing(name)
     model = checkpoint.load()
@@ -107,7 +108,7 @@ def _mixed(harness: Any, sequences: list[Any], prompts: list[Prompt], seed: int,
             harness.step(prefill, decode)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@mostly_slow("name", NAMES, ["gemma3", "mistral3"])
 def test_chunks_beside_text_float32(name: str, seeing: Any, paged: Any) -> None:
     checkpoint = seeing(name)
     model = checkpoint.load()
@@ -128,7 +129,7 @@ def test_chunks_beside_text_float32(name: str, seeing: Any, paged: Any) -> None:
         assert distance(sequence.logits, theirs) <= 1e-4
 
 
-@pytest.mark.parametrize("name", NAMES)
+@mostly_slow("name", NAMES, ["gemma3"])
 def test_images_matter(name: str, seeing: Any, paged: Any) -> None:
     """Other last rows of an image change the output at its first token only with attention ahead."""
     model = seeing(name).load()
@@ -150,7 +151,7 @@ def test_images_matter(name: str, seeing: Any, paged: Any) -> None:
     assert torch.equal(made[0][4], made[1][4]) == (model.spec.vision.ahead == "none")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@mostly_slow("name", NAMES, ["gemma4-inputs"])
 def test_greedy_tokens_float64(name: str, seeing: Any, paged: Any) -> None:
     checkpoint = seeing(name)
     reference = checkpoint.reference_in_float64()
@@ -175,7 +176,7 @@ def test_greedy_tokens_float64(name: str, seeing: Any, paged: Any) -> None:
         harness.step([], [(sequence, 1)])
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4-inputs", "mistral3"])
+@mostly_slow("name", ["gemma3", "gemma4-inputs", "mistral3"], ["gemma3"])
 def test_two_ranks(name: str, seeing: Any, paged: Any) -> None:
     checkpoint = seeing(name)
     prompt = several(name, load_spec(checkpoint.folder), 70)
@@ -193,7 +194,7 @@ def test_two_ranks(name: str, seeing: Any, paged: Any) -> None:
         assert (logits - whole).abs().max() <= 1e-9 * whole.abs().max()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@mostly_slow("name", NAMES, ["gemma3"])
 def test_size_of_the_weights(name: str, seeing: Any) -> None:
     model = seeing(name).read()
     real = sum(parameter.nbytes for parameter in model.parameters())
@@ -209,7 +210,7 @@ def _renamed(source: str, target: Path, change: Any) -> str:
     return str(target)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral3"])
+@mostly_slow("name", ["gemma3", "gemma4", "mistral3"], ["gemma3"])
 def test_published_names(name: str, seeing: Any, paged: Any, tmp_path: Path) -> None:
     """Publishers and transformers write the names in two forms. The tower loads alone, too."""
     checkpoint = seeing(name)

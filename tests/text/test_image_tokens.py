@@ -47,17 +47,21 @@ CONTENTS: list[list[dict[str, Any]]] = [
 ]
 
 
+def write_folder(folder: Path, name: str) -> None:
+    """Write a tokenizer with the special tokens of a family."""
+    write_tokenizer(folder, 400, 512)
+    fast = Fast.from_file(str(folder / "tokenizer.json"))
+    special = [*dict.fromkeys(text for text in KINDS[name][0] if text), "<turn>"]
+    fast.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    fast.save(str(folder / "tokenizer.json"))
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tokens")
-    for name, (texts, _) in KINDS.items():
-        folder = root / name
-        folder.mkdir()
-        write_tokenizer(folder, 400, 512)
-        fast = Fast.from_file(str(folder / "tokenizer.json"))
-        special = [*dict.fromkeys(text for text in texts if text), "<turn>"]
-        fast.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-        fast.save(str(folder / "tokenizer.json"))
+    for name in KINDS:
+        (root / name).mkdir()
+        write_folder(root / name, name)
     return root
 
 
