@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,7 +14,7 @@ import pytest
 
 from tests.clients.conftest import MODEL, Play
 from tests.clients.outputs import WEATHER, WEATHER_SCHEMA, entries
-from tests.support.servers import Running
+from tests.support.servers import Running, Servers
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 
@@ -276,3 +277,23 @@ def test_legacy_completions_of_a_real_model(bundled: Running) -> None:
     assert len(got.choices[0].logprobs.tokens or []) == len(got.choices[0].logprobs.token_logprobs or [])
     chunks = client.completions.create(model=bundled.model, prompt="Tom", max_tokens=4, stream=True)
     assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
+
+
+def test_a_batch(servers: Servers, tmp_path: Path) -> None:
+    """Files and batches, from the upload to the text of the output."""
+    running = servers.scripted(
+        tmp_path, [{"text": "ready", "repeat": True}], "--batch-dir", str(tmp_path / "batches")
+    )
+    client = openai.OpenAI(base_url=running.url + "/v1", api_key="none")
+    body = {"model": running.model, "messages": [{"role": "user", "content": "hello"}]}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    file = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+    assert client.files.wait_for_processing(file.id).status == "processed"
+    made = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    running.wait(lambda: client.batches.retrieve(made.id).status == "completed", 30)
+    output = client.batches.retrieve(made.id).output_file_id
+    assert output is not None
+    answer = json.loads(client.files.content(output).text)["response"]["body"]
+    assert answer["choices"][0]["message"]["content"] == "ready"

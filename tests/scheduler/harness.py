@@ -30,6 +30,7 @@ from weft.types.grammar import Text
 from weft.types.media_item import MediaItem
 from weft.types.messages import Submit, TokenEvent, ids_from_bytes
 from weft.types.plan import StepPlan, StepResult, TokenMasks
+from weft.types.priority import BATCH_PRIORITY
 
 
 @dataclass
@@ -139,7 +140,8 @@ class Rig:
     def plan(self) -> StepPlan | None:
         plan = self.scheduler.plan(self.now)
         for sequence in self.scheduler._state.live.values():
-            self.most_preempted = max(self.most_preempted, sequence.preemptions)
+            if sequence.key[0] < BATCH_PRIORITY:  # batches give way any number of times
+                self.most_preempted = max(self.most_preempted, sequence.preemptions)
         if plan is None:
             return None
         self._check_shape(plan)

@@ -22,6 +22,7 @@ _COMMANDS = {
     "front": "weft.cli.serve.front:front",
     "chat": "weft.cli.chat.chat_command:chat",
     "generate": "weft.cli.generate:generate",
+    "batch": "weft.cli.batch:batch",
     "eval": "weft.cli.evaluate.evaluate:evaluate",
     "verify": "weft.cli.verify.verify:verify",
     "models": "weft.cli.models:models",

@@ -18,6 +18,9 @@ from weft.common.errors import InvalidRequest, MethodNotAllowed, NotFound, WeftE
 from weft.front import page
 from weft.front.adapter_routes import add_adapters
 from weft.front.admin import add_admin
+from weft.front.batches.batch_routes import add_batches
+from weft.front.batches.file_routes import add_files
+from weft.front.batches.service import service_of
 from weft.front.health import health_answer, ready_answer
 from weft.front.http import answers, docs_page, openapi
 from weft.front.http.access import Hosts, key_of
@@ -41,7 +44,7 @@ from weft.front.tokens.tokens_routes import add_tokens
 
 def build_app(front: Front, hosts: Hosts) -> AccessGate:
     """Return the whole application over ``front``, behind the access checks. ``hosts``: accepted host
-    names."""
+    names. Starts the batches, so an event loop must run. Raises ConfigError for an unusable --batch-dir."""
     app = FastAPI(title="Weft", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     add_chat(app, front)
     add_completions(app, front)
@@ -56,6 +59,11 @@ def build_app(front: Front, hosts: Hosts) -> AccessGate:
     add_models(app, front)
     add_messages(app, front)
     add_ollama(app, front)
+    batches = service_of(front)
+    add_files(app, front, batches)
+    add_batches(app, front, batches)
+    if batches is not None:
+        batches.start(app)
     _add_models(app, front)
     _add_state(app, front)
     app.add_exception_handler(HTTPException, _on_http_error)

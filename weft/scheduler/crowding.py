@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from weft.scheduler.sequence import MOST_YIELDS, TURN, Sequence
 from weft.scheduler.state import SchedulerState
+from weft.types.priority import BATCH_PRIORITY
 
 
 def crowding(state: SchedulerState, sequence: Sequence) -> Sequence | None:
     """Return the running sequence chosen to give up its slot for ``sequence``, or None."""
-    return _of_larger_share(state, sequence) or _of_longer_turn(state, sequence)
+    return of_batch(state, sequence) or _of_larger_share(state, sequence) or _of_longer_turn(state, sequence)
+
+
+def of_batch(state: SchedulerState, sequence: Sequence) -> Sequence | None:
+    """Return the last running sequence of a batch, if ``sequence`` belongs to no batch; else None.
+
+    A sequence of a batch gives way at once, any number of times, protected or not. Not a victim: a sequence
+    admitted in this plan (the ranks do not know the slot yet), and a sequence with KV from a transfer.
+    """
+    if sequence.key[0] >= BATCH_PRIORITY:
+        return None
+    for other in reversed(state.running):
+        if other.key[0] < BATCH_PRIORITY:
+            return None  # the running sequences are in order of priority
+        if other.transfer is None and state.planned(other):
+            return other
+    return None
 
 
 def _of_larger_share(state: SchedulerState, sequence: Sequence) -> Sequence | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.config.sections.all import SchedulerSection, SpeculationSection
-from weft.scheduler.crowding import crowding
+from weft.scheduler.crowding import crowding, of_batch
 from weft.scheduler.images.whole_images import whole_end
 from weft.scheduler.plan_builder import DecodeRows, PlanBuilder, Row
 from weft.scheduler.policy.chunk import ChunkPolicy
@@ -209,7 +209,10 @@ class Planner:
             if sequence.tables is not None:
                 pass  # a sequence with received KV owns its blocks
             # Prefills in progress will still take ``promised`` blocks, so admission must leave enough blocks.
-            elif not state.caches.fits([n + p for n, p in zip(needed, promised, strict=True)]):
+            elif not state.caches.fits(wanted := [n + p for n, p in zip(needed, promised, strict=True)]):
+                if self._batch_gives_way(sequence, wanted, builder):
+                    promised = self.promised()
+                    continue
                 self.starved = True
                 self._adopt_behind()
                 return
@@ -234,6 +237,15 @@ class Planner:
             promised = [p + n for p, n in zip(promised, rest, strict=True)]
 
     # ---- parts of the phases
+
+    def _batch_gives_way(self, sequence: Sequence, needed: list[int], builder: PlanBuilder) -> bool:
+        """Preempt a sequence of a batch that has blocks for ``sequence``. Return False without one, and if
+        the steps in flight release enough blocks."""
+        victim = None if self._state.caches.will_fit(needed) else of_batch(self._state, sequence)
+        if victim is None:
+            return False
+        self._reserver.preempt(victim, builder, yields=True)
+        return True
 
     def _gone(self, sequence: Sequence, start: int) -> bool:
         """Return True and return the sequence to the router if an image at or after ``start`` is lost.

@@ -182,6 +182,37 @@ class FrontSection(Section, frozen=True, kw_only=True):
             "name. The oldest responses are dropped first. 0: store none.",
         ),
     ] = 64 << 20
+    batch_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder for /v1/files and /v1/batches. The folder is made if missing. All API "
+            "servers of one host may share a folder. Default: no files and no batches."
+        ),
+    ] = None
+    batch_retention: Annotated[
+        float, Meta(gt=0, le=3650, description="Days after which files and ended batches are deleted.")
+    ] = 7.0
+    batch_max_files: Annotated[int, Meta(ge=1, description="Maximum number of files per API key.")] = 1000
+    batch_max_bytes: Annotated[
+        str,
+        Meta(description="Maximum bytes of all files per API key, e.g. 10G.", extra={"size": True}),
+    ] = "10G"
+    batch_max_lines: Annotated[
+        int,
+        Meta(ge=1, description="Maximum lines without an answer per API key, over all its batches."),
+    ] = 200_000
+    batch_online_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Maximum share of the slots for lines of batches while online requests run, and for "
+            "30 s after. Alone, batches use all slots.",
+        ),
+    ] = 0.0625
+    batch_max_open: Annotated[
+        int, Meta(ge=1, description="Maximum number of batches per API key that have not ended.")
+    ] = 100
     keep_attribution_lines: Annotated[
         bool,
         Meta(

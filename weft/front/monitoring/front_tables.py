@@ -79,6 +79,15 @@ MODELS = {
     "model_memory_bytes": ("Bytes of memory of a model; 0 while it is unloaded.", "gauge", "model_name"),
     "model_loads": ("Loads of a model that succeeded.", "counter", "model_name"),
 }
+BATCH_LINES = (
+    "batch_lines",
+    "Lines of batches with an output, by outcome: completed, failed, expired, cancelled.",
+)
+BATCH_STATUS = ("batches", "Batches of the folder, by status.")
+BATCH_BEHIND = (
+    "batch_seconds_behind",
+    "Age in seconds of the oldest batch that has not ended; 0 without one.",
+)
 SPANS_DROPPED = ("front_spans_dropped", "Spans of traced requests that the API server did not write or push.")
 
 
@@ -112,6 +121,9 @@ def describe() -> list[str]:
     lines.append(f"weft:{adapter_metrics.REQUESTS[0]} gauge model_name,adapter,state")
     for name, (_, kind, shown) in MODELS.items():
         lines.append(f"weft:{name}{'_total' * (kind == 'counter')} {kind} {shown}")
+    lines.append(f"weft:{BATCH_LINES[0]}_total counter model_name,outcome")
+    lines.append(f"weft:{BATCH_STATUS[0]} gauge model_name,status")
+    lines.append(f"weft:{BATCH_BEHIND[0]} gauge model_name")
     for name, (_, kind) in PROCESS.items():
         lines.append(f"{name}_total counter -" if kind == "counter" else f"{name} gauge -")
     return lines

@@ -25,6 +25,7 @@ from weft.front.http.answers import Usage, explains
 from weft.front.http.body import Upload, read_json
 from weft.front.http.streaming import JSON, EventStream, Silence, StreamForm, watched, within
 from weft.front.monitoring.request_times import RequestTimes
+from weft.front.requests.batch_generation import SHARE, generation_of, times_of
 from weft.front.requests.context import Front
 from weft.front.requests.generation import Generation
 from weft.front.requests.reading import Job
@@ -102,8 +103,7 @@ async def handle(
     may change the body. The request's tokens count against the rate limit of the key, and the outcome is
     recorded in metrics, log and trace. Raises WeftError for a failure before the first byte of the
     answer."""
-    facts = front.facts(kind, request.scope)
-    times = RequestTimes(front.metrics, front.trace(kind, request.headers.get("traceparent")), facts)
+    times = times_of(front, kind, request.scope, request.headers.get("traceparent"))
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
     # `held` releases in reverse order. A stream takes over all resources with `pop_all`.
     with contextlib.ExitStack() as held:
@@ -114,12 +114,13 @@ async def handle(
             body = await read_json(request, upload)
             front = await front.enter(body, key_of(request.scope), held)
             times.of(front.metrics)
-            generation = Generation(front, times=times, deadline=deadline, seed=front.seeds.mint())
+            generation = generation_of(front, request.scope, times, deadline)
             generation.headers = request.headers
             generation.client = key_of(request.scope)
             generation.explain = explains(front.config.cache.explain_cache, request.headers)
             held.callback(generation.close)
-            held.callback(lambda: front.access.spend(request.scope, generation.spent()))
+            if SHARE not in request.scope:  # the limits per minute are for online requests
+                held.callback(lambda: front.access.spend(request.scope, generation.spent()))
             times.mark("body is here")
             images = held.enter_context(front.media.memory.lease(generation.client))
             async with within(deadline):

@@ -1,7 +1,8 @@
 """The scheduling order: by key (priority, queue position, arrival), independent of insertion order.
 
 A smaller priority number comes first. The priority decides about slots and about preemption. Starvation
-guard: after ``PASSES`` admissions from other priorities, a waiting priority gets the next slot.
+guard: after ``PASSES`` admissions from other priorities, a waiting priority gets the next slot. Batches
+(``BATCH_PRIORITY``) have no such guard, and wait for slots that nobody else wants.
 
 The queue position of a sequence is the number of earlier client requests plus the index within the sequence's
 own client request. If every client request has one sequence, the order is first come, first served. In a
@@ -17,6 +18,7 @@ from operator import attrgetter
 
 from weft.common.errors import EngineDead
 from weft.scheduler.sequence import OwnerShare, Sequence
+from weft.types.priority import BATCH_PRIORITY
 
 PASSES = 64
 """Number of admissions from other priorities after which a waiting priority gets the next slot."""
@@ -73,7 +75,8 @@ class FairQueue:
 
     Within the first waiting priority, the share with the fewest running sequences is first. Ties go to the
     share whose first sequence has the smaller key. A share with an invited sequence precedes all others of
-    its priority. No priority starves: the level passed over for longest is first after ``PASSES`` admissions.
+    its priority. No priority below ``BATCH_PRIORITY`` starves: the level passed over for longest is first
+    after ``PASSES`` admissions.
     A sequence belongs to a share from ``enter`` to ``leave``; ``start`` and ``stop`` mark running sequences.
     Each operation costs one or two insertions into sorted lists.
     """
@@ -156,11 +159,13 @@ class FairQueue:
 
     def first(self) -> Sequence:
         """Return the next sequence to admit, and change nothing. At least one sequence must wait."""
-        # The level with the longest wait comes first in the dict.
         share = self._order[0]
-        priority, level = next(iter(self._levels.items()))
-        if priority > share.priority and self._started - level.since >= PASSES:
-            share = self._order[bisect_left(self._order, (priority,), key=_place)]
+        # The level with the longest wait comes first in the dict.
+        for priority, level in self._levels.items():
+            if priority < BATCH_PRIORITY:
+                if priority > share.priority and self._started - level.since >= PASSES:
+                    share = self._order[bisect_left(self._order, (priority,), key=_place)]
+                break
         return share.invited or share.waiting[0]
 
     def __iter__(self) -> Iterator[Sequence]:

@@ -1,0 +1,333 @@
+"""The store of batches: outputs exactly once after a crash at any write, the lease, and owners."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.slow import mostly_slow
+from weft.batch.database import LEASE_S, BatchDatabase, LeaseLost
+from weft.batch.files import BatchFiles
+from weft.batch.lines import CHAT, BatchAnswer, Checks
+from weft.batch.runner import LineOutput
+from weft.batch.store import DAY, BatchStore
+from weft.common.errors import ConfigError
+
+CHECKS = Checks(CHAT, {"m"}.__contains__)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Place:
+    """An open batch folder."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] | None = None) -> None:
+        self.clock = clock or Clock()
+        self.base = BatchDatabase(folder)
+        self.files = BatchFiles(self.base, self.clock, 7 * DAY)
+        self.store = BatchStore(self.base, self.files, self.clock)
+        assert self.base.take_lease(self.store.holder, self.clock())
+
+    def upload(self, count: int, owner: str = "me") -> str:
+        incoming = self.files.incoming()
+        for number in range(count):
+            body = {"model": "m", "messages": [{"role": "user", "content": f"{number}"}]}
+            one = {"custom_id": f"c{number}", "method": "POST", "url": CHAT, "body": body}
+            incoming.write(json.dumps(one).encode() + b"\n")
+        return self.files.keep(incoming, owner, "in.jsonl").id
+
+    def begin(self, count: int) -> str:
+        batch = self.store.create("me", CHAT, self.upload(count), {"k": "v"})
+        self.store.validate(batch, CHECKS, 1000)
+        return batch
+
+    def close(self) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            self.base.release_lease(self.store.holder)
+        self.base.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path / "batches")
+    yield made
+    made.close()
+
+
+def outputs(batch: str, *lines: int) -> list[LineOutput]:
+    """Return an answer of each line. Line 2 fails."""
+    return [
+        LineOutput(batch, n, n != 2, BatchAnswer(400 if n == 2 else 200, "r", b'{"n":%d}' % n)) for n in lines
+    ]
+
+
+def contents(place: Place, batch: str) -> tuple[list[str], list[str]]:
+    """Return the ids in the output file and in the error file."""
+    row = place.store.get(batch)
+    assert row is not None
+    found = []
+    for name in (row.output, row.error):
+        path = place.files.path(name)
+        lines = path.read_text().splitlines() if path.exists() else []
+        found.append([json.loads(line)["custom_id"] for line in lines])
+    return found[0], found[1]
+
+
+def test_a_batch_runs_from_upload_to_its_files(place: Place) -> None:
+    batch = place.begin(5)
+    row = place.store.get(batch)
+    assert row is not None
+    assert (row.status, row.total, row.metadata) == ("in_progress", 5, {"k": "v"})
+    assert place.store.pending(batch) == (0, 1, 2, 3, 4)
+    assert place.store.line(batch, 3).custom_id == "c3"
+    place.store.record(outputs(batch, 0, 1, 2))
+    place.store.record(outputs(batch, 2, 3, 0))  # a second output of a line is dropped
+    assert place.store.pending(batch) == (4,)
+    place.store.record(outputs(batch, 4))
+    place.store.finalize(batch, "completed")
+    row = place.store.get(batch)
+    assert row is not None
+    assert (row.status, row.completed, row.failed) == ("completed", 4, 1)
+    assert contents(place, batch) == (["c0", "c1", "c3", "c4"], ["c2"])
+    assert [place.files.get(name, "me").bytes for name in (row.output, row.error)] == [  # type: ignore[union-attr]
+        row.output_end,
+        row.error_end,
+    ]
+    for path in [*place.base.files.iterdir(), *place.base.files.parent.glob("batches*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600 or path.is_dir(), path
+
+
+@pytest.mark.parametrize(("how", "code"), [("expired", "batch_expired"), ("cancelled", "batch_cancelled")])
+def test_undone_lines_are_in_the_error_file(place: Place, how: Any, code: str) -> None:
+    batch = place.begin(4)
+    place.store.record(outputs(batch, 1))
+    if how == "cancelled":
+        assert place.store.cancel(batch)
+    place.store.finalize(batch, how)
+    assert contents(place, batch) == (["c1"], ["c0", "c2", "c3"])
+    row = place.store.get(batch)
+    assert row is not None
+    assert (row.status, row.failed) == (how, 3)
+    found = json.loads(place.files.path(row.error).read_text().splitlines()[0])
+    assert (found["response"], found["error"]["code"]) == (None, code)
+    assert not place.store.cancel(batch)
+
+
+def test_a_wrong_file_fails_the_batch(place: Place) -> None:
+    batch = place.store.create("me", "/v1/completions", place.upload(3), None)
+    place.store.validate(batch, CHECKS._replace(endpoint="/v1/completions"), 1000)
+    row = place.store.get(batch)
+    assert row is not None
+    assert row.status == "failed"
+    assert [(error["code"], error["line"]) for error in row.errors] == [("invalid_url", n) for n in (1, 2, 3)]
+    many = place.store.create("me", CHAT, place.upload(3), None)
+    place.store.validate(many, CHECKS, 2)
+    assert place.store.get(many).errors[0]["code"] == "token_limit_exceeded"  # type: ignore[union-attr]
+
+
+# -- crashes
+
+
+class Died(BaseException):
+    """The process ends here."""
+
+
+class Dying:
+    """Ends the process at write number ``last``: before the write, or in its middle."""
+
+    def __init__(self, last: int, torn: bool) -> None:
+        self.count, self.last, self.torn = 0, last, torn
+        self.active = False
+
+    def look(self, half: Callable[[], object] | None = None) -> None:
+        if not self.active:
+            return
+        self.count += 1
+        if self.count == self.last:
+            if self.torn and half is not None:
+                half()
+            os._exit(9)
+
+
+def dying_process(dying: Dying, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every write of this process go through ``dying``."""
+    pwrite, flush, cut, move = os.pwrite, os.fdatasync, os.truncate, os.replace
+
+    class Connection(sqlite3.Connection):
+        def execute(self, query: str, *values: Any) -> sqlite3.Cursor:  # type: ignore[override]
+            if not query.startswith(("SELECT", "PRAGMA")):
+                dying.look()
+            return super().execute(query, *values)
+
+        def executemany(self, query: str, *values: Any) -> sqlite3.Cursor:  # type: ignore[override]
+            dying.look()
+            return super().executemany(query, *values)
+
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *a, **k: connect(*a, factory=Connection, **k))
+
+    def write(file: int, data: memoryview, at: int) -> int:
+        dying.look(lambda: pwrite(file, data[: len(data) // 2], at))
+        return pwrite(file, data, at)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(os, "fdatasync", lambda file: (dying.look(), flush(file)))
+    monkeypatch.setattr(os, "truncate", lambda *a: (dying.look(), cut(*a)))
+    monkeypatch.setattr(os, "replace", lambda *a: (dying.look(), move(*a)))
+
+
+def work(place: Place, batch: str, dying: Dying | None = None) -> None:
+    """Run a batch to its end, as the holder of the lease does after a start."""
+    if dying is not None:
+        dying.active = True
+    place.store.validate(batch, CHECKS, 1000)
+    place.store.mend(batch)
+    pending = place.store.pending(batch)
+    for at in range(0, len(pending), 3):
+        place.store.record(outputs(batch, *pending[at : at + 3]))
+    place.store.finalize(batch, "completed")
+
+
+@mostly_slow("torn", [False, True], [True])
+def test_a_crash_at_any_write_loses_and_repeats_nothing(
+    tmp_path: Path, torn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child process dies at each write in turn. The next process finishes the batch."""
+    number, died = 0, True
+    while died:
+        number += 1
+        folder = tmp_path / str(number)
+        first = Place(folder)
+        batch = first.store.create("me", CHAT, first.upload(7), None)
+        first.close()
+        child = os.fork()
+        if child == 0:
+            with monkeypatch.context() as patched:
+                dying = Dying(number, torn)
+                dying_process(dying, patched)
+                work(Place(folder), batch, dying)
+            os._exit(0)
+        died = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        clock = Clock()
+        clock.now += LEASE_S + 1
+        second = Place(folder, clock)
+        if second.store.get(batch).status != "completed":  # type: ignore[union-attr]
+            work(second, batch)
+        good, bad = contents(second, batch)
+        assert sorted(good) == [f"c{n}" for n in (0, 1, 3, 4, 5, 6)], number
+        assert bad == ["c2"]
+        row = second.store.get(batch)
+        assert row is not None
+        assert (row.status, row.completed, row.failed) == ("completed", 6, 1)
+        second.close()
+    assert number > 20
+
+
+def test_a_damaged_record_runs_again(place: Place) -> None:
+    batch = place.begin(5)
+    place.store.record(outputs(batch, 0, 1, 2, 3))
+    row = place.store.get(batch)
+    assert row is not None
+    path = place.files.path(row.output)
+    data = bytearray(path.read_bytes())
+    data[data.index(b'"c1"') + 2] ^= 1
+    path.write_bytes(data)
+    assert place.store.mend(batch) == 1
+    assert place.store.mend(batch) == 0
+    assert place.store.pending(batch) == (1, 4)
+    place.store.record(outputs(batch, 1, 4))
+    place.store.finalize(batch, "completed")
+    assert sorted(contents(place, batch)[0]) == ["c0", "c1", "c3", "c4"]
+
+
+# -- the lease
+
+
+def test_the_lease_has_one_holder_and_ends_after_10_s(place: Place, tmp_path: Path) -> None:
+    batch = place.begin(3)
+    other = BatchDatabase(tmp_path / "batches")
+    now = place.clock()
+    assert not other.take_lease("other", now + LEASE_S - 0.1)
+    assert place.base.take_lease(place.store.holder, now + 5)
+    assert not other.take_lease("other", now + LEASE_S + 1)
+    assert other.take_lease("other", now + 5 + LEASE_S)
+    before = contents(place, batch)
+    with pytest.raises(LeaseLost):  # a process that was stopped writes no byte
+        place.store.record(outputs(batch, 0))
+    assert contents(place, batch) == before
+    assert other.take_lease("other", now - 100_000)
+    assert place.base.take_lease(place.store.holder, now - 200_000)  # the clock was set back
+    place.base.release_lease(place.store.holder)
+    assert other.take_lease("other", now - 200_000)
+    other.close()
+
+
+# -- files
+
+
+def test_files_belong_to_their_key(place: Place) -> None:
+    mine, theirs = place.upload(1), place.upload(2, owner="other")
+    assert place.files.get(mine, "me") is not None
+    assert place.files.get(theirs, "me") is None
+    batch = place.store.create("other", CHAT, theirs, None)
+    assert place.store.get(batch, "me") is None
+    assert place.store.list("me", None, 10) == ([], False)
+    assert place.store.list("me", batch, 10) is None
+    assert place.files.list("me", None, theirs, 10, True) is None
+    assert place.files.users(theirs) == batch
+    assert place.store.load("other") == (1, 0)
+
+
+def test_lists_have_pages(place: Place) -> None:
+    ids = [place.upload(1) for _ in range(5)]
+    found = place.files.list("me", "batch", None, 2, True)
+    assert found is not None
+    assert ([row.id for row in found[0]], found[1]) == ([ids[4], ids[3]], True)
+    found = place.files.list("me", None, ids[2], 5, False)
+    assert found is not None
+    assert ([row.id for row in found[0]], found[1]) == ([ids[3], ids[4]], False)
+
+
+def test_files_end_after_their_retention(tmp_path: Path) -> None:
+    clock = Clock()
+    place = Place(tmp_path / "b", clock)
+    old = place.begin(2)
+    unused = place.upload(1)
+    orphan = place.files.incoming()
+    orphan.write(b"x")
+    os.utime(orphan.path, (0, 0))
+    clock.now += 7 * DAY + 1
+    assert place.base.take_lease(place.store.holder, clock.now)
+    place.store.purge(7 * DAY)
+    row = place.store.get(old)
+    assert row is not None  # the batch has not ended
+    assert place.files.path(row.input).exists()
+    assert not place.files.path(unused).exists()
+    assert not orphan.path.exists()
+    place.store.finalize(old, "expired")
+    place.store.purge(7 * DAY)
+    assert place.store.get(old) is None
+    assert not place.files.path(row.input).exists()
+    place.close()
+
+
+def test_a_folder_of_a_later_release_is_refused(tmp_path: Path) -> None:
+    base = BatchDatabase(tmp_path)
+    base.db.execute("PRAGMA user_version = 99")
+    base.close()
+    with pytest.raises(ConfigError, match="later release"):
+        BatchDatabase(tmp_path)

@@ -1,0 +1,91 @@
+"""``weft batch run`` against a real server: answers, errors, and continued runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.servers import Running
+from weft.batch.lines import CHAT
+from weft.batch.offline import RecordLog
+from weft.cli.main import main
+from weft.common.errors import ConfigError
+
+
+def lines(path: Path, count: int, **changes: Any) -> Path:
+    """Write an input file. Line 2 has a body that the route refuses."""
+    made = []
+    for n in range(count):
+        body = {"messages": [{"role": "user", "content": f"n{n}"}], "max_tokens": 8, **changes}
+        if n == 2:
+            body["temperature"] = -1
+        made.append({"custom_id": f"c{n}", "method": "POST", "url": CHAT, "body": body})
+    path.write_text("".join(json.dumps(one) + "\n" for one in made))
+    return path
+
+
+def run(*words: Any) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["batch", "run", *map(str, words)])
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def records(path: Path) -> dict[str, Any]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({one["custom_id"] for one in found}) == len(found)
+    return {one["custom_id"]: one for one in found}
+
+
+def test_all_lines_are_answered_once(fake: Running, tmp_path: Path) -> None:
+    source, target, errors = lines(tmp_path / "in", 9), tmp_path / "out", tmp_path / "errors"
+    words = (source, target, "--errors", errors, "--url", fake.url, "--concurrency", 3)
+    assert run(*words) == 1
+    good, bad = records(target), records(errors)
+    assert sorted(good) == [f"c{n}" for n in range(9) if n != 2]
+    text = good["c5"]["response"]["body"]["choices"][0]["message"]["content"]
+    assert text == "user\nn5"
+    assert good["c5"]["response"]["status_code"] == 200
+    assert good["c5"]["response"]["request_id"].startswith("req-")
+    assert bad["c2"]["response"]["status_code"] == 400
+    assert bad["c2"]["response"]["body"]["error"]["param"] == "temperature"
+    whole = target.read_bytes()
+    # A crash has cut the last record off: only its line runs again.
+    target.write_bytes(whole[:-20])
+    assert run(*words) == 0
+    again = records(target)
+    assert sorted(again) == sorted(good)
+    kept = whole[: whole[:-20].rindex(b"\n") + 1]
+    assert target.read_bytes().startswith(kept)
+    assert run(*words) == 0
+    assert records(target) == again
+
+
+def test_a_wrong_file_runs_no_line(fake: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = lines(tmp_path / "in", 3, stream=True), tmp_path / "out"
+    assert run(source, target, "--url", fake.url) == 2
+    assert "line 1: stream must be false" in capsys.readouterr().err
+    assert target.read_bytes() == b""
+    assert run(source, source, "--url", fake.url) == 2
+    assert "different files" in capsys.readouterr().err
+    assert run(tmp_path / "none", target, "--url", fake.url) == 2
+    assert run(lines(source, 1), target, "--url", "http://127.0.0.1:9") == 2
+    assert "no answer from the server" in capsys.readouterr().err
+
+
+def test_the_output_has_one_writer_and_only_records(tmp_path: Path) -> None:
+    first = RecordLog(tmp_path / "out")
+    with pytest.raises(ConfigError, match="another process writes"):
+        RecordLog(tmp_path / "out")
+    first.append([b'{"custom_id":"a"}\n', b'{"custom_id":"b"}\n'])
+    first.close()
+    (tmp_path / "text").write_text("my notes\n")
+    with pytest.raises(ConfigError, match="no output record"):
+        RecordLog(tmp_path / "text")
+    assert (tmp_path / "text").read_text() == "my notes\n"
+    again = RecordLog(tmp_path / "out")
+    assert again.ids == {"a", "b"}
+    again.close()

@@ -1,0 +1,280 @@
+"""/v1/files and /v1/batches of a real server, with the client of OpenAI."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support.processes import with_role
+from tests.support.servers import Running
+from tests.support.slowness import deadline
+from weft.batch.lines import CHAT
+from weft.front.batches.service import room_of
+
+Start = Any
+
+
+def lines(count: int, bad: int | None = 2, url: str = CHAT, **changes: Any) -> bytes:
+    """Return an input file. Line ``bad`` has a body that the route refuses."""
+    made = []
+    for n in range(count):
+        body = {
+            "model": "fake",
+            "messages": [{"role": "user", "content": f"n{n}"}],
+            "max_tokens": 8,
+            **changes,
+        }
+        if n == bad:
+            body["temperature"] = -1
+        made.append({"custom_id": f"c{n}", "method": "POST", "url": url, "body": body})
+    return "".join(json.dumps(one) + "\n" for one in made).encode()
+
+
+@pytest.fixture(scope="module")
+def server(start_fake: Start, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    return start_fake(  # type: ignore[no-any-return]
+        batch_dir=str(tmp_path_factory.mktemp("batches") / "dir"),
+        api_key=["one", "two"],
+        batch_max_open=3,
+        batch_max_files=12,
+        batch_max_lines=50,
+    )
+
+
+def client_of(server: Running, key: str = "one") -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0, timeout=deadline(20))
+
+
+@pytest.fixture
+def client(server: Running) -> openai.OpenAI:
+    return client_of(server)
+
+
+ENDS = ("completed", "failed", "expired", "cancelled")
+
+
+def ended(client: openai.OpenAI, batch: str, seconds: float = 20) -> Any:
+    until = time.monotonic() + deadline(seconds)
+    while (found := client.batches.retrieve(batch)).status not in (
+        "completed",
+        "failed",
+        "expired",
+        "cancelled",
+    ):
+        assert time.monotonic() < until, found
+        time.sleep(0.1)
+    return found
+
+
+def records(client: openai.OpenAI, file: str | None) -> dict[str, Any]:
+    assert file is not None
+    found = [json.loads(line) for line in client.files.content(file).text.splitlines()]
+    assert len({one["custom_id"] for one in found}) == len(found)
+    return {one["custom_id"]: one for one in found}
+
+
+def test_a_batch_from_its_upload_to_its_output(server: Running, client: openai.OpenAI) -> None:
+    file = client.files.create(file=("in.jsonl", lines(20)), purpose="batch")
+    assert (file.purpose, file.filename, file.bytes) == ("batch", "in.jsonl", len(lines(20)))
+    assert client.files.content(file.id).content == lines(20)
+    made = client.batches.create(
+        input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"name": "x"}
+    )
+    assert (made.status, made.metadata, made.input_file_id) == ("validating", {"name": "x"}, file.id)
+    batch = ended(client, made.id)
+    assert batch.status == "completed"
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (20, 19, 1)
+    assert None not in (batch.in_progress_at, batch.finalizing_at, batch.completed_at)
+    good, bad = records(client, batch.output_file_id), records(client, batch.error_file_id)
+    assert sorted(good) == sorted(f"c{n}" for n in range(20) if n != 2)
+    assert good["c7"]["response"]["body"]["choices"][0]["message"]["content"] == "user\nn7"
+    assert bad["c2"]["response"]["status_code"] == 400
+    assert bad["c2"]["response"]["body"]["error"]["param"] == "temperature"
+    assert made.id in [one.id for one in client.batches.list(limit=1)]
+    shown = server.http.get("/metrics", headers={"authorization": "Bearer one"}).text
+    assert 'weft:batch_lines_total{model_name="fake",outcome="completed"}' in shown
+    assert 'weft:batches{model_name="fake",status="completed"}' in shown
+    assert 'weft:batch_seconds_behind{model_name="fake"}' in shown
+    # The latencies of online requests do not contain lines.
+    assert 'weft:time_to_first_token_seconds_count{model_name="fake"} 0.0' in shown
+    for name in (file.id, batch.output_file_id, batch.error_file_id):
+        assert client.files.delete(name).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(file.id)
+
+
+def test_errors_of_a_file_name_the_lines(client: openai.OpenAI) -> None:
+    data = lines(2, None) + b"{\n" + lines(1, None) + lines(5, None, stream=True)[-200:].split(b"\n", 1)[1]
+    file = client.files.create(file=data, purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    found = ended(client, batch.id)
+    assert found.status == "failed"
+    codes = {error.line: error.code for error in found.errors.data}
+    assert codes[3] == "invalid_json_line"
+    assert codes[4] == "duplicate_custom_id"
+    assert found.output_file_id is None
+    many = client.files.create(file=lines(51), purpose="batch")
+    batch = client.batches.create(input_file_id=many.id, endpoint=CHAT, completion_window="24h")
+    assert ended(client, batch.id).errors.data[0].code == "token_limit_exceeded"
+
+
+def test_a_key_sees_its_own_files_alone(server: Running, client: openai.OpenAI) -> None:
+    other = client_of(server, "two")
+    file = client.files.create(file=lines(1, None), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    assert list(other.files.list()) == list(other.batches.list()) == []
+    for attempt in (
+        lambda: other.files.retrieve(file.id),
+        lambda: other.files.content(file.id),
+        lambda: other.files.delete(file.id),
+        lambda: other.batches.retrieve(batch.id),
+        lambda: other.batches.cancel(batch.id),
+        lambda: other.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h"),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            attempt()
+    ended(client, batch.id)
+
+
+def test_a_cancelled_batch_keeps_its_answers(client: openai.OpenAI) -> None:
+    hang = lines(2, None) + lines(1, None, seed=101).replace(b"c0", b"hangs")  # seed 101: no answer
+    file = client.files.create(file=hang, purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    until = time.monotonic() + deadline(20)
+    while client.batches.retrieve(batch.id).request_counts.completed < 2:  # type: ignore[union-attr]
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    with pytest.raises(openai.BadRequestError, match="cancel the batch first"):
+        client.files.delete(file.id)
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    found = ended(client, batch.id)
+    assert found.status == "cancelled"
+    assert sorted(records(client, found.output_file_id)) == ["c0", "c1"]
+    assert records(client, found.error_file_id)["hangs"]["error"]["code"] == "batch_cancelled"
+    with pytest.raises(openai.BadRequestError, match="cannot be cancelled"):
+        client.batches.cancel(batch.id)
+
+
+def test_wrong_requests_are_refused(server: Running, client: openai.OpenAI) -> None:
+    for wrong in (
+        {"purpose": "fine-tune", "file": lines(1)},
+        {"purpose": "batch", "file": lines(1), "extra_body": {"other": "x"}},
+    ):
+        with pytest.raises(openai.BadRequestError):
+            client.files.create(**wrong)  # type: ignore[arg-type]
+    headers = {"authorization": "Bearer one"}
+    assert server.http.post("/v1/files", json={}, headers=headers).status_code == 415
+    form = httpx.post(server.url + "/v1/files", data={"purpose": "batch"}, files={"x": b""}, headers=headers)
+    assert form.status_code == 400
+    file = client.files.create(file=lines(1), purpose="batch")
+    for change in ({"endpoint": "/v1/models"}, {"completion_window": "1h"}, {"metadata": {"a": "x" * 513}}):
+        asked: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h", **change}
+        with pytest.raises(openai.BadRequestError, match=next(iter(change))):
+            client.batches.create(**asked)
+    for path in ("/v1/batches?limit=0", "/v1/batches?after=x", "/v1/files?order=up", "/v1/files?after=x"):
+        assert server.http.get(path, headers=headers).status_code == 400
+    assert server.http.get("/v1/files/../../etc/content", headers=headers).status_code == 404
+    client.files.delete(file.id)
+
+
+def test_limits_of_a_key(server: Running) -> None:
+    client = client_of(server, "two")
+    file = client.files.create(file=lines(1, None, seed=101), purpose="batch")
+    made = [
+        client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h") for _ in range(3)
+    ]
+    with pytest.raises(openai.RateLimitError, match="batch-max-open"):
+        client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    for batch in made:
+        client.batches.cancel(batch.id)
+    for batch in made:
+        assert ended(client, batch.id).status == "cancelled"
+    for _ in range(11):
+        client.files.create(file=b"x", purpose="batch")
+    with pytest.raises(openai.RateLimitError, match="batch-max-files"):
+        client.files.create(file=b"x", purpose="batch")
+    assert len(client.files.list(limit=5).data) == 5
+
+
+@pytest.mark.parametrize(
+    ("slots", "others", "quiet", "share", "wanted"),
+    [
+        (64, 0, 30.0, 0.0625, 64),
+        (64, 0, 29.9, 0.0625, 4),
+        (64, 3, 0.0, 0.0625, 4),
+        (64, 62, 0.0, 0.0625, 2),
+        (64, 70, 0.0, 0.0625, -6),
+        (8, 1, 0.0, 0.0625, 1),
+        (8, 1, 0.0, 0.0, 0),
+        (8, 1, 0.0, 1.0, 7),
+    ],
+)
+def test_batches_get_a_share_beside_online_requests(
+    slots: int, others: int, quiet: float, share: float, wanted: int
+) -> None:
+    assert room_of(slots, others, quiet, share) == wanted
+
+
+def test_a_server_without_a_folder_says_so(fake: Running) -> None:
+    for answer in (fake.http.get("/v1/batches"), fake.http.post("/v1/files"), fake.http.get("/v1/files/x")):
+        assert answer.status_code == 404
+        assert "--batch-dir" in answer.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_a_restarted_server_continues(start_fake: Start, tmp_path: Path) -> None:
+    """Another process takes the lease over, also after kill -9, and no line is lost or repeated."""
+    folder = str(tmp_path / "dir")
+    first = start_fake(batch_dir=folder)
+    client = client_of(first)
+    data = lines(30, None) + lines(1, None, seed=101).replace(b"c0", b"hangs")
+    file = client.files.create(file=data, purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    first.wait(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 10, 20)  # type: ignore[union-attr]
+    first.process.kill()
+    second = start_fake(batch_dir=folder)
+    client = client_of(second)
+    second.wait(lambda: client.batches.retrieve(batch.id).request_counts.completed == 30, 40)  # type: ignore[union-attr]
+    client.batches.cancel(batch.id)
+    found = ended(client, batch.id)
+    assert sorted(records(client, found.output_file_id)) == sorted(f"c{n}" for n in range(30))
+    second.stop()
+    third = start_fake(batch_dir=folder)
+    again = client_of(third).batches.retrieve(batch.id)
+    assert (again.status, again.request_counts) == (found.status, found.request_counts)
+
+
+@pytest.mark.slow
+def test_another_api_server_takes_over(start_fake: Start, tmp_path: Path) -> None:
+    """Two API servers share a folder. The one that runs batches is killed."""
+    server = start_fake(batch_dir=str(tmp_path / "dir"), fronts=2, engines=2, restarts=5)
+    client = client_of(server).with_options(max_retries=5)
+    data = lines(30, None, max_tokens=200) + lines(1, None, seed=101).replace(b"c0", b"hangs")
+    file = client.files.create(file=data, purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+
+    def holder() -> str:
+        with sqlite3.connect(tmp_path / "dir" / "batches.sqlite") as db:
+            return str(db.execute("SELECT holder FROM lease").fetchone()[0])
+
+    server.wait(lambda: client.batches.retrieve(batch.id).status == "in_progress", 20)
+    first = holder()
+    # Every API server is killed in turn, so the holder is among them.
+    for front in with_role(server.process.pid, "front"):
+        os.kill(front, signal.SIGKILL)
+        time.sleep(3)
+    server.wait(lambda: holder() != first, 30)
+    server.wait(lambda: client.batches.retrieve(batch.id).request_counts.completed == 30, 30)  # type: ignore[union-attr]
+    client.batches.cancel(batch.id)
+    found = ended(client, batch.id)
+    assert sorted(records(client, found.output_file_id)) == sorted(f"c{n}" for n in range(30))

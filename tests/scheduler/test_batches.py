@@ -1,0 +1,86 @@
+"""Sequences of batches compute with what online sequences leave, and change no token and at most one step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.scheduler.fake_runner import VOCAB, kv_config, submit
+from tests.scheduler.harness import Rig
+from tests.scheduler.test_fairness import LONG, admissions, running
+from tests.support.slow import mostly_slow
+from weft.scheduler.policy import queue as queue_module
+from weft.types.priority import BATCH_PRIORITY
+
+
+def first_steps(batch: bool, depth: int, seed: int, blocks: int = 500) -> dict[int, int]:
+    """Return online sequence -> steps from the arrival to its first token, with or without a batch."""
+    rng = random.Random(seed)
+    rig = Rig(kv_config(slots=4 * depth, max_model_len=200, blocks=blocks), depth, max_num_seqs=4)
+    if batch:
+        for number in range(40):
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+            # The API server admits no more lines than there are free slots: here all at once, the worst case.
+            rig.submit(submit(1000 + number, prompt, max_tokens=60, priority=BATCH_PRIORITY, owner=77))
+    rng = random.Random(seed + 1)
+    arrived: dict[int, int] = {}
+    took: dict[int, int] = {}
+    number = 0
+    while number < 60 or len(took) < number:
+        if number < 60 and rng.random() < 0.3:
+            arrived[number] = len(rig.plans)
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+            rig.submit(submit(number, prompt, max_tokens=rng.randint(1, 12)))
+            number += 1
+        rig.step()
+        rig.audit()
+        for one, at in arrived.items():
+            if one not in took and rig.told[one].tokens:
+                took[one] = len(rig.plans) - at
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+    return took
+
+
+@mostly_slow("depth, blocks", [(1, 500), (2, 500), (2, 60)], [(2, 60)])
+def test_online_sequences_wait_at_most_one_more_step(depth: int, blocks: int) -> None:
+    """Counted in steps, at equal arrivals, with a batch that takes every slot and every free block."""
+    more = []
+    for seed in range(3):
+        alone, beside = (first_steps(batch, depth, seed, blocks) for batch in (False, True))
+        more += [beside[one] - alone[one] for one in alone]
+    assert max(more) <= 1, sorted(more)[-10:]
+    assert sum(more) / len(more) < 0.5
+
+
+def test_batches_get_no_slot_while_online_sequences_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike other low priorities, which get one slot in ``PASSES``."""
+    monkeypatch.setattr(queue_module, "PASSES", 4)
+    rig = Rig(kv_config(slots=2), 1, max_num_seqs=2)
+    rig.submit(submit(90, [1], seed=90, max_tokens=2, priority=BATCH_PRIORITY + 3))
+    rig.submit(submit(91, [1], seed=91, max_tokens=2, priority=BATCH_PRIORITY - 1))
+    for number in range(30):
+        rig.submit(submit(number, [number % VOCAB], seed=number, max_tokens=2))
+    rig.drain()
+    rig.check_told()
+    order = admissions(rig)
+    assert order[-1] == 90
+    assert order.index(91) < 10
+
+
+def test_a_batch_gives_up_its_slots_at_once() -> None:
+    rig = Rig(kv_config(slots=8, **LONG), 2, max_num_seqs=4)
+    for number in range(4):
+        rig.submit(submit(10 + number, [number], max_tokens=50, priority=BATCH_PRIORITY, owner=5))
+    for _ in range(4):
+        rig.step()
+    assert sorted(running(rig)) == [10, 11, 12, 13]
+    for number in range(3):
+        rig.submit(submit(number, [number], max_tokens=20))
+    rig.step()
+    assert sorted(running(rig)) == [0, 1, 2, 10]
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()

@@ -1,0 +1,263 @@
+"""The book of running batches: which line runs next, which line is done, and when a batch ends.
+
+Pure: ``on(event, now)`` returns actions. No clock, no file, no network. The owner carries the actions out
+and reports the results as events.
+
+    pending ── Ask ──► asked ── Answered ──► Record ── Recorded ──► done
+       ▲                 │
+       └── Answered with a temporary failure, or Interrupted
+
+A batch ends with ``Finalize`` after its last line is done. After ``CancelBatch`` or at its deadline, pending
+lines stay undone, and the batch ends when no line runs any more.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import msgspec
+
+How = Literal["completed", "cancelled", "expired"]
+
+MOST_ATTEMPTS = 4
+"""Maximum attempts of a line whose answers are failures of the server."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0
+"""Seconds before a line runs again after a temporary failure. The pause doubles with each failure."""
+LACKS_ROOM = frozenset({429, 499, 503})
+"""Statuses that say nothing about the line. The line runs again, without a limit."""
+SERVER_FAILED = frozenset({500, 502, 504})
+"""Statuses after which the line runs again, at most ``MOST_ATTEMPTS`` times."""
+
+
+class OpenBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch begins or continues."""
+
+    batch: str
+    lines: tuple[int, ...]
+    """Lines without an output, in the order of their run."""
+    deadline: float | None = None
+    """Time of the end without all outputs; None for no deadline."""
+
+
+class Room(msgspec.Struct, frozen=True):
+    """``free`` more lines may run now."""
+
+    free: int
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """A line has an answer with the HTTP status ``status``."""
+
+    batch: str
+    line: int
+    status: int
+
+
+class Interrupted(msgspec.Struct, frozen=True):
+    """A line ended without an answer, because its process or its connection ended."""
+
+    batch: str
+    line: int
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """The output of a line is durable."""
+
+    batch: str
+    line: int
+
+
+class CancelBatch(msgspec.Struct, frozen=True):
+    """Start no further line of the batch, and stop the running lines."""
+
+    batch: str
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed."""
+
+
+Event: TypeAlias = OpenBatch | Room | Answered | Interrupted | Recorded | CancelBatch | Tick
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """Send the line to the model."""
+
+    batch: str
+    line: int
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """End the running line. ``Interrupted`` or ``Answered`` must follow."""
+
+    batch: str
+    line: int
+
+
+class Record(msgspec.Struct, frozen=True):
+    """Write the answer of the line, then report ``Recorded``."""
+
+    batch: str
+    line: int
+    good: bool
+    """True for an answer with status 200."""
+
+
+class Finalize(msgspec.Struct, frozen=True):
+    """Close the files of the batch. Lines without an output are written as errors of the reason ``how``."""
+
+    batch: str
+    how: How
+
+
+Action: TypeAlias = Ask | Stop | Record | Finalize
+
+
+@dataclass(slots=True)
+class _Batch:
+    """State of one open batch."""
+
+    order: int
+    pending: deque[int]
+    deadline: float | None
+    asked: dict[int, int] = field(default_factory=dict)
+    """Running line -> number of the attempt, from 0."""
+    recording: set[int] = field(default_factory=set)
+    paused: list[tuple[float, int]] = field(default_factory=list)
+    """Heap of (time of the next attempt, line)."""
+    failures: dict[int, int] = field(default_factory=dict)
+    """Line -> temporary failures so far."""
+    attempts: dict[int, int] = field(default_factory=dict)
+    """Line -> failures of the server so far."""
+    ends: How | None = None
+    """Reason of an early end."""
+
+    @property
+    def busy(self) -> bool:
+        """True if a line is running, or an output is being written."""
+        return bool(self.asked or self.recording)
+
+
+class BatchBook:
+    """All open batches of one API server, or the one batch of a command."""
+
+    def __init__(self) -> None:
+        self._batches: dict[str, _Batch] = {}
+        self._opened = 0
+
+    @property
+    def running(self) -> int:
+        """Number of lines that run now."""
+        return sum(len(batch.asked) for batch in self._batches.values())
+
+    @property
+    def open(self) -> list[str]:
+        """Names of the open batches, oldest first."""
+        return list(self._batches)
+
+    def waits(self, now: float) -> bool:
+        """Return True if a line could run at ``now``."""
+        return any(self._ready(batch, now) for batch in self._batches.values())
+
+    def on(self, event: Event, now: float) -> list[Action]:
+        """Apply ``event`` at ``now``, seconds of any clock that never goes back, and return the actions.
+
+        Each line gets at most one ``Record``, and each batch exactly one ``Finalize``, which is the last
+        action of the batch. An event of an unknown batch has no effect.
+        """
+        # One branch per event class. Each handler returns its own actions; the end of a batch is common.
+        if isinstance(event, OpenBatch):
+            return self._open(event)
+        if isinstance(event, Room):
+            return self._ask(event.free, now)
+        if isinstance(event, Tick):
+            return [action for name in self.open for action in self._expire(name, now)]
+        batch = self._batches.get(event.batch)
+        if batch is None:
+            return []
+        if isinstance(event, CancelBatch):
+            return self._end_early(event.batch, batch, "cancelled")
+        if isinstance(event, Answered):
+            actions = self._answered(batch, event, now)
+        elif isinstance(event, Interrupted):
+            actions = self._again(batch, event.line, now) if event.line in batch.asked else []
+        else:
+            batch.recording.discard(event.line)
+            actions = []
+        return actions + self._ended(event.batch, batch)
+
+    def _open(self, event: OpenBatch) -> list[Action]:
+        if event.batch in self._batches:
+            return []
+        self._opened += 1
+        batch = _Batch(self._opened, deque(event.lines), event.deadline)
+        self._batches[event.batch] = batch
+        return self._ended(event.batch, batch)
+
+    def _ready(self, batch: _Batch, now: float) -> bool:
+        return batch.ends is None and bool(batch.pending or (batch.paused and batch.paused[0][0] <= now))
+
+    def _ask(self, free: int, now: float) -> list[Action]:
+        """Start up to ``free`` lines. The batch with the fewest running lines is first, then the oldest."""
+        actions: list[Action] = []
+        while len(actions) < free:
+            ready = [
+                (len(batch.asked), batch.order, name)
+                for name, batch in self._batches.items()
+                if self._ready(batch, now)
+            ]
+            if not ready:
+                break
+            name = min(ready)[2]
+            batch = self._batches[name]
+            retry = batch.paused and batch.paused[0][0] <= now
+            line = heapq.heappop(batch.paused)[1] if retry else batch.pending.popleft()
+            batch.asked[line] = batch.attempts.get(line, 0)
+            actions.append(Ask(name, line))
+        return actions
+
+    def _answered(self, batch: _Batch, event: Answered, now: float) -> list[Action]:
+        """Return the Record of a final answer; [] for a temporary failure: the line then runs again."""
+        if event.line not in batch.asked:
+            return []
+        if event.status in LACKS_ROOM:
+            return self._again(batch, event.line, now)
+        if event.status in SERVER_FAILED:
+            batch.attempts[event.line] = batch.asked[event.line] + 1
+            if batch.attempts[event.line] < MOST_ATTEMPTS:
+                return self._again(batch, event.line, now)
+        del batch.asked[event.line]
+        batch.recording.add(event.line)
+        return [Record(event.batch, event.line, event.status == 200)]
+
+    def _again(self, batch: _Batch, line: int, now: float) -> list[Action]:
+        """Let the line run again after a pause."""
+        del batch.asked[line]
+        failures = batch.failures[line] = batch.failures.get(line, 0) + 1
+        pause = min(FIRST_PAUSE * 2 ** min(failures - 1, 16), LONGEST_PAUSE)
+        heapq.heappush(batch.paused, (now + pause, line))
+        return []
+
+    def _expire(self, name: str, now: float) -> list[Action]:
+        batch = self._batches[name]
+        if batch.deadline is None or now < batch.deadline or batch.ends is not None:
+            return []
+        return self._end_early(name, batch, "expired")
+
+    def _end_early(self, name: str, batch: _Batch, how: How) -> list[Action]:
+        if batch.ends is not None:
+            return []
+        batch.ends = how
+        stops: Iterable[Action] = [Stop(name, line) for line in batch.asked]
+        return [*stops, *self._ended(name, batch)]
+
+    def _ended(self, name: str, batch: _Batch) -> list[Action]:
+        """Return the Finalize of a batch that has ended, and forget the batch; [] before the end."""
+        if batch.busy or (batch.ends is None and (batch.pending or batch.paused)):
+            return []
+        del self._batches[name]
+        return [Finalize(name, batch.ends or "completed")]

@@ -1,0 +1,194 @@
+"""Runs the lines of batches: carries out the actions of a ``BatchBook`` with a desk and a server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import NamedTuple, Protocol
+
+from weft.batch.book import (
+    Action,
+    Answered,
+    Ask,
+    BatchBook,
+    Event,
+    Finalize,
+    How,
+    Interrupted,
+    Record,
+    Recorded,
+    Room,
+    Tick,
+)
+from weft.batch.lines import BatchAnswer
+from weft.common.log import get_logger
+
+log = get_logger(__name__)
+
+POLL_S = 0.05
+"""Seconds between two looks at the free room."""
+MOST_GROUP = 256
+"""Maximum number of outputs written at once."""
+
+
+class LineRequest(NamedTuple):
+    """The HTTP request of a line."""
+
+    batch: str
+    line: int
+    url: str
+    body: bytes
+    sequences: int = 1
+    """Estimated number of sequences."""
+    owner: str = ""
+    """Owner of the batch: the API key in a form that survives a restart."""
+
+
+class LineOutput(NamedTuple):
+    """The answer of a line, to be written."""
+
+    batch: str
+    line: int
+    good: bool
+    """True for an answer with status 200."""
+    answer: BatchAnswer
+
+
+class LineLost(Exception):
+    """The line has no answer, because the connection or the server ended."""
+
+
+class Desk(Protocol):
+    """The files of batches. Calls may wait for a disk."""
+
+    async def request(self, batch: str, line: int) -> LineRequest:
+        """Return the request of a line."""
+
+    async def record(self, outputs: list[LineOutput]) -> None:
+        """Write outputs. At the return the outputs are durable, and no later attempt can write them again."""
+
+    async def finalize(self, batch: str, how: How) -> None:
+        """Write the records of undone lines, and end the batch."""
+
+
+Send = Callable[[LineRequest], Awaitable[BatchAnswer]]
+"""Sends a request and returns the answer. Raises LineLost."""
+
+
+class BatchRunner:
+    """Runs all open batches of one book. Used from one event loop."""
+
+    def __init__(self, book: BatchBook, desk: Desk, send: Send, room: Callable[[int], int]) -> None:
+        """``room``: returns the number of further lines that may run now, given the number of sequences of
+        the running lines."""
+        self.book = book
+        self._desk = desk
+        self._send = send
+        self._room = room
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._finals: set[asyncio.Task[None]] = set()
+        self._outputs: asyncio.Queue[LineOutput] = asyncio.Queue()
+        self._answers: dict[tuple[str, int], BatchAnswer] = {}
+        self._failed: BaseException | None = None
+        self._wake = asyncio.Event()
+        self.sequences = 0
+        """Estimated number of sequences of the running lines."""
+
+    async def run(self, until: Callable[[], bool]) -> None:
+        """Run lines until ``until`` returns True, then stop all lines. Raises the first error of the desk or
+        of ``send``, except LineLost. Running lines are then lost."""
+        writer = asyncio.create_task(self._write())
+        try:
+            while not until():
+                if self._failed is not None:
+                    raise self._failed
+                if writer.done():
+                    writer.result()
+                self._look()
+                await self._pause()
+        finally:
+            ends = [writer, *self._tasks.values(), *self._finals]
+            for task in ends:
+                task.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    def _look(self) -> None:
+        """Let the book end late batches, and start lines in the free room."""
+        # Not by `feed`, which wakes this loop: the loop would never wait.
+        self._carry_out(self.book.on(Tick(), time.monotonic()))
+        if self.book.waits(time.monotonic()):
+            self._carry_out(self.book.on(Room(self._room(self.sequences)), time.monotonic()))
+
+    async def _pause(self) -> None:
+        """Wait until something has changed, at most ``POLL_S`` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await self._wake.wait()
+        self._wake.clear()
+
+    def feed(self, event: Event) -> None:
+        """Give an event to the book, and carry out the actions."""
+        self._carry_out(self.book.on(event, time.monotonic()))
+        self._wake.set()
+
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Finalize):
+                task = asyncio.create_task(self._finalize(action))
+                self._finals.add(task)
+                continue
+            key = (action.batch, action.line)
+            if isinstance(action, Ask):
+                self._tasks[key] = asyncio.create_task(self._run_line(*key))
+            elif isinstance(action, Record):
+                answer = self._answers.pop(key)
+                self._outputs.put_nowait(LineOutput(action.batch, action.line, action.good, answer))
+            elif (running := self._tasks.get(key)) is not None:  # Stop
+                running.cancel()
+
+    async def _run_line(self, batch: str, line: int) -> None:
+        """Send one line and report the outcome to the book. An unexpected error ends the runner."""
+        event: Event = Interrupted(batch, line)
+        weight = 0
+        try:
+            request = await self._desk.request(batch, line)
+            weight = request.sequences
+            self.sequences += weight
+            answer = await self._send(request)
+            self._answers[batch, line] = answer
+            event = Answered(batch, line, answer.status)
+        except (LineLost, asyncio.CancelledError):
+            pass
+        except Exception as error:
+            self._failed = error
+        finally:
+            self.sequences -= weight
+            del self._tasks[batch, line]
+            self.feed(event)
+            self._answers.pop((batch, line), None)  # an answer that the book did not want
+
+    async def _finalize(self, action: Finalize) -> None:
+        try:
+            await self._desk.finalize(action.batch, action.how)
+        except Exception as error:
+            self._failed = error
+        finally:
+            self._finals.discard(asyncio.current_task())
+            self._wake.set()
+
+    async def _write(self) -> None:
+        """Write outputs in groups, and report each to the book. Ends with the first error of the desk."""
+        while True:
+            group = [await self._outputs.get()]
+            while len(group) < MOST_GROUP and not self._outputs.empty():
+                group.append(self._outputs.get_nowait())
+            await self._desk.record(group)
+            for output in group:
+                self.feed(Recorded(output.batch, output.line))
+
+    @property
+    def idle(self) -> bool:
+        """True if no batch is open, and every end is written."""
+        return not self.book.open and not self._finals and not self._tasks

@@ -1,0 +1,400 @@
+"""Batches and their lines on disk, with every output exactly once.
+
+A line is done when its record is in the output file and its row says so. Both are written under one
+transaction: the record is written behind the committed end of the file and flushed, then the row and the new
+end are committed. After a crash in between, the bytes behind the committed end are overwritten, and the line
+runs again with the same seed. Each row has the digest of its record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from weft.batch.book import How
+from weft.batch.database import BatchDatabase
+from weft.batch.files import BatchFiles
+from weft.batch.lines import (
+    BatchLine,
+    Checks,
+    LineError,
+    line_of,
+    read_places,
+    record_of,
+    undone_record,
+)
+from weft.batch.runner import LineOutput
+from weft.common.errors import ErrorInfo
+
+PENDING, COMPLETED, FAILED = 0, 1, 2
+"""States of a line."""
+ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
+ENDED = ("completed", "failed", "expired", "cancelled")
+STATUSES = (*ACTIVE, *ENDED)
+_ACTIVE_SQL = "('validating', 'in_progress', 'finalizing', 'cancelling')"
+DAY = 24 * 3600
+_CHUNK = 1000
+_UNDONE = {
+    "expired": ErrorInfo(
+        code="batch_expired", message="The line did not run before the end of the completion window."
+    ),
+    "cancelled": ErrorInfo(code="batch_cancelled", message="The batch was cancelled before the line ran."),
+}
+
+
+class BatchRow(NamedTuple):
+    """A batch as stored. ``times``: status -> second at which the batch got the status."""
+
+    id: str
+    owner: str
+    endpoint: str
+    input: str
+    metadata: dict[str, str] | None
+    status: str
+    seed: int
+    ends: How | None
+    """Last status, once the end has begun."""
+    errors: list[dict[str, Any]]
+    created: int
+    expires: int
+    times: dict[str, int]
+    output: str
+    error: str
+    output_end: int
+    error_end: int
+    total: int
+    completed: int
+    failed: int
+
+
+class _Written(NamedTuple):
+    """A record to write."""
+
+    line: int
+    good: bool
+    data: bytes
+
+
+class BatchStore:
+    """All batches of a folder. Used from one thread at a time. ``clock``: seconds since 1970."""
+
+    def __init__(self, database: BatchDatabase, files: BatchFiles, clock: Callable[[], float]) -> None:
+        self._base = database
+        self._files = files
+        self._clock = clock
+        self.holder = secrets.token_hex(8)
+        """Name of this process in the lease."""
+
+    # -- batches of clients
+
+    def create(self, owner: str, endpoint: str, source: str, metadata: dict[str, str] | None) -> str:
+        """Add a batch with status validating and return its id. The caller has checked the input file."""
+        made = secrets.token_hex(12)
+        now = int(self._clock())
+        with self._base.transaction() as db:
+            db.execute(
+                "INSERT INTO batches (id, owner, endpoint, input, metadata, status, seed, created, expires,"
+                " times, output, error) VALUES (?, ?, ?, ?, ?, 'validating', ?, ?, ?, '{}', ?, ?)",
+                (
+                    f"batch_{made}",
+                    owner,
+                    endpoint,
+                    source,
+                    None if metadata is None else json.dumps(metadata),
+                    secrets.randbits(63),
+                    now,
+                    now + DAY,
+                    f"file-{made}-output",
+                    f"file-{made}-errors",
+                ),
+            )
+        return f"batch_{made}"
+
+    def get(self, batch: str, owner: str | None = None) -> BatchRow | None:
+        """Return a batch; None if unknown or of another owner. ``owner``: None for any."""
+        row = self._base.row("SELECT * FROM batches WHERE id = ?", batch)
+        return None if row is None or owner not in (None, row["owner"]) else _batch(row)
+
+    def list(self, owner: str, after: str | None, limit: int) -> tuple[Sequence[BatchRow], bool] | None:
+        """Return (batches behind ``after``, newest first; True if there are more); None for an unknown
+        ``after``."""
+        below = 1 << 62
+        if after is not None:
+            row = self._base.row("SELECT number FROM batches WHERE id = ? AND owner = ?", after, owner)
+            if row is None:
+                return None
+            below = row["number"]
+        query = "SELECT * FROM batches WHERE owner = ? AND number < ? ORDER BY number DESC LIMIT ?"
+        rows = self._base.rows(query, owner, below, limit + 1)
+        return [_batch(row) for row in rows[:limit]], len(rows) > limit
+
+    def cancel(self, batch: str) -> bool:
+        """Set the status cancelling. Return False if the batch has ended or is finalizing."""
+        with self._base.transaction():
+            row = self.get(batch)
+            if row is None or row.status not in ("validating", "in_progress", "cancelling"):
+                return False
+            if row.status != "cancelling":
+                self._set(row, "cancelling")
+        return True
+
+    def load(self, owner: str) -> tuple[int, int]:
+        """Return (batches that have not ended, their lines without an output) of an owner."""
+        row = self._base.row(
+            "SELECT COUNT(*) AS batches, COALESCE(SUM(total - completed - failed), 0) AS lines FROM batches"
+            f" WHERE owner = ? AND status IN {_ACTIVE_SQL}",
+            owner,
+        )
+        assert row is not None
+        return row["batches"], row["lines"]
+
+    def counts(self) -> dict[str, int]:
+        """Return status -> number of batches."""
+        rows = self._base.rows("SELECT status, COUNT(*) AS count FROM batches GROUP BY status")
+        return dict.fromkeys(STATUSES, 0) | {row["status"]: row["count"] for row in rows}
+
+    def oldest(self) -> float:
+        """Return the seconds since the creation of the oldest batch that has not ended; 0 without one."""
+        row = self._base.row(f"SELECT MIN(created) AS first FROM batches WHERE status IN {_ACTIVE_SQL}")
+        first = None if row is None else row["first"]
+        return 0.0 if first is None else max(self._clock() - first, 0.0)
+
+    # -- the holder of the lease
+
+    def active(self) -> Sequence[BatchRow]:
+        """Return the batches that have not ended, oldest first."""
+        query = f"SELECT * FROM batches WHERE status IN {_ACTIVE_SQL} ORDER BY number"
+        return [_batch(row) for row in self._base.rows(query)]
+
+    def validate(self, batch: str, checks: Checks, room: int) -> None:
+        """Check the input file of a batch, and set the status in_progress with all lines, or failed with the
+        errors. ``room``: maximum number of lines."""
+        row = self.get(batch)
+        if row is None or row.status != "validating":
+            return
+        try:
+            with open(self._files.path(row.input), "rb") as file:
+                places, errors = read_places(file, checks)
+        except FileNotFoundError:
+            places, errors = [], [LineError("input_file_missing", "the input file was deleted")]
+        if len(places) > room:
+            errors = [
+                LineError(
+                    "token_limit_exceeded",
+                    f"this key may have {room} more lines in batches that have not ended; "
+                    "wait for the end of a batch, or send fewer lines",
+                )
+            ]
+        with self._base.transaction(self.holder) as db:
+            if errors:
+                shown = [
+                    {"code": e.code, "message": e.message, "param": e.param, "line": e.line} for e in errors
+                ]
+                db.execute("UPDATE batches SET errors = ? WHERE id = ?", (json.dumps(shown), batch))
+                self._set(row, "failed")
+                return
+            db.executemany(
+                "INSERT INTO lines (batch, line, place, start, size, custom_id) VALUES (?, ?, ?, ?, ?, ?)",
+                ((batch, p.line, n, p.start, p.size, p.custom_id) for n, p in enumerate(places)),
+            )
+            db.execute("UPDATE batches SET total = ? WHERE id = ?", (len(places), batch))
+            current = self.get(batch)
+            if current is not None and current.status == "validating":  # not cancelled meanwhile
+                self._set(row, "in_progress")
+
+    def pending(self, batch: str) -> tuple[int, ...]:
+        """Return the lines without an output, in the order of the run."""
+        query = "SELECT line FROM lines WHERE batch = ? AND state = 0 ORDER BY place"
+        return tuple(row["line"] for row in self._base.rows(query, batch))
+
+    def line(self, batch: str, line: int) -> BatchLine:
+        """Return a line of the input file."""
+        row = self._base.row(
+            "SELECT start, size, input FROM lines JOIN batches ON batches.id = lines.batch"
+            " WHERE batch = ? AND line = ?",
+            batch,
+            line,
+        )
+        assert row is not None
+        with open(self._files.path(row["input"]), "rb") as file:
+            return line_of(os.pread(file.fileno(), row["size"], row["start"]))
+
+    def record(self, outputs: Sequence[LineOutput]) -> None:
+        """Write the outputs of lines that have none yet. Durable at the return. Raises LeaseLost."""
+        with self._base.transaction(self.holder):
+            for batch in dict.fromkeys(output.batch for output in outputs):
+                mine = {output.line: output for output in outputs if output.batch == batch}
+                marks = ",".join("?" * len(mine))
+                query = (
+                    f"SELECT line, custom_id FROM lines WHERE batch = ? AND state = 0 AND line IN ({marks})"
+                )
+                names = {row["line"]: row["custom_id"] for row in self._base.rows(query, batch, *mine)}
+                self._append(
+                    batch,
+                    [
+                        _Written(line, one.good, record_of(batch, names[line], one.answer))
+                        for line, one in mine.items()
+                        if line in names
+                    ],
+                )
+
+    def finalize(self, batch: str, how: How) -> None:
+        """End a batch. Undone lines get records in the error file. Continues after a crash at any place.
+        Raises LeaseLost."""
+        row = self.get(batch)
+        if row is None or row.status in ENDED:
+            return
+        how = row.ends or ("cancelled" if row.status == "cancelling" else how)
+        if row.ends is None:
+            with self._base.transaction(self.holder) as db:
+                db.execute("UPDATE batches SET ends = ? WHERE id = ?", (how, batch))
+                if row.status == "in_progress":
+                    self._set(row, "finalizing")
+        while True:
+            with self._base.transaction(self.holder) as db:
+                query = (
+                    "SELECT line, custom_id FROM lines WHERE batch = ? AND state = 0 ORDER BY line LIMIT ?"
+                )
+                undone = self._base.rows(query, batch, _CHUNK)
+                self._append(
+                    batch,
+                    [
+                        _Written(r["line"], False, undone_record(batch, r["custom_id"], _UNDONE[how]))
+                        for r in undone
+                    ],
+                )
+                if undone:
+                    continue
+                self._close(batch, how)
+                db.execute("DELETE FROM lines WHERE batch = ?", (batch,))
+                return
+
+    def _close(self, batch: str, how: How) -> None:
+        """Cut the output files at their committed ends, add their rows, and set the last status. In a
+        transaction."""
+        row = self.get(batch)
+        assert row is not None
+        for name, end in ((row.output, row.output_end), (row.error, row.error_end)):
+            if end:
+                os.truncate(self._files.path(name), end)
+                self._files.add_row(
+                    name, row.owner, "batch_output", f"{batch}_{name.split('-')[-1]}.jsonl", end
+                )
+            else:
+                self._files.path(name).unlink(missing_ok=True)
+        self._set(row, how)
+
+    def _append(self, batch: str, records: Sequence[_Written]) -> None:
+        """Write records behind the committed ends, flush, and update rows and ends. In a transaction."""
+        row = self.get(batch)
+        if row is None or not records:
+            return
+        db = self._base.db
+        for good, name, end in ((True, row.output, row.output_end), (False, row.error, row.error_end)):
+            mine = [record for record in records if record.good is good]
+            if not mine:
+                continue
+            _write(self._files.path(name), end, [record.data for record in mine])
+            state = COMPLETED if good else FAILED
+            updates = []
+            for record in mine:
+                updates.append((state, end, len(record.data), _digest(record.data), batch, record.line))
+                end += len(record.data)
+            db.executemany(
+                "UPDATE lines SET state = ?, at = ?, length = ?, digest = ? WHERE batch = ? AND line = ?",
+                updates,
+            )
+            column, count = ("output_end", "completed") if good else ("error_end", "failed")
+            db.execute(
+                f"UPDATE batches SET {column} = ?, {count} = {count} + ? WHERE id = ?",
+                (end, len(mine), batch),
+            )
+
+    def mend(self, batch: str) -> int:
+        """Compare each record of a batch with its digest. Records that differ are removed, and their lines
+        run again. Return the number of removed records. Raises LeaseLost."""
+        row = self.get(batch)
+        if row is None:
+            return 0
+        bad = 0
+        for good, name in ((True, row.output), (False, row.error)):
+            bad += self._mend(batch, name, good)
+        return bad
+
+    def _mend(self, batch: str, name: str, good: bool) -> int:
+        state = COMPLETED if good else FAILED
+        query = "SELECT line, at, length, digest FROM lines WHERE batch = ? AND state = ? ORDER BY at"
+        with self._base.transaction(self.holder) as db:
+            rows = self._base.rows(query, batch, state)
+            kept: list[tuple[int, bytes]] = []
+            try:
+                with open(self._files.path(name), "rb") as file:
+                    for row in rows:
+                        data = os.pread(file.fileno(), row["length"], row["at"])
+                        if _digest(data) == row["digest"]:
+                            kept.append((row["line"], data))
+            except FileNotFoundError:
+                kept = []
+            if len(kept) == len(rows):
+                return 0
+            # A crash before the commit leaves rows whose digests do not match, which the next start mends.
+            path = self._files.path(name)
+            fresh = path.with_name(path.name + ".new")
+            _write(fresh, 0, [data for _, data in kept])
+            os.replace(fresh, path)
+            db.execute("UPDATE lines SET state = 0 WHERE batch = ? AND state = ?", (batch, state))
+            end, updates = 0, []
+            for line, data in kept:
+                updates.append((state, end, batch, line))
+                end += len(data)
+            db.executemany("UPDATE lines SET state = ?, at = ? WHERE batch = ? AND line = ?", updates)
+            column, count = ("output_end", "completed") if good else ("error_end", "failed")
+            db.execute(f"UPDATE batches SET {column} = ?, {count} = ? WHERE id = ?", (end, len(kept), batch))
+            return len(rows) - len(kept)
+
+    def purge(self, retention: float) -> None:
+        """Delete batches and files whose retention has ended. Raises LeaseLost."""
+        before = int(self._clock() - retention)
+        with self._base.transaction(self.holder) as db:
+            db.execute(f"DELETE FROM batches WHERE created < ? AND status NOT IN {_ACTIVE_SQL}", (before,))
+            used: Iterable[str] = [
+                name for row in self.active() for name in (row.input, row.output, row.error)
+            ]
+            self._files.purge(set(used))
+
+    def _set(self, row: BatchRow, status: str) -> None:
+        """Set the status of a batch, and its time. In a transaction."""
+        current = self.get(row.id)
+        times = {**(row if current is None else current).times, status: int(self._clock())}
+        self._base.db.execute(
+            "UPDATE batches SET status = ?, times = ? WHERE id = ?", (status, json.dumps(times), row.id)
+        )
+
+
+def _batch(row: Any) -> BatchRow:
+    found = {name: row[name] for name in BatchRow._fields}
+    for name, default in (("metadata", None), ("errors", []), ("times", {})):
+        found[name] = default if found[name] is None else json.loads(found[name])
+    return BatchRow(**found)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _write(path: Any, at: int, pieces: Sequence[bytes]) -> None:
+    """Write bytes at a place of a file, made with mode 0600, and flush the file to the disk."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        data = memoryview(b"".join(pieces))
+        while data:
+            written = os.pwrite(file, data, at)
+            at += written
+            data = data[written:]
+        os.fdatasync(file)
+    finally:
+        os.close(file)

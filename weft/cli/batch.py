@@ -1,0 +1,209 @@
+"""``weft batch``: files of requests, answered offline or by a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import click
+
+from weft.cli.client_cert import client_cert, client_cert_option
+from weft.common.errors import ConfigError
+from weft.config.flags import SETTINGS
+
+if TYPE_CHECKING:
+    from weft.batch.lines import BatchAnswer
+    from weft.batch.offline import OfflineDesk, RecordLog
+    from weft.batch.runner import LineRequest
+
+SILENCE_S = 60.0
+"""Seconds without an answer of the server after which the command ends."""
+MOST_SHOWN = 10
+"""Maximum number of printed errors of an input file."""
+
+
+@click.group()
+def batch() -> None:
+    """Answer files of requests, in the form of OpenAI's Batch API."""
+
+
+@batch.command()
+@click.argument("source", metavar="INPUT", type=click.Path())
+@click.argument("target", metavar="OUTPUT", type=click.Path())
+@click.argument("words", metavar="[MODEL] [-- FLAGS OF WEFT SERVE]", nargs=-1)
+@click.option("--url", help="URL of a running server. Default: start a server for MODEL.")
+@click.option("--api-key", help="API key of the server. Prefer the environment variable WEFT_API_KEY.")
+@client_cert_option
+@click.option("--errors", type=click.Path(), help="File for failed lines. Default: OUTPUT has all lines.")
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1, 4096),
+    default=64,
+    show_default=True,
+    help="Maximum number of lines at once.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, (1 << 63) - 1),
+    default=0,
+    show_default=True,
+    help="Seed of the batch. A line without a seed gets one from this number and the custom_id.",
+)
+def run(
+    source: str,
+    target: str,
+    words: tuple[str, ...],
+    url: str | None,
+    api_key: str | None,
+    errors: str | None,
+    concurrency: int,
+    seed: int,
+) -> int:
+    """Answer each line of INPUT and write the answers to OUTPUT.
+
+    INPUT has one JSON object per line: custom_id, method, url and body. Lines whose custom_id is in OUTPUT or
+    in --errors are done, so an interrupted command continues with the same words. The exit status is 1 if a
+    line failed.
+    """
+    if url is not None and words:
+        raise ConfigError("MODEL starts a server, and --url names a running server: give one of them")
+    files = [Path(name).absolute() for name in (source, target, errors) if name is not None]
+    if len(set(files)) < len(files):
+        raise ConfigError("INPUT, OUTPUT and --errors must be different files")
+    from weft.cli.chat.chat_command import key_for
+    from weft.cli.chat.chat_server import OwnServer
+
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(source, "rb"))
+        except OSError as error:
+            raise ConfigError(f"{source} cannot be read: {error.strerror}") from None
+        if url is None:
+            model, flags = words[0] if words else SETTINGS["model"].default, words[1:]
+            own = stack.enter_context(OwnServer(model, flags, api_key or ""))
+            click.echo(f"starting a server for {model} ...", err=True)
+            url = own.url()
+        from weft.batch.offline import RecordLog
+
+        output = RecordLog(Path(target))
+        stack.callback(output.close)
+        failed = None if errors is None else RecordLog(Path(errors))
+        if failed is not None:
+            stack.callback(failed.close)
+        client = _Client(url, api_key or key_for(url))
+        return asyncio.run(_run(client, file, output, failed, concurrency, seed))
+
+
+async def _run(
+    client: _Client,
+    file: BinaryIO,
+    output: RecordLog,
+    failed: RecordLog | None,
+    concurrency: int,
+    seed: int,
+) -> int:
+    """Run all pending lines. Return the exit status."""
+    from weft.batch.book import BatchBook, OpenBatch
+    from weft.batch.lines import Checks
+    from weft.batch.offline import OFFLINE, OfflineDesk
+    from weft.batch.runner import BatchRunner
+    from weft.common.progress import progress_bar
+
+    counts = {True: 0, False: 0}
+    async with client.opened(concurrency):
+        models = await client.models()
+        checks = Checks(None, models.__contains__, models[0], most_lines=1 << 31)
+
+        def done(good: bool) -> None:
+            counts[good] += 1
+            bar.update()
+
+        desk = OfflineDesk(file, checks, output, failed, seed, done)
+        _report(desk)
+        with progress_bar(total=desk.finished + len(desk.pending), title="batch", unit="line") as bar:
+            bar.update(desk.finished)
+            book = BatchBook()
+            runner = BatchRunner(book, desk, client.send, lambda _: concurrency - book.running)
+            runner.feed(OpenBatch(batch=OFFLINE, lines=desk.pending))
+            await runner.run(lambda: runner.idle)
+    text = f"{counts[True]} lines answered, {counts[False]} failed, {desk.finished} from an earlier run"
+    click.echo(f"batch: {text}", err=True)
+    return 1 if counts[False] else 0
+
+
+def _report(desk: OfflineDesk) -> None:
+    """Raise ConfigError with the first errors of the input file, if it has any."""
+    from weft.batch.offline import problem_text
+
+    if desk.problems:
+        shown = [problem_text(error) for error in desk.problems[:MOST_SHOWN]]
+        more = len(desk.problems) - len(shown)
+        rest = [f"and {more} more"] if more else []
+        raise ConfigError("the input file has errors; no line ran:\n  " + "\n  ".join([*shown, *rest]))
+
+
+class _Client:
+    """Connection to the server."""
+
+    def __init__(self, url: str, key: str) -> None:
+        base = url.rstrip("/")
+        if not base.startswith(("http://", "https://")):
+            raise ConfigError("--url must start with http:// or https://, e.g. http://127.0.0.1:8000")
+        self._base = base.removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._down: float | None = None
+        """Time of the first lost connection since the last answer."""
+
+    @contextlib.asynccontextmanager
+    async def opened(self, concurrency: int) -> AsyncIterator[None]:
+        """Hold the connections inside the context."""
+        import httpx
+
+        limits = httpx.Limits(max_connections=concurrency + 1, max_keepalive_connections=concurrency + 1)
+        timeout = httpx.Timeout(None, connect=10.0)
+        async with httpx.AsyncClient(
+            base_url=self._base, headers=self._headers, limits=limits, timeout=timeout, cert=client_cert()
+        ) as self._http:
+            yield
+
+    async def models(self) -> Sequence[str]:
+        """Return the names of the served models. Raise ConfigError without a valid answer."""
+        import httpx
+
+        try:
+            answer = await self._http.get("/v1/models")
+        except httpx.HTTPError as error:
+            raise ConfigError(f"--url: no answer from the server ({type(error).__name__})") from None
+        if answer.status_code != 200:
+            raise ConfigError(f"the server answered {answer.status_code}: {answer.text[:300]}")
+        return [str(one["id"]) for one in answer.json()["data"]]
+
+    async def send(self, request: LineRequest) -> BatchAnswer:
+        """Send a line and return the answer. Raise LineLost for a lost connection, and ConfigError if the
+        server has not answered any line for ``SILENCE_S`` seconds."""
+        import httpx
+
+        from weft.batch.lines import BatchAnswer
+        from weft.batch.offline import compact
+        from weft.batch.runner import LineLost
+
+        headers = {"content-type": "application/json"}
+        try:
+            answer = await self._http.post(request.url, content=request.body, headers=headers)
+        except httpx.TransportError as error:
+            self._down = self._down or time.monotonic()
+            if time.monotonic() - self._down > SILENCE_S:
+                raise ConfigError(
+                    f"the server does not answer ({type(error).__name__}); run the command again to continue"
+                ) from None
+            raise LineLost from None
+        self._down = None
+        if answer.status_code in (401, 403):
+            raise ConfigError(f"the server answered {answer.status_code}: {answer.text[:300]}")
+        return BatchAnswer(
+            answer.status_code, answer.headers.get("x-request-id", ""), compact(answer.content)
+        )

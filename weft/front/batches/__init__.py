@@ -1,0 +1,1 @@
+"""Files and batches over HTTP, beside online traffic."""

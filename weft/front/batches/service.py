@@ -1,0 +1,284 @@
+"""Batches of one API server: the store in a thread, the lease, and the runner beside online traffic."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from starlette.types import ASGIApp
+
+from weft.batch.book import BatchBook, CancelBatch, How, OpenBatch
+from weft.batch.database import BatchDatabase, LeaseLost
+from weft.batch.files import BatchFiles
+from weft.batch.lines import BatchAnswer, Checks, body_of, sequences_of
+from weft.batch.runner import BatchRunner, LineLost, LineOutput, LineRequest
+from weft.batch.store import DAY, BatchRow, BatchStore
+from weft.common.errors import ConfigError, NotFound
+from weft.common.log import get_logger
+from weft.config.flags import parse_size
+from weft.front.batches.batch_metrics import BatchCounts
+from weft.front.batches.inner import ask
+from weft.front.lifecycle import Phase
+from weft.front.requests.context import Front
+
+log = get_logger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+POLL_S = 1.0
+"""Seconds between two looks at the store for new, cancelled and ended batches."""
+RENEW_S = 3.0
+"""Seconds between two renewals of the lease."""
+PURGE_S = 600.0
+MOST_KV = 0.8
+"""Used fraction of a KV cache pool from which no line is started."""
+QUIET_S = 30.0
+"""Seconds without an online request after which batches may use all slots."""
+MOST_STARTS = 64
+"""Maximum number of lines started at once: the load of the engines is known only after a heartbeat."""
+
+
+class BatchService:
+    """Files and batches of one API server. Used from its event loop."""
+
+    def __init__(self, front: Front, folder: str) -> None:
+        """Open the folder. Raises ConfigError for an unusable one."""
+        section = front.section
+        self._front = front
+        self._base = BatchDatabase(Path(folder).expanduser())
+        self.retention = section.batch_retention * DAY
+        self.max_bytes = parse_size(section.batch_max_bytes) or 0
+        self.files = BatchFiles(self._base, time.time, self.retention)
+        self.store = BatchStore(self._base, self.files, time.time)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-batch")
+        self._shares: dict[str, int] = {}
+        """Batch -> id as a client request."""
+        self._online = -QUIET_S
+        """Time of the last open online request."""
+        self._runner: BatchRunner | None = None
+        self._app: ASGIApp | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.counts = BatchCounts(front.metrics)
+
+    def start(self, app: ASGIApp) -> None:
+        """Begin to run batches once the server is ready. ``app``: the routes, without the access checks."""
+        self._app = app
+        self._task = asyncio.create_task(self._live())
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function of the store in the store's thread and return the result."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, lambda: function(*args, **kwargs)
+        )
+
+    def owner(self, key: int) -> str:
+        """Return the owner of files for an API key. The same key has the same owner after a restart, whatever
+        its number."""
+        return self._front.access.salt_of(key, "batches")
+
+    def _key(self, owner: str) -> int | None:
+        """Return the number of an owner's API key; None for a key that the server no longer has."""
+        keys = max(len(self._front.section.api_key), 1)
+        return next((number for number in range(keys) if self.owner(number) == owner), None)
+
+    # -- the life of the holder
+
+    @property
+    def _serves(self) -> bool:
+        return self._front.lifecycle.phase is Phase.READY
+
+    async def _live(self) -> None:
+        """Hold the lease whenever it is free, and run all batches meanwhile. Ends with the server."""
+        try:
+            while self._front.lifecycle.phase in (Phase.STARTING, Phase.READY):
+                if self._serves and await self._take():
+                    await self._lead()
+                await asyncio.sleep(POLL_S)
+        finally:
+            self.counts.clear()
+            # Not in the store's thread, which may end before the event loop does.
+            with contextlib.suppress(Exception):
+                self._thread.shutdown(wait=True)
+                self._base.release_lease(self.store.holder)
+                self._base.close()
+
+    async def _take(self) -> bool:
+        try:
+            return await self.call(self._base.take_lease, self.store.holder, time.time())
+        except Exception as error:  # a full or locked disk: another attempt follows
+            log.warning("the batch folder cannot be written (%s)", type(error).__name__)
+            return False
+
+    async def _lead(self) -> None:
+        """Run batches until the lease is lost or the server stops. Errors of the disk end the lead; running
+        lines then run again."""
+        runner = self._runner = BatchRunner(BatchBook(), self, self._send, self._room)
+        polling = asyncio.create_task(self._poll(runner))
+        try:
+            await runner.run(lambda: polling.done() or not self._serves)
+            if polling.done():
+                polling.result()
+        except LeaseLost:
+            log.info("another API server runs the batches now")
+        except Exception:
+            log.exception("batches stop for a moment")
+        finally:
+            polling.cancel()
+            await asyncio.gather(polling, return_exceptions=True)
+            for share in self._shares.values():
+                self._front.ids.release(share)
+            self._shares.clear()
+            self._runner = None
+
+    async def _poll(self, runner: BatchRunner) -> None:
+        """Give new and cancelled batches to the runner, renew the lease, and delete what has expired."""
+        renewed, purged = time.monotonic(), 0.0
+        known: set[str] = set()
+        while True:
+            now = time.monotonic()
+            if now - renewed >= RENEW_S:
+                if not await self._take():
+                    raise LeaseLost
+                renewed = now
+            if now - purged >= PURGE_S:
+                await self.call(self.store.purge, self.retention)
+                purged = now
+            for row in await self.call(self.store.active):
+                if row.status == "cancelling" and row.id in known:
+                    runner.feed(CancelBatch(row.id))
+                elif row.id not in known and await self._open(runner, row):
+                    known.add(row.id)
+            self.counts.show(await self.call(self.store.counts), await self.call(self.store.oldest))
+            await asyncio.sleep(POLL_S)
+
+    async def _open(self, runner: BatchRunner, row: BatchRow) -> bool:
+        """Validate or continue a batch. Return False for a batch that cannot run yet, or has ended."""
+        key = self._key(row.owner)
+        left = row.expires - time.time()
+        if key is None and left > 0 and row.status != "cancelling":
+            return False
+        if row.status == "validating" and left > 0:
+            await self._validate(row)
+            found = await self.call(self.store.get, row.id)
+            if found is None or found.status != "in_progress":
+                return False
+            row = found
+        elif row.status != "validating":
+            damaged = await self.call(self.store.mend, row.id)
+            if damaged:
+                log.warning("batch %s: %d damaged outputs are made again", row.id, damaged)
+        pending = await self.call(self.store.pending, row.id)
+        ends = row.ends is not None or row.status == "cancelling"
+        if left <= 0 and not ends:
+            await self.finalize(row.id, "expired")
+            return False
+        self._shares[row.id] = self._front.ids.mint()
+        runner.feed(
+            OpenBatch(batch=row.id, lines=() if ends else pending, deadline=time.monotonic() + max(left, 0.0))
+        )
+        return True
+
+    async def _validate(self, row: BatchRow) -> None:
+        front = self._front
+
+        def has_model(name: str) -> bool:
+            try:
+                front.check_model(name)
+            except NotFound:
+                return False
+            return True
+
+        _, waiting = await self.call(self.store.load, row.owner)
+        room = max(front.section.batch_max_lines - waiting, 0)
+        await self.call(self.store.validate, row.id, Checks(row.endpoint, has_model), room)
+
+    # -- room beside online requests
+
+    def _room(self, mine: int) -> int:
+        """Return the number of lines that may start: only while every online sequence has a slot, and the KV
+        caches have room. ``mine``: sequences of running lines."""
+        front = self._front
+        if not self._serves:
+            return 0
+        engines = [
+            one for one in front.links.instances if one.alive and one.role not in ("prefill", "encode")
+        ]
+        if any(one.stats.waiting or one.stats.kv_usage >= MOST_KV for one in engines):
+            return 0
+        slots = front.config.scheduler.max_num_seqs * len(engines)
+        others = max(front.links.open_sequences - mine, 0) + sum(one.elsewhere for one in engines)
+        now = time.monotonic()
+        if others:
+            self._online = now
+        most = room_of(slots, others, now - self._online, front.section.batch_online_share)
+        return max(min(most - mine, MOST_STARTS), 0)
+
+    # -- the desk of the runner
+
+    async def _send(self, request: LineRequest) -> BatchAnswer:
+        key = self._key(request.owner)
+        if key is None or self._app is None:
+            raise LineLost
+        return await ask(self._app, request.url, request.body, key, self._shares[request.batch])
+
+    async def request(self, batch: str, line: int) -> LineRequest:
+        row = await self.call(self.store.get, batch)
+        if row is None:
+            raise LineLost
+        made = await self.call(self.store.line, batch, line)
+        body = body_of(made, row.seed)
+        return LineRequest(batch, line, made.url, body, sequences_of(made), row.owner)
+
+    async def record(self, outputs: list[LineOutput]) -> None:
+        await self.call(self.store.record, outputs)
+        self.counts.add("completed", sum(output.good for output in outputs))
+        self.counts.add("failed", sum(not output.good for output in outputs))
+
+    async def finalize(self, batch: str, how: How) -> None:
+        row = await self.call(self.store.get, batch)
+        await self.call(self.store.finalize, batch, how)
+        ended = await self.call(self.store.get, batch)
+        if row is not None and ended is not None:
+            self.counts.add(ended.status, ended.failed - row.failed)
+        share = self._shares.pop(batch, None)
+        if share is not None:
+            self._front.ids.release(share)
+
+
+def room_of(slots: int, others: int, quiet: float, share: float) -> int:
+    """Return the number of sequences that batches may run. ``others``: open online sequences. ``quiet``:
+    seconds since the last one. ``share``: part of the slots beside online requests; above 0 at least one."""
+    most = slots
+    if quiet < QUIET_S:
+        most = max(int(slots * share), 1) if share else 0
+    return min(most, slots - others)
+
+
+def service_of(front: Front) -> BatchService | None:
+    """Return the service of a server with --batch-dir; None without. Raises ConfigError for several models,
+    and for an unusable folder."""
+    folder = front.section.batch_dir
+    if folder is None:
+        return None
+    if front.several is not None:
+        raise ConfigError(
+            "--batch-dir is for a server of one model; leave out --batch-dir, or serve one model",
+            param="--batch-dir",
+        )
+    return BatchService(front, folder)
+
+
+def batches_of(service: BatchService | None) -> BatchService:
+    """Return the service. Raises NotFound for a server without batches."""
+    if service is None:
+        raise NotFound(
+            "this server has no files and no batches; start the server with --batch-dir FOLDER",
+            code="batches_disabled",
+        )
+    return service
