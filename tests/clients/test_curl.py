@@ -18,9 +18,16 @@ from weft.config.hub import bundled_models
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ADMIN = "admin-key"
 PORT = "http://127.0.0.1:8000"
 """The server's address in the docs."""
-SPECIAL = {"spool-vision": "seeing", "sql": "adapting", "/v1/classify": "scoring", '"dimensions"': "scoring"}
+SPECIAL = {
+    "spool-vision": "seeing",
+    "sql": "adapting",
+    "/v1/classify": "scoring",
+    '"dimensions"': "scoring",
+    "/admin/cache/flush": "storing",
+}
 """Part of a command -> fixture of the server for the command; other commands use ``server``."""
 
 
@@ -51,6 +58,13 @@ def scoring(servers: Servers) -> Running:
     """Start a server that scores by the logits of two tokens, and shortens embeddings."""
     overrides = {"classifier_from_token": ["a", "b"], "is_matryoshka": True}
     return servers.weft("--threads", "1", "--hf-overrides", json.dumps(overrides))
+
+
+@pytest.fixture(scope="module")
+def storing(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    """Start a server with a disk tier and an admin key."""
+    folder = str(tmp_path_factory.mktemp("kv"))
+    return servers.weft("--threads", "1", "--admin-key", ADMIN, "--kv-disk", "300M", "--kv-disk-dir", folder)
 
 
 def commands() -> list[tuple[str, str]]:
@@ -95,7 +109,9 @@ def test_a_command_works(page: str, command: str, tmp_path: Path, request: pytes
     (tmp_path / ".curlrc").write_text("fail\nmax-time 60\nshow-error\n")
     ended = subprocess.run(
         ["bash", "-e", "-o", "pipefail", "-c", command.replace(PORT, server.url)],
-        env=env.child_environment(HOME=str(tmp_path), CURL_HOME=str(tmp_path), NO_PROXY="*"),
+        env=env.child_environment(
+            HOME=str(tmp_path), CURL_HOME=str(tmp_path), WEFT_ADMIN_KEY=ADMIN, NO_PROXY="*"
+        ),
         cwd=tmp_path,
         capture_output=True,
         text=True,
