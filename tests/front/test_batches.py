@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.processes import with_role
+from tests.support.processes import commands, with_role
 from tests.support.servers import Running
 from tests.support.slowness import deadline
 from weft.batch.lines import CHAT
@@ -241,7 +241,10 @@ def test_a_restarted_server_continues(start_fake: Start, tmp_path: Path) -> None
     file = client.files.create(file=data, purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
     first.wait(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 10, 20)  # type: ignore[union-attr]
+    engines = [pid for pid, words in commands(first.process.pid).items() if "fake_engine" in " ".join(words)]
     first.process.kill()
+    for engine in engines:  # the fake engine does not end with its parent
+        os.kill(engine, signal.SIGKILL)
     second = start_fake(batch_dir=folder)
     client = client_of(second)
     second.wait(lambda: client.batches.retrieve(batch.id).request_counts.completed == 30, 40)  # type: ignore[union-attr]
