@@ -3,6 +3,7 @@ makes the same bits."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.engine import build
 from weft.engine.core import EngineCore
+from weft.engine.ranks.ranks import RankProcesses
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 from weft.types.tiers import TierStats
@@ -284,3 +286,32 @@ def test_prefill_groups_have_tiers(tmp_path: Path) -> None:
             engine.close()
         assert stats is not None
         assert (stats.saved_tokens > 0) == restart
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_no_pin_late(tmp_path: Path) -> None:
+    """A rank dies while blocks are stored: its copies count as lost, the group recovers, all pins end."""
+    folder, disk = make_checkpoint(tmp_path, "gpt_oss"), tmp_path / "kv"
+    more = {"tensor_parallel_size": 2, "dtype": "float64", "collectives": "gloo", "rank_timeout": 4.0}
+    core = start(folder, "gpt_oss", disk, **more)
+    try:
+        first = bits(core, submits())
+        processes = core.runner.processes
+        assert isinstance(processes, RankProcesses)
+        processes.send_signal(1, signal.SIGKILL)
+        until = time.monotonic() + 60
+        while not core.stats().recoveries:
+            assert time.monotonic() < until
+            core.check()
+            core.hear()
+            if core.has_work():
+                core.step()
+        again = bits(core, submits())
+        assert {one: [token for token, _ in pairs] for one, pairs in again.items()} == {
+            one: [token for token, _ in pairs] for one, pairs in first.items()
+        }
+        core.tier.finish()  # type: ignore[union-attr]
+        assert core.stats().tier.pinned == 0  # type: ignore[union-attr]
+        assert core.stats().free_blocks == tuple(pool.num_blocks for pool in core.runner.kv.pools)
+    finally:
+        core.close()
