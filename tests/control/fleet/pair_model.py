@@ -89,6 +89,8 @@ class Stream:
     finish: str | None = None
     closed: bool = False
     paused: bool = False
+    waits: bool = False
+    """True for a sequence that must wait for the end of the server's pause."""
 
 
 class Model:
@@ -119,6 +121,9 @@ class Model:
         self.kills = rng.choice((0, 1, 2, 4))
         self.drains = rng.choice((0, 0, 1))
         self.gives_back = rng.choice((0.0, 0.0, 0.03, 0.1))
+        self.pauses = random.Random(seed) if seed % 3 == 0 else None
+        """Random pauses of the server, apart from ``rng``: the other schedules stay as they are."""
+        self.held = self.whole = False
         self.placed: dict[int, dict[int, int]] = {}
         """Sequence -> link and attempt of each submission that neither ended nor was finished."""
         self.seen: dict[str, int] = {}
@@ -148,7 +153,7 @@ class Model:
             elif isinstance(action, e.Replace):
                 self.count("replaced")
         for sequence, stream in self.streams.items():
-            if stream.finish is not None or stream.closed or stream.paused:
+            if stream.finish is not None or stream.closed or stream.paused or stream.waits or self.whole:
                 assert not self.placed.get(sequence), f"sequence {sequence} was not ended everywhere"
 
     def start(self, name: str) -> None:
@@ -384,7 +389,28 @@ class Model:
 
     # -- what happens
 
+    def server_pauses(self, rng: random.Random) -> None:
+        """Pause or resume the server. A pause of all sequences leaves no sequence at an engine."""
+        if self.held and rng.random() < 0.5:
+            self.count("server resumed")
+            self.release()
+            return
+        running = rng.random() < 0.5
+        self.held, self.whole = True, self.whole or running
+        self.count("server paused" if running else "server paused for new sequences")
+        for stream in self.streams.values():
+            stream.waits = stream.waits or stream.paused
+        self.feed(e.Held(running))
+
+    def release(self) -> None:
+        self.held = self.whole = False
+        for stream in self.streams.values():
+            stream.waits = False
+        self.feed(e.Released())
+
     def step(self) -> None:
+        if self.pauses is not None and self.pauses.random() < 0.02:
+            self.server_pauses(self.pauses)
         rng = self.rng
         engine = rng.choice(list(self.engines.values()))
         dice = rng.random()
@@ -482,7 +508,7 @@ class Model:
                     media=media,
                 )
             )
-            self.streams[first + choice] = Stream(length, wants)
+            self.streams[first + choice] = Stream(length, wants, waits=self.held)
         self.feed(e.Opened(tuple(submits)))
 
     def client(self) -> None:
@@ -498,7 +524,7 @@ class Model:
             self.count("left")
             self.feed(e.Closed((sequence,)))
         else:
-            stream.paused = True
+            stream.paused, stream.waits = True, stream.waits or self.held
             self.count("paused")
             self.feed(e.Paused((sequence,)))
 
@@ -512,6 +538,7 @@ class Model:
             if stream.paused:
                 stream.paused = False
                 self.feed(e.Resumed((sequence,)))
+        self.release()
         for _ in range(20000):
             self.now += 0.01
             self.feed(e.Tick())

@@ -13,6 +13,7 @@ from weft.control.fleet import pairs
 from weft.control.fleet.fleet import Fleet
 from weft.control.fleet.instances import Instance
 from weft.control.fleet.ledger import LedgerEntry
+from weft.control.fleet.server_pause import ServerPause
 from weft.types.messages import Finish, Submit, ToEngine, TokenEvent
 
 SEEDS = range(320)
@@ -57,6 +58,9 @@ def test_every_sequence_gives_its_tokens_and_ends_once_everywhere(seeds: range) 
         "failovers",
         "local prefills",
         "drained",
+        "server paused",
+        "server paused for new sequences",
+        "server resumed",
     ):
         assert seen[what] >= 10, (what, seen)
     failed = sum(count for what, count in seen.items() if what.startswith("failed"))
@@ -135,6 +139,10 @@ def _encoders_hear_of_no_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Fleet, "_send", change)
 
 
+def _a_pause_holds_nothing_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ServerPause, "admitted", lambda self, ready: ready)
+
+
 @pytest.mark.requirement("D27")
 @pytest.mark.parametrize(
     "plant",
@@ -147,6 +155,7 @@ def _encoders_hear_of_no_end(patch: pytest.MonkeyPatch) -> None:
         _nobody_misses_the_sender,
         _one_finish_is_enough,
         _a_place_is_left_in_the_books,
+        _a_pause_holds_nothing_back,
     ],
 )
 def test_a_planted_bug_is_found(

@@ -149,6 +149,14 @@ class Fleet:
     def _resume(self, event: e.Resumed) -> None:
         self.open.resume(event.sequences)
 
+    def _hold(self, event: e.Held) -> None:
+        for sequence in self.open.pause_of_server.hold(event.running, self.open.paused):
+            self._leave(sequence)
+            self._parked.add(sequence)
+
+    def _release(self, event: e.Released) -> None:
+        self.open.pause_of_server.release()
+
     def _leave(self, sequence: int) -> None:
         """Remove an open sequence from all instances, and send each instance a ``Finish``.
 
@@ -173,7 +181,8 @@ class Fleet:
 
         Sequences without a route stay parked.
         """
-        ready, takers = self._parked.ready(self._now), self.table.takers()
+        ready = self.open.pause_of_server.admitted(self._parked.ready(self._now))
+        takers = self.table.takers()
         if not takers:
             return
         # Without any instance for images, `by_request` skips the sequences with images.
@@ -567,6 +576,8 @@ _HANDLERS: dict[type, Callable[[Fleet, Any], None]] = {
     e.Closed: Fleet._closed,
     e.Paused: Fleet._pause,
     e.Resumed: Fleet._resume,
+    e.Held: Fleet._hold,
+    e.Released: Fleet._release,
     e.Joined: Fleet._join,
     e.Left: Fleet._left,
     e.Expected: Fleet._expected,

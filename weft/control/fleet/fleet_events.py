@@ -26,6 +26,8 @@ class Opened(NamedTuple):
     """Request id -> hashes of the prompt, for prompts with hashes computed earlier."""
     pinned: str | None = None
     """The only instance allowed to compute the request. The loss of the instance fails the request."""
+    begun: bool = False
+    """True for a further sequence of a request that has begun."""
 
 
 class Closed(NamedTuple):
@@ -45,6 +47,20 @@ class Resumed(NamedTuple):
     """The client reads ``sequences`` again. Idempotent."""
 
     sequences: tuple[int, ...]
+
+
+class Held(NamedTuple):
+    """The server is paused: new sequences wait for ``Released``, at no instance. Idempotent.
+
+    With ``running``, open sequences leave all instances and wait, too. A later event cannot withdraw
+    ``running``.
+    """
+
+    running: bool
+
+
+class Released(NamedTuple):
+    """The pause of the server has ended. Idempotent."""
 
 
 # -- events: changes of instances
@@ -166,6 +182,8 @@ Event: TypeAlias = (
     | Closed
     | Paused
     | Resumed
+    | Held
+    | Released
     | Joined
     | Left
     | Expected

@@ -48,6 +48,7 @@ class LedgerEntry:
         "skip",
         "submit",
         "tokens",
+        "waits",
     )
 
     def __init__(self, submit: Submit, hashes: PromptHashes | None = None, pinned: str | None = None) -> None:
@@ -91,6 +92,8 @@ class LedgerEntry:
         """Prompt tokens found in the prefix cache of the first instance."""
         self.continued = False
         """True if the present attempt continues after tokens of an earlier attempt."""
+        self.waits = False
+        """True if the sequence waits for the end of a pause of the server."""
 
     @property
     def position(self) -> int:

@@ -17,6 +17,7 @@ from weft.control.fleet.instance_table import InstanceTable, Patience
 from weft.control.fleet.instances import Instance
 from weft.control.fleet.ledger import LedgerEntry, is_refusal
 from weft.control.fleet.pairs import Route, serve, ticketed
+from weft.control.fleet.server_pause import ServerPause
 from weft.control.fleet.vacancies import vacant
 from weft.types import messages as m
 
@@ -220,6 +221,7 @@ class OpenSequences:
         """Sequences waiting for an instance, in order."""
         self.paused: dict[int, None] = {}
         """Sequences not read by the client."""
+        self.pause_of_server = ServerPause(self.entries)
         self.bereft: set[int] = set()
         """Parked or paused sequences after the loss of an instance."""
 
@@ -230,6 +232,7 @@ class OpenSequences:
             self.entries[submit.sequence] = LedgerEntry(submit, hashes, event.pinned)
             self.requests.setdefault(submit.request, {})[submit.sequence] = None
             self.parked.add(submit.sequence)
+            self.pause_of_server.opened(submit.sequence, event.begun)
 
     def forget(self, sequence: int) -> None:
         """Remove an ended sequence from all fields. Raises KeyError for an unknown sequence."""
@@ -255,6 +258,7 @@ class OpenSequences:
         """Mark a sequence as paused. The caller has removed the sequence from all instances."""
         self.parked.discard(sequence)
         self.paused[sequence] = None
+        self.pause_of_server.opened(sequence, begun=False)
 
     def resume(self, sequences: Iterable[int]) -> None:
         """Park again all paused members of ``sequences``."""

@@ -278,7 +278,7 @@ class Links:
         """Send one more sequence, with events in the open ``flow``."""
         flow.open[submit.sequence] = None
         self._flows[submit.sequence] = flow
-        self._feed(e.Opened((submit,), hashes))
+        self._feed(e.Opened((submit,), hashes, begun=True))
 
     def finish(self, flow: Flow, sequence: int) -> None:
         """End one sequence of a flow, if open: the engine process is notified, and later events are
@@ -306,6 +306,14 @@ class Links:
     def resume(self, flow: Flow) -> None:
         """Continue the sequences stopped by ``pause``. Idempotent."""
         self._feed(e.Resumed(() if flow.failed else tuple(flow.open)))
+
+    def hold(self, running: bool) -> None:
+        """Let new sequences wait for ``release_held``; with ``running``, all sequences. Idempotent."""
+        self._feed(e.Held(running))
+
+    def release_held(self) -> None:
+        """Continue the sequences that wait since ``hold``. Idempotent."""
+        self._feed(e.Released())
 
     async def stats(self, timeout: float) -> list[m.EngineStats]:
         """Request the counters of every live engine process.
