@@ -28,6 +28,7 @@ from weft.types import messages as m
 from weft.types.adapters import AdapterChanged, LoadAdapter
 from weft.types.media_item import MediaItem
 from weft.types.messages import decode_parts
+from weft.types.tier_flush import FlushTier
 
 HANG = 101
 """No event at all: queued for ever."""
@@ -168,7 +169,7 @@ class FakeEngine:
         self.incarnation = secrets.randbits(63)
         self.moved = 0
         self.fronts: set[bytes] = set()
-        self.finishes = 0
+        self.finishes = self.resets = 0
         self.steps = 0
         self.stuck = False
         self.stop = False
@@ -222,6 +223,8 @@ class FakeEngine:
             if (ended := self.live.pop(message.sequence, None)) is not None:
                 end = ended._end("abort")
                 self.send(front, m.Tokens(step=self.steps, events=(end,)))
+        elif isinstance(message, FlushTier):
+            self.resets += 1
         elif isinstance(message, m.Shutdown):
             self.stop = True
 
@@ -266,6 +269,7 @@ class FakeEngine:
         )
         if self.role != "unified":
             stats = msgspec.structs.replace(stats, transfers=m.TransferStats(done=self.moved))
+        stats = msgspec.structs.replace(stats, prefix_resets=self.resets, forgotten_blocks=3 * self.resets)
         return m.Heartbeat(idle=not self.live, stats=stats)
 
     def send(self, front: bytes, message: m.ToFront) -> None:

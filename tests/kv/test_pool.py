@@ -161,6 +161,24 @@ def test_a_reset_leaves_pins_and_nothing_else() -> None:
     assert pool.take() == held
 
 
+def test_a_forgotten_block_in_use_is_free_after_its_last_reference() -> None:
+    pool = BlockPool(3)
+    log = pool.follow()
+    cached, retained, used = (pool.take() for _ in range(3))
+    for block, key in ((cached, b"a"), (retained, b"b"), (used, b"c")):
+        pool.insert(block, key)
+    pool.keep(b"b")
+    pool.release(cached, -1)
+    pool.release(retained, -1)
+    assert pool.forget_all() == 3
+    assert pool.forget_all() == 0
+    assert list(log.keys) == []
+    assert [pool.find(key) for key in (b"a", b"b", b"c")] == [NULL_BLOCK] * 3
+    assert pool.available() == 2
+    pool.release(used, -1)
+    assert sorted(pool.take() for _ in range(3)) == [1, 2, 3]
+
+
 def test_only_who_has_a_block_pins_it_and_gives_it_back_once() -> None:
     pool = BlockPool(1)
     with pytest.raises(EngineDead, match="has no references"):

@@ -388,8 +388,11 @@ def random_rig(rng: random.Random, depth: int, drafts: bool = True, make: type[R
     )
 
 
-def random_run(seed: int, depth: int, drafts: bool = True, losses: float = 0.0) -> Rig:
-    """Run a random load to the end, with all checks. Ranks are lost with probability ``losses`` per round."""
+def random_run(
+    seed: int, depth: int, drafts: bool = True, losses: float = 0.0, forgets: float = 0.0
+) -> Rig:
+    """Run a random load to the end, with all checks. Ranks are lost with probability ``losses`` per round,
+    and the prefix cache is emptied with probability ``forgets``."""
     rng = random.Random(seed)
     rig = random_rig(rng, depth, drafts)
     rig.runner.right = rng.choice([0.0, 0.5, 0.8, 1.0])
@@ -406,6 +409,9 @@ def random_run(seed: int, depth: int, drafts: bool = True, losses: float = 0.0) 
             rig.finish(rng.randrange(len(rig.told)))
         if losses and rng.random() < losses:
             rig.lose()
+        if forgets and rng.random() < forgets:
+            rig.scheduler.forget_prefixes()
+            rig.audit()
         if rng.random() < 0.5 and len(rig.in_flight) < depth:
             rig.plan()
         elif rig.in_flight:

@@ -36,6 +36,17 @@ def test_random_loads(depth: int, seeds: range) -> None:
     assert min(preempted, hits, mixed, errors, accepted, rejected, saved, loaded) > 0  # each did happen
 
 
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 80), marks=pytest.mark.grid)])
+def test_random_loads_with_an_emptied_prefix_cache(seeds: range) -> None:
+    forgotten = hits = saved = 0
+    for seed in seeds:
+        rig = random_run(seed, 2, forgets=0.1)
+        forgotten += rig.scheduler.stats().forgotten_blocks
+        hits += rig.scheduler.stats().prefix_hits
+        saved += rig.runner.saved
+    assert min(forgotten, hits, saved) > 0
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """The real scheduler under any order of submits, plans, commits and finishes."""
 

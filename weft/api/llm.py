@@ -30,6 +30,7 @@ from weft.text.submit import ModelLimits
 from weft.types.grammar import Grammar
 from weft.types.messages import EngineStats, TokenEvent
 from weft.types.sampling import SamplingParams
+from weft.types.tier_flush import FlushTier
 
 log = get_logger(__name__)
 
@@ -113,6 +114,17 @@ class LLM(PooledCalls):
         if core is None:
             raise EngineDead("this LLM was shut down")
         return core.stats()
+
+    def reset_prefix_cache(self) -> int:
+        """Empty the prefix cache, and return the number of blocks. A KV disk tier keeps the stored blocks.
+
+        Raise EngineDead after ``shutdown``.
+        """
+        with self._lock:
+            before = self.stats().forgotten_blocks
+            if self._core is not None:
+                self._core.flush(FlushTier(disk=False))
+            return self.stats().forgotten_blocks - before
 
     def generate(
         self,

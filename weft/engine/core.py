@@ -42,6 +42,7 @@ from weft.scheduler.scheduler import Scheduler
 from weft.tracing.writer import SpanWriter
 from weft.types.messages import OLDEST, VERSION, EngineStats, TokenEvent, Welcome
 from weft.types.plan import Rebalance, StepPlan, TokenMasks
+from weft.types.tier_flush import FlushTier
 
 log = get_logger(__name__)
 
@@ -224,6 +225,15 @@ class EngineCore(EngineLoop[StepHandle]):
             communication_seconds=self.overlap.communication,
             communication_hidden_seconds=self.overlap.hidden,
         )
+
+    def flush(self, asked: FlushTier) -> None:
+        """Empty the prefix cache, and remove records from the KV tier, if there is a tier. Running sequences
+        go on."""
+        # Prefixes first: the tier stores no block that is forgotten.
+        if isinstance(self.scheduler, Scheduler):
+            self.scheduler.forget_prefixes()
+        if self.tier is not None:
+            self.tier.flush(asked)
 
     def welcome(self, incarnation: int) -> Welcome:
         """Return the ``Welcome`` message, a description of the engine for API servers.

@@ -40,6 +40,7 @@ from weft.front.responses.routes import add_responses
 from weft.front.small_routes import add_tokenizing
 from weft.front.tier_routes import add_tier_routes
 from weft.front.tokens.tokens_routes import add_tokens
+from weft.front.training_routes import add_training_routes
 
 
 def build_app(front: Front, hosts: Hosts) -> AccessGate:
@@ -55,6 +56,7 @@ def build_app(front: Front, hosts: Hosts) -> AccessGate:
     add_tokens(app, front)
     add_admin(app, front)
     add_tier_routes(app, front)
+    add_training_routes(app, front)
     add_adapters(app, front)
     add_models(app, front)
     add_messages(app, front)
@@ -111,8 +113,8 @@ def _add_state(app: FastAPI, front: Front) -> None:
     async def ready() -> Response:
         """Readiness: 200 after a first generated token, while the engine makes progress.
 
-        200 with "ready". 503 with "stalled" without progress, else with the phase of the server. ``missing``
-        counts the wanted engine processes without progress, by role.
+        200 with "ready". 503 with "paused" during a pause, "stalled" without progress, else with the phase of
+        the server. ``missing`` counts the wanted engine processes without progress, by role.
         """
         return ready_answer(front)
 

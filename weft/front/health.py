@@ -47,6 +47,9 @@ def ready_answer(front: Front) -> Response:
     """Return the answer of ``/ready``, see the route."""
     window, now = min(READY_WINDOW, front.section.engine_timeout), SystemClock().now()
     phase = front.lifecycle.phase
+    if phase is Phase.READY and front.pausing.paused:
+        body = {"status": "paused"}
+        return Response(to_json(body), 503, media_type=JSON)
     if front.several is not None:
         good = phase is Phase.READY and all(one.links.progressing(window) for one in front.several.loaded)
         status = "ready" if good else "stalled" if phase is Phase.READY else phase.value

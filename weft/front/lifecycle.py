@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 
-from weft.common.errors import Overloaded, Unavailable
+from weft.common.errors import Overloaded, Unavailable, WeftError
 from weft.control.fleet.instances import Instance, InstanceState
 
 
@@ -57,6 +57,8 @@ class Lifecycle:
         self.active = 0
         self._capacity = capacity
         self._server = server
+        self.paused = False
+        """True while new requests wait for the end of a pause."""
 
     @property
     def phase(self) -> Phase:
@@ -81,6 +83,12 @@ class Lifecycle:
         if self.phase is Phase.STARTING:
             raise Unavailable("the server is still starting")
 
+    def full(self) -> WeftError:
+        """Return the error for a request without a place."""
+        if self.paused:
+            return Unavailable("the server is paused, and its queue is full; try again after the pause")
+        return Overloaded("the server's queue is full; try again later")
+
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
         """Hold a place for one request after its body was read. So a slow client takes no place.
@@ -89,7 +97,7 @@ class Lifecycle:
         """
         self.check()
         if self.active >= self.capacity:
-            raise Overloaded("the server's queue is full; try again later")
+            raise self.full()
         counted = (self,) if self._server is None else (self, self._server)
         for one in counted:
             one.active += 1

@@ -12,6 +12,8 @@ import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from weft.common.errors import Unavailable
+
 ANSWER_S = 1.0
 """Maximum seconds for the answers of other API servers. An API server without an answer is left out of the
 page."""
@@ -30,6 +32,8 @@ class Siblings:
         self._server: asyncio.Server | None = None
         self.adapters: Callable[[str], bytes] = lambda change: b""
         """Applies a change of LoRA adapters, or returns all adapters for "". Set by their owner."""
+        self.pause: Callable[[str], bytes] = lambda state: b""
+        """Takes the pause of another API server, and returns the pause here. Set by the owner."""
 
     async def start(
         self, page: Callable[[], bytes], abort: Callable[[str], bool], history: Callable[[int], bytes]
@@ -47,6 +51,8 @@ class Siblings:
                     writer.write(FOUND if abort(which) else b"")
                 elif what == "adapter":
                     writer.write(self.adapters(which))
+                elif what == "pause":
+                    writer.write(self.pause(which))
                 elif what == "history":
                     writer.write(history(int(which)))
                 else:
@@ -77,6 +83,28 @@ class Siblings:
     async def ask_adapters(self) -> list[bytes]:
         """Return the LoRA adapters of each other API server that answers."""
         return [answer for answer in (await self._ask_all("adapter")).values() if answer]
+
+    async def tell_pause(self, state: str) -> list[bytes]:
+        """Send the state of the pause to each other API server, and return the answers.
+
+        An API server that does not listen yet, or not any more, is left out: the API server asks at its
+        start. Raises Unavailable for an API server that listens and does not answer in time.
+        """
+        names = [name for name in self._others() if name != self.name]
+        answers = await asyncio.gather(*(self._ask(name, f"pause {state}") for name in names))
+        for name, answer in zip(names, answers, strict=True):
+            if answer is None and await self._listens(name):
+                raise Unavailable(f"the API server {name} did not answer; try again")
+        return [answer for answer in answers if answer]
+
+    async def _listens(self, name: str) -> bool:
+        """Return True if a process listens on the socket of an API server."""
+        try:
+            _, writer = await asyncio.open_unix_connection(self._path(name))
+        except OSError:
+            return False
+        writer.close()
+        return True
 
     async def _ask_all(self, line: str) -> dict[str, bytes]:
         """Send ``line`` to all other API servers at once. Return name -> answer, without API servers that

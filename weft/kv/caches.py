@@ -164,6 +164,10 @@ class Caches:
         for kind in self.kinds:
             kind.committed(step)
 
+    def forget_prefixes(self) -> int:
+        """Forget all cached contents, and return the number of blocks. Tables of slots stay as they are."""
+        return sum(kind.pool.forget_all() for kind in self.kinds)
+
     def reset(self) -> None:
         """Drop all tables and cached contents. Pinned blocks stay out of use."""
         for kind in self.kinds:

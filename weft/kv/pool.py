@@ -162,6 +162,17 @@ class BlockPool:
         self._cached.clear()
         self._retained.clear()
 
+    def forget_all(self) -> int:
+        """Remove every block from the index, and return the number of removed blocks.
+
+        Blocks in use keep their references and become free with the last reference.
+        """
+        removed = len(self._index)
+        self.forget_unused()
+        for block in list(self._index.values()):
+            self._forget(block)
+        return removed
+
     def release(self, block: int, after_step: int) -> None:
         """Release one reference, at once or when ``after_step`` commits."""
         if after_step > self._last_commit:

@@ -23,6 +23,8 @@ class Counts:
     row_errors: int = 0
     recoveries: int = 0
     requeued: int = 0
+    prefix_resets: int = 0
+    forgotten_blocks: int = 0
     constrained_steps: int = 0
     grammar_errors: int = 0
     drafts: list[int] = field(default_factory=list)

@@ -480,6 +480,11 @@ class Scheduler:
         """Return ``Caches.follow()``, or None without prefix caching."""
         return self._state.caches.follow() if self._state.kv.enable_prefix_caching else None
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache. Running sequences go on."""
+        self._state.counts.prefix_resets += 1
+        self._state.counts.forgotten_blocks += self._state.caches.forget_prefixes()
+
     def stats(self) -> EngineStats:
         """Return all counters and gauges."""
         made = engine_stats(self._state, self._num_waiting, self._transfers.stats())
@@ -580,6 +585,8 @@ def engine_stats(state: SchedulerState, waiting: int, transfers: TransferStats |
         row_errors=counts.row_errors,
         recoveries=counts.recoveries,
         requeued=counts.requeued,
+        prefix_resets=counts.prefix_resets,
+        forgotten_blocks=counts.forgotten_blocks,
         constrained_steps=counts.constrained_steps,
         prefill_rows=counts.prefill_rows,
         prefill_tokens=counts.prefill_tokens,

@@ -76,7 +76,7 @@ OLDEST = 1
 SENT_SINCE = 2
 """Version that added ``TransferStats.sent``."""
 TIER_SINCE = 3
-"""Version that added ``EngineStats.tier``."""
+"""Version that added ``EngineStats.tier`` and ``FlushTier``."""
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
 """Salt of probe sequences. API servers send probe sequences to check if an engine process produces tokens."""
@@ -450,6 +450,10 @@ class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Spans of traced requests that were not written or not pushed."""
     tier: TierStats | None = None
     """None for an engine process without a KV tier. Since version 3."""
+    prefix_resets: int = 0
+    """Times that ``FlushTier`` emptied the prefix cache. Since version 3."""
+    forgotten_blocks: int = 0
+    """Blocks removed from the prefix cache by ``FlushTier``. Since version 3."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
@@ -501,8 +505,8 @@ ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | EngineFailed | AdapterCha
 
 def stats_in(version: int, stats: EngineStats) -> EngineStats:
     """Return ``stats`` with only the fields of ``version``."""
-    if stats.tier is not None and version < TIER_SINCE:
-        stats = msgspec.structs.replace(stats, tier=None)
+    if version < TIER_SINCE:
+        stats = msgspec.structs.replace(stats, tier=None, prefix_resets=0, forgotten_blocks=0)
     if version >= SENT_SINCE:
         return stats
     moves = {

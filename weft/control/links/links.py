@@ -337,6 +337,13 @@ class Links:
         """Send a message about LoRA adapters, or a flush, to the live engine process ``name``."""
         self._links[name].send(message)
 
+    def flush(self, message: FlushTier) -> int:
+        """Send a flush of the KV cache to every live engine process. Return the number of processes."""
+        able = [one.name for one in self.instances if one.alive]
+        for name in able:
+            self.tell(name, message)
+        return len(able)
+
     def profile(self, seconds: float) -> int:
         """Start a profile of ``seconds``; 0 ends a profile. Return the number of processes notified."""
         able = [one.name for one in self.instances if one.alive]

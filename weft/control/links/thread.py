@@ -14,6 +14,7 @@ from weft.common.log import get_logger
 from weft.control.links.flow import Flow
 from weft.control.links.links import Links
 from weft.types import messages as m
+from weft.types.tier_flush import FlushTier
 
 log = get_logger(__name__)
 
@@ -103,6 +104,10 @@ class LinksThread:
     def stats(self, timeout: float) -> list[m.EngineStats]:
         """Return the statistics of all engine processes. See ``Links.stats``."""
         return self._call(self.links.stats(timeout), timeout + CALL_S)
+
+    def flush(self, message: FlushTier) -> None:
+        """Send a flush of the KV cache to every live engine process."""
+        self._call(_later(lambda: self.links.flush(message)))
 
     def end(self) -> None:
         """Stop every engine process and end the thread.

@@ -38,6 +38,7 @@ from weft.types.messages import (
     Welcome,
     ids_from_bytes,
 )
+from weft.types.tier_flush import FlushTier
 
 log = get_logger(__name__)
 
@@ -141,6 +142,7 @@ class ScriptedEngine:
         self._stepped = -math.inf
         self._read_tokens = 0
         self._made_tokens = 0
+        self._resets = 0
 
     # -- the interface for `EngineProtocol`
 
@@ -199,7 +201,12 @@ class ScriptedEngine:
             prompt_tokens=self._read_tokens,
             generation_tokens=self._made_tokens,
             free_slots=max(self._config.scheduler.max_num_seqs - len(self._live), 0),
+            prefix_resets=self._resets,
         )
+
+    def flush(self, asked: FlushTier) -> None:
+        """Count the flush. A script has no cache."""
+        self._resets += 1
 
     def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
         """Return None: there is no prefix cache."""
@@ -332,4 +339,5 @@ def run_scripted(config: EngineConfig, listener: Listener) -> None:
         raise
     engine = ScriptedEngine(entries, text, config, vocab_size)
     log.info("no model runs: %d entries of %s are played", len(entries), Path(config.scripted).name)
-    EngineServer(engine, listener, wait_ms=engine.wait_ms, identity=engine_identity(config)).run()
+    identity = engine_identity(config)
+    EngineServer(engine, listener, wait_ms=engine.wait_ms, identity=identity, flush=engine.flush).run()

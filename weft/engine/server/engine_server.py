@@ -159,7 +159,7 @@ class EngineServer:
         ``endpoint``: the address to listen at, or an open listener. ``wait_ms``: returns the milliseconds for
         which a busy engine may wait for messages (default: 0). ``profiler``: default: none. ``shows``: True
         if other processes of the group must be able to open images in shared memory. ``identity`` and
-        ``adapters``: see ``EngineProtocol``. ``flush``: empties the KV cache; None without a tier.
+        ``adapters``: see ``EngineProtocol``. ``flush``: empties the KV cache; None without a cache.
         """
         self._profiler = profiler or Profiler(None, "")
         self._flush = flush
@@ -340,5 +340,5 @@ def run_engine(config: EngineConfig, listener: Listener, pipe: int | None = None
         shows=shows,
         identity=engine_identity(config),
         adapters=core.adapters,
-        flush=None if core.tier is None else core.tier.flush,
+        flush=core.flush,
     ).run()

@@ -31,6 +31,7 @@ from weft.engine.core import EngineCore
 from weft.engine.server.engine_processes import REFUSED, EngineGroups
 from weft.types import messages as m
 from weft.types.messages import Measures
+from weft.types.tier_flush import FlushTier
 from weft.types.tiers import summed_tiers
 
 STEP_S = 0.1
@@ -180,6 +181,11 @@ class Replicas:
         Raises EngineDead.
         """
         return summed(self.thread.stats(ANSWER_S))
+
+    def flush(self, asked: FlushTier) -> None:
+        """Empty the prefix cache of every engine process, see ``EngineCore.flush``. ``stats`` counts the
+        blocks."""
+        self.thread.flush(asked)
 
     def stats_of(self) -> dict[str, tuple[m.Role, m.EngineStats]]:
         """Request the counters and gauges now. Return replica name -> (role, counters and gauges). Raises

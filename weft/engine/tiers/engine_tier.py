@@ -56,8 +56,10 @@ class EngineTier:
         return []
 
     def flush(self, asked: FlushTier) -> None:
-        """Empty the prefix cache, except blocks in use, and remove records from the store."""
+        """Forget planned stores, and remove records from the store unless the records stay."""
         self.loads.on(Flushed(), self._clock.now())
+        if not asked.disk:
+            return
         self._ranks.send(FlushStore(salt=asked.salt, session=asked.session))
 
     def regain(self) -> None:

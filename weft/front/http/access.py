@@ -157,6 +157,10 @@ ADMIN_PATHS = frozenset(
         "/admin/restart",
         "/admin/revive",
         "/admin/scale",
+        "/is_paused",
+        "/pause",
+        "/reset_prefix_cache",
+        "/resume",
     }
 )
 """Paths that change the server or requests of other clients. Only with the admin key, and never from a page

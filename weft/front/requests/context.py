@@ -27,6 +27,7 @@ from weft.front.monitoring.request_log import RequestFacts
 from weft.front.monitoring.request_trace import RequestTrace
 from weft.front.monitoring.throughput import report
 from weft.front.monitoring.vllm_metrics import as_vllm
+from weft.front.requests.pausing import Pausing
 from weft.front.requests.proofs import Told, Unproved, digest_of
 from weft.front.requests.read_worker import Known, ReadAnswer, decode_answer, payload_of, read_with
 from weft.front.requests.reading import Job, takes_too_long
@@ -107,6 +108,7 @@ class Front:
         """Requests in the engine, by answer id."""
         self.drain: Callable[[], None] = lambda: None  # drains and ends the server; set by the owner
         self.ids = IdMint()
+        self.pausing = Pausing(self, siblings)
         self.several: SeveralModels | None = None
         """The models of a server of several models; None for a server of one model."""
         if isinstance(owner, ModelSet):
@@ -127,6 +129,7 @@ class Front:
         """Return a copy with the parts of ``model``, which shares everything else."""
         made = copy.copy(self)
         made._bind(model)
+        self.pausing.joined(model)
         return made
 
     async def start(self) -> None:
@@ -136,6 +139,7 @@ class Front:
         ``SeveralModels.start``."""
         if self._siblings is not None:
             await self._siblings.start(self.metrics.own, self._abort_here, self._own_history)
+            await self.pausing.join()
         if self.several is None:
             await self.model.start(self.threads, self.running, self._siblings)
         # Each API server sees the load of all engines, so only one logs the load.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from weft.common.errors import EngineDead, InvalidRequest, Overloaded, ReportedError, WeftError
+from weft.common.errors import EngineDead, InvalidRequest, ReportedError, WeftError
 from weft.control.fleet.policy import PromptHashes
 from weft.control.links.flow import Flow
 from weft.front.http.access import session_of
@@ -193,7 +193,7 @@ class Generation:
         self._submits = []
         # The engines would refuse these sequences, too.
         if links.open_sequences + len(submits) > self.front.lifecycle.capacity:
-            raise Overloaded("the server's queue is full; try again later")
+            raise self.front.lifecycle.full()
         self._times.mark("submitted")
         prompts = self.job.prompts
         most = max(prompt.max_tokens for prompt in prompts)

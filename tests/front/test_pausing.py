@@ -1,0 +1,157 @@
+"""Routes for training loops: pause, resume, and the reset of the prefix cache."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.slowness import deadline
+from weft.front.lifecycle import Lifecycle, Phase
+from weft.front.requests.pausing import PauseState
+from weft.front.siblings import Siblings
+
+ADMIN = {"authorization": "Bearer admin"}
+
+
+def test_the_latest_change_wins_everywhere() -> None:
+    first = PauseState()
+    pause = first.next("0", "keep")
+    resume = first.next("1", "")  # at the same time, on another API server
+    assert resume[:2] > pause[:2] > first[:2]
+    assert pause.next("0", "")[:2] > resume[:2]
+    for state in (first, pause, resume):
+        assert PauseState.read(state.text()) == state
+    with pytest.raises(ValueError, match="unknown mode"):
+        PauseState.read("1 0 sleep")
+
+
+def test_a_full_queue_of_a_paused_server_is_unavailable() -> None:
+    lifecycle = Lifecycle(lambda: 0)
+    lifecycle.move(Phase.READY)
+    assert lifecycle.full().http_status == 429
+    lifecycle.paused = True
+    with pytest.raises(Exception, match="paused, and its queue is full") as found, lifecycle.request():
+        pass
+    assert found.value.http_status == 503  # type: ignore[attr-defined]
+
+
+def test_a_silent_api_server_is_an_error_and_an_absent_one_is_not(tmp_path: Path) -> None:
+    async def run() -> None:
+        names = ["0", "1", "2"]
+        one, other = (Siblings(name, tmp_path, lambda: names) for name in names[:2])
+        for each in (one, other):
+            await each.start(lambda: b"", lambda rid: False, lambda second: b"")
+        other.pause = lambda state: f"2 {state}".encode()
+        assert await one.tell_pause("1 0 keep") == [b"2 1 0 keep"]
+        silent = await asyncio.start_unix_server(lambda reader, writer: None, tmp_path / "front-2")
+        with pytest.raises(Exception, match="the API server 2 did not answer"):
+            await one.tell_pause("1 0 keep")
+        silent.close()
+        await one.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
+def post(server: Any, path: str, **fields: Any) -> httpx.Response:
+    """Send a request of the admin key over a new connection, which any API server may get."""
+    with httpx.Client(base_url=server.url, timeout=deadline(30)) as client:
+        return client.post(path, headers=ADMIN, **fields)
+
+
+def get(server: Any, path: str) -> Any:
+    with httpx.Client(base_url=server.url, timeout=deadline(30)) as client:
+        return client.get(path, headers=ADMIN)
+
+
+class Completion(threading.Thread):
+    """A completion in a thread of its own. ``text`` grows with the stream."""
+
+    def __init__(self, server: Any, tokens: int) -> None:
+        super().__init__(daemon=True)
+        self.server, self.tokens = server, tokens
+        self.text, self.finish = "", ""
+        self.start()
+
+    def run(self) -> None:
+        fields = {"model": "fake", "prompt": "abc", "max_tokens": self.tokens, "stream": True}
+        with (
+            httpx.Client(base_url=self.server.url, timeout=deadline(60)) as client,
+            client.stream("POST", "/v1/completions", json=fields) as answer,
+        ):
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    choice = httpx.Response(200, content=line[6:]).json()["choices"][0]
+                    self.text += choice["text"]
+                    self.finish = choice["finish_reason"] or self.finish
+
+    def begun(self) -> Completion:
+        """Wait for the first text."""
+        until = time.monotonic() + deadline(20)
+        while not self.text:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        return self
+
+    def end(self) -> tuple[str, str]:
+        self.join(deadline(30))
+        assert not self.is_alive()
+        return self.text, self.finish
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_a_server_pauses_in_three_ways(start_fake: Any, fronts: int) -> None:
+    server = start_fake(fronts=fronts, engines=2, admin_key=["admin"], max_num_seqs=8)
+    wanted = ("abc" * 100)[:300]
+    # keep: no token until the resume, then the same tokens
+    streams = [Completion(server, 300) for _ in range(4)]
+    for one in streams:
+        one.begun()
+    assert post(server, "/pause?mode=keep").json() == {"status": "paused"}
+    new = Completion(server, 6)
+    time.sleep(0.2)
+    before = [one.text for one in (*streams, new)]
+    assert new.text == ""
+    assert any(one.is_alive() for one in streams)
+    for _ in range(4):  # any API server may answer
+        assert get(server, "/is_paused").json() == {"is_paused": True}
+        assert (get(server, "/ready").status_code, get(server, "/ready").json()["status"]) == (503, "paused")
+        assert get(server, "/health").status_code == 200
+    time.sleep(0.3)
+    assert [one.text for one in (*streams, new)] == before
+    assert post(server, "/resume").json() == {"status": "resumed"}
+    assert [one.end() for one in streams] == [(wanted, "length")] * 4
+    assert new.end() == ("abcabc", "length")
+    # wait: the answer comes after the last token of a begun request
+    stream = Completion(server, 300).begun()
+    assert post(server, "/pause?mode=wait&clear_cache=false").status_code == 200
+    assert stream.end() == (wanted, "length")
+    new = Completion(server, 6)
+    # abort: requests that wait end, too
+    time.sleep(0.2)
+    assert post(server, "/pause").status_code == 200
+    assert new.end() == ("", "abort")
+    assert post(server, "/resume").status_code == 200
+    stream = Completion(server, 300).begun()
+    assert post(server, "/pause?mode=abort").status_code == 200
+    assert stream.end()[1] == "abort"
+    later = Completion(server, 6)
+    answer = post(server, "/reset_prefix_cache", json={"disk": True})
+    assert answer.json() == {"status": "reset", "blocks": 6}
+    assert post(server, "/reset_prefix_cache").json()["blocks"] == 6
+    for path, status in (("/pause?mode=sleep", 400), ("/pause?now=1", 400), ("/pause?clear_cache=2", 400)):
+        assert post(server, path).status_code == status
+    assert httpx.post(server.url + "/pause").status_code in (401, 403)
+    assert later.text == ""
+    assert post(server, "/resume").status_code == 200
+    assert later.end() == ("abcabc", "length")
+    assert get(server, "/ready").json()["status"] == "ready"

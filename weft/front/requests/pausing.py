@@ -1,0 +1,151 @@
+"""The pause of a server by an operator: the state, and the agreement between all API servers.
+
+    POST /pause ──► change ──► apply: fleets hold sequences, abort ends requests
+                      │  ▲
+                 state▼  │state, number of running sequences
+                 other API servers
+
+Each change has a stamp: a number above all known numbers, then the name of the API server. The highest stamp
+counts everywhere, so all API servers agree after changes at the same time. An API server asks the others at
+its start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from weft.common.errors import DeadlineExceeded, Unavailable
+from weft.common.log import get_logger
+from weft.front.siblings import Siblings
+
+if TYPE_CHECKING:
+    from weft.front.requests.context import Front
+    from weft.front.requests.served_model import ServedModel
+
+log = get_logger(__name__)
+
+PauseMode = Literal["abort", "wait", "keep"]
+MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
+POLL_S = 0.02
+"""Seconds between two looks at running sequences."""
+
+
+class PauseState(NamedTuple):
+    """The latest change. States are compared by ``number``, then ``name``."""
+
+    number: int = 0
+    name: str = ""
+    """API server of the change."""
+    mode: str = ""
+    """A mode of ``MODES``; "" for a server that is not paused."""
+
+    def next(self, name: str, mode: str) -> PauseState:
+        """Return the state after a change here."""
+        return PauseState(self.number + 1, name, mode)
+
+    def text(self) -> str:
+        """Return the state as a line for other API servers."""
+        return f"{self.number} {self.name or '-'} {self.mode or '-'}"
+
+    @staticmethod
+    def read(text: str) -> PauseState:
+        """Return the state of ``text``. Raises ValueError."""
+        number, name, mode = text.split()
+        if mode not in (*MODES, "-"):
+            raise ValueError(f"unknown mode {mode!r}")
+        return PauseState(int(number), name.strip("-"), mode.strip("-"))
+
+
+class Pausing:
+    """The pause, as one API server knows and applies the pause. Used from the event loop."""
+
+    def __init__(self, front: Front, siblings: Siblings | None) -> None:
+        """``front``: of the process. ``siblings``: the other API servers, if any."""
+        self._front, self._siblings = front, siblings
+        self._name = "0" if siblings is None else siblings.name
+        self.state = PauseState()
+        if siblings is not None:
+            siblings.pause = self._on_sibling
+
+    @property
+    def paused(self) -> bool:
+        """True from a pause until the resume."""
+        return bool(self.state.mode)
+
+    async def join(self) -> None:
+        """Take over the state of the other API servers, at the start."""
+        await self._tell()
+
+    def joined(self, model: ServedModel) -> None:
+        """Apply the pause to a model that is loaded now."""
+        if self.paused:
+            self._hold(model)
+
+    async def pause(self, mode: PauseMode, seconds: float) -> None:
+        """Pause all API servers, and wait until no sequence runs. Raises DeadlineExceeded after ``seconds``,
+        and Unavailable for a resume meanwhile or an API server that does not answer; in both cases, new
+        requests wait until the resume."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        self._apply(self.state.next(self._name, mode))
+        log.info("the server is paused over /pause (%s)", mode)
+        while self._running() + await self._tell() and self.paused:
+            if loop.time() > deadline:
+                raise DeadlineExceeded(f"requests still run after {seconds:g} seconds; new requests wait")
+            await asyncio.sleep(POLL_S)
+        if not self.paused:
+            raise Unavailable("the server was resumed before the pause was complete")
+
+    async def resume(self) -> None:
+        """Resume all API servers. Raises Unavailable for an API server that does not answer."""
+        self._apply(self.state.next(self._name, ""))
+        log.info("the server is resumed over /resume")
+        await self._tell()
+
+    async def _tell(self) -> int:
+        """Send the state to the other API servers, and take newer states. Return the number of sequences that
+        run there. Raises Unavailable for an API server that does not answer."""
+        if self._siblings is None:
+            return 0
+        running = 0
+        for answer in await self._siblings.tell_pause(self.state.text()):
+            count, _, state = answer.decode().partition(" ")
+            running += int(count)
+            self._apply(PauseState.read(state))
+        return running
+
+    def _on_sibling(self, text: str) -> bytes:
+        """Take the state of another API server. Return the number of sequences that run here, and the state.
+        Raises ValueError for an invalid line."""
+        self._apply(PauseState.read(text))
+        return f"{self._running()} {self.state.text()}".encode()
+
+    def _apply(self, state: PauseState) -> None:
+        """Take ``state`` if newer than the state here."""
+        if state[:2] <= self.state[:2]:
+            return
+        self.state = state
+        self._front.lifecycle.paused = self.paused
+        for model in self._models():
+            if self.paused:
+                self._hold(model)
+            else:
+                model.lifecycle.paused = False
+                model.links.release_held()
+        if state.mode == "abort":
+            for generation in list(self._front.running.values()):
+                generation.abort()
+
+    def _hold(self, model: ServedModel) -> None:
+        model.lifecycle.paused = True
+        model.links.hold(running=self.state.mode == "keep")
+
+    def _models(self) -> list[ServedModel]:
+        """Return all loaded models."""
+        several = self._front.several
+        return [self._front.model] if several is None else several.loaded
+
+    def _running(self) -> int:
+        """Return the number of sequences of this API server that do not wait for the resume."""
+        return sum(model.links.fleet.open.pause_of_server.running for model in self._models())
