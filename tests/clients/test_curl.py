@@ -27,6 +27,10 @@ SPECIAL = {
     "/v1/classify": "scoring",
     '"dimensions"': "scoring",
     "/admin/cache/flush": "storing",
+    "/pause": "storing",
+    "/is_paused": "storing",
+    "/resume": "storing",
+    "/reset_prefix_cache": "storing",
 }
 """Part of a command -> fixture of the server for the command; other commands use ``server``."""
 

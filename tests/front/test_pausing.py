@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.control.fleet.driver import Driver
 from tests.support.slowness import deadline
+from weft.common.errors import DeadlineExceeded, Unavailable
+from weft.control.fleet import fleet_events as e
 from weft.front.lifecycle import Lifecycle, Phase
-from weft.front.requests.pausing import PauseState
+from weft.front.requests.pausing import PauseState, Pausing
 from weft.front.siblings import Siblings
 
 ADMIN = {"authorization": "Bearer admin"}
@@ -38,9 +40,8 @@ def test_a_full_queue_of_a_paused_server_is_unavailable() -> None:
     lifecycle.move(Phase.READY)
     assert lifecycle.full().http_status == 429
     lifecycle.paused = True
-    with pytest.raises(Exception, match="paused, and its queue is full") as found, lifecycle.request():
+    with pytest.raises(Unavailable, match="paused, and its queue is full"), lifecycle.request():
         pass
-    assert found.value.http_status == 503  # type: ignore[attr-defined]
 
 
 def test_a_silent_api_server_is_an_error_and_an_absent_one_is_not(tmp_path: Path) -> None:
@@ -52,11 +53,71 @@ def test_a_silent_api_server_is_an_error_and_an_absent_one_is_not(tmp_path: Path
         other.pause = lambda state: f"2 {state}".encode()
         assert await one.tell_pause("1 0 keep") == [b"2 1 0 keep"]
         silent = await asyncio.start_unix_server(lambda reader, writer: None, tmp_path / "front-2")
-        with pytest.raises(Exception, match="the API server 2 did not answer"):
+        with pytest.raises(Unavailable, match="the API server 2 did not answer"):
             await one.tell_pause("1 0 keep")
         silent.close()
         await one.close()
         await other.close()
+
+    asyncio.run(run())
+
+
+class Links:
+    """The fleet of one API server, without links."""
+
+    def __init__(self) -> None:
+        self.driver = Driver("a").up()
+        self.fleet = self.driver.fleet
+
+    def hold(self, running: bool) -> None:
+        self.driver.on(e.Held(running))
+
+    def release_held(self) -> None:
+        self.driver.on(e.Released())
+
+
+def api_server(name: str, folder: Path, names: list[str]) -> tuple[Pausing, Siblings, Any]:
+    """Return the pause of an API server, and a front with one model."""
+    siblings = Siblings(name, folder, lambda: names)
+    model = SimpleNamespace(lifecycle=Lifecycle(lambda: 8), links=Links())
+    front = SimpleNamespace(model=model, lifecycle=model.lifecycle, several=None, running={})
+    return Pausing(front, siblings), siblings, front  # type: ignore[arg-type]
+
+
+def test_all_api_servers_pause_also_one_that_starts_during_the_pause(tmp_path: Path) -> None:
+    async def run() -> None:
+        names = ["0", "1", "2"]
+        made = [api_server(name, tmp_path, names) for name in names]
+        for _, siblings, _ in made[:2]:
+            await siblings.start(lambda: b"", lambda rid: False, lambda second: b"")
+        first, second, late = (pausing for pausing, _, _ in made)
+        drivers = [front.model.links.driver for _, _, front in made]
+        drivers[1].open(1)
+        waiting = asyncio.create_task(first.pause("wait", 5.0))
+        await asyncio.sleep(0.06)
+        assert not waiting.done()  # a sequence of the other API server runs
+        assert drivers[1].open(2, request=2) is None
+        drivers[1].on(e.Closed((1,)))
+        await waiting
+        await made[2][1].start(lambda: b"", lambda rid: False, lambda second: b"")
+        await late.join()
+        assert late.paused
+        assert made[2][2].lifecycle.paused
+        assert drivers[2].open(3) is None
+        await late.resume()
+        assert [one.paused for one in (first, second, late)] == [False] * 3
+        assert all(entry.places for one in drivers for entry in one.fleet.entries.values())
+        # A sequence that does not end in time leaves the server paused.
+        with pytest.raises(DeadlineExceeded, match="requests still run"):
+            await second.pause("wait", 0.0)
+        assert first.paused
+        resumed = asyncio.create_task(first.pause("wait", 5.0))
+        await asyncio.sleep(0.03)
+        await second.resume()
+        with pytest.raises(Unavailable, match="was resumed before"):
+            await resumed
+        for _, siblings, _ in made:
+            await siblings.close()
 
     asyncio.run(run())
 

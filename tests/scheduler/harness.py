@@ -388,9 +388,7 @@ def random_rig(rng: random.Random, depth: int, drafts: bool = True, make: type[R
     )
 
 
-def random_run(
-    seed: int, depth: int, drafts: bool = True, losses: float = 0.0, forgets: float = 0.0
-) -> Rig:
+def random_run(seed: int, depth: int, drafts: bool = True, losses: float = 0.0, forgets: float = 0.0) -> Rig:
     """Run a random load to the end, with all checks. Ranks are lost with probability ``losses`` per round,
     and the prefix cache is emptied with probability ``forgets``."""
     rng = random.Random(seed)

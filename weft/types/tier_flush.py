@@ -8,7 +8,8 @@ import msgspec
 class FlushTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """API server to engine: empty the prefix cache, and remove records from the KV tier, if there is a tier.
 
-    The next heartbeat has the count ``EngineStats.forgotten_blocks``. ``salt`` and ``session`` None: all records of the folder. Otherwise only records with the given salt, or session.
+    The next heartbeat has the count ``EngineStats.forgotten_blocks``. ``salt`` and ``session`` None: all
+    records of the folder. Otherwise only records with the given salt, or session.
     """
 
     salt: str | None = None
