@@ -380,3 +380,15 @@ def test_sampling_imports_no_part_of_a_compiler() -> None:
     command = [sys.executable, "-m", "tests.api.sampled_once"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_reset_empties_the_prefix_cache(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": list(range(40, 100))}
+    llm.reset_prefix_cache()
+    first = run(llm, prompt)
+    assert llm.reset_prefix_cache() > 0
+    assert llm.reset_prefix_cache() == 0
+    before = llm.stats().prefix_hits
+    again = run(llm, prompt)
+    assert llm.stats().prefix_hits == before
+    assert again[0].outputs[0].token_ids == first[0].outputs[0].token_ids
