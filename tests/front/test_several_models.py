@@ -229,3 +229,21 @@ def test_the_server_ends_while_a_model_loads(start: Start) -> None:
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(deadline(20)) == 0
     thread.join()
+
+
+@pytest.mark.slow
+def test_a_pause_holds_all_models_also_one_that_is_loaded_meanwhile(start: Start) -> None:
+    server = start({"a": {}, "b": {"load": "demand"}})
+    assert says(ask(server, "a")) == "I am a"
+    assert server.http.post("/pause?mode=wait", headers=ADMIN).json() == {"status": "paused"}
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask, server, name) for name in "ab"]
+        until(lambda: states(server)["b"] == "loaded")
+        time.sleep(0.3)
+        assert not any(one.done() for one in asked)
+        ready = server.http.get("/ready")
+        assert (ready.status_code, ready.json()) == (503, {"status": "paused"})
+        reset = server.http.post("/reset_prefix_cache", json={"model": "b"}, headers=ADMIN)
+        assert reset.json() == {"status": "reset", "blocks": 0}
+        assert server.http.post("/resume", headers=ADMIN).status_code == 200
+        assert [says(one.result()) for one in asked] == ["I am a", "I am b"]
