@@ -58,6 +58,7 @@ def refused(reader: Reader, **fields: Any) -> str | None:
 
 VALUES: dict[str, tuple[list[Any], Any]] = {
     "cache_control": ([{"type": "ephemeral"}], "x"),
+    "keep_alive": ([5, -1, "5m"], []),
     "prediction": ([{"type": "content", "content": "x"}], "x"),
     "prompt_cache_options": ([{}], 5),
     "provider": ([{"order": ["a"]}], []),

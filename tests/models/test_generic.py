@@ -454,7 +454,7 @@ def test_a_classifier_gives_the_numbers_of_transformers(
         rig = Paged(model)
         rows = [rig.sequence(prompt) for prompt in prompts]
         hidden = []
-        monkeypatch.setattr(model, "logits", lambda x: hidden.append(x) or model_logits(x))
+        monkeypatch.setattr(model, "logits", lambda x, rows=None: hidden.append(x) or model_logits(x, rows))
         model_logits = type(model).logits.__get__(model)
         rig.step([(row, len(row.ids)) for row in rows])
         last = torch.tensor([len(prompts[0]) - 1, sum(map(len, prompts)) - 1])
