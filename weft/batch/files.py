@@ -75,10 +75,15 @@ class BatchFiles:
         return IncomingFile(self.path(made), made)
 
     def keep(self, incoming: IncomingFile, owner: str, name: str, retention: float | None = None) -> FileRow:
-        """Add the row of a complete upload and return it. ``retention``: seconds; None for the default."""
-        incoming.flush()
-        with self._base.transaction():
-            self.add_row(incoming.id, owner, "batch", name, incoming.size, retention)
+        """Add the row of a complete upload and return it; delete the contents after an error. ``retention``:
+        seconds; None for the default."""
+        try:
+            incoming.flush()
+            with self._base.transaction():
+                self.add_row(incoming.id, owner, "batch", name, incoming.size, retention)
+        except BaseException:
+            incoming.discard()
+            raise
         found = self.get(incoming.id, owner)
         assert found is not None
         return found
@@ -136,11 +141,15 @@ class BatchFiles:
         )
         return None if row is None else str(row["id"])
 
-    def delete(self, id: str) -> None:
-        """Delete a file and its row."""
+    def delete(self, id: str) -> str | None:
+        """Delete a file and its row. Return a batch that has not ended and reads the file, and then delete
+        nothing; None after the deletion."""
         with self._base.transaction() as db:
+            if (user := self.users(id)) is not None:
+                return user
             db.execute("DELETE FROM files WHERE id = ?", (id,))
         self.path(id).unlink(missing_ok=True)
+        return None
 
     def purge(self, used: set[str]) -> None:
         """Delete expired files, and contents without a row, except ``used``. In a transaction."""

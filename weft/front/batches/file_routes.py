@@ -33,6 +33,8 @@ from weft.front.requests.context import Front
 MOST_LISTED = 10_000
 MOST_FIELD = 4096
 """Maximum bytes of a field that is no file."""
+MOST_FRAME = 1 << 20
+"""Maximum bytes of a form besides the file."""
 MOST_NAME = 255
 """Maximum characters of a file's name."""
 WRITE = 1 << 20
@@ -98,17 +100,21 @@ def _add_stored(app: FastAPI, service: BatchService | None) -> None:
         """Return the content of a file."""
         batches = batches_of(service)
         row = await file_of(batches, file_id, batches.owner(key_of(request.scope)))
-        return FileResponse(batches.files.path(row.id), media_type="application/octet-stream")
+        path = batches.files.path(row.id)
+        try:
+            found = await asyncio.to_thread(path.stat)
+        except FileNotFoundError:
+            raise NotFound("there is no such file", param="file_id") from None
+        return FileResponse(path, media_type="application/octet-stream", stat_result=found)
 
     @app.delete("/v1/files/{file_id}", openapi_extra=openapi.returns(DeletedFile, 400))
     async def delete_file(request: Request, file_id: str) -> Response:
         """Delete a file that no unfinished batch reads."""
         batches = batches_of(service)
         row = await file_of(batches, file_id, batches.owner(key_of(request.scope)))
-        user = await batches.call(batches.files.users, row.id)
+        user = await batches.call(batches.files.delete, row.id)
         if user is not None:
             raise InvalidRequest(f"{user} reads this file; cancel the batch first", param="file_id")
-        await batches.call(batches.files.delete, row.id)
         return _json(DeletedFile(id=row.id))
 
 
@@ -134,6 +140,8 @@ async def _receive(request: Request, batches: BatchService, owner: str, room: in
         async with asyncio.timeout(STALL_TIMEOUT) as timeout:
             async for chunk in request.stream():
                 size += len(chunk)
+                if size > form.most + MOST_FRAME:
+                    raise form.too_large()
                 await form.take(parser, chunk)
                 # As for other bodies: a stall ends the upload, and so does a rate below the least.
                 due = begun + BODY_TIMEOUT + size / LEAST_RATE
@@ -155,7 +163,7 @@ class _Form:
     """Fields and file of an upload."""
 
     def __init__(self, batches: BatchService, incoming: IncomingFile, most: int) -> None:
-        self._batches, self._incoming, self._most = batches, incoming, most
+        self._batches, self._incoming, self.most = batches, incoming, most
         self._fields: dict[str, bytes] = {}
         self._part: PartBegin | None = None
         self._data = bytearray()
@@ -177,13 +185,17 @@ class _Form:
                     self._fields[self._part.name] += part.data
                     if len(self._fields[self._part.name]) > MOST_FIELD:
                         raise InvalidRequest(f"{self._part.name} is too long", param=self._part.name)
-        if self._size > self._most:
-            raise TooLarge(
-                f"the file has more than {self._most} bytes: the limit is {MOST_BYTES} bytes per file, and "
-                "--batch-max-bytes for all files of a key"
-            )
+        if self._size > self.most:
+            raise self.too_large()
         if len(self._data) >= WRITE:
             await self._write()
+
+    def too_large(self) -> TooLarge:
+        """Return the error of a file or a form with too many bytes."""
+        return TooLarge(
+            f"the file has more than {self.most} bytes: the limit is {MOST_BYTES} bytes per file, and "
+            "--batch-max-bytes for all files of a key"
+        )
 
     def _begin(self, part: PartBegin) -> None:
         self._part = part
