@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -40,9 +41,16 @@ def lines(count: int, bad: int | None = 2, url: str = CHAT, **changes: Any) -> b
 
 
 @pytest.fixture(scope="module")
-def server(start_fake: Start, tmp_path_factory: pytest.TempPathFactory) -> Running:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("batches") / "dir"
+
+
+@pytest.fixture(scope="module")
+def server(start_fake: Start, folder: Path) -> Running:
     return start_fake(  # type: ignore[no-any-return]
-        batch_dir=str(tmp_path_factory.mktemp("batches") / "dir"),
+        batch_dir=str(folder),
+        batch_max_bytes="1M",
+        max_num_seqs=8,
         api_key=["one", "two"],
         batch_max_open=3,
         batch_max_files=12,
@@ -204,6 +212,68 @@ def test_limits_of_a_key(server: Running) -> None:
     with pytest.raises(openai.RateLimitError, match="batch-max-files"):
         client.files.create(file=b"x", purpose="batch")
     assert len(client.files.list(limit=5).data) == 5
+
+
+def test_a_form_has_a_limit_besides_its_file(server: Running) -> None:
+    headers = {"authorization": "Bearer two", "content-type": "multipart/form-data; boundary=b"}
+    file = b'--b\r\ncontent-disposition: form-data; name="file"\r\n\r\n'
+    for begin in (b"", file):  # bytes in front of the first part have no place in a file
+        data = (piece for piece in (begin, *[b"x" * 100_000] * 30))
+        with contextlib.suppress(httpx.WriteError):  # the server may close before the last byte
+            answer = httpx.post(server.url + "/v1/files", content=data, headers=headers)
+            assert answer.status_code == 413
+            assert "--batch-max-bytes" in answer.text
+
+
+def test_a_damaged_batch_stops_no_other(client: openai.OpenAI, server: Running, folder: Path) -> None:
+    """The contents of an input file disappear while the lines wait for a slot."""
+    hang = client.files.create(file=lines(8, None, seed=101), purpose="batch")
+    slots = client.batches.create(input_file_id=hang.id, endpoint=CHAT, completion_window="24h")
+    server.wait(lambda: client.batches.retrieve(slots.id).status == "in_progress", 20)
+    file = client.files.create(file=lines(3, None), purpose="batch")
+    bad = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    server.wait(lambda: client.batches.retrieve(bad.id).status == "in_progress", 20)
+    (folder / "files" / file.id).unlink()
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(file.id)
+    good = client.files.create(file=lines(3, None), purpose="batch")
+    third = client.batches.create(input_file_id=good.id, endpoint=CHAT, completion_window="24h")
+    client.batches.cancel(slots.id)
+    assert ended(client, third.id).request_counts.completed == 3
+    found = ended(client, bad.id)
+    assert (found.status, found.request_counts.failed) == ("completed", 3)
+    record = records(client, found.error_file_id)["c0"]["response"]
+    assert record["body"]["error"]["code"] == "input_file_missing"
+
+
+def test_an_unusable_folder_is_named(client: openai.OpenAI, server: Running, folder: Path) -> None:
+    os.rename(folder / "files", folder / "away")
+    try:
+        with pytest.raises(openai.InternalServerError, match="folder of files and batches") as failed:
+            client.files.create(file=lines(1), purpose="batch")
+    finally:
+        os.rename(folder / "away", folder / "files")
+    assert failed.value.status_code == 503
+    client.files.delete(client.files.create(file=lines(1), purpose="batch").id)
+
+
+@pytest.mark.slow
+def test_a_stopping_server_says_so(start_fake: Start, tmp_path: Path) -> None:
+    server = start_fake(batch_dir=str(tmp_path / "dir"), drain_timeout=10)
+    with server.http.stream(
+        "POST",
+        "/v1/chat/completions",
+        json={
+            "model": "fake",
+            "messages": [{"role": "user", "content": "x"}],
+            "seed": 101,
+            "stream": True,
+        },
+    ):
+        server.process.terminate()
+        server.wait(lambda: server.http.get("/v1/batches").status_code != 200, 10)
+        answer = server.http.get("/v1/batches")
+        assert (answer.status_code, "shutting down" in answer.text) == (503, True)
 
 
 @pytest.mark.parametrize(

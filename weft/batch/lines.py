@@ -217,6 +217,10 @@ class BatchAnswer(msgspec.Struct, frozen=True):
     """JSON."""
 
 
+RECORD_BEGIN = b'{"id":"batch_req_'
+"""First bytes of every output record."""
+
+
 def record_id(batch: str, custom_id: str) -> str:
     """Return the id of an output record."""
     return "batch_req_" + hashlib.blake2b(f"{batch}/{custom_id}".encode(), digest_size=12).hexdigest()
