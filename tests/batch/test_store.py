@@ -22,7 +22,7 @@ from weft.batch.files import BatchFiles
 from weft.batch.lines import CHAT, BatchAnswer, Checks
 from weft.batch.runner import LineOutput
 from weft.batch.store import DAY, BatchStore
-from weft.common.errors import ConfigError
+from weft.common.errors import ConfigError, Overloaded
 
 CHECKS = Checks(CHAT, {"m"}.__contains__)
 
@@ -302,6 +302,26 @@ def test_a_full_disk_keeps_no_part_of_an_upload(place: Place, monkeypatch: pytes
     assert not incoming.path.exists()
     assert len(os.listdir("/proc/self/fd")) == opened - 1
     assert place.files.load("me") == (0, 0)
+
+
+def test_outputs_of_a_running_batch_count_for_its_key(place: Place) -> None:
+    batch = place.begin(3)
+    count, size = place.files.load("me")
+    place.store.record(outputs(batch, 0, 2))
+    row = place.store.get(batch)
+    assert row is not None
+    assert place.files.load("me") == (count, size + row.output_end + row.error_end)
+    place.store.finalize(batch, "cancelled")
+    row = place.store.get(batch)
+    assert row is not None
+    used = place.files.load("me")
+    assert used == (count + 2, size + row.output_end + row.error_end)
+    for most in ((used[0], 1 << 30), (10, used[1])):
+        incoming = place.files.incoming()
+        incoming.write(b"x")
+        with pytest.raises(Overloaded, match="batch-max"):
+            place.files.keep(incoming, "me", "in.jsonl", most=most)
+        assert not incoming.path.exists()
 
 
 def test_batches_of_a_key_are_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

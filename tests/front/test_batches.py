@@ -51,7 +51,7 @@ def server(start_fake: Start, folder: Path) -> Running:
         batch_dir=str(folder),
         batch_max_bytes="1M",
         max_num_seqs=8,
-        api_key=["one", "two"],
+        api_key=["one", "two", "three"],
         batch_max_open=3,
         batch_max_files=12,
         batch_max_lines=50,
@@ -215,7 +215,7 @@ def test_limits_of_a_key(server: Running) -> None:
 
 
 def test_a_form_has_a_limit_besides_its_file(server: Running) -> None:
-    headers = {"authorization": "Bearer two", "content-type": "multipart/form-data; boundary=b"}
+    headers = {"authorization": "Bearer three", "content-type": "multipart/form-data; boundary=b"}
     file = b'--b\r\ncontent-disposition: form-data; name="file"\r\n\r\n'
     for begin in (b"", file):  # bytes in front of the first part have no place in a file
         data = (piece for piece in (begin, *[b"x" * 100_000] * 30))
@@ -225,8 +225,9 @@ def test_a_form_has_a_limit_besides_its_file(server: Running) -> None:
             assert "--batch-max-bytes" in answer.text
 
 
-def test_a_damaged_batch_stops_no_other(client: openai.OpenAI, server: Running, folder: Path) -> None:
+def test_a_damaged_batch_stops_no_other(server: Running, folder: Path) -> None:
     """The contents of an input file disappear while the lines wait for a slot."""
+    client = client_of(server, "three")
     hang = client.files.create(file=lines(8, None, seed=101), purpose="batch")
     slots = client.batches.create(input_file_id=hang.id, endpoint=CHAT, completion_window="24h")
     server.wait(lambda: client.batches.retrieve(slots.id).status == "in_progress", 20)
@@ -246,7 +247,23 @@ def test_a_damaged_batch_stops_no_other(client: openai.OpenAI, server: Running, 
     assert record["body"]["error"]["code"] == "input_file_missing"
 
 
-def test_an_unusable_folder_is_named(client: openai.OpenAI, server: Running, folder: Path) -> None:
+def test_outputs_have_a_limit(start_fake: Start, tmp_path: Path) -> None:
+    """Lines beyond the bytes of the key fail, and the batch ends."""
+    server = start_fake(batch_dir=str(tmp_path / "dir"), batch_max_bytes="8K", max_num_seqs=2)
+    client = client_of(server)
+    file = client.files.create(file=lines(20, None), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    found = ended(client, batch.id)
+    counts = found.request_counts
+    assert (found.status, counts.total) == ("completed", 20)
+    assert min(counts.completed, counts.failed) > 0
+    record = next(iter(records(client, found.error_file_id).values()))["response"]
+    assert record["status_code"] == 413
+    assert "--batch-max-bytes" in record["body"]["error"]["message"]
+
+
+def test_an_unusable_folder_is_named(server: Running, folder: Path) -> None:
+    client = client_of(server, "three")
     os.rename(folder / "files", folder / "away")
     try:
         with pytest.raises(openai.InternalServerError, match="folder of files and batches") as failed:
@@ -259,7 +276,7 @@ def test_an_unusable_folder_is_named(client: openai.OpenAI, server: Running, fol
 
 @pytest.mark.slow
 def test_a_stopping_server_says_so(start_fake: Start, tmp_path: Path) -> None:
-    server = start_fake(batch_dir=str(tmp_path / "dir"), drain_timeout=10)
+    server = start_fake(batch_dir=str(tmp_path / "dir"), drain_timeout=3)
     with server.http.stream(
         "POST",
         "/v1/chat/completions",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SILENCE_S = 60.0
 """Seconds without an answer of the server after which the command ends."""
-LONGEST_ANSWER_S = 3600.0
+LONGEST_ANSWER_S = 7200.0
 """Seconds without a byte of an answer after which a connection counts as lost."""
 MOST_SHOWN = 10
 """Maximum number of printed errors of an input file."""

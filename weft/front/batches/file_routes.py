@@ -39,14 +39,14 @@ MOST_NAME = 255
 """Maximum characters of a file's name."""
 WRITE = 1 << 20
 """Bytes of an upload that are written at once."""
-MOST_UPLOADS = 16
-"""Maximum number of uploads at once in one API server."""
+MOST_UPLOADS, MOST_OF_KEY = 64, 16
+"""Maximum number of uploads at once in one API server, and of one key."""
 _EXPIRY = frozenset({"expires_after[anchor]", "expires_after[seconds]"})
 
 
 def add_files(app: FastAPI, front: Front, service: BatchService | None) -> None:
     """Add the routes. ``service``: None for a server without batches, whose routes answer 404."""
-    uploads: set[object] = set()
+    uploads: list[str] = []  # the owner of each upload that has begun
 
     @app.post("/v1/files", openapi_extra=_form())
     async def create_file(request: Request) -> Response:
@@ -54,17 +54,17 @@ def add_files(app: FastAPI, front: Front, service: BatchService | None) -> None:
         batches = batches_of(service)
         front.lifecycle.check()
         owner = batches.owner(key_of(request.scope))
-        if len(uploads) >= MOST_UPLOADS:
+        if len(uploads) >= MOST_UPLOADS or uploads.count(owner) >= MOST_OF_KEY:
             raise Overloaded("too many uploads at once; try again later")
-        token = object()
-        uploads.add(token)
+        uploads.append(owner)
         try:
             count, size = await batches.call(batches.files.load, owner)
-            if count >= front.section.batch_max_files:
+            most = front.section.batch_max_files, batches.max_bytes
+            if count >= most[0]:
                 raise Overloaded(f"this key has {count} files (--batch-max-files); delete files")
-            return _json(file_object(await _receive(request, batches, owner, batches.max_bytes - size)))
+            return _json(file_object(await _receive(request, batches, owner, most, most[1] - size)))
         finally:
-            uploads.discard(token)
+            uploads.remove(owner)
 
     _add_stored(app, service)
 
@@ -126,8 +126,12 @@ async def file_of(batches: BatchService, file: str, owner: str, param: str = "fi
     return found
 
 
-async def _receive(request: Request, batches: BatchService, owner: str, room: int) -> FileRow:
-    """Receive an upload, add its row and return it. ``room``: bytes that the key may add.
+async def _receive(
+    request: Request, batches: BatchService, owner: str, most: tuple[int, int], room: int
+) -> FileRow:
+    """Receive an upload, add its row and return it.
+
+    ``most``: files and bytes that the key may have. ``room``: bytes that the key may add.
 
     Raises InvalidRequest for a wrong form, TooLarge, RequestTimeout for a slow upload, or Cancelled.
     """
@@ -149,7 +153,7 @@ async def _receive(request: Request, batches: BatchService, owner: str, room: in
         parser.finish()
         retention = form.check()
         await form.flush()
-        return await batches.call(batches.files.keep, incoming, owner, form.name, retention)
+        return await batches.call(batches.files.keep, incoming, owner, form.name, retention, most)
     except TimeoutError:
         raise RequestTimeout("the body did not arrive in time") from None
     except ClientDisconnect:

@@ -20,7 +20,7 @@ from weft.batch.files import BatchFiles
 from weft.batch.lines import BatchAnswer, Checks, body_of, sequences_of
 from weft.batch.runner import BatchRunner, LineBroken, LineLost, LineOutput, LineRequest
 from weft.batch.store import DAY, BatchRow, BatchStore
-from weft.common.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+from weft.common.errors import ConfigError, InvalidRequest, NotFound, TooLarge, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.config.flags import parse_size
 from weft.front.batches.batch_metrics import BatchCounts
@@ -251,18 +251,12 @@ class BatchService:
 
     async def _validate(self, row: BatchRow) -> None:
         front = self._front
-
-        def has_model(name: str) -> bool:
-            try:
-                front.check_model(name)
-            except NotFound:
-                return False
-            return True
-
+        # A copy: the check runs in the store's thread, and adapters come and go.
+        names = frozenset((*front.model.accepted, *front.adapters.names))
         _, waiting = await self._call(self.store.load, row.owner)
         room = max(front.section.batch_max_lines - waiting, 0)
         most = front.section.max_request_bytes + MOST_FRAME
-        checks = Checks(row.endpoint, has_model, most_line=most)
+        checks = Checks(row.endpoint, names.__contains__, most_line=most)
         await self._call(self.store.validate, row.id, checks, room)
 
     # -- room beside online requests
@@ -300,18 +294,26 @@ class BatchService:
         try:
             return await self._call(self._request, batch, line)
         except FileNotFoundError:
-            error = InvalidRequest("the input file was deleted", code="input_file_missing")
+            raise _broken(InvalidRequest("the input file was deleted", code="input_file_missing")) from None
         except (msgspec.DecodeError, ValueError, RecursionError) as wrong:
-            error = InvalidRequest(f"the line cannot be read: {wrong}", code="invalid_json_line")
+            raise _broken(
+                InvalidRequest(f"the line cannot be read: {wrong}", code="invalid_json_line")
+            ) from None
         except (OSError, sqlite3.Error) as failure:
             log.warning("batch %s: line %d cannot be read (%s)", batch, line + 1, type(failure).__name__)
             raise LineLost from None
-        raise LineBroken(BatchAnswer(400, "", to_json(error_response(error.info()))))
 
     def _request(self, batch: str, line: int) -> LineRequest:
         row = self.store.get(batch)
         if row is None:
             raise LineLost
+        if self.files.load(row.owner)[1] > self.max_bytes:
+            raise _broken(
+                TooLarge(
+                    "the files of this key and the outputs of its batches have more than --batch-max-bytes; "
+                    "delete files"
+                )
+            )
         made = self.store.line(batch, line)
         body = body_of(made, row.seed)
         return LineRequest(batch, line, made.url, body, sequences_of(made), row.owner)
@@ -336,6 +338,12 @@ class BatchService:
         share = self._shares.pop(batch, None)
         if share is not None:
             self._front.ids.release(share)
+
+
+def _broken(error: WeftError) -> LineBroken:
+    """Return the outcome of a line that is not sent, with an answer as from its route."""
+    info = error.info()
+    return LineBroken(BatchAnswer(info.http_status, "", to_json(error_response(info))))
 
 
 def room_of(slots: int, others: int, quiet: float, share: float) -> int:
