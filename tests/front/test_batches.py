@@ -365,3 +365,34 @@ def test_another_api_server_takes_over(start_fake: Start, tmp_path: Path) -> Non
     client.batches.cancel(batch.id)
     found = ended(client, batch.id)
     assert sorted(records(client, found.output_file_id)) == sorted(f"c{n}" for n in range(30))
+
+
+@pytest.mark.slow
+def test_a_stopped_holder_that_comes_back_writes_nothing(start_fake: Start, tmp_path: Path) -> None:
+    """Two servers share a folder. The holder of the lease stops for longer than the lease, and goes on."""
+    folder = str(tmp_path / "dir")
+    first = start_fake(batch_dir=folder, max_num_seqs=4)
+    client = client_of(first)
+
+    def holder() -> str:
+        with sqlite3.connect(tmp_path / "dir" / "batches.sqlite", timeout=deadline(20)) as db:
+            return str(db.execute("SELECT holder FROM lease").fetchone()[0])
+
+    file = client.files.create(file=lines(60, None, max_tokens=200), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    first.wait(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 3, 20)  # type: ignore[union-attr]
+    second = start_fake(batch_dir=folder, max_num_seqs=4)
+    other = client_of(second)
+    before = holder()
+    fronts = with_role(first.process.pid, "front") or [first.process.pid]
+    for pid in fronts:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        second.wait(lambda: holder() != before, 40)
+    finally:
+        for pid in fronts:
+            os.kill(pid, signal.SIGCONT)
+    found = ended(other, batch.id, 60)
+    assert (found.status, found.request_counts.completed) == ("completed", 60)
+    assert sorted(records(other, found.output_file_id)) == sorted(f"c{n}" for n in range(60))
+    assert client.batches.retrieve(batch.id).status == "completed"
