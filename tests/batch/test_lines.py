@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 from typing import Any
@@ -61,8 +62,37 @@ def test_a_wrong_line_is_named(bad: Any, code: str, param: str | None) -> None:
 
 def test_a_file_has_limits() -> None:
     assert read_places(file_of(b""), CHECKS)[1] == [LineError("empty_file", "the file has no lines")]
+    blank = io.BytesIO(b"\n" * 61 + json.dumps(line("a")).encode())
+    assert [e.code for e in read_places(blank, CHECKS._replace(most_lines=3))[1]] == ["too_many_lines"]
     many = file_of(*(line(str(n)) for n in range(4)))
     assert [e.code for e in read_places(many, CHECKS._replace(most_lines=3))[1]] == ["too_many_lines"]
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b""])
+def test_a_line_has_a_limit_and_is_not_read_beyond(end: bytes) -> None:
+    good = json.dumps(line("a")).encode()
+    checks = CHECKS._replace(most_line=len(good))
+
+    class Bounded(io.BytesIO):
+        def readline(self, size: int | None = -1) -> bytes:  # type: ignore[override]
+            assert size is not None
+            assert 0 < size <= 1 << 20
+            return super().readline(size)
+
+    long = json.dumps(line("b", text="x" * (3 << 20))).encode()
+    data = good + b"\r\n" + long + b"\n" + json.dumps(line("c")).encode() + end
+    places, errors = read_places(Bounded(data), checks)
+    assert [(e.code, e.line) for e in errors] == [("line_too_long", 2)]
+    assert [p.custom_id for p in places] == ["a", "c"]
+    for place in places:
+        assert line_of(data[place.start : place.start + place.size]).custom_id == place.custom_id
+
+
+def test_a_byte_order_mark_belongs_to_no_line() -> None:
+    data = codecs.BOM_UTF8 + json.dumps(line("a")).encode() + b"\n"
+    places, errors = read_places(io.BytesIO(data), CHECKS)
+    assert errors == []
+    assert line_of(data[places[0].start :][: places[0].size]).custom_id == "a"
 
 
 def test_lines_with_common_prompts_follow_each_other() -> None:

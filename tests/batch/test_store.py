@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sqlite3
@@ -14,12 +15,14 @@ from typing import Any
 import pytest
 
 from tests.support.slow import mostly_slow
+from weft.batch import records
+from weft.batch import store as store_module
 from weft.batch.database import LEASE_S, BatchDatabase, LeaseLost
 from weft.batch.files import BatchFiles
 from weft.batch.lines import CHAT, BatchAnswer, Checks
 from weft.batch.runner import LineOutput
 from weft.batch.store import DAY, BatchStore
-from weft.common.errors import ConfigError
+from weft.common.errors import ConfigError, Overloaded
 
 CHECKS = Checks(CHAT, {"m"}.__contains__)
 
@@ -38,6 +41,8 @@ class Place:
     def __init__(self, folder: Path, clock: Callable[[], float] | None = None) -> None:
         self.clock = clock or Clock()
         self.base = BatchDatabase(folder)
+        # The tests end processes, not the machine: no flush is needed, and flushes are slow.
+        self.base.db.execute("PRAGMA synchronous = OFF")
         self.files = BatchFiles(self.base, self.clock, 7 * DAY)
         self.store = BatchStore(self.base, self.files, self.clock)
         assert self.base.take_lease(self.store.holder, self.clock())
@@ -165,7 +170,7 @@ class Dying:
 
 def dying_process(dying: Dying, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every write of this process go through ``dying``."""
-    pwrite, flush, cut, move = os.pwrite, os.fdatasync, os.truncate, os.replace
+    pwrite, cut, move = os.pwrite, os.truncate, os.replace
 
     class Connection(sqlite3.Connection):
         def execute(self, query: str, *values: Any) -> sqlite3.Cursor:  # type: ignore[override]
@@ -185,7 +190,7 @@ def dying_process(dying: Dying, monkeypatch: pytest.MonkeyPatch) -> None:
         return pwrite(file, data, at)
 
     monkeypatch.setattr(os, "pwrite", write)
-    monkeypatch.setattr(os, "fdatasync", lambda file: (dying.look(), flush(file)))
+    monkeypatch.setattr(os, "fdatasync", lambda file: dying.look())
     monkeypatch.setattr(os, "truncate", lambda *a: (dying.look(), cut(*a)))
     monkeypatch.setattr(os, "replace", lambda *a: (dying.look(), move(*a)))
 
@@ -195,7 +200,7 @@ def work(place: Place, batch: str, dying: Dying | None = None) -> None:
     if dying is not None:
         dying.active = True
     place.store.validate(batch, CHECKS, 1000)
-    place.store.mend(batch)
+    sum(place.store.mending(batch))
     pending = place.store.pending(batch)
     for at in range(0, len(pending), 3):
         place.store.record(outputs(batch, *pending[at : at + 3]))
@@ -207,6 +212,7 @@ def test_a_crash_at_any_write_loses_and_repeats_nothing(
     tmp_path: Path, torn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A child process dies at each write in turn. The next process finishes the batch."""
+    monkeypatch.setattr(os, "fdatasync", lambda file: None)
     number, died = 0, True
     while died:
         number += 1
@@ -246,12 +252,98 @@ def test_a_damaged_record_runs_again(place: Place) -> None:
     data = bytearray(path.read_bytes())
     data[data.index(b'"c1"') + 2] ^= 1
     path.write_bytes(data)
-    assert place.store.mend(batch) == 1
-    assert place.store.mend(batch) == 0
+    assert sum(place.store.mending(batch)) == 1
+    assert sum(place.store.mending(batch)) == 0
     assert place.store.pending(batch) == (1, 4)
     place.store.record(outputs(batch, 1, 4))
     place.store.finalize(batch, "completed")
     assert sorted(contents(place, batch)[0]) == ["c0", "c1", "c3", "c4"]
+
+
+@pytest.mark.parametrize("slice_", [1, 64 << 20])
+def test_a_record_damaged_after_the_last_line_runs_again(
+    place: Place, slice_: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash between the begin of the end and the end, and then a damaged disk."""
+    monkeypatch.setattr(records, "SLICE", slice_)
+    batch = place.begin(5)
+    place.store.record(outputs(batch, 0, 1, 2, 3, 4))
+    place.base.db.execute("UPDATE batches SET ends = 'completed', status = 'finalizing'")
+    row = place.store.get(batch)
+    assert row is not None
+    path = place.files.path(row.output)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'{"n":3}', b'{"n":7}'))
+    found = list(place.store.mending(batch))
+    assert sum(found) == 1
+    assert len(found) == (5 if slice_ == 1 else 2)
+    assert place.store.pending(batch) == (3,)
+    # A process that believes that all lines are done ends nothing.
+    with pytest.raises(LeaseLost):
+        place.store.finalize(batch, "completed")
+    place.store.record(outputs(batch, 3))
+    place.store.finalize(batch, "completed")
+    assert sorted(contents(place, batch)[0]) == ["c0", "c1", "c3", "c4"]
+    row = place.store.get(batch)
+    assert row is not None
+    assert (row.status, row.completed, row.failed) == ("completed", 4, 1)
+
+
+def test_a_full_disk_keeps_no_part_of_an_upload(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    incoming = place.files.incoming()
+    incoming.write(b"x")
+    opened = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fdatasync", full)
+    with pytest.raises(OSError, match="No space"):
+        place.files.keep(incoming, "me", "in.jsonl")
+    assert not incoming.path.exists()
+    assert len(os.listdir("/proc/self/fd")) == opened - 1
+    assert place.files.load("me") == (0, 0)
+
+
+def test_outputs_of_a_running_batch_count_for_its_key(place: Place) -> None:
+    batch = place.begin(3)
+    count, size = place.files.load("me")
+    place.store.record(outputs(batch, 0, 2))
+    row = place.store.get(batch)
+    assert row is not None
+    assert place.files.load("me") == (count, size + row.output_end + row.error_end)
+    place.store.finalize(batch, "cancelled")
+    row = place.store.get(batch)
+    assert row is not None
+    used = place.files.load("me")
+    assert used == (count + 2, size + row.output_end + row.error_end)
+    for most in ((used[0], 1 << 30), (10, used[1])):
+        incoming = place.files.incoming()
+        incoming.write(b"x")
+        with pytest.raises(Overloaded, match="batch-max"):
+            place.files.keep(incoming, "me", "in.jsonl", most=most)
+        assert not incoming.path.exists()
+
+
+def test_batches_of_a_key_are_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = place.upload(1)
+    first = place.store.create("me", CHAT, file, None, 2)
+    assert first is not None
+    assert place.store.create("me", CHAT, file, None, 2) is not None
+    assert place.store.create("me", CHAT, file, None, 2) is None
+    assert place.files.delete(file) is not None
+    assert place.files.get(file, "me") is not None
+    monkeypatch.setattr(store_module, "MOST_ENDED", 3)
+    last = []
+    for _ in range(8):
+        made = place.store.create("me", CHAT, file, None)
+        assert made is not None
+        place.store.finalize(made, "cancelled")
+        last.append(made)
+    rows, more = place.store.list("me", None, 20)  # type: ignore[misc]
+    assert not more
+    assert [row.id for row in rows][:3] == last[:-4:-1]
+    assert len(rows) < 8
+    assert first in [row.id for row in rows]
 
 
 # -- the lease
@@ -319,8 +411,17 @@ def test_files_end_after_their_retention(tmp_path: Path) -> None:
     assert not place.files.path(unused).exists()
     assert not orphan.path.exists()
     place.store.finalize(old, "expired")
+    row = place.store.get(old)
+    assert row is not None
+    place.store.purge(7 * DAY)
+    # The batch names its output files for as long as these exist.
+    assert place.store.get(old) is not None
+    assert place.files.get(row.error, "me") is not None
+    clock.now += 7 * DAY
+    assert place.base.take_lease(place.store.holder, clock.now)
     place.store.purge(7 * DAY)
     assert place.store.get(old) is None
+    assert place.files.get(row.error, "me") is None
     assert not place.files.path(row.input).exists()
     place.close()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.servers import Running
-from weft.batch.lines import CHAT
+from weft.batch.lines import CHAT, BatchAnswer, record_of
 from weft.batch.offline import RecordLog
 from weft.cli.main import main
 from weft.common.errors import ConfigError
@@ -82,10 +82,16 @@ def test_the_output_has_one_writer_and_only_records(tmp_path: Path) -> None:
         RecordLog(tmp_path / "out")
     first.append([b'{"custom_id":"a"}\n', b'{"custom_id":"b"}\n'])
     first.close()
-    (tmp_path / "text").write_text("my notes\n")
-    with pytest.raises(ConfigError, match="no output record"):
-        RecordLog(tmp_path / "text")
-    assert (tmp_path / "text").read_text() == "my notes\n"
+    whole = lines(tmp_path / "in", 1).read_text()
+    # Also a file without a last line end, or a file of input lines, stays as it is.
+    for text in ("my notes\n", "my notes", '{"a": 1}', whole, whole.rstrip()):
+        (tmp_path / "text").write_text(text)
+        with pytest.raises(ConfigError, match="no output record"):
+            RecordLog(tmp_path / "text")
+        assert (tmp_path / "text").read_text() == text
+    with (tmp_path / "out").open("ab") as file:
+        file.write(record_of("b", "c", BatchAnswer(200, "r", b"{}"))[:-1])
     again = RecordLog(tmp_path / "out")
+    assert (tmp_path / "out").read_bytes().endswith(b"\n")
     assert again.ids == {"a", "b"}
     again.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -40,10 +41,17 @@ def lines(count: int, bad: int | None = 2, url: str = CHAT, **changes: Any) -> b
 
 
 @pytest.fixture(scope="module")
-def server(start_fake: Start, tmp_path_factory: pytest.TempPathFactory) -> Running:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("batches") / "dir"
+
+
+@pytest.fixture(scope="module")
+def server(start_fake: Start, folder: Path) -> Running:
     return start_fake(  # type: ignore[no-any-return]
-        batch_dir=str(tmp_path_factory.mktemp("batches") / "dir"),
-        api_key=["one", "two"],
+        batch_dir=str(folder),
+        batch_max_bytes="1M",
+        max_num_seqs=8,
+        api_key=["one", "two", "three"],
         batch_max_open=3,
         batch_max_files=12,
         batch_max_lines=50,
@@ -206,6 +214,85 @@ def test_limits_of_a_key(server: Running) -> None:
     assert len(client.files.list(limit=5).data) == 5
 
 
+def test_a_form_has_a_limit_besides_its_file(server: Running) -> None:
+    headers = {"authorization": "Bearer three", "content-type": "multipart/form-data; boundary=b"}
+    file = b'--b\r\ncontent-disposition: form-data; name="file"\r\n\r\n'
+    for begin in (b"", file):  # bytes in front of the first part have no place in a file
+        data = (piece for piece in (begin, *[b"x" * 100_000] * 30))
+        with contextlib.suppress(httpx.WriteError):  # the server may close before the last byte
+            answer = httpx.post(server.url + "/v1/files", content=data, headers=headers)
+            assert answer.status_code == 413
+            assert "--batch-max-bytes" in answer.text
+
+
+def test_a_damaged_batch_stops_no_other(server: Running, folder: Path) -> None:
+    """The contents of an input file disappear while the lines wait for a slot."""
+    client = client_of(server, "three")
+    hang = client.files.create(file=lines(8, None, seed=101), purpose="batch")
+    slots = client.batches.create(input_file_id=hang.id, endpoint=CHAT, completion_window="24h")
+    server.wait(lambda: client.batches.retrieve(slots.id).status == "in_progress", 20)
+    file = client.files.create(file=lines(3, None), purpose="batch")
+    bad = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    server.wait(lambda: client.batches.retrieve(bad.id).status == "in_progress", 20)
+    (folder / "files" / file.id).unlink()
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(file.id)
+    good = client.files.create(file=lines(3, None), purpose="batch")
+    third = client.batches.create(input_file_id=good.id, endpoint=CHAT, completion_window="24h")
+    client.batches.cancel(slots.id)
+    assert ended(client, third.id).request_counts.completed == 3
+    found = ended(client, bad.id)
+    assert (found.status, found.request_counts.failed) == ("completed", 3)
+    record = records(client, found.error_file_id)["c0"]["response"]
+    assert record["body"]["error"]["code"] == "input_file_missing"
+
+
+def test_outputs_have_a_limit(start_fake: Start, tmp_path: Path) -> None:
+    """Lines beyond the bytes of the key fail, and the batch ends."""
+    server = start_fake(batch_dir=str(tmp_path / "dir"), batch_max_bytes="8K", max_num_seqs=2)
+    client = client_of(server)
+    file = client.files.create(file=lines(20, None), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    found = ended(client, batch.id)
+    counts = found.request_counts
+    assert (found.status, counts.total) == ("completed", 20)
+    assert min(counts.completed, counts.failed) > 0
+    record = next(iter(records(client, found.error_file_id).values()))["response"]
+    assert record["status_code"] == 413
+    assert "--batch-max-bytes" in record["body"]["error"]["message"]
+
+
+def test_an_unusable_folder_is_named(server: Running, folder: Path) -> None:
+    client = client_of(server, "three")
+    os.rename(folder / "files", folder / "away")
+    try:
+        with pytest.raises(openai.InternalServerError, match="folder of files and batches") as failed:
+            client.files.create(file=lines(1), purpose="batch")
+    finally:
+        os.rename(folder / "away", folder / "files")
+    assert failed.value.status_code == 503
+    client.files.delete(client.files.create(file=lines(1), purpose="batch").id)
+
+
+@pytest.mark.slow
+def test_a_stopping_server_says_so(start_fake: Start, tmp_path: Path) -> None:
+    server = start_fake(batch_dir=str(tmp_path / "dir"), drain_timeout=3)
+    with server.http.stream(
+        "POST",
+        "/v1/chat/completions",
+        json={
+            "model": "fake",
+            "messages": [{"role": "user", "content": "x"}],
+            "seed": 101,
+            "stream": True,
+        },
+    ):
+        server.process.terminate()
+        server.wait(lambda: server.http.get("/v1/batches").status_code != 200, 10)
+        answer = server.http.get("/v1/batches")
+        assert (answer.status_code, "shutting down" in answer.text) == (503, True)
+
+
 @pytest.mark.parametrize(
     ("slots", "others", "quiet", "share", "wanted"),
     [
@@ -281,3 +368,34 @@ def test_another_api_server_takes_over(start_fake: Start, tmp_path: Path) -> Non
     client.batches.cancel(batch.id)
     found = ended(client, batch.id)
     assert sorted(records(client, found.output_file_id)) == sorted(f"c{n}" for n in range(30))
+
+
+@pytest.mark.slow
+def test_a_stopped_holder_that_comes_back_writes_nothing(start_fake: Start, tmp_path: Path) -> None:
+    """Two servers share a folder. The holder of the lease stops for longer than the lease, and goes on."""
+    folder = str(tmp_path / "dir")
+    first = start_fake(batch_dir=folder, max_num_seqs=4)
+    client = client_of(first)
+
+    def holder() -> str:
+        with sqlite3.connect(tmp_path / "dir" / "batches.sqlite", timeout=deadline(20)) as db:
+            return str(db.execute("SELECT holder FROM lease").fetchone()[0])
+
+    file = client.files.create(file=lines(60, None, max_tokens=200), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    first.wait(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 3, 20)  # type: ignore[union-attr]
+    second = start_fake(batch_dir=folder, max_num_seqs=4)
+    other = client_of(second)
+    before = holder()
+    fronts = with_role(first.process.pid, "front") or [first.process.pid]
+    for pid in fronts:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        second.wait(lambda: holder() != before, 40)
+    finally:
+        for pid in fronts:
+            os.kill(pid, signal.SIGCONT)
+    found = ended(other, batch.id, 60)
+    assert (found.status, found.request_counts.completed) == ("completed", 60)
+    assert sorted(records(other, found.output_file_id)) == sorted(f"c{n}" for n in range(60))
+    assert client.batches.retrieve(batch.id).status == "completed"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from weft.batch.database import BatchDatabase
+from weft.common.errors import Overloaded
 
 ORPHAN_S = 3600.0
 """Age in seconds at which contents without a row are deleted: an upload that ended with its process."""
@@ -74,11 +75,30 @@ class BatchFiles:
         made = "file-" + secrets.token_hex(12)
         return IncomingFile(self.path(made), made)
 
-    def keep(self, incoming: IncomingFile, owner: str, name: str, retention: float | None = None) -> FileRow:
-        """Add the row of a complete upload and return it. ``retention``: seconds; None for the default."""
-        incoming.flush()
-        with self._base.transaction():
-            self.add_row(incoming.id, owner, "batch", name, incoming.size, retention)
+    def keep(
+        self,
+        incoming: IncomingFile,
+        owner: str,
+        name: str,
+        retention: float | None = None,
+        most: tuple[int, int] = (1 << 62, 1 << 62),
+    ) -> FileRow:
+        """Add the row of a complete upload and return it; delete the contents after an error. ``retention``:
+        seconds; None for the default. ``most``: files and bytes that the owner may have. Raises Overloaded if
+        other uploads of the owner took the room meanwhile."""
+        try:
+            incoming.flush()
+            with self._base.transaction():
+                count, size = self.load(owner)
+                if count >= most[0] or size + incoming.size > most[1]:
+                    raise Overloaded(
+                        f"this key may have {most[0]} files (--batch-max-files) and {most[1]} bytes "
+                        "(--batch-max-bytes); delete files"
+                    )
+                self.add_row(incoming.id, owner, "batch", name, incoming.size, retention)
+        except BaseException:
+            incoming.discard()
+            raise
         found = self.get(incoming.id, owner)
         assert found is not None
         return found
@@ -119,15 +139,22 @@ class BatchFiles:
         return [_file(row) for row in rows[:limit]], len(rows) > limit
 
     def load(self, owner: str) -> tuple[int, int]:
-        """Return (number, bytes) of the files of an owner."""
+        """Return (number, bytes) of the files of an owner. The bytes include the outputs of running
+        batches."""
         row = self._base.row(
             "SELECT COUNT(*) AS count, COALESCE(SUM(bytes), 0) AS bytes FROM files WHERE owner = ?"
             " AND expires > ?",
             owner,
             self._clock(),
         )
+        grows = self._base.row(
+            "SELECT COALESCE(SUM(output_end + error_end), 0) AS bytes FROM batches WHERE owner = ?"
+            " AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling')",
+            owner,
+        )
         assert row is not None
-        return row["count"], row["bytes"]
+        assert grows is not None
+        return row["count"], row["bytes"] + grows["bytes"]
 
     def users(self, id: str) -> str | None:
         """Return a batch that has not ended and reads the file; None without one."""
@@ -136,11 +163,15 @@ class BatchFiles:
         )
         return None if row is None else str(row["id"])
 
-    def delete(self, id: str) -> None:
-        """Delete a file and its row."""
+    def delete(self, id: str) -> str | None:
+        """Delete a file and its row. Return a batch that has not ended and reads the file, and then delete
+        nothing; None after the deletion."""
         with self._base.transaction() as db:
+            if (user := self.users(id)) is not None:
+                return user
             db.execute("DELETE FROM files WHERE id = ?", (id,))
         self.path(id).unlink(missing_ok=True)
+        return None
 
     def purge(self, used: set[str]) -> None:
         """Delete expired files, and contents without a row, except ``used``. In a transaction."""

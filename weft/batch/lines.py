@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
@@ -24,6 +25,8 @@ MOST_ID = 512
 """Maximum characters of a ``custom_id``."""
 MOST_ERRORS = 100
 """Maximum number of reported errors of a file."""
+MOST_BLANK = 20
+"""Maximum number of lines, blank ones included, for each line that a file may have."""
 WINDOW = 2_000
 """Number of lines that are sorted by their prompts."""
 _KEY_BYTES = 4096
@@ -67,6 +70,8 @@ class Checks(NamedTuple):
     default_model: str | None = None
     """Model of a line without one; None if every line must name a model."""
     most_lines: int = MOST_LINES
+    most_line: int = 1 << 30
+    """Maximum bytes of a line."""
 
 
 def line_of(data: bytes) -> BatchLine:
@@ -85,13 +90,21 @@ def read_places(file: BinaryIO, checks: Checks) -> tuple[list[Place], list[LineE
     errors: list[LineError] = []
     window: list[tuple[bytes, Place]] = []
     known: set[str] = set()
-    for number, (start, data) in enumerate(_lines(file)):
-        if not data.strip():
+    for number, (start, data) in enumerate(_lines(file, checks.most_line)):
+        if number >= MOST_BLANK * checks.most_lines:
+            errors.append(LineError("too_many_lines", "the file has too many blank lines"))
+            break
+        if data is None:
+            found: BatchLine | LineError = LineError(
+                "line_too_long", f"the line has more than {checks.most_line} bytes", line=number + 1
+            )
+        elif not data.strip():
             continue
-        found = _checked(data, number + 1, checks, known)
+        else:
+            found = _checked(data, number + 1, checks, known)
         if isinstance(found, LineError):
             errors.append(found)
-        else:
+        elif data is not None:
             window.append((prompt_key(found.body), Place(number, start, len(data), found.custom_id)))
         if len(known) > checks.most_lines:
             errors.append(LineError("too_many_lines", f"the file has more than {checks.most_lines} lines"))
@@ -106,12 +119,21 @@ def read_places(file: BinaryIO, checks: Checks) -> tuple[list[Place], list[LineE
     return places, errors
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, bytes without the line end) of each line."""
-    start = 0
-    for data in file:
-        yield start, data.rstrip(b"\r\n")
-        start += len(data)
+def _lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes | None]]:
+    """Yield (offset, bytes without the line end) of each line; None for the bytes of a line of more than
+    ``most`` bytes. A byte order mark at the beginning belongs to no line."""
+    start = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
+    file.seek(start)
+    while data := file.readline(most + 2):
+        size = len(data)
+        if whole := data.endswith(b"\n") or size <= most:
+            yield start, data.rstrip(b"\r\n")
+        while not whole:
+            data = file.readline(1 << 20)
+            size += len(data)
+            if whole := not data or data.endswith(b"\n"):
+                yield start, None
+        start += size
 
 
 def _sorted(window: Sequence[tuple[bytes, Place]]) -> list[Place]:
@@ -193,6 +215,10 @@ class BatchAnswer(msgspec.Struct, frozen=True):
     request_id: str
     body: bytes
     """JSON."""
+
+
+RECORD_BEGIN = b'{"id":"batch_req_'
+"""First bytes of every output record."""
 
 
 def record_id(batch: str, custom_id: str) -> str:

@@ -16,7 +16,17 @@ from typing import Any, BinaryIO
 import msgspec
 
 from weft.batch.book import How
-from weft.batch.lines import Checks, LineError, Place, body_of, line_of, read_places, record_of, sequences_of
+from weft.batch.lines import (
+    RECORD_BEGIN,
+    Checks,
+    LineError,
+    Place,
+    body_of,
+    line_of,
+    read_places,
+    record_of,
+    sequences_of,
+)
 from weft.batch.runner import LineOutput, LineRequest
 from weft.common.errors import ConfigError
 
@@ -28,6 +38,8 @@ class _Known(msgspec.Struct):
     """The part of an output record that a new start needs."""
 
     custom_id: str
+    method: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    """Only lines of an input file have a method."""
 
 
 class RecordLog:
@@ -35,7 +47,8 @@ class RecordLog:
 
     def __init__(self, path: Path) -> None:
         """Open the file, which is made with mode 0600, and cut off an incomplete last record. Raises
-        ConfigError for a file that another process writes, or that has other lines than records."""
+        ConfigError for a file that another process writes, or that has other contents than records, and then
+        leaves the file unchanged."""
         self.path = path
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -61,15 +74,21 @@ class RecordLog:
         with os.fdopen(os.dup(self._file), "rb") as file:
             for data in file:
                 if not data.endswith(b"\n"):
+                    if not data.startswith(RECORD_BEGIN[: len(data)]):
+                        raise self._foreign()
                     break
                 try:
-                    self.ids.add(msgspec.json.decode(data, type=_Known).custom_id)
-                except msgspec.DecodeError:
-                    raise ConfigError(
-                        f"{self.path} has a line that is no output record; name a new file"
-                    ) from None
+                    found = msgspec.json.decode(data, type=_Known)
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    raise self._foreign() from None
+                if found.method is not msgspec.UNSET:
+                    raise self._foreign()
+                self.ids.add(found.custom_id)
                 end += len(data)
         return end
+
+    def _foreign(self) -> ConfigError:
+        return ConfigError(f"{self.path} has a line that is no output record; name a new file")
 
     def append(self, records: list[bytes]) -> None:
         """Write records durably."""

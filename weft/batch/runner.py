@@ -60,11 +60,18 @@ class LineLost(Exception):
     """The line has no answer, because the connection or the server ended."""
 
 
+class LineBroken(Exception):
+    """The line cannot be sent. ``answer`` is its answer."""
+
+    def __init__(self, answer: BatchAnswer) -> None:
+        self.answer = answer
+
+
 class Desk(Protocol):
     """The files of batches. Calls may wait for a disk."""
 
     async def request(self, batch: str, line: int) -> LineRequest:
-        """Return the request of a line."""
+        """Return the request of a line. Raises LineBroken, or LineLost for a line that runs again later."""
 
     async def record(self, outputs: list[LineOutput]) -> None:
         """Write outputs. At the return the outputs are durable, and no later attempt can write them again."""
@@ -141,6 +148,8 @@ class BatchRunner:
                 continue
             key = (action.batch, action.line)
             if isinstance(action, Ask):
+                # Counts at once: the request may come late, and the next look at the room must not wait.
+                self.sequences += 1
                 self._tasks[key] = asyncio.create_task(self._run_line(*key))
             elif isinstance(action, Record):
                 answer = self._answers.pop(key)
@@ -151,12 +160,15 @@ class BatchRunner:
     async def _run_line(self, batch: str, line: int) -> None:
         """Send one line and report the outcome to the book. An unexpected error ends the runner."""
         event: Event = Interrupted(batch, line)
-        weight = 0
+        weight = 1
         try:
-            request = await self._desk.request(batch, line)
-            weight = request.sequences
-            self.sequences += weight
-            answer = await self._send(request)
+            try:
+                request = await self._desk.request(batch, line)
+                self.sequences += request.sequences - weight
+                weight = request.sequences
+                answer = await self._send(request)
+            except LineBroken as broken:
+                answer = broken.answer
             self._answers[batch, line] = answer
             event = Answered(batch, line, answer.status)
         except (LineLost, asyncio.CancelledError):

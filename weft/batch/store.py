@@ -8,15 +8,14 @@ runs again with the same seed. Each row has the digest of its record.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from weft.batch.book import How
-from weft.batch.database import BatchDatabase
+from weft.batch.database import BatchDatabase, LeaseLost
 from weft.batch.files import BatchFiles
 from weft.batch.lines import (
     BatchLine,
@@ -27,16 +26,17 @@ from weft.batch.lines import (
     record_of,
     undone_record,
 )
+from weft.batch.records import COMPLETED, FAILED, digest_of, mended, write_at
 from weft.batch.runner import LineOutput
 from weft.common.errors import ErrorInfo
 
-PENDING, COMPLETED, FAILED = 0, 1, 2
-"""States of a line."""
 ACTIVE = ("validating", "in_progress", "finalizing", "cancelling")
 ENDED = ("completed", "failed", "expired", "cancelled")
 STATUSES = (*ACTIVE, *ENDED)
 _ACTIVE_SQL = "('validating', 'in_progress', 'finalizing', 'cancelling')"
 DAY = 24 * 3600
+MOST_ENDED = 10_000
+"""Maximum number of ended batches of a key that are kept."""
 _CHUNK = 1000
 _UNDONE = {
     "expired": ErrorInfo(
@@ -91,11 +91,29 @@ class BatchStore:
 
     # -- batches of clients
 
-    def create(self, owner: str, endpoint: str, source: str, metadata: dict[str, str] | None) -> str:
-        """Add a batch with status validating and return its id. The caller has checked the input file."""
+    def create(
+        self,
+        owner: str,
+        endpoint: str,
+        source: str,
+        metadata: dict[str, str] | None,
+        most_open: int = 1 << 31,
+    ) -> str | None:
+        """Add a batch with status validating and return its id; None if the owner has ``most_open`` batches
+        that have not ended. The caller has checked the input file.
+
+        The owner's ended batches beyond the last ``MOST_ENDED`` are forgotten; their output files stay.
+        """
         made = secrets.token_hex(12)
         now = int(self._clock())
         with self._base.transaction() as db:
+            if self.load(owner)[0] >= most_open:
+                return None
+            db.execute(
+                f"DELETE FROM batches WHERE owner = ? AND status NOT IN {_ACTIVE_SQL} AND number <= (SELECT"
+                " number FROM batches WHERE owner = ? ORDER BY number DESC LIMIT 1 OFFSET ?)",
+                (owner, owner, MOST_ENDED),
+            )
             db.execute(
                 "INSERT INTO batches (id, owner, endpoint, input, metadata, status, seed, created, expires,"
                 " times, output, error) VALUES (?, ?, ?, ?, ?, 'validating', ?, ?, ?, '{}', ?, ?)",
@@ -251,6 +269,8 @@ class BatchStore:
         how = row.ends or ("cancelled" if row.status == "cancelling" else how)
         if row.ends is None:
             with self._base.transaction(self.holder) as db:
+                if how == "completed" and self.pending(batch):
+                    raise LeaseLost  # another holder has mended the batch meanwhile
                 db.execute("UPDATE batches SET ends = ? WHERE id = ?", (how, batch))
                 if row.status == "in_progress":
                     self._set(row, "finalizing")
@@ -298,11 +318,11 @@ class BatchStore:
             mine = [record for record in records if record.good is good]
             if not mine:
                 continue
-            _write(self._files.path(name), end, [record.data for record in mine])
+            write_at(self._files.path(name), end, [record.data for record in mine])
             state = COMPLETED if good else FAILED
             updates = []
             for record in mine:
-                updates.append((state, end, len(record.data), _digest(record.data), batch, record.line))
+                updates.append((state, end, len(record.data), digest_of(record.data), batch, record.line))
                 end += len(record.data)
             db.executemany(
                 "UPDATE lines SET state = ?, at = ?, length = ?, digest = ? WHERE batch = ? AND line = ?",
@@ -314,53 +334,24 @@ class BatchStore:
                 (end, len(mine), batch),
             )
 
-    def mend(self, batch: str) -> int:
-        """Compare each record of a batch with its digest. Records that differ are removed, and their lines
-        run again. Return the number of removed records. Raises LeaseLost."""
+    def mending(self, batch: str) -> Iterator[int]:
+        """Compare each record of a batch with its digest, and let the lines of damaged records run again.
+
+        Yields a number of damaged records after some records, so that the caller can do other work
+        in between. Raises LeaseLost.
+        """
         row = self.get(batch)
         if row is None:
-            return 0
-        bad = 0
+            return
         for good, name in ((True, row.output), (False, row.error)):
-            bad += self._mend(batch, name, good)
-        return bad
-
-    def _mend(self, batch: str, name: str, good: bool) -> int:
-        state = COMPLETED if good else FAILED
-        query = "SELECT line, at, length, digest FROM lines WHERE batch = ? AND state = ? ORDER BY at"
-        with self._base.transaction(self.holder) as db:
-            rows = self._base.rows(query, batch, state)
-            kept: list[tuple[int, bytes]] = []
-            try:
-                with open(self._files.path(name), "rb") as file:
-                    for row in rows:
-                        data = os.pread(file.fileno(), row["length"], row["at"])
-                        if _digest(data) == row["digest"]:
-                            kept.append((row["line"], data))
-            except FileNotFoundError:
-                kept = []
-            if len(kept) == len(rows):
-                return 0
-            # A crash before the commit leaves rows whose digests do not match, which the next start mends.
-            path = self._files.path(name)
-            fresh = path.with_name(path.name + ".new")
-            _write(fresh, 0, [data for _, data in kept])
-            os.replace(fresh, path)
-            db.execute("UPDATE lines SET state = 0 WHERE batch = ? AND state = ?", (batch, state))
-            end, updates = 0, []
-            for line, data in kept:
-                updates.append((state, end, batch, line))
-                end += len(data)
-            db.executemany("UPDATE lines SET state = ?, at = ? WHERE batch = ? AND line = ?", updates)
-            column, count = ("output_end", "completed") if good else ("error_end", "failed")
-            db.execute(f"UPDATE batches SET {column} = ?, {count} = ? WHERE id = ?", (end, len(kept), batch))
-            return len(rows) - len(kept)
+            yield from mended(self._base, self._files.path(name), batch, good, self.holder)
 
     def purge(self, retention: float) -> None:
         """Delete batches and files whose retention has ended. Raises LeaseLost."""
+        # A batch ends at `expires` at the latest, so its row lives at least as long as its output files.
         before = int(self._clock() - retention)
         with self._base.transaction(self.holder) as db:
-            db.execute(f"DELETE FROM batches WHERE created < ? AND status NOT IN {_ACTIVE_SQL}", (before,))
+            db.execute(f"DELETE FROM batches WHERE expires < ? AND status NOT IN {_ACTIVE_SQL}", (before,))
             used: Iterable[str] = [
                 name for row in self.active() for name in (row.input, row.output, row.error)
             ]
@@ -380,21 +371,3 @@ def _batch(row: Any) -> BatchRow:
     for name, default in (("metadata", None), ("errors", []), ("times", {})):
         found[name] = default if found[name] is None else json.loads(found[name])
     return BatchRow(**found)
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
-
-
-def _write(path: Any, at: int, pieces: Sequence[bytes]) -> None:
-    """Write bytes at a place of a file, made with mode 0600, and flush the file to the disk."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        data = memoryview(b"".join(pieces))
-        while data:
-            written = os.pwrite(file, data, at)
-            at += written
-            data = data[written:]
-        os.fdatasync(file)
-    finally:
-        os.close(file)

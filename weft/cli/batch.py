@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 SILENCE_S = 60.0
 """Seconds without an answer of the server after which the command ends."""
+LONGEST_ANSWER_S = 7200.0
+"""Seconds without a byte of an answer after which a connection counts as lost."""
 MOST_SHOWN = 10
 """Maximum number of printed errors of an input file."""
 
@@ -157,6 +159,8 @@ class _Client:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._down: float | None = None
         """Time of the first lost connection since the last answer."""
+        self._shown = time.monotonic()
+        """Time of the last answer, or of the last note about refused lines."""
 
     @contextlib.asynccontextmanager
     async def opened(self, concurrency: int) -> AsyncIterator[None]:
@@ -164,7 +168,7 @@ class _Client:
         import httpx
 
         limits = httpx.Limits(max_connections=concurrency + 1, max_keepalive_connections=concurrency + 1)
-        timeout = httpx.Timeout(None, connect=10.0)
+        timeout = httpx.Timeout(LONGEST_ANSWER_S, connect=10.0, pool=None)
         async with httpx.AsyncClient(
             base_url=self._base, headers=self._headers, limits=limits, timeout=timeout, cert=client_cert()
         ) as self._http:
@@ -175,7 +179,7 @@ class _Client:
         import httpx
 
         try:
-            answer = await self._http.get("/v1/models")
+            answer = await self._http.get("/v1/models", timeout=SILENCE_S)
         except httpx.HTTPError as error:
             raise ConfigError(f"--url: no answer from the server ({type(error).__name__})") from None
         if answer.status_code != 200:
@@ -202,8 +206,21 @@ class _Client:
                 ) from None
             raise LineLost from None
         self._down = None
+        self._note(answer.status_code, answer.content[:300])
         if answer.status_code in (401, 403):
             raise ConfigError(f"the server answered {answer.status_code}: {answer.text[:300]}")
         return BatchAnswer(
             answer.status_code, answer.headers.get("x-request-id", ""), compact(answer.content)
         )
+
+    def _note(self, status: int, body: bytes) -> None:
+        """Print a refusal for lack of room after each ``SILENCE_S`` seconds without another answer."""
+        from weft.batch.book import LACKS_ROOM
+
+        now = time.monotonic()
+        if status in LACKS_ROOM:
+            if now - self._shown < SILENCE_S:
+                return
+            text = body.decode("utf-8", "replace")
+            click.echo(f"batch: lines wait: the server answers {status}: {text}", err=True)
+        self._shown = now

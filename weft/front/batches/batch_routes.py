@@ -41,12 +41,12 @@ def add_batches(app: FastAPI, front: Front, service: BatchService | None) -> Non
         file = await file_of(batches, asked.input_file_id, owner, "input_file_id")
         if file.purpose != "batch":
             raise InvalidRequest("input_file_id must be a file with purpose batch", param="input_file_id")
-        waiting, _ = await batches.call(batches.store.load, owner)
-        if waiting >= front.section.batch_max_open:
+        most = front.section.batch_max_open
+        made = await batches.call(batches.store.create, owner, asked.endpoint, file.id, asked.metadata, most)
+        if made is None:
             raise Overloaded(
-                f"this key has {waiting} batches that have not ended (--batch-max-open); wait for an end"
+                f"this key has {most} batches that have not ended (--batch-max-open); wait for an end"
             )
-        made = await batches.call(batches.store.create, owner, asked.endpoint, file.id, asked.metadata)
         return _json(await _batch(batches, made, owner))
 
     @app.get("/v1/batches", openapi_extra=openapi.returns(BatchList, 400))

@@ -33,18 +33,20 @@ from weft.front.requests.context import Front
 MOST_LISTED = 10_000
 MOST_FIELD = 4096
 """Maximum bytes of a field that is no file."""
+MOST_FRAME = 1 << 20
+"""Maximum bytes of a form besides the file."""
 MOST_NAME = 255
 """Maximum characters of a file's name."""
 WRITE = 1 << 20
 """Bytes of an upload that are written at once."""
-MOST_UPLOADS = 16
-"""Maximum number of uploads at once in one API server."""
+MOST_UPLOADS, MOST_OF_KEY = 64, 16
+"""Maximum number of uploads at once in one API server, and of one key."""
 _EXPIRY = frozenset({"expires_after[anchor]", "expires_after[seconds]"})
 
 
 def add_files(app: FastAPI, front: Front, service: BatchService | None) -> None:
     """Add the routes. ``service``: None for a server without batches, whose routes answer 404."""
-    uploads: set[object] = set()
+    uploads: list[str] = []  # the owner of each upload that has begun
 
     @app.post("/v1/files", openapi_extra=_form())
     async def create_file(request: Request) -> Response:
@@ -52,17 +54,17 @@ def add_files(app: FastAPI, front: Front, service: BatchService | None) -> None:
         batches = batches_of(service)
         front.lifecycle.check()
         owner = batches.owner(key_of(request.scope))
-        if len(uploads) >= MOST_UPLOADS:
+        if len(uploads) >= MOST_UPLOADS or uploads.count(owner) >= MOST_OF_KEY:
             raise Overloaded("too many uploads at once; try again later")
-        token = object()
-        uploads.add(token)
+        uploads.append(owner)
         try:
             count, size = await batches.call(batches.files.load, owner)
-            if count >= front.section.batch_max_files:
+            most = front.section.batch_max_files, batches.max_bytes
+            if count >= most[0]:
                 raise Overloaded(f"this key has {count} files (--batch-max-files); delete files")
-            return _json(file_object(await _receive(request, batches, owner, batches.max_bytes - size)))
+            return _json(file_object(await _receive(request, batches, owner, most, most[1] - size)))
         finally:
-            uploads.discard(token)
+            uploads.remove(owner)
 
     _add_stored(app, service)
 
@@ -98,17 +100,21 @@ def _add_stored(app: FastAPI, service: BatchService | None) -> None:
         """Return the content of a file."""
         batches = batches_of(service)
         row = await file_of(batches, file_id, batches.owner(key_of(request.scope)))
-        return FileResponse(batches.files.path(row.id), media_type="application/octet-stream")
+        path = batches.files.path(row.id)
+        try:
+            found = await asyncio.to_thread(path.stat)
+        except FileNotFoundError:
+            raise NotFound("there is no such file", param="file_id") from None
+        return FileResponse(path, media_type="application/octet-stream", stat_result=found)
 
     @app.delete("/v1/files/{file_id}", openapi_extra=openapi.returns(DeletedFile, 400))
     async def delete_file(request: Request, file_id: str) -> Response:
         """Delete a file that no unfinished batch reads."""
         batches = batches_of(service)
         row = await file_of(batches, file_id, batches.owner(key_of(request.scope)))
-        user = await batches.call(batches.files.users, row.id)
+        user = await batches.call(batches.files.delete, row.id)
         if user is not None:
             raise InvalidRequest(f"{user} reads this file; cancel the batch first", param="file_id")
-        await batches.call(batches.files.delete, row.id)
         return _json(DeletedFile(id=row.id))
 
 
@@ -120,8 +126,12 @@ async def file_of(batches: BatchService, file: str, owner: str, param: str = "fi
     return found
 
 
-async def _receive(request: Request, batches: BatchService, owner: str, room: int) -> FileRow:
-    """Receive an upload, add its row and return it. ``room``: bytes that the key may add.
+async def _receive(
+    request: Request, batches: BatchService, owner: str, most: tuple[int, int], room: int
+) -> FileRow:
+    """Receive an upload, add its row and return it.
+
+    ``most``: files and bytes that the key may have. ``room``: bytes that the key may add.
 
     Raises InvalidRequest for a wrong form, TooLarge, RequestTimeout for a slow upload, or Cancelled.
     """
@@ -134,6 +144,8 @@ async def _receive(request: Request, batches: BatchService, owner: str, room: in
         async with asyncio.timeout(STALL_TIMEOUT) as timeout:
             async for chunk in request.stream():
                 size += len(chunk)
+                if size > form.most + MOST_FRAME:
+                    raise form.too_large()
                 await form.take(parser, chunk)
                 # As for other bodies: a stall ends the upload, and so does a rate below the least.
                 due = begun + BODY_TIMEOUT + size / LEAST_RATE
@@ -141,7 +153,7 @@ async def _receive(request: Request, batches: BatchService, owner: str, room: in
         parser.finish()
         retention = form.check()
         await form.flush()
-        return await batches.call(batches.files.keep, incoming, owner, form.name, retention)
+        return await batches.call(batches.files.keep, incoming, owner, form.name, retention, most)
     except TimeoutError:
         raise RequestTimeout("the body did not arrive in time") from None
     except ClientDisconnect:
@@ -155,7 +167,7 @@ class _Form:
     """Fields and file of an upload."""
 
     def __init__(self, batches: BatchService, incoming: IncomingFile, most: int) -> None:
-        self._batches, self._incoming, self._most = batches, incoming, most
+        self._batches, self._incoming, self.most = batches, incoming, most
         self._fields: dict[str, bytes] = {}
         self._part: PartBegin | None = None
         self._data = bytearray()
@@ -177,13 +189,17 @@ class _Form:
                     self._fields[self._part.name] += part.data
                     if len(self._fields[self._part.name]) > MOST_FIELD:
                         raise InvalidRequest(f"{self._part.name} is too long", param=self._part.name)
-        if self._size > self._most:
-            raise TooLarge(
-                f"the file has more than {self._most} bytes: the limit is {MOST_BYTES} bytes per file, and "
-                "--batch-max-bytes for all files of a key"
-            )
+        if self._size > self.most:
+            raise self.too_large()
         if len(self._data) >= WRITE:
             await self._write()
+
+    def too_large(self) -> TooLarge:
+        """Return the error of a file or a form with too many bytes."""
+        return TooLarge(
+            f"the file has more than {self.most} bytes: the limit is {MOST_BYTES} bytes per file, and "
+            "--batch-max-bytes for all files of a key"
+        )
 
     def _begin(self, part: PartBegin) -> None:
         self._part = part

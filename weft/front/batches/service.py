@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+import msgspec
 from starlette.types import ASGIApp
 
 from weft.batch.book import BatchBook, CancelBatch, How, OpenBatch
 from weft.batch.database import BatchDatabase, LeaseLost
 from weft.batch.files import BatchFiles
 from weft.batch.lines import BatchAnswer, Checks, body_of, sequences_of
-from weft.batch.runner import BatchRunner, LineLost, LineOutput, LineRequest
+from weft.batch.runner import BatchRunner, LineBroken, LineLost, LineOutput, LineRequest
 from weft.batch.store import DAY, BatchRow, BatchStore
-from weft.common.errors import ConfigError, NotFound
+from weft.common.errors import ConfigError, InvalidRequest, NotFound, TooLarge, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.config.flags import parse_size
 from weft.front.batches.batch_metrics import BatchCounts
 from weft.front.batches.inner import ask
+from weft.front.http.answers import error_response, to_json
 from weft.front.lifecycle import Phase
 from weft.front.requests.context import Front
+from weft.types.priority import BATCH_PRIORITY
 
 log = get_logger(__name__)
 
@@ -36,6 +40,12 @@ POLL_S = 1.0
 RENEW_S = 3.0
 """Seconds between two renewals of the lease."""
 PURGE_S = 600.0
+RETRY_S = 30.0
+"""Seconds until the next attempt of a batch after an error."""
+LONGEST_PAUSE = 60.0
+"""Longest pause of all batches after errors of the disk."""
+MOST_FRAME = 16 << 10
+"""Maximum bytes of a line besides its body."""
 MOST_KV = 0.8
 """Used fraction of a KV cache pool from which no line is started."""
 QUIET_S = 30.0
@@ -64,6 +74,11 @@ class BatchService:
         self._runner: BatchRunner | None = None
         self._app: ASGIApp | None = None
         self._task: asyncio.Task[None] | None = None
+        self._ended = False
+        self._known: set[str] = set()
+        """Batches that the runner has."""
+        self._later: dict[str, float] = {}
+        """Batch with an error -> time of the next attempt."""
         self.counts = BatchCounts(front.metrics)
 
     def start(self, app: ASGIApp) -> None:
@@ -72,6 +87,18 @@ class BatchService:
         self._task = asyncio.create_task(self._live())
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function of the store for a request of a client. Raises Unavailable for a full disk, for a
+        locked database, and for a server that stops."""
+        if self._ended:
+            raise Unavailable("the server is shutting down")
+        try:
+            return await self._call(function, *args, **kwargs)
+        except (OSError, sqlite3.Error) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            log.warning("the folder of --batch-dir cannot be used (%s)", reason)
+            raise Unavailable(f"the folder of files and batches cannot be used now: {reason}") from None
+
+    async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function of the store in the store's thread and return the result."""
         return await asyncio.get_running_loop().run_in_executor(
             self._thread, lambda: function(*args, **kwargs)
@@ -95,67 +122,102 @@ class BatchService:
 
     async def _live(self) -> None:
         """Hold the lease whenever it is free, and run all batches meanwhile. Ends with the server."""
+        pause = POLL_S
         try:
             while self._front.lifecycle.phase in (Phase.STARTING, Phase.READY):
                 if self._serves and await self._take():
-                    await self._lead()
-                await asyncio.sleep(POLL_S)
+                    # Lines that ran before an error run again: a full disk must not repeat them all day.
+                    pause = POLL_S if await self._lead() else min(2 * pause, LONGEST_PAUSE)
+                until = time.monotonic() + pause
+                while time.monotonic() < until and (self._serves or pause == POLL_S):
+                    await asyncio.sleep(POLL_S)
         finally:
+            self._ended = True
             self.counts.clear()
-            # Not in the store's thread, which may end before the event loop does.
-            with contextlib.suppress(Exception):
-                self._thread.shutdown(wait=True)
-                self._base.release_lease(self.store.holder)
-                self._base.close()
+            await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        """End the store's thread, the lease and the database. Not in the store's thread, and not on the event
+        loop, which a long call of the store would stop."""
+        with contextlib.suppress(Exception):
+            self._thread.shutdown(wait=True)
+            self._base.release_lease(self.store.holder)
+            self._base.close()
 
     async def _take(self) -> bool:
         try:
-            return await self.call(self._base.take_lease, self.store.holder, time.time())
+            return await self._call(self._base.take_lease, self.store.holder, time.time())
         except Exception as error:  # a full or locked disk: another attempt follows
             log.warning("the batch folder cannot be written (%s)", type(error).__name__)
             return False
 
-    async def _lead(self) -> None:
-        """Run batches until the lease is lost or the server stops. Errors of the disk end the lead; running
-        lines then run again."""
+    async def _lead(self) -> bool:
+        """Run batches until the lease is lost or the server stops. Return False after an error of the disk;
+        running lines then run again."""
         runner = self._runner = BatchRunner(BatchBook(), self, self._send, self._room)
-        polling = asyncio.create_task(self._poll(runner))
+        self._known.clear()
+        # A separate task renews the lease: a long comparison of outputs must not lose the lease.
+        tasks = [asyncio.create_task(self._renew()), asyncio.create_task(self._poll(runner))]
         try:
-            await runner.run(lambda: polling.done() or not self._serves)
-            if polling.done():
-                polling.result()
+            await runner.run(lambda: any(task.done() for task in tasks) or not self._serves)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            return True
         except LeaseLost:
             log.info("another API server runs the batches now")
+            return True
         except Exception:
             log.exception("batches stop for a moment")
+            return False
         finally:
-            polling.cancel()
-            await asyncio.gather(polling, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             for share in self._shares.values():
                 self._front.ids.release(share)
             self._shares.clear()
             self._runner = None
 
+    async def _renew(self) -> None:
+        """Renew the lease all the time. Raises LeaseLost."""
+        while True:
+            await asyncio.sleep(RENEW_S)
+            if not await self._take():
+                raise LeaseLost
+
     async def _poll(self, runner: BatchRunner) -> None:
-        """Give new and cancelled batches to the runner, renew the lease, and delete what has expired."""
-        renewed, purged = time.monotonic(), 0.0
-        known: set[str] = set()
+        """Give new and cancelled batches to the runner, and delete what has expired."""
+        purged = 0.0
         while True:
             now = time.monotonic()
-            if now - renewed >= RENEW_S:
-                if not await self._take():
-                    raise LeaseLost
-                renewed = now
             if now - purged >= PURGE_S:
-                await self.call(self.store.purge, self.retention)
+                await self._call(self.store.purge, self.retention)
                 purged = now
-            for row in await self.call(self.store.active):
-                if row.status == "cancelling" and row.id in known:
+            for row in await self._call(self.store.active):
+                if row.status == "cancelling" and row.id in self._known:
                     runner.feed(CancelBatch(row.id))
-                elif row.id not in known and await self._open(runner, row):
-                    known.add(row.id)
-            self.counts.show(await self.call(self.store.counts), await self.call(self.store.oldest))
+                elif row.id not in self._known and self._later.get(row.id, now) <= now:
+                    await self._try_open(runner, row)
+            self.counts.show(await self._call(self.store.counts), await self._call(self.store.oldest))
             await asyncio.sleep(POLL_S)
+
+    async def _try_open(self, runner: BatchRunner, row: BatchRow) -> None:
+        """Open a batch. An error, such as a damaged disk block, delays this batch alone."""
+        try:
+            if await self._open(runner, row):
+                self._known.add(row.id)
+                self._later.pop(row.id, None)
+        except LeaseLost:
+            raise
+        except Exception:
+            self._delay(row.id)
+
+    def _delay(self, batch: str) -> None:
+        """Log an error of a batch, and let ``_poll`` open the batch again later."""
+        log.exception("batch %s: an error; another attempt follows in %.0f s", batch, RETRY_S)
+        self._later[batch] = time.monotonic() + RETRY_S
+        self._known.discard(batch)
 
     async def _open(self, runner: BatchRunner, row: BatchRow) -> bool:
         """Validate or continue a batch. Return False for a batch that cannot run yet, or has ended."""
@@ -165,16 +227,19 @@ class BatchService:
             return False
         if row.status == "validating" and left > 0:
             await self._validate(row)
-            found = await self.call(self.store.get, row.id)
-            if found is None or found.status != "in_progress":
-                return False
-            row = found
         elif row.status != "validating":
-            damaged = await self.call(self.store.mend, row.id)
+            damaged, steps = 0, self.store.mending(row.id)
+            while (found := await self._call(next, steps, None)) is not None:
+                damaged += found
             if damaged:
                 log.warning("batch %s: %d damaged outputs are made again", row.id, damaged)
-        pending = await self.call(self.store.pending, row.id)
-        ends = row.ends is not None or row.status == "cancelling"
+        current = await self._call(self.store.get, row.id)
+        if current is None or current.status not in ("validating", "in_progress", "finalizing", "cancelling"):
+            return False
+        if current.status == "validating" and left > 0:
+            return False
+        pending = await self._call(self.store.pending, row.id)
+        ends = current.ends is not None or current.status == "cancelling"
         if left <= 0 and not ends:
             await self.finalize(row.id, "expired")
             return False
@@ -186,17 +251,13 @@ class BatchService:
 
     async def _validate(self, row: BatchRow) -> None:
         front = self._front
-
-        def has_model(name: str) -> bool:
-            try:
-                front.check_model(name)
-            except NotFound:
-                return False
-            return True
-
-        _, waiting = await self.call(self.store.load, row.owner)
+        # A copy: the check runs in the store's thread, and adapters come and go.
+        names = frozenset((*front.model.accepted, *front.adapters.names))
+        _, waiting = await self._call(self.store.load, row.owner)
         room = max(front.section.batch_max_lines - waiting, 0)
-        await self.call(self.store.validate, row.id, Checks(row.endpoint, has_model), room)
+        most = front.section.max_request_bytes + MOST_FRAME
+        checks = Checks(row.endpoint, names.__contains__, most_line=most)
+        await self._call(self.store.validate, row.id, checks, room)
 
     # -- room beside online requests
 
@@ -212,7 +273,9 @@ class BatchService:
         if any(one.stats.waiting or one.stats.kv_usage >= MOST_KV for one in engines):
             return 0
         slots = front.config.scheduler.max_num_seqs * len(engines)
-        others = max(front.links.open_sequences - mine, 0) + sum(one.elsewhere for one in engines)
+        entries = front.links.fleet.entries.values()
+        others = sum(entry.submit.priority < BATCH_PRIORITY for entry in entries)
+        others += sum(one.elsewhere for one in engines)
         now = time.monotonic()
         if others:
             self._online = now
@@ -228,27 +291,59 @@ class BatchService:
         return await ask(self._app, request.url, request.body, key, self._shares[request.batch])
 
     async def request(self, batch: str, line: int) -> LineRequest:
-        row = await self.call(self.store.get, batch)
+        try:
+            return await self._call(self._request, batch, line)
+        except FileNotFoundError:
+            raise _broken(InvalidRequest("the input file was deleted", code="input_file_missing")) from None
+        except (msgspec.DecodeError, ValueError, RecursionError) as wrong:
+            raise _broken(
+                InvalidRequest(f"the line cannot be read: {wrong}", code="invalid_json_line")
+            ) from None
+        except (OSError, sqlite3.Error) as failure:
+            log.warning("batch %s: line %d cannot be read (%s)", batch, line + 1, type(failure).__name__)
+            raise LineLost from None
+
+    def _request(self, batch: str, line: int) -> LineRequest:
+        row = self.store.get(batch)
         if row is None:
             raise LineLost
-        made = await self.call(self.store.line, batch, line)
+        if self.files.load(row.owner)[1] > self.max_bytes:
+            raise _broken(
+                TooLarge(
+                    "the files of this key and the outputs of its batches have more than --batch-max-bytes; "
+                    "delete files"
+                )
+            )
+        made = self.store.line(batch, line)
         body = body_of(made, row.seed)
         return LineRequest(batch, line, made.url, body, sequences_of(made), row.owner)
 
     async def record(self, outputs: list[LineOutput]) -> None:
-        await self.call(self.store.record, outputs)
+        await self._call(self.store.record, outputs)
         self.counts.add("completed", sum(output.good for output in outputs))
         self.counts.add("failed", sum(not output.good for output in outputs))
 
     async def finalize(self, batch: str, how: How) -> None:
-        row = await self.call(self.store.get, batch)
-        await self.call(self.store.finalize, batch, how)
-        ended = await self.call(self.store.get, batch)
-        if row is not None and ended is not None:
-            self.counts.add(ended.status, ended.failed - row.failed)
+        try:
+            row = await self._call(self.store.get, batch)
+            await self._call(self.store.finalize, batch, how)
+            ended = await self._call(self.store.get, batch)
+        except LeaseLost:
+            raise
+        except Exception:
+            self._delay(batch)
+        else:
+            if row is not None and ended is not None:
+                self.counts.add(ended.status, ended.failed - row.failed)
         share = self._shares.pop(batch, None)
         if share is not None:
             self._front.ids.release(share)
+
+
+def _broken(error: WeftError) -> LineBroken:
+    """Return the outcome of a line that is not sent, with an answer as from its route."""
+    info = error.info()
+    return LineBroken(BatchAnswer(info.http_status, "", to_json(error_response(info))))
 
 
 def room_of(slots: int, others: int, quiet: float, share: float) -> int:
