@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests.e0.test_images import GREEDY, Images
 from tests.models.test_whole_images import shapes
 from tests.support.expert_groups import on_layout
 from tests.support.pairwise import sampled
-from tests.support.seen import Seen
+from tests.support.seen import SeeingModels, Seen
 from tests.support.slow import mostly_slow
 from tests.support.whole_image_models import CASES
 from weft.common.errors import ConfigError
@@ -100,6 +101,31 @@ def test_the_preempted_begin_again(name: str, images: WholeImages) -> None:
     engine.close()
     images.check(name, answers, GREEDY)
     assert stats.preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_an_image_longer_than_the_longest_chunk(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Admission behind a prefix hit counts the blocks of a whole image, though chunks are short."""
+    family, config = CASES["gemma3"]
+    text = {**config["text_config"], "sliding_window": 24}
+    monkeypatch.setitem(CASES, "wide", (family, {**config, "text_config": text, "mm_tokens_per_image": 36}))
+    models = SeeingModels(tmp_path)
+    first = models.seen("wide", [24], 1)
+    seen = first.then([7, 8], models.seen("wide", [6, (6, 6), 3], 2))
+    params = TokenParams(temperature=0.0, max_tokens=4)
+    expected = models.greedy("wide", seen, 4)
+    # Other sequences hold blocks, so memory is tight when the image begins.
+    others = [submit(900 + i, [3 + i] * 20, GREEDY, request=900 + i) for i in range(3)]
+    batch = [submit(50 + i, seen.ids, params, request=50 + i, media=seen.media) for i in range(3)]
+    for blocks in (9, 12):  # the fewest blocks that ``check_whole_images`` accepts, and more
+        engine, _ = make_engine(models.folder("wide"), chunk=chunk, window_blocks=blocks, max_num_seqs=6)
+        run(engine, [[submit(1, first.ids, GREEDY, request=1)]])
+        answers = run(engine, [others, *([one] for one in batch)])
+        engine.close()
+        assert [answers[50 + i].tokens for i in range(3)] == [expected] * 3
 
 
 @pytest.mark.slow
