@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.e0.rig import MAX_LEN, make_engine, run, spec_of, submit
@@ -16,7 +17,7 @@ from tests.support.seen import SeeingModels, Seen
 from tests.support.slow import mostly_slow
 from tests.support.whole_image_models import CASES
 from weft.common.errors import ConfigError
-from weft.config.resolved import KVConfig
+from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.sections.all import MediaSection, SchedulerSection, SpeculationSection
 from weft.config.sizing.media_limits import check_whole_images, media_limits
 from weft.overlap.split import split
@@ -203,3 +204,16 @@ def test_a_step_has_room_for_an_image(images: WholeImages) -> None:
     check_whole_images(limits, SchedulerSection(max_num_seqs=4, max_num_batched_tokens=13), kv)
     with pytest.raises(ConfigError, match=r"image of up to 9 tokens in one piece.* to at least 13"):
         check_whole_images(limits, SchedulerSection(max_num_seqs=4, max_num_batched_tokens=12), kv)
+    window = next(cache for cache in spec.caches if cache.window)
+    pool = PoolSpec(cache=window, block_size=8, num_blocks=2)  # a window of 6, an image of 9, and a block
+    small = msgspec.structs.replace(kv, pools=(pool,))
+    with pytest.raises(
+        ConfigError, match=r"raise --kv-cache-memory, or --long-prefill-token-threshold to .* 9"
+    ):
+        check_whole_images(limits, SchedulerSection(max_num_seqs=4, max_num_batched_tokens=13), small)
+    enough = msgspec.structs.replace(pool, num_blocks=3)
+    check_whole_images(
+        limits,
+        SchedulerSection(max_num_seqs=4, max_num_batched_tokens=13),
+        msgspec.structs.replace(kv, pools=(enough,)),
+    )
