@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from weft.common.errors import ConfigError
+from weft.config.adapter_files.reading import MOST_SETTINGS
 from weft.config.adapters import AdapterFile, parse_modules, read_adapter
 
 PREFIX = "base_model.model.model.layers.0"
@@ -68,6 +70,10 @@ def test_the_digest_is_content_and_nothing_else(tmp_path: Path) -> None:
         ({"some_new_thing": 3}, "some_new_thing"),
         ({"r": 3}, "rank 3"),
         ({"lora_alpha": 0}, "lora_alpha"),
+        ({"lora_alpha": 10**400}, "lora_alpha"),
+        ({"lora_alpha": 10**400, "use_rslora": True}, "lora_alpha"),
+        ({"modules_to_save": 5}, "modules_to_save must be a list"),
+        ({"target_parameters": [5]}, "target_parameters must be a list"),
         ({"rank_pattern": {"(": 2}}, "rank_pattern"),
         ({"alpha_pattern": {r"(a)\1": 2}}, "alpha_pattern"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
@@ -94,6 +100,36 @@ def test_files_and_tensors_that_are_no_adapter_are_refused(tmp_path: Path) -> No
     (tmp_path / "c" / "adapter_model.bin").touch()
     with pytest.raises(ConfigError, match="safetensors"):
         read_adapter(tmp_path / "c")
+
+
+def test_files_that_never_end_are_refused(tmp_path: Path) -> None:
+    """Nobody writes to the pipe, and the device has no end."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        for kind in ("pipe", "device", "folder"):
+            path = write(tmp_path / f"{name} {kind}") / name
+            path.unlink()
+            if kind == "pipe":
+                os.mkfifo(path)
+            elif kind == "device":
+                path.symlink_to("/dev/zero")
+            else:
+                path.mkdir()
+            with pytest.raises(ConfigError, match=r"no regular file|is missing|can't be read"):
+                read_adapter(path.parent)
+    path = write(tmp_path / "large") / "adapter_config.json"
+    os.truncate(path, MOST_SETTINGS + 1)
+    with pytest.raises(ConfigError, match=f"at most {MOST_SETTINGS} are read"):
+        read_adapter(path.parent)
+
+
+def test_links_to_files_are_followed(tmp_path: Path) -> None:
+    """Model hubs store the files of a folder as links."""
+    folder = write(tmp_path / "a")
+    linked = tmp_path / "b"
+    linked.mkdir()
+    for path in folder.iterdir():
+        (linked / path.name).symlink_to(path)
+    assert read_adapter(linked).digest == read_adapter(folder).digest
 
 
 def test_stacks_of_experts(tmp_path: Path) -> None:

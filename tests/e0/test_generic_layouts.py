@@ -24,6 +24,7 @@ from weft.config.adapters import read_adapter
 from weft.config.sections.all import SpeculationSection
 from weft.config.sections.lora_section import LoraSection
 from weft.layers.build import AdapterOptions
+from weft.models.generic import recognition
 from weft.models.generic.load import load
 from weft.models.generic.probe import probe_folder
 from weft.parallel.mesh import Mesh
@@ -82,23 +83,25 @@ def test_replicas_share_experts(name: str, tmp_path: Path) -> None:
     assert made[0].overlapped
 
 
-def with_adapter(name: str, folder: Path) -> tuple[Path, Any]:
+def with_adapter(name: str, folder: Path, targets: str = LINEAR) -> tuple[Path, Any]:
     """Save a tiny model and a random adapter. Return the adapter and transformers' merged model."""
     import transformers
 
     tiny_model(name).save_pretrained(folder / "base")
-    adapter = make_adapter(folder / "adapter", folder / "base", LINEAR)
+    adapter = make_adapter(folder / "adapter", folder / "base", targets)
     merged = merge(folder / "merged", folder / "base", adapter)
     cls = getattr(transformers, f"{name}ForCausalLM")
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return adapter, cls.from_pretrained(merged, dtype=torch.float64, **how).eval()
 
 
-def check_adapter(layout: Layout, name: str, base: Path, adapter: Path, expected: list[list[int]]) -> None:
+def check_adapter(
+    layout: Layout, name: str, base: Path, adapter: Path, expected: list[list[int]], overlap: str = "off"
+) -> None:
     """Check the tokens of rows with and without the adapter in one batch."""
     digest = read_adapter(adapter).digest
     both = submits(digest) + submits(first=10)
-    answers = run(layout, base, name, [[both]], [adapter])[0].answers
+    answers = run(layout, base, name, [[both]], [adapter], overlap)[0].answers
     assert [answers[i].tokens for i in range(len(PROMPTS))] == expected
     assert [answers[10 + i].tokens for i in range(len(PROMPTS))] == due(tiny_model(name))
     assert [answers[10 + i].tokens for i in range(len(PROMPTS))] != expected
@@ -113,6 +116,16 @@ def check_adapter(layout: Layout, name: str, base: Path, adapter: Path, expected
 def test_tokens_of_merged_weights(name: str, ranks: int, tmp_path: Path) -> None:
     adapter, merged = with_adapter(name, tmp_path)
     check_adapter(Layout(tensor=ranks), name, tmp_path / "base", adapter, due(merged))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["off", "all"])
+def test_a_head_that_is_a_linear_layer(overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside an unknown embedding. The head has other rows than the layers: those with logits."""
+    monkeypatch.setattr(recognition, "scale_of", lambda _: None)
+    adapter, merged = with_adapter("Llama", tmp_path, LINEAR.replace("$", "|lm_head$"))
+    assert "lm_head" in {one.module for one in read_adapter(adapter).modules}
+    check_adapter(Layout(), "Llama", tmp_path / "base", adapter, due(merged), overlap)
 
 
 @pytest.mark.slow

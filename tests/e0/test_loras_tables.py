@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,12 @@ from tests.e0.test_loras import World, together
 from tests.e0.test_loras_ranks import on_two_ranks
 from tests.support.checkpoints import make_checkpoint
 from tests.support.loras import EXPERTS, TABLES, make_adapter
+from tests.support.slowness import until
 from weft.config.adapters import read_adapter
 from weft.config.sections.lora_section import LoraSection
 from weft.layers.build import AdapterOptions
 from weft.models.loader import load_model
-from weft.types.adapters import LoadAdapter
+from weft.types.adapters import AdapterChanged, LoadAdapter
 
 SAVED = ["model.embed_tokens", "lm_head"]
 
@@ -46,3 +49,24 @@ def test_refusals_name_the_flag_or_the_module(tmp_path: Path) -> None:
         engine.close()
         assert answer.error is not None
         assert flag in answer.error.message
+
+
+@pytest.mark.parametrize("metadata", [{"a": 5}, "x"])
+def test_a_header_that_safetensors_refuses(metadata: object, tmp_path: Path) -> None:
+    """The front reads the header alone, so the engine is the first to read such a file."""
+    base = make_checkpoint(tmp_path, "llama")
+    options = AdapterOptions(places=1, rank=4)
+    model = load_model(str(base), spec_of(base), torch.float64, CPU, progress=False, adapters=options)
+    engine, _ = make_engine(base, model=model, lora=LoraSection(max_loras=1))
+    path = make_adapter(tmp_path / "adapter", base) / "adapter_model.safetensors"
+    data = path.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.dumps({**json.loads(data[8 : 8 + size]), "__metadata__": metadata}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data[8 + size :])
+    digest = read_adapter(path.parent).digest
+    assert engine.adapters.begin(LoadAdapter(name="a", digest=digest, folder=str(path.parent))) is None
+    answers: list[AdapterChanged] = []
+    until(lambda: answers.extend(engine.adapters.finished()) or answers, every=0.005)
+    engine.close()
+    assert answers[0].error is not None
+    assert "adapter_model.safetensors is not readable" in answers[0].error.message

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.e0.rig import MAX_LEN, make_engine, run, spec_of, submit
@@ -11,11 +13,11 @@ from tests.e0.test_images import GREEDY, Images
 from tests.models.test_whole_images import shapes
 from tests.support.expert_groups import on_layout
 from tests.support.pairwise import sampled
-from tests.support.seen import Seen
+from tests.support.seen import SeeingModels, Seen
 from tests.support.slow import mostly_slow
 from tests.support.whole_image_models import CASES
 from weft.common.errors import ConfigError
-from weft.config.resolved import KVConfig
+from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.sections.all import MediaSection, SchedulerSection, SpeculationSection
 from weft.config.sizing.media_limits import check_whole_images, media_limits
 from weft.overlap.split import split
@@ -103,6 +105,31 @@ def test_the_preempted_begin_again(name: str, images: WholeImages) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_an_image_longer_than_the_longest_chunk(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Admission behind a prefix hit counts the blocks of a whole image, though chunks are short."""
+    family, config = CASES["gemma3"]
+    text = {**config["text_config"], "sliding_window": 24}
+    monkeypatch.setitem(CASES, "wide", (family, {**config, "text_config": text, "mm_tokens_per_image": 36}))
+    models = SeeingModels(tmp_path)
+    first = models.seen("wide", [24], 1)
+    seen = first.then([7, 8], models.seen("wide", [6, (6, 6), 3], 2))
+    params = TokenParams(temperature=0.0, max_tokens=4)
+    expected = models.greedy("wide", seen, 4)
+    # Other sequences hold blocks, so memory is tight when the image begins.
+    others = [submit(900 + i, [3 + i] * 20, GREEDY, request=900 + i) for i in range(3)]
+    batch = [submit(50 + i, seen.ids, params, request=50 + i, media=seen.media) for i in range(3)]
+    for blocks in (9, 12):  # the fewest blocks that ``check_whole_images`` accepts, and more
+        engine, _ = make_engine(models.folder("wide"), chunk=chunk, window_blocks=blocks, max_num_seqs=6)
+        run(engine, [[submit(1, first.ids, GREEDY, request=1)]])
+        answers = run(engine, [others, *([one] for one in batch)])
+        engine.close()
+        assert [answers[50 + i].tokens for i in range(3)] == [expected] * 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_by_ngrams(name: str, images: WholeImages) -> None:
     speculation = SpeculationSection(
@@ -177,3 +204,16 @@ def test_a_step_has_room_for_an_image(images: WholeImages) -> None:
     check_whole_images(limits, SchedulerSection(max_num_seqs=4, max_num_batched_tokens=13), kv)
     with pytest.raises(ConfigError, match=r"image of up to 9 tokens in one piece.* to at least 13"):
         check_whole_images(limits, SchedulerSection(max_num_seqs=4, max_num_batched_tokens=12), kv)
+    window = next(cache for cache in spec.caches if cache.window)
+    pool = PoolSpec(cache=window, block_size=8, num_blocks=2)  # a window of 6, an image of 9, and a block
+    small = msgspec.structs.replace(kv, pools=(pool,))
+    with pytest.raises(
+        ConfigError, match=r"raise --kv-cache-memory, or --long-prefill-token-threshold to .* 9"
+    ):
+        check_whole_images(limits, SchedulerSection(max_num_seqs=4, max_num_batched_tokens=13), small)
+    enough = msgspec.structs.replace(pool, num_blocks=3)
+    check_whole_images(
+        limits,
+        SchedulerSection(max_num_seqs=4, max_num_batched_tokens=13),
+        msgspec.structs.replace(kv, pools=(enough,)),
+    )

@@ -90,3 +90,15 @@ def test_a_load_beside_the_steps(tmp_path: Path) -> None:
     assert [book.accepts(load.digest) for load in loads] == [True, False, False]
     assert [type(op) for op in ops[3:]] == [ReleaseAdapter, HoldAdapter, ReleaseAdapter]
     adapters.close()
+
+
+def test_an_error_that_no_check_foresees_is_an_answer(tmp_path: Path) -> None:
+    model = Anything()
+    adapters = EngineAdapters(LoraSection(max_loras=2), AdapterBook(2, lambda op: None), model)
+    digest = read_adapter(write(tmp_path / "a")).digest
+    assert adapters.begin(LoadAdapter(name="a", digest=digest, folder=str(tmp_path / "a"))) is None
+    model.reads[digest].set_exception(TypeError("of a library"))
+    (answer,) = adapters.finished()
+    assert answer.error is not None
+    assert (answer.loaded, answer.error.message) == (False, "the files of adapter 'a' can't be read")
+    adapters.close()

@@ -15,6 +15,7 @@ from weft.kv.cache_groups import CacheGroup, FullGroup, WindowGroup
 from weft.kv.caches import Caches, make_cache_groups
 from weft.kv.chunk_group import ChunkGroup
 from weft.kv.hashing import HashChain, salted_root
+from weft.kv.tier_kinds import TierKind
 from weft.types.plan import AppendBlocks, AppendEach, SlotUpdate
 
 BLOCK = 4
@@ -195,6 +196,14 @@ def test_chunk_releases_the_blocks_before_the_chunk() -> None:
     kind.slide(0, 8, 3)  # position 8 begins a chunk
     assert kind.pending() == 2
     assert kind.needed(1, 1000) == kind.most(1000) == 7
+
+
+def test_a_tier_loads_the_blocks_of_the_last_chunk_alone() -> None:
+    kind = TierKind(chunked(8), pool("chunk", 20, 8), BLOCK)
+    hashes = hashes_of(24)
+    assert [list(kind.needed(hashes, end)) for end in (4, 8, 20)] == [hashes[:1], [], hashes[4:5]]
+    assert kind.hit(hashes, {hashes[4]}, 20) == 20
+    assert kind.hit(hashes, {hashes[0]}, 20) == 16  # a chunk begins at 16: no block is read
 
 
 def test_window_never_needs_more_than_it_and_a_chunk() -> None:

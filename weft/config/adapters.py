@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.common.errors import ConfigError
+from weft.config.adapter_files.reading import MOST_SETTINGS, read_regular
 from weft.config.adapter_files.tensors import AdapterModule, SavedMatrix, UnreadTensors, modules_of
 from weft.config.families.weight_files import read_header
 from weft.types.adapters import DIGEST_DIGITS
@@ -198,9 +199,11 @@ def _refused(name: str, why: str) -> ConfigError:
 
 def _bytes_of(path: Path, name: str) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path, MOST_SETTINGS)
     except OSError as error:
         raise _refused(name, f"{path.name} can't be read ({error.strerror})") from error
+    except ConfigError as error:
+        raise _refused(name, error.message) from error
 
 
 def _check_settings(config: Mapping[str, Any], name: str) -> None:

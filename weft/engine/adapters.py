@@ -147,6 +147,11 @@ class EngineAdapters:
         except ConfigError as error:
             shown = "" if f"adapter {name!r}" in error.message else f"adapter {name!r}: "
             raise ConfigError(f"{shown}{error.message}", param=error.param) from error
+        except (WeftError, OSError):
+            raise
+        except Exception as error:  # files of a stranger must not end the engine
+            log.exception("LoRA adapter %r can't be read", name)
+            raise InvalidRequest(f"the files of adapter {name!r} can't be read", param="adapter") from error
         if digest and adapter.digest != digest:
             raise InvalidRequest(
                 f"the folder of adapter {name!r} has other content than announced; load the adapter again",

@@ -12,8 +12,8 @@ from weft.kv.pool import NULL_BLOCK
 class TierKind:
     """One KV cache group, as a tier sees the group: which keys a sequence needs to continue from a position.
 
-    Full groups need all blocks before the position. Windows need the blocks of the window. Recurrent states
-    need one snapshot at the position.
+    Full groups need all blocks before the position. Windows need the blocks of the window, and chunks the
+    blocks of the last chunk. Recurrent states need one snapshot at the position.
     """
 
     def __init__(self, group: CacheGroup, spec: PoolSpec, base_block: int) -> None:
@@ -21,6 +21,7 @@ class TierKind:
         self._size = spec.block_size
         self._ratio = spec.block_size // base_block
         self._window = spec.cache.window
+        self._chunk = spec.cache.kind == "chunk"
         self._state = spec.cache.kind == "state"
         self.every = not (self._state or self._window)
         """True if a shorter prefix needs a part of the same blocks."""
@@ -68,6 +69,8 @@ class TierKind:
         return key in disk or self._pool.find(key) != NULL_BLOCK
 
     def _first_read(self, position: int) -> int:
+        if self._chunk:
+            return (position - position % self._window) // self._size
         return max(0, position - self._window + 1) // self._size if self._window else 0
 
     def _keys(self, hashes: Sequence[bytes], first: int, end: int) -> Sequence[bytes]:

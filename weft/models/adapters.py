@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load
 
 from weft.common.errors import ConfigError, EngineDead
 from weft.common.log import get_logger
+from weft.config.adapter_files.reading import MOST_SETTINGS, read_regular
 from weft.config.adapter_files.tensors import AdapterModule
 from weft.config.adapters import CONFIG, WEIGHTS, AdapterFile, digest_of, read_adapter
 from weft.layers.build import AdapterOptions, Layer
@@ -214,14 +216,19 @@ class Adapters:
 
     def _copy_of(self, digest: str, folder: str, name: str = "") -> tuple[_Copy, AdapterFile]:
         """Read and check an adapter. Runs in any thread: computes nothing with the model's weights."""
-        # One copy of the bytes for digest and tensors: the files may change meanwhile.
+        # Headers first: a file that does not fit is never read into memory.
         path = Path(folder)
-        data = (path / WEIGHTS).read_bytes()
-        if digest_of((path / CONFIG).read_bytes(), data) != digest:
+        self.check(read_adapter(folder, name, max_rank=self._options.rank, digest=digest))
+        # One copy of the bytes for digest and tensors: the files may change meanwhile.
+        data = read_regular(path / WEIGHTS)
+        if digest_of(read_regular(path / CONFIG, MOST_SETTINGS), data) != digest:
             raise ConfigError("the files of the adapter have other content", param="--lora-modules")
         adapter = read_adapter(folder, name, max_rank=self._options.rank, digest=digest)
         self.check(adapter)
-        tensors = load(data)
+        try:
+            tensors = load(data)
+        except SafetensorError as error:
+            raise ConfigError(f"{WEIGHTS} is not readable: {error}", param="--lora-modules") from error
         linear, experts = [], []
         for module in adapter.modules:
             target = None if self._tables.takes(module) else self._target(module)

@@ -109,7 +109,10 @@ class TableAdapters:
         """Return the reason why a whole matrix is refused, or None."""
         layer = self._layer(saved.module)
         if layer is None or layer.low is None:
-            return f"modules_to_save has {saved.module}, and only an embedding or output head can be replaced"
+            able = "only an embedding or output head can be replaced"
+            if self._embedding is None:
+                able = "no matrix of this model can be replaced"
+            return f"modules_to_save has {saved.module}, and {able}"
         if saved.shape != self._shape(layer):
             return f"{saved.module} has shape {list(saved.shape)} instead of {list(self._shape(layer))}"
         if not self._saved:

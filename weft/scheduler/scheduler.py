@@ -91,7 +91,8 @@ class Scheduler:
         threshold = section.long_prefill_token_threshold or section.max_num_batched_tokens
         # A decode row with drafts counts as a chunk. Blocks for the drafts to propose are reserved with the
         # row.
-        longest = max(min(threshold, section.max_num_batched_tokens), 1 + kv.drafts) + kv.drafts
+        whole = 0 if kv.media is None else kv.media.whole  # a chunk may have all tokens of an image
+        longest = max(min(threshold, section.max_num_batched_tokens), whole, 1 + kv.drafts) + kv.drafts
         self._state = SchedulerState(kv, longest, remembered_bytes, retention, places)
         self.planner = Planner(self._state, section, speculation)
         """The planner chooses the rows of each step."""

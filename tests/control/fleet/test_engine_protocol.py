@@ -5,6 +5,7 @@ from __future__ import annotations
 from testing.cluster.check import TokenModel
 from testing.cluster.engine_process import Engine
 from weft.common.clock import VirtualClock
+from weft.common.errors import InvalidRequest
 from weft.config.sections.all import SchedulerSection
 from weft.control.fleet.engine_protocol import EngineProtocol
 from weft.sim.engine import kv_config
@@ -115,3 +116,31 @@ def test_adapters_are_answered_to_the_sender() -> None:
     assert one.adapters_changed() == []
     dropped = m.decode_to_engine(m.encode(DropAdapter(digest=load.digest)))
     assert one.on(b"f", dropped) == [(b"f", AdapterChanged(digest=load.digest, loaded=False))]
+
+
+def test_a_drop_ends_a_load_before_the_next_load() -> None:
+    """Otherwise the error of the dropped load would answer a second load of the same adapter."""
+    digest = "d" * 32
+    refused = AdapterChanged(digest=digest, loaded=False, error=InvalidRequest("dropped").info())
+
+    class Loader:
+        ended: list[AdapterChanged]
+
+        def begin(self, message: m.ToAdapters) -> AdapterChanged | None:
+            if isinstance(message, LoadAdapter):
+                return None
+            self.ended = [refused]
+            return AdapterChanged(digest=message.digest, loaded=False)
+
+        def finished(self) -> list[AdapterChanged]:
+            made, self.ended = self.ended, []
+            return made
+
+    one = engine()
+    one._adapters = Loader()
+    one.on(b"f", m.Hello(versions=(m.OLDEST, m.VERSION), front="f"))
+    assert one.on(b"f", LoadAdapter(name="a", digest=digest, folder="/a")) == []
+    gone = AdapterChanged(digest=digest, loaded=False)
+    assert one.on(b"f", DropAdapter(digest=digest)) == [(b"f", refused), (b"f", gone)]
+    assert one.on(b"f", LoadAdapter(name="a", digest=digest, folder="/a")) == []
+    assert one.adapters_changed() == []

@@ -25,6 +25,8 @@ _SIDE = re.compile(_PREFIX + r"\.lora_(?P<table>embedding_)?(?P<side>[AB])(?:\.d
 _MAGNITUDE = re.compile(_PREFIX + r"\.lora_magnitude_vector(?:\.default)?(?:\.weight)?$")
 _WHOLE = re.compile(_PREFIX + r"(?:\.modules_to_save(?:\.default)?)?\.weight$")
 _BASE = ".base_layer"
+_MOST = 1e30
+"""Bound of ranks and alphas: beyond it no scale is a finite number."""
 
 
 class UnreadTensors(ValueError):
@@ -94,6 +96,10 @@ def modules_of(
 
     Raise UnreadTensors for tensors that are not supported, and for shapes that do not fit.
     """
+    for field in ("modules_to_save", "target_parameters"):
+        names = config.get(field) or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise UnreadTensors(f"{field} must be a list of names, not {str(names)[:80]!r}")
     # A pair of tensors per module, and perhaps lengths; everything else is refused together.
     found = dict[str, _Found]()
     saved, lengths, copies, other = [], dict[str, str](), list[str](), []
@@ -149,7 +155,8 @@ def _tensors(found: Mapping[str, _Found]) -> list[str]:
 
 
 def _check_dtypes(header: Mapping[str, Any], tensors: Sequence[str]) -> None:
-    wrong = [f"{tensor} ({kind})" for tensor in tensors if (kind := header[tensor]["dtype"]) not in _DTYPES]
+    kinds = {tensor: str(header[tensor].get("dtype")) for tensor in tensors}
+    wrong = [f"{tensor} ({kind[:16]})" for tensor, kind in kinds.items() if kind not in _DTYPES]
     if wrong:
         raise UnreadTensors(f"tensors with a dtype that is not supported: {listed(wrong)}; save as bfloat16")
 
@@ -186,9 +193,9 @@ class _Numbers:
     def of(self, field: str, default: str, module: str) -> float:
         """Return the number for ``module``: of the first fitting pattern, else of the setting ``default``."""
         value = self._patterns[field].find(module, self._config.get(default))
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST:
             shown = field if self._config.get(field) else "r or lora_alpha"
-            raise UnreadTensors(f"{shown} must be positive, not {value!r}")
+            raise UnreadTensors(f"{shown} must be positive, not {str(value)[:80]}")
         return value
 
 

@@ -111,8 +111,8 @@ def check_whole_images(
         ):
             raise ConfigError(
                 f"the KV cache of window layers does not hold an image of {whole} tokens: raise "
-                "--kv-cache-bytes",
-                param="--kv-cache-bytes",
+                f"--kv-cache-memory, or --long-prefill-token-threshold to at least {whole}",
+                param="--kv-cache-memory",
             )
 
 

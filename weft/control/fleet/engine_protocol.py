@@ -253,7 +253,8 @@ class EngineProtocol:
             return [(front, AdapterChanged(digest=message.digest, loaded=False, error=error))]
         answer = self._adapters.begin(message)
         if answer is not None:
-            return [(front, answer)]
+            # A drop ends a load: the error of the old load must not answer a load that follows.
+            return [*self.adapters_changed(), (front, answer)]
         self._loading.setdefault(message.digest, []).append(front)
         return []
 

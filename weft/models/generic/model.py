@@ -313,5 +313,6 @@ class TransformersModel(Model):
         yield from ()
         if not self.spec.head or (not len(hidden) and self.sums.comm.size == 1):
             return hidden.new_zeros(len(hidden), self.spec.vocab_size)
+        self.sums.adapters = adapters  # a head beside an unknown embedding is a linear layer with adapters
         made: Tensor = self._head[0](inputs_embeds=hidden[None], use_cache=False).logits[0]
         return made.to(self.dtype)
