@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from tests.composition.references import References
-from tests.composition.table import ALONE, ON_REPLICAS, GroupTable, Table, write_part
+from tests.composition.table import (
+    ALONE,
+    BETWEEN_GROUPS,
+    GROUP_NAMES,
+    NAMES,
+    ON_DISK,
+    ON_REPLICAS,
+    GroupTable,
+    Table,
+    write_part,
+)
 from weft.config.families.generic import probing as generic
 
 PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
@@ -48,9 +58,10 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
 @pytest.fixture(scope="session")
 def group_table(request: pytest.FixtureRequest) -> Iterator[GroupTable]:
     """Yield the table of features with separate prefill and decode groups."""
-    from tests.composition.test_groups import NAMES, shown
+    from tests.composition import test_groups as groups
 
-    made = GroupTable({family: shown(family) for family in NAMES})
+    features = {family: groups.shown(family) for family in groups.NAMES}
+    made = GroupTable(features, BETWEEN_GROUPS, GROUP_NAMES)
     yield made
     # Without the grid some cells have no case.
     if request.config.getoption("--write-composition") and request.config.getoption("-m") == "grid":
@@ -67,3 +78,15 @@ def replica_table(request: pytest.FixtureRequest) -> Iterator[Table]:
     # Without the grid some cells have no case.
     if request.config.getoption("--write-composition") and request.config.getoption("-m") == "grid":
         write_part(PAGE, 2, made.lines())
+
+
+@pytest.fixture(scope="session")
+def disk_table(request: pytest.FixtureRequest) -> Iterator[GroupTable]:
+    """Yield the table of features with blocks loaded from disk."""
+    from tests.composition import test_disk as disk
+
+    made = GroupTable({family: disk.shown_of_disk(family) for family in disk.NAMES}, ON_DISK, NAMES)
+    yield made
+    # Without the grid some cells have no case.
+    if request.config.getoption("--write-composition") and request.config.getoption("-m") == "grid":
+        write_part(PAGE, 3, made.lines())

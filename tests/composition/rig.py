@@ -30,7 +30,7 @@ from weft.types.plan import MoveMedia, PlaceAdapter
 
 VOCAB, MAX_LEN, BLOCK, OUTPUT = 300, 160, 8, 16
 SEQUENCES = 8
-ADAPTED = r"layers\.({layers})\.self_attn\.(q_proj|q_b_proj|o_proj)$"
+ADAPTED = r"(?<!mtp\.)layers\.({layers})\.self_attn\.(q_proj|q_b_proj|o_proj)$"
 """Modules with adapters: in every form of attention that takes adapters."""
 LONGEST = 96 + OUTPUT + 4
 """A little more than the longest prompt and its answer."""
@@ -299,7 +299,7 @@ def engine(folder: Path, case: dict[str, Any], *, alone: bool = False) -> LLM:
             settings["max_model_len"] = LONGEST
             settings["kv_cache_memory"] = str(tight(folder, case, BLOCK))
         settings |= room_for_images(folder, case.get("room"), 1)
-    return LLM(str(folder), **settings)
+    return LLM(str(folder), **(settings | case.get("disk", {})))
 
 
 @cache
@@ -352,7 +352,7 @@ def run(
         asked: list[Any] = asked_of(folder)
         # The prompts have no adapter, the first and the second in turn.
         lora = [(None, "a", "b")[i % 3] if case.get("lora") else None for i in range(len(asked))]
-        if case["prefix"] and not alone:
+        if case["prefix"] and not alone and not case.get("disk"):
             llm.generate(asked[-3:], SamplingParams(max_tokens=1), use_tqdm=False, lora=lora[-3:])
         wanted = params(case, len(asked), stop)
         outputs = llm.generate(asked, wanted, use_tqdm=False, grammar=grammar, lora=lora)

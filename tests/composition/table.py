@@ -35,7 +35,8 @@ GROUP_NAMES = {
 }
 HEADING = "# Prefill and decode in groups of their own"
 REPLICA_HEADING = "# Images on replicas that share experts"
-"""Start of the second and of the third part of the page."""
+DISK_HEADING = "# KV on disk"
+"""Starts of the second, the third and the fourth part of the page."""
 ALONE = [
     "# Which features work together",
     "",
@@ -63,6 +64,9 @@ ALONE = [
     "* the same image after another text;",
     "* images of several turns.",
     "",
+    "`tests/composition/test_whole_images.py` runs Gemma 3, Gemma 4, Mistral Small 3.x and Ministral 3 with",
+    "images and many features at once: in one group, and in prefill, decode and encode groups.",
+    "",
     "`pytest tests/composition/test_pairs.py -m grid --write-composition` writes this part.",
 ]
 ON_REPLICAS = [
@@ -74,11 +78,40 @@ ON_REPLICAS = [
     "`pytest tests/composition/test_replicas.py -m grid --write-composition` writes this part.",
 ]
 
+BETWEEN_GROUPS = [
+    HEADING,
+    "",
+    "One group prefills, and another group decodes ([transfer.md](transfer.md)). Each cell counts",
+    "the cases in which the feature was active. The cases of a form of attention contain every",
+    "pair of values of every two features. In each case:",
+    "",
+    "* the cache of every sequence was transferred;",
+    "* every sequence got the same tokens, text and logprobs as alone, in float64;",
+    "* all blocks were free again at both ends.",
+    "",
+    "Where several ranks compute prompts with images, steps have two micro-batches (overlap).",
+    "`tests/cli/test_encode.py` tests replicas that share experts, with encode groups.",
+    "",
+    "`pytest tests/composition/test_groups.py -m grid --write-composition` writes this part.",
+]
+ON_DISK = [
+    DISK_HEADING,
+    "",
+    "A first engine stores the blocks of all prompts on disk, and a second engine loads the blocks",
+    "([tiers.md](tiers.md)). Each cell counts the cases in which the feature was active in the second",
+    "engine and loads saved prompt tokens. The cases of a form of attention contain every value of every",
+    "feature. In each case, every sequence got the same tokens, text and logprobs as alone from both",
+    "engines, in float64.",
+    "",
+    "`pytest tests/composition/test_disk.py -m grid --write-composition` writes this part.",
+]
+
 
 def write_part(path: Path, part: int, lines: list[str]) -> None:
-    """Write the first, second or third part of the page. Keep the other parts."""
+    """Write one of the four parts of the page, counted from 0. Keep the other parts."""
     text = path.read_text(encoding="utf-8")
-    parts = re.split(f"^(?={re.escape(HEADING)}|{re.escape(REPLICA_HEADING)})", text, flags=re.MULTILINE)
+    starts = "|".join(map(re.escape, (HEADING, REPLICA_HEADING, DISK_HEADING)))
+    parts = re.split(f"^(?={starts})", text, flags=re.MULTILINE)
     parts[part : part + 1] = ["\n".join(lines)]
     path.write_text("\n\n".join(one.strip() for one in parts) + "\n", encoding="utf-8")
 
@@ -122,11 +155,12 @@ class Table:
 
 
 class GroupTable:
-    """For each feature and family, how often the feature was active between groups."""
+    """For each feature and family, how often the feature was active, between groups or beside a KV disk."""
 
-    def __init__(self, features: dict[str, list[str]]) -> None:
-        """Make an empty table. ``features``: family -> its features."""
-        self._features = features
+    def __init__(self, features: dict[str, list[str]], head: list[str], names: dict[str, str]) -> None:
+        """Make an empty table. ``features``: family -> its features; ``head``: the lines before the table;
+        ``names``: feature -> its name on the page."""
+        self._features, self._head, self._names = features, head, names
         self._cases: dict[tuple[str, str], int] = {}
 
     def ran(self, family: str, engaged: set[str]) -> None:
@@ -135,24 +169,11 @@ class GroupTable:
             self._cases[family, feature] = self._cases.get((family, feature), 0) + 1
 
     def lines(self) -> list[str]:
-        """Return the lines of the page's second part. Raise AssertionError if a cell is empty."""
+        """Return the lines of the part. Raise AssertionError if a cell is empty."""
         families = list(self._features)
         rows = list(dict.fromkeys(feature for each in self._features.values() for feature in each))
         lines = [
-            HEADING,
-            "",
-            "One group prefills, and another group decodes ([transfer.md](transfer.md)). Each cell counts",
-            "the cases in which the feature was active. The cases of a form of attention contain every",
-            "pair of values of every two features. In each case:",
-            "",
-            "* the cache of every sequence was transferred;",
-            "* every sequence got the same tokens, text and logprobs as alone, in float64;",
-            "* all blocks were free again at both ends.",
-            "",
-            "Where several ranks compute prompts with images, steps have two micro-batches (overlap).",
-            "`tests/cli/test_encode.py` tests replicas that share experts, with encode groups.",
-            "",
-            "`pytest tests/composition/test_groups.py -m grid --write-composition` writes this part.",
+            *self._head,
             "",
             "| | " + " | ".join(families) + " |",
             "|---" * (len(families) + 1) + "|",
@@ -163,5 +184,5 @@ class GroupTable:
                 count = self._cases.get((family, row), 0)
                 assert count or row not in self._features[family], f"no case of {family} had {row} at work"
                 cells.append(str(count) if row in self._features[family] else "-")
-            lines.append(f"| {GROUP_NAMES[row]} | " + " | ".join(cells) + " |")
+            lines.append(f"| {self._names[row]} | " + " | ".join(cells) + " |")
         return lines

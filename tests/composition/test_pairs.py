@@ -99,6 +99,14 @@ def test_tokens_are_those_of_each_sequence_alone(
     expected, stop = references.of(family, case)
     folder = make_checkpoint(references.root, family)
     made, seen = run(folder, case, stop)
+    check_answers(case, made, expected)
+    engaged = check_engaged(family, case, made, seen, distinct_images(folder))
+    for pair in itertools.combinations(sorted(engaged), 2):
+        table.ran(family, pair)
+
+
+def check_answers(case: dict[str, Any], made: dict[Any, Answer], expected: dict[Any, Answer]) -> None:
+    """Assert that the answers ``made`` have the tokens, text and logprobs of the sequences alone."""
     assert made.keys() == expected.keys()
     for key, answer in made.items():
         assert answer.tokens == expected[key].tokens, key
@@ -110,16 +118,20 @@ def test_tokens_are_those_of_each_sequence_alone(
                 assert abs(value - alone) < 1e-5
         else:
             assert not answer.logprobs
-    engaged = _engaged(case, made, seen, distinct_images(folder))
+
+
+def check_engaged(
+    family: str, case: dict[str, Any], made: dict[Any, Answer], seen: Any, distinct: int
+) -> set[str]:
+    """Return the features that were active. Assert that all features of ``case`` were."""
+    engaged = _engaged(case, made, seen, distinct)
+    own = of_family(family)
     missing = [
-        feature
-        for feature, value in case.items()
-        if value != of_family(family)[feature][0] and feature not in engaged
+        feature for feature, value in case.items() if value != own[feature][0] and feature not in engaged
     ]
     missing += [feature for feature in shown(family) if feature == "images" and feature not in engaged]
     assert not missing, f"did not engage: {missing}"
-    for pair in itertools.combinations(sorted(engaged), 2):
-        table.ran(family, pair)
+    return engaged
 
 
 def _lacks_room(case: dict[str, Any], seen: Any, distinct: int) -> bool:

@@ -17,6 +17,11 @@ from weft.types.messages import Submit
 from weft.types.tiers import BlockOutcome
 
 PROMPT = [7, 3] * 16
+SEEDS = [
+    range(3),
+    pytest.param(range(3, 12), marks=pytest.mark.slow),
+    pytest.param(range(12, 60), marks=pytest.mark.grid),
+]
 KINDS = {
     "full": {},
     "window": {"window": 6, "window_block": 8},
@@ -56,7 +61,7 @@ def test_a_restart_keeps_prefixes(kinds: str) -> None:
     assert not stats.pinned
 
 
-@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 60), marks=pytest.mark.grid)])
+@pytest.mark.parametrize("seeds", SEEDS)
 @mostly_slow("depth", [1, 2], [2])
 def test_random_loads_with_a_store(depth: int, seeds: range) -> None:
     """Sequences get the tokens of a run alone, and all blocks are free at the end: with stores and loads at

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from click.testing import CliRunner
 
@@ -11,6 +13,7 @@ from weft.config.sections.all import SchedulerSection
 from weft.sim.agents import AgentReport, Agents, AgentSimulation
 from weft.sim.engine import kv_config
 from weft.sim.presets import PRESETS
+from weft.sim.simulated_store import StoreCosts
 
 SMALL = Agents(
     sessions=3,
@@ -26,13 +29,25 @@ SMALL = Agents(
 )
 
 
-def run(retention: float, seed: int = 0) -> AgentReport:
+DISK = StoreCosts(nbytes=1 << 30, bandwidth=1e9)
+
+
+FEW = replace(SMALL, turns=4, pause=4.0, others=100)
+
+
+def run(
+    retention: float,
+    seed: int = 0,
+    store: StoreCosts | None = None,
+    agents: Agents = SMALL,
+    tokens: int = 32_000,
+) -> AgentReport:
     section = SchedulerSection(max_num_seqs=16, max_num_batched_tokens=2048, steps_in_flight=2)
-    kv = kv_config(section, SMALL.longest, tokens=32_000, block_size=16)
+    kv = kv_config(section, agents.longest, tokens=tokens, block_size=16)
     cost = PRESETS["spool-text-cpu"].scaled(0.01)
-    simulation = AgentSimulation(kv, section, cost, SMALL, retention=retention, seed=seed)
+    simulation = AgentSimulation(kv, section, cost, agents, retention=retention, seed=seed, store=store)
     simulation.run()
-    assert simulation.scheduler.stats().kv_usage == 0
+    assert store is not None or simulation.scheduler.stats().kv_usage == 0
     return simulation.agent_report()
 
 
@@ -46,9 +61,29 @@ def test_kept_sessions_are_found_again_and_answered_sooner(seed: int) -> None:
     assert kept.ttft.p50 < without.ttft.p50
 
 
+@pytest.mark.parametrize(
+    ("agents", "tokens"), [(FEW, 8000), pytest.param(SMALL, 32_000, marks=pytest.mark.slow)]
+)
+def test_a_disk_brings_sessions_back(agents: Agents, tokens: int) -> None:
+    without, disk = (run(0.0, store=store, agents=agents, tokens=tokens) for store in (None, DISK))
+    assert disk.prompt_tokens == without.prompt_tokens
+    assert disk.loads["done"] > 0
+    assert disk.hit_rate > without.hit_rate + 0.1
+    assert disk.ttft.mean < without.ttft.mean
+
+
+@pytest.mark.slow
+def test_a_disk_without_room_gives_no_gain_and_no_harm() -> None:
+    without, disk = run(0.0), run(0.0, store=DISK._replace(nbytes=1000))
+    assert disk.turns == without.turns
+    assert abs(disk.hit_rate - without.hit_rate) < 0.05
+    assert disk.ttft.p99 < 1.1 * without.ttft.p99
+
+
 @pytest.mark.slow
 def test_the_same_seed_is_the_same_run() -> None:
     assert run(50.0, 3) == run(50.0, 3)
+    assert run(50.0, 3, DISK) == run(50.0, 3, DISK)
 
 
 def test_the_command_prints_a_column_for_each_retention() -> None:
@@ -60,3 +95,14 @@ def test_the_command_prints_a_column_for_each_retention() -> None:
     assert "of them cached" in got.output
     small = CliRunner().invoke(sim, ["agents", "--kv-tokens", "1000"])
     assert small.exit_code != 0
+
+
+def test_the_command_adds_a_column_with_a_disk() -> None:
+    flags = ["--sessions", "1", "--turns", "2", "--others", "3", "--kv-tokens", "500000", "--retention", "0"]
+    got = CliRunner().invoke(sim, ["agents", *flags, "--kv-disk", "20G", "--kv-disk-bandwidth", "500M"])
+    assert got.exit_code == 0, got.output
+    lines = [line.split() for line in got.output.splitlines()]
+    assert lines[:2] == [["--session-retention", "0", "0"], ["--kv-disk", "none", "20G"]]
+    assert lines[-1][:4] == ["loads", "not", "begun", "0"]
+    wrong = CliRunner().invoke(sim, ["agents", *flags, "--kv-disk", "much"])
+    assert "--kv-disk" in str(wrong.exception)

@@ -17,6 +17,7 @@ from weft.config.sections.all import SchedulerSection
 from weft.scheduler.policy.step_cost import CostModel
 from weft.sim.engine import VOCABULARY, Simulation
 from weft.sim.latency_report import Latency
+from weft.sim.simulated_store import StoreCosts
 from weft.sim.workload import Arrival, in_order
 from weft.types.messages import Submit, TokenEvent, ids_to_bytes
 from weft.types.sampling import TokenParams
@@ -66,7 +67,9 @@ class AgentReport:
     prompt_tokens: float
     """Mean prompt tokens of a turn."""
     hit_rate: float
-    """Share of the prompt tokens found in the prefix cache."""
+    """Share of the prompt tokens found in the prefix cache, loaded blocks included."""
+    loads: dict[str, int]
+    """Loads from the disk by outcome, over all prompts; {} without a disk."""
     ttft: Latency
     other_ttft: Latency
     """TTFT of unrelated prompts."""
@@ -99,9 +102,12 @@ class AgentSimulation(Simulation):
         retention: float,
         seed: int = 0,
         noise: float = 0.0,
+        store: StoreCosts | None = None,
     ) -> None:
         arrivals = _first_arrivals(agents, seed)
-        super().__init__(kv, section, cost, arrivals, seed=seed, noise=noise, retention=retention)
+        super().__init__(
+            kv, section, cost, arrivals, seed=seed, noise=noise, retention=retention, store=store
+        )
         self._agents = agents
         self._requests = agents.sessions * agents.turns + agents.others
         common = np.random.default_rng(seed).integers(0, VOCABULARY, agents.shared, dtype=np.int32)
@@ -126,6 +132,7 @@ class AgentSimulation(Simulation):
             turns=len(later),
             prompt_tokens=tokens / max(len(later), 1),
             hit_rate=sum(self._cached.get(number, 0) for number, _, _ in later) / max(tokens, 1),
+            loads={} if self.store is None else self.store.loads.stats().loads,
             ttft=Latency.of([stream.times[0] - turn.at for _, turn, stream in later]),
             other_ttft=Latency.of([stream.times[0] - stream.arrival.at for stream in others]),
             seconds=self.clock.now(),

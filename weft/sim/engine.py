@@ -16,16 +16,18 @@ from weft.common.errors import ConfigError, Overloaded
 from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.sections.all import SchedulerSection, SpeculationSection
 from weft.config.spec import CacheSpec
-from weft.engine.loop import EngineLoop
 from weft.scheduler import Scheduler
 from weft.scheduler.policy.step_cost import CostModel
 from weft.sim.device import FakeDevice, FakeRanks
 from weft.sim.latency_report import Latency, Report, Stream, gaps, prompt_window, rate
+from weft.sim.simulated_store import SimulatedStore, StoreCosts, StoreLoop
 from weft.sim.workload import Arrival, Prompts, in_order
 from weft.types.messages import Submit, TokenEvent, ids_to_bytes
 from weft.types.sampling import TokenParams
 
 VOCABULARY = 32000
+CACHE_DTYPE = "bfloat16"
+"""Type of the cache's entries. Matters to a KV disk alone."""
 
 Progress = Callable[[int, int, float], None]
 """Called now and then with (requests done or refused, requests, virtual seconds)."""
@@ -39,15 +41,17 @@ def kv_config(
     block_size: int = 64,
     caching: bool = True,
     drafts: int = 0,
+    token_bytes: int = 4,
 ) -> KVConfig:
     """Return a cache of one pool of full attention with ``tokens`` positions; 0 for the largest possible
     need.
 
-    ``drafts`` is the maximum number of drafts of a sequence in a step.
+    ``drafts`` is the maximum number of drafts of a sequence in a step. ``token_bytes``: bytes of one position
+    in ``CACHE_DTYPE``, rounded up to 4.
     """
     each = -(-max_model_len // block_size)
     blocks = tokens // block_size if tokens else each * section.max_num_seqs
-    cache = CacheSpec(kind="full", layers=(0,), kv_heads=1, head_dim=1)
+    cache = CacheSpec(kind="full", layers=(0,), kv_heads=1, head_dim=-(-token_bytes // 4))
     return KVConfig(
         pools=(PoolSpec(cache=cache, block_size=block_size, num_blocks=blocks),),
         block_size=block_size,
@@ -81,6 +85,7 @@ class Simulation:
         acceptance: float = 1.0,
         retention: float = 0.0,
         device: FakeDevice | None = None,
+        store: StoreCosts | None = None,
     ) -> None:
         """Build the run. Raises ConfigError for requests longer than the maximum model length.
 
@@ -88,6 +93,7 @@ class Simulation:
         meanwhile. ``shared`` is the number of leading prompt
         tokens common to all requests. ``acceptance`` is the chance of a draft to be right if all earlier
         drafts were. ``retention`` is the session retention in seconds. ``device`` replaces the fake device.
+        ``store``: the disk of a KV tier; None without a tier.
         """
         longest = max((a.prompt + max(a.output, a.again) for a in arrivals), default=0)
         if longest > kv.max_model_len:
@@ -105,7 +111,11 @@ class Simulation:
         """Number of requests done; background sequences are not counted."""
         self._depth = depth_of(section)
         ranks = FakeRanks(self.device, self.clock, host)
-        self._loop = EngineLoop(self.scheduler, ranks, self.clock, self._depth)
+        self._loop = StoreLoop(self.scheduler, ranks, self.clock, self._depth)
+        self.store: SimulatedStore | None = None
+        if store is not None:
+            self.store = SimulatedStore(self.scheduler.use_tier(CACHE_DTYPE, store.mode), store, self.clock)
+            self._loop.store, self._loop.sources = self.store, [self.store]
         self._arrivals = deque(in_order(arrivals))
         self._requests = sum(not a.background for a in arrivals)
         self._prompts = Prompts(VOCABULARY, shared, seed)
@@ -139,15 +149,20 @@ class Simulation:
 
     def has_work(self) -> bool:
         """Return True if anything runs, waits or will arrive."""
-        return bool(self._arrivals or self._again or self._loop.has_work())
+        return bool(self._arrivals or self._again or self._loop.has_work() or self._loop.blocked)
 
     def turn(self) -> None:
-        """Submit arrivals and run one step, or move the clock to the next arrival."""
+        """Submit arrivals and run one step, or move the clock to the next arrival or report of the disk."""
         self._take_arrivals(self.clock.now())
         if self._loop.has_work():
             self._hear(self._loop.step())
+            return
+        events: list[TokenEvent] = []
+        next_at = self._arrivals[0].at if self._arrivals else float("inf")
+        if self._loop.wait_for_store(next_at, events):
+            self._hear(events)
         elif self._arrivals:
-            self.clock.advance_to(self._arrivals[0].at)
+            self.clock.advance_to(next_at)
 
     def report(self) -> Report:
         """Return the results so far."""

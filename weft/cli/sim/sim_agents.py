@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+
 import click
 
 from weft.common.errors import ConfigError
 from weft.common.progress import progress_bar
+from weft.config.flags import parse_size
 from weft.config.sections.all import SchedulerSection
 from weft.sim.agents import AgentReport, Agents, AgentSimulation
 from weft.sim.engine import kv_config
 from weft.sim.presets import PRESETS, load
+from weft.sim.simulated_store import StoreCosts
+
+_OUTCOMES = {
+    "loads, whole": ("done",),
+    "loads, in part": ("cut", "late", "gone", "evicted"),
+    "loads not begun": ("slower",),
+}
+"""Row of the table -> outcomes of loads (weft.scheduler.loads)."""
 
 
 @click.command("agents")
@@ -63,6 +74,28 @@ from weft.sim.presets import PRESETS, load
     show_default=True,
     help="Value of --session-retention; may be repeated. The table has one column per value.",
 )
+@click.option(
+    "--kv-disk",
+    "disk",
+    metavar="SIZE",
+    help="Bytes of a disk tier. The table has a second column per value of --retention, with the disk.",
+)
+@click.option(
+    "--kv-disk-bandwidth",
+    "bandwidth",
+    default="2G",
+    show_default=True,
+    metavar="SIZE",
+    help="Bytes per second of the disk.",
+)
+@click.option(
+    "--kv-token-bytes",
+    "token_bytes",
+    type=click.IntRange(4),
+    default=32_768,
+    show_default=True,
+    help="Bytes of one token in the KV cache. Matters to the disk alone.",
+)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 def agents_command(
     cost_name: str,
@@ -74,6 +107,9 @@ def agents_command(
     pause: float,
     kv_tokens: int,
     seconds: tuple[float, ...],
+    disk: str | None,
+    bandwidth: str,
+    token_bytes: int,
     seed: int,
 ) -> int:
     """Simulate sessions of agents: 43 turns of 140,000 input and 400 output tokens, with pauses between
@@ -89,33 +125,52 @@ def agents_command(
         )
     cost = load(cost_name).scaled(1 / speed)
     section = SchedulerSection(max_num_seqs=64, max_num_batched_tokens=8192, steps_in_flight=2)
-    kv = kv_config(section, agents.longest, tokens=kv_tokens)
+    kv = kv_config(section, agents.longest, tokens=kv_tokens, token_bytes=token_bytes)
+    stores: list[StoreCosts | None] = [None]
+    if disk is not None:
+        stores.append(StoreCosts(_size(disk, "--kv-disk"), _size(bandwidth, "--kv-disk-bandwidth")))
     reports = []
-    for each in seconds:
+    for each, store in itertools.product(seconds, stores):
         with progress_bar(title=f"simulating {each:g} s", unit="turn", leave=False) as bar:
 
             def show(done: int, total: int, now: float) -> None:
                 bar.total, bar.n = total, done
                 bar.update(0)
 
-            simulation = AgentSimulation(kv, section, cost, agents, retention=each, seed=seed)
+            simulation = AgentSimulation(kv, section, cost, agents, retention=each, seed=seed, store=store)
             simulation.run(progress=show)
-        reports.append((each, simulation.agent_report()))
+        reports.append((each, "" if store is None else str(disk), simulation.agent_report()))
     click.echo(table(reports))
     return 0
 
 
-def table(reports: list[tuple[float, AgentReport]]) -> str:
-    """Return the reports as a table, one column per retention."""
+def _size(text: str, flag: str) -> int:
+    """Return the bytes of a size. Raise ConfigError that names ``flag``."""
+    size = parse_size(text)
+    if size is None:
+        raise ConfigError(f"{flag} {text!r} is not a size: write 512M, 20G or a number of bytes", param=flag)
+    return size
+
+
+def table(reports: list[tuple[float, str, AgentReport]]) -> str:
+    """Return the reports as a table, one column per retention and disk ("" without a disk)."""
     lines = [
-        ["--session-retention", *(f"{each:g}" for each, _ in reports)],
-        ["turns after the first", *(str(one.turns) for _, one in reports)],
-        ["prompt tokens of a turn", *(f"{one.prompt_tokens:.0f}" for _, one in reports)],
-        ["of them cached", *(f"{one.hit_rate:.1%}" for _, one in reports)],
-        ["TTFT p50 / p99, s", *(f"{one.ttft.p50:.2f} / {one.ttft.p99:.2f}" for _, one in reports)],
-        ["TTFT of other prompts", *(f"{o.other_ttft.p50:.2f} / {o.other_ttft.p99:.2f}" for _, o in reports)],
-        ["total seconds", *(f"{one.seconds:.0f}" for _, one in reports)],
+        ["--session-retention", *(f"{each:g}" for each, _, _ in reports)],
+        ["turns after the first", *(str(one.turns) for _, _, one in reports)],
+        ["prompt tokens of a turn", *(f"{one.prompt_tokens:.0f}" for _, _, one in reports)],
+        ["of them cached", *(f"{one.hit_rate:.1%}" for _, _, one in reports)],
+        ["TTFT p50 / p99, s", *(f"{one.ttft.p50:.2f} / {one.ttft.p99:.2f}" for _, _, one in reports)],
+        [
+            "TTFT of other prompts",
+            *(f"{one.other_ttft.p50:.2f} / {one.other_ttft.p99:.2f}" for _, _, one in reports),
+        ],
+        ["total seconds", *(f"{one.seconds:.0f}" for _, _, one in reports)],
     ]
+    if any(disk for _, disk, _ in reports):
+        lines.insert(1, ["--kv-disk", *(disk or "none" for _, disk, _ in reports)])
+        for name, outcomes in _OUTCOMES.items():
+            counts = [sum(one.loads.get(outcome, 0) for outcome in outcomes) for _, _, one in reports]
+            lines.append([name, *map(str, counts)])
     # Titles are aligned left, numbers right.
     wide = max(len(line[0]) for line in lines)
     return "\n".join(
