@@ -104,6 +104,7 @@ def test_files_and_tensors_that_are_no_adapter_are_refused(tmp_path: Path) -> No
 
 def test_files_that_never_end_are_refused(tmp_path: Path) -> None:
     """Nobody writes to the pipe, and the device has no end."""
+    before = len(os.listdir("/proc/self/fd"))
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         for kind in ("pipe", "device", "folder"):
             path = write(tmp_path / f"{name} {kind}") / name
@@ -116,6 +117,7 @@ def test_files_that_never_end_are_refused(tmp_path: Path) -> None:
                 path.mkdir()
             with pytest.raises(ConfigError, match=r"no regular file|is missing|can't be read"):
                 read_adapter(path.parent)
+    assert len(os.listdir("/proc/self/fd")) == before
     path = write(tmp_path / "large") / "adapter_config.json"
     os.truncate(path, MOST_SETTINGS + 1)
     with pytest.raises(ConfigError, match=f"at most {MOST_SETTINGS} are read"):

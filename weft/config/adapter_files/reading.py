@@ -22,12 +22,16 @@ def read_regular(path: Path, most: int = 0) -> bytes:
     Raise OSError if the file can't be opened, and ConfigError for any other kind of file, or a larger file.
     """
     # Without O_NONBLOCK the open of a pipe waits for a writer.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        facts = os.fstat(file.fileno())
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
             raise ConfigError(f"{path.name} is no regular file", param="--lora-modules")
         if most and facts.st_size > most:
             raise ConfigError(
                 f"{path.name} has {facts.st_size} bytes, and at most {most} are read", param="--lora-modules"
             )
-        return file.read(most or -1)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(most or -1)
+    finally:
+        os.close(descriptor)
