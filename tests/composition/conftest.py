@@ -24,7 +24,7 @@ from weft.config.families.generic import probing as generic
 PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def probe_here() -> Iterator[None]:
     """Probe models of transformers in this process, which has imported transformers already."""
 
