@@ -164,6 +164,8 @@ class RankTier:
     def _refuse(self, command: TierCommand) -> None:
         if isinstance(command, CopyBlocks):
             self._answer(command, bytes([BlockOutcome.OFF]) * command.size, 0, 0.0)
+        else:
+            log.warning("records of the KV tier were not removed, because the tier is off")
 
     def turn(self, seconds: float) -> None:
         """Carry out one command; without a command wait up to ``seconds``, then look at the folder."""
