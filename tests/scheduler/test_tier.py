@@ -12,7 +12,8 @@ from tests.scheduler.harness import next_turn, random_bases, random_rig, random_
 from tests.scheduler.tier_rig import FakeDisk, TierRig, faulty
 from tests.support.slow import mostly_slow
 from weft.kv import tiers
-from weft.kv.tiers import Changed, Stopped
+from weft.kv.tiers import Changed, Copied, Flushed, Stopped
+from weft.scheduler.loads import FIRST_RATE
 from weft.types.messages import Submit
 from weft.types.tiers import BlockOutcome
 
@@ -229,3 +230,109 @@ def test_a_full_list_skips(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask(rig, submit(0, PROMPT)) == 0
     assert len(rig.disk.records) == 3
     assert rig.loads.stats().skipped == {"full": 6}
+
+
+def stored(*prompts: list[int]) -> tuple[FakeDisk, TierRig]:
+    """Return a disk with the blocks of ``prompts``, and a rig that begins with the disk."""
+    disk, kv = FakeDisk(), kv_config(blocks=128)
+    ask(TierRig(kv, disk=disk), *(submit(number, prompt) for number, prompt in enumerate(prompts)))
+    return disk, TierRig(kv, disk=disk)
+
+
+OTHER = [5, 2] * 16
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_nobody_waits_for_a_store_that_is_off_or_stuck(stuck: bool) -> None:
+    """Sequences without a command under way go on at once, and statistics say so."""
+    _, rig = stored(PROMPT, OTHER)
+    rig.submit(submit(0, PROMPT))
+    rig.ask()
+    rig.now += 60.0
+    rig.hear(rig.scheduler.expire(rig.now))
+    if not stuck:
+        rig.loads.on(Stopped("No space left on device"), rig.now)
+    rig.submit(submit(1, OTHER))
+    rig.ask()
+    found = rig.scheduler.stats().tier
+    assert found is not None
+    assert (found.waiting, found.off) == (0, 1)
+
+
+def test_a_store_that_turns_off_lets_waiting_sequences_go_on() -> None:
+    _, rig = stored(PROMPT, OTHER, PROMPT[::-1])
+    for number, prompt in enumerate((PROMPT, OTHER, PROMPT[::-1])):
+        rig.submit(submit(number, prompt))
+    rig.ask()
+    first, _ = rig.under_way.pop(0)
+    rig.loads.on(Copied(first.job, bytes([BlockOutcome.OFF]) * first.size), rig.now)
+    assert rig.loads.book.off
+    rig.ask()
+    assert rig.loads.stats().waiting == len(rig.under_way)  # of the commands still under way
+    rig.settle()
+    rig.check_told()
+    rig.check_idle()
+
+
+def test_failed_loads_do_not_make_the_disk_slow() -> None:
+    """Records that are gone say nothing about the rate, and a refused load is not refused for ever."""
+    _, rig = stored(PROMPT)
+    rig.submit(submit(0, PROMPT))
+    rig.ask()
+    [(command, _)] = rig.under_way
+    rig.under_way.clear()
+    rig.loads.on(Copied(command.job, bytes([BlockOutcome.GONE]) * command.size, 0, 1e-3), rig.now)
+    assert rig.loads._rate == FIRST_RATE
+    rig.settle()
+
+    _, rig = stored(PROMPT)
+    rig.loads._rate = slow = 1e4
+    for number in range(200):
+        ask(rig, submit(number, PROMPT))
+        rig.loads.on(Flushed(), rig.now)
+        if rig.loads._rate > 1.5 * slow:
+            break
+    else:
+        raise AssertionError("the disk was never tried again")
+
+
+def test_a_flush_also_ends_loads_under_way() -> None:
+    _, rig = stored(PROMPT)
+    rig.submit(submit(0, PROMPT))
+    rig.ask()
+    assert rig.under_way
+    rig.loads.on(Flushed(), rig.now)
+    rig.settle()
+    assert rig.told[0].num_cached == 0
+    rig.check_told()
+    rig.check_idle()
+
+
+def test_later_prompts_do_not_cut_the_load_in_front() -> None:
+    """A load is compared with the bytes before its own bytes, not with those of the whole queue."""
+    prompts = [[number, 3] * 20 for number in range(10)]
+    _, rig = stored(*prompts)
+    for number, prompt in enumerate(prompts):
+        rig.submit(submit(number, prompt))
+    loads = list(rig.loads._loads.values())
+    assert len(loads) > 2
+    assert all(load.nbytes == rig.loads.book.bytes_of(load.left) for load in loads)
+    front = loads[0]
+    needs = rig.loads._compute_seconds(front.before, front.reach)
+    rig.loads._rate = 1.5 * front.nbytes / needs  # enough for the front alone
+    rig.loads._look(front, 0, rig.now)
+    assert front.sequence.loading
+    rig.loads._look(loads[1], front.nbytes, rig.now)
+    assert not loads[1].sequence.loading
+
+
+def test_the_cost_of_a_long_prompt_is_predicted_in_few_parts() -> None:
+    rig = TierRig(kv_config())
+    rig.loads._chunk, calls = 1, []
+    model = rig.loads._cost()
+    rig.loads._cost = lambda: type(
+        "Counted", (), {"predict": lambda self, shape: calls.append(1) or model.predict(shape)}
+    )()
+    whole = rig.loads._compute_seconds(0, 100_000)
+    assert whole > 0
+    assert len(calls) <= 64

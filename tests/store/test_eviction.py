@@ -7,6 +7,7 @@ import os
 import pytest
 
 from tests.store.stores import MIB, Clock, files, get, open_store, put, record
+from weft.store import eviction
 from weft.store.errors import RecordGone
 from weft.store.records import Owner
 
@@ -122,3 +123,12 @@ def test_files_that_processes_left_behind_are_removed(tmp_path):
     clock.seconds += 700
     store.maintain()
     assert not left.exists()
+
+
+def test_folders_of_other_users_are_left_out(tmp_path, monkeypatch):
+    """Several users may share a root such as /tmp: nobody counts, reads or removes the files of others."""
+    put(open_store(tmp_path), record(1))
+    assert len(list(eviction.files_of(tmp_path))) == 1
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    assert not list(eviction.files_of(tmp_path))

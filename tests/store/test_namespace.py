@@ -16,6 +16,8 @@ from weft.config.flags import from_keywords
 from weft.config.hub import bundled_models
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
+from weft.gguf import delta_heads
+from weft.kv import hashing
 from weft.ops import numerics
 from weft.store import layout, weights_digest
 from weft.store.namespace import facts_of, kv_namespace
@@ -82,6 +84,11 @@ def test_numerics_name_code_libraries_and_instructions(monkeypatch: pytest.Monke
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert numerics.numerics(torch.device("cpu"), ["torch"]) != found
     assert len(numerics.code_digest()) == 16
+
+
+def test_the_code_that_reads_weights_and_names_blocks_counts() -> None:
+    for module in (delta_heads, hashing, layout):
+        assert module.__name__.split(".")[1] in numerics._PACKAGES
 
 
 @pytest.fixture

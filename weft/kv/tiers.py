@@ -126,7 +126,8 @@ class _Job:
     due: float
     """Time after which the disk counts as stuck."""
     void: bool = False
-    """True if the caches were reset: the contents of the blocks are unknown."""
+    """True if the caches were reset: the contents of the blocks are unknown. Of a load: also if an operator
+    has emptied the cache since."""
 
 
 class TierBook:
@@ -283,12 +284,18 @@ class TierBook:
                 self._ghosts.clear()
                 for group in self._caches.kinds:
                     group.pool.forget_unused()
+                # A load under way may bring back what the operator removes.
+                self._void(loads_only=True)
             case Lost():
-                for job in self._jobs.values():
-                    job.void = True
+                self._void()
                 self._wanted.clear()
         actions += self._store(now)
         return actions
+
+    def _void(self, *, loads_only: bool = False) -> None:
+        """Let the results of commands under way not count."""
+        for job in self._jobs.values():
+            job.void |= job.load or not loads_only
 
     def _ended(self, hashes: Sequence[bytes], prompt: int, owner: Owner) -> None:
         """Choose the blocks of an ended sequence to store.
@@ -436,6 +443,10 @@ class TierBook:
             self._pins.unpin(kind, block)
         if job.load:
             yield Resolved([(kind, key) for kind, _, key in job.items])
+        # The store of one rank is off, for the life of the rank's process: no block is complete without the
+        # rank.
+        if BlockOutcome.OFF in copied.outcomes and not self.off:
+            self._stop("the store of a rank is off")
 
     def _landed(self, entry: Entry, block: int, outcome: BlockOutcome, void: bool) -> None:
         """Insert a loaded block into the prefix cache, unless the load has failed or the caches were reset.
@@ -449,7 +460,7 @@ class TierBook:
             self._caches.kinds[kind].pool.insert(block, key)
             self.failed.pop(entry, None)
         elif len(self.failed) < MOST_GHOSTS:
-            self.failed[entry] = outcome
+            self.failed[entry] = BlockOutcome.GONE if outcome == BlockOutcome.DONE else outcome
 
     def _stop(self, why: str) -> None:
         self.off = why

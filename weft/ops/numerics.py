@@ -16,8 +16,11 @@ from weft.ops import cpu
 from weft.ops.cpu import build
 from weft.ops.cpu.prebuilt import cpu_features
 
-_PACKAGES = ("attention", "layers", "models", "moe", "ops", "overlap", "parallel", "runner", "speculation")
-"""Packages whose code computes."""
+_PACKAGES = (
+    *("attention", "gguf", "kv", "layers", "models", "moe", "ops", "overlap", "parallel", "runner"),
+    *("speculation", "store"),
+)
+"""Packages whose code computes, reads weights, or names and places blocks."""
 _SUFFIXES = (".py", ".cpp", ".h")
 _LIBRARIES = ("triton", "transformers", "flashinfer-python")
 """Libraries that compute if they are installed."""

@@ -33,6 +33,13 @@ FIRST_RATE = 200e6
 """Bytes per second of a rank's disk before the first measurement."""
 _NEW = 0.3
 """Weight of a new measurement of the rate."""
+_TRUST = 1.02
+"""Growth of the rate for each refused load, because a refused load measures nothing: a disk that was slow for
+some time is tried again."""
+_MOST_PREDICTED = 32
+"""Maximum chunks of a prompt whose costs are predicted one by one."""
+_MOST_COMPARED = 16
+"""Maximum waiting loads that each report compares with computing, in order of the queue."""
 _MOST_LOOKED = 256
 """Maximum blocks of a load that one command considers."""
 _SHOWN = {"cut": "slower", "late": "loading"}
@@ -54,6 +61,8 @@ class _Load:
     """Length of the prefix in the pool before the load."""
     left: list[Entry]
     """Blocks not yet requested, in reverse order."""
+    nbytes: int
+    """Bytes of ``left`` on one rank."""
     pending: set[Entry]
     began: float = math.nan
     due: float = math.inf
@@ -86,6 +95,8 @@ class Loads:
         by now."""
         self._actions: list[CopyBlocks] = []
         self._rate = FIRST_RATE
+        self._now = -math.inf
+        """Time of the last call."""
         self._notes: dict[int, tuple[str, int]] = {}
         """Sequence not yet admitted -> (why the load ended early, prefix in pool and store)."""
         self._reached: dict[int, tuple[int, int]] = {}
@@ -112,14 +123,16 @@ class Loads:
         if reach <= before:
             return False
         entries = self.book.missing(hashes, reach)
-        if self._load_seconds(entries) >= self._compute_seconds(before, reach):
+        ahead = sum(load.nbytes for load in self._loads.values())
+        if self._load_seconds(ahead + self.book.bytes_of(entries)) >= self._compute_seconds(before, reach):
+            self._rate = max(self._rate, min(self._rate * _TRUST, FIRST_RATE))
             self._notes[sequence.id] = ("slower", reach)
             self._count("slower")
             return False
         self._touch(hashes, before)
         pending = {entry for entry in entries if self.book.is_loading(entry)}
         left = [entry for entry in reversed(entries) if entry not in pending]
-        load = _Load(sequence, hashes, limit, reach, before, left, pending)
+        load = _Load(sequence, hashes, limit, reach, before, left, self.book.bytes_of(left), pending)
         self._loads[sequence.id] = load
         sequence.loading = True
         return True
@@ -173,6 +186,7 @@ class Loads:
 
     def expire(self, now: float) -> None:
         """Let sequences whose wait has taken too long go on with the blocks that have landed."""
+        self._now = now
         for load in [load for load in self._loads.values() if load.due <= now]:
             self._go_on(load, "late", now)
 
@@ -186,6 +200,7 @@ class Loads:
     def requests(self, now: float) -> list[CopyBlocks]:
         """Return the commands for the ranks. Call after every change to the scheduler, but not between
         ``build`` and ``freeze``. Cheap when there are none."""
+        self._now = now
         if self._ended:
             ended, self._ended = self._ended, []
             for turn in ended:
@@ -202,22 +217,30 @@ class Loads:
         if isinstance(event, StoreState):
             self.store = event
             return
-        if isinstance(event, CopiedBlocks) and event.seconds > 0 and self.book.loads(event.job):
+        # A command whose blocks have all failed says nothing about the rate.
+        if (
+            isinstance(event, CopiedBlocks)
+            and event.nbytes * event.seconds > 0
+            and self.book.loads(event.job)
+        ):
             self._rate += _NEW * (event.nbytes / event.seconds - self._rate)
         self._apply(self.book.on(event, now))
-        for load in list(self._loads.values()):
-            if not load.pending:
-                self._look(load, now)
+        ahead = 0
+        for number, load in enumerate(list(self._loads.values())):
+            # Loads far behind have requested nothing yet: their deadline is enough.
+            if not load.pending and (number < _MOST_COMPARED or not load.left or self.book.off):
+                self._look(load, ahead, now)
+            ahead += load.nbytes if load.sequence.loading else 0
         self._changed()
 
     def stats(self, now: float = -math.inf) -> TierStats:
-        """Return the statistics of the tier."""
+        """Return the statistics of the tier at ``now``, or at the last call."""
         return TierStats(
             nbytes=self.store.nbytes,
             blocks=self.book.num_stored,
             waiting=len(self._loads),
             pinned=self.book.held,
-            off=int(bool(self.book.off) or self.book.stalled(now)),
+            off=int(bool(self.book.off) or self.book.stalled(max(now, self._now))),
             loads=dict(self._outcomes),
             load_bytes=self._bytes,
             load_seconds=self._seconds,
@@ -236,7 +259,8 @@ class Loads:
                 self._actions.append(action)
             elif isinstance(action, Resolved):
                 for load in self._loads.values():
-                    load.pending.difference_update(action.entries)
+                    if load.pending:
+                        load.pending.difference_update(action.entries)
 
     def _serve(self, now: float) -> None:
         """Request the next blocks of the waiting sequences, in order of arrival, as far as there is room."""
@@ -245,19 +269,25 @@ class Loads:
                 load.began = now
                 seconds = self._compute_seconds(load.before, load.reach)
                 load.due = now + min(max(seconds, SOONEST_S), LATEST_S)
-        if self._starved() or self.book.stalled(now):
-            return  # admission comes first; a stuck disk gets no further commands
+        if self.book.off or self.book.stalled(now):
+            # A stuck disk gets no further commands: sequences without a command under way wait for nothing.
+            for load in [load for load in self._loads.values() if not load.pending]:
+                self._go_on(load, "off" if self.book.off else "late", now)
+            return
+        if self._starved():
+            return  # admission comes first
         for load in list(self._loads.values()):
             while load.left:
                 if not self._request(load, now):
                     return
             if not load.pending:
-                self._look(load, now)
+                self._look(load, 0, now)
 
     def _request(self, load: _Load, now: float) -> bool:
         """Request the next blocks of a load. Return False without room."""
         while load.left and (self._there(load.left[-1]) or self.book.is_loading(load.left[-1])):
             entry = load.left.pop()
+            load.nbytes -= self.book.bytes_of([entry])
             if self.book.is_loading(entry):
                 load.pending.add(entry)
         if not load.left:
@@ -268,6 +298,7 @@ class Loads:
         entries = list(dict.fromkeys(leading[:room]))
         if not entries:
             return False
+        load.nbytes -= self.book.bytes_of(load.left[len(load.left) - len(entries) :])
         del load.left[len(load.left) - len(entries) :]
         load.pending.update(entries)
         self._bytes += self.book.bytes_of(entries)
@@ -277,14 +308,15 @@ class Loads:
     def _there(self, entry: Entry) -> bool:
         return self.book.kinds[entry[0]].has(entry[1])
 
-    def _look(self, load: _Load, now: float) -> None:
+    def _look(self, load: _Load, ahead: int, now: float) -> None:
         """End the wait of a load that is complete, has failed, or would take longer than computing the
-        rest."""
-        if not load.left:
-            self._go_on(load, "done", now)
+        rest. ``ahead``: bytes that the loads before have not requested yet."""
+        if not load.left or self.book.off:
+            self._go_on(load, "off" if load.left else "done", now)
             return
         reached = self._state.caches.hit(load.hashes, load.limit)
-        if self._load_seconds(load.left) > self._compute_seconds(max(reached, load.before), load.reach):
+        rest = self._compute_seconds(max(reached, load.before), load.reach)
+        if self._load_seconds(ahead + load.nbytes) > rest:
             self._go_on(load, "cut", now)
 
     def _go_on(self, load: _Load, outcome: str, now: float) -> None:
@@ -322,10 +354,9 @@ class Loads:
                 group.pool.share(block)
                 group.pool.release(block, -1)
 
-    def _load_seconds(self, entries: Sequence[Entry]) -> float:
-        """Return the predicted seconds until ``entries`` are loaded, behind all other loads."""
-        ahead = sum(self.book.bytes_of(load.left) for load in self._loads.values())
-        return (ahead + self.book.loading_bytes + self.book.bytes_of(entries)) / self._rate
+    def _load_seconds(self, nbytes: int) -> float:
+        """Return the predicted seconds until ``nbytes`` are loaded, behind the commands under way."""
+        return (self.book.loading_bytes + nbytes) / self._rate
 
     def _compute_seconds(self, start: int, end: int) -> float:
         """Return the predicted seconds to compute positions ``start`` .. end - 1 beside the running decode
@@ -333,9 +364,11 @@ class Loads:
         model = self._cost()
         beside = self._decode_rows()
         room = max(self._chunk - beside.decode_tokens, 1)
+        # A long prompt in small chunks: one chunk stands for its neighbours.
+        each = max(1, -(-(end - start) // room) // _MOST_PREDICTED)
         seconds = 0.0
-        for at in range(start, end, room):
-            seconds += model.predict(beside.with_chunk(at, min(room, end - at)))
+        for at in range(start, end, room * each):
+            seconds += each * model.predict(beside.with_chunk(at, min(room, end - at)))
         return seconds
 
     def _fitted(self) -> CostModel:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -67,13 +68,21 @@ def files_of(root: Path) -> Iterator[File]:
 
 
 def namespaces_of(root: Path) -> list[Path]:
-    """Return the folders of all namespaces. Raises OSError."""
+    """Return this user's folders of all namespaces. Several users may share a root such as /tmp. Raises
+    OSError."""
     with os.scandir(root) as entries:
         return [
-            Path(entry.path)
-            for entry in entries
-            if FOLDER_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            Path(entry.path) for entry in entries if FOLDER_NAME.fullmatch(entry.name) and _own_folder(entry)
         ]
+
+
+def _own_folder(entry: os.DirEntry[str]) -> bool:
+    """Return True for a folder of this user, False for links and for what has vanished."""
+    try:
+        facts = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
 
 
 class Cleaner:

@@ -30,6 +30,8 @@ class EngineTier:
 
     def __init__(self, loads: Loads, ranks: GroupTier, clock: Clock) -> None:
         self.loads, self._ranks, self._clock = loads, ranks, clock
+        self._until: float | None = None
+        """Time until which blocks are stored at the end of the process; None before the end."""
         ranks.wait(OPEN_S)
         self.take(None)
 
@@ -40,8 +42,12 @@ class EngineTier:
 
     @property
     def moving(self) -> bool:
-        """True while blocks of ended sequences are still to be stored."""
-        return self.loads.moving and not self.loads.book.stalled(self._clock.now())
+        """True while blocks of ended sequences are still to be stored, for at most ``FLUSH_S`` seconds after
+        the first call. For callers that end the process: a slow disk or a write rate must not hold the
+        end."""
+        now = self._clock.now()
+        self._until = now + FLUSH_S if self._until is None else self._until
+        return now < self._until and self.loads.moving and not self.loads.book.stalled(now)
 
     def take(self, scheduler: object) -> list[TokenEvent]:
         """Apply the reports of the ranks. Return no events: a load changes no sequence's tokens."""
@@ -67,9 +73,8 @@ class EngineTier:
         self._ranks.regain()
 
     def finish(self) -> None:
-        """Store the blocks that wait, for at most ``FLUSH_S`` seconds. Blocks."""
-        until = self._clock.now() + FLUSH_S
-        while self.moving and self._clock.now() < until:
+        """Store the blocks that wait, as long as ``moving`` allows. Blocks."""
+        while self.moving:
             self.asked(None)
             self.take(None)
             time.sleep(_POLL_S)

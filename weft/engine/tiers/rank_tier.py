@@ -94,9 +94,19 @@ class RankTier:
         return self._reports.take()
 
     def stop_all(self) -> None:
-        stopped = threading.Event()
-        self._commands.put(stopped)
-        if not stopped.wait(_END_S) and self._thread.is_alive():
+        placed, stopped = threading.Event(), threading.Event()
+
+        def place() -> None:
+            self._commands.put(stopped)
+            placed.set()
+
+        self._behind(place)  # behind the commands that wait for steps
+        ended = placed.wait(_END_S)
+        # Opening may take minutes. Until then nothing touches a block, and the first turn meets the event
+        # before any command.
+        if ended and self._opened.is_set():
+            ended = stopped.wait(_END_S)
+        if not ended and self._thread.is_alive():
             raise EngineDead("the thread of the KV tier does not stop")
 
     def close(self) -> None:
@@ -154,6 +164,8 @@ class RankTier:
     def _refuse(self, command: TierCommand) -> None:
         if isinstance(command, CopyBlocks):
             self._answer(command, bytes([BlockOutcome.OFF]) * command.size, 0, 0.0)
+        else:
+            log.warning("records of the KV tier were not removed, because the tier is off")
 
     def turn(self, seconds: float) -> None:
         """Carry out one command; without a command wait up to ``seconds``, then look at the folder."""
@@ -258,9 +270,9 @@ class RankTier:
 
     def _tell(self, store: SegmentStore) -> None:
         """Report changes of complete blocks, and the state of the store if it changed."""
+        changes = store.take_changes()  # on every rank: the store collects changes until they are taken
         if not self._leads:
             return
-        changes = store.take_changes()
         if changes.added or changes.gone:
             self._reports.tell(StoreChanged(tuple(changes.added), tuple(changes.gone)))
         now = store.stats()
