@@ -157,6 +157,8 @@ def test_keys_may_name_models() -> None:
     assert of_key == {2: ("small",), 3: ("small", "large")}
     allowed = KeyModels(of_key)
     assert [allowed.allow(key, "large") for key in range(5)] == [True, True, False, True, True]
+    with pytest.raises(ConfigError, match="KEY:MODEL\\+MODEL"):
+        split_keys(["one:small", "one:big"], {"small": "small", "big": "large"})
 
 
 @pytest.mark.parametrize(
