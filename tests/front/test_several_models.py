@@ -275,7 +275,8 @@ def test_a_client_that_goes_waits_no_longer(start: Start) -> None:
     models["a"]["says"] = slow
     server = start(models, models_memory="1G")
     with server.stream(model="a") as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         body = {"model": "b", "messages": [{"role": "user", "content": "who?"}]}
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=1.0)

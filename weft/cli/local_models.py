@@ -46,7 +46,8 @@ def list_models() -> None:
 @client_cert_option
 def ps(url: str, api_key: str | None) -> None:
     """List the models that a running server has loaded."""
-    rows = _loaded(url, api_key or key_for(url))
+    root = _root_of(url)
+    rows = _loaded(root, api_key or key_for(url))
     width = max((len(row.name) for row in rows), default=4)
     click.echo(f"{'NAME':{width}}  {'SIZE':>10}  {'CONTEXT':>8}  PROCESSOR")
     for row in rows:
@@ -74,6 +75,7 @@ def run(model: str, prompt: tuple[str, ...], url: str | None, api_key: str | Non
     from weft.cli.chat.chat_view import PlainView
 
     place = url or DEFAULT_URL
+    _root_of(place)
     with contextlib.ExitStack() as stack:
         key = api_key or key_for(place)
         if not _serves(place, key, model, url is not None):
@@ -126,7 +128,7 @@ def _serves(url: str, key: str, model: str, named: bool) -> bool:
     refuses; for a ``named`` URL raise ConfigError instead."""
     from weft.cli.chat.chat_client import ChatClient, ChatError
 
-    client = ChatClient(url, key, client_cert=client_cert())
+    client = ChatClient(url, key, timeout=10.0, client_cert=client_cert())
     try:
         return model in client.models()
     except ChatError as error:
@@ -137,18 +139,24 @@ def _serves(url: str, key: str, model: str, named: bool) -> bool:
         client.close()
 
 
-def _loaded(url: str, key: str) -> list[_Row]:
-    """Return the rows of /api/ps. Raises ConfigError if the server does not answer."""
-    import httpx
-
-    from weft.cli.chat.chat_client import LOOPBACK, base_url
-    from weft.common.client_tls import verification
+def _root_of(url: str) -> str:
+    """Return the URL of a server without /v1. Raises ConfigError for a text that is no URL."""
+    from weft.cli.chat.chat_client import base_url
 
     try:
-        root = base_url(url).removesuffix("/v1")
-        local = urlsplit(root).hostname in LOOPBACK
+        return base_url(url).removesuffix("/v1")
     except ValueError as error:
         raise ConfigError(f"--url {url} is no URL: {error}", param="--url") from None
+
+
+def _loaded(root: str, key: str) -> list[_Row]:
+    """Return the rows of /api/ps of the server at ``root``. Raises ConfigError without a valid answer."""
+    import httpx
+
+    from weft.cli.chat.chat_client import LOOPBACK
+    from weft.common.client_tls import verification
+
+    local = urlsplit(root).hostname in LOOPBACK
     headers = {"authorization": f"Bearer {key}"} if key else {}
     verify = verification(root, client_cert())
     try:

@@ -167,7 +167,7 @@ class SeveralModels:
         }
         self.table = m.ModelTable([plan.facts for plan in models.plans], models.budget)
         self.lifecycle = Lifecycle(lambda: sum(one.lifecycle.capacity for one in self.loaded))
-        self.metrics = Metrics("", several_pages.NO_LINKS)
+        self.metrics = Metrics("", several_pages.NO_LINKS, spans)
         """Metrics of the process. Each model has its own."""
         self.metrics.registry.register(several_pages.ModelsCollector(self))
         self._past = [[0.0] * len(bounds) for bounds in LATENCY_BOUNDS]
@@ -472,7 +472,8 @@ class SeveralModels:
     async def _loaded(self, slot: _Slot) -> tuple[ServedModel, Front]:
         """Start the processes of a model, and wait for a first token. Raises WeftError and OSError."""
         owner = slot.plan.processes.start()
-        model = ServedModel(slot.plan.config, slot.plan.section, owner, server=self.lifecycle)
+        plan = slot.plan
+        model = ServedModel(plan.config, plan.section, owner, spans=self._spans, server=self.lifecycle)
         try:
             await model.start(self._front.threads, self._front.running)
             front = self._front.of(model)
