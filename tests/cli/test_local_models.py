@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from tests.support.servers import Running, Servers
 from tests.support.slowness import deadline
+from weft.cli.chat.chat_client import ChatClient
 from weft.cli.local_models import list_models, ps, pull, run
 
 
@@ -48,8 +49,13 @@ def other() -> Iterator[str]:
 
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            text = b'{"error": {"message": "wrong key"}}' if self.path == "/v1/models" else b"<html>"
-            self.send_response(401 if self.path == "/v1/models" else 200)
+            status, text = {
+                "/v1/models": (401, b'{"error": {"message": "wrong key"}}'),
+                "/named/models": (200, b'{"data": [{"id": "listed"}]}'),
+                "/named/models/alias": (200, b'{"id": "listed"}'),
+                "/named/models/other": (404, b"{}"),
+            }.get(self.path, (200, b"<html>"))
+            self.send_response(status)
             self.send_header("content-length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
@@ -73,6 +79,9 @@ def test_a_url_that_is_no_server_of_weft(other: str, monkeypatch: pytest.MonkeyP
     assert "wrong key" in str(refused.exception)
     refused = CliRunner().invoke(run, ["spool-text", "hello", "--url", "http://127.0.0.1:9"])
     assert "does not have the model" not in str(refused.exception)
+    client = ChatClient(f"{other}/named")
+    assert [client.has(name) for name in ("listed", "alias", "other")] == [True, True, False]
+    client.close()
 
 
 @pytest.mark.slow

@@ -83,6 +83,7 @@ models:
         ("models: {a: {role: decode}}", "role is a setting of a group"),
         ("models: {a: {load: later}}", "load must be start or demand"),
         ("models: {a: {ttl: 0}}", "ttl must be a number of seconds above 0"),
+        ("models: {a: {ttl: .nan}}", "ttl must be a number of seconds above 0"),
         ("models: {a: {pin: 1}}", "pin must be true or false"),
         ("models: {a: {aliases: b}}", "aliases must be a list of names"),
         ("models: {a: {memory: much}}", "memory must be a size"),

@@ -124,13 +124,13 @@ class OneLine:
 
 
 def _serves(url: str, key: str, model: str, named: bool) -> bool:
-    """Return True if a server at ``url`` lists ``model``. False without a server, or with a server that
+    """Return True if a server at ``url`` has ``model``. False without a server, or with a server that
     refuses; for a ``named`` URL raise ConfigError instead."""
     from weft.cli.chat.chat_client import ChatClient, ChatError
 
     client = ChatClient(url, key, timeout=10.0, client_cert=client_cert())
     try:
-        return model in client.models()
+        return client.has(model)
     except ChatError as error:
         if named:
             raise ConfigError(str(error), param="--url") from None
