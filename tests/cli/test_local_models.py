@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from click.testing import CliRunner
 
 from tests.support.servers import Running, Servers
 from tests.support.slowness import deadline
-from weft.cli.local_models import list_models, pull
+from weft.cli.chat.chat_client import ChatClient
+from weft.cli.local_models import list_models, ps, pull, run
 
 
 def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -38,6 +41,47 @@ def test_bundled_models_are_listed_and_need_no_download() -> None:
     assert CliRunner().invoke(pull, ["spool-text"]).stdout.rstrip().endswith("spool-text")
     refused = CliRunner().invoke(pull, ["no-such-model"])
     assert "no folder 'no-such-model'" in str(refused.exception)
+
+
+@pytest.fixture
+def other() -> Iterator[str]:
+    """URL of a server that is not Weft, and knows no key."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, text = {
+                "/v1/models": (401, b'{"error": {"message": "wrong key"}}'),
+                "/named/models": (200, b'{"data": [{"id": "listed"}]}'),
+                "/named/models/alias": (200, b'{"id": "listed"}'),
+                "/named/models/other": (404, b"{}"),
+            }.get(self.path, (200, b"<html>"))
+            self.send_response(status)
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_a_url_that_is_no_server_of_weft(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # not for a server on this machine
+    for url, said in ((other, "is not a server of Weft"), ("http://[::1", "is no URL")):
+        refused = CliRunner().invoke(ps, ["--url", url])
+        assert said in str(refused.exception)
+    # A refused key is not a missing model.
+    refused = CliRunner().invoke(run, ["spool-text", "hello", "--url", other])
+    assert "wrong key" in str(refused.exception)
+    refused = CliRunner().invoke(run, ["spool-text", "hello", "--url", "http://127.0.0.1:9"])
+    assert "does not have the model" not in str(refused.exception)
+    client = ChatClient(f"{other}/named")
+    assert [client.has(name) for name in ("listed", "alias", "other")] == [True, True, False]
+    client.close()
 
 
 @pytest.mark.slow

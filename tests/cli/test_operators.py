@@ -26,6 +26,22 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return bodies
 
 
+def test_a_change_names_the_model_of_the_groups(played: list[Any]) -> None:
+    CliRunner().invoke(admin.restart, ["--model", "small"])
+    CliRunner().invoke(admin.scale, ["decode", "2", "--model", "small"])
+    CliRunner().invoke(admin.drain, ["decode0", "--model", "small"])
+    CliRunner().invoke(admin.revive, ["all0", "--model", "small"])
+    assert [body["model"] for body in played] == ["small"] * 4
+
+
+def test_the_status_has_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [{"name": "p0", "model": name, "role": "prefill", "state": "running"} for name in ("a", "b")]
+    monkeypatch.setattr(admin.Server, "call", lambda *_: {"engines": engines})
+    shown = CliRunner().invoke(admin.status).stdout.splitlines()
+    assert [line.split()[:2] for line in shown] == [["model", "name"], ["a", "p0"], ["b", "p0"]]
+    assert len(CliRunner().invoke(admin.status, ["--model", "b"]).stdout.splitlines()) == 2
+
+
 def test_a_restart_without_a_file_sends_what_an_earlier_release_takes(played: list[Any]) -> None:
     found = CliRunner().invoke(admin.restart, ["--wait", "1"])
     assert played == [{"group": ""}]

@@ -83,6 +83,7 @@ models:
         ("models: {a: {role: decode}}", "role is a setting of a group"),
         ("models: {a: {load: later}}", "load must be start or demand"),
         ("models: {a: {ttl: 0}}", "ttl must be a number of seconds above 0"),
+        ("models: {a: {ttl: .nan}}", "ttl must be a number of seconds above 0"),
         ("models: {a: {pin: 1}}", "pin must be true or false"),
         ("models: {a: {aliases: b}}", "aliases must be a list of names"),
         ("models: {a: {memory: much}}", "memory must be a size"),
@@ -157,6 +158,8 @@ def test_keys_may_name_models() -> None:
     assert of_key == {2: ("small",), 3: ("small", "large")}
     allowed = KeyModels(of_key)
     assert [allowed.allow(key, "large") for key in range(5)] == [True, True, False, True, True]
+    with pytest.raises(ConfigError, match="KEY:MODEL\\+MODEL"):
+        split_keys(["one:small", "one:big"], {"small": "small", "big": "large"})
 
 
 @pytest.mark.parametrize(

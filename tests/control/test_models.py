@@ -62,6 +62,32 @@ def test_a_model_that_was_just_used_stays_for_a_moment() -> None:
     assert made.on(m.Tick(), 5.0) == [Unload("a")]
 
 
+def test_an_unload_in_a_load_counts_at_its_end_unless_a_request_waits() -> None:
+    made = table(ModelFacts("a", 1))
+    assert made.on(m.LoadAsked("a"), 0.0) == [Load("a")]
+    assert made.on(m.UnloadAsked("a"), 1.0) == []
+    assert made.on(m.Loaded("a"), 2.0) == [Unload("a")]
+    made.on(m.Gone("a"), 3.0)
+    made.on(m.LoadAsked("a"), 4.0)
+    made.on(m.UnloadAsked("a"), 5.0)
+    made.on(m.Wanted("a"), 6.0)
+    assert made.on(m.Loaded("a"), 7.0) == []
+    assert made.admits("a")
+    made.on(m.Opened("a", waited=True), 7.0)
+    assert made.on(m.Closed("a"), 8.0) == []
+
+
+def test_an_operator_does_not_take_a_model_without_engines_back() -> None:
+    made = table(ModelFacts("a", 1))
+    up(made, "a", 0.0)
+    made.on(m.Opened("a"), 1.0)
+    assert made.on(m.Failed("a", Unavailable("no engine")), 2.0) == []
+    assert made.on(m.LoadAsked("a"), 3.0) == []
+    assert not made.admits("a")
+    assert made.on(m.Closed("a"), 4.0) == [Unload("a")]
+    assert made.on(m.Gone("a"), 5.0) == [Load("a")]
+
+
 def test_a_model_in_use_drains_after_the_hysteresis_and_no_stream_ends() -> None:
     made = table(ModelFacts("a", 1), ModelFacts("b", 1), budget=1)
     up(made, "a", 0.0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from weft.common.errors import InvalidRequest
+from weft.front.protocol.keep_alive import LONGEST_S
 from weft.front.requests.named_model import SMALL_BODY, NamedModel, named_in
 from weft.front.requests.text_threads import TextThreads
 
@@ -31,6 +32,11 @@ def test_small_bodies_are_parsed() -> None:
     assert found(b"{}") == (None, None)
 
 
+@pytest.mark.parametrize("given", [b"1e308", b"9" * 400, b'"999999999999999999999h"'])
+def test_a_long_time_counts_as_the_longest(given: bytes) -> None:
+    assert found(b'{"keep_alive": ' + given + b"}").keep == LONGEST_S
+
+
 def test_large_bodies_that_begin_with_the_model_are_not_parsed() -> None:
     rest = b'"prompt": "' + b"x" * SMALL_BODY
     assert found(b' { "model" : "a\\"b" , ' + rest) == ('a"b', None)  # the body is no JSON, and nobody looks
@@ -41,7 +47,18 @@ def test_large_bodies_that_begin_with_the_model_are_not_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[]", b"{", b'{"model": 3}', b'{"model": "a", "keep_alive": []}', b"\xff"]
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"model": 3}',
+        b'{"model": "a", "keep_alive": []}',
+        b"\xff",
+        b'{"model": "\\q"}',
+        b'{"model": "\xff"}',
+        b'{"model": "\\ud800"}',
+    ],
 )
 @pytest.mark.parametrize("large", [False, True])
 def test_wrong_bodies_are_refused(body: bytes, large: bool) -> None:

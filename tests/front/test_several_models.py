@@ -93,13 +93,12 @@ def test_each_request_goes_to_the_model_that_it_names(start: Start) -> None:
         body = {"messages": [{"role": "user", "content": "who?"}], "model": model, **fields}
         return server.http.post("/v1/chat/completions", json=body, headers=headers)
 
-    assert server.http.get("/health").json() == {
-        "status": "alive",
-        "models": {"a": "loaded", "b": "unloaded"},
-    }
+    # Probes have no key, so they tell no names of models.
+    assert server.http.get("/health").json() == {"status": "alive"}
+    assert states(server) == {"a": "loaded", "b": "unloaded"}
     assert says(chat("a")) == says(chat("first")) == "I am a"
     assert says(chat("b")) == "I am b"
-    assert server.http.get("/ready").json() == {"status": "ready", "models": {"a": "loaded", "b": "loaded"}}
+    assert server.http.get("/ready").json() == {"status": "ready"}
     unknown = chat("c")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
     missing = chat(None)
@@ -124,8 +123,18 @@ def test_each_request_goes_to_the_model_that_it_names(start: Start) -> None:
     assert server.http.post("/api/generate", json={"model": "a"}).json()["done_reason"] == "load"
     assert "completion" in server.http.post("/api/show", json={"model": "a:latest"}).json()["capabilities"]
     assert server.http.post("/api/show", json={"model": "c"}).status_code == 404
+    assert server.http.post("/api/show", json={"model": "a", "x": "y" * 20000}).status_code == 413
+    # Times and names that no number and no text can have
+    assert says(chat("a", keep_alive=1e308)) == "I am a"
+    assert [one["name"] for one in server.http.get("/api/ps").json()["models"]] == ["a", "b"]
+    raw = {**key, "content-type": "application/json"}
+    for body in (
+        b'{"model": "a", "keep_alive": %s}' % (b"9" * 400),
+        b'{"model": "\\q", "x": "%s"}' % (b"y" * 70000),
+    ):
+        assert server.http.post("/v1/chat/completions", content=body, headers=raw).status_code == 400
     page = server.http.get("/metrics").text
-    assert 'weft:request_success_total{finished_reason="stop",model_name="a"} 2.0' in page
+    assert 'weft:request_success_total{finished_reason="stop",model_name="a"} 3.0' in page
     assert 'weft:model_state{model_name="b",state="loaded"} 1.0' in page
     assert page.count("# TYPE weft:http_requests_total ") == 1
     groups = server.http.get("/admin/groups", headers=ADMIN).json()["engines"]
@@ -135,6 +144,9 @@ def test_each_request_goes_to_the_model_that_it_names(start: Start) -> None:
     # Operators unload, load and pin.
     assert admin(server, "unload", "b").json()["state"] in ("draining", "unloaded")
     until(lambda: states(server)["b"] == "unloaded")
+    # Ollama's unload does not load the model first.
+    stopped = server.http.post("/api/generate", json={"model": "b", "keep_alive": 0})
+    assert (stopped.json()["done_reason"], states(server)["b"]) == ("unload", "unloaded")
     assert admin(server, "load", "b", keep_alive="5m").json()["state"] == "loaded"
     assert 290 < listed(server)[1]["expires_in"] <= 300
     assert admin(server, "pin", "b").json()["expires_in"] is None
@@ -221,14 +233,21 @@ def test_a_request_waits_at_most_the_timeout_of_models(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_the_server_ends_while_a_model_loads(start: Start) -> None:
-    server = start({"a": {}, "b": {"load": "demand"}})
-    thread = threading.Thread(target=lambda: ask(server, "b"))
-    thread.start()
-    until(lambda: states(server)["b"] in ("loading", "loaded"))
-    server.process.send_signal(signal.SIGTERM)
+def test_the_server_ends_while_requests_wait_for_a_model(start: Start) -> None:
+    slow = {"text": "x" * 60, "delay_ms": 100, "repeat": True}
+    models: dict[str, dict[str, Any]] = {name: {"memory": "1G"} for name in "ab"}
+    models["a"]["says"] = slow
+    server = start(models, models_memory="1G")
+    with server.stream(model="a") as response, ThreadPoolExecutor(1) as pool:
+        lines = response.iter_lines()
+        next(lines)
+        waits = pool.submit(ask, server, "b")
+        until(lambda: listed(server)[1]["waiting"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        late = waits.result()
+        assert (late.status_code, "shutting down" in late.text) == (503, True)
+        assert "data: [DONE]" in list(lines), "the running request ends by itself"
     assert server.process.wait(deadline(20)) == 0
-    thread.join()
 
 
 @pytest.mark.slow
@@ -247,3 +266,19 @@ def test_a_pause_holds_all_models_also_one_that_is_loaded_meanwhile(start: Start
         assert reset.json() == {"status": "reset", "blocks": 0}
         assert server.http.post("/resume", headers=ADMIN).status_code == 200
         assert [says(one.result()) for one in asked] == ["I am a", "I am b"]
+
+
+@pytest.mark.slow
+def test_a_client_that_goes_waits_no_longer(start: Start) -> None:
+    slow = {"text": "x" * 60, "delay_ms": 500, "repeat": True}
+    models: dict[str, dict[str, Any]] = {name: {"memory": "1G"} for name in "ab"}
+    models["a"]["says"] = slow
+    server = start(models, models_memory="1G")
+    with server.stream(model="a") as response:
+        lines = response.iter_lines()
+        next(lines)
+        body = {"model": "b", "messages": [{"role": "user", "content": "who?"}]}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=1.0)
+        until(lambda: listed(server)[1]["waiting"] == 0)
+        assert listed(server)[0]["running"] == 1

@@ -31,6 +31,8 @@ class Server(NamedTuple):
 
     url: str
     key: str | None
+    model: str | None = None
+    """Name of the model, for a server of several models."""
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """Return the answer to a request of the admin key.
@@ -56,9 +58,19 @@ class Server(NamedTuple):
             )
         return said
 
+    def change(self, path: str, body: dict[str, Any]) -> Any:
+        """Return the answer to a change of groups, of the model if one is named. Raise as ``call``."""
+        named = {} if self.model is None else {"model": self.model}
+        return self.call("POST", path, {**body, **named})
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Return the engines of the server, of the model if one is named. Raise as ``call``."""
+        found: list[dict[str, Any]] = self.call("GET", "/admin/groups")["engines"]
+        return [one for one in found if self.model is None or one.get("model", self.model) == self.model]
+
     def engines(self) -> dict[str, Any]:
-        """Return the engines of the server by name. Raise as ``call``."""
-        return {one["name"]: one for one in self.call("GET", "/admin/groups")["engines"]}
+        """Return the engines of ``listed`` by name. Raise as ``call``."""
+        return {one["name"]: one for one in self.listed()}
 
 
 def required_key(given: str | None) -> str:
@@ -76,8 +88,8 @@ def _server(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that find the server. The command gets ``server``."""
 
     @functools.wraps(command)
-    def run(url: str, admin_key: str | None, **given: Any) -> Any:
-        return command(server=Server(url, admin_key), **given)
+    def run(url: str, admin_key: str | None, model: str | None, **given: Any) -> Any:
+        return command(server=Server(url, admin_key, model), **given)
 
     key = click.option(
         "--admin-key", help="Admin key of the server. Default: the environment variable WEFT_ADMIN_KEY."
@@ -85,7 +97,10 @@ def _server(command: Callable[..., Any]) -> Callable[..., Any]:
     address = click.option(
         "--url", default="http://127.0.0.1:8000", show_default=True, help="URL of the server."
     )
-    return address(key(client_cert_option(run)))
+    model = click.option(
+        "--model", help="First name of the model of the groups, in a server of several models."
+    )
+    return address(key(model(client_cert_option(run))))
 
 
 _wait = click.option(
@@ -102,8 +117,9 @@ _wait = click.option(
 @_server
 def status(server: Server) -> None:
     """Print the groups of a running server: role, state and load of each engine."""
-    columns = ("name", "group", "role", "state", "running", "waiting", "kv_usage")
-    engines = server.engines().values()
+    engines = server.listed()
+    several = ("model",) if any("model" in engine for engine in engines) else ()
+    columns = (*several, "name", "group", "role", "state", "running", "waiting", "kv_usage")
     rows = [tuple(_cell(engine.get(column)) for column in columns) for engine in engines]
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
@@ -122,7 +138,7 @@ def scale(server: Server, base: str, groups: int, wait: float) -> None:
     command stay before new groups start. New groups have the settings of the first group. Groups that end
     first finish their requests. The last group of a role stays, unless other groups do its work.
     """
-    said = server.call("POST", "/admin/scale", {"base": base, "groups": groups})
+    said = server.change("/admin/scale", {"base": base, "groups": groups})
     click.echo(said["status"])
     up, gone, drained = [*said["starting"], *said["returning"]], said["leaving"], set[str]()
     _until(server, wait, lambda engines: [*_not_up(engines, up), *_not_gone(engines, gone, drained)])
@@ -141,7 +157,7 @@ def drain(server: Server, group: str | None, whole: bool, wait: float) -> None:
     """
     if bool(group) == whole:
         raise click.UsageError("give the name of a group, or --all for the whole server")
-    said = server.call("POST", "/admin/drain", {"group": group} if group else None)
+    said = server.change("/admin/drain", {"group": group}) if group else server.call("POST", "/admin/drain")
     click.echo(said["status"])
     drained: set[str] = set()
     _until(
@@ -172,7 +188,7 @@ def restart(server: Server, group: str | None, file: str | None, wait: float) ->
     asked = {"group": group or ""}
     if file is not None:  # a server of an earlier release refuses the parameter
         asked["topology"] = _text(file)
-    said = server.call("POST", "/admin/restart", asked)
+    said = server.change("/admin/restart", asked)
     click.echo(said["status"])
     _until(server, wait, lambda engines: _not_replaced(engines, before, said["engines"]))
 
@@ -198,7 +214,7 @@ def revive(server: Server, group: str, wait: float) -> None:
     A group is retired after more engine deaths than --engine-restarts allows; the log and /metrics have the
     name. GROUP may also be the name of a single engine. The server needs an admin key.
     """
-    said = server.call("POST", "/admin/revive", {"group": group})
+    said = server.change("/admin/revive", {"group": group})
     click.echo(said["status"])
     _until(server, wait, lambda engines: _not_up(engines, said["engines"]))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
 import click
+import msgspec
 
 from weft.cli.chat.chat_command import DEFAULT_URL, Talk, key_for, talk_to
 from weft.cli.client_cert import client_cert, client_cert_option
@@ -45,13 +46,14 @@ def list_models() -> None:
 @client_cert_option
 def ps(url: str, api_key: str | None) -> None:
     """List the models that a running server has loaded."""
-    rows = _loaded(url, api_key or key_for(url))
-    width = max((len(row["name"]) for row in rows), default=4)
+    root = _root_of(url)
+    rows = _loaded(root, api_key or key_for(url))
+    width = max((len(row.name) for row in rows), default=4)
     click.echo(f"{'NAME':{width}}  {'SIZE':>10}  {'CONTEXT':>8}  PROCESSOR")
     for row in rows:
-        processor = "GPU" if row["size_vram"] else "CPU"
-        size, context = show_bytes(row["size"]), row["context_length"]
-        click.echo(f"{row['name']:{width}}  {size:>10}  {context:>8}  {processor}")
+        processor = "GPU" if row.size_vram else "CPU"
+        size, context = show_bytes(row.size), row.context_length
+        click.echo(f"{row.name:{width}}  {size:>10}  {context:>8}  {processor}")
 
 
 @click.command()
@@ -73,9 +75,10 @@ def run(model: str, prompt: tuple[str, ...], url: str | None, api_key: str | Non
     from weft.cli.chat.chat_view import PlainView
 
     place = url or DEFAULT_URL
+    _root_of(place)
     with contextlib.ExitStack() as stack:
         key = api_key or key_for(place)
-        if not _serves(place, key, model):
+        if not _serves(place, key, model, url is not None):
             if url is not None:
                 raise ConfigError(f"the server at {url} does not have the model {model}", param="--url")
             own = stack.enter_context(OwnServer(model, (), key))
@@ -92,6 +95,21 @@ def run(model: str, prompt: tuple[str, ...], url: str | None, api_key: str | Non
             raise ConfigError(str(error)) from None
 
 
+class _Row(msgspec.Struct):
+    """A loaded model of /api/ps."""
+
+    name: str
+    size: int
+    size_vram: int = 0
+    context_length: int = 0
+
+
+class _Loaded(msgspec.Struct):
+    """Answer of /api/ps."""
+
+    models: list[_Row]
+
+
 class OneLine:
     """Input of a single message."""
 
@@ -105,38 +123,54 @@ class OneLine:
         return self._left.pop() if self._left else None
 
 
-def _serves(url: str, key: str, model: str) -> bool:
-    """Return True if a server at ``url`` lists ``model``. False without a server."""
-    from weft.cli.chat.chat_client import ChatClient, ChatError, NothingThere
+def _serves(url: str, key: str, model: str, named: bool) -> bool:
+    """Return True if a server at ``url`` has ``model``. False without a server, or with a server that
+    refuses; for a ``named`` URL raise ConfigError instead."""
+    from weft.cli.chat.chat_client import ChatClient, ChatError
 
-    client = ChatClient(url, key, client_cert=client_cert())
+    client = ChatClient(url, key, timeout=10.0, client_cert=client_cert())
     try:
-        return model in client.models()
-    except (NothingThere, ChatError):
+        return client.has(model)
+    except ChatError as error:
+        if named:
+            raise ConfigError(str(error), param="--url") from None
         return False
     finally:
         client.close()
 
 
-def _loaded(url: str, key: str) -> list[dict[str, Any]]:
-    """Return the rows of /api/ps. Raises ConfigError if the server does not answer."""
+def _root_of(url: str) -> str:
+    """Return the URL of a server without /v1. Raises ConfigError for a text that is no URL."""
+    from weft.cli.chat.chat_client import base_url
+
+    try:
+        return base_url(url).removesuffix("/v1")
+    except ValueError as error:
+        raise ConfigError(f"--url {url} is no URL: {error}", param="--url") from None
+
+
+def _loaded(root: str, key: str) -> list[_Row]:
+    """Return the rows of /api/ps of the server at ``root``. Raises ConfigError without a valid answer."""
     import httpx
 
-    from weft.cli.chat.chat_client import base_url
+    from weft.cli.chat.chat_client import LOOPBACK
     from weft.common.client_tls import verification
 
-    root = base_url(url).removesuffix("/v1")
+    local = urlsplit(root).hostname in LOOPBACK
     headers = {"authorization": f"Bearer {key}"} if key else {}
+    verify = verification(root, client_cert())
     try:
         answer = httpx.get(
-            f"{root}/api/ps", headers=headers, timeout=10.0, verify=verification(root, client_cert())
+            f"{root}/api/ps", headers=headers, timeout=10.0, verify=verify, trust_env=not local
         )
     except (httpx.TransportError, httpx.InvalidURL) as error:
         raise ConfigError(f"{root} does not answer: {error}", param="--url") from None
     if answer.status_code != 200:
-        raise ConfigError(f"{root} answered {answer.status_code}: {answer.text[:200]}", param="--url")
-    rows: list[dict[str, Any]] = answer.json()["models"]
-    return rows
+        raise ConfigError(f"{root} answered {answer.status_code}: {answer.text[:200]!r}", param="--url")
+    try:
+        return msgspec.json.decode(answer.content, type=_Loaded).models
+    except msgspec.MsgspecError:
+        raise ConfigError(f"{root} is not a server of Weft: /api/ps has no models", param="--url") from None
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -205,6 +205,8 @@ class Entry:
     """Time of the last failure."""
     error: WeftError | None = None
     """Reason of the last failure; None after a load that succeeded."""
+    unwanted: bool = False
+    """True while the model loads, and an operator wants the model to be unloaded."""
     took: float = LOAD_S
     """Seconds of the last load."""
 
@@ -324,9 +326,13 @@ class ModelTable:
             entry.asked = False
             entry.cost = event.cost or entry.cost
             entry.wanted = entry.idle = self._now
+            if entry.unwanted and not entry.waiting:
+                self._drain(entry, takes_back=False)
+        entry.unwanted = False
 
     def _failed(self, entry: Entry, event: Failed) -> None:
         entry.failed, entry.error, entry.asked = self._now, event.error, False
+        entry.unwanted = False
         if entry.state is ModelState.LOADING:
             entry.state = ModelState.COLD
         elif entry.state is not ModelState.COLD:
@@ -341,8 +347,9 @@ class ModelTable:
     # -- operators
 
     def _load_asked(self, entry: Entry, event: LoadAsked) -> None:
-        entry.failed = -math.inf
-        if entry.state is ModelState.DRAINING and not entry.ending:
+        entry.failed, entry.unwanted = -math.inf, False
+        # A model that drains with an error has lost its engines.
+        if entry.state is ModelState.DRAINING and not entry.ending and entry.error is None:
             entry.state = ModelState.UP
         elif entry.state in (ModelState.COLD, ModelState.DRAINING):
             self._ask(entry)
@@ -356,6 +363,8 @@ class ModelTable:
         entry.asked = False
         if entry.state in (ModelState.UP, ModelState.DRAINING):
             self._drain(entry, takes_back=False)
+        # A load is not broken off. Requests that wait at the end of the load want the model.
+        entry.unwanted = entry.state is ModelState.LOADING
 
     def _pin_asked(self, entry: Entry, event: PinAsked) -> None:
         entry.pinned = event.pinned

@@ -23,7 +23,7 @@ READY_WINDOW = 30.0
 def health_answer(front: Front) -> Response:
     """Return the answer of ``/health``, see the route."""
     if front.several is not None:
-        return _several(front.several, *several_health(front.several))
+        return _several(front, front.several, *several_health(front.several))
     status, code = _health(front)
     return _answer(front, status, code, lambda one: one.alive)
 
@@ -53,7 +53,7 @@ def ready_answer(front: Front) -> Response:
     if front.several is not None:
         good = phase is Phase.READY and all(one.links.progressing(window) for one in front.several.loaded)
         status = "ready" if good else "stalled" if phase is Phase.READY else phase.value
-        return _several(front.several, status, 200 if good else 503)
+        return _several(front, front.several, status, 200 if good else 503)
     # Requests wait for a role that was scaled to zero, so the server must get requests.
     good = phase is Phase.READY and (front.links.progressing(window) or vacant(front.links.fleet.table))
     status = "ready" if good else "stalled" if phase is Phase.READY else phase.value
@@ -87,7 +87,9 @@ def several_health(several: SeveralModels) -> tuple[str, int]:
     return "degraded" if failed or not whole else "alive", 200
 
 
-def _several(several: SeveralModels, status: str, code: int) -> Response:
-    """Return the answer of a probe with the state of each model."""
-    body = {"status": status, "models": {one.name: one.state for one in several.listed()}}
+def _several(front: Front, several: SeveralModels, status: str, code: int) -> Response:
+    """Return the answer of a probe. The answer has the state of each model, except in a server with API keys:
+    probes have no key, and a key may be limited to some models."""
+    shown = {} if front.section.api_key else {"models": {one.name: one.state for one in several.listed()}}
+    body = {"status": status, **shown}
     return Response(to_json(body), code, media_type=JSON)

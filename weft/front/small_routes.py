@@ -13,6 +13,7 @@ from weft.front.http.access import key_of
 from weft.front.http.body import read_json
 from weft.front.http.streaming import JSON, within
 from weft.front.requests.context import Front
+from weft.front.requests.serving import entered
 from weft.front.requests.tokenizing import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 
 
@@ -38,7 +39,7 @@ async def made(front: Front, request: Request, kind: str) -> Response:
     client = key_of(request.scope)
     with front.bodies.upload() as upload, contextlib.ExitStack() as held:
         body = await read_json(request, upload)
-        front = await front.enter(body, client, held)
+        front = await entered(front, body, request, held)
         async with within(deadline):
             answer = await front.made(kind, body, client)
     return Response(answer, media_type=JSON)

@@ -8,7 +8,7 @@ import socket
 import ssl
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 import msgspec
@@ -88,6 +88,15 @@ class ChatClient:
     def models(self) -> list[str]:
         """Return the model names that the server lists."""
         return [name for name, _ in self.cards()]
+
+    def has(self, model: str) -> bool:
+        """Return True if the server lists ``model``, or describes ``model`` as an alias. Raises ChatError."""
+        if model in self.models():
+            return True
+        try:
+            return self._http.get(f"{self.url}/models/{quote(model, safe='/')}").status_code == 200
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise _unreachable(self.url, error) from None
 
     def cards(self) -> list[tuple[str, str]]:
         """Return (name, abilities) of the listed models; "" for unknown abilities. Raises ChatError."""

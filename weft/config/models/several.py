@@ -153,8 +153,8 @@ def _model(
         raise ConfigError(f"{where}: pin must be true or false")
     if load not in (None, "start", "demand"):
         raise ConfigError(f"{where}: load must be start or demand")
-    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or ttl <= 0):
-        raise ConfigError(f"{where}: ttl must be a number of seconds above 0")
+    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not 0 < ttl <= 1e9):
+        raise ConfigError(f"{where}: ttl must be a number of seconds above 0, and at most 1e9")
     if not isinstance(aliases, list) or not all(isinstance(one, str) and one for one in aliases):
         raise ConfigError(f"{where}: aliases must be a list of names, e.g. [small, default]")
     memory = parse_size(entry.get("memory"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -17,6 +17,8 @@ from weft.control.links.flow import Flow
 from weft.front.http.answers import to_json
 
 log = get_logger(__name__)
+
+T = TypeVar("T")
 
 
 JSON = "application/json"
@@ -175,6 +177,26 @@ async def within(deadline: float) -> AsyncIterator[None]:
 def late() -> DeadlineExceeded:
     """Return the error for a request past its deadline."""
     return DeadlineExceeded("the request took longer than --request-timeout allows")
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work`` and return the result. If the client disconnects first, cancel ``work`` and raise
+    Cancelled. The body must have been read. Messages of ``receive`` are used up."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Cancelled("the client closed the connection")
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import time
@@ -13,6 +14,8 @@ from weft.config.sizing.memory import weight_bytes
 from weft.front.first_request import takes_images
 from weft.front.ollama import ollama_answers as o
 from weft.front.requests.context import Front
+from weft.front.requests.setup import TextSetup
+from weft.front.requests.several_models import ModelPlan
 from weft.text.model import TextModel
 
 FOR_EVER = 9_000_000_000.0
@@ -137,6 +140,25 @@ def shown_of(config: EngineConfig, text: TextModel) -> o.OllamaShown:
         capabilities=_capabilities(config, text),
         modified_at=o.at_time(files_of(config.model_path)[1]),
     )
+
+
+class ShownModels:
+    """Answers of /api/show for a server of several models. Used from one event loop."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._made: dict[str, o.OllamaShown] = {}
+        self._lock = asyncio.Lock()
+
+    async def of(self, plan: ModelPlan) -> o.OllamaShown:
+        """Return the answer for a model, loaded or not. The tokenizer of a model is loaded once for the
+        answer, and one at a time: the threads also read all requests."""
+        name = plan.facts.name
+        async with self._lock:
+            if name not in self._made:
+                text = await self._front.in_thread(TextSetup.of(plan.config, plan.section).load)
+                self._made[name] = shown_of(plan.config, text)
+        return self._made[name]
 
 
 def _capabilities(config: EngineConfig, text: TextModel) -> list[str]:

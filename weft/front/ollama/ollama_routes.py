@@ -10,13 +10,13 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from weft import __version__
-from weft.common.errors import InvalidRequest, NotFound
+from weft.common.errors import InvalidRequest, NotFound, TooLarge
 from weft.front.http import openapi
 from weft.front.http.access import key_of
 from weft.front.http.answers import to_json
-from weft.front.http.body import Upload
+from weft.front.http.body import Upload, read_json
 from weft.front.ollama import ollama_answers as o
-from weft.front.ollama.model_facts import models_of, running_of, shown_of, tag_of
+from weft.front.ollama.model_facts import ShownModels, models_of, running_of, shown_of, tag_of
 from weft.front.ollama.ollama_shape import OllamaShape, OllamaVectors
 from weft.front.protocol.ollama_request import (
     LATEST,
@@ -30,10 +30,9 @@ from weft.front.protocol.ollama_request import (
 from weft.front.protocol.parse import parse
 from weft.front.requests.context import Front
 from weft.front.requests.serving import Answered, handle
-from weft.front.requests.setup import TextSetup
 
 SMALL = 16 << 10
-"""Maximum bytes of a body that may be a request to load a model. Such a body has no prompt."""
+"""Maximum bytes of a body without a prompt: a request to load or to show a model."""
 _LINES = "lines, each a JSON object; the last has done: true"
 
 
@@ -53,8 +52,9 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def ollama_chat(request: Request) -> Response:
         """Answer a conversation, in Ollama's API. Without messages: load the model."""
         prepare = functools.partial(_loads, front, OllamaChat)
+        early = functools.partial(_unloads, front, OllamaChat)
         shape = functools.partial(OllamaShape, chat=True)
-        return await handle(front, request, "ollama_chat", shape, prepare)
+        return await handle(front, request, "ollama_chat", shape, prepare, early)
 
     @app.post(
         "/api/generate",
@@ -63,8 +63,9 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def ollama_generate(request: Request) -> Response:
         """Answer a prompt, in Ollama's API. Without a prompt: load the model."""
         prepare = functools.partial(_loads, front, OllamaGenerate)
+        early = functools.partial(_unloads, front, OllamaGenerate)
         shape = functools.partial(OllamaShape, chat=False)
-        return await handle(front, request, "ollama_generate", shape, prepare)
+        return await handle(front, request, "ollama_generate", shape, prepare, early)
 
 
 def _add_embeddings(app: FastAPI, front: Front) -> None:
@@ -88,6 +89,8 @@ def _add_embeddings(app: FastAPI, front: Front) -> None:
 
 
 def _add_models(app: FastAPI, front: Front) -> None:
+    shown = ShownModels(front)
+
     @app.get("/api/tags", openapi_extra=openapi.returns(o.OllamaTags))
     async def ollama_tags(request: Request) -> Response:
         """List all models, in Ollama's API."""
@@ -104,12 +107,10 @@ def _add_models(app: FastAPI, front: Front) -> None:
     @app.post("/api/show", openapi_extra=openapi.answers_of(OllamaShow, o.OllamaShown, error=o.OllamaError))
     async def ollama_show(request: Request) -> Response:
         """Describe a model, in Ollama's API."""
-        asked = parse(await request.body(), OllamaShow)
+        asked = parse(await _small_body(front, request), OllamaShow)
         name = asked.model or asked.name or ""
         if front.several is not None:
-            plan = front.several.plan_of(name, key_of(request.scope))
-            text = await front.in_thread(TextSetup.of(plan.config, plan.section).load)
-            return _json(shown_of(plan.config, text))
+            return _json(await shown.of(front.several.plan_of(name, key_of(request.scope))))
         front.check_model(_served(front, name))
         return _json(shown_of(front.config, front.text))
 
@@ -139,6 +140,15 @@ def _add_refusals(app: FastAPI) -> None:
         app.add_api_route(f"/api/{path}", refuse, methods=[method], include_in_schema=False)
 
 
+async def _small_body(front: Front, request: Request) -> bytes:
+    """Return a body of at most ``SMALL`` bytes. Raises the errors of ``read_json``."""
+    with front.bodies.upload() as upload:
+        body = await read_json(request, upload)
+        if sum(map(len, body)) > SMALL:
+            raise TooLarge(f"the body must have at most {SMALL} bytes")
+        return b"".join(body)
+
+
 def _served(front: Front, name: str) -> str:
     """Return the name without ``:latest``, unless a model has this tag."""
     try:
@@ -158,6 +168,19 @@ async def _loads(front: Front, cls: type[Any], body: list[bytes], upload: Upload
     if front.several is None:  # several models: the request waited until its model was loaded
         front.check_model(_served(front, asked.model))
     raise Answered(_json(_loaded(asked)))
+
+
+async def _unloads(front: Front, cls: type[Any], body: list[bytes], client: int) -> None:
+    """Raise Answered for a request that only unloads a model of several, if the model is not loaded: the
+    request must not load the model first. ``client``: number of the API key."""
+    if front.several is None or sum(map(len, body)) > SMALL:
+        return
+    asked = parse(b"".join(body), cls)
+    if not asked.empty or asked.seconds_kept() != 0:
+        return
+    name = front.several.plan_of(asked.model, client).facts.name
+    if not front.several.table.admits(name):
+        raise Answered(_json(_loaded(asked)))
 
 
 def _loaded(asked: OllamaBody) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from weft.common.errors import InvalidRequest
+from weft.common.errors import ConfigError, InvalidRequest
 from weft.front.protocol.keep_alive import kept_seconds
 from weft.front.protocol.parse import decode
 from weft.front.requests.text_threads import TextThreads
@@ -45,10 +45,22 @@ async def named_in(body: Sequence[bytes], threads: TextThreads) -> NamedModel:
     """
     if sum(map(len, body)) <= SMALL_BODY:
         return _parsed(b"".join(body))
-    first = _FIRST.match(body[0][:4096])
+    first = _first(body[0])
     if first is not None and not _has(body, b'"keep_alive"'):
-        return _checked(msgspec.json.decode(first[1]), None)
+        return NamedModel(first)
     return await threads.run(lambda: _parsed(b"".join(body)))
+
+
+def _first(piece: bytes) -> str | None:
+    """Return the model of a body that begins with the model; None for any other body, and for a name that is
+    no valid JSON."""
+    found = _FIRST.match(piece[:4096])
+    if found is None:
+        return None
+    try:
+        return msgspec.json.decode(found[1], type=str)
+    except (msgspec.MsgspecError, ValueError):
+        return None
 
 
 def _has(body: Sequence[bytes], word: bytes) -> bool:
@@ -104,7 +116,7 @@ def split_keys(
     KEY:MODEL+MODEL. ``models``: every name of a model -> first name of the model.
 
     The part behind the last colon counts only if all its words are names of models. Otherwise the colon
-    belongs to the key.
+    belongs to the key. Raises ConfigError for a key that stands twice.
     """
     plain: list[str] = []
     of_key: dict[int, tuple[str, ...]] = {}
@@ -114,5 +126,11 @@ def split_keys(
         if colon and begin and all(word in models for word in words):
             of_key[number] = tuple(models[word] for word in words)
             key = begin
+        if key in plain:
+            raise ConfigError(
+                "an API key stands twice in --api-key: give the key once, with all its models as "
+                "KEY:MODEL+MODEL",
+                param="--api-key",
+            )
         plain.append(key)
     return tuple(plain), of_key

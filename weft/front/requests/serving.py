@@ -23,7 +23,7 @@ from weft.common.log import get_logger
 from weft.front.http.access import key_of
 from weft.front.http.answers import Usage, explains
 from weft.front.http.body import Upload, read_json
-from weft.front.http.streaming import JSON, EventStream, Silence, StreamForm, watched, within
+from weft.front.http.streaming import JSON, EventStream, Silence, StreamForm, unless_gone, watched, within
 from weft.front.monitoring.request_times import RequestTimes
 from weft.front.requests.batch_generation import SHARE, generation_of, times_of
 from weft.front.requests.context import Front
@@ -88,6 +88,15 @@ class Answered(Exception):
         self.response = response
 
 
+Early = Callable[[list[bytes], int], Awaitable[None]]
+"""Looks at a body and at the number of the API key before the request waits for its model. Raises WeftError,
+or Answered."""
+
+
+async def _no_look(body: list[bytes], client: int) -> None:
+    pass
+
+
 async def _as_it_came(body: list[bytes], upload: Upload) -> list[bytes]:
     return body
 
@@ -98,11 +107,12 @@ async def handle(
     kind: str,
     make_shape: Callable[[Generation], AnswerShape],
     prepare: Prepare = _as_it_came,
+    early: Early = _no_look,
 ) -> Response:
     """Answer one request; ``kind`` selects the reader, ``make_shape`` the form of the answer, ``prepare``
-    may change the body. The request's tokens count against the rate limit of the key, and the outcome is
-    recorded in metrics, log and trace. Raises WeftError for a failure before the first byte of the
-    answer."""
+    may change the body, ``early`` may answer before the request waits for its model. The request's tokens
+    count against the rate limit of the key, and the outcome is recorded in metrics, log and trace. Raises
+    WeftError for a failure before the first byte of the answer."""
     times = times_of(front, kind, request.scope, request.headers.get("traceparent"))
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
     # `held` releases in reverse order. A stream takes over all resources with `pop_all`.
@@ -112,7 +122,8 @@ async def handle(
             front.lifecycle.check()
             upload = held.enter_context(front.bodies.upload())
             body = await read_json(request, upload)
-            front = await front.enter(body, key_of(request.scope), held)
+            await early(body, key_of(request.scope))
+            front = await entered(front, body, request, held)
             times.of(front.metrics)
             generation = generation_of(front, request.scope, times, deadline)
             generation.headers = request.headers
@@ -151,6 +162,13 @@ async def handle(
         )
 
 
+async def entered(front: Front, body: list[bytes], request: Request, held: contextlib.ExitStack) -> Front:
+    """Return the front of the model, see ``Front.enter``. Raises Cancelled if the client disconnects while
+    the request waits for the model."""
+    work = front.enter(body, key_of(request.scope), held)
+    return await (work if front.several is None else unless_gone(request.receive, work))
+
+
 async def read_only(front: Front, request: Request, kind: str, prepare: Prepare = _as_it_came) -> Job:
     """Read a request without generation and return the job.
 
@@ -162,7 +180,7 @@ async def read_only(front: Front, request: Request, kind: str, prepare: Prepare 
     client = key_of(request.scope)
     with front.bodies.upload() as upload, contextlib.ExitStack() as held:
         body = await read_json(request, upload)
-        front = await front.enter(body, client, held)
+        front = await entered(front, body, request, held)
         async with within(deadline):
             made = await prepare(body, upload)
             return await front.read(kind, made, lambda job: job, client=client)

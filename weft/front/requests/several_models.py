@@ -167,7 +167,7 @@ class SeveralModels:
         }
         self.table = m.ModelTable([plan.facts for plan in models.plans], models.budget)
         self.lifecycle = Lifecycle(lambda: sum(one.lifecycle.capacity for one in self.loaded))
-        self.metrics = Metrics("", several_pages.NO_LINKS)
+        self.metrics = Metrics("", several_pages.NO_LINKS, spans)
         """Metrics of the process. Each model has its own."""
         self.metrics.registry.register(several_pages.ModelsCollector(self))
         self._past = [[0.0] * len(bounds) for bounds in LATENCY_BOUNDS]
@@ -212,7 +212,10 @@ class SeveralModels:
         await asyncio.gather(*(model.close(shutdown) for model in self.loaded))
 
     def drain(self) -> None:
-        """Report to the owners of the engines that the server drains."""
+        """Report to the owners of the engines that the server drains. Requests that wait for a model fail:
+        none of these requests has begun."""
+        for slot in self._slots.values():
+            _settle(slot, Unavailable("the server is shutting down"))
         for model in self.loaded:
             model.owner.drain()
 
@@ -278,8 +281,11 @@ class SeveralModels:
             async with asyncio.timeout(min(self._section.model_timeout, self._section.request_timeout)):
                 await waiter
                 while not self.table.admits(slot.name):  # drained again before this task ran
-                    await self._wait(slot)
+                    waiter = self._wait(slot)
+                    await waiter
         except BaseException as error:
+            if waiter in slot.waiters:
+                slot.waiters.remove(waiter)
             wait = self.table.wait(slot.name)
             self._on(m.GaveUp(slot.name))
             if isinstance(error, TimeoutError):
@@ -459,14 +465,15 @@ class SeveralModels:
         slot.watch = asyncio.create_task(self._watch(slot, model))
         self.loads[slot.name] += 1
         welcome = model.links.welcome if slot.plan.measured else None
-        cost = 0 if welcome is None else model_cost(slot.plan.groups, welcome.num_blocks)
+        cost = 0 if welcome is None else _cost(slot.plan, welcome.num_blocks)
         log.info("the model %s is loaded", slot.name)
         self._on(m.Loaded(slot.name, cost))
 
     async def _loaded(self, slot: _Slot) -> tuple[ServedModel, Front]:
         """Start the processes of a model, and wait for a first token. Raises WeftError and OSError."""
         owner = slot.plan.processes.start()
-        model = ServedModel(slot.plan.config, slot.plan.section, owner, server=self.lifecycle)
+        plan = slot.plan
+        model = ServedModel(plan.config, plan.section, owner, spans=self._spans, server=self.lifecycle)
         try:
             await model.start(self._front.threads, self._front.running)
             front = self._front.of(model)
@@ -543,6 +550,14 @@ def _settle(slot: _Slot, error: WeftError | None) -> None:
             waiter.set_result(None)
         else:
             waiter.set_exception(error)
+
+
+def _cost(plan: ModelPlan, num_blocks: Sequence[int]) -> int:
+    """Return the bytes of a loaded model; 0 if the weight files have gone meanwhile."""
+    try:
+        return model_cost(plan.groups, num_blocks)
+    except OSError:
+        return 0
 
 
 def _failure(name: str, error: WeftError) -> Unavailable:
