@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from weft.config.adapter_files import patterns
 from weft.config.adapter_files.patterns import PatternError, Patterns
 
 NAMES = [
@@ -64,3 +65,13 @@ def test_hostile_patterns_end() -> None:
     with pytest.raises(PatternError, match="steps"):
         costly.find("a." * 100, 0)
     assert time.process_time() - began < 60
+
+
+def test_many_plain_patterns_for_many_modules_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "MOST_STEPS", 1000)
+    many = Patterns([(f"layers.{number}.q_proj", number) for number in range(100)])
+    assert many.find("layers.7.q_proj", -1) == 7
+    for _ in range(9):
+        assert many.find("layers.1.v_proj", -1) == -1
+    with pytest.raises(PatternError, match="steps"):
+        many.find("layers.1.v_proj", -1)

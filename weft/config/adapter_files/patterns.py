@@ -54,9 +54,16 @@ class Patterns:
     def find(self, name: str, default: object) -> object:
         """Return the value for the module ``name``. Raise PatternError after too many steps."""
         for key, program, value in self._each:
+            self._count(1)
             if _ends(name, key) if program is None else self._fits(name, program):
                 return value
         return default
+
+    def _count(self, steps: int) -> None:
+        """Count steps. Raise PatternError after too many."""
+        self._steps += steps
+        if self._steps > MOST_STEPS:
+            raise PatternError("its patterns need too many steps")
 
     def _fits(self, name: str, program: list[_Step]) -> bool:
         """Return True if the program reaches its end at the end of ``name``."""
@@ -64,9 +71,7 @@ class Patterns:
         for at in range(len(name) + 1):
             if at == 0 or name[at - 1] == ".":
                 self._reach(program, [0], current, at, len(name))
-            self._steps += len(current) + 1
-            if self._steps > MOST_STEPS:
-                raise PatternError("its patterns need too many steps")
+            self._count(len(current) + 1)
             if at == len(name):
                 break
             found = set[int]()
