@@ -74,6 +74,7 @@ def test_the_digest_is_content_and_nothing_else(tmp_path: Path) -> None:
         ({"lora_alpha": 10**400, "use_rslora": True}, "lora_alpha"),
         ({"modules_to_save": 5}, "modules_to_save must be a list"),
         ({"target_parameters": [5]}, "target_parameters must be a list"),
+        ({"target_parameters": ["x"] * 4097}, "at most 4096 are read"),
         ({"rank_pattern": {"(": 2}}, "rank_pattern"),
         ({"alpha_pattern": {r"(a)\1": 2}}, "alpha_pattern"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),

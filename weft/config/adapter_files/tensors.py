@@ -25,6 +25,8 @@ _SIDE = re.compile(_PREFIX + r"\.lora_(?P<table>embedding_)?(?P<side>[AB])(?:\.d
 _MAGNITUDE = re.compile(_PREFIX + r"\.lora_magnitude_vector(?:\.default)?(?:\.weight)?$")
 _WHOLE = re.compile(_PREFIX + r"(?:\.modules_to_save(?:\.default)?)?\.weight$")
 _BASE = ".base_layer"
+_MOST_NAMES = 4096
+"""Maximum names in a list of the settings: every tensor is compared with every name."""
 _MOST = 1e30
 """Bound of ranks and alphas: beyond it no scale is a finite number."""
 
@@ -100,6 +102,8 @@ def modules_of(
         names = config.get(field) or []
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise UnreadTensors(f"{field} must be a list of names, not {str(names)[:80]!r}")
+        if len(names) > _MOST_NAMES:
+            raise UnreadTensors(f"{field} has {len(names)} names, and at most {_MOST_NAMES} are read")
     # A pair of tensors per module, and perhaps lengths; everything else is refused together.
     found = dict[str, _Found]()
     saved, lengths, copies, other = [], dict[str, str](), list[str](), []
