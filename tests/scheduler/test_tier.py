@@ -223,6 +223,22 @@ def test_the_write_rate_spreads_stores() -> None:
     assert counts[-1] == 9
 
 
+def test_commands_that_were_not_sent_end_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a loss of ranks, blocks have other contents: a command from before must not store the blocks."""
+    rig = TierRig(kv_config(), mode="all")
+    monkeypatch.setattr(tiers, "JOB_BYTES", 1)  # one block per command
+    rig.submit(submit(0, PROMPT))
+    while rig.scheduler.has_work():
+        rig.step()
+    rig.ask()
+    rig.serve()  # the report makes room for another command, which waits to be sent
+    rig.lose()
+    rig.settle()
+    assert rig.disk.records
+    assert all(rig.disk.records.values())
+    rig.check_idle()
+
+
 def test_a_full_list_skips(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks beyond the limit of waiting blocks are skipped and counted."""
     monkeypatch.setattr(tiers, "MOST_WANTED", 3)

@@ -164,6 +164,11 @@ class Loads:
         """Give up all loads after the caches were reset. Results of commands under way will be void."""
         self._ended.clear()
         self._apply(self.book.on(Lost(), 0.0))
+        # Commands that were not sent would store blocks that have other contents now: the commands end here.
+        unsent, self._actions = self._actions, []
+        for command in unsent:
+            outcomes = bytes([BlockOutcome.LOST]) * command.size
+            self._apply(self.book.on(CopiedBlocks(command.job, outcomes, 0, 0.0), self._now))
         for load in list(self._loads.values()):
             self._go_on(load, "lost", math.nan)
 
