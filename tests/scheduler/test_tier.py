@@ -96,6 +96,8 @@ def _run(rng: random.Random, rig: TierRig, bases: list[list[int]]) -> None:
             rig.finish(rng.randrange(len(rig.told)))
         if rng.random() < 0.02:
             rig.lose()
+        if rng.random() < 0.02:
+            rig.loads.on(Flushed(), rig.now)
         rig.now += rng.choice([0.0, 0.01, 0.6])
         rig.hear(rig.scheduler.expire(rig.now))
         rig.ask()

@@ -77,6 +77,7 @@ class TierRig(Rig):
         if not load:
             if outcome == BlockOutcome.DONE:
                 whole = {place: memory[block, place] for place in range(size) if (block, place) in memory}
+                assert whole, "a block without contents was stored"
                 known = self.disk.records.setdefault(entry, whole)
                 assert known == whole, "a block was stored with other contents than before"
                 self.copied += 1
