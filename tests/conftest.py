@@ -48,6 +48,15 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Undo a change of the default dtype, and name the test. Threads that load models of transformers at the
+    same time may leave such a change."""
+    if torch.get_default_dtype() is not torch.float32:
+        torch.set_default_dtype(torch.float32)
+        item.warn(pytest.PytestWarning(f"{item.nodeid} left another default dtype"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Freeze the loaded modules and tests, so that the cycle collector does not scan them repeatedly."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ except ImportError:
 FRAMES = [image_file((40, 24), seed=n) for n in range(7)]
 
 
+@functools.cache
 def _file_part() -> list[dict[str, Any]]:
-    """Return a video file of 3 seconds: 6 frames in 3 groups."""
+    """Return a video file of 3 seconds: 6 frames in 3 groups. Made once: the encoder may write other bytes in
+    another call."""
     from tests.support.films import film
 
     return [{"type": "video_url", "video_url": {"url": data_url(film(18, size=(40, 24)), "video/mp4")}}]
