@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 from weft.common.errors import ConfigError, EngineDead
 from weft.common.log import get_logger
+from weft.disagg.transport.reports import ReportQueue
 from weft.engine.tiers.block_copies import BlockCopies
-from weft.engine.tiers.tier_reports import TierReports
 from weft.runner.tier_thread import TierReport
 from weft.store.errors import RecordCorrupt, RecordGone, StoreOff
 from weft.store.records import Owner, RecordBuffer, RecordId
@@ -62,7 +62,7 @@ class RankTier:
         of the store. ``cancel``: called by ``close``, ends a long ``open_store`` early."""
         self._cancel = cancel
         self._copies, self._open, self._behind, self._leads = copies, open_store, behind_steps, leads
-        self._reports = TierReports()
+        self._reports = ReportQueue[TierReport]()
         self._commands: queue.SimpleQueue[TierCommand | threading.Event | None] = queue.SimpleQueue()
         self._loads = deque[CopyBlocks]()
         self._others = deque[CopyBlocks | FlushStore]()
