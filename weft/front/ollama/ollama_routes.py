@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from weft import __version__
-from weft.common.errors import InvalidRequest, NotFound, TooLarge
+from weft.common.errors import InvalidRequest, TooLarge
 from weft.front.http import openapi
 from weft.front.http.access import key_of
 from weft.front.http.answers import to_json
@@ -19,13 +19,13 @@ from weft.front.ollama import ollama_answers as o
 from weft.front.ollama.model_facts import ShownModels, models_of, running_of, shown_of, tag_of
 from weft.front.ollama.ollama_shape import OllamaShape, OllamaVectors
 from weft.front.protocol.ollama_request import (
-    LATEST,
     OllamaBody,
     OllamaChat,
     OllamaEmbed,
     OllamaEmbedding,
     OllamaGenerate,
     OllamaShow,
+    untagged,
 )
 from weft.front.protocol.parse import parse
 from weft.front.requests.context import Front
@@ -111,7 +111,7 @@ def _add_models(app: FastAPI, front: Front) -> None:
         name = asked.model or asked.name or ""
         if front.several is not None:
             return _json(await shown.of(front.several.plan_of(name, key_of(request.scope))))
-        front.check_model(_served(front, name))
+        front.check_model(untagged(name, front.model.serves))
         return _json(shown_of(front.config, front.text))
 
     @app.get("/api/version", openapi_extra=openapi.returns(o.OllamaVersion))
@@ -149,15 +149,6 @@ async def _small_body(front: Front, request: Request) -> bytes:
         return b"".join(body)
 
 
-def _served(front: Front, name: str) -> str:
-    """Return the name without ``:latest``, unless a model has this tag."""
-    try:
-        front.check_model(name)
-    except NotFound:
-        return name.removesuffix(LATEST)
-    return name
-
-
 async def _loads(front: Front, cls: type[Any], body: list[bytes], upload: Upload) -> list[bytes]:
     """Return ``body`` unchanged. Raises Answered for a request without a prompt: the model is loaded now."""
     if sum(map(len, body)) > SMALL:
@@ -166,7 +157,7 @@ async def _loads(front: Front, cls: type[Any], body: list[bytes], upload: Upload
     if not asked.empty:
         return body
     if front.several is None:  # several models: the request waited until its model was loaded
-        front.check_model(_served(front, asked.model))
+        front.check_model(untagged(asked.model, front.model.serves))
     raise Answered(_json(_loaded(asked)))
 
 

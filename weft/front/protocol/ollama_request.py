@@ -20,6 +20,11 @@ LATEST = ":latest"
 """Tag that clients add to a name without a tag."""
 
 
+def untagged(name: str, serves: Callable[[str], bool]) -> str:
+    """Return the name of a served model: without ``:latest``, unless a model has this tag."""
+    return name if serves(name) else name.removesuffix(LATEST)
+
+
 class _Message(msgspec.Struct, frozen=True, kw_only=True):
     """A message of a conversation. Unknown fields are ignored: clients send answers back."""
 

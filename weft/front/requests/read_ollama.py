@@ -8,12 +8,12 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.front.protocol.ollama_request import (
-    LATEST,
     OllamaBody,
     OllamaChat,
     OllamaEmbed,
     OllamaEmbedding,
     OllamaGenerate,
+    untagged,
 )
 from weft.front.protocol.parse import parse
 from weft.front.protocol.turns import renamed
@@ -56,7 +56,7 @@ def read_ollama_embedding(reader: Reader, body: bytes) -> Job:
 def _generates(reader: Reader, asked: OllamaChat | OllamaGenerate) -> Job:
     if asked.empty:
         raise InvalidRequest("a request without a prompt generates nothing", param="model")
-    asked = served(reader, asked)
+    asked = _served(reader, asked)
     raw = isinstance(asked, OllamaGenerate) and asked.raw
     try:
         body = msgspec.json.encode(asked.openai())
@@ -67,14 +67,12 @@ def _generates(reader: Reader, asked: OllamaChat | OllamaGenerate) -> Job:
 
 def _embeds(reader: Reader, asked: OllamaEmbed | OllamaEmbedding) -> Job:
     try:
-        return read_embeddings(reader, msgspec.json.encode(served(reader, asked).openai()))
+        return read_embeddings(reader, msgspec.json.encode(_served(reader, asked).openai()))
     except InvalidRequest as error:
         names = {"input": "prompt"} if isinstance(asked, OllamaEmbedding) else {}
         raise renamed(error, names) from None
 
 
-def served(reader: Reader, asked: B) -> B:
-    """Return ``asked`` with the name of a served model: without ``:latest`` if the model has no such tag."""
-    if asked.model.endswith(LATEST) and not reader.serves(asked.model):
-        return msgspec.structs.replace(asked, model=asked.model.removesuffix(LATEST))
-    return asked
+def _served(reader: Reader, asked: B) -> B:
+    """Return ``asked`` with the name of a served model."""
+    return msgspec.structs.replace(asked, model=untagged(asked.model, reader.serves))

@@ -177,8 +177,12 @@ class ServedModel:
         caches = self.config.kv.enable_prefix_caching
         return welcome.block_size if caches and welcome is not None else 0
 
+    def serves(self, name: str) -> bool:
+        """Return True for a name of the model or of one of its adapters."""
+        return name in self.accepted or name in self.adapters.names
+
     def check_model(self, name: str) -> None:
-        """Raise NotFound unless ``name`` is a name of the model or of one of its adapters."""
+        """Raise NotFound unless the model serves ``name``."""
         check_model(name, (*self.accepted, *self.adapters.names))
 
     def card(self, name: str) -> ModelCard:
