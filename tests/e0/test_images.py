@@ -156,8 +156,13 @@ def test_the_same_tokens_with_other_images_share_what_is_before_them(images: Ima
 
 @mostly_slow("name", NAMES, NAMES[:1])
 def test_the_preempted_begin_again(name: str, images: Images) -> None:
+    check_preempted(name, images, blocks=16)
+
+
+def check_preempted(name: str, images: Images, blocks: int) -> None:
+    """Check the tokens of preempted sequences, with a pool of ``blocks`` blocks."""
     engine, _ = make_engine(
-        images.models.folder(name), depth=2, chunk=5, blocks=16, max_num_seqs=4, media=images.tight(name)
+        images.models.folder(name), depth=2, chunk=5, blocks=blocks, max_num_seqs=4, media=images.tight(name)
     )
     filler = submit(999, [3] * 30, TokenParams(temperature=0.0, max_tokens=60), request=999, priority=-1)
     answers = run(engine, [[filler], *([one] for one in images.batch(name, GREEDY))])

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from tests.e0.rig import MAX_LEN, make_engine, run, spec_of, submit
-from tests.e0.test_images import GREEDY, Images
+from tests.e0.test_images import GREEDY, Images, check_preempted
 from tests.models.test_whole_images import shapes
 from tests.support.expert_groups import on_layout
 from tests.support.pairwise import sampled
@@ -93,15 +93,7 @@ def test_chunks_and_hits(name: str, how: tuple[int, int, bool], images: WholeIma
 
 @mostly_slow("name", ["gemma3", "mistral3", "ministral3"], ["gemma3"])
 def test_the_preempted_begin_again(name: str, images: WholeImages) -> None:
-    engine, _ = make_engine(
-        images.models.folder(name), depth=2, chunk=5, blocks=12, max_num_seqs=4, media=images.tight(name)
-    )
-    filler = submit(999, [3] * 30, TokenParams(temperature=0.0, max_tokens=60), request=999, priority=-1)
-    answers = run(engine, [[filler], *([one] for one in images.batch(name, GREEDY))])
-    stats = engine.stats()
-    engine.close()
-    images.check(name, answers, GREEDY)
-    assert stats.preemptions > 0
+    check_preempted(name, images, blocks=12)
 
 
 @pytest.mark.slow

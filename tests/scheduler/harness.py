@@ -388,6 +388,19 @@ def random_rig(rng: random.Random, depth: int, drafts: bool = True, make: type[R
     )
 
 
+def random_arrivals(rng: random.Random, rig: Rig, bases: list[list[int]], request: int, most: int) -> bool:
+    """Submit request number ``request`` at times, up to ``most`` sequences, and abort a sequence at times.
+    Return True if the request was submitted."""
+    arrives = rng.random() < 0.3 and len(rig.told) < most
+    if arrives:
+        turn = [next_turn(rng, rig)] if rig.told and rng.random() < 0.5 else []
+        for one in random_submits(rng, len(rig.told), request, turn or bases):
+            rig.submit(one)
+    if rng.random() < 0.05 and rig.told:
+        rig.finish(rng.randrange(len(rig.told)))
+    return arrives
+
+
 def random_run(seed: int, depth: int, drafts: bool = True, losses: float = 0.0, forgets: float = 0.0) -> Rig:
     """Run a random load to the end, with all checks. Ranks are lost with probability ``losses`` per round,
     and the prefix cache is emptied with probability ``forgets``."""
@@ -398,13 +411,7 @@ def random_run(seed: int, depth: int, drafts: bool = True, losses: float = 0.0, 
     request = 0
     # Submits, aborts, losses, plans and commits interleave in any order.
     for _ in range(150):
-        if rng.random() < 0.3 and len(rig.told) < 40:
-            turn = [next_turn(rng, rig)] if rig.told and rng.random() < 0.5 else []
-            for one in random_submits(rng, len(rig.told), request, turn or bases):
-                rig.submit(one)
-            request += 1
-        if rng.random() < 0.05 and rig.told:
-            rig.finish(rng.randrange(len(rig.told)))
+        request += random_arrivals(rng, rig, bases, request, most=40)
         if losses and rng.random() < losses:
             rig.lose()
         if forgets and rng.random() < forgets:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from tests.scheduler.fake_runner import kv_config, submit
-from tests.scheduler.harness import next_turn, random_bases, random_rig, random_submits
+from tests.scheduler.harness import random_arrivals, random_bases, random_rig
 from tests.scheduler.tier_rig import FakeDisk, TierRig, faulty
 from tests.support.slow import mostly_slow
 from weft.kv import tiers
@@ -87,13 +87,7 @@ def test_random_loads_with_a_store(depth: int, seeds: range) -> None:
 def _run(rng: random.Random, rig: TierRig, bases: list[list[int]]) -> None:
     request = 0
     for _ in range(120):
-        if rng.random() < 0.3 and len(rig.told) < 30:
-            turn = [next_turn(rng, rig)] if rig.told and rng.random() < 0.5 else []
-            for one in random_submits(rng, len(rig.told), request, turn or bases):
-                rig.submit(one)
-            request += 1
-        if rng.random() < 0.05 and rig.told:
-            rig.finish(rng.randrange(len(rig.told)))
+        request += random_arrivals(rng, rig, bases, request, most=30)
         if rng.random() < 0.02:
             rig.lose()
         if rng.random() < 0.02:

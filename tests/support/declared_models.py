@@ -12,6 +12,15 @@ _EXPERTS = {
     "moe_intermediate_size": 24,
     "head_dim": 16,
 }
+_LLAMA4 = {
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 64,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 2,
+    "num_hidden_layers": 4,
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("Mistral", {"sliding_window": 9, "rms_norm_eps": 1e-4}),
@@ -228,34 +237,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Ministral",
         {"head_dim": 12, "sliding_window": 6, "layer_types": [_SLIDING, _FULL, _SLIDING]},
     ),
-    "llama4": (
-        "Llama4Text",
-        {
-            "head_dim": 16,
-            "num_local_experts": 4,
-            "intermediate_size": 24,
-            "intermediate_size_mlp": 64,
-            "interleave_moe_layer_step": 2,
-            "no_rope_layer_interval": 2,
-            "num_hidden_layers": 4,
-            "floor_scale": 16,
-            "attention_chunk_size": 128,
-        },
-    ),
-    "llama4-chunks": (
-        "Llama4Text",
-        {
-            "head_dim": 16,
-            "num_local_experts": 4,
-            "intermediate_size": 24,
-            "intermediate_size_mlp": 64,
-            "interleave_moe_layer_step": 2,
-            "no_rope_layer_interval": 2,
-            "num_hidden_layers": 4,
-            "floor_scale": 4,
-            "attention_chunk_size": 5,
-        },
-    ),
+    "llama4": ("Llama4Text", {**_LLAMA4, "floor_scale": 16, "attention_chunk_size": 128}),
+    "llama4-chunks": ("Llama4Text", {**_LLAMA4, "floor_scale": 4, "attention_chunk_size": 5}),
     "llama4-plain": (
         "Llama4Text",
         {
