@@ -212,7 +212,7 @@ def fill(
     cut = range(model.spec.layers, saved_layers)
     found = _names_of(files)
     weights = weights.published_as({name for names in found.values() for name in names})
-    owners = None if changed is None else owners_of(model)
+    owners = owners_of(model) if changed is not None and isinstance(model, nn.Module) else None
     sources = _check_names(weights, found, cut, quantized is not None, partial, owners)
     if changed is not None and owners is not None:
         changed |= {owners[weights.placements[source.name].parameter] for source in sources}
