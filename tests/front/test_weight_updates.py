@@ -121,7 +121,7 @@ def test_all_engines_change_and_one_that_starts_again_follows(
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with LLM(str(new), dtype="bfloat16") as llm:
         due = list(llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids)
-    server = servers.weft(*ARGUMENTS, *more)
+    server = servers.weft(*ARGUMENTS, *more.split())
     before = [complete(server)["token_ids"] for _ in range(4)]
     shared = "--prefill" in more
     if shared:
@@ -133,13 +133,14 @@ def test_all_engines_change_and_one_that_starts_again_follows(
     assert all(complete(server)["token_ids"] == due for _ in range(4))
     assert before[0] == before[1]
     groups = httpx.get(server.url + "/admin/groups", headers=ADMIN).json()["engines"]
-    os.kill(groups[0]["pid"], signal.SIGKILL)
+    os.kill(server.engine(), signal.SIGKILL)
     until = time.monotonic() + deadline(60)
     while time.monotonic() < until:
         choice = complete(server)
         assert (choice["token_ids"], choice["weight_version"]) == (due, "step-1")
         alive = httpx.get(server.url + "/admin/groups", headers=ADMIN).json()["engines"]
-        if all(one["alive"] for one in alive) and alive[0]["incarnation"] != groups[0]["incarnation"]:
+        names = {one["incarnation"] for one in alive}
+        if all(one["alive"] for one in alive) and names != {one["incarnation"] for one in groups}:
             break
         time.sleep(0.2)
     assert all(complete(server)["token_ids"] == due for _ in range(4))

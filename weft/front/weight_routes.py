@@ -88,14 +88,7 @@ class WorldSize(msgspec.Struct, kw_only=True):
 
 def add_weight_routes(app: FastAPI, front: Front) -> None:
     """Add the routes."""
-
-    @app.get("/get_world_size", openapi_extra=openapi.returns(WorldSize))
-    async def get_world_size(request: Request) -> Response:
-        """Return the number of ranks of all groups; with ``?include_dp=false`` of one replica."""
-        parallel = front.config.parallel
-        one = request.query_params.get("include_dp", "true").lower() in ("false", "0")
-        engines = 1 if one else sum(instance.alive for instance in front.links.instances)
-        return _json(WorldSize(world_size=parallel.tensor_parallel_size * max(1, engines)))
+    _add_facts(app, front)
 
     @app.post("/init_weight_transfer_engine", openapi_extra=openapi.answers_of(InitRequest, Said))
     async def init(request: Request) -> Response:
@@ -138,6 +131,18 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
             _check_label(label, "weight_version")
         await _updates(front).finish(label, front.pausing.paused)
         return _json(Said(message="Weight update finished"))
+
+
+def _add_facts(app: FastAPI, front: Front) -> None:
+    """Add the routes that change no weights."""
+
+    @app.get("/get_world_size", openapi_extra=openapi.returns(WorldSize))
+    async def get_world_size(request: Request) -> Response:
+        """Return the number of ranks of all groups; with ``?include_dp=false`` of one replica."""
+        parallel = front.config.parallel
+        one = request.query_params.get("include_dp", "true").lower() in ("false", "0")
+        engines = 1 if one else sum(instance.alive for instance in front.links.instances)
+        return _json(WorldSize(world_size=parallel.tensor_parallel_size * max(1, engines)))
 
     @app.post("/update_weight_version", openapi_extra=openapi.answers_of(VersionRequest, Named))
     async def rename(request: Request) -> Response:

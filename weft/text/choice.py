@@ -73,8 +73,7 @@ class Choice:
         content; None searches all text. ``emitted_ids`` are replayed at once and count in ``token_ids`` and
         ``text``.
         """
-        self.sequence = sequence
-        self.index = index
+        self.sequence, self.index = sequence, index
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: Logprobs | None = None if params.logprobs is None else Logprobs(tokenizer)
@@ -89,8 +88,7 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.error: ErrorInfo | None = None
-        self.weights: list[tuple[int, int]] = []
-        """(position in ``token_ids``, version of the weights) of each change, from the first token on."""
+        self.weights: list[tuple[int, int]] = []  # (position, version of the weights) of each change
         self.embedding = b""
         """Embedding of a pooling sequence: float32, little-endian, not normalized."""
         self.cache_miss: CacheMiss | None = None
