@@ -111,11 +111,9 @@ def test_one_engine(servers: Servers, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", [("--data-parallel-size", "2"), ("--prefill", "1", "--decode", "1")], ids=str
-)
+@pytest.mark.parametrize("more", ["--data-parallel-size 2", "--prefill 1 --decode 1"])
 def test_all_engines_change_and_one_that_starts_again_follows(
-    servers: Servers, tmp_path: Path, more: tuple[str, ...]
+    servers: Servers, tmp_path: Path, more: str
 ) -> None:
     new = write_checkpoint(tmp_path / "new", BASE, changed(read_tensors(BASE), 1))
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
