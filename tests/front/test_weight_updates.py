@@ -58,6 +58,7 @@ def numbers(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
+@pytest.mark.slow
 def test_one_engine(servers: Servers, tmp_path: Path) -> None:
     """Bodies, labels, refusals, and a stream across an update."""
     new = write_checkpoint(tmp_path / "new", BASE, changed(read_tensors(BASE), 1))
