@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -46,3 +48,21 @@ def test_a_restart_without_a_file_sends_what_an_earlier_release_takes(played: li
     found = CliRunner().invoke(admin.restart, ["--wait", "1"])
     assert played == [{"group": ""}]
     assert "all0 did not start again, and the restart is cancelled" in str(found.exception)
+
+
+def test_a_local_server_is_reached_without_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"engines": []}')
+
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.handle_request)
+        server.timeout = 10
+        thread.start()
+        listed = admin.Server(f"http://127.0.0.1:{server.server_port}", "key").listed()
+        thread.join()
+    assert listed == []

@@ -51,7 +51,10 @@ def test_cuda_equals_cpu(checkpoint: Any, paged: Any, dtype: torch.dtype) -> Non
 def test_images_on_cuda_equal_those_on_a_cpu(name: str, dtype: torch.dtype, seeing: Any, paged: Any) -> None:
     """The tower's rows, and logits of a prompt with images in chunks."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    close = 1e-11 if dtype == torch.float64 else 1e-4
+    torch.backends.cudnn.allow_tf32 = False
+    # Towers of transformers compute their rotations in float32, also in a float64 model.
+    exact = 1e-6 if name.startswith("qwen2-") else 1e-11
+    close = exact if dtype == torch.float64 else 1e-4
     made = []
     for device in ("cpu", "cuda"):
         model = seeing(name).load(dtype, torch.device(device))

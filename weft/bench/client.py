@@ -8,21 +8,19 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import httpx
 
 from weft.bench.records import RequestRecord, read_stream
 from weft.bench.schedule import Planned
 from weft.bench.workloads import random_ids, safe_range
-from weft.common.client_tls import verification
+from weft.common.client_tls import client_options
 from weft.common.errors import ConfigError, WeftError
 
 Endpoint = Literal["completions", "chat"]
 PromptKind = Literal["ids", "text"]
 
 _PROBE_WORDS = 64
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +87,7 @@ def http_client(
         timeout=None,
         limits=httpx.Limits(max_connections=connections, max_keepalive_connections=kept),
         headers={"Authorization": f"Bearer {key}"} if key else {},
-        trust_env=urlsplit(url).hostname not in _LOOPBACK,
-        verify=verification(url),
+        **client_options(url),
     )
 
 

@@ -41,14 +41,14 @@ class Server(NamedTuple):
         """
         import httpx
 
-        from weft.common.client_tls import verification
+        from weft.common.client_tls import client_options
 
         key = required_key(self.key)
         page = f"{self.url.rstrip('/').removesuffix('/v1')}{path}"
         headers = {"Authorization": f"Bearer {key}"}
-        verify = verification(page, client_cert())
+        options = client_options(page, client_cert())
         try:
-            answer = httpx.request(method, page, json=body, headers=headers, timeout=TIMEOUT_S, verify=verify)
+            answer = httpx.request(method, page, json=body, headers=headers, timeout=TIMEOUT_S, **options)
             said = answer.json()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise EngineDead(f"no Weft server answers at {self.url}: {type(error).__name__}") from None

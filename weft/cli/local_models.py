@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import click
 import msgspec
@@ -153,16 +152,12 @@ def _loaded(root: str, key: str) -> list[_Row]:
     """Return the rows of /api/ps of the server at ``root``. Raises ConfigError without a valid answer."""
     import httpx
 
-    from weft.cli.chat.chat_client import LOOPBACK
-    from weft.common.client_tls import verification
+    from weft.common.client_tls import client_options
 
-    local = urlsplit(root).hostname in LOOPBACK
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    verify = verification(root, client_cert())
+    options = client_options(root, client_cert())
     try:
-        answer = httpx.get(
-            f"{root}/api/ps", headers=headers, timeout=10.0, verify=verify, trust_env=not local
-        )
+        answer = httpx.get(f"{root}/api/ps", headers=headers, timeout=10.0, **options)
     except (httpx.TransportError, httpx.InvalidURL) as error:
         raise ConfigError(f"{root} does not answer: {error}", param="--url") from None
     if answer.status_code != 200:

@@ -1,10 +1,32 @@
-"""TLS of Weft's own HTTP clients: trusted authorities, and a certificate for servers that require one."""
+"""Settings of Weft's own HTTP clients: trusted authorities, certificates, and no proxy for local servers."""
 
 from __future__ import annotations
 
 import ssl
+from typing import TypedDict
+from urllib.parse import urlsplit
 
 from weft.common.errors import ConfigError
+
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+class ClientOptions(TypedDict):
+    """Options of httpx's clients and functions."""
+
+    verify: ssl.SSLContext | bool
+    trust_env: bool
+    """Whether the proxies of the environment are used."""
+
+
+def is_local(url: str) -> bool:
+    """Return True if the host of ``url`` is a loopback host."""
+    return urlsplit(url).hostname in LOCAL_HOSTS
+
+
+def client_options(url: str, client_cert: str | None = None) -> ClientOptions:
+    """Return httpx's options for requests to ``url``. Arguments and errors as for ``verification``."""
+    return {"verify": verification(url, client_cert), "trust_env": not is_local(url)}
 
 
 def verification(url: str, client_cert: str | None = None) -> ssl.SSLContext | bool:

@@ -67,6 +67,8 @@ def device_of(config: EngineConfig) -> torch.device:
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: this torch sees no GPU; use --device cpu", param="device")
+    # By default torch computes float32 convolutions (vision towers) with 10 bits of mantissa.
+    torch.backends.cudnn.allow_tf32 = False
     return torch.device(config.device)
 
 

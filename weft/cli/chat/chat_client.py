@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 import msgspec
 
-from weft.common.client_tls import verification
+from weft.common.client_tls import client_options
 
 CONNECT_S = 10.0
 SILENCE_S = 600.0
@@ -21,7 +21,6 @@ SILENCE_S = 600.0
 MAX_EVENT = 16 << 20
 MAX_CALLS = 512
 """Maximum number of tool calls in a reply."""
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class ChatError(Exception):
@@ -77,12 +76,10 @@ class ChatClient:
         ``client_cert``: PEM file for a server that requires a certificate. Raise ConfigError for an unusable
         file."""
         self.url = base_url(url)
-        host = urlsplit(self.url).hostname or ""
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(timeout, connect=CONNECT_S),
-            trust_env=host not in LOOPBACK,  # no proxy for local servers
-            verify=verification(self.url, client_cert),
+            **client_options(self.url, client_cert),
         )
 
     def models(self) -> list[str]:

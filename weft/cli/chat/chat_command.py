@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 import click
 
@@ -184,10 +183,11 @@ def key_for(url: str) -> str:
 
     The key of Weft's own servers (WEFT_API_KEY) is only sent to servers on this machine.
     """
-    from weft.cli.chat.chat_client import LOOPBACK, base_url
+    from weft.cli.chat.chat_client import base_url
+    from weft.common.client_tls import is_local
 
     own = env.get("WEFT_CHAT_API_KEY")
-    if own or urlsplit(base_url(url)).hostname not in LOOPBACK:
+    if own or not is_local(base_url(url)):
         return own
     return env.get("WEFT_API_KEY").replace(",", " ").split(" ")[0]
 

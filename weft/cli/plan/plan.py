@@ -134,7 +134,7 @@ def plan(
     """
     import httpx
 
-    from weft.common.client_tls import verification
+    from weft.common.client_tls import client_options
 
     log.configure(env.get("WEFT_LOG_LEVEL", "info"), "plan")
     limits = Limits(ttft_ms / 1e3, tpot_ms / 1e3, goal)
@@ -143,7 +143,7 @@ def plan(
     key = required_key(admin_key)
     base = url.rstrip("/").removesuffix("/v1")
     with (
-        httpx.Client(base_url=base, verify=verification(base, client_cert())) as client,
+        httpx.Client(base_url=base, **client_options(base, client_cert())) as client,
         _stopping() as stopped,
     ):
         owner = AdminRoutes(client, key)

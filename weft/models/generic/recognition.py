@@ -148,7 +148,8 @@ def gate_of(module: Any) -> Gate | None:
     if not (module.has_gate and module.is_concatenated) or module.is_transposed or module.has_bias:
         return None
     up, down = stacks["gate_up_proj"], stacks["down_proj"]
-    if len(up) != 3 or down != (up[0], up[2], up[1] // 2) or module.has_post_expert_norm:
+    normed = getattr(module, "has_post_expert_norm", False)  # older versions of transformers lack the flag
+    if len(up) != 3 or down != (up[0], up[2], up[1] // 2) or normed:
         return None
     for limit, alpha in itertools.product(_numbers(module, "limit"), _numbers(module, "alpha")):
         gate = Gate(limit=limit, alpha=alpha)
