@@ -52,7 +52,7 @@ def fresh(folder: Path, settings: dict[str, Any]) -> Output:
 
 
 def shared_files() -> set[str]:
-    return {one.name for one in SHARED.glob("weft-*.safetensors")}
+    return {one.name for one in SHARED.glob(f"weft-{os.getpid()}-*")}
 
 
 FORMS: list[dict[str, Any]] = [

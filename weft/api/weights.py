@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -46,7 +47,7 @@ class Weights:
             if isinstance(source, str | Path):
                 files = source_files("file", str(Path(source).resolve()))
             else:
-                name = f"weft-{secrets.token_hex(8)}.safetensors"
+                name = f"weft-{os.getpid()}-{secrets.token_hex(8)}.safetensors"
                 written.append(SHARED / name)
                 files = (str(SHARED / write_shared(name, source)),)
             update = WeightsUpdate(version=number, files=files, partial=partial)
