@@ -34,6 +34,8 @@ class Master:
     """Parameter that the ops read or pack, in the dtype of the engine."""
     value: nn.Parameter
     """Wide copy with the layout of ``plain``. The optimizer changes this copy."""
+    trained: bool = True
+    """False for a parameter without a gradient: the correction of expert scores, which balances load."""
 
     def gather(self) -> None:
         """Add the gradient of ``plain`` to the gradient of ``value``. Clears the gradient of ``plain``.
@@ -61,7 +63,9 @@ class Masters:
         for name, parameter in parameters:
             if parameter.is_floating_point() and parameter.numel():
                 copy = parameter.detach().to(wide(parameter.dtype), copy=True)
-                self._by_memory[parameter.data_ptr()] = Master(name, parameter, nn.Parameter(copy))
+                trained = not name.endswith(".router.correction")
+                master = Master(name, parameter, nn.Parameter(copy, requires_grad=trained), trained)
+                self._by_memory[parameter.data_ptr()] = master
 
     def __iter__(self) -> Iterator[Master]:
         return iter(self._by_memory.values())

@@ -66,12 +66,12 @@ class Policy:
         self._model.pack()
         # A parameter that a layer reads without an op gets its gradient from torch.
         for master in self._masters:
-            master.plain.requires_grad_(True)
+            master.plain.requires_grad_(master.trained)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Wide parameters by name, for the optimizer. The names are those of the engine's modules."""
-        return {master.name: master.value for master in self._masters}
+        """Trained parameters by name, wide, for the optimizer. The names are those of the engine's modules."""
+        return {master.name: master.value for master in self._masters if master.trained}
 
     def logprobs(self, sequences: Sequence[Scored]) -> list[Tensor]:
         """Return the logprobs of ``ids[first:]`` of each sequence, wide [tokens], in one packed forward pass.
@@ -100,7 +100,7 @@ class Policy:
         missing = []
         for master in self._masters:
             master.gather()
-            if master.value.grad is None:
+            if master.trained and master.value.grad is None:
                 missing.append(master.name)
         if missing:
             raise EngineDead(f"no gradient reached {', '.join(missing[:4])}: this model cannot be trained")
