@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,7 @@ from weft.api.pooled_calls import PooledCalls
 from weft.api.request import Request, RequestMaker, client_error, spread_grammars, spread_params
 from weft.api.request_outputs import RequestOutput
 from weft.api.settings import read_settings
+from weft.api.weights import Weights
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded, WeftError
 from weft.common.log import get_logger
 from weft.common.progress import progress_bar
@@ -87,6 +89,7 @@ class LLM(PooledCalls):
         self._core: EngineCore | Replicas | None = start_engine(self.config)
         self._maker = request_maker(self.config, self._core, self._text)
         self._loras = Loras(self.config)
+        self._weights = Weights()
         self._lock = threading.Lock()
         self._death: str | None = None
 
@@ -125,6 +128,34 @@ class LLM(PooledCalls):
             if self._core is not None:
                 self._core.flush(FlushTier(disk=False))
             return self.stats().forgotten_blocks - before
+
+    @property
+    def weight_version(self) -> str:
+        """Label of the weights in use; "default" before the first update."""
+        return self._weights.label
+
+    def update_weights(
+        self,
+        source: str | Path | Iterable[tuple[str, Any]],
+        *,
+        version: str | None = None,
+        partial: bool = False,
+    ) -> str:
+        """Replace the weights of the model, and return the label of the new version.
+
+        ``source``: (published name, tensor) pairs on any device, or a folder of safetensors files. The folder
+        stays until the next update: a rank that starts again reads the files. ``version``: the label; by
+        default the number of the update. ``partial``: the source holds some tensors only; all tensors that
+        one layer packs together (such as q, k and v) must be there.
+
+        Later prompts find no prefix of the old weights. Raise InvalidRequest, which names a tensor, if a
+        tensor is missing, unknown, misshaped or not finite; the old weights then stay. Raise EngineDead after
+        ``shutdown``.
+        """
+        with self._lock:
+            if self._core is None or self._death is not None:
+                raise EngineDead(self._death or "this LLM was shut down")
+            return self._weights.update(self._core, source, version, partial)
 
     def generate(
         self,
@@ -204,6 +235,7 @@ class LLM(PooledCalls):
             self._core = None
             if core is not None:
                 core.close()
+            self._weights.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -23,10 +24,12 @@ from weft.config.sizing.memory import activation_bytes, pools_for
 from weft.config.spec import ModelSpec
 from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings, open_transfers
 from weft.engine.tiers.open_tier import noted_weights, open_tier
+from weft.engine.weights.rank_weights import RankWeights, Tensors
 from weft.layers.build import AdapterOptions, Build, ExpertOptions
 from weft.models.drafted import DraftedModel
 from weft.models.eagle import EagleModel, load_eagle
 from weft.models.loader import Model, load_model
+from weft.models.refill import weights_of
 from weft.ops import cpu
 from weft.ops.coded import DEQUANTIZED
 from weft.parallel.mesh import Mesh, make_mesh
@@ -35,6 +38,7 @@ from weft.runner.graphs.programs import capture_calls
 from weft.runner.runner import Runner
 from weft.runner.step_trace import StepTrace
 from weft.store.weights_digest import WeightsDigest
+from weft.types.weights import WeightsUpdate
 
 log = get_logger(__name__)
 
@@ -127,6 +131,7 @@ class LoadedModel:
             embeddings=open_embeddings(config, rank),
         )
         runner.tier = open_tier(config, runner, rank, self.backends, self.weights)
+        runner.weights = open_weights(config, self.model, mesh, rank)
         # A warm-up step of connected ranks would need collectives before the group has formed.
         if device.type == "cuda" and not meets:
             runner.warm_up(config.scheduler.max_num_batched_tokens, self.progress)
@@ -187,30 +192,44 @@ def load(
     )
 
 
+def read_model(
+    config: EngineConfig,
+    mesh: Mesh | None,
+    path: str,
+    spec: ModelSpec,
+    *,
+    progress: bool = False,
+    adapters: AdapterOptions = AdapterOptions(),
+    files: Sequence[Path] | None = None,
+    changed: set[str] | None = None,
+) -> Model:
+    """Load a model of this rank from ``path``, with the settings of ``config``. For the other parameters and
+    the errors see ``load_model``."""
+    return load_model(
+        path,
+        spec,
+        DTYPES[config.dtype],
+        device_of(config),
+        config.model.load_format if files is None else "safetensors",
+        config.model.seed or 0,
+        progress,
+        mesh,
+        quantization=config.model.quantization,
+        invariant=config.runner.deterministic,
+        experts=ExpertOptions(
+            dispatch=config.parallel.moe_dispatch,
+            redundant=config.parallel.redundant_experts,
+            counts=config.parallel.eplb_interval > 0,
+        ),
+        adapters=adapters,
+        files=files,
+        changed=changed,
+    )
+
+
 def load_weights(config: EngineConfig, mesh: Mesh | None, progress: bool) -> Model:
     """Load the model, or the share of ``mesh``, with the draft model if there is one. Raises the errors of
     ``load_model``."""
-
-    def read(path: str, spec: ModelSpec, adapters: AdapterOptions = AdapterOptions()) -> Model:
-        return load_model(
-            path,
-            spec,
-            DTYPES[config.dtype],
-            device_of(config),
-            config.model.load_format,
-            config.model.seed or 0,
-            progress,
-            mesh,
-            quantization=config.model.quantization,
-            invariant=config.runner.deterministic,
-            experts=ExpertOptions(
-                dispatch=config.parallel.moe_dispatch,
-                redundant=config.parallel.redundant_experts,
-                counts=config.parallel.eplb_interval > 0,
-            ),
-            adapters=adapters,
-        )
-
     spec, draft = config.loaded, config.speculation.speculative_model
     lora = config.lora
     places = AdapterOptions(
@@ -219,12 +238,12 @@ def load_weights(config: EngineConfig, mesh: Mesh | None, progress: bool) -> Mod
         experts=lora.lora_experts,
         saved=lora.lora_saved_modules,
     )
-    model = read(config.model_path, spec, places)
+    model = read_model(config, mesh, config.model_path, spec, progress=progress, adapters=places)
     if spec.draft is None or draft is None:
         return model
     part = fit_context(draft_part(spec), config.kv.max_model_len)
     if spec.draft.eagle is None:
-        return DraftedModel(model, read(draft, part))
+        return DraftedModel(model, read_model(config, mesh, draft, part, progress=progress))
     build = Build(
         dtype=DTYPES[config.dtype],
         device=device_of(config),
@@ -236,6 +255,22 @@ def load_weights(config: EngineConfig, mesh: Mesh | None, progress: bool) -> Mod
     section = config.model
     head = load_eagle(draft, part, build, section.load_format, section.seed or 0, progress)
     return EagleModel(model, head)
+
+
+def open_weights(config: EngineConfig, model: Model, mesh: Mesh | None, rank: int) -> RankWeights:
+    """Return the weights of ``rank`` for ``model``, which is in use. A draft model keeps its weights."""
+    target = getattr(model, "target", model)
+    # A temporary model must not add callbacks to the mesh.
+    apart = None if mesh is None else replace(mesh, formed=[])
+
+    @torch.no_grad()
+    def read(update: WeightsUpdate) -> Tensors:
+        changed = set[str]() if update.partial else None
+        files = [Path(one) for one in update.files]
+        fresh = read_model(config, apart, config.model_path, config.loaded, files=files, changed=changed)
+        return weights_of(fresh, changed)
+
+    return RankWeights(rank, lambda: weights_of(target), read)
 
 
 def release_unused() -> None:

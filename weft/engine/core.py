@@ -33,6 +33,7 @@ from weft.engine.start import start_executor
 from weft.engine.step_scheduler import make_scheduler
 from weft.engine.tier_start import make_engine_tier
 from weft.engine.transfer_start import make_embeddings, make_transfers
+from weft.engine.weights.engine_weights import EngineWeights
 from weft.group.types import GroupLost
 from weft.overlap.overlap_policy import OverlapPolicy, mode_of
 from weft.runner.step_handle import StepHandle
@@ -107,6 +108,11 @@ class EngineCore(EngineLoop[StepHandle]):
         self.sources = sources_of(self.grammars, self.transfers, self.embeddings, self._bell, self._kv_events)
         if book is not None and config.lora.max_loras:
             self.sources.append(self.adapters)
+        self.weights = EngineWeights(
+            config, runner.weights, self.scheduler, self._drained, self._open_work, self._lose
+        )
+        """New weights: staged and used by messages of API servers."""
+        self.sources.append(self.weights)
         self.tier = make_engine_tier(config, self.scheduler, runner, self._clock)
         """KV tier; None without a tier."""
         if self.tier is not None:
@@ -173,6 +179,20 @@ class EngineCore(EngineLoop[StepHandle]):
         if isinstance(scheduler := self.scheduler, Scheduler):
             error = InvalidRequest("the files of the LoRA adapter changed: load the adapter again").info()
             self.adapters.lost(lambda digest: scheduler.fail_adapter(digest, error))
+
+    def _drained(self) -> list[TokenEvent] | None:
+        """Commit all steps in flight and return the events; None while the group recovers. Raises
+        GroupLost."""
+        if self.recovering:
+            return None
+        events: list[TokenEvent] = []
+        while self._in_flight:
+            self.commit(events)
+        return events
+
+    def _open_work(self) -> bool:
+        """Return True while a sequence or a transfer is open."""
+        return self._unfinished() or self.transferring
 
     def _recover(self, lost_at: float) -> list[TokenEvent]:
         events = super()._recover(lost_at)
@@ -256,6 +276,7 @@ class EngineCore(EngineLoop[StepHandle]):
             embeddings="" if self.embeddings is None else self.embeddings.address,
             tower=kv.media is not None and kv.media.tower,
             tower_fingerprint=self._tower,
+            weights=self.weights.version,
             max_loras=self.config.lora.max_loras if self.config.transfer.role != "encode" else 0,
         )
 

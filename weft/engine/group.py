@@ -34,6 +34,8 @@ from weft.engine.ranks.ranks import Ranks
 from weft.engine.ranks.step_pixels import StepPixels
 from weft.engine.ranks.watch import EngineWatch
 from weft.engine.tiers.group_tier import GroupTier, make_group_tier
+from weft.engine.weights.group_weights import GroupWeights
+from weft.engine.weights.rank_weights import RankWeights
 from weft.group import types as t
 from weft.group.liveness import COLLECTIVE
 from weft.group.membership import Membership
@@ -51,6 +53,7 @@ from weft.types import frames as f
 from weft.types.plan import StepPlan, StepResult, TokenMasks
 from weft.types.tiers import BlocksCopied
 from weft.types.transfer import Endpoint
+from weft.types.weights import WeightsReport, WeightsUpdate
 
 log = get_logger(__name__)
 
@@ -110,6 +113,8 @@ class GroupExecutor:
         """Embedding transfers of the ranks; None in a group without embedding transfers."""
         self.tier: GroupTier | None = None
         """KV tier of the ranks; None in a group without a tier."""
+        self.weights: GroupWeights | None = None
+        """Weights of the ranks; None for a runner whose weights can't change."""
         self._results: dict[int, StepResult] = {}
         """Results of steps completed on the local rank, until ``read`` returns the result."""
         self._pixels = StepPixels()
@@ -151,6 +156,9 @@ class GroupExecutor:
         self.tier = make_group_tier(
             self._runner, members.members, self._send_ready, lambda: self._turn(0), self._links.channel
         )
+        own: RankWeights | None = getattr(self._runner, "weights", None)
+        if own is not None:
+            self.weights = GroupWeights(own, members.members, self._send_ready, self._choose, self._settled)
         self._feed(t.Own("ready"))
         self._until(lambda: members.phase == "running")
 
@@ -168,6 +176,14 @@ class GroupExecutor:
 
         sockets = self._links.channel.sockets
         return GroupTransfers(transfer, reports, endpoints, numbers, self._send_ready, sockets, cache)
+
+    def _choose(self, updates: tuple[WeightsUpdate, ...]) -> None:
+        """Let ranks that start from now on read ``updates``."""
+        self._feed(t.WeightsChosen(updates))
+
+    def _settled(self, reported: Callable[[], bool]) -> None:
+        """Block until ``reported()``, which may raise EngineDead. Raises GroupLost."""
+        self._guard(lambda: self._wait(reported))
 
     def _send_ready(self, rank: int, data: bytes) -> bool:
         """Send a frame to a rank. Return False during the rank's start or load: such a rank takes no part in
@@ -469,7 +485,11 @@ class GroupExecutor:
                     self._carried = self._carrier.submit(self._carry, action)
 
     def _tell_engine(self, frame: f.ReportToEngine) -> None:
-        """Give a rank's report to the transfers, or to the KV tier."""
+        """Give a rank's report to the transfers, the KV tier, or the weights."""
+        if isinstance(frame, WeightsReport):
+            if self.weights is not None:
+                self.weights.heard(frame)
+            return
         if isinstance(frame, BlocksCopied):
             if self.tier is not None:
                 self.tier.heard(frame)
@@ -517,7 +537,7 @@ class GroupExecutor:
             elif processes is not None:
                 if action.anew:
                     processes.kill(action.rank)
-                    for reports in (self.transfers, self.embeddings, self.tier):
+                    for reports in (self.transfers, self.embeddings, self.tier, self.weights):
                         if reports is not None:
                             reports.ended(action.rank)
                 self._feed(t.Spawned(action.rank, processes.spawn(action.rank)))

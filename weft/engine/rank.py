@@ -57,6 +57,8 @@ def run_rank(config: EngineConfig, rank: int, link: EngineLink, rejoin: Callable
         runner = _load(config, link.channel, rank, mesh, faults, liveness)
         if runner is None:
             return
+        if link.updates:
+            runner.weights.follow(link.updates)
         worker = Worker(rank, runner, mesh, link.channel, rank_timeout=timeout, incarnation=link.incarnation)
         gc.collect()
         gc.freeze()  # the model and all modules live as long as the process: the collector should skip them

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
+import msgspec
+
 from weft.common.errors import ConfigError, EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.common.restarts import RestartBudget
@@ -31,6 +33,7 @@ from weft.group.types import GroupLost
 from weft.group.waits import HELLO_S, LAG, LOAD_S, LOOK_MEETING_S, LOOK_S, late
 from weft.types import frames as f
 from weft.types.tiers import BlocksCopied
+from weft.types.weights import WeightsReport
 
 log = get_logger(__name__)
 
@@ -214,6 +217,8 @@ class Membership:
                 self._leases(leases)
             case t.Resume(lost):
                 self._resume(lost)
+            case t.WeightsChosen(updates):
+                self._roster.welcome = msgspec.structs.replace(self._roster.welcome, updates=updates)
             case t.Unable(error):
                 self._end(error)
             case t.Close(dismiss, leave):
@@ -244,7 +249,9 @@ class Membership:
                 member.ready, member.endpoint, member.embeddings = True, frame.endpoint, frame.embeddings
             case f.RankFailed(rank=rank, epoch=epoch, error=error) if epoch < 0:
                 self._lose(GroupLost(rank, error.message, refused=error.blame == "client"))
-            case f.TransferReport() | f.TransferStopped() | BlocksCopied():  # these outlive epochs
+            case (
+                f.TransferReport() | f.TransferStopped() | BlocksCopied() | WeightsReport()
+            ):  # these outlive epochs
                 self._roster.actions.append(t.TellEngine(frame))
             case _ if frame.epoch != self.epoch:
                 pass
@@ -465,9 +472,15 @@ class Membership:
         self._liveness.expect(self.members, self._now)
         for rank, member in self.members.items():
             assert member.peer is not None, "all have said hello"
-            form = f.Form(epoch=connect.epoch, store=connect.store)
+            form = f.Form(epoch=connect.epoch, store=connect.store, weights=self._weights)
             self._roster.actions.append(t.SendFrame(member.peer, form, rank))
         self._roster.actions.append(connect)
+
+    @property
+    def _weights(self) -> int:
+        """Version of the weights of the group."""
+        updates = self._roster.welcome.updates
+        return updates[-1].version if updates else 0
 
     def _run(self) -> None:
         """Enter phase ``running``. In an expert-parallel group, renew the lease."""

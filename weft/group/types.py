@@ -8,6 +8,7 @@ import msgspec
 
 from weft.common.errors import EngineDead, WeftError
 from weft.types import frames as f
+from weft.types.weights import WeightsUpdate
 
 
 class GroupLost(EngineDead):
@@ -119,6 +120,12 @@ class Resume(_Word, frozen=True):
     lost: GroupLost
 
 
+class WeightsChosen(_Word, frozen=True):
+    """The group computes with new weights from now on. ``updates``: what a rank needs after a start."""
+
+    updates: tuple[WeightsUpdate, ...]
+
+
 class Unable(_Word, frozen=True):
     """An action failed permanently. ``Membership`` ends the group with ``error``."""
 
@@ -135,7 +142,7 @@ class Close(_Word, frozen=True):
 
 Event = (
     FrameReceived | Garbled | Read | Gone | Spawned | Own | Connected | OwnOutcome | OwnFailure | LeasesRead
-) | (Resume | Unable | Close)
+) | (Resume | WeightsChosen | Unable | Close)
 
 
 # ---- actions
@@ -183,7 +190,7 @@ class Renew(_Word, frozen=True):
 
 
 class TellEngine(_Word, frozen=True):
-    """Hand a rank's report about a transfer, or about a KV tier, to the engine."""
+    """Hand a rank's report about a transfer, a KV tier, or new weights to the engine."""
 
     frame: f.ReportToEngine
 

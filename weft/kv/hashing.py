@@ -99,15 +99,20 @@ def salted_media(items: tuple[MediaItem, ...], salt: str) -> tuple[MediaItem, ..
 
 
 def prompt_hashes(
-    prompt: bytes, salt: str, block_size: int, media: Iterable[MediaItem] = (), adapter: str = ""
+    prompt: bytes,
+    salt: str,
+    block_size: int,
+    media: Iterable[MediaItem] = (),
+    adapter: str = "",
+    weights: int = 0,
 ) -> list[bytes]:
     """Return the hashes of the full blocks of ``prompt`` (int32 ids), equal to the hashes in caches of the
     same block size.
 
-    ``media``: the images of the prompt. ``adapter``: see ``salted_root``.
+    ``media``: the images of the prompt. ``adapter`` and ``weights``: see ``salted_root``.
     """
     size = 4 * block_size
-    parent = salted_root(salt, adapter)
+    parent = salted_root(salt, adapter, weights)
     hashes = []
     keys = media_keys(media, block_size)
     for number, begin in enumerate(range(0, len(prompt) - size + 1, size)):

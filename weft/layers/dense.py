@@ -193,6 +193,11 @@ class LMHead(Packs):
         if self.low is not None:
             self.low.low.base = lambda x: self._op.run(x, self._packed, None)
 
+    @property
+    def tied(self) -> bool:
+        """True if the head uses the embedding's table."""
+        return bool(self._tied_to)
+
     def pack(self) -> None:
         """Pack the head. The embedding must be packed first."""
         if not self._tied_to:

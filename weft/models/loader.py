@@ -32,6 +32,7 @@ from weft.models.decoder import Decoder, Model
 from weft.models.files import WeightFile
 from weft.models.quantized.filling import FillTarget, hold_rounded, is_zero_bias
 from weft.models.quantized.sources import Part, TensorSource, part_of, without_effect
+from weft.models.refill import owners_of, pack_changed
 from weft.models.registry import BLOCKS, FRAMES, LOADERS, WEIGHTS
 from weft.models.slices import note_largest, part_shape, windows
 from weft.models.weights import Placement, WeightMap, add_score
@@ -121,6 +122,8 @@ def load_model(
     placements: Sequence[ExpertPlacement] | None = None,
     pack: bool = True,
     packed: bool = True,
+    files: Sequence[Path] | None = None,
+    changed: set[str] | None = None,
 ) -> Model:
     """Load the model of ``folder``, convert the weights to ``dtype``, and pack the weights.
 
@@ -129,15 +132,21 @@ def load_model(
     layers without any tensor in the checkpoint. ``progress``: show a bar on stderr. ``placements``: places of
     experts divided over ranks, one per layer with such experts; default: in order. ``pack``: False leaves
     plain parameters, for inspection. ``packed``: keep quantized matrices in codes if ``keeps_codes`` and no
-    further rounding is required; False: dequantize.
+    further rounding is required; False: dequantize. ``files``: the weights, in place of those in ``folder``.
+    ``changed``: the files may lack modules completely; put the names of the others, which alone are packed,
+    into the set.
 
     Logs one line about quantized weights. With experts divided over ranks, sets ``model.experts.reload``.
     Raises ConfigError that lists all missing and unexpected weights, or names the first misshaped weight.
     """
+    given: dict[str, Any]
     if spec.family in LOADERS:
-        return LOADERS.get(spec.family)(**locals())  # the arguments of this call, and nothing else
+        if files is not None:
+            raise ConfigError("the weights of this backend can't be changed while it runs", param="--model")
+        given = {key: value for key, value in locals().items() if key not in ("files", "changed")}
+        return LOADERS.get(spec.family)(**given)  # the arguments of this call, and nothing else
     held = pack and packed and quantization == "none" and keeps_codes(spec, dtype, device)
-    given: dict[str, Any] = {"quantization": quantization, "invariant": invariant, "experts": experts}
+    given = {"quantization": quantization, "invariant": invariant, "experts": experts}
     staged = pack and load_format != "dummy" and (held or quantization != "none")
     model = build_model(spec, dtype, device, mesh, **given, adapters=adapters, staged=staged)
     if placements is not None:
@@ -149,16 +158,17 @@ def load_model(
     if partial or load_format == "dummy":
         fill_randomly(model, seed)
     if load_format != "dummy":
-        files = weight_files(path := Path(folder), load_format)
+        found = weight_files(Path(folder), load_format) if files is None else files
         weights = add_score(WEIGHTS.get(spec.family)(spec), spec)
         stay = {"packed": held, "blocks": device.type == "cpu"}
-        filled = fill(model, weights, files, _saved_layers(path, spec), progress, partial, **stay)
+        layers = _saved_layers(Path(folder), spec)
+        filled = fill(model, weights, found, layers, progress, partial, changed=changed, **stay)
     if adapters is not None and adapters.places:  # in the names of the checkpoint, before notes end
         named = WEIGHTS.get(spec.family)(spec) if filled is None else filled.weights
         model.adapters = Adapters(model, named, adapters)
     if pack:
-        model.pack()
-    if filled is not None:
+        model.pack() if changed is None else pack_changed(model, changed)
+    if filled is not None and files is None:
         filled.report(dtype)
     if model.experts is not None and mesh is not None:
         given["packed"] = packed  # and a temporary model must not add callbacks to the mesh:
@@ -213,19 +223,24 @@ def fill(
     *,
     packed: bool = False,
     blocks: bool = False,
+    changed: set[str] | None = None,
 ) -> FillTarget:
     """Copy every published tensor into its part of a parameter. Return the target, which can report the load.
 
     All names are checked before the first copy. ``partial``: layers may be missing completely, and keep their
-    values. Quantized weights are dequantized one by one (``weft.models.quantized``). ``packed``: leave codes
-    for layers that can compute with codes; ``blocks``: GGML blocks as well. Raises ConfigError for weights
+    values. ``changed``: modules may be missing completely; filled with the names of the others. Quantized
+    weights are dequantized one by one (``weft.models.quantized``). ``packed``: leave codes for layers that
+    can compute with codes; ``blocks``: GGML blocks as well. Raises ConfigError for weights
     that do not fit the model.
     """
     quantized = model.spec.quantized
     cut = range(model.spec.layers, saved_layers)
     found = _names_of(files)
     weights = weights.published_as({name for names in found.values() for name in names})
-    sources = _check_names(weights, found, cut, quantized is not None, partial)
+    owners = None if changed is None else owners_of(model)
+    sources = _check_names(weights, found, cut, quantized is not None, partial, owners)
+    if changed is not None and owners is not None:
+        changed |= {owners[weights.placements[source.name].parameter] for source in sources}
     parameters = model.notes.weights(model.named_parameters())
     wide = torch_ops.wide(model.dtype)
     target = FillTarget(weights, parameters, quantized, wide, packed=packed, blocks=packed and blocks)
@@ -265,8 +280,10 @@ def _check_names(
     cut_layers: range,
     quantized: bool,
     partial: bool,
+    owners: Mapping[str, str] | None = None,
 ) -> list[TensorSource]:
-    """Return the weights to load. ``files``: tensor names of each file.
+    """Return the weights to load. ``files``: tensor names of each file. ``owners``: module of each parameter,
+    if modules may be missing completely.
 
     Raises ConfigError for missing, unexpected or duplicate names.
     """
@@ -287,6 +304,9 @@ def _check_names(
                 unexpected.append(Part(name, path))
     problems = []
     missing = _missing(weights, sources)
+    if owners is not None:
+        begun = {owners[weights.placements[name].parameter] for name in sources}
+        missing = [name for name in missing if owners[weights.placements[name].parameter] in begun]
     for what, listed in (
         ("missing", _of_saved_layers(missing, sources) if partial else missing),
         ("unexpected", [part.name for part in unexpected if not is_zero_bias(part, sources)]),

@@ -6,7 +6,7 @@ for choosing experts are in ``weft.ops.routing``. The whole block is one op, ``m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -132,7 +132,7 @@ class RoutedMLP(FeedForward, Packs):
         self._rank: RankExperts | None = None
         if self.low is not None and not build.divides_experts:
             self._rank = rank_experts(self._op.run())
-            self._run = _on_parts(build.matrix_op(op).run)
+            self._run = build.matrix_op(op).run
         self._packed: Any = None
         self.divided: DividedExperts | None = None
         """The rank's experts if ranks have whole experts; None before ``pack``."""
@@ -261,11 +261,6 @@ class RoutedMLP(FeedForward, Packs):
         if self.low is None or rows is None or not self.low.concerns(rows):
             return parts.answer(x, experts, scales, self._packed, False)
         return self.low.answer(parts, x, carried(experts, rows), scales, self._packed, False)
-
-
-def _on_parts(run: Callable[[Tensor, Tensor | None, Any], Tensor]) -> Callable[..., Tensor]:
-    """Return the op of the whole block for weights that are packed for the parts of the op."""
-    return lambda x, ids, packed: run(x, ids, getattr(packed, "block", packed))
 
 
 def _data(weight: nn.Parameter | None) -> Any:

@@ -21,6 +21,7 @@ import zmq
 from weft.common.errors import EngineDead
 from weft.parallel.secret import CurveKeys, admit_ranks
 from weft.types.frames import MAX_FRAME
+from weft.types.weights import WeightsUpdate
 
 QUEUE = 10_000
 """Unread frames at which a rank counts as gone."""
@@ -102,6 +103,8 @@ class EngineLink(NamedTuple):
     heartbeats: RankChannel | None
     incarnation: str
     """Incarnation of the engine process."""
+    updates: tuple[WeightsUpdate, ...] = ()
+    """New weights since the start (``RankWelcome.updates``)."""
 
 
 class ZmqEngineChannel(EngineChannel):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -63,6 +63,10 @@ class Runner:
 
     tier: TierThread | None = None
     """Copies blocks to and from a KV tier; None without a tier. Set before the first step, and closed by
+    ``close``."""
+
+    weights: Any = None
+    """Weights that updates fill (``weft.engine.weights.rank_weights``). Set before the first step, and closed by
     ``close``."""
 
     def __init__(
@@ -267,6 +271,8 @@ class Runner:
                 transfers.close()
         if self.tier is not None:
             self.tier.close()
+        if self.weights is not None:
+            self.weights.close()
         self._launcher.close()
         if self.graphs is not None and self._device.type == "cuda":
             self.graphs.forget()  # captured collectives must go before the communicators end

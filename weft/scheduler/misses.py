@@ -56,7 +56,7 @@ class Misses:
         hashes."""
         if self.memory is not None and sequence.chain is not None:
             hashes = sequence.chain.grow(sequence.tokens, len(sequence.tokens))
-            root = salted_root(sequence.salt, sequence.adapter)
+            root = salted_root(sequence.salt, sequence.adapter, sequence.weights)
             self.memory.remember(sequence.id, sequence.salt, root, sequence.tokens, hashes, sequence.client)
 
     def _explain(self, sequence: Sequence, num_hit: int) -> CacheMiss:
@@ -95,8 +95,10 @@ class Misses:
         other = None
         if num_hit:
             other = memory.having(hashes[num_hit // block - 1])
-        elif (nearest := memory.nearest(salted_root(sequence.salt, sequence.adapter), tokens)) is not None:
-            other = nearest[0] if nearest[1] >= min(ALIKE, block) else None
+        else:
+            root = salted_root(sequence.salt, sequence.adapter, sequence.weights)
+            nearest = memory.nearest(root, tokens)
+            other = nearest[0] if nearest is not None and nearest[1] >= min(ALIKE, block) else None
         at = None if other is None else first_difference(tokens, other.tokens, num_hit)
         if at is not None and any(i.start < at and num_hit < i.start + i.count for i in sequence.media):
             at = None  # only ids are remembered: another image may differ earlier

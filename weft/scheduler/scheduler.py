@@ -486,6 +486,11 @@ class Scheduler:
         self._state.counts.prefix_resets += 1
         self._state.counts.forgotten_blocks += self._state.caches.forget_prefixes()
 
+    def use_weights(self, version: int) -> None:
+        """Name the prefixes of sequences that begin, or begin again, by ``version`` of the weights. No step
+        is in flight."""
+        self._state.weights = version
+
     def stats(self) -> EngineStats:
         """Return all counters and gauges."""
         made = engine_stats(self._state, self._num_waiting, self._transfers.stats())

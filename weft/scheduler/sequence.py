@@ -150,6 +150,7 @@ class Sequence:
         "stop_ids",
         "tokens",
         "transfer",
+        "weights",
         "yielded",
     )
 
@@ -193,6 +194,8 @@ class Sequence:
         earlier attempt."""
         self.delivered = 0
         """Number of positions already sent."""
+        self.weights = 0
+        """Version of the weights in the names of ``chain``."""
         self.chain: HashChain | None = None
         self.num_cached = -1
         """Number of prompt tokens found in the cache at the first admission; -1 before the first

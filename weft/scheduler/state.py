@@ -67,6 +67,8 @@ class SchedulerState:
         self.misses = Misses(kv, self.caches, self.live, self.columns, remembered_bytes)
         self.retention = Retention(self.caches, kv.block_size, retention if kv.enable_prefix_caching else 0)
         self.requests: dict[int, LiveRequest] = {}
+        self.weights = 0
+        """Version of the weights in use."""
         self.waiting = FairQueue()
         self.running = SequenceQueue()
         self.loads: Loads | None = None
@@ -299,9 +301,12 @@ class SchedulerState:
         if not caching and not self.requests[sequence.request].shared:
             return []
         upto = min(upto, len(sequence.tokens) if caching else sequence.num_prompt)
-        if sequence.chain is None:
-            salt, adapter = sequence.salt, sequence.adapter
-            root = salted_root(salt, adapter) if caching else request_root(sequence.request, salt, adapter)
+        # A running sequence keeps its chain: its blocks hold KV of old weights, which nobody else may find.
+        stale = sequence.weights != self.weights and not isinstance(sequence.state, Running)
+        if sequence.chain is None or stale:
+            names = sequence.salt, sequence.adapter, self.weights
+            sequence.weights = self.weights
+            root = salted_root(*names) if caching else request_root(sequence.request, *names)
             keys = media_keys(sequence.media, self.kv.block_size)
             sequence.chain = HashChain(root, self.kv.block_size, keys)
         return sequence.chain.grow(sequence.tokens, upto)

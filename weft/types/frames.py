@@ -15,6 +15,8 @@ each.
      │ TransferReport | TransferStopped ► │
      │ ◄─ CopyBlocks | FlushStore  to and from a KV tier (``weft.types.tiers``), in order with steps
      │ BlocksCopied ──────────► │
+     │ ◄─ StageWeights | SwapWeights | DropWeights  new weights (``weft.types.weights``), in order with steps
+     │ WeightsReport ─────────► │
      │ ◄─ Abort | RankShutdown  │
      │ ◄─ RankHeartbeat ──────► │   both ways, on a connection of its own
 
@@ -34,6 +36,7 @@ from weft.types.plan import Segment, StepPlan, TokenMasks
 from weft.types.tiers import BlocksCopied, CopyBlocks, TierCommand
 from weft.types.transfer import Admitted, Blocks, Bound, Endpoint, TransferKey
 from weft.types.transfer import Outcome as TransferOutcome
+from weft.types.weights import StageWeights, WeightsReport, WeightsToRank, WeightsUpdate
 
 VERSION = 1
 """Version of the frame protocol. A rank with another version is rejected with an error naming both
@@ -85,6 +88,8 @@ class RankWelcome(_Frame, frozen=True, kw_only=True):
     """Random id of the engine's process. A rank distinguishes an engine process from a replacement by
     the id.
     """
+    updates: tuple[WeightsUpdate, ...] = ()
+    """New weights since the start, for a rank that loads the weights of the start."""
 
 
 class RankRefused(_Frame, frozen=True, kw_only=True):
@@ -124,6 +129,8 @@ class Form(_Frame, frozen=True, kw_only=True):
 
     epoch: int
     store: str
+    weights: int = 0
+    """Version of the weights. A rank with another version ends."""
 
 
 class Formed(_Frame, frozen=True, kw_only=True):
@@ -261,7 +268,7 @@ class RankHeartbeat(_Frame, frozen=True, kw_only=True):
 
 TransferToRank = PushTransfer | ExpectTransfer | StopTransfer
 TransferToEngine = TransferReport | TransferStopped
-ReportToEngine = TransferToEngine | BlocksCopied
+ReportToEngine = TransferToEngine | BlocksCopied | WeightsReport
 ToRank = (
     RankWelcome
     | RankRefused
@@ -274,12 +281,15 @@ ToRank = (
     | RankHeartbeat
     | TransferToRank
     | TierCommand
+    | WeightsToRank
 )
 ToEngine = RankHello | Loaded | Ready | Formed | StepOutcome | RankFailed | RankHeartbeat | ReportToEngine
 
 _SMALL = 1 << 16
 MOST_BYTES: dict[type, int] = {
     RankHello: 1 << 20,
+    RankWelcome: 4 << 20,
+    StageWeights: 4 << 20,
     StepFrame: 256 << 20,
     LateMasks: 256 << 20,
     PushTransfer: 64 << 20,

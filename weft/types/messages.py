@@ -31,6 +31,7 @@ from weft.types.tier_flush import FlushTier
 from weft.types.tiers import TierStats
 from weft.types.transfer import TransferParameters
 from weft.types.transport_counts import TransportCounts
+from weft.types.weights import ToWeights, WeightsChanged
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STEP_TOKENS = (1.0, *(2.0**power for power in range(3, 15)))
@@ -137,6 +138,8 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     """Identity of the engine process. Only in version 2."""
     max_loras: int = 0
     """Places for LoRA adapters. 0: the engine process takes no messages about adapters."""
+    weights: int = -1
+    """Version of the weights in use. -1: the engine process takes no messages about weights."""
 
 
 class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -333,6 +336,8 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     """
     cache_miss: CacheMiss | None = None
     """For a Submit with ``explain``: sent once, with ``num_cached``."""
+    weights: int = 0
+    """Version of the weights of ``token_ids``. Set by the API server, never sent."""
 
 
 class Tokens(_Message, frozen=True, kw_only=True):
@@ -499,8 +504,8 @@ class EngineFailed(_Message, frozen=True, kw_only=True):
 ToAdapters: TypeAlias = LoadAdapter | DropAdapter
 ToEngine = (
     Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Profile | Shutdown | ToAdapters | FlushTier
-)
-ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | EngineFailed | AdapterChanged
+) | ToWeights
+ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | EngineFailed | AdapterChanged | WeightsChanged
 
 
 def stats_in(version: int, stats: EngineStats) -> EngineStats:

@@ -126,7 +126,7 @@ def _link(
         channel.close(deliver=False)
         raise
     heartbeats = ZmqRank(welcome.heartbeats, rank, keys) if welcome.heartbeats else None
-    return EngineLink(channel, heartbeats, welcome.incarnation)
+    return EngineLink(channel, heartbeats, welcome.incarnation, welcome.updates)
 
 
 def say_hello(

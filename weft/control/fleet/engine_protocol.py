@@ -19,6 +19,7 @@ from weft.types import messages as m
 from weft.types.adapters import AdapterChanged
 from weft.types.handshake import IDENTITY_SINCE, EngineIdentity, why_another, why_apart
 from weft.types.tier_flush import FlushTier
+from weft.types.weights import WeightsChanged
 
 Outgoing: TypeAlias = list[tuple[bytes, m.ToFront]]
 """(connection of an API server, message), in sending order."""
@@ -51,6 +52,16 @@ class AdapterLoader(Protocol):
 
     def finished(self) -> list[AdapterChanged]:
         """Return the answers to loads that have ended since the last call."""
+
+
+class WeightsLoader(Protocol):
+    """Stages and uses new weights. See ``weft.engine.weights.engine_weights``."""
+
+    def begin(self, message: m.ToWeights) -> None:
+        """Carry out a message. ``finished`` has the answer later."""
+
+    def finished(self) -> list[WeightsChanged]:
+        """Return the answers since the last call."""
 
 
 class Pixels(Protocol):
@@ -86,13 +97,18 @@ class EngineProtocol:
         pixels: Pixels | None = None,
         identity: EngineIdentity | None = None,
         adapters: AdapterLoader | None = None,
+        weights: WeightsLoader | None = None,
     ) -> None:
         """Create the protocol without connections.
 
         ``incarnation`` goes into every Welcome. ``pixels`` is None if images always come as bytes.
         ``identity``: API servers that want another engine are refused; None refuses nobody.
-        ``adapters``: None for an engine without LoRA adapters.
+        ``adapters``: None for an engine without LoRA adapters. ``weights``: None for an engine without
+        weights.
         """
+        self._weights = weights
+        self._weights_front = b""
+        """Connection that sent the last message about weights."""
         self._adapters = adapters
         self._loading: dict[str, list[bytes]] = {}
         """Connections that wait for the load of an adapter, by digest."""
@@ -140,6 +156,12 @@ class EngineProtocol:
             self.forget(front)
         elif isinstance(message, m.ToAdapters):
             return self._changed(front, message)
+        elif isinstance(message, m.ToWeights):
+            self._weights_front = front
+            if self._weights is None:
+                error = InvalidRequest("the engine takes no new weights").info()
+                return [(front, WeightsChanged(version=0, error=error))]
+            self._weights.begin(message)
         elif not isinstance(message, m.Profile | FlushTier):  # the step loop handles both
             self.stopped = True
         return []
@@ -267,6 +289,13 @@ class EngineProtocol:
             waiting = self._loading.pop(answer.digest, [])
             made += [(front, answer) for front in waiting if front in self._fronts]
         return made
+
+    def weights_changed(self) -> Outgoing:
+        """Return the answers about weights since the last call."""
+        if self._weights is None or not self._weights_front:
+            return []
+        front = self._weights_front
+        return [(front, answer) for answer in self._weights.finished() if front in self._fronts]
 
     def _named(self, connection: bytes, name: str) -> bool:
         """Return True if the connection belongs to the API server ``name``."""

@@ -6,6 +6,7 @@ import zlib
 from typing import Protocol
 
 from weft.config.resolved import KVConfig
+from weft.engine.weights.rank_weights import RankWeights
 from weft.models.adapters import Adapters
 from weft.runner.exports import RankTransfers, Reports, TransferThread
 from weft.runner.graphs.graphs import DecodeGraphs
@@ -42,6 +43,9 @@ class RankRunner(Protocol):
 
     @property
     def endpoint(self) -> Endpoint | None: ...
+
+    @property
+    def weights(self) -> RankWeights | None: ...
 
     @property
     def embeddings(self) -> RankTransfers | None: ...

@@ -25,6 +25,7 @@ from weft.engine.ranks.executor import RankRunner, checksum, moves
 from weft.engine.ranks.step_pixels import opened
 from weft.engine.ranks.worker_tier import WorkerTier
 from weft.engine.ranks.worker_transfers import WorkerTransfers
+from weft.engine.weights.rank_weights import RankWeights
 from weft.group.liveness import COLLECTIVE
 from weft.group.sizes import blocks_of
 from weft.kv.digest import SlotDigest
@@ -36,6 +37,7 @@ from weft.runner.step_handle import StepHandle
 from weft.runner.tier_thread import tier_of
 from weft.types import frames as f
 from weft.types.tiers import TierCommand
+from weft.types.weights import StageWeights, SwapWeights, WeightsToRank
 
 log = get_logger(__name__)
 
@@ -98,7 +100,9 @@ class Worker:
         }
         self._tier = WorkerTier(rank)
         both = (runner.reports, None if runner.embeddings is None else runner.embeddings.reports)
+        self._weights: RankWeights | None = getattr(runner, "weights", None)
         self._wake = [reports.descriptor for reports in (*both, tier_of(runner)) if reports is not None]
+        self._wake += [] if self._weights is None else [self._weights.bell.descriptor]
 
     # ---- the loop
 
@@ -204,6 +208,8 @@ class Worker:
             self._transfers[frame.cache].take(frame, moves(self._runner, frame.cache)[0])
         elif isinstance(frame, TierCommand):
             self._tier.take(frame, tier_of(self._runner))
+        elif isinstance(frame, WeightsToRank):
+            self._fill(frame)
         elif isinstance(frame, f.LateMasks):
             self._sample(frame)
 
@@ -226,7 +232,25 @@ class Worker:
         for copied in self._tier.said(tier_of(self._runner)):
             some = True
             self._send(copied)
+        if self._weights is not None and (report := self._weights.report()) is not None:
+            some = True
+            self._send(report)
         return some
+
+    def _fill(self, frame: WeightsToRank) -> None:
+        """Begin to read new weights, or use or forget them. Raises EngineDead for weights that were not
+        read."""
+        weights = self._weights
+        if weights is None:
+            raise EngineDead("this rank takes no new weights")
+        if isinstance(frame, StageWeights):
+            weights.stage(frame.update)
+        elif isinstance(frame, SwapWeights):
+            while self._in_flight:
+                self._answer()
+            self._send(weights.swap(frame.version))
+        else:
+            weights.drop()
 
     def _fits(self, frame: f.Pools) -> None:
         """Check the pools of the rank against the engine's sizes. Surplus blocks stay unused.
@@ -247,6 +271,9 @@ class Worker:
         self._leave()
         if frame.epoch <= self.epoch:
             raise EngineDead(f"epoch {frame.epoch} cannot follow epoch {self.epoch}")
+        here = 0 if self._weights is None else self._weights.version
+        if frame.weights != here:
+            raise GivenUp(f"the group has version {frame.weights} of the weights, this rank version {here}")
         self.epoch = frame.epoch
         self._next = None
         self._served = True

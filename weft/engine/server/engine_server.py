@@ -29,7 +29,13 @@ from weft.common.log import get_logger
 from weft.common.shared_bytes import SharedBytes, SharedName, most_descriptors, open_shared
 from weft.config.names import engine_identity, process_name
 from weft.config.resolved import EngineConfig
-from weft.control.fleet.engine_protocol import AdapterLoader, EngineInterface, EngineProtocol, Outgoing
+from weft.control.fleet.engine_protocol import (
+    AdapterLoader,
+    EngineInterface,
+    EngineProtocol,
+    Outgoing,
+    WeightsLoader,
+)
 from weft.engine.server.listener import Listener
 from weft.engine.server.profiling import Profiler
 from weft.types import messages as m
@@ -152,14 +158,15 @@ class EngineServer:
         shows: bool = False,
         identity: EngineIdentity | None = None,
         adapters: AdapterLoader | None = None,
+        weights: WeightsLoader | None = None,
         flush: Callable[[FlushTier], None] | None = None,
     ) -> None:
         """``core``: the engine, closed at the end of ``run``.
 
         ``endpoint``: the address to listen at, or an open listener. ``wait_ms``: returns the milliseconds for
         which a busy engine may wait for messages (default: 0). ``profiler``: default: none. ``shows``: True
-        if other processes of the group must be able to open images in shared memory. ``identity`` and
-        ``adapters``: see ``EngineProtocol``. ``flush``: empties the KV cache; None without a cache.
+        if other processes of the group must be able to open images in shared memory. ``identity``,
+        ``adapters`` and ``weights``: see ``EngineProtocol``. ``flush``: empties the KV cache; None without a cache.
         """
         self._profiler = profiler or Profiler(None, "")
         self._flush = flush
@@ -171,7 +178,7 @@ class EngineServer:
         for one in (self._socket, *core.sockets):
             self._poller.register(one, zmq.POLLIN)
         self._pixels = PixelInbox(shows)
-        self._protocol = EngineProtocol(core, core.incarnation, self._pixels, identity, adapters)
+        self._protocol = EngineProtocol(core, core.incarnation, self._pixels, identity, adapters, weights)
         self._last_heartbeat = 0.0
         self._strangers = CountedLog(log)
         self._next_report = time.monotonic() + REPORT_S
@@ -189,6 +196,7 @@ class EngineServer:
                 self._core.check()  # before `hear`, which handles the transfer reports received here
                 self._tell(self._core.hear())
                 self._send(self._protocol.adapters_changed())
+                self._send(self._protocol.weights_changed())
                 # `hear` may have created work, so ask again.
                 if self._core.has_work():
                     busy = True
@@ -340,5 +348,6 @@ def run_engine(config: EngineConfig, listener: Listener, pipe: int | None = None
         shows=shows,
         identity=engine_identity(config),
         adapters=core.adapters,
+        weights=core.weights,
         flush=core.flush,
     ).run()

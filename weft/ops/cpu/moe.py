@@ -68,66 +68,41 @@ class Packed:
     """All tensors of the local experts, [local experts, ...] each."""
     matrices: Matrices
     """The same matrices, for products with one of them."""
+    tensors: tuple[Tensor, ...]
+    """All tensors of the block."""
 
 
-def pack(weights: Routed) -> Any:
-    """Return the weights (bf16, float32, or codes) in the extension's layout, as an object for ``moe``."""
-    return _packed(weights).block
+def pack(weights: Routed) -> Packed:
+    """Return the weights (bf16, float32, or codes) in the extension's layout, for ``moe`` and ``Parts``.
+
+    The experts may be a part of the router's experts, or none.
+    """
+    return _packed(weights)
 
 
-def pack_int8(weights: Routed) -> Any:
+def pack_int8(weights: Routed) -> Packed:
     """Return the packed weights, with the experts' matrices rounded by ``torch_ops.to_int8``."""
-    return _packed(weights, "int8").block
+    return _packed(weights, "int8")
 
 
-def pack_w8a8(weights: Routed) -> Any:
+def pack_w8a8(weights: Routed) -> Packed:
     """Return the packed weights in 8 bits, for rows of tokens in 8 bits. Inner rows are not rounded."""
-    return _packed(weights, "w8a8").block
+    return _packed(weights, "w8a8")
 
 
-def pack_int4(weights: Routed) -> Any:
+def pack_int4(weights: Routed) -> Packed:
     """Return the packed weights, rounded by ``coded.to_int4``."""
     return pack(in_int4(weights))
 
 
-def pack_w4a8(weights: Routed) -> Any:
+def pack_w4a8(weights: Routed) -> Packed:
     """Return the packed weights, rounded by ``coded.to_w4a8``."""
     return pack(in_w4a8(weights))
 
 
-def pack_fp8(weights: Routed) -> Any:
+def pack_fp8(weights: Routed) -> Packed:
     """Return the packed weights, rounded by ``coded.to_fp8``."""
     return pack(in_fp8(weights))
-
-
-def pack_part(weights: Routed) -> Packed:
-    """Return packed weights for ``Parts``. The experts may be a part of the router's experts, or none."""
-    return _packed(weights)
-
-
-def pack_part_int8(weights: Routed) -> Packed:
-    """Return packed weights for ``Parts``, rounded like ``pack_int8``."""
-    return _packed(weights, "int8")
-
-
-def pack_part_w8a8(weights: Routed) -> Packed:
-    """Return packed weights for ``Parts``, rounded like ``pack_w8a8``."""
-    return _packed(weights, "w8a8")
-
-
-def pack_part_int4(weights: Routed) -> Packed:
-    """Return packed weights for ``Parts``, rounded by ``coded.to_int4``."""
-    return pack_part(in_int4(weights))
-
-
-def pack_part_w4a8(weights: Routed) -> Packed:
-    """Return packed weights for ``Parts``, rounded by ``coded.to_w4a8``."""
-    return pack_part(in_w4a8(weights))
-
-
-def pack_part_fp8(weights: Routed) -> Packed:
-    """Return packed weights for ``Parts``, rounded by ``coded.to_fp8``."""
-    return pack_part(in_fp8(weights))
 
 
 def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
@@ -160,6 +135,7 @@ def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
         up_bias=up_bias,
         down_bias=down_bias,
     )
+    correction, table = _plain(weights.correction), _plain(weights.table)
     block = torch.classes.weft_cpu.Moe(
         spec=spec,
         router=_Matrix(router).struct(bias),
@@ -167,9 +143,10 @@ def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
         down=down.struct(down_bias),
         shared_up=shared_up.struct(),
         shared_down=shared_down.struct(),
-        correction=_plain(weights.correction),
-        table=_plain(weights.table),
+        correction=correction,
+        table=table,
     )
+    others = (router, bias, shared_up.packed, shared_up.scales, shared_down.packed, shared_down.scales)
     of_experts = (up.packed, up.scales, up_bias, down.packed, down.scales, down_bias)
     return Packed(
         block=block,
@@ -178,6 +155,7 @@ def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
         shared=weights.shared_down is not None,
         of_experts=tuple(tensor for tensor in of_experts if tensor is not None),
         matrices=matrices,
+        tensors=tuple(one for one in (*of_experts, *others, correction, table) if one is not None),
     )
 
 
@@ -294,9 +272,9 @@ def _router(weights: Routed) -> tuple[Tensor, Tensor | None]:
     return torch.ops.weft_cpu.pack.default(rows, False), bias
 
 
-def moe(x: Tensor, ids: Tensor | None, weights: Any) -> Tensor:
+def moe(x: Tensor, ids: Tensor | None, weights: Packed) -> Tensor:
     """Compute ``weft.ops.moe.block`` with packed weights: x [T, hidden]; [T, hidden] in x's dtype."""
-    result: Tensor = torch.ops.weft_cpu.moe.default(x, ids, weights)
+    result: Tensor = torch.ops.weft_cpu.moe.default(x, ids, weights.block)
     return result
 
 
@@ -339,18 +317,11 @@ class Parts:
 
 PARTS = Parts()
 
-serve("moe_pieces", lambda: PARTS, pack_part, linear.available, pack_part, apart=True)
+serve("moe_pieces", lambda: PARTS, pack, linear.available, pack, apart=True)
 serve("moe", moe, pack, linear.available, pack, apart=True)
-for _name, _whole, _part in (
-    ("int8", pack_int8, pack_part_int8),
-    ("w8a8", pack_w8a8, pack_part_w8a8),
-):
-    serve(f"moe_{_name}", moe, _whole, linear.available)
-    serve(f"moe_pieces_{_name}", lambda: PARTS, _part, linear.available)
-for _name, _whole, _part in (
-    ("int4", pack_int4, pack_part_int4),
-    ("w4a8", pack_w4a8, pack_part_w4a8),
-    ("fp8", pack_fp8, pack_part_fp8),
-):  # existing codes stay
-    serve(f"moe_{_name}", moe, _whole, linear.available, _whole, apart=True)
-    serve(f"moe_pieces_{_name}", lambda: PARTS, _part, linear.available, _part, apart=True)
+for _name, _pack in (("int8", pack_int8), ("w8a8", pack_w8a8)):
+    serve(f"moe_{_name}", moe, _pack, linear.available)
+    serve(f"moe_pieces_{_name}", lambda: PARTS, _pack, linear.available)
+for _name, _pack in (("int4", pack_int4), ("w4a8", pack_w4a8), ("fp8", pack_fp8)):  # existing codes stay
+    serve(f"moe_{_name}", moe, _pack, linear.available, _pack, apart=True)
+    serve(f"moe_pieces_{_name}", lambda: PARTS, _pack, linear.available, _pack, apart=True)

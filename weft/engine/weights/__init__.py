@@ -1,0 +1,1 @@
+"""New weights for a running engine: on a rank, in a group, and for the API servers."""

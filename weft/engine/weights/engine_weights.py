@@ -1,0 +1,171 @@
+"""New weights of an engine: the messages of API servers, and the barrier between two steps.
+
+An ``AwaitedSource``: ``take`` waits for the steps in flight, then swaps the weights on all ranks. The events
+of the old weights leave before the answer. Running sequences go on with the KV that they have. Sequences that
+begin later, or again, share no prefix with the old version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from weft.common.errors import InvalidRequest, ReportedError, Unavailable, WeftError
+from weft.common.log import get_logger
+from weft.config.resolved import EngineConfig
+from weft.engine.weights.group_weights import GroupWeights
+from weft.group.types import GroupLost
+from weft.scheduler.scheduler import Scheduler
+from weft.types.messages import TokenEvent
+from weft.types.weights import StageWeights, ToWeights, UseWeights, WeightsChanged, WeightsUpdate
+
+log = get_logger(__name__)
+
+STAGE_S = 900.0
+"""Maximum seconds until all ranks have read new weights."""
+POLL_S = 0.002
+"""Seconds between two looks of ``EngineWeights.update``."""
+
+
+def why_fixed(config: EngineConfig) -> str:
+    """Return the reason why the weights of this engine can't change while the engine runs; "" if they can."""
+    if config.transfer.role == "encode" or config.spec.vision is not None:
+        return "models that see images take no new weights: embeddings of the old tower would stay in use"
+    if config.tier.kv_disk is not None:
+        return "--kv-disk names blocks by the weights of the start: start the server without --kv-disk"
+    if config.parallel.eplb_interval:
+        return "--eplb-interval reads experts from the checkpoint of the start: start without --eplb-interval"
+    if config.loaded.quantized is not None and config.loaded.quantized.method == "gguf":
+        return "the weights of GGUF files are mapped, and can't change"
+    return ""
+
+
+class EngineWeights:
+    """The weights of one engine. Used from the thread that steps."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        group: GroupWeights | None,
+        scheduler: object,
+        drain: Callable[[], list[TokenEvent] | None],
+        busy: Callable[[], bool],
+        lose: Callable[[GroupLost], None],
+    ) -> None:
+        """``drain``: commits all steps in flight and returns the events; None while the group recovers. ``busy``: returns True while a
+        sequence or a transfer is open. ``lose``: starts the recovery of the group."""
+        self._group, self._drain, self._busy, self._lose = group, drain, busy, lose
+        self._scheduler = scheduler
+        self._fixed = why_fixed(config)
+        self._together = config.transfer.role != "unified" or config.parallel.enable_expert_parallel
+        """True if other engines compute the same sequences: weights change only while none is open."""
+        self._staging = False
+        self._due: UseWeights | None = None
+        self._answers: list[WeightsChanged] = []
+
+    @property
+    def version(self) -> int:
+        """Version of the weights in use; 0 for those of the start."""
+        return 0 if self._group is None else self._group.version
+
+    def begin(self, message: ToWeights) -> None:
+        """Carry out a message. ``finished`` has the answer later."""
+        group = self._group
+        if group is None or self._fixed:
+            why = self._fixed or "this engine takes no new weights"
+            if isinstance(message, StageWeights | UseWeights):
+                self._fail(InvalidRequest(why))
+        elif isinstance(message, StageWeights):
+            group.stage(message.update)
+            self._staging = True
+        elif isinstance(message, UseWeights):
+            self._due = message
+        else:
+            self._staging = False
+            group.drop()
+
+    def finished(self) -> list[WeightsChanged]:
+        """Return the answers since the last call, in order. Does not block."""
+        if self._staging and self._group is not None:
+            try:
+                digest = self._group.staged()
+            except WeftError as error:
+                self._staging = False
+                self._fail(error)
+            else:
+                if digest is not None:
+                    self._staging = False
+                    changed = WeightsChanged(version=self.version, staged=self.version + 1, digest=digest)
+                    self._answers.append(changed)
+        answers, self._answers = self._answers, []
+        return answers
+
+    def update(self, update: WeightsUpdate, hear: Callable[[], object]) -> None:
+        """Stage and use ``update`` while no sequence is open. Blocks. ``hear``: handles input of the ranks.
+
+        Raises the error of a refused update.
+        """
+        self.begin(StageWeights(update=update))
+        self._answer(hear)
+        self.begin(UseWeights(version=update.version))
+        self._answer(hear)
+
+    def _answer(self, hear: Callable[[], object]) -> WeightsChanged:
+        until = time.monotonic() + STAGE_S
+        while not (answers := self.finished()):
+            if time.monotonic() > until:
+                raise Unavailable(f"the ranks did not read the new weights within {STAGE_S:g} s")
+            hear()
+            time.sleep(POLL_S)
+        if answers[-1].error is not None:
+            raise ReportedError(answers[-1].error)
+        return answers[-1]
+
+    # ---- AwaitedSource
+
+    @property
+    def sockets(self) -> Sequence[Any]:
+        """Return the descriptor that the own rank rings when the weights are staged."""
+        return () if self._group is None else (self._group.descriptor,)
+
+    def take(self, scheduler: object) -> list[TokenEvent]:
+        """Use new weights if asked: wait for the steps in flight, swap, and return the events of the steps."""
+        due = self._due
+        if due is None or self._group is None:
+            return []
+        events: list[TokenEvent] = []
+        before = self.version
+        try:
+            drained = self._drain()
+            if drained is None:
+                return []
+            events, self._due = drained, None
+            if self._together and self._busy():
+                raise InvalidRequest(
+                    "requests run on several groups of this server: POST /pause before the weights change"
+                )
+            digest = self._group.swap(due.version)
+        except GroupLost as lost:
+            self._due = None
+            self._lose(lost)
+            digest = ""
+            if self.version != due.version:
+                self._fail(lost)
+                return events
+        except WeftError as error:
+            self._fail(error)
+            return events
+        if self.version != before and isinstance(self._scheduler, Scheduler):
+            self._scheduler.use_weights(self.version)
+        log.info("the engine computes with version %d of the weights", self.version)
+        self._answers.append(WeightsChanged(version=self.version, digest=digest))
+        return events
+
+    def asked(self, scheduler: object) -> list[TokenEvent]:
+        """Return no events: the scheduler requests nothing."""
+        return []
+
+    def _fail(self, error: WeftError) -> None:
+        log.warning("new weights are refused: %s", error.message)
+        self._answers.append(WeightsChanged(version=self.version, error=error.info()))

@@ -1,0 +1,160 @@
+"""New weights on one rank: a thread reads, checks and packs them, then the step thread copies them.
+
+    stage(update) ──thread──► report, bell        the model in use does not change
+    swap(version)             copy into the memory in use; no step may run
+    drop()                    forget staged weights
+
+A staged version needs the memory of a second model until the swap.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from weft.common.allocator import trim_heap
+from weft.common.errors import ConfigError, EngineDead, InvalidRequest, WeftError
+from weft.common.log import get_logger
+from weft.common.priority import step_back
+from weft.models.refill import check_finite, check_refill, held_digest, refill
+from weft.models.weight_source import check_source
+from weft.runner.wakeup_descriptor import WakeupDescriptor
+from weft.types.weights import WeightsReport, WeightsUpdate
+
+log = get_logger(__name__)
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+Read: TypeAlias = Callable[[WeightsUpdate], Tensors]
+"""Function from an update to the packed tensors of this rank, by place (``refill.weights_of``)."""
+
+
+_MISFIT = "the checkpoint's weights do not fit its config.json"
+
+
+@dataclass(slots=True)
+class _Staged:
+    update: WeightsUpdate
+    digest: str = ""
+    tensors: Tensors | None = None
+    error: WeftError | None = None
+
+
+class RankWeights:
+    """The weights in use on one rank, and staged weights. Used from the thread that launches steps."""
+
+    def __init__(self, rank: int, held: Callable[[], Tensors], read: Read) -> None:
+        """``held``: returns the tensors in use, by place. Called once, before the first update."""
+        self.rank = rank
+        self.version = 0
+        """Version in use."""
+        self.bell = WakeupDescriptor()
+        """Signalled when staging has ended."""
+        self._find, self._read = held, read
+        self._held: Tensors = {}
+        self._staged: _Staged | None = None
+        self._thread: threading.Thread | None = None
+        self._reported = True
+
+    def stage(self, update: WeightsUpdate) -> None:
+        """Begin to read ``update``; ``report`` has the result. Replaces staged weights."""
+        self.drop()
+        self._staged = staged = _Staged(update)
+        self._reported = False
+        if update.version != self.version + 1:
+            staged.error = InvalidRequest(f"version {update.version} can't follow version {self.version}")
+            self.bell.ring()
+            return
+        self._thread = threading.Thread(target=self._fill, args=(staged,), name="weft-weights", daemon=True)
+        self._thread.start()
+        step_back(self._thread)
+
+    def report(self) -> WeightsReport | None:
+        """Return the result of ``stage``, once; None before the end. Does not block."""
+        self.bell.hear()
+        staged = self._staged
+        if staged is None or self._reported or (self._thread is not None and self._thread.is_alive()):
+            return None
+        self._reported = True
+        self._thread = None
+        if staged.error is not None:
+            self._staged = None
+            error = staged.error.info()
+            return WeightsReport(rank=self.rank, version=self.version, error=error)
+        number = staged.update.version
+        return WeightsReport(rank=self.rank, version=self.version, staged=number, digest=staged.digest)
+
+    def wait(self) -> WeightsReport:
+        """Block until the end of ``stage``, and return the report."""
+        if self._thread is not None:
+            self._thread.join()
+        report = self.report()
+        assert report is not None
+        return report
+
+    def swap(self, version: int) -> WeightsReport:
+        """Copy the staged weights into the memory in use. Idempotent. Raises EngineDead for other weights."""
+        if version == self.version:
+            return WeightsReport(rank=self.rank, version=version)
+        staged = self._staged
+        if staged is None or staged.tensors is None or staged.update.version != version:
+            raise EngineDead(f"rank {self.rank} has not read version {version} of the weights")
+        refill(self._held, staged.tensors)
+        self.version, self._staged = version, None
+        digest = staged.digest
+        del staged
+        trim_heap()
+        log.info(
+            "rank %d computes with version %d of the weights (samples %s)",
+            *(self.rank, version, held_digest(self._held)),
+        )
+        return WeightsReport(rank=self.rank, version=version, digest=digest)
+
+    def follow(self, updates: Sequence[WeightsUpdate]) -> None:
+        """Read and use all ``updates`` behind the version in use. Blocks. Raises the errors of reading."""
+        for update in updates:
+            if update.version <= self.version:
+                continue
+            self.version = update.version - 1  # a complete update needs no version before
+            self.stage(update)
+            report = self.wait()
+            if report.error is not None:
+                raise EngineDead(f"version {update.version} of the weights: {report.error.message}")
+            self.swap(update.version)
+
+    def drop(self) -> None:
+        """Forget staged weights. A thread that reads ends by itself."""
+        self._staged, self._thread = None, None
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        self.drop()
+        self.bell.close()
+
+    def _fill(self, staged: _Staged) -> None:
+        """Read the update of ``staged``, in a thread."""
+        try:
+            staged.digest = check_source(staged.update.files)
+            self._held = self._held or self._find()
+            tensors = self._read(staged.update)
+            check_refill(self._held, tensors)
+            check_finite(tensors)
+            if not staged.update.partial and (lacking := self._held.keys() - tensors.keys()):
+                raise InvalidRequest(f"the new weights lack {min(lacking)}", param="update_info")
+            staged.tensors = tensors
+        except ConfigError as error:
+            message = error.message.replace(_MISFIT, "the new weights do not fit the model")
+            staged.error = InvalidRequest(message, param="update_info")
+        except WeftError as error:
+            staged.error = error
+        except Exception as error:  # files of a client must not end the engine
+            log.exception("new weights can't be read")
+            staged.error = InvalidRequest(
+                f"the new weights can't be read ({type(error).__name__}); see the server's log",
+                param="update_info",
+            )
+        finally:
+            self.bell.ring()
