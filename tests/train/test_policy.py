@@ -9,12 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.models.conftest import Checkpoint, make_checkpoint
+from tests.models.conftest import CPU, Checkpoint, make_checkpoint
 from tests.support.slow import mostly_slow
 from weft.api.settings import read_settings
 from weft.common.errors import ConfigError, EngineDead
+from weft.config.families import load_spec
 from weft.config.resolve import resolve
+from weft.models.loader import load_model, load_plain
+from weft.train.checkpoints import write_model
+from weft.train.masters import Masters, Published
 from weft.train.policy import Policy, Scored
+from weft.train.recorded import RecordingBuild
 
 #: Traits: experts, window, sinks, norms at other places, capped scores, weights in another order, biases.
 CASES = (
@@ -71,9 +76,9 @@ def test_gradients_equal_those_of_transformers(tmp_path: Path, name: str) -> Non
     for tensor, gradient in found.items():
         # transformers rounds parts of its float64 models (rotary angles, routers) to float32.
         scale = expected[tensor].abs().max().item()
-        assert scale > 0, tensor
-        assert (gradient - expected[tensor]).abs().max().item() < 2e-5 * scale, tensor
-        assert not gradient.isnan().any(), tensor
+        assert (gradient - expected[tensor]).abs().max().item() <= 2e-5 * scale, tensor
+    # An expert without tokens has no gradient.
+    assert sum(bool(gradient.any()) for gradient in found.values()) > 0.9 * len(found)
 
 
 @mostly_slow("name", (*CASES, "granite-moe-shared", "phi3-long", "gemma4-inputs"), 1)
@@ -101,17 +106,27 @@ def test_gradients_are_the_slope_of_the_forward_pass(tmp_path: Path, name: str) 
     assert abs((values[0] - values[1]) / (2 * step) - expected) < 1e-6 * abs(expected)
 
 
-def test_published_tensors_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    made = make_checkpoint("gemma3", tmp_path / "model")
-    saved = load_file(Path(made.folder) / "model.safetensors")
-    policy = policy_of(made.folder, dtype="bfloat16")
-    tensors = dict(policy.tensors())
-    assert tensors.keys() == saved.keys() - {"lm_head.weight"}
-    for name, tensor in tensors.items():
-        assert tensor.dtype == saved[name].dtype
-        # Masters begin at the weights that the engine computes with.
-        rounded = saved[name] if tensor.dim() < 2 else saved[name].bfloat16().float()
-        assert torch.equal(tensor, rounded), name
+@mostly_slow("name", ("gemma3", "gpt-oss", "starcoder2", "olmoe", "phi"), 1)
+def test_a_loader_of_the_published_tensors_gets_the_weights_of_the_policy(tmp_path: Path, name: str) -> None:
+    made = make_checkpoint(name, tmp_path / "model")
+    masters = Masters()
+    spec = load_spec(made.folder, None)
+    build = RecordingBuild(dtype=torch.bfloat16, device=CPU, masters=masters)
+    model, weights, files = load_plain(made.folder, spec, build, progress=False)
+    masters.adopt(model.named_parameters())
+    published = Published(masters, weights, files)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for master in masters:
+            master.value.add_(torch.randn(master.value.shape, generator=generator))
+    published.apply()
+    write_model(tmp_path / "changed", Path(made.folder), published.tensors())
+    loaded = load_model(str(tmp_path / "changed"), spec, torch.bfloat16, CPU, progress=False, pack=False)
+    own = dict(loaded.named_parameters())
+    assert own.keys() == {master.name for master in masters}
+    for master in masters:
+        assert torch.equal(own[master.name], master.plain), master.name
+        assert (master.plain.float() - master.value).abs().max() < 0.05
 
 
 def test_a_parameter_without_gradient_is_named(tmp_path: Path) -> None:

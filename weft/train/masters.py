@@ -3,8 +3,8 @@
     optimizer ──> master (float32) ──> published tensor (dtype of the file) ──> plain parameter ──> packed
                                           └──> checkpoint folder, engine
 
-The plain parameter is always filled from the published tensor, by the rules of the loader. So an engine that
-loads the published tensors has the same bits.
+After each change the plain parameter is filled from the published tensor, by the rules of the loader. So an
+engine that loads the published tensors has the same bits.
 """
 
 from __future__ import annotations
@@ -107,7 +107,6 @@ class Published:
                     if placement is not None and placement.parameter in by_name:
                         tensor = file.tensor(name)
                         self._parts[name] = _part(name, by_name[placement.parameter], placement, tensor)
-        self.apply()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of each published tensor, in the dtype of the checkpoint."""

@@ -44,12 +44,30 @@ _PLAIN = (
 """Ops on tensors, with a differentiable reference of the same signature."""
 _OVERWRITES = ("add_rms_norm",)
 """Ops that may overwrite the first argument."""
-_REFERENCE_PIECES = Pieces(F.linear, torch_ops.linear, torch_ops.gated, by_expert)
 _OF_EXPERTS = (
     *("router", "router_bias", "gate_up", "down", "gate_up_bias", "down_bias"),
     *("shared_gate_up", "shared_down", "shared_gate"),
 )
 """Trained fields of ``Routed``. The correction of scores has no gradient."""
+
+
+def _activation(x: Tensor, name: str) -> Tensor:
+    if name in ("relu", "relu2"):
+        return F.relu(x) if name == "relu" else F.relu(x).square()
+    return F.silu(x) if name == "silu" else F.gelu(x, approximate="tanh")
+
+
+def _swiglu(gate_up: Tensor, activation: str, *, alpha: float) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+#: The references of these ops divide by 1 + exp(-x). The derivative of the quotient is NaN where exp overflows.
+_AGAIN: dict[str, Callable[..., Tensor]] = {
+    "activation": _activation,
+    "sigmoid_gate": lambda x, gate: x * torch.sigmoid(gate),
+    "softcap": lambda x, cap: cap * torch.tanh(x / cap),
+}
 
 
 class _Recorded(torch.autograd.Function):
@@ -253,15 +271,18 @@ def _experts(
         # of a tie.
         chosen = rank_experts(parts.run()).route(x, ids, packed)[0]
     names = list(held.of_experts)
+    alpha = weights.gate.alpha
+    gated = functools.partial(_swiglu, alpha=alpha) if alpha else torch_ops.gated
+    pieces = Pieces(F.linear, torch_ops.linear, gated, functools.partial(by_expert, gated=gated))
+    fixed = replace(weights, table=chosen, gate=weights.gate._replace(alpha=0.0))
 
     def again(x: Tensor, *values: Tensor) -> Tensor:
-        own = replace(weights, table=chosen, **dict(zip(names, values, strict=True)))
-        rows = torch.arange(len(x), device=x.device)
-        return block(x, rows, own, _REFERENCE_PIECES)
+        own = replace(fixed, **dict(zip(names, values, strict=True)))
+        return block(x, torch.arange(len(x), device=x.device), own, pieces)
 
     owners = [held.of_experts[name] for name in names]
     inputs = [owner.value for owner in owners]
-    call = functools.partial(engine.run, x, ids, getattr(packed, "block", packed))
+    call = functools.partial(engine.run, x, ids, packed)
     made: Tensor = _Recorded.apply(call, again, [None, *owners], x, *inputs)
     return made
 
@@ -278,7 +299,7 @@ class RecordingBuild(Build):
         engine = super().op(name, wide=wide)
         masters = self.masters
         if name in _PLAIN:
-            again = reference(name, self.device).run
+            again = _AGAIN.get(name) or reference(name, self.device).run
             overwrites = name in _OVERWRITES
 
             def run(*args: Any, **keywords: Any) -> Any:
