@@ -1,7 +1,7 @@
 """A start for ``weft train grpo``, and the mismatch of other forward passes.
 
-    python -m training.grpo start FOLDER --noise 0.2      # spool-text with noise in every matrix
-    python -m training.grpo compare FOLDER                # rollouts of Weft against weft.train and transformers
+python -m training.grpo start FOLDER --noise 0.2      # spool-text with noise in every matrix
+python -m training.grpo compare FOLDER                # rollouts of Weft against weft.train and transformers
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ CASES = (
     *("cohere2", "ernie-moe", "minimax-m2", "starcoder2", "qwen2-moe", "apertus", "mixtral", "llama"),
 )
 
+
 def policy_of(folder: str, **settings: Any) -> Policy:
     """Return the policy of a checkpoint, in float64 by default."""
     given = {"dtype": "float64", "threads": 1, "max_model_len": 128, **settings}
@@ -45,7 +46,9 @@ def some_sequences() -> list[Scored]:
 
 def weighted(logprobs: list[torch.Tensor]) -> torch.Tensor:
     """Return a sum with another weight for each logprob, so that a mix-up of rows changes the gradients."""
-    return torch.stack([(one * torch.linspace(-1, 2, len(one), dtype=one.dtype)).sum() for one in logprobs]).sum()
+    return torch.stack(
+        [(one * torch.linspace(-1, 2, len(one), dtype=one.dtype)).sum() for one in logprobs]
+    ).sum()
 
 
 def reference_gradients(made: Checkpoint, sequences: list[Scored], folder: Path) -> dict[str, torch.Tensor]:
@@ -94,7 +97,9 @@ def test_gradients_are_the_slope_of_the_forward_pass(tmp_path: Path, name: str) 
     step = 1e-6
     directions = {}
     for key, one in policy.parameters.items():
-        directions[key] = torch.randn(one.shape, dtype=one.dtype, generator=generator) * one.detach().abs().mean()
+        directions[key] = (
+            torch.randn(one.shape, dtype=one.dtype, generator=generator) * one.detach().abs().mean()
+        )
         expected += (one.grad * directions[key]).sum().item()
     values = []
     for sign in (1, -2):

@@ -32,14 +32,18 @@ def train() -> None:
 )
 @click.option("--lr", type=float, default=1e-5, show_default=True, help="Learning rate of AdamW.")
 @click.option("--clip", type=float, default=0.2, show_default=True, help="Clip of the ratio: 1 +- clip.")
-@click.option(
-    "--grad-norm", type=float, default=1.0, show_default=True, help="Maximum norm of the gradient."
-)
+@click.option("--grad-norm", type=float, default=1.0, show_default=True, help="Maximum norm of the gradient.")
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="Maximum tokens of an answer.")
 @click.option(
-    "--pack", type=int, default=8192, show_default=True, help="Maximum tokens of a forward pass of the trainer."
+    "--pack",
+    type=int,
+    default=8192,
+    show_default=True,
+    help="Maximum tokens of a forward pass of the trainer.",
 )
-@click.option("--eval-every", type=int, default=0, show_default=True, help="Steps between tests; 0: no tests.")
+@click.option(
+    "--eval-every", type=int, default=0, show_default=True, help="Steps between tests; 0: no tests."
+)
 @click.option("--eval-problems", type=int, default=100, show_default=True, help="Questions of a test.")
 @click.option("--save-every", type=int, default=50, show_default=True, help="Steps between checkpoints.")
 @options.settings(options.ENGINE, ("log_level",))

@@ -80,7 +80,7 @@ def build_model(
 
 
 def assemble(spec: ModelSpec, build: Build) -> Model:
-    """Build the model with unset weights by the settings of ``build``. Raises the errors of ``build_model``."""
+    """Build the model with unset weights by the settings of ``build``. Errors: see ``build_model``."""
     frame = FRAMES.get(spec.family) if spec.family in FRAMES else Decoder
     return frame(spec, build, BLOCKS.get(spec.family))
 

@@ -82,7 +82,7 @@ def choose(op: str, dtype: torch.dtype, device: torch.device, *, invariant: bool
 
 
 def reference(op: str, device: torch.device) -> Implementation:
-    """Return the torch reference of ``op`` on ``device``: plain weights, every dtype. KeyError: no reference."""
+    """Return the torch reference of ``op``, for plain weights of every dtype. KeyError: no reference."""
     for found in _OPS.get(op, []):
         if found.priority == 0 and found.name.startswith("torch") and device.type in found.devices:
             return found

@@ -1,8 +1,8 @@
 """Checkpoints of a training run: a folder that ``weft serve`` can serve, and the state of the trainer.
 
-    OUT/log.jsonl                  one line per step
-    OUT/checkpoint-000040/         config, tokenizer, model.safetensors
-    OUT/checkpoint-000040/trainer/ masters and moments of the optimizer (safetensors), step (JSON)
+OUT/log.jsonl                  one line per step
+OUT/checkpoint-000040/         config, tokenizer, model.safetensors
+OUT/checkpoint-000040/trainer/ masters and moments of the optimizer (safetensors), step (JSON)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def write_model(target: Path, source: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write a model folder: ``tensors`` as model.safetensors, and all other files of the folder ``source``."""
+    """Write a model folder: ``tensors`` as model.safetensors, and all other files of ``source``."""
     target.mkdir(parents=True)
     for file in source.iterdir():
         if file.is_file() and not _WEIGHTS.search(file.name):

@@ -136,7 +136,7 @@ def _part(name: str, master: Master, placement: Placement, tensor: Tensor) -> _P
     """Return the part of ``master`` that the published ``tensor`` fills. Raises ConfigError."""
     order = None
     if placement.parts or placement.read is not None:
-        # The loader arranges the numbers of the elements. A rearrangement without arithmetic keeps each number.
+        # The loader arranges the numbers of the elements. Without arithmetic each number stays.
         numbers = torch.arange(tensor.numel(), dtype=torch.float64).view(tensor.shape)
         arranged = replace(placement, offset=0.0).arranged(numbers, torch.float64)
         order = arranged.flatten().long()

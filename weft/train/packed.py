@@ -93,9 +93,7 @@ def _segment(
     )
 
 
-def _caches(
-    kv: KVConfig, counts: np.ndarray, dtype: torch.dtype, device: torch.device
-) -> list[LayerCache]:
+def _caches(kv: KVConfig, counts: np.ndarray, dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
     """Return zeroed caches of each layer, in layer order."""
     name = str(dtype).removeprefix("torch.")
     layers: dict[int, dict[int, tuple[Tensor, ...]]] = {}

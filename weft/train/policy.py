@@ -39,7 +39,7 @@ class Policy:
     """
 
     def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
-        """Load the weights of ``config.model_path``. Raises ConfigError for a model that cannot be trained."""
+        """Load the weights of ``config.model_path``. Raises ConfigError: the model cannot be trained."""
         check(config)
         self._kv = config.kv
         self._dtype, self._device = DTYPES[config.dtype], device_of(config)
@@ -70,7 +70,7 @@ class Policy:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trained parameters by name, wide, for the optimizer. The names are those of the engine's modules."""
+        """Trained parameters, wide, for the optimizer, by name in the modules of the engine."""
         return {master.name: master.value for master in self._masters if master.trained}
 
     def logprobs(self, sequences: Sequence[Scored]) -> list[Tensor]:

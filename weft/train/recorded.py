@@ -62,7 +62,7 @@ def _swiglu(gate_up: Tensor, activation: str, *, alpha: float) -> Tensor:
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
-#: The references of these ops divide by 1 + exp(-x). The derivative of the quotient is NaN where exp overflows.
+#: The references of these ops divide by 1 + exp(-x). Their derivative is NaN where exp overflows.
 _AGAIN: dict[str, Callable[..., Tensor]] = {
     "activation": _activation,
     "sigmoid_gate": lambda x, gate: x * torch.sigmoid(gate),
@@ -74,7 +74,7 @@ class _Recorded(torch.autograd.Function):
     """Run ``engine`` forward, and differentiate ``again`` backward."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         engine: Callable[[], Any],
         again: Callable[..., Any],
@@ -90,7 +90,7 @@ class _Recorded(torch.autograd.Function):
         return engine()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         # The derivative is taken at the rounded weights, with which the forward pass computed.
         values = [
             tensor if master is None else master.plain
@@ -121,7 +121,9 @@ def differentiate(
         ]
         made = function(*values)
     outputs = made if isinstance(made, tuple) else (made,)
-    pairs = [(out, one.to(out.dtype)) for out, one in zip(outputs, gradients, strict=True) if out.requires_grad]
+    pairs = [
+        (out, one.to(out.dtype)) for out, one in zip(outputs, gradients, strict=True) if out.requires_grad
+    ]
     wanted = [value for value, need in zip(values, needed, strict=True) if need]
     if not pairs or not wanted:
         return [None] * len(values)
@@ -153,7 +155,11 @@ class Held:
 
 
 def run_recorded(
-    masters: Masters, engine: Callable[..., Any], again: Callable[..., Any], *args: Any, overwrites: bool = False
+    masters: Masters,
+    engine: Callable[..., Any],
+    again: Callable[..., Any],
+    *args: Any,
+    overwrites: bool = False,
 ) -> Any:
     """Return ``engine(*args)`` with gradients for every tensor, parameter and ``Held`` matrix in ``args``.
 
@@ -188,7 +194,7 @@ class _Rotated(torch.autograd.Function):
     """The op ``qkv_rope_cache``. The cache carries the gradients of keys and values to attention."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         engine: Callable[[], Tensor],
         masters: Sequence[Master | None],
@@ -205,7 +211,7 @@ class _Rotated(torch.autograd.Function):
         return made, cache
 
     @staticmethod
-    def backward(ctx: Any, d_q: Tensor, d_cache: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, d_q: Tensor, d_cache: Tensor) -> Any:
         heads, kv_heads, eps, cos, sin, writes = ctx.facts
         qkv, *norms = ctx.saved_tensors
         dim = ctx.cache_shape[4]
@@ -229,7 +235,9 @@ class _Rotated(torch.autograd.Function):
             before = d_cache.clone()
             before.view(-1, dim)[rows] = 0
         d_qkv = None if d_qkv is None else d_qkv.to(qkv.dtype)
-        d_norms = [None if one is None else one.to(norm.dtype) for one, norm in zip(d_norms, norms, strict=True)]
+        d_norms = [
+            None if one is None else one.to(norm.dtype) for one, norm in zip(d_norms, norms, strict=True)
+        ]
         return None, None, None, d_qkv, before, *d_norms
 
 
@@ -277,7 +285,8 @@ def _experts(
     fixed = replace(weights, table=chosen, gate=weights.gate._replace(alpha=0.0))
 
     def again(x: Tensor, *values: Tensor) -> Tensor:
-        own = replace(fixed, **dict(zip(names, values, strict=True)))
+        changes: dict[str, Any] = dict(zip(names, values, strict=True))
+        own = replace(fixed, **changes)
         return block(x, torch.arange(len(x), device=x.device), own, pieces)
 
     owners = [held.of_experts[name] for name in names]

@@ -138,7 +138,10 @@ class Run:
         first = (settings.seed << 32) + self.step * settings.prompts
         params = [
             SamplingParams(
-                n=settings.group, max_tokens=settings.max_tokens, logprobs=0, seed=(first + number) % (1 << 64)
+                n=settings.group,
+                max_tokens=settings.max_tokens,
+                logprobs=0,
+                seed=(first + number) % (1 << 64),
             )
             for number in range(len(questions))
         ]
@@ -181,9 +184,7 @@ class Run:
         self._llm.update_weights(self.policy.tensors(), version=f"step-{self.step}")
 
     def _save(self) -> None:
-        checkpoints.save(
-            self._out, self.step, self._source, self.policy, self._optimizer, self._about
-        )
+        checkpoints.save(self._out, self.step, self._source, self.policy, self._optimizer, self._about)
 
     def _cut_log(self) -> None:
         """Drop the lines of steps behind the checkpoint, which the run computes again."""
