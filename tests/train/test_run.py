@@ -12,6 +12,7 @@ import torch
 
 from training.grpo import start
 from weft import LLM, SamplingParams
+from weft.cli.main import cli
 from weft.common.errors import ConfigError
 from weft.train.grpo import Rollout, advantages, batches
 from weft.train.policy import Policy, Scored
@@ -57,31 +58,45 @@ def test_rollouts_and_trainer_have_the_same_bits_at_every_step(weak: str, tmp_pa
     logged = (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in logged] == lines
 
-    # A run that goes on from step 2 computes step 3 again, and has the same bits as the first run.
-    (tmp_path / "checkpoint-000003").rename(tmp_path / "kept")
-    more = msgspec.structs.replace(SETTINGS, steps=4)
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_its_last_checkpoint(weak: str, tmp_path: Path) -> None:
+    given = {"steps": 3, "prompts": 3, "group": 4, "lr": 1e-3, "max-tokens": 40, "save-every": 2, "seed": 5}
+    given |= {"threads": 1, "max-num-seqs": 8, "max-model-len": 512, "out": tmp_path / "run"}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    assert cli.main(["train", "grpo", weak, *words], standalone_mode=False) == 0
+    log = tmp_path / "run" / "log.jsonl"
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+
+    # Without the last checkpoint, the run computes step 3 again, with the same bits.
+    (tmp_path / "run" / "checkpoint-000003").rename(tmp_path / "kept")
+    settings = msgspec.structs.replace(SETTINGS, steps=4, seed=5)
     with engine(weak) as llm:
-        again = list(train(llm, more, tmp_path, shown=False))
-        other = msgspec.structs.replace(SETTINGS, lr=1e-4)
+        again = list(train(llm, settings, tmp_path / "run", shown=False))
+        other = msgspec.structs.replace(settings, lr=1e-4)
         with pytest.raises(ConfigError, match="begun with other settings: lr"):
-            Run(llm, other, tmp_path)
+            Run(llm, other, tmp_path / "run")
     assert [line["step"] for line in again] == [3, 4]
     assert {**again[0], "seconds": 0} == {**lines[2], "seconds": 0}
     assert again[1]["unequal"] == 0
-    logged = (tmp_path / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    logged = log.read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in logged] == [1, 2, 3, 4]
 
-    # The checkpoint is a model folder. Its engine has the bits of the trainer, not those of the start.
+    # The checkpoint is a model folder.
     with engine(str(tmp_path / "kept")) as llm:
-        found = mismatches(llm, Policy(llm.config, progress=False))
-    assert found == 0
+        assert mismatches(llm, Policy(llm.config, progress=False)) == 0
+
+
+def test_other_weights_show_as_mismatches(weak: str) -> None:
     with engine(weak) as llm:
-        resolved = Policy(llm.config, progress=False)
+        policy = Policy(llm.config, progress=False)
+        assert mismatches(llm, policy) == 0
         with torch.no_grad():
-            for one in resolved.parameters.values():
+            for one in policy.parameters.values():
                 one.mul_(1.01)
-        resolved.settle()
-        assert mismatches(llm, resolved) > 0
+        policy.settle()
+        assert mismatches(llm, policy) > 0
 
 
 def mismatches(llm: LLM, policy: Policy) -> int:
