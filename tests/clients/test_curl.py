@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.support.loras import make_adapter
@@ -31,6 +32,11 @@ SPECIAL = {
     "/is_paused": "storing",
     "/resume": "storing",
     "/reset_prefix_cache": "storing",
+    "weight_transfer_engine": "filling",
+    "/start_weight_update": "filling",
+    "/update_weights": "filling",
+    "/finish_weight_update": "filling",
+    "/weight_info": "filling",
 }
 """Part of a command -> fixture of the server for the command; other commands use ``server``."""
 
@@ -71,6 +77,25 @@ def storing(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Runni
     return servers.weft("--threads", "1", "--admin-key", ADMIN, "--kv-disk", "300M", "--kv-disk-dir", folder)
 
 
+@pytest.fixture(scope="module")
+def filling(servers: Servers) -> Running:
+    """Start a server with an admin key, for new weights."""
+    return servers.weft("--threads", "1", "--admin-key", ADMIN)
+
+
+def prepare_update(server: Running, command: str) -> str:
+    """Send the requests that come before ``command`` of an update. Return the command with a folder."""
+    folder = bundled_models()["spool-text"]
+    before = {"/update_weights": 1, "/finish_weight_update": 2}
+    for path, body in [
+        ("/start_weight_update", {}),
+        ("/update_weights", {"update_info": {"path": folder}}),
+    ][: next((count for part, count in before.items() if part in command), 0)]:
+        headers = {"Authorization": f"Bearer {ADMIN}"}
+        assert httpx.post(server.url + path, json=body, headers=headers).status_code == 200
+    return command.replace("/checkpoints/step-1", folder)
+
+
 def commands() -> list[tuple[str, str]]:
     """Return (page, command) for each curl command in a code block, up to the end of its quotes."""
     found = []
@@ -109,6 +134,8 @@ def test_a_command_works(page: str, command: str, tmp_path: Path, request: pytes
     if "/models/sql2" in command:
         made = make_adapter(tmp_path / "sql2", Path(bundled_models()["spool-text"]), rank=2, seed=1)
         command = command.replace("/models/sql2", str(made))
+    if fixture == "filling":
+        command = prepare_update(server, command)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / ".curlrc").write_text("fail\nmax-time 60\nshow-error\n")
     ended = subprocess.run(

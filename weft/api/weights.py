@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from weft.api.request import client_error
 from weft.common.errors import InvalidRequest, ReportedError
 from weft.engine.core import EngineCore
-from weft.models.weight_source import SHARED, source_files, write_shared
+from weft.models.weight_source import write_shared
+from weft.store.new_weights import SHARED, source_files
 from weft.types.weights import WeightsUpdate
 
 if TYPE_CHECKING:

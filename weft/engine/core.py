@@ -108,10 +108,7 @@ class EngineCore(EngineLoop[StepHandle]):
         self.sources = sources_of(self.grammars, self.transfers, self.embeddings, self._bell, self._kv_events)
         if book is not None and config.lora.max_loras:
             self.sources.append(self.adapters)
-        self.weights = EngineWeights(
-            config, runner.weights, self.scheduler, self._drained, self._open_work, self._lose
-        )
-        """New weights: staged and used by messages of API servers."""
+        self.weights = self._make_weights()
         self.sources.append(self.weights)
         self.tier = make_engine_tier(config, self.scheduler, runner, self._clock)
         """KV tier; None without a tier."""
@@ -179,6 +176,11 @@ class EngineCore(EngineLoop[StepHandle]):
         if isinstance(scheduler := self.scheduler, Scheduler):
             error = InvalidRequest("the files of the LoRA adapter changed: load the adapter again").info()
             self.adapters.lost(lambda digest: scheduler.fail_adapter(digest, error))
+
+    def _make_weights(self) -> EngineWeights:
+        """Return the way of new weights: staged and used by messages of API servers."""
+        group, work = self.runner.weights, self._open_work
+        return EngineWeights(self.config, group, self.scheduler, self._drained, work, self._lose)
 
     def _drained(self) -> list[TokenEvent] | None:
         """Commit all steps in flight and return the events; None while the group recovers. Raises

@@ -57,7 +57,7 @@ def run_rank(config: EngineConfig, rank: int, link: EngineLink, rejoin: Callable
         runner = _load(config, link.channel, rank, mesh, faults, liveness)
         if runner is None:
             return
-        if link.updates:
+        if link.updates and runner.weights is not None:
             runner.weights.follow(link.updates)
         worker = Worker(rank, runner, mesh, link.channel, rank_timeout=timeout, incarnation=link.incarnation)
         gc.collect()

@@ -132,37 +132,28 @@ def load_model(
     layers without any tensor in the checkpoint. ``progress``: show a bar on stderr. ``placements``: places of
     experts divided over ranks, one per layer with such experts; default: in order. ``pack``: False leaves
     plain parameters, for inspection. ``packed``: keep quantized matrices in codes if ``keeps_codes`` and no
-    further rounding is required; False: dequantize. ``files``: the weights, in place of those in ``folder``.
-    ``changed``: the files may lack modules completely; put the names of the others, which alone are packed,
-    into the set.
+    further rounding is required; False: dequantize. ``files``: read in place of those in ``folder``.
+    ``changed``: ``files`` may lack whole modules; gets the names of the others, which alone are packed.
 
     Logs one line about quantized weights. With experts divided over ranks, sets ``model.experts.reload``.
     Raises ConfigError that lists all missing and unexpected weights, or names the first misshaped weight.
     """
-    given: dict[str, Any]
     if spec.family in LOADERS:
         if files is not None:
             raise ConfigError("the weights of this backend can't be changed while it runs", param="--model")
-        given = {key: value for key, value in locals().items() if key not in ("files", "changed")}
-        return LOADERS.get(spec.family)(**given)  # the arguments of this call, and nothing else
+        known = {key: value for key, value in locals().items() if key not in ("files", "changed")}
+        return LOADERS.get(spec.family)(**known)  # the arguments of this call, and nothing else
     held = pack and packed and quantization == "none" and keeps_codes(spec, dtype, device)
-    given = {"quantization": quantization, "invariant": invariant, "experts": experts}
+    given: dict[str, Any] = {"quantization": quantization, "invariant": invariant, "experts": experts}
     staged = pack and load_format != "dummy" and (held or quantization != "none")
     model = build_model(spec, dtype, device, mesh, **given, adapters=adapters, staged=staged)
     if placements is not None:
-        routed = [module for module in model.modules() if isinstance(module, RoutedMLP)]
-        for module, placement in zip(routed, placements, strict=True):
-            module.place(placement)
+        _place_experts(model, placements)
     filled: FillTarget | None = None
-    partial = load_format == "partial"
-    if partial or load_format == "dummy":
+    if load_format in ("partial", "dummy"):
         fill_randomly(model, seed)
     if load_format != "dummy":
-        found = weight_files(Path(folder), load_format) if files is None else files
-        weights = add_score(WEIGHTS.get(spec.family)(spec), spec)
-        stay = {"packed": held, "blocks": device.type == "cpu"}
-        layers = _saved_layers(Path(folder), spec)
-        filled = fill(model, weights, found, layers, progress, partial, changed=changed, **stay)
+        filled = _filled(model, folder, files, load_format, progress, held, changed)
     if adapters is not None and adapters.places:  # in the names of the checkpoint, before notes end
         named = WEIGHTS.get(spec.family)(spec) if filled is None else filled.weights
         model.adapters = Adapters(model, named, adapters)
@@ -175,6 +166,34 @@ def load_model(
         where = (folder, spec, dtype, device, load_format, seed, False, replace(mesh, formed=[]))
         model.experts.reload = lambda placements: load_model(*where, **given, placements=placements).experts
     return model
+
+
+def _place_experts(model: Model, placements: Sequence[ExpertPlacement]) -> None:
+    """Select the experts of each layer with divided experts."""
+    routed = [module for module in model.modules() if isinstance(module, RoutedMLP)]
+    for module, placement in zip(routed, placements, strict=True):
+        module.place(placement)
+
+
+def _filled(
+    model: Model,
+    folder: str,
+    files: Sequence[Path] | None,
+    load_format: str,
+    progress: bool,
+    held: bool,
+    changed: set[str] | None,
+) -> FillTarget:
+    """Fill ``model`` with the weights in ``files`` (default: of ``folder``), named as the family says.
+
+    ``held``: keep codes. For the other parameters see ``load_model``.
+    """
+    spec, partial = model.spec, load_format == "partial"
+    files = weight_files(Path(folder), load_format) if files is None else files
+    weights = add_score(WEIGHTS.get(spec.family)(spec), spec)
+    layers = _saved_layers(Path(folder), spec)
+    blocks = model.device.type == "cpu"
+    return fill(model, weights, files, layers, progress, partial, packed=held, blocks=blocks, changed=changed)
 
 
 def keeps_codes(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
@@ -237,7 +256,7 @@ def fill(
     cut = range(model.spec.layers, saved_layers)
     found = _names_of(files)
     weights = weights.published_as({name for names in found.values() for name in names})
-    owners = None if changed is None else owners_of(model)
+    owners = owners_of(model) if changed is not None and isinstance(model, nn.Module) else None
     sources = _check_names(weights, found, cut, quantized is not None, partial, owners)
     if changed is not None and owners is not None:
         changed |= {owners[weights.placements[source.name].parameter] for source in sources}

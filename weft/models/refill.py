@@ -27,8 +27,8 @@ _SAMPLES = 4096
 def weights_of(model: nn.Module, changed: Collection[str] | None = None) -> dict[str, Tensor]:
     """Return every tensor that a model computes with, by place: parameters, and tensors in packed layouts.
 
-    Tensors that share memory are listed once. ``changed``: only tensors of these modules. Raises InvalidRequest for a layout without access to its
-    tensors.
+    Tensors that share memory are listed once. ``changed``: only tensors of these modules. Raises
+    InvalidRequest for a layout without access to its tensors.
     """
     found: dict[str, Tensor] = {}
     seen = set[tuple[int, tuple[int, ...], tuple[int, ...]]]()
@@ -111,7 +111,7 @@ def held_digest(held: Mapping[str, Tensor]) -> str:
         count = max(1, _SAMPLES // flat.element_size())
         for begin in (0, len(flat) // 2, max(0, len(flat) - count)):
             sample = flat[begin : begin + count].cpu().contiguous().view(torch.uint8)
-            made = zlib.crc32(sample.numpy(), made)
+            made = zlib.crc32(sample.numpy().data, made)
     return f"{made:08x}"
 
 

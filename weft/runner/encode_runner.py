@@ -57,6 +57,7 @@ class EncodeRunner:
     reports: Reports | None = None
     endpoint: Endpoint | None = None
     adapters = None
+    weights = None
 
     def __init__(
         self,

@@ -66,8 +66,8 @@ class Runner:
     ``close``."""
 
     weights: Any = None
-    """Weights that updates fill (``weft.engine.weights.rank_weights``). Set before the first step, and closed by
-    ``close``."""
+    """Weights that updates fill (``weft.engine.weights.rank_weights``). Set before the first step, and closed
+    by ``close``."""
 
     def __init__(
         self,

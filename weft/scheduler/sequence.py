@@ -158,8 +158,7 @@ class Sequence:
         """``tokens``: prompt and emitted ids, of which ``num_prompt`` are the prompt; the sequence owns the
         array. ``limit``: number of tokens at which the sequence ends. ``arrival``: unique number, in order of
         arrival."""
-        self.id = submit.sequence
-        self.request = submit.request
+        self.id, self.request = submit.sequence, submit.request
         self.choice = submit.choice
         self.seed = submit.seed
         self.salt = submit.salt
@@ -194,8 +193,7 @@ class Sequence:
         earlier attempt."""
         self.delivered = 0
         """Number of positions already sent."""
-        self.weights = 0
-        """Version of the weights in the names of ``chain``."""
+        self.weights = 0  # version of the weights in the names of ``chain``
         self.chain: HashChain | None = None
         self.num_cached = -1
         """Number of prompt tokens found in the cache at the first admission; -1 before the first

@@ -73,8 +73,7 @@ class Choice:
         content; None searches all text. ``emitted_ids`` are replayed at once and count in ``token_ids`` and
         ``text``.
         """
-        self.sequence = sequence
-        self.index = index
+        self.sequence, self.index = sequence, index
         self.text = ""
         self.token_ids: list[int] = []
         self.logprobs: Logprobs | None = None if params.logprobs is None else Logprobs(tokenizer)
@@ -89,6 +88,7 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.error: ErrorInfo | None = None
+        self.weights: list[tuple[int, int]] = []  # (position, version of the weights) of each change
         self.embedding = b""
         """Embedding of a pooling sequence: float32, little-endian, not normalized."""
         self.cache_miss: CacheMiss | None = None
@@ -148,6 +148,8 @@ class Choice:
             if self.prompt_logprobs is None:
                 self.prompt_logprobs = Logprobs(self._tokenizer)
             self.prompt_logprobs.add(event.prompt_logprobs)
+        if event.token_ids and (not self.weights or self.weights[-1][1] != event.weights):
+            self.weights.append((len(self.token_ids), event.weights))
         fresh = _Fresh()
         self._take_tokens(event, fresh)
         if self.logprobs is not None and event.logprobs is not None:

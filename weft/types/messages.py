@@ -31,7 +31,7 @@ from weft.types.tier_flush import FlushTier
 from weft.types.tiers import TierStats
 from weft.types.transfer import TransferParameters
 from weft.types.transport_counts import TransportCounts
-from weft.types.weights import ToWeights, WeightsChanged
+from weft.types.weights import DropWeights, StageWeights, UseWeights, WeightsChanged
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STEP_TOKENS = (1.0, *(2.0**power for power in range(3, 15)))
@@ -502,6 +502,7 @@ class EngineFailed(_Message, frozen=True, kw_only=True):
 
 
 ToAdapters: TypeAlias = LoadAdapter | DropAdapter
+ToWeights: TypeAlias = StageWeights | UseWeights | DropWeights
 ToEngine = (
     Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Profile | Shutdown | ToAdapters | FlushTier
 ) | ToWeights

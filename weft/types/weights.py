@@ -1,7 +1,7 @@
 """New weights for a running model: messages between an API server and an engine process, and for ranks.
 
     API server                       engine process                      ranks
-      │ StageWeights(update) ──────────► │ ── the same frame ────────────► │   read, check and pack, beside steps
+      │ StageWeights(update) ──────────► │ ── the same frame ────────────► │   read, check, pack beside steps
       │ ◄─ WeightsChanged(staged) or     │ ◄─────────── WeightsReport ──── │
       │    with ``error``                │                                 │
       │ UseWeights(version) ───────────► │   between two steps:            │
@@ -83,5 +83,4 @@ class WeightsReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     error: ErrorInfo | None = None
 
 
-ToWeights: TypeAlias = StageWeights | UseWeights | DropWeights
 WeightsToRank: TypeAlias = StageWeights | SwapWeights | DropWeights

@@ -157,6 +157,11 @@ class Fleet:
     def _release(self, event: e.Released) -> None:
         self.open.pause_of_server.release()
 
+    def _version(self, event: e.Versioned) -> None:
+        self.router.weights = event.weights
+        for entry in self.entries.values():
+            entry.hashes = None  # the hashes of prompts name the version
+
     def _leave(self, sequence: int) -> None:
         """Remove an open sequence from all instances, and send each instance a ``Finish``.
 
@@ -248,6 +253,8 @@ class Fleet:
         except EngineDead as error:
             self._lose(instance, error)
             return
+        if not self.router.weights:
+            self.router.weights = instance.weights  # engines that outlived another API server
         self._watch_prefixes()
         if self.table.complete and not complete:
             self._actions.append(e.Complete())
@@ -286,6 +293,8 @@ class Fleet:
             self._take_of_encoder(instance, entry, event)
             return
         if event.token_ids:
+            if instance.weights:
+                event = msgspec.structs.replace(event, weights=instance.weights)
             instance.computed(sequence)
             entry.computed = True
         # Without a transfer, an event has no position and needs no ordering.
@@ -578,6 +587,7 @@ _HANDLERS: dict[type, Callable[[Fleet, Any], None]] = {
     e.Resumed: Fleet._resume,
     e.Held: Fleet._hold,
     e.Released: Fleet._release,
+    e.Versioned: Fleet._version,
     e.Joined: Fleet._join,
     e.Left: Fleet._left,
     e.Expected: Fleet._expected,

@@ -63,6 +63,12 @@ class Released(NamedTuple):
     """The pause of the server has ended. Idempotent."""
 
 
+class Versioned(NamedTuple):
+    """New attempts go only to instances with version ``weights`` of the weights."""
+
+    weights: int
+
+
 # -- events: changes of instances
 
 
@@ -184,6 +190,7 @@ Event: TypeAlias = (
     | Resumed
     | Held
     | Released
+    | Versioned
     | Joined
     | Left
     | Expected

@@ -292,6 +292,7 @@ class InstanceTable:
         if instance.state is not InstanceState.STARTING:
             return
         instance.welcome = welcome
+        instance.weights = max(0, welcome.weights)
         instance.role = welcome.role
         if self._elastic:
             self.roles[welcome.role] = False

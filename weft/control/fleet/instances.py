@@ -16,6 +16,7 @@ from weft.control.fleet.prefix_index import PrefixView
 from weft.types.adapters import AdapterChanged
 from weft.types.handshake import EngineIdentity
 from weft.types.messages import EngineStats, Heartbeat, Role, Welcome
+from weft.types.weights import WeightsChanged
 
 PROMPT_TOKENS = 256
 """Uncomputed prompt tokens that weigh as much as one running sequence."""
@@ -106,6 +107,10 @@ class Instance:
     adapters: dict[str, ErrorInfo | None] = field(default_factory=dict)
     """Digest of a LoRA adapter -> the reason why the present process did not load the adapter; None after
     success."""
+    weights: int = 0
+    """Version of the weights of the present process."""
+    weights_answer: WeightsChanged | None = None
+    """Last answer of the present process about weights."""
     loading: set[str] = field(default_factory=set)
     """Digests of LoRA adapters sent to the present process, without an answer yet."""
 
@@ -130,6 +135,10 @@ class Instance:
             self.adapters[message.digest] = message.error
         else:
             self.adapters.pop(message.digest, None)
+
+    def weights_changed(self, message: WeightsChanged) -> None:
+        """Store the answer of the process about new weights."""
+        self.weights, self.weights_answer = message.version, message
 
     @property
     def load(self) -> float:
@@ -177,6 +186,7 @@ class Instance:
         self.prefixes = PrefixView()
         self.adapters = {}
         self.loading = set()
+        self.weights, self.weights_answer = 0, None
 
     def overdue(self, timeout: float, now: float) -> str | None:
         """Return the reason why a live instance counts as dead, or None."""

@@ -20,8 +20,9 @@ from weft.types.adapters import AdapterChanged
 from weft.types.media_item import without_pixels
 from weft.types.messages import Heartbeat, PrefixIndex, Submit
 from weft.types.transfer import Peer, TransferKey, TransferParameters
+from weft.types.weights import WeightsChanged
 
-Report: TypeAlias = Heartbeat | PrefixIndex | AdapterChanged
+Report: TypeAlias = Heartbeat | PrefixIndex | AdapterChanged | WeightsChanged
 """A message of an engine process about its own state."""
 
 
@@ -88,6 +89,8 @@ class Router:
 
     def __init__(self, policies: Policies) -> None:
         self._policies = policies
+        self.weights = 0
+        """Version of the weights for new attempts. Instances with another version get none."""
 
     @property
     def decisions(self) -> dict[str, int]:
@@ -105,6 +108,8 @@ class Router:
         """
         if isinstance(message, AdapterChanged):
             instance.adapter_changed(message)
+        elif isinstance(message, WeightsChanged):
+            instance.weights_changed(message)
         elif isinstance(message, Heartbeat):
             instance.heartbeat(message, now)
         elif not instance.prefixes.take(message):
@@ -133,8 +138,9 @@ class Router:
             return next((Route(one) for one in takers if one.name == entry.pinned), None)
         session = entry.submit.session
         asked = entry.submit
-        takers = [one for one in takers if one.has_adapter(asked.adapter)]
-        hashes = hashes_of(asked.prompt_ids, asked.salt, entry.hashes, asked.media, asked.adapter)
+        takers = [one for one in takers if one.has_adapter(asked.adapter) and one.weights == self.weights]
+        names = asked.adapter, self.weights
+        hashes = hashes_of(asked.prompt_ids, asked.salt, entry.hashes, asked.media, *names)
         helped = encoders is not None and bool(entry.submit.media)
         computing = [one for one in takers if not helped or sees(one, encoders or ())]
         willing = [one for one in computing if one.name not in entry.refused]

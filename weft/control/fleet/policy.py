@@ -265,6 +265,7 @@ def hashes_of(
     known: PromptHashes | None = None,
     media: tuple[MediaItem, ...] = (),
     adapter: str = "",
+    weights: int = 0,
 ) -> Hashes:
     """Return the lazy block hashes of ``prompt`` (int32 ids as bytes) with the images ``media``.
 
@@ -274,7 +275,7 @@ def hashes_of(
 
     def hashes(block: int) -> Sequence[bytes]:
         if block not in made:
-            made[block] = prompt_hashes(prompt, salt, block, media, adapter)
+            made[block] = prompt_hashes(prompt, salt, block, media, adapter, weights)
         return made[block]
 
     return hashes

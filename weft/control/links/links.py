@@ -252,9 +252,12 @@ class Links:
         blocks = {block_of(one) for one in self._computing if roles[one.role] > 1}
         if not blocks:
             return {}
+        weights = self._fleet.router.weights
         return {
             submit.request: {
-                block: prompt_hashes(submit.prompt_ids, submit.salt, block, submit.media, submit.adapter)
+                block: prompt_hashes(
+                    submit.prompt_ids, submit.salt, block, submit.media, submit.adapter, weights
+                )
                 for block in blocks
             }
             for submit in submits
@@ -315,6 +318,10 @@ class Links:
         """Continue the sequences that wait since ``hold``. Idempotent."""
         self._feed(e.Released())
 
+    def use_version(self, weights: int) -> None:
+        """Send new attempts only to engine processes with version ``weights`` of the weights."""
+        self._feed(e.Versioned(weights))
+
     async def stats(self, timeout: float) -> list[m.EngineStats]:
         """Request the counters of every live engine process.
 
@@ -333,8 +340,8 @@ class Links:
             raise EngineDead("an engine did not report its counters in time") from None
         return [one.stats for one in self.instances]
 
-    def tell(self, name: str, message: m.ToAdapters | FlushTier) -> None:
-        """Send a message about LoRA adapters, or a flush, to the live engine process ``name``."""
+    def tell(self, name: str, message: m.ToAdapters | m.ToWeights | FlushTier) -> None:
+        """Send a message about LoRA adapters or weights, or a flush, to the live engine process ``name``."""
         self._links[name].send(message)
 
     def flush(self, message: FlushTier) -> int:

@@ -166,7 +166,8 @@ class EngineServer:
         ``endpoint``: the address to listen at, or an open listener. ``wait_ms``: returns the milliseconds for
         which a busy engine may wait for messages (default: 0). ``profiler``: default: none. ``shows``: True
         if other processes of the group must be able to open images in shared memory. ``identity``,
-        ``adapters`` and ``weights``: see ``EngineProtocol``. ``flush``: empties the KV cache; None without a cache.
+        ``adapters`` and ``weights``: see ``EngineProtocol``. ``flush``: empties the KV cache; None without
+        a cache.
         """
         self._profiler = profiler or Profiler(None, "")
         self._flush = flush

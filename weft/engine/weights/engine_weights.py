@@ -17,11 +17,13 @@ from weft.config.resolved import EngineConfig
 from weft.engine.weights.group_weights import GroupWeights
 from weft.group.types import GroupLost
 from weft.scheduler.scheduler import Scheduler
-from weft.types.messages import TokenEvent
-from weft.types.weights import StageWeights, ToWeights, UseWeights, WeightsChanged, WeightsUpdate
+from weft.types.messages import TokenEvent, ToWeights
+from weft.types.weights import StageWeights, UseWeights, WeightsChanged, WeightsUpdate
 
 log = get_logger(__name__)
 
+BUSY_S = 10.0
+"""Maximum seconds until an engine that shares sequences with others has none."""
 STAGE_S = 900.0
 """Maximum seconds until all ranks have read new weights."""
 POLL_S = 0.002
@@ -53,8 +55,9 @@ class EngineWeights:
         busy: Callable[[], bool],
         lose: Callable[[GroupLost], None],
     ) -> None:
-        """``drain``: commits all steps in flight and returns the events; None while the group recovers. ``busy``: returns True while a
-        sequence or a transfer is open. ``lose``: starts the recovery of the group."""
+        """``drain``: commits all steps in flight and returns the events; None while the group recovers.
+        ``busy``: returns True while a sequence or a transfer is open. ``lose``: starts the recovery of the
+        group."""
         self._group, self._drain, self._busy, self._lose = group, drain, busy, lose
         self._scheduler = scheduler
         self._fixed = why_fixed(config)
@@ -62,6 +65,8 @@ class EngineWeights:
         """True if other engines compute the same sequences: weights change only while none is open."""
         self._staging = False
         self._due: UseWeights | None = None
+        self._until = 0.0
+        """Time at which a busy engine refuses ``_due``."""
         self._answers: list[WeightsChanged] = []
 
     @property
@@ -80,7 +85,7 @@ class EngineWeights:
             group.stage(message.update)
             self._staging = True
         elif isinstance(message, UseWeights):
-            self._due = message
+            self._due, self._until = message, time.monotonic() + BUSY_S
         else:
             self._staging = False
             group.drop()
@@ -96,7 +101,8 @@ class EngineWeights:
             else:
                 if digest is not None:
                     self._staging = False
-                    changed = WeightsChanged(version=self.version, staged=self.version + 1, digest=digest)
+                    number = self._group.staged_version
+                    changed = WeightsChanged(version=self.version, staged=number, digest=digest)
                     self._answers.append(changed)
         answers, self._answers = self._answers, []
         return answers
@@ -130,7 +136,7 @@ class EngineWeights:
         return () if self._group is None else (self._group.descriptor,)
 
     def take(self, scheduler: object) -> list[TokenEvent]:
-        """Use new weights if asked: wait for the steps in flight, swap, and return the events of the steps."""
+        """Use new weights if asked: wait for the steps in flight, swap, and return the steps' events."""
         due = self._due
         if due is None or self._group is None:
             return []
@@ -140,8 +146,12 @@ class EngineWeights:
             drained = self._drain()
             if drained is None:
                 return []
-            events, self._due = drained, None
-            if self._together and self._busy():
+            events = drained
+            together = self._together and self._busy()
+            if together and time.monotonic() < self._until:
+                return events  # sequences that a pause has ended may still hold transfers
+            self._due = None
+            if together:
                 raise InvalidRequest(
                     "requests run on several groups of this server: POST /pause before the weights change"
                 )

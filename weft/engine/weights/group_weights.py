@@ -49,6 +49,11 @@ class GroupWeights:
         return self._own.version
 
     @property
+    def staged_version(self) -> int:
+        """Version of the staged weights; 0 for none."""
+        return 0 if self._update is None else self._update.version
+
+    @property
     def descriptor(self) -> Any:
         """Readable when the own rank has staged."""
         return self._own.bell.descriptor
@@ -58,7 +63,8 @@ class GroupWeights:
         self._update, self._reports, self._lost = update, {}, False
         self._own.stage(update)
         data = f.encode(StageWeights(update=update)) if self._others else b""
-        self._lost = not all([self._send(rank, data) for rank in self._others])
+        sent = [self._send(rank, data) for rank in self._others]
+        self._lost = not all(sent)
 
     def staged(self) -> str | None:
         """Return the digest of the staged files once all ranks are done; None before.

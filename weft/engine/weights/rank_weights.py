@@ -21,8 +21,8 @@ from weft.common.errors import ConfigError, EngineDead, InvalidRequest, WeftErro
 from weft.common.log import get_logger
 from weft.common.priority import step_back
 from weft.models.refill import check_finite, check_refill, held_digest, refill
-from weft.models.weight_source import check_source
 from weft.runner.wakeup_descriptor import WakeupDescriptor
+from weft.store.new_weights import check_source
 from weft.types.weights import WeightsReport, WeightsUpdate
 
 log = get_logger(__name__)
@@ -64,7 +64,7 @@ class RankWeights:
         self.drop()
         self._staged = staged = _Staged(update)
         self._reported = False
-        if update.version != self.version + 1:
+        if update.version <= self.version or (update.partial and update.version != self.version + 1):
             staged.error = InvalidRequest(f"version {update.version} can't follow version {self.version}")
             self.bell.ring()
             return

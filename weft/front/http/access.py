@@ -146,6 +146,13 @@ METRICS_PATHS = frozenset({"/metrics", "/metrics/history"})
 ADMIN_PATHS = frozenset(
     {
         "/abort_request",
+        "/finish_weight_update",
+        "/get_world_size",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weight_version",
+        "/update_weights",
+        "/weight_info",
         "/admin/cache/flush",
         "/admin/drain",
         "/admin/groups",

@@ -118,6 +118,10 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
     token_ids: list[int] | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
+    """Version of the weights at the last token, in a server with new weights."""
+    weight_versions: list[tuple[int, str]] | UnsetType = UNSET
+    """(position among the output tokens, version) of the first token, and of each change."""
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -160,6 +164,10 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     token_ids: list[int] | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
+    """Version of the weights at the last token, in a server with new weights."""
+    weight_versions: list[tuple[int, str]] | UnsetType = UNSET
+    """(position among the output tokens, version) of the first token, and of each change."""
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -190,6 +198,10 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    weight_version: str | UnsetType = UNSET
+    """Version of the weights at the last token, in a server with new weights."""
+    weight_versions: list[tuple[int, str]] | UnsetType = UNSET
+    """(position among the output tokens, version) of the first token, and of each change."""
 
 
 class Completion(msgspec.Struct, kw_only=True):

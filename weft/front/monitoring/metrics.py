@@ -235,6 +235,10 @@ _DECISIONS = (
     "all (exact), some (degraded) or none (fallback)."
 )
 _LINK_GAUGES: dict[str, tuple[str, Callable[[Links], float]]] = {
+    "weights_version": (
+        "Number of changes of the weights since the start, as new requests use them.",
+        lambda c: c.fleet.router.weights,
+    ),
     "front_sequences": ("Open sequences of the API server.", lambda c: c.open_sequences),
     "engines_without_partner": (
         "Live engines with a role (prefill, decode, encode) that have no live partner.",

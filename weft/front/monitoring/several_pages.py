@@ -26,7 +26,7 @@ NO_LINKS: Any = SimpleNamespace(
     fleet=SimpleNamespace(
         late_events=0,
         encodes={},
-        router=SimpleNamespace(decisions={}),
+        router=SimpleNamespace(decisions={}, weights=0),
         table=SimpleNamespace(unpaired=0),
     ),
 )

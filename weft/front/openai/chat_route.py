@@ -78,6 +78,8 @@ class ChatShape:
         choices = [r.ChatChunkChoice(index=delta.index, delta=made) for made in deltas]
         # A delta may become several chunks: the finish reason goes into the last, token ids into the first.
         choices[-1].finish_reason = output.finish_reason(delta)
+        if choices[-1].finish_reason:
+            self._generation.show_weights(choices[-1], delta.index)
         if self._asked.return_token_ids:
             for choice in choices:
                 choice.token_ids = []
@@ -156,6 +158,7 @@ class ChatShape:
             chat_choice.logprobs = chat_logprobs(self._tokenizer, choice.token_ids, choice.logprobs, top)
         if self._asked.return_token_ids:
             chat_choice.token_ids = choice.token_ids
+        self._generation.show_weights(chat_choice, choice.index)
         return chat_choice
 
     def _message(self, output: ChoiceOutput) -> r.Message:

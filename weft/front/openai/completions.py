@@ -91,6 +91,8 @@ class CompletionShape:
                 )
             if self._asked.return_token_ids:
                 completion_choice.token_ids = list(delta.token_ids)
+            if delta.finish_reason:
+                self._generation.show_weights(completion_choice, delta.index)
             chunks.append(self._answer([completion_choice]))
         return chunks
 
@@ -139,6 +141,7 @@ class CompletionShape:
         if self._asked.return_token_ids:
             completion_choice.token_ids = choice.token_ids
             completion_choice.prompt_token_ids = prompt.ids
+        self._generation.show_weights(completion_choice, choice.index)
         return completion_choice
 
     def _echo(self, index: int) -> r.CompletionChoice:

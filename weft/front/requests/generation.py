@@ -6,8 +6,10 @@ import asyncio
 import secrets
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import msgspec
+from msgspec import UnsetType
 
 from weft.common.errors import EngineDead, InvalidRequest, ReportedError, WeftError
 from weft.control.fleet.policy import PromptHashes
@@ -32,6 +34,13 @@ MAX_SUBMITTED = 128 << 20
 """Maximum bytes of prompts in one request's submissions; each choice counts with its own copy."""
 MAX_PIXELS = 1 << 30
 """Maximum bytes of pixels in one request's submissions; each choice counts with its own copy."""
+
+
+class _Versioned(Protocol):
+    """A choice in an answer."""
+
+    weight_version: str | UnsetType
+    weight_versions: list[tuple[int, str]] | UnsetType
 
 
 class Generation:
@@ -83,6 +92,15 @@ class Generation:
         """Bytes of the logprobs collected for an answer that is not streamed."""
         self._failure: WeftError | None = None
         """Error for the next call of ``next``, found after deltas that the last call returned."""
+
+    def show_weights(self, answer: _Versioned, index: int) -> None:
+        """Set the versions of the weights of a choice in ``answer``, once the server has had new weights."""
+        updates = self.front.model.weights
+        if not updates.shown:
+            return
+        changes = [(position, updates.label_of(number)) for position, number in self.choices[index].weights]
+        if changes:
+            answer.weight_version, answer.weight_versions = changes[-1][1], changes
 
     def build(self, job: Job) -> None:
         """Create the choices and submissions of ``job``, and store the job. Raises WeftError; then nothing is

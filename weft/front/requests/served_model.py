@@ -28,6 +28,7 @@ from weft.front.requests.adapters import Adapters, OpenRequest
 from weft.front.requests.reading import Reader, check_model
 from weft.front.requests.setup import GrammarCheck, Setup, TextSetup
 from weft.front.requests.text_threads import TextThreads
+from weft.front.requests.weight_updates import WeightUpdates
 from weft.front.siblings import Siblings
 from weft.media.decode import can_decode
 from weft.text.model import TextModel
@@ -95,6 +96,7 @@ class ServedModel:
             spans=spans,
         )
         self.adapters = Adapters(config, self.links)
+        self.weights = WeightUpdates(config, self.links)
         self.metrics = Metrics(config.served_names[0], self.links, spans)
         each = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests
         self.lifecycle = Lifecycle(lambda: each * places(self.links.instances, self.links.elastic), server)
@@ -147,6 +149,7 @@ class ServedModel:
         """Stop the worker processes and the links; every open request fails. ``shutdown``: also order the
         engine processes to end. Call once."""
         self.adapters.close()
+        self.weights.close()
         await self.links.close(shutdown)
         if self.workers is not None:
             await self.workers.close()

@@ -276,5 +276,7 @@ def _fill(
     twin = make_skeleton(config, model.spec.architecture, model.dtype)
     weights = add_score(published_map(twin, swapped.targets, parameters, names), model.spec)
     saved = read_config(folder).get_text_config().num_hidden_layers
-    codes = {"packed": options.codes, "blocks": options.codes and model.device.type == "cpu"}
-    return loader.fill(model, weights, files, saved, options.progress, partial, **codes)
+    blocks = options.codes and model.device.type == "cpu"
+    return loader.fill(
+        model, weights, files, saved, options.progress, partial, packed=options.codes, blocks=blocks
+    )

@@ -1,0 +1,146 @@
+"""New weights over HTTP: all engine processes, streams across an update, engines that start again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.new_weights import changed, read_tensors, write_checkpoint
+from tests.support.servers import Running, Servers
+from tests.support.slowness import deadline
+from weft import LLM, SamplingParams
+from weft.config.hub import bundled_models
+
+ADMIN = {"Authorization": "Bearer admin"}
+BASE = Path(bundled_models()["spool-text"])
+PROMPT = "Question: Tom has 12 apples and buys 7 more.\nAnswer:"
+ARGUMENTS = (
+    "spool-text",
+    "--admin-key",
+    "admin",
+    "--dtype",
+    "bfloat16",
+    "--threads",
+    "1",
+    "--max-num-seqs",
+    "4",
+)
+
+
+def post(server: Running, path: str, body: Any = None) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, headers=ADMIN, timeout=deadline(60))
+
+
+def update(server: Running, folder: Path, label: str | None, **info: Any) -> httpx.Response:
+    assert post(server, "/start_weight_update").status_code == 200
+    assert post(server, "/update_weights", {"update_info": {"path": str(folder), **info}}).status_code == 200
+    return post(server, "/finish_weight_update", {"weight_version": label})
+
+
+def complete(server: Running, tokens: int = 12) -> dict[str, Any]:
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": tokens, "return_token_ids": True, "logprobs": 0}
+    body |= {"ignore_eos": True}
+    answer = httpx.post(server.url + "/v1/completions", json=body, timeout=deadline(60))
+    assert answer.status_code == 200, answer.text
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice
+
+
+def numbers(choice: dict[str, Any]) -> tuple[list[int], list[float]]:
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+def test_one_engine(servers: Servers, tmp_path: Path) -> None:
+    """Bodies, labels, refusals, and a stream across an update."""
+    new = write_checkpoint(tmp_path / "new", BASE, changed(read_tensors(BASE), 1))
+    bad = write_checkpoint(
+        tmp_path / "bad", BASE, {"model.norm.weight": read_tensors(BASE)["model.norm.weight"]}
+    )
+    server = servers.weft(*ARGUMENTS)
+    before = complete(server)
+    assert "weight_version" not in before
+    info = httpx.get(server.url + "/weight_info", headers=ADMIN).json()
+    assert info == {"weight_version": "default", "version": 0}
+    assert httpx.get(server.url + "/get_world_size", headers=ADMIN).json() == {"world_size": 1}
+    assert post(server, "/init_weight_transfer_engine", {"init_info": {"backend": "nccl"}}).status_code == 400
+    assert post(server, "/finish_weight_update").status_code == 400  # without a start
+    refused = update(server, bad, "bad")
+    assert refused.status_code == 400
+    assert "missing: model.embed_tokens.weight" in refused.json()["error"]["message"]
+    for wrong in ({"path": "relative"}, {"name": "../x.safetensors"}, {"path": str(new), "names": []}, {}):
+        post(server, "/start_weight_update")
+        assert post(server, "/update_weights", {"update_info": wrong}).status_code == 400
+    assert numbers(complete(server)) == numbers(before)
+    # A stream goes on across the update, and names both versions.
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    last: dict[str, Any] = {}
+    begun = threading.Event()
+
+    def read() -> None:
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=deadline(90)) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: {"):
+                    begun.set()
+                    last.update(json.loads(line[6:])["choices"][0])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(deadline(30))
+    assert update(server, new, "step-1").json() == {"message": "Weight update finished"}
+    reader.join(deadline(90))
+    assert last["weight_version"] == "step-1"
+    (first, old), (position, label) = last["weight_versions"]
+    assert (first, old, label) == (0, "default", "step-1")
+    assert 0 < position < 1500
+    after = complete(server)
+    assert after["weight_versions"] == [[0, "step-1"]]
+    assert numbers(after) != numbers(before)
+    assert post(server, "/update_weight_version", {"new_version": "named"}).json()["success"]
+    assert complete(server)["weight_version"] == "named"
+    assert update(server, BASE, None).status_code == 200
+    assert numbers(complete(server)) == numbers(before)
+    assert 'weft:weights_version{model_name="spool-text"} 2.0' in httpx.get(server.url + "/metrics").text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [("--data-parallel-size", "2"), ("--prefill", "1", "--decode", "1")], ids=str
+)
+def test_all_engines_change_and_one_that_starts_again_follows(
+    servers: Servers, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    new = write_checkpoint(tmp_path / "new", BASE, changed(read_tensors(BASE), 1))
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(str(new), dtype="bfloat16") as llm:
+        due = list(llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids)
+    server = servers.weft(*ARGUMENTS, *more.split())
+    before = [complete(server)["token_ids"] for _ in range(4)]
+    shared = "--prefill" in more
+    if shared:
+        assert update(server, new, "early").status_code == 400
+        assert post(server, "/pause?mode=keep").status_code == 200
+    assert update(server, new, "step-1").status_code == 200
+    if shared:
+        assert post(server, "/resume").status_code == 200
+    assert all(complete(server)["token_ids"] == due for _ in range(4))
+    assert before[0] == before[1]
+    groups = httpx.get(server.url + "/admin/groups", headers=ADMIN).json()["engines"]
+    os.kill(server.engine(), signal.SIGKILL)
+    until = time.monotonic() + deadline(60)
+    while time.monotonic() < until:
+        choice = complete(server)
+        assert (choice["token_ids"], choice["weight_version"]) == (due, "step-1")
+        alive = httpx.get(server.url + "/admin/groups", headers=ADMIN).json()["engines"]
+        names = {one["incarnation"] for one in alive}
+        if all(one["alive"] for one in alive) and names != {one["incarnation"] for one in groups}:
+            break
+        time.sleep(0.2)
+    assert all(complete(server)["token_ids"] == due for _ in range(4))

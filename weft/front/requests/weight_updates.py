@@ -1,0 +1,214 @@
+"""New weights for all engine processes of one model: the update under way, and the versions.
+
+    start ──► add source, .. ──► finish: StageWeights to all ──all read them──► UseWeights to all
+                                             └── one refuses: DropWeights to all, the old weights stay
+
+New attempts go only to engine processes with the newest version (``Router.weights``). A process that starts
+again, or that lost ranks between the two messages, gets the updates since the last complete one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from weft.common.errors import InvalidRequest, ReportedError, Unavailable, WeftError
+from weft.common.log import get_logger
+from weft.config.resolved import EngineConfig
+from weft.control.fleet.instances import Instance
+from weft.control.links.links import Links
+from weft.types.messages import ToWeights
+from weft.types.weights import DropWeights, StageWeights, UseWeights, WeightsChanged, WeightsUpdate
+
+log = get_logger(__name__)
+
+DEFAULT = "default"
+"""Label of the weights of the start."""
+STAGE_S = 900.0
+"""Maximum seconds until every engine process has read new weights."""
+USE_S = 180.0
+"""Maximum seconds until every engine process uses new weights."""
+POLL_S = 0.01
+FOLLOW_S = 1.0
+"""Seconds between two looks at engine processes without the newest weights."""
+MOST_LABELS = 1024
+"""Versions whose label is remembered."""
+
+
+class WeightUpdates:
+    """The weights of one model, as one API server knows them. Used from the event loop."""
+
+    def __init__(self, config: EngineConfig, links: Links) -> None:
+        self._config, self._links = config, links
+        self._labels: dict[int, str] = {0: DEFAULT}
+        self.number = 0
+        """Version for new requests."""
+        self._files: list[str] | None = None
+        """Files of the update under way; None without one."""
+        self._partial = False
+        self._busy = asyncio.Lock()
+        self._history: tuple[WeightsUpdate, ...] = ()
+        """Updates since the last complete one, in order."""
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def shown(self) -> bool:
+        """True if answers name the version of the weights."""
+        return self.number > 0 or self._labels[0] != DEFAULT
+
+    @property
+    def label(self) -> str:
+        """Label of the version for new requests."""
+        return self.label_of(self.number)
+
+    def label_of(self, number: int) -> str:
+        """Return the label of a version; its number for a version that is no longer remembered."""
+        return self._labels.get(number, str(number))
+
+    def rename(self, label: str) -> None:
+        """Change the label of the version for new requests."""
+        self._labels[self.number] = label
+
+    def start(self) -> None:
+        """Begin an update. Replaces an update that was not finished."""
+        self._files, self._partial = [], False
+
+    def add(self, files: tuple[str, ...], partial: bool) -> None:
+        """Add a source to the update. Raises InvalidRequest without ``start``."""
+        if self._files is None:
+            raise InvalidRequest("POST /start_weight_update comes first")
+        self._files += [one for one in files if one not in self._files]
+        self._partial = self._partial or partial
+
+    async def finish(self, label: str | None, paused: bool) -> None:
+        """Stage the sources of the update on all engine processes, then use the weights.
+
+        ``paused``: True while the server is paused. Raises InvalidRequest for sources that do not fit, and
+        Unavailable for an engine process that does not answer; the old weights then stay.
+        """
+        if not self._files:
+            raise InvalidRequest("POST /update_weights comes first")
+        self._check_able(paused)
+        async with self._busy:
+            update = WeightsUpdate(version=self.number + 1, files=tuple(self._files), partial=self._partial)
+            self._files = None
+            able = [one for one in self._engines() if one.weights == self.number]
+            if not able:
+                raise Unavailable("no engine process has the newest weights; try again later")
+            await self._stage(able, update)
+            self.number = update.version
+            self._labels[self.number] = str(self.number) if label is None else label
+            for old in list(self._labels)[1:-MOST_LABELS]:
+                del self._labels[old]
+            self._history = (*self._history, update) if update.partial else (update,)
+            # From here on, new attempts wait for the first process that uses the new weights.
+            self._links.use_version(self.number)
+            await self._use(able)
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow())
+
+    def close(self) -> None:
+        """Stop to look at engine processes."""
+        if self._following is not None:
+            self._following.cancel()
+
+    def _check_able(self, paused: bool) -> None:
+        """Raise InvalidRequest if an engine takes no new weights, or only during a pause."""
+        engines = self._engines()
+        if any(one.welcome is None or one.welcome.weights < 0 for one in engines):
+            raise InvalidRequest("an engine process is of a release without new weights; restart the engine")
+        together = self._config.parallel.enable_expert_parallel
+        if not paused and (together or any(one.role != "unified" for one in engines)):
+            raise InvalidRequest(
+                "groups with roles and expert-parallel groups change weights during a pause only: POST "
+                "/pause?mode=keep first, and /resume afterwards"
+            )
+
+    def _engines(self) -> list[Instance]:
+        return [one for one in self._links.instances if one.alive]
+
+    async def _stage(self, able: list[Instance], update: WeightsUpdate) -> None:
+        """Let ``able`` read ``update``. Raises the error of the first process that refuses."""
+        try:
+            answers = await self._ask(able, StageWeights(update=update), STAGE_S, _is_staged)
+            if len({one.digest for one in answers}) > 1:
+                raise InvalidRequest("the engine processes read different files", param="update_info")
+        except WeftError:
+            for instance in able:
+                if instance.alive:
+                    self._links.tell(instance.name, DropWeights())
+            raise
+
+    async def _use(self, able: list[Instance]) -> None:
+        """Let ``able`` use the staged weights. A process that fails follows later."""
+        version = self.number
+        try:
+            await self._ask(able, UseWeights(version=version), USE_S, _is_used)
+        except WeftError as error:
+            log.warning("an engine process follows later to new weights: %s", error.message)
+            if not any(one.weights == version for one in self._engines()):
+                log.warning("requests wait until an engine process uses the new weights")
+
+    async def _ask(
+        self,
+        able: list[Instance],
+        message: ToWeights,
+        seconds: float,
+        done: Callable[[WeightsChanged], bool],
+    ) -> list[WeightsChanged]:
+        """Send a message to ``able``, and return the answers that are ``done``. Raises the error of an
+        answer, and Unavailable for a process that ends or does not answer."""
+        incarnations = {one.name: one.incarnation for one in able}
+        for instance in able:
+            instance.weights_answer = None
+            self._links.tell(instance.name, message)
+        deadline = asyncio.get_running_loop().time() + seconds
+        while True:
+            answers = [one.weights_answer for one in able]
+            for answer in answers:
+                if answer is not None and answer.error is not None:
+                    raise ReportedError(answer.error)
+            found = [answer for answer in answers if answer is not None and done(answer)]
+            if len(found) == len(able):
+                return found
+            if any(not one.alive or one.incarnation != incarnations[one.name] for one in able):
+                raise Unavailable("an engine process ended while the weights changed; try again")
+            if asyncio.get_running_loop().time() > deadline:
+                raise Unavailable("an engine process did not take the new weights in time; try again")
+            await asyncio.sleep(POLL_S)
+
+    async def _follow(self) -> None:
+        """Send the newest weights to processes that lack them, until cancelled."""
+        refused: dict[tuple[str, int], int] = {}
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            async with self._busy:
+                for instance in self._engines():
+                    key = (instance.name, instance.incarnation)
+                    if instance.weights == self.number or refused.get(key) == self.number:
+                        continue
+                    try:
+                        await self._catch_up(instance)
+                        log.info("engine %s follows to the weights %r", instance.name, self.label)
+                    except WeftError as error:
+                        if error.blame == "client":
+                            refused[key] = self.number
+                        log.error(
+                            "engine %s can't follow to the weights %r, and gets no requests: %s",
+                            *(instance.name, self.label, error.message),
+                        )
+
+    async def _catch_up(self, instance: Instance) -> None:
+        for update in self._history:
+            if update.version > instance.weights:
+                # A complete update needs no version before: the engine counts from its own.
+                await self._ask([instance], StageWeights(update=update), STAGE_S, _is_staged)
+                await self._ask([instance], UseWeights(version=update.version), USE_S, _is_used)
+
+
+def _is_staged(answer: WeightsChanged) -> bool:
+    return answer.staged > 0
+
+
+def _is_used(answer: WeightsChanged) -> bool:
+    return answer.staged == 0

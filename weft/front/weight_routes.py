@@ -1,0 +1,205 @@
+"""Routes that change the weights of a running model, with vLLM's names and bodies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from weft.common.errors import InvalidRequest
+from weft.front.admin import chosen, read_body
+from weft.front.http import openapi
+from weft.front.http.answers import to_json
+from weft.front.http.streaming import JSON
+from weft.front.protocol.parse import Body
+from weft.front.requests.context import Front
+from weft.front.requests.weight_updates import WeightUpdates
+from weft.store.new_weights import source_files
+
+MOST_LABEL = 256
+"""Maximum characters of a label."""
+MOST_PATH = 4096
+BACKENDS = ("file", "shm")
+
+
+class InitRequest(Body, frozen=True, kw_only=True):
+    """POST /init_weight_transfer_engine."""
+
+    init_info: dict[str, Any] = msgspec.field(default_factory=dict)
+    """``backend``: "file" (default) or "shm"."""
+
+
+class StartRequest(Body, frozen=True, kw_only=True):
+    """POST /start_weight_update."""
+
+    is_checkpoint_format: bool = True
+    """Only True: names and shapes are those of the checkpoint."""
+
+
+class UpdateRequest(Body, frozen=True, kw_only=True):
+    """POST /update_weights."""
+
+    update_info: dict[str, Any]
+    """``path``: absolute path of a folder of safetensors, or ``name``: a safetensors file in /dev/shm.
+    ``partial``: True if some tensors only are given."""
+
+
+class FinishRequest(Body, frozen=True, kw_only=True):
+    """POST /finish_weight_update."""
+
+    weight_version: str | None = None
+    """Label of the new version; null for its number."""
+
+
+class VersionRequest(Body, frozen=True, kw_only=True):
+    """POST /update_weight_version."""
+
+    new_version: str
+
+
+class Said(msgspec.Struct, kw_only=True):
+    """Answer of the routes of an update."""
+
+    message: str
+
+
+class Named(msgspec.Struct, kw_only=True):
+    """Answer of POST /update_weight_version."""
+
+    success: bool
+    new_version: str
+
+
+class WeightInfo(msgspec.Struct, kw_only=True):
+    """Answer of GET /weight_info."""
+
+    weight_version: str
+    version: int
+    """Number of updates since the start."""
+
+
+class WorldSize(msgspec.Struct, kw_only=True):
+    """Answer of GET /get_world_size."""
+
+    world_size: int
+
+
+def add_weight_routes(app: FastAPI, front: Front) -> None:
+    """Add the routes."""
+    _add_facts(app, front)
+
+    @app.post("/init_weight_transfer_engine", openapi_extra=openapi.answers_of(InitRequest, Said))
+    async def init(request: Request) -> Response:
+        """Check the way of new weights. Files and shared memory need no set-up."""
+        _updates(front)
+        info = (await read_body(front, request, InitRequest)).init_info
+        backend = info.get("backend", "file")
+        if backend not in BACKENDS:
+            raise InvalidRequest(
+                f"backend must be one of {', '.join(BACKENDS)}; nccl and ipc are not supported",
+                param="init_info",
+            )
+        _only(info, ("backend",), "init_info")
+        return _json(Said(message="Weight transfer initialized"))
+
+    @app.post("/start_weight_update", openapi_extra=openapi.answers_of(StartRequest, Said))
+    async def start(request: Request) -> Response:
+        """Begin an update. Replaces an update that was not finished."""
+        asked = await _body(front, request, StartRequest)
+        if not asked.is_checkpoint_format:
+            raise InvalidRequest("is_checkpoint_format must be true", param="is_checkpoint_format")
+        _updates(front).start()
+        return _json(Said(message="Weight update started"))
+
+    @app.post("/update_weights", openapi_extra=openapi.answers_of(UpdateRequest, Said))
+    async def update(request: Request) -> Response:
+        """Add a source of tensors to the update. Engines read the source when the update is finished."""
+        files, partial = _source((await read_body(front, request, UpdateRequest)).update_info)
+        _updates(front).add(files, partial)
+        return _json(Said(message="Weights updated"))
+
+    @app.post("/finish_weight_update", openapi_extra=openapi.answers_of(FinishRequest, Said))
+    async def finish(request: Request) -> Response:
+        """Read all sources on all engine processes, then change the weights between two steps.
+
+        400 names a tensor that does not fit; the old weights then stay.
+        """
+        label = (await _body(front, request, FinishRequest)).weight_version
+        if label is not None:
+            _check_label(label, "weight_version")
+        await _updates(front).finish(label, front.pausing.paused)
+        return _json(Said(message="Weight update finished"))
+
+
+def _add_facts(app: FastAPI, front: Front) -> None:
+    """Add the routes that change no weights."""
+
+    @app.get("/get_world_size", openapi_extra=openapi.returns(WorldSize))
+    async def get_world_size(request: Request) -> Response:
+        """Return the number of ranks of all groups; with ``?include_dp=false`` of one replica."""
+        parallel = front.config.parallel
+        one = request.query_params.get("include_dp", "true").lower() in ("false", "0")
+        engines = 1 if one else sum(instance.alive for instance in front.links.instances)
+        return _json(WorldSize(world_size=parallel.tensor_parallel_size * max(1, engines)))
+
+    @app.post("/update_weight_version", openapi_extra=openapi.answers_of(VersionRequest, Named))
+    async def rename(request: Request) -> Response:
+        """Change the label of the weights in use."""
+        label = (await read_body(front, request, VersionRequest)).new_version
+        _check_label(label, "new_version")
+        _updates(front).rename(label)
+        return _json(Named(success=True, new_version=label))
+
+    @app.get("/weight_info", openapi_extra=openapi.returns(WeightInfo))
+    async def weight_info() -> Response:
+        """Return the label of the weights of new requests."""
+        updates = _updates(front)
+        return _json(WeightInfo(weight_version=updates.label, version=updates.number))
+
+
+async def _body(front: Front, request: Request, form: Any) -> Any:
+    """Return the body, which is optional."""
+    headers = request.headers
+    if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+        return form()
+    return await read_body(front, request, form)
+
+
+def _updates(front: Front) -> WeightUpdates:
+    """Return the weights of the only model. Raises InvalidRequest for several API servers."""
+    if front.section.fronts > 1:
+        raise InvalidRequest("new weights need a server with one API server: start without --fronts")
+    return chosen(front, "").model.weights
+
+
+def _source(info: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
+    """Return (files, partial) of ``update_info``. Raises InvalidRequest."""
+    _only(info, ("path", "name", "partial"), "update_info")
+    path, name, partial = info.get("path"), info.get("name"), info.get("partial", False)
+    if (path is None) == (name is None) or not isinstance(partial, bool):
+        raise InvalidRequest(
+            "update_info must have path (a folder of safetensors) or name (a file in /dev/shm), and may have "
+            "partial (true or false)",
+            param="update_info",
+        )
+    place = path if path is not None else name
+    if not isinstance(place, str) or not 0 < len(place) <= MOST_PATH:
+        raise InvalidRequest("path and name must be text", param="update_info")
+    return source_files("file" if path is not None else "shm", place), partial
+
+
+def _only(info: dict[str, Any], known: tuple[str, ...], param: str) -> None:
+    unknown = sorted(info.keys() - set(known))
+    if unknown:
+        raise InvalidRequest(f"{param} has an unknown field: {unknown[0][:80]}", param=param)
+
+
+def _check_label(label: str, param: str) -> None:
+    if not 0 < len(label) <= MOST_LABEL or not label.isprintable():
+        raise InvalidRequest(f"{param} must have 1 to {MOST_LABEL} printable characters", param=param)
+
+
+def _json(answer: msgspec.Struct) -> Response:
+    return Response(to_json(answer), media_type=JSON)
