@@ -99,9 +99,8 @@ def load_plain(
             param="--model",
         )
     model = assemble(spec, build)
-    files = weight_files(path := Path(folder), load_format)
-    weights = add_score(WEIGHTS.get(spec.family)(spec), spec)
-    filled = fill(model, weights, files, _saved_layers(path, spec), progress)
+    files = weight_files(Path(folder), load_format)
+    filled = _filled(model, folder, files, load_format, progress, held=False, changed=None)
     return model, filled.weights, files
 
 

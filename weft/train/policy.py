@@ -122,6 +122,10 @@ def check(config: EngineConfig) -> None:
     """Raise ConfigError for a configuration that cannot be trained, naming the setting to change."""
     if config.spec.vision is not None:
         raise ConfigError("weft train trains text models: this model sees images", param="--model")
+    if not config.spec.head:
+        raise ConfigError("this model cannot be trained: the model has no output head", param="--model")
+    if config.model.load_format in ("dummy", "partial"):
+        raise ConfigError("weft train needs weights: leave out --load-format", param="--load-format")
     if config.model.quantization != "none":
         raise ConfigError("weft train needs plain weights: leave out --quantization", param="--quantization")
     if config.parallel.tensor_parallel_size * config.parallel.data_parallel_size != 1:
@@ -129,6 +133,8 @@ def check(config: EngineConfig) -> None:
             "weft train runs on one rank: leave out --tensor-parallel-size and --data-parallel-size",
             param="--tensor-parallel-size",
         )
+    if config.lora.max_loras:
+        raise ConfigError("weft train has no LoRA adapters: leave out --max-loras", param="--max-loras")
     for cache in config.spec.caches:
         if cache.kind not in ("full", "window", "chunk"):
             raise ConfigError(

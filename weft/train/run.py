@@ -16,12 +16,15 @@ import torch
 
 from weft.api.llm import LLM
 from weft.common.errors import ConfigError, EngineDead
+from weft.common.log import get_logger
 from weft.common.progress import progress_bar
 from weft.train import checkpoints
 from weft.train.grpo import Rollout, Update, advantages, update
 from weft.train.policy import Policy
 from weft.train.tasks import TASKS, Question
 from weft.types.sampling import SamplingParams
+
+log = get_logger(__name__)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +81,8 @@ class Run:
         self._source = Path(llm.config.model_path)
         self._about = {"model": llm.config.served_names[0], "dtype": llm.config.dtype, **settings.kept}
         self.policy = Policy(llm.config)
+        if not llm.deterministic:
+            log.warning("rollouts depend on the batch, so the KL is not exactly 0: add --deterministic")
         self._optimizer = torch.optim.AdamW(
             self.policy.parameters.values(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0
         )
@@ -95,11 +100,11 @@ class Run:
         settings = self._settings
         questions = self._task.training(settings.seed)
         questions = itertools.islice(questions, self.step * settings.prompts, None)
-        with (self._out / "log.jsonl").open("a", encoding="utf-8") as log:
+        with (self._out / "log.jsonl").open("a", encoding="utf-8") as file:
             while self.step < settings.steps:
                 line = self._step(list(itertools.islice(questions, settings.prompts)))
-                log.write(json.dumps(line) + "\n")
-                log.flush()
+                file.write(json.dumps(line) + "\n")
+                file.flush()
                 if self.step % settings.save_every == 0 or self.step == settings.steps:
                     self._save()
                 yield line
