@@ -24,6 +24,7 @@ _COMMANDS = {
     "generate": "weft.cli.generate:generate",
     "batch": "weft.cli.batch:batch",
     "eval": "weft.cli.evaluate.evaluate:evaluate",
+    "train": "weft.cli.train:train",
     "verify": "weft.cli.verify.verify:verify",
     "models": "weft.cli.models:models",
     "run": "weft.cli.local_models:run",

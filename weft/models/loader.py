@@ -41,7 +41,7 @@ from weft.moe.placement import Placement as ExpertPlacement
 from weft.ops import torch_ops, triton
 from weft.parallel.mesh import Mesh
 
-__all__ = ["Model", "build_model", "load_model"]
+__all__ = ["Model", "assemble", "build_model", "load_model", "load_plain"]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SHOWN = 8
@@ -76,8 +76,32 @@ def build_model(
         experts=experts or ExpertOptions(),
         adapters=adapters or AdapterOptions(),
     )
+    return assemble(spec, build)
+
+
+def assemble(spec: ModelSpec, build: Build) -> Model:
+    """Build the model with unset weights by the settings of ``build``. Errors: see ``build_model``."""
     frame = FRAMES.get(spec.family) if spec.family in FRAMES else Decoder
     return frame(spec, build, BLOCKS.get(spec.family))
+
+
+def load_plain(
+    folder: str, spec: ModelSpec, build: Build, load_format: str = "auto", progress: bool = True
+) -> tuple[Model, WeightMap, list[Path]]:
+    """Return (model with plain weights, not packed; map of the published names; files with weights).
+
+    Raises the errors of ``load_model``, and ConfigError for quantized weights.
+    """
+    if spec.quantized is not None or spec.family in LOADERS:
+        raise ConfigError(
+            "this model has no plain weights of a known family: use a checkpoint without quantization, "
+            "and without --model-impl transformers",
+            param="--model",
+        )
+    model = assemble(spec, build)
+    files = weight_files(Path(folder), load_format)
+    filled = _filled(model, folder, files, load_format, progress, held=False, changed=None)
+    return model, filled.weights, files
 
 
 def load_model(

@@ -79,3 +79,11 @@ def choose(op: str, dtype: torch.dtype, device: torch.device, *, invariant: bool
             )
         raise ConfigError(f"no implementation of {wanted}", param="--dtype")
     return max(fitting, key=lambda found: found.priority)
+
+
+def reference(op: str, device: torch.device) -> Implementation:
+    """Return the torch reference of ``op``, for plain weights of every dtype. KeyError: no reference."""
+    for found in _OPS.get(op, []):
+        if found.priority == 0 and found.name.startswith("torch") and device.type in found.devices:
+            return found
+    raise KeyError(op)

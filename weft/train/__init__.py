@@ -1,0 +1,1 @@
+"""Training with the forward pass of the engine: the same modules and ops, with gradients."""

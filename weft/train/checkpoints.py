@@ -1,0 +1,97 @@
+"""Checkpoints of a training run: a folder that ``weft serve`` can serve, and the state of the trainer.
+
+OUT/log.jsonl                  one line per step
+OUT/checkpoint-000040/         config, tokenizer, model.safetensors
+OUT/checkpoint-000040/trainer/ masters and moments of the optimizer (safetensors), step (JSON)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from weft.common.errors import ConfigError
+from weft.train.policy import Policy
+
+Tensor = torch.Tensor
+
+_WEIGHTS = re.compile(r"\.(?:safetensors|bin|pt|pth|gguf)$|\.index\.json$")
+_NAME = re.compile(r"checkpoint-(\d{6,})")
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+def write_model(target: Path, source: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a model folder: ``tensors`` as model.safetensors, and all other files of ``source``."""
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.is_file() and not _WEIGHTS.search(file.name):
+            shutil.copyfile(file, target / file.name)
+    own = {name: tensor.contiguous() for name, tensor in tensors}
+    save_file(own, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def save(
+    out: Path, step: int, source: Path, policy: Policy, optimizer: torch.optim.Optimizer, about: Any
+) -> Path:
+    """Write the checkpoint after ``step`` and return its folder. A broken write leaves no checkpoint.
+
+    ``about``: settings of the run, as JSON.
+    """
+    target = out / f"checkpoint-{step:06d}"
+    partial = out / f".checkpoint-{step:06d}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    write_model(partial, source, policy.tensors())
+    state = {f"master.{name}": one.detach() for name, one in policy.parameters.items()}
+    for name, one in policy.parameters.items():
+        for moment, value in optimizer.state.get(one, {}).items():
+            state[f"{moment}.{name}"] = torch.as_tensor(value)
+    (partial / "trainer").mkdir()
+    save_file(state, partial / "trainer" / "state.safetensors")
+    text = json.dumps({"step": step, "settings": about}, indent=1)
+    (partial / "trainer" / "state.json").write_text(text + "\n", encoding="utf-8")
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(partial, target)
+    return target
+
+
+def latest(out: Path) -> Path | None:
+    """Return the folder of the last checkpoint; None without one."""
+    found = [path for path in out.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
+    return max(found, key=lambda path: int(path.name.partition("-")[2]), default=None)
+
+
+def restore(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, about: Any) -> int:
+    """Load the state of the trainer from a checkpoint. Return its step.
+
+    Raises ConfigError for settings other than ``about``, or for a checkpoint of another model.
+    """
+    saved = json.loads((folder / "trainer" / "state.json").read_text(encoding="utf-8"))
+    # JSON turns tuples into lists, so both sides are compared as JSON.
+    now = json.loads(json.dumps(about))
+    changed = sorted(name for name, value in now.items() if saved["settings"].get(name) != value)
+    if changed:
+        raise ConfigError(
+            f"{folder.parent} was begun with other settings: {', '.join(changed)}; give the same settings, "
+            "or another --out",
+            param="--out",
+        )
+    state = load_file(folder / "trainer" / "state.safetensors")
+    for name, one in policy.parameters.items():
+        master = state.get(f"master.{name}")
+        if master is None or master.shape != one.shape:
+            raise ConfigError(f"{folder} belongs to another model: {name} differs", param="--out")
+        with torch.no_grad():
+            one.copy_(master)
+        moments = {moment: state.get(f"{moment}.{name}") for moment in _MOMENTS}
+        if moments["step"] is not None:
+            optimizer.state[one] = {moment: value for moment, value in moments.items() if value is not None}
+    policy.settle()
+    return int(saved["step"])
