@@ -60,8 +60,8 @@ def test_a_restarted_server_goes_on(checkpoint: str, start: Any, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_killed_server_loses_no_conversation(checkpoint: str, start: Any, tmp_path: Path) -> None:
-    """Drill: kill -9 after a turn, and kill -9 while the next turn runs. Each next server loads the blocks that
-    were complete, and makes the same tokens and logprobs."""
+    """Drill: kill -9 after a turn, and kill -9 while the next turn runs. Each next server loads the blocks
+    that were complete, and makes the same tokens and logprobs."""
     flags = ("--port", "0", "--kv-disk", "64M", "--kv-disk-dir", str(tmp_path / "kv"))
     first = start(checkpoint, *flags)
     base = first.url()

@@ -308,6 +308,38 @@ def test_failed_loads_do_not_make_the_disk_slow() -> None:
         raise AssertionError("the disk was never tried again")
 
 
+@pytest.mark.parametrize("mode", ["reused", "sessions"])
+def test_a_preempted_sequence_loads_its_blocks(mode: str) -> None:
+    """Two sequences do not fit side by side. Blocks of the sequence that gives way are stored when the
+    sequence leaves, and loaded when the sequence goes on."""
+    rig = TierRig(kv_config(blocks=16), mode=mode)  # type: ignore[arg-type]
+    session = "s" if mode == "sessions" else ""
+    for number, first in enumerate(([7, 3] * 8, [5, 2] * 8)):
+        rig.submit(submit(number, first, max_tokens=28, session=session))
+    rig.settle()
+    rig.check_told()
+    rig.check_idle()
+    stats = rig.scheduler.stats()
+    assert stats.preemptions > 0
+    assert stats.tier is not None
+    assert stats.tier.loads == {"done": 1}
+    assert stats.tier.saved_tokens >= 16
+    assert ("preempted" in stats.tier.stores) == (mode == "reused")
+
+
+def test_sequences_load_after_a_loss_of_ranks() -> None:
+    rig = TierRig(kv_config(), mode="all")
+    ask(rig, submit(0, PROMPT))
+    rig.submit(submit(1, [*PROMPT, 1]))
+    while not rig.told[1].tokens:
+        rig.ask()
+        rig.step()
+    rig.lose()
+    rig.settle()
+    rig.check_told()
+    assert rig.loads.stats().saved_tokens == 32
+
+
 def test_a_flush_also_ends_loads_under_way() -> None:
     _, rig = stored(PROMPT)
     rig.submit(submit(0, PROMPT))

@@ -216,6 +216,8 @@ class Planner:
                 self.starved = True
                 self._adopt_behind()
                 return
+            if sequence.tables is None and state.load_again(sequence):
+                continue
             if yielding is not None:
                 state.waiting.invite(sequence)
                 self._reserver.preempt(yielding, builder, yields=True)

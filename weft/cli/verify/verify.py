@@ -26,8 +26,8 @@ from weft.config.transfers import check_transfer
     "against_self",
     is_flag=True,
     help="Compare each prompt alone with the same prompt batched, chunked, preempted, and with two "
-    "steps in flight. With --kv-disk SIZE also: loaded from a disk tier in a new folder inside --kv-disk-dir, "
-    "and with damaged files.",
+    "steps in flight. With --kv-disk SIZE also: loaded from a disk tier in a new folder inside "
+    "--kv-disk-dir, and with damaged files.",
 )
 @click.option(
     "--topology",

@@ -168,8 +168,8 @@ def variants(base: EngineConfig, prompts: Prompts, tokens: int) -> list[Variant]
 
 
 def _tier_variants(config: Config, prompts: Prompts, tokens: int) -> Iterator[Variant]:
-    """Yield the variants with the disk tier of ``config``, if there is one. The caller runs each variant before
-    taking the next."""
+    """Yield the variants with the disk tier of ``config``, if there is one. The caller runs each variant
+    before taking the next."""
     if config.tier.kv_disk is None:
         return
     with verify_tier.new_folder(config) as tiered:

@@ -19,7 +19,6 @@ from pathlib import Path
 import msgspec
 
 from weft.common.errors import ConfigError
-from weft.config.resolve import resolve
 from weft.config.sections.all import Config
 from weft.config.sections.tier_section import disk_folder
 from weft.store.layout import identity_of
