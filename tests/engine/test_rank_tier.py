@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from tests.scheduler.fake_runner import kv_config, submit
@@ -39,7 +40,7 @@ class OneByte:
     def out(self, kind: int, block: int, buffer: RecordBuffer) -> int:
         return 1
 
-    def into(self, record: RecordId, block: int, buffer: RecordBuffer, nbytes: int) -> None:
+    def into(self, record: RecordId, block: int, payload: np.ndarray) -> None:
         raise AssertionError("a block was filled")
 
 

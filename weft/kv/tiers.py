@@ -33,7 +33,10 @@ from weft.types.tiers import BlockOutcome, CopyBlocks, Entry, Owner, StoreMode, 
 SHARE = 0.25
 """Maximum share of each pool for blocks of copies under way. A disk that never answers costs this share."""
 JOB_BYTES = 4 << 20
-"""Bytes of one copy command on a rank. The rest of a load can be given up between two commands."""
+"""Bytes of one command that stores blocks, on a rank."""
+LOAD_BYTES = 16 << 20
+"""Bytes of one command that loads blocks, on a rank: four reads, of which three run beside the check of the
+read before. The rest of a load can be given up between two commands."""
 MOST_JOBS = 2
 """Maximum number of commands under way, for loads and for stores each."""
 MOST_WANTED = 1 << 16
@@ -220,7 +223,7 @@ class TierBook:
             return 0
         left = [most - held for most, held in zip(self._most, self._held, strict=True)]
         free = [kind.available() - take for kind, take in zip(self._caches.kinds, promised, strict=True)]
-        room, count = JOB_BYTES, 0
+        room, count = LOAD_BYTES, 0
         for kind, _ in entries:
             left[kind] -= 1
             free[kind] -= 1

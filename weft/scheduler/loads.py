@@ -22,6 +22,7 @@ import numpy as np
 from weft.kv.tiers import Copied as CopiedBlocks
 from weft.kv.tiers import Lost, Resolved, TierAction, TierBook, TierEvent, TierTick, TurnEnded, Wanted
 from weft.scheduler.policy.fit import CostFitter
+from weft.scheduler.policy.load_speed import LoadSpeed
 from weft.scheduler.policy.step_cost import PRIOR, CostModel, StepShape, decode_shape, shape_of
 from weft.scheduler.sequence import Running
 from weft.scheduler.sequence import Sequence as Stream
@@ -29,13 +30,6 @@ from weft.scheduler.state import SchedulerState
 from weft.types.plan import StepPlan
 from weft.types.tiers import BlockOutcome, CopyBlocks, Entry, Owner, StoreState, TierStats
 
-FIRST_RATE = 200e6
-"""Bytes per second of a rank's disk before the first measurement."""
-_NEW = 0.3
-"""Weight of a new measurement of the rate."""
-_TRUST = 1.02
-"""Growth of the rate for each refused load, because a refused load measures nothing: a disk that was slow for
-some time is tried again."""
 _MOST_PREDICTED = 32
 """Maximum chunks of a prompt whose costs are predicted one by one."""
 _MOST_COMPARED = 16
@@ -97,7 +91,7 @@ class Loads:
         """Ends of sequences since the last ``requests``: blocks and snapshots of the last step are inserted
         by now."""
         self._actions: list[CopyBlocks] = []
-        self._rate = FIRST_RATE
+        self.speed = LoadSpeed()
         self._now = -math.inf
         """Time of the last call."""
         self._notes: dict[int, tuple[str, int]] = {}
@@ -128,7 +122,7 @@ class Loads:
         entries = self.book.missing(hashes, reach)
         ahead = sum(load.nbytes for load in self._loads.values())
         if self._load_seconds(ahead + self.book.bytes_of(entries)) >= self._compute_seconds(before, reach):
-            self._rate = max(self._rate, min(self._rate * _TRUST, FIRST_RATE))
+            self.speed.refused()
             self._notes[sequence.id] = ("slower", reach)
             self._count("slower")
             return False
@@ -233,18 +227,19 @@ class Loads:
         if isinstance(event, StoreState):
             self.store = event
             return
-        # A command whose blocks have all failed says nothing about the rate.
+        # A command whose blocks have all failed says nothing about the speed.
         if (
             isinstance(event, CopiedBlocks)
             and event.nbytes * event.seconds > 0
             and self.book.loads(event.job)
         ):
-            self._rate += _NEW * (event.nbytes / event.seconds - self._rate)
+            self.speed.observe(event.nbytes, event.seconds)
         self._apply(self.book.on(event, now))
         ahead = 0
         for number, load in enumerate(list(self._loads.values())):
-            # Loads far behind have requested nothing yet: their deadline is enough.
-            if not load.pending and (number < _MOST_COMPARED or not load.left or self.book.off):
+            # Loads far behind have requested nothing yet: their deadline is enough. A load with commands
+            # under way is compared, too: two commands are always under way until the last.
+            if (load.left and number < _MOST_COMPARED) or not load.pending:
                 self._look(load, ahead, now)
             ahead += load.nbytes if load.sequence.loading else 0
         self._changed()
@@ -327,7 +322,8 @@ class Loads:
         """End the wait of a load that is complete, has failed, or would take longer than computing the
         rest. ``ahead``: bytes that the loads before have not requested yet."""
         if not load.left or self.book.off:
-            self._go_on(load, "off" if load.left else "done", now)
+            if not load.pending:
+                self._go_on(load, "off" if load.left else "done", now)
             return
         reached = self._state.caches.hit(load.hashes, load.limit)
         rest = self._compute_seconds(max(reached, load.before), load.reach)
@@ -373,7 +369,7 @@ class Loads:
 
     def _load_seconds(self, nbytes: int) -> float:
         """Return the predicted seconds until ``nbytes`` are loaded, behind the commands under way."""
-        return (self.book.loading_bytes + nbytes) / self._rate
+        return self.speed.seconds(self.book.loading_bytes + nbytes)
 
     def _compute_seconds(self, start: int, end: int) -> float:
         """Return the predicted seconds to compute positions ``start`` .. end - 1 beside the running decode

@@ -53,11 +53,11 @@ class BlockCopies:
             _copy(self._regions[part.source], payload, part.spans)
         return spans.nbytes
 
-    def into(self, record: RecordId, block: int, buffer: RecordBuffer, nbytes: int) -> None:
-        """Copy this rank's bytes of a record from the payload of ``buffer`` to a block."""
-        payload = torch.from_numpy(buffer.payload)[:nbytes]
+    def into(self, record: RecordId, block: int, payload: np.ndarray) -> None:
+        """Copy this rank's bytes of a record to a block. payload: uint8 [bytes]."""
+        memory = torch.from_numpy(payload)
         for part in self._plan(record.kind, record.part, record.parts).into(block):
-            _copy(payload, self._regions[part.target], part.spans)
+            _copy(memory, self._regions[part.target], part.spans)
 
     def parts_of(self, kind: int, parts: int) -> list[int]:
         """Return the parts, of ``parts``, that have bytes of this rank; [] if so many ranks cannot have

@@ -1,7 +1,8 @@
 """The KV tier of one rank: a thread that copies blocks between the rank's caches and a store.
 
     step loop     put: queue a command behind the steps launched so far, and return
-    this thread   loads first, then stores; each second: records of other processes, expiry, budget
+    this thread   loads first, reading one run of records ahead; then stores
+                  each second: records of other processes, expiry, budget
     reports       ``take``, behind a descriptor
 
 Bytes of a load are checked in memory of the thread before they enter the caches. A failed block fails alone.
@@ -17,12 +18,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from weft.common.errors import ConfigError, EngineDead
 from weft.common.log import get_logger
 from weft.disagg.transport.reports import ReportQueue
 from weft.engine.tiers.block_copies import BlockCopies
+from weft.engine.tiers.read_ahead import ReadAhead
 from weft.runner.tier_thread import TierReport
-from weft.store.errors import RecordCorrupt, RecordGone, StoreOff
+from weft.store.errors import RecordCorrupt, RecordError, RecordGone, StoreOff
 from weft.store.records import Owner, RecordBuffer, RecordId
 from weft.store.segments import SegmentStore
 from weft.types.tiers import (
@@ -40,6 +44,11 @@ log = get_logger(__name__)
 _TURN_S = 1.0
 """Seconds between two looks at the folder."""
 _END_S = 5.0
+_FAILED = {
+    RecordCorrupt: BlockOutcome.CORRUPT,
+    RecordGone: BlockOutcome.GONE,
+    StoreOff: BlockOutcome.OFF,
+}
 _WROTE = {"": BlockOutcome.DONE, "there": BlockOutcome.DONE, "off": BlockOutcome.OFF}
 """Result of a write of the store -> outcome; any other result: ``SKIPPED``."""
 
@@ -72,6 +81,7 @@ class RankTier:
         self._opened = threading.Event()
         self._told = StoreState()
         self._buffer = RecordBuffer(copies.most_bytes)
+        self._reads = ReadAhead(copies.most_bytes)
         self.store: SegmentStore | None = None
         """The store, once open."""
         self._thread = threading.Thread(target=self._run, name="weft-tier", daemon=True)
@@ -112,6 +122,7 @@ class RankTier:
     def close(self) -> None:
         self._cancel()
         self._commands.put(None)
+        self._reads.close()
         if self._thread.is_alive():
             self._thread.join(_END_S)
             if self._thread.is_alive():
@@ -217,34 +228,40 @@ class RankTier:
     def _load(self, store: SegmentStore, command: CopyBlocks) -> None:
         """Fill the blocks of a command from the store."""
         began, outcomes, nbytes = time.monotonic(), bytearray(), 0
-        for kind, block, key in command.items():
-            try:
-                nbytes += self._fill(store, kind, block, key)
-                outcomes.append(BlockOutcome.DONE)
-            except RecordCorrupt:
-                outcomes.append(BlockOutcome.CORRUPT)
-            except RecordGone:
-                outcomes.append(BlockOutcome.GONE)
-            except StoreOff:
-                outcomes.append(BlockOutcome.OFF)
+        items = list(command.items())
+        own = [self._copies.record(kind, key) for kind, _, key in items]
+        for payloads in self._reads.runs(store, own):
+            for payload in payloads:
+                kind, block, key = items[len(outcomes)]
+                if isinstance(payload, RecordGone):
+                    nbytes += self._gather(store, kind, block, key, outcomes)
+                else:
+                    nbytes += self._fill(own[len(outcomes)], block, payload, outcomes)
         self._answer(command, bytes(outcomes), nbytes, time.monotonic() - began)
 
-    def _fill(self, store: SegmentStore, kind: int, block: int, key: bytes) -> int:
-        """Fill one block and return the bytes read. Raises the errors of ``SegmentStore.read``."""
-        own = self._copies.record(kind, key)
-        parts = [own]
-        # A group of the same size wrote exactly this rank's bytes. The other parts may be in open segments of
-        # other processes, which this process does not see.
-        if not store.has(own):
-            found = store.find(kind, key)
-            count = 0 if found is None else found.parts
-            parts = [RecordId(kind, key, part, count) for part in self._copies.parts_of(kind, count)]
-            if not parts:
-                raise RecordGone(f"no record of block {key.hex()}")
-        nbytes = 0
-        for record in parts:
-            nbytes += (size := store.read(record, self._buffer))
-            self._copies.into(record, block, self._buffer, size)
+    def _fill(
+        self, record: RecordId, block: int, payload: np.ndarray | RecordError, outcomes: bytearray
+    ) -> int:
+        """Copy a record to a block and append the outcome. Return the bytes."""
+        if isinstance(payload, RecordError):
+            outcomes.append(_FAILED[type(payload)])
+            return 0
+        self._copies.into(record, block, payload)
+        outcomes.append(BlockOutcome.DONE)
+        return len(payload)
+
+    def _gather(self, store: SegmentStore, kind: int, block: int, key: bytes, outcomes: bytearray) -> int:
+        """Fill a block without a record of this rank's bytes alone, from the records of a group of another
+        size. Append the outcome and return the bytes."""
+        # The other parts may be in open segments of other processes, which this process does not see.
+        found = store.find(kind, key)
+        count = 0 if found is None else found.parts
+        nbytes, each = 0, bytearray()
+        for part in self._copies.parts_of(kind, count):
+            record = RecordId(kind, key, part, count)
+            (payload,) = store.check_run(store.read_run([record], self._buffer))
+            nbytes += self._fill(record, block, payload, each)
+        outcomes.append(min(each, default=BlockOutcome.GONE))
         return nbytes
 
     def _store(self, store: SegmentStore, command: CopyBlocks) -> None:
