@@ -3,8 +3,8 @@
     python -m bench.kv_restart [--tokens 8192] [--checkpoint qwen3-dense-s] [--threads 1] [--folder FOLDER]
 
 One engine computes a prompt of random ids and stores the blocks. A second engine loads the blocks past the
-page cache. Both make one token; tokens and logprobs must be equal. The time of the disk alone is a read of the same
-files in pieces of 4 MiB with O_DIRECT.
+page cache. Both make one token, and the tokens must be equal. The time of the disk alone is a read of the
+same files in pieces of 4 MiB with O_DIRECT.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def first_token(settings: dict[str, Any], prompt: list[int]) -> tuple[float, flo
     """Return (seconds to the first token, CPU seconds, the output) of a new engine."""
     with LLM(**settings) as llm:
         # The first steps of a process are slower than later steps.
-        llm.generate([[5] * 8], SamplingParams(max_tokens=2, temperature=0))
+        llm.generate([{"prompt_token_ids": [5] * 8}], SamplingParams(max_tokens=2, temperature=0))
         wall, cpu = time.perf_counter(), time.process_time()
-        (output,) = llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0, logprobs=1))
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1, temperature=0, logprobs=1))
         return time.perf_counter() - wall, time.process_time() - cpu, output
 
 

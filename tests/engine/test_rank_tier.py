@@ -37,7 +37,16 @@ class OneByte:
     def writes(self, kind: int) -> bool:
         return True
 
-    def out(self, kind: int, block: int, buffer: RecordBuffer) -> int:
+    def mark(self) -> None:
+        return
+
+    def settle(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+    def out(self, kind: int, block: int, buffer: RecordBuffer, ready: object) -> int:
         return 1
 
     def into(self, record: RecordId, block: int, payload: np.ndarray) -> None:

@@ -180,7 +180,7 @@ class Runner:
         handle.sampled = self._queue.submit(self._sample, handle, masks)
 
     def behind_steps(self, work: Callable[..., object], *args: object) -> None:
-        """Call ``work(*args)`` when all steps launched so far have ended. On a CPU only."""
+        """Call ``work(*args)`` when all steps launched so far have ended. On a GPU: when they were launched."""
         self._queue.submit(work, *args)
 
     def done(self, handle: StepHandle) -> bool:

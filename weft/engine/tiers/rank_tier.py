@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from weft.engine.tiers.block_copies import BlockCopies
 from weft.engine.tiers.read_ahead import ReadAhead
 from weft.runner.tier_thread import TierReport
 from weft.store.errors import RecordCorrupt, RecordError, RecordGone, StoreOff
+from weft.store.host import HostLevel
 from weft.store.records import Owner, RecordBuffer, RecordId
 from weft.store.segments import SegmentStore
 from weft.types.tiers import (
@@ -65,13 +67,18 @@ class RankTier:
         leads: bool,
         start: bool = True,
         cancel: Callable[[], None] = lambda: None,
+        host: HostLevel | None = None,
     ) -> None:
         """``open_store``: called on the thread; may take long and may raise ConfigError. ``behind_steps``:
         see ``Runner.behind_steps``. ``leads``: True for the rank of the engine process, which reports changes
-        of the store. ``cancel``: called by ``close``, ends a long ``open_store`` early."""
+        of the store. ``cancel``: called by ``close``, ends a long ``open_store`` early. ``host``: the level in
+        host memory before the store."""
         self._cancel = cancel
         self._copies, self._open, self._behind, self._leads = copies, open_store, behind_steps, leads
         self._reports = ReportQueue[TierReport]()
+        self._host = host
+        self._marks: dict[int, Any] = {}
+        """Command that stores blocks -> mark of the steps launched before."""
         self._commands: queue.SimpleQueue[TierCommand | threading.Event | None] = queue.SimpleQueue()
         self._loads = deque[CopyBlocks]()
         self._others = deque[CopyBlocks | FlushStore]()
@@ -98,7 +105,7 @@ class RankTier:
         return self._opened.wait(seconds)
 
     def put(self, command: TierCommand) -> None:
-        self._behind(self._commands.put, command)
+        self._behind(self._place, command)
 
     def take(self) -> list[TierReport]:
         return self._reports.take()
@@ -129,6 +136,12 @@ class RankTier:
                 log.warning("the disk of the KV tier does not answer; blocks not yet written are lost")
         self._reports.close()
 
+    def _place(self, command: TierCommand) -> None:
+        """Queue a command, on the thread that launches steps."""
+        if isinstance(command, CopyBlocks) and not command.load:
+            self._marks[command.job] = self._copies.mark()
+        self._commands.put(command)
+
     # ---- on the thread
 
     def _run(self) -> None:
@@ -151,6 +164,7 @@ class RankTier:
             self._fail(error)
         finally:
             self.store.close()
+            self._copies.close()
 
     def _fail(self, error: Exception) -> None:
         """Answer every command with ``OFF``, and report why."""
@@ -174,6 +188,7 @@ class RankTier:
 
     def _refuse(self, command: TierCommand) -> None:
         if isinstance(command, CopyBlocks):
+            self._marks.pop(command.job, None)
             self._answer(command, bytes([BlockOutcome.OFF]) * command.size, 0, 0.0)
         else:
             log.warning("records of the KV tier were not removed, because the tier is off")
@@ -206,20 +221,28 @@ class RankTier:
     def _sort(self, command: TierCommand | threading.Event | None) -> None:
         if command is None:
             self._done = True
-            self._others.clear()
-            self._loads.clear()
+            self._drop()
         elif isinstance(command, threading.Event):
-            self._loads.clear()
-            self._others.clear()
+            self._drop()
             self._stops.append(command)
         elif isinstance(command, CopyBlocks) and command.load:
             self._loads.append(command)
         else:
             self._others.append(command)
 
+    def _drop(self) -> None:
+        """Drop all commands."""
+        for command in self._others:
+            if isinstance(command, CopyBlocks):
+                self._marks.pop(command.job, None)
+        self._loads.clear()
+        self._others.clear()
+
     def _other(self, store: SegmentStore, command: CopyBlocks | FlushStore) -> None:
         if isinstance(command, FlushStore):
             count = store.flush(payer=command.payer, salt=command.salt, session=command.session)
+            if self._host is not None:
+                count += self._host.flush(command.payer, command.salt, command.session)
             log.info("%d records of the KV tier were removed for an operator", count)
             self._tell(store)
         else:
@@ -228,53 +251,81 @@ class RankTier:
     def _load(self, store: SegmentStore, command: CopyBlocks) -> None:
         """Fill the blocks of a command from the store."""
         began, outcomes, nbytes = time.monotonic(), bytearray(), 0
-        items = list(command.items())
-        own = [self._copies.record(kind, key) for kind, _, key in items]
-        for payloads in self._reads.runs(store, own):
+        items, rest = list(command.items()), list[int]()
+        outcomes.extend(bytes(len(items)))
+        for number, (kind, block, key) in enumerate(items):
+            payload = None if self._host is None else self._host.get(kind, key)
+            if payload is None:
+                rest.append(number)
+            else:
+                nbytes += self._fill(self._copies.record(kind, key), block, payload, outcomes, number)
+        own = [self._copies.record(items[number][0], items[number][2]) for number in rest]
+        done = 0
+        for payloads in self._reads.runs(store, own) if own else ():
             for payload in payloads:
-                kind, block, key = items[len(outcomes)]
+                number = rest[done]
+                kind, block, key = items[number]
                 if isinstance(payload, RecordGone):
-                    nbytes += self._gather(store, kind, block, key, outcomes)
+                    nbytes += self._gather(store, items[number], outcomes, number)
                 else:
-                    nbytes += self._fill(own[len(outcomes)], block, payload, outcomes)
+                    nbytes += self._fill(own[done], block, payload, outcomes, number)
+                    if self._host is not None and not isinstance(payload, RecordError):
+                        self._host.put(kind, key, payload)
+                done += 1
+            self._copies.settle()  # the next run overwrites the payloads
+        self._copies.settle()
         self._answer(command, bytes(outcomes), nbytes, time.monotonic() - began)
+        if self._host is not None:
+            self._tell(store)
 
     def _fill(
-        self, record: RecordId, block: int, payload: np.ndarray | RecordError, outcomes: bytearray
+        self,
+        record: RecordId,
+        block: int,
+        payload: np.ndarray | RecordError,
+        outcomes: bytearray,
+        number: int,
     ) -> int:
-        """Copy a record to a block and append the outcome. Return the bytes."""
+        """Start to copy a record to a block and set the outcome. Return the bytes."""
         if isinstance(payload, RecordError):
-            outcomes.append(_FAILED[type(payload)])
+            outcomes[number] = _FAILED[type(payload)]
             return 0
         self._copies.into(record, block, payload)
-        outcomes.append(BlockOutcome.DONE)
+        outcomes[number] = BlockOutcome.DONE
         return len(payload)
 
-    def _gather(self, store: SegmentStore, kind: int, block: int, key: bytes, outcomes: bytearray) -> int:
+    def _gather(
+        self, store: SegmentStore, item: tuple[int, int, bytes], outcomes: bytearray, number: int
+    ) -> int:
         """Fill a block without a record of this rank's bytes alone, from the records of a group of another
-        size. Append the outcome and return the bytes."""
+        size. Set the outcome and return the bytes."""
         # The other parts may be in open segments of other processes, which this process does not see.
+        kind, block, key = item
         found = store.find(kind, key)
         count = 0 if found is None else found.parts
-        nbytes, each = 0, bytearray()
-        for part in self._copies.parts_of(kind, count):
+        parts = self._copies.parts_of(kind, count)
+        nbytes, each = 0, bytearray(len(parts))
+        for place, part in enumerate(parts):
             record = RecordId(kind, key, part, count)
             (payload,) = store.check_run(store.read_run([record], self._buffer))
-            nbytes += self._fill(record, block, payload, each)
-        outcomes.append(min(each, default=BlockOutcome.GONE))
+            nbytes += self._fill(record, block, payload, each, place)
+            self._copies.settle()
+        outcomes[number] = min(each, default=BlockOutcome.GONE)
         return nbytes
 
     def _store(self, store: SegmentStore, command: CopyBlocks) -> None:
         """Write the blocks of a command to the store."""
         began, outcomes, nbytes = time.monotonic(), bytearray(), 0
-        owner = Owner(*command.owner)
+        owner, ready = Owner(*command.owner), self._marks.pop(command.job, None)
         for kind, block, key in command.items():
             if not self._copies.writes(kind):
                 outcomes.append(BlockOutcome.DONE)
                 continue
-            size = self._copies.out(kind, block, self._buffer)
+            size = self._copies.out(kind, block, self._buffer, ready)
             result = store.write(self._copies.record(kind, key), self._buffer, size, owner)
             outcome = _WROTE.get(result, BlockOutcome.SKIPPED)
+            if self._host is not None and self._host.put(kind, key, self._buffer.payload[:size], owner):
+                outcome = BlockOutcome.DONE
             outcomes.append(outcome)
             nbytes += size * (outcome == BlockOutcome.DONE)
         self._answer(command, bytes(outcomes), nbytes, time.monotonic() - began)
@@ -288,12 +339,25 @@ class RankTier:
     def _tell(self, store: SegmentStore) -> None:
         """Report changes of complete blocks, and the state of the store if it changed."""
         changes = store.take_changes()  # on every rank: the store collects changes until they are taken
+        host = self._host
+        evicted = [] if host is None else host.take_gone()
         if not self._leads:
             return
-        if changes.added or changes.gone:
-            self._reports.tell(StoreChanged(tuple(changes.added), tuple(changes.gone)))
-        now = store.stats()
-        state = StoreState(now.nbytes, now.records, now.evicted, now.expired, now.corrupt, store.off)
+        gone = [one for one in changes.gone if host is None or not host.has(*one)]
+        gone += [one for one in evicted if store.find(*one) is None]
+        if changes.added or gone:
+            self._reports.tell(StoreChanged(tuple(changes.added), tuple(gone)))
+        now, more = store.stats(), (0, 0, 0)
+        if host is not None:
+            more = (host.nbytes, host.num_records, host.evicted)
+        state = StoreState(
+            nbytes=now.nbytes + more[0],
+            blocks=now.records + more[1],
+            evicted=now.evicted + more[2],
+            expired=now.expired,
+            corrupt=now.corrupt,
+            off=store.off,
+        )
         if state != self._told:
             self._told = state
             self._reports.tell(state)

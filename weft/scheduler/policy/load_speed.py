@@ -33,7 +33,7 @@ class LoadSpeed:
         """Learn from a command that loaded ``nbytes`` in ``seconds``, both above 0."""
         if nbytes < LARGE:
             self._best_latency = min(self._best_latency, seconds)
-            self.latency += (_NEW if self.latency else 1.0) * (seconds - self.latency)
+            self.latency += _NEW * (seconds - self.latency)
             return
         rate = nbytes / seconds
         self._best_rate = max(self._best_rate, rate)
