@@ -30,7 +30,9 @@ def first_token(settings: dict[str, Any], prompt: list[int]) -> tuple[float, flo
         # The first steps of a process are slower than later steps.
         llm.generate([{"prompt_token_ids": [5] * 8}], SamplingParams(max_tokens=2, temperature=0))
         wall, cpu = time.perf_counter(), time.process_time()
-        (output,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1, temperature=0, logprobs=1))
+        (output,) = llm.generate(
+            [{"prompt_token_ids": prompt}], SamplingParams(max_tokens=1, temperature=0, logprobs=1)
+        )
         return time.perf_counter() - wall, time.process_time() - cpu, output
 
 

@@ -57,7 +57,7 @@ ALONE = [
     "[attention](attention.md#state-mixers) |",
     "| several models behind one server with `--fronts`, `--batch-dir`, `weft front` or Ray | "
     "[several models](guides/several-models.md) |",
-    "| the KV cache on disk with a GPU, or in a decode group | [KV cache on disk](tiers.md) |",
+    "| the KV cache on disk or in host memory, in a decode group | [KV cache on disk](tiers.md) |",
     "",
     "Each cell counts the cases of `tests/composition` in which both features were active. Counters show",
     "the activity; settings alone do not count. In each case every sequence got the same tokens, text and",

@@ -120,6 +120,7 @@ def without_threads(patch: pytest.MonkeyPatch) -> list[RankTier]:
         return take(self, scheduler)
 
     patch.setattr(open_tier, "RankTier", make)
+    patch.setattr(open_tier, "numerics", lambda device, attention: {"gpu": "simulated"})
     patch.setattr(EngineTier, "take", turned)
     return tiers
 

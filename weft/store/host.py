@@ -1,8 +1,8 @@
 """The host level of a KV tier: records of one rank in host memory, in front of the disk or alone.
 
-The memory is divided among the KV cache groups in proportion to their pools, and each group's part into slots of
-one record. A full group evicts the record that was used last the longest time ago. Bytes in host memory are
-trusted as the bytes of the pool are: records have no digest. One thread uses the level.
+The memory is divided among the KV cache groups in proportion to the pools, and the part of each group into
+slots of one record. A full group evicts the least recently used record. Bytes in host memory are trusted as
+the bytes of the pool are: records have no digest. One thread uses the level.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class HostLevel:
         return key in self._records[kind]
 
     def get(self, kind: int, key: bytes) -> np.ndarray | None:
-        """Return the bytes of a block, uint8 [bytes], valid until the next ``put``; None without the block."""
+        """Return the bytes of a block, uint8 [bytes], valid until the next ``put``; None without the
+        block."""
         found = self._records[kind].get(key)
         if found is None:
             return None

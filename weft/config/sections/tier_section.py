@@ -22,8 +22,8 @@ class TierSection(Section, frozen=True, kw_only=True):
     kv_host: Annotated[
         str | None,
         Meta(
-            description="Bytes of pinned host memory of each rank for KV cache blocks that leave the GPU, e.g. "
-            "8G. With --kv-disk: the level before the disk. GPU only. Default: none.",
+            description="Bytes of pinned host memory of each rank for KV cache blocks that leave the GPU, "
+            "e.g. 8G. With --kv-disk: the level before the disk. GPU only. Default: none.",
             extra={"size": True},
         ),
     ] = None

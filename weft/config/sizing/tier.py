@@ -19,20 +19,19 @@ def check_tier(config: Config, device: str) -> TierSection:
         raise ConfigError(f"--kv-disk must be at least {_LEAST >> 20}M", param="--kv-disk")
     if tier.kv_host is not None and device == "cpu":
         raise ConfigError(
-            "--kv-host requires a GPU: on a CPU the KV cache is in host memory already. Remove --kv-host, and "
-            "enlarge --kv-cache-memory or set --kv-disk",
+            "--kv-host requires a GPU: on a CPU the KV cache is in host memory already. Remove --kv-host, "
+            "and enlarge --kv-cache-memory or set --kv-disk",
             param="--kv-host",
         )
     if tier.kv_disk is None and tier.kv_host is None:
         return tier
     flag = "--kv-disk" if tier.kv_host is None else "--kv-host"
     if not config.cache.enable_prefix_caching:
-        raise ConfigError(
-            f"{flag} requires the prefix cache: remove --no-enable-prefix-caching", param=flag
-        )
+        raise ConfigError(f"{flag} requires the prefix cache: remove --no-enable-prefix-caching", param=flag)
     if role in ("decode", "encode"):
         raise ConfigError(
-            f"{flag}: a group of role {role} computes no prompts; set {flag[2:]} for the prefill groups alone",
+            f"{flag}: a group of role {role} computes no prompts; set {flag[2:]} for the prefill groups "
+            "alone",
             param=flag,
         )
     return tier

@@ -68,7 +68,8 @@ class BlockCopies:
         """Bytes of the rank's own record of each KV cache group; 0 for a group without tensors."""
         each = zip(tensors_of(self._dims), self._parts, strict=True)
         return [
-            part_bytes(self._dims, kind, parts) if tensors else 0 for kind, (tensors, parts) in enumerate(each)
+            part_bytes(self._dims, kind, parts) if tensors else 0
+            for kind, (tensors, parts) in enumerate(each)
         ]
 
     def record(self, kind: int, key: bytes) -> RecordId:

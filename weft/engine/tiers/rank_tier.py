@@ -71,8 +71,8 @@ class RankTier:
     ) -> None:
         """``open_store``: called on the thread; may take long and may raise ConfigError. ``behind_steps``:
         see ``Runner.behind_steps``. ``leads``: True for the rank of the engine process, which reports changes
-        of the store. ``cancel``: called by ``close``, ends a long ``open_store`` early. ``host``: the level in
-        host memory before the store."""
+        of the store. ``cancel``: called by ``close``, ends a long ``open_store`` early. ``host``: the level
+        in host memory before the store."""
         self._cancel = cancel
         self._copies, self._open, self._behind, self._leads = copies, open_store, behind_steps, leads
         self._reports = ReportQueue[TierReport]()
@@ -254,11 +254,12 @@ class RankTier:
         items, rest = list(command.items()), list[int]()
         outcomes.extend(bytes(len(items)))
         for number, (kind, block, key) in enumerate(items):
-            payload = None if self._host is None else self._host.get(kind, key)
-            if payload is None:
+            near = None if self._host is None else self._host.get(kind, key)
+            if near is None:
                 rest.append(number)
             else:
-                nbytes += self._fill(self._copies.record(kind, key), block, payload, outcomes, number)
+                nbytes += self._fill(self._copies.record(kind, key), block, near, outcomes, number)
+        self._copies.settle()  # blocks from the disk may take the places of these blocks in host memory
         own = [self._copies.record(items[number][0], items[number][2]) for number in rest]
         done = 0
         for payloads in self._reads.runs(store, own) if own else ():
