@@ -22,6 +22,8 @@ import numpy as np
 import torch
 
 from weft.disagg.transport import copying
+from weft.engine.tiers.read_ahead import RUN_BYTES, ReadAhead
+from weft.kv.tiers import LOAD_BYTES
 from weft.store import layout
 from weft.store.records import Owner, RecordBuffer, RecordId
 from weft.store.segment import write_footer
@@ -55,9 +57,11 @@ class Clock:
 
 
 def plain(folder: Path, count: int, nbytes: int) -> tuple[Clock, Clock]:
-    """Write and read ``count`` pieces of ``nbytes`` of one file past the page cache."""
+    """Write ``count`` pieces of ``nbytes`` of one file past the page cache, and read as many bytes as a load
+    reads with one call."""
     path = folder / "plain"
-    memory = mmap.mmap(-1, nbytes)
+    each = max(1, RUN_BYTES // nbytes)
+    memory, run = mmap.mmap(-1, nbytes), RecordBuffer(each * nbytes).payload
     memory[:] = os.urandom(nbytes)
     flags = os.O_RDWR | os.O_CREAT | os.O_DIRECT
 
@@ -71,8 +75,8 @@ def plain(folder: Path, count: int, nbytes: int) -> tuple[Clock, Clock]:
 
     def read() -> None:
         fd = os.open(path, flags)
-        for number in range(count):
-            os.preadv(fd, [memory], number * nbytes)
+        for number in range(0, count, each):
+            os.preadv(fd, [run.data], number * nbytes)
         os.close(fd)
 
     made = Clock(write), Clock(read)
@@ -94,9 +98,12 @@ def stored(folder: Path, count: int, nbytes: int, direct: bool) -> tuple[Clock, 
             assert store.write(record, buffer, nbytes) == ""
         store.seal()
 
+    reads, each = ReadAhead(nbytes), max(1, LOAD_BYTES // nbytes)
+
     def read() -> None:
-        for record in records:
-            store.read(record, buffer)
+        for at in range(0, count, each):
+            for found in reads.runs(store, records[at : at + each]):
+                assert all(isinstance(one, np.ndarray) for one in found)
 
     made = Clock(write)
     if not direct:
@@ -105,6 +112,7 @@ def stored(folder: Path, count: int, nbytes: int, direct: bool) -> tuple[Clock, 
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
     read_clock = Clock(read)
+    reads.close()
     store.flush()
     store.close()
     return made, read_clock

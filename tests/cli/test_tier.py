@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,31 @@ def test_a_restarted_server_goes_on(checkpoint: str, start: Any, tmp_path: Path)
         done = client.post("/admin/cache/flush", json={"session": "chat"})
         assert (done.status_code, done.json()["status"]) == (200, "flush requested")
     assert ask(base) == (tokens, logprob, 0)
+
+
+@pytest.mark.slow
+def test_a_killed_server_loses_no_conversation(checkpoint: str, start: Any, tmp_path: Path) -> None:
+    """Drill: kill -9 after a turn, and kill -9 while the next turn runs. Each next server loads the blocks
+    that were complete, and makes the same tokens and logprobs."""
+    flags = ("--port", "0", "--kv-disk", "64M", "--kv-disk-dir", str(tmp_path / "kv"))
+    first = start(checkpoint, *flags)
+    base = first.url()
+    tokens, logprob, _ = ask(base)
+    until = time.monotonic() + deadline(30)
+    while metric(base, "kv_stores_total") < len(PROMPT) // 64:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    first.process.kill()
+    assert first.process.wait(deadline(60)) == -signal.SIGKILL
+    second = start(checkpoint, *flags)
+    assert ask(second.url()) == (tokens, logprob, 256)
+    # A turn is under way when the server is killed, and stores may be.
+    body = {"prompt": PROMPT[::-1], "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with (
+        httpx.Client(base_url=second.url(), timeout=deadline(60)) as client,
+        client.stream("POST", "/v1/completions", json=body, headers={"x-session-id": "chat"}) as answer,
+    ):
+        next(answer.iter_lines())
+        second.process.kill()
+        second.process.wait(deadline(60))
+    assert ask(start(checkpoint, *flags).url()) == (tokens, logprob, 256)

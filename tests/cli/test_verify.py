@@ -67,6 +67,18 @@ def test_what_was_not_exercised_does_not_pass(checkpoint: str, capsys: pytest.Ca
     assert "preempted: NOT ENGAGED" in out
 
 
+@pytest.mark.slow
+def test_a_disk_tier_is_compared(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Blocks are stored, loaded, and found to be damaged; the folder is empty again at the end."""
+    flags = ["--prompts", "6", "--tokens", "24", "--block-size", "4", "--kv-disk", "64M"]
+    status, out = verified(capsys, checkpoint, "--self", *flags, "--kv-disk-dir", str(tmp_path))
+    assert status == 0, out
+    for name in ("stored", "loaded", "damaged"):
+        assert f"{name} on disk: 6 of 6" in out or f"{name} from disk: 6 of 6" in out
+    assert " corrupt" in out
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_tie_is_not_a_defect() -> None:
     said: list[str] = []
     near = torch.tensor([1.0, 1.0 + 1e-9, 0.0], dtype=torch.float64)

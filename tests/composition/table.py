@@ -57,7 +57,7 @@ ALONE = [
     "[attention](attention.md#state-mixers) |",
     "| several models behind one server with `--fronts`, `--batch-dir`, `weft front` or Ray | "
     "[several models](guides/several-models.md) |",
-    "| the KV cache on disk with a GPU, or in a decode group | [KV cache on disk](tiers.md) |",
+    "| the KV cache on disk or in host memory, in a decode group | [KV cache on disk](tiers.md) |",
     "| latent attention, recurrent states, images, quantized weights or several ranks in `weft train` | "
     "[train](guides/train.md) |",
     "",

@@ -10,7 +10,7 @@ import pytest
 from weft.common.errors import ConfigError
 from weft.config.flags import from_keywords
 from weft.config.sections.tier_section import TierSection
-from weft.config.sizing.tier import check_tier, tier_bytes, write_rate
+from weft.config.sizing.tier import check_tier, host_bytes, tier_bytes, write_rate
 from weft.engine.server.replicas import summed
 from weft.types.messages import EngineStats
 from weft.types.tiers import TierStats
@@ -21,7 +21,9 @@ from weft.types.tiers import TierStats
     [
         ({"kv_disk": "20X"}, "cpu", "neither a size such as 20G nor auto"),
         ({"kv_disk": "1M"}, "cpu", "at least 16M"),
-        ({"kv_disk": "1G"}, "cuda", "works with --device cpu only"),
+        ({"kv_host": "1G"}, "cpu", "--kv-cache-memory"),
+        ({"kv_host": "1G", "role": "decode"}, "cuda", "set kv-host for the prefill groups"),
+        ({"kv_host": "1G", "kv_disk_ttl": 5.0}, "cuda", "--kv-disk-ttl requires --kv-disk"),
         ({"kv_disk": "1G", "enable_prefix_caching": False}, "cpu", "requires the prefix cache"),
         ({"kv_disk": "1G", "role": "decode"}, "cpu", "a group of role decode computes no prompts"),
         ({"kv_store": "all"}, "cpu", "--kv-store requires --kv-disk"),
@@ -32,11 +34,6 @@ from weft.types.tiers import TierStats
 def test_combinations_that_cannot_work_are_refused(settings: dict[str, Any], device: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_tier(from_keywords(settings), device)
-
-
-def test_a_host_tier_is_refused_with_a_hint() -> None:
-    with pytest.raises(ConfigError, match="--kv-cache-memory"):
-        from_keywords({"kv_host": "4G"})
 
 
 def test_replicas_of_one_folder_are_summed() -> None:
@@ -55,3 +52,7 @@ def test_sizes(tmp_path: Path) -> None:
     assert tier_bytes(TierSection(kv_disk="auto", kv_disk_dir=str(tmp_path / "new"))) > 0
     assert write_rate(TierSection(kv_disk="2G", kv_disk_write_rate="20M")) == 20 << 20
     assert write_rate(TierSection(kv_disk="2G")) == 0.0
+    for settings in ({"kv_host": "2G", "kv_store": "all"}, {"kv_disk": "2G"}):
+        assert check_tier(from_keywords(settings), "cuda")
+    assert host_bytes(TierSection(kv_host="2G")) == 2 << 30
+    assert host_bytes(TierSection()) == 0

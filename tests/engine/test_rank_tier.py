@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from tests.scheduler.fake_runner import kv_config, submit
@@ -36,10 +37,19 @@ class OneByte:
     def writes(self, kind: int) -> bool:
         return True
 
-    def out(self, kind: int, block: int, buffer: RecordBuffer) -> int:
+    def mark(self) -> None:
+        return
+
+    def settle(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+    def out(self, kind: int, block: int, buffer: RecordBuffer, ready: object) -> int:
         return 1
 
-    def into(self, record: RecordId, block: int, buffer: RecordBuffer, nbytes: int) -> None:
+    def into(self, record: RecordId, block: int, payload: np.ndarray) -> None:
         raise AssertionError("a block was filled")
 
 

@@ -24,6 +24,7 @@ from weft.config.resolved import EngineConfig
 from weft.engine import build
 from weft.engine.core import EngineCore
 from weft.engine.ranks.ranks import RankProcesses
+from weft.scheduler.policy.load_speed import LoadSpeed
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 from weft.types.tiers import TierStats
@@ -42,6 +43,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Shape of ``tests.e1.rig`` -> settings with which the shape is deterministic."""
 PROMPTS = [[(5 * i + 3 * j + j * j * i) % VOCAB for j in range(150 + 21 * i)] for i in range(3)]
 Bits = dict[int, list[tuple[int, bytes]]]
+
+
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let loads count as instant: these models compute as quickly as a busy disk reads."""
+    monkeypatch.setattr(LoadSpeed, "observe", lambda *_: None)
 
 
 def submits(session: str = "") -> list[Submit]:

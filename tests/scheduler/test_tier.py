@@ -13,7 +13,7 @@ from tests.scheduler.tier_rig import FakeDisk, TierRig, faulty
 from tests.support.slow import mostly_slow
 from weft.kv import tiers
 from weft.kv.tiers import Changed, Copied, Flushed, Stopped
-from weft.scheduler.loads import FIRST_RATE
+from weft.scheduler.policy.load_speed import LARGE, LoadSpeed
 from weft.types.messages import Submit
 from weft.types.tiers import BlockOutcome
 
@@ -185,9 +185,26 @@ def test_computing_is_chosen_when_quicker() -> None:
     kv, disk = kv_config(), FakeDisk()
     ask(TierRig(kv, disk=disk), submit(0, PROMPT))
     rig = TierRig(kv, disk=disk)
-    rig.loads._rate = 1e-3
+    rig.loads.speed.rate = 1e-3
     assert ask(rig, submit(0, PROMPT)) == 0
     assert rig.loads.stats().loads == {"slower": 1}
+
+
+def test_the_first_load_measures_a_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However quick computing is, a command measures the disk. Then the load is cut, and the next prompt
+    is computed at once."""
+    monkeypatch.setattr(tiers, "LOAD_BYTES", 1)
+    _, rig = stored(PROMPT, OTHER)
+    rig.submit(submit(0, PROMPT))
+    rig.ask()
+    assert [command.size for command, _ in rig.under_way] == [1, 1]
+    rig.seconds = 60.0
+    rig.settle()
+    assert rig.told[0].num_cached == 8
+    rig.submit(submit(1, OTHER))
+    rig.settle()
+    rig.check_told()
+    assert rig.loads.stats().loads == {"cut": 1, "slower": 1}
 
 
 def test_a_block_that_left_the_store_is_not_asked_for() -> None:
@@ -294,18 +311,49 @@ def test_failed_loads_do_not_make_the_disk_slow() -> None:
     [(command, _)] = rig.under_way
     rig.under_way.clear()
     rig.loads.on(Copied(command.job, bytes([BlockOutcome.GONE]) * command.size, 0, 1e-3), rig.now)
-    assert rig.loads._rate == FIRST_RATE
+    assert rig.loads.speed.seconds(1 << 40) == 0
     rig.settle()
 
-    _, rig = stored(PROMPT)
-    rig.loads._rate = slow = 1e4
-    for number in range(200):
-        ask(rig, submit(number, PROMPT))
-        rig.loads.on(Flushed(), rig.now)
-        if rig.loads._rate > 1.5 * slow:
-            break
-    else:
-        raise AssertionError("the disk was never tried again")
+    speed = LoadSpeed()
+    speed.observe(LARGE, 1.0)
+    for _ in range(9):
+        speed.observe(LARGE, 100.0)
+    slow = speed.seconds(LARGE)
+    for _ in range(1000):
+        speed.refused()
+    assert 1.0 == speed.seconds(LARGE) < slow
+
+
+@pytest.mark.parametrize("mode", ["reused", "sessions"])
+def test_a_preempted_sequence_loads_its_blocks(mode: str) -> None:
+    """Two sequences do not fit side by side. Blocks of the sequence that gives way are stored when the
+    sequence leaves, and loaded when the sequence goes on."""
+    rig = TierRig(kv_config(blocks=16), mode=mode)  # type: ignore[arg-type]
+    session = "s" if mode == "sessions" else ""
+    for number, first in enumerate(([7, 3] * 8, [5, 2] * 8)):
+        rig.submit(submit(number, first, max_tokens=28, session=session))
+    rig.settle()
+    rig.check_told()
+    rig.check_idle()
+    stats = rig.scheduler.stats()
+    assert stats.preemptions > 0
+    assert stats.tier is not None
+    assert stats.tier.loads == {"done": 1}
+    assert stats.tier.saved_tokens >= 16
+    assert ("preempted" in stats.tier.stores) == (mode == "reused")
+
+
+def test_sequences_load_after_a_loss_of_ranks() -> None:
+    rig = TierRig(kv_config(), mode="all")
+    ask(rig, submit(0, PROMPT))
+    rig.submit(submit(1, [*PROMPT, 1]))
+    while not rig.told[1].tokens:
+        rig.ask()
+        rig.step()
+    rig.lose()
+    rig.settle()
+    rig.check_told()
+    assert rig.loads.stats().saved_tokens == 32
 
 
 def test_a_flush_also_ends_loads_under_way() -> None:
@@ -331,7 +379,7 @@ def test_later_prompts_do_not_cut_the_load_in_front() -> None:
     assert all(load.nbytes == rig.loads.book.bytes_of(load.left) for load in loads)
     front = loads[0]
     needs = rig.loads._compute_seconds(front.before, front.reach)
-    rig.loads._rate = 1.5 * front.nbytes / needs  # enough for the front alone
+    rig.loads.speed.rate = 1.5 * front.nbytes / needs  # enough for the front alone
     rig.loads._look(front, 0, rig.now)
     assert front.sequence.loading
     rig.loads._look(loads[1], front.nbytes, rig.now)

@@ -46,6 +46,8 @@ class TierRig(Rig):
         """(command, True if the ranks were lost since)."""
         self.loads.on(Changed(list(self.disk.records), []), self.now)
         self.copied = self.loaded_blocks = 0
+        self.seconds = 1e-3
+        """Reported seconds of a command."""
 
     def ask(self) -> None:
         """Collect the commands of the scheduler, and check the blocks."""
@@ -69,7 +71,7 @@ class TierRig(Rig):
             outcomes.append(outcome)
             if not lost:
                 self._copy(command.load, kind, block, entry, outcome)
-        self.loads.on(Copied(command.job, bytes(outcomes), 100 * len(outcomes), 1e-3), self.now)
+        self.loads.on(Copied(command.job, bytes(outcomes), 100 * len(outcomes), self.seconds), self.now)
 
     def _copy(self, load: bool, kind: int, block: int, entry: Entry, outcome: BlockOutcome) -> None:
         """Move the contents of a block. A failed load leaves garbage."""

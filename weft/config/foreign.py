@@ -55,9 +55,9 @@ _HOSTS = (
     "set `hosts` for the group in a topology file, and run `weft engine FILE --group NAME` on each host, all "
     "hosts except the first with --join (docs/parallel.md)"
 )
-_TIERS = "Weft's second tier of KV cache is a disk, on a CPU: use --kv-disk, or enlarge --kv-cache-memory"
-_HOST_TIER = (
-    "a KV cache on a CPU is in host memory already: set --kv-cache-memory. GPUs have no host tier yet"
+_TIERS = (
+    "use --kv-host, host memory beside a GPU, or --kv-disk. On a CPU the KV cache is in host memory already: "
+    "enlarge --kv-cache-memory"
 )
 _COMPILE = "Weft compiles no model graphs; --decode-graphs replays decode steps"
 
@@ -70,7 +70,6 @@ INSTEAD: dict[str, str] = {
     "enable_auto_tool_choice": f"{_ALWAYS}; {_PARSERS}",
     "enable_reasoning": f"{_ALWAYS}; {_PARSERS}",
     "swap_space": _TIERS,
-    "kv_host": _HOST_TIER,
     "cpu_offload_gb": "Weft keeps all weights on the device: use --quantization for smaller weights",
     "kv_offloading_size": _TIERS,
     "kv_transfer_config": "use --prefill P --decode D, or weft up (docs/topologies.md)",

@@ -33,7 +33,10 @@ from weft.types.tiers import BlockOutcome, CopyBlocks, Entry, Owner, StoreMode, 
 SHARE = 0.25
 """Maximum share of each pool for blocks of copies under way. A disk that never answers costs this share."""
 JOB_BYTES = 4 << 20
-"""Bytes of one copy command on a rank. The rest of a load can be given up between two commands."""
+"""Bytes of one command that stores blocks, on a rank."""
+LOAD_BYTES = 16 << 20
+"""Bytes of one command that loads blocks, on a rank: four reads, of which three run beside the check of the
+read before. The rest of a load can be given up between two commands."""
 MOST_JOBS = 2
 """Maximum number of commands under way, for loads and for stores each."""
 MOST_WANTED = 1 << 16
@@ -53,6 +56,8 @@ class TurnEnded(NamedTuple):
     hashes: Sequence[bytes]
     prompt: int
     owner: Owner
+    preempted: bool = False
+    """True if the sequence will go on: the blocks are certain to be used again."""
 
 
 class Wanted(NamedTuple):
@@ -218,7 +223,7 @@ class TierBook:
             return 0
         left = [most - held for most, held in zip(self._most, self._held, strict=True)]
         free = [kind.available() - take for kind, take in zip(self._caches.kinds, promised, strict=True)]
-        room, count = JOB_BYTES, 0
+        room, count = LOAD_BYTES, 0
         for kind, _ in entries:
             left[kind] -= 1
             free[kind] -= 1
@@ -266,8 +271,8 @@ class TierBook:
         """Apply ``event`` and return the actions. After any event, further blocks may be stored."""
         actions = list[TierAction]()
         match event:
-            case TurnEnded(hashes, prompt, owner):
-                self._ended(hashes, prompt, owner)
+            case TurnEnded():
+                self._ended(event)
             case Wanted(entries):
                 actions.append(self._load(entries, now))
             case Copied():
@@ -297,19 +302,21 @@ class TierBook:
         for job in self._jobs.values():
             job.void |= job.load or not loads_only
 
-    def _ended(self, hashes: Sequence[bytes], prompt: int, owner: Owner) -> None:
-        """Choose the blocks of an ended sequence to store.
+    def _ended(self, turn: TurnEnded) -> None:
+        """Choose the blocks of an ended or preempted sequence to store.
 
         The next turn of a session continues after the whole sequence, or after the prompt if the client
-        leaves out reasoning. Other blocks are stored on their second use: the key of the first use is
-        remembered in a ghost list.
+        leaves out reasoning. A preempted sequence continues after the whole sequence. Other blocks are stored
+        on their second use: the key of the first use is remembered in a ghost list.
         """
+        hashes, prompt, owner, preempted = turn
         if self.off or not hashes:
             return
         session = bool(owner.session)
         if self._mode == "sessions" and not session:
             return
-        lasts = self._continued(hashes, prompt) if session else [set()] * len(self.kinds)
+        goes_on = session or preempted
+        lasts = self._continued(hashes, prompt) if goes_on else [set()] * len(self.kinds)
         for number, (kind, last) in enumerate(zip(self.kinds, lasts, strict=True)):
             for key in kind.resident(hashes):
                 entry = (number, key)
@@ -318,7 +325,7 @@ class TierBook:
                 if self._mode == "all":
                     reason = "all"
                 elif key in last:
-                    reason = "session"
+                    reason = "session" if session else "preempted"
                 elif self._mode == "reused" and self._seen(entry):
                     reason = "reused"
                 else:

@@ -184,7 +184,8 @@ class Runner:
         handle.sampled = self._queue.submit(self._sample, handle, masks)
 
     def behind_steps(self, work: Callable[..., object], *args: object) -> None:
-        """Call ``work(*args)`` when all steps launched so far have ended. On a CPU only."""
+        """Call ``work(*args)`` when all steps launched so far have ended; on a GPU, when the work of the
+        steps is on the compute stream."""
         self._queue.submit(work, *args)
 
     def done(self, handle: StepHandle) -> bool:

@@ -22,6 +22,7 @@ import numpy as np
 from weft.kv.tiers import Copied as CopiedBlocks
 from weft.kv.tiers import Lost, Resolved, TierAction, TierBook, TierEvent, TierTick, TurnEnded, Wanted
 from weft.scheduler.policy.fit import CostFitter
+from weft.scheduler.policy.load_speed import LoadSpeed
 from weft.scheduler.policy.step_cost import PRIOR, CostModel, StepShape, decode_shape, shape_of
 from weft.scheduler.sequence import Running
 from weft.scheduler.sequence import Sequence as Stream
@@ -29,13 +30,6 @@ from weft.scheduler.state import SchedulerState
 from weft.types.plan import StepPlan
 from weft.types.tiers import BlockOutcome, CopyBlocks, Entry, Owner, StoreState, TierStats
 
-FIRST_RATE = 200e6
-"""Bytes per second of a rank's disk before the first measurement."""
-_NEW = 0.3
-"""Weight of a new measurement of the rate."""
-_TRUST = 1.02
-"""Growth of the rate for each refused load, because a refused load measures nothing: a disk that was slow for
-some time is tried again."""
 _MOST_PREDICTED = 32
 """Maximum chunks of a prompt whose costs are predicted one by one."""
 _MOST_COMPARED = 16
@@ -64,6 +58,9 @@ class _Load:
     nbytes: int
     """Bytes of ``left`` on one rank."""
     pending: set[Entry]
+    again: bool
+    """True for a sequence that ran before. The sequence fitted into the pool when the load was wanted, so the
+    load does not wait for the admission of others."""
     began: float = math.nan
     due: float = math.inf
 
@@ -94,7 +91,7 @@ class Loads:
         """Ends of sequences since the last ``requests``: blocks and snapshots of the last step are inserted
         by now."""
         self._actions: list[CopyBlocks] = []
-        self._rate = FIRST_RATE
+        self.speed = LoadSpeed()
         self._now = -math.inf
         """Time of the last call."""
         self._notes: dict[int, tuple[str, int]] = {}
@@ -109,8 +106,8 @@ class Loads:
     # ---- called by the scheduler's state
 
     def block(self, sequence: Stream) -> bool:
-        """Return True if a sequence that could enter the queue must wait for a load. At most once for a
-        sequence."""
+        """Return True if a sequence that could enter the queue, or could be admitted again, must wait for a
+        load. At most once for an arrival and once for each preemption or loss of ranks."""
         if sequence.loading is not None or sequence.fetches or self.book.off:
             return bool(sequence.loading)
         sequence.loading = False
@@ -125,23 +122,26 @@ class Loads:
         entries = self.book.missing(hashes, reach)
         ahead = sum(load.nbytes for load in self._loads.values())
         if self._load_seconds(ahead + self.book.bytes_of(entries)) >= self._compute_seconds(before, reach):
-            self._rate = max(self._rate, min(self._rate * _TRUST, FIRST_RATE))
+            self.speed.refused()
             self._notes[sequence.id] = ("slower", reach)
             self._count("slower")
             return False
-        self._touch(hashes, before)
+        self._touch(hashes, reach)
         pending = {entry for entry in entries if self.book.is_loading(entry)}
         left = [entry for entry in reversed(entries) if entry not in pending]
-        load = _Load(sequence, hashes, limit, reach, before, left, self.book.bytes_of(left), pending)
+        nbytes, again = self.book.bytes_of(left), not sequence.newcomer
+        load = _Load(sequence, hashes, limit, reach, before, left, nbytes, pending, again)
         self._loads[sequence.id] = load
         sequence.loading = True
         return True
 
-    def leaves(self, sequence: Stream, *, failed: bool = False) -> None:
+    def leaves(self, sequence: Stream, *, failed: bool = False, preempted: bool = False) -> None:
         """Note that a sequence ended or was preempted. Call before the slot is released."""
         self._loads.pop(sequence.id, None)
         self._notes.pop(sequence.id, None)
         self._reached.pop(sequence.id, None)
+        if preempted:
+            sequence.loading = None
         run = sequence.state
         if failed or not isinstance(run, Running) or sequence.chain is None:
             return
@@ -149,19 +149,24 @@ class Loads:
         computed = int(self._state.columns.num_computed[run.slot]) // base
         owner = Owner(sequence.payer, sequence.salt, sequence.session)
         hashes = sequence.chain.hashes[:computed]
-        self._ended.append(TurnEnded(hashes, min(sequence.num_prompt // base, computed), owner))
+        prompt = min(sequence.num_prompt // base, computed)
+        self._ended.append(TurnEnded(hashes, prompt, owner, preempted))
 
-    def admitted(self, sequence: Stream, num_hit: int) -> None:
-        """Note the first admission of a sequence with a hit of ``num_hit``. Count saved tokens, and explain a
-        load that ended early."""
-        why, reach = self._notes.pop(sequence.id, ("", 0))
-        before, after = self._reached.pop(sequence.id, (num_hit, num_hit))
-        self._saved += max(0, min(num_hit, after) - before)
+    def explain(self, sequence: Stream, num_hit: int) -> None:
+        """Explain a load that ended early, at the first admission of a sequence with a hit of ``num_hit``."""
+        why, reach = self._notes.get(sequence.id, ("", 0))
         if why and num_hit < reach and sequence.miss is not None:
             sequence.miss = msgspec.structs.replace(sequence.miss, reason=why, position=num_hit, theirs=b"")
 
+    def admitted(self, sequence: Stream, num_hit: int) -> None:
+        """Note an admission of a sequence with a hit of ``num_hit``. Count saved tokens."""
+        self._notes.pop(sequence.id, None)
+        before, after = self._reached.pop(sequence.id, (num_hit, num_hit))
+        self._saved += max(0, min(num_hit, after) - before)
+
     def lost(self) -> None:
-        """Give up all loads after the caches were reset. Results of commands under way will be void."""
+        """Give up all loads after the caches were reset. Results of commands under way will be void.
+        Sequences that ran may load the blocks that are in the store."""
         self._ended.clear()
         self._apply(self.book.on(Lost(), 0.0))
         # Commands that were not sent would store blocks that have other contents now: the commands end here.
@@ -222,18 +227,19 @@ class Loads:
         if isinstance(event, StoreState):
             self.store = event
             return
-        # A command whose blocks have all failed says nothing about the rate.
+        # A command whose blocks have all failed says nothing about the speed.
         if (
             isinstance(event, CopiedBlocks)
             and event.nbytes * event.seconds > 0
             and self.book.loads(event.job)
         ):
-            self._rate += _NEW * (event.nbytes / event.seconds - self._rate)
+            self.speed.observe(event.nbytes, event.seconds)
         self._apply(self.book.on(event, now))
         ahead = 0
         for number, load in enumerate(list(self._loads.values())):
-            # Loads far behind have requested nothing yet: their deadline is enough.
-            if not load.pending and (number < _MOST_COMPARED or not load.left or self.book.off):
+            # Loads far behind have requested nothing yet: their deadline is enough. A load with commands
+            # under way is compared, too: two commands are always under way until the last.
+            if (load.left and number < _MOST_COMPARED) or not load.pending:
                 self._look(load, ahead, now)
             ahead += load.nbytes if load.sequence.loading else 0
         self._changed()
@@ -279,9 +285,8 @@ class Loads:
             for load in [load for load in self._loads.values() if not load.pending]:
                 self._go_on(load, "off" if self.book.off else "late", now)
             return
-        if self._starved():
-            return  # admission comes first
-        for load in list(self._loads.values()):
+        starved = self._starved()  # admission comes first
+        for load in [load for load in self._loads.values() if load.again or not starved]:
             while load.left:
                 if not self._request(load, now):
                     return
@@ -317,7 +322,8 @@ class Loads:
         """End the wait of a load that is complete, has failed, or would take longer than computing the
         rest. ``ahead``: bytes that the loads before have not requested yet."""
         if not load.left or self.book.off:
-            self._go_on(load, "off" if load.left else "done", now)
+            if not load.pending:
+                self._go_on(load, "off" if load.left else "done", now)
             return
         reached = self._state.caches.hit(load.hashes, load.limit)
         rest = self._compute_seconds(max(reached, load.before), load.reach)
@@ -352,16 +358,18 @@ class Loads:
         return "evicted"
 
     def _touch(self, hashes: Sequence[bytes], position: int) -> None:
-        """Mark the blocks that a sequence finds in the pool as recently used: a load must not evict them."""
+        """Mark the blocks of a prefix that are in the pool, also behind a gap, as recently used: a load of
+        the other blocks must not evict the marked blocks."""
         for group, kind in zip(self._state.caches.kinds, self.book.kinds, strict=True):
             for key in reversed(kind.needed(hashes, position)):
-                block = group.pool.find(key)
-                group.pool.share(block)
-                group.pool.release(block, -1)
+                if kind.has(key):
+                    block = group.pool.find(key)
+                    group.pool.share(block)
+                    group.pool.release(block, -1)
 
     def _load_seconds(self, nbytes: int) -> float:
         """Return the predicted seconds until ``nbytes`` are loaded, behind the commands under way."""
-        return (self.book.loading_bytes + nbytes) / self._rate
+        return self.speed.seconds(self.book.loading_bytes + nbytes)
 
     def _compute_seconds(self, start: int, end: int) -> float:
         """Return the predicted seconds to compute positions ``start`` .. end - 1 beside the running decode

@@ -206,16 +206,17 @@ class Planner:
             known = len(sequence.tokens)
             behind = min(known + 1, sequence.limit)  # an embedding sequence ends with the prompt
             needed = state.caches.needed(NO_SLOT, behind, num_hit, hashes)
-            if sequence.tables is not None:
-                pass  # a sequence with received KV owns its blocks
-            # Prefills in progress will still take ``promised`` blocks, so admission must leave enough blocks.
-            elif not state.caches.fits(wanted := [n + p for n, p in zip(needed, promised, strict=True)]):
+            # A sequence with received KV owns its blocks. Prefills in progress will still take ``promised``
+            # blocks, so admission must leave enough blocks.
+            if sequence.tables is None and not state.caches.fits(wanted := _sums(needed, promised)):
                 if self._batch_gives_way(sequence, wanted, builder):
                     promised = self.promised()
                     continue
                 self.starved = True
                 self._adopt_behind()
                 return
+            if sequence.tables is None and state.load_again(sequence):
+                continue
             if yielding is not None:
                 state.waiting.invite(sequence)
                 self._reserver.preempt(yielding, builder, yields=True)
@@ -233,8 +234,7 @@ class Planner:
             if self.drafts is not None:
                 self.drafts.enter(run.slot)
             self._add_chunk(builder, sequence, run, end, next_k, ops)
-            rest = state.caches.needed(run.slot, behind)
-            promised = [p + n for p, n in zip(promised, rest, strict=True)]
+            promised = _sums(promised, state.caches.needed(run.slot, behind))
 
     # ---- parts of the phases
 
@@ -352,3 +352,8 @@ class Planner:
             needed = state.caches.needed(slot, behind)
             total = [t + n for t, n in zip(total, needed, strict=True)]
         return total
+
+
+def _sums(one: list[int], other: list[int]) -> list[int]:
+    """Return the sums of blocks of each KV cache group."""
+    return [a + b for a, b in zip(one, other, strict=True)]

@@ -104,7 +104,7 @@ TRANSITIONS: dict[type, tuple[type, ...]] = {
     BlockedOnFirstSample: (Blocked, Waiting, Ended),
     Blocked: (Fetching, Waiting, Ended),
     Fetching: (Waiting, Ended),
-    Waiting: (Running, Ended),
+    Waiting: (Running, Blocked, Ended),
     Running: (Waiting, Ended),
     Ended: (),
 }
@@ -211,7 +211,7 @@ class Sequence:
         """True while external input is missing; the sequence cannot be admitted."""
         self.blocked_images = False
         """True while images from an encode group are missing; the sequence cannot be admitted."""
-        self.loading: bool | None = None  # True while a KV tier loads blocks; None before it was asked
+        self.loading: bool | None = None  # True while a KV tier loads blocks; None before the tier was asked
         self.relies = False
         """True if this group cannot encode all images of the prompt again."""
         self.state: State = BlockedOnFirstSample()

@@ -178,7 +178,7 @@ class SchedulerState:
             self.return_to_router(sequence, "the sequence was evicted for other sequences")
             return
         if self.loads is not None:
-            self.loads.leaves(sequence)
+            self.loads.leaves(sequence, preempted=True)
         sequence.move(Waiting())
         self._release(sequence, run)
         self.media.wait(sequence)
@@ -203,6 +203,7 @@ class SchedulerState:
         ran = self.running.snapshot()
         for sequence in ran:
             sequence.move(Waiting())
+            sequence.loading = None  # the caches are lost, a disk is not
             self.running.remove(sequence)
             self.waiting.stop(sequence)
             self.waiting.add(sequence)
@@ -224,6 +225,16 @@ class SchedulerState:
         return ran
 
     # ---- admission
+
+    def load_again(self, sequence: Sequence) -> bool:
+        """Move a sequence that could be admitted from the queue to ``Blocked``, and return True, if a KV tier
+        loads blocks that the pool has evicted since the sequence ran. At most once for each preemption or
+        loss of ranks."""
+        if sequence.loading is not None or not self._loads_first(sequence):
+            return False
+        self.waiting.remove(sequence)
+        sequence.move(Blocked())
+        return True
 
     def lookup(self, sequence: Sequence) -> tuple[list[bytes], int]:
         """Return (hashes, tokens of the cached prefix) over all known ids. Extends the sequence's hash chain;
@@ -561,7 +572,9 @@ class SchedulerState:
             self.counts.prompt_tokens += sequence.num_prompt
             self.misses.admitted(sequence, num_hit)
             if self.loads is not None:
-                self.loads.admitted(sequence, num_hit)
+                self.loads.explain(sequence, num_hit)
+        if self.loads is not None:
+            self.loads.admitted(sequence, num_hit)
         if sequence.chain is not None:
             self.counts.prefix_queries += known
             self.counts.prefix_hits += num_hit

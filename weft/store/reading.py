@@ -1,14 +1,16 @@
-"""The check of a record that was read."""
+"""Records that were read, and the check of a record."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from weft.store import layout
+from weft.store.errors import RecordError
 from weft.store.index import Found
-from weft.store.records import PAGE, RecordId
+from weft.store.records import PAGE, RecordBuffer, RecordId
 from weft.store.segment import Digests
 
 
@@ -21,6 +23,21 @@ class Loaded(NamedTuple):
     """uint8: header and padded payload."""
     nbytes: int
     """Bytes of ``whole`` that were read."""
+
+
+class Run(NamedTuple):
+    """Records that lay back to back, and were read with one system call, without a check."""
+
+    records: Sequence[RecordId]
+    """At least one."""
+    found: Sequence[Found]
+    """Place of each record; [] after an error."""
+    buffer: RecordBuffer
+    """The records, from the start on."""
+    nbytes: int
+    """Bytes that were read."""
+    error: RecordError | None = None
+    """Why the first record could not be read."""
 
 
 def damage(loaded: Loaded, digest: Digests) -> str:

@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -28,10 +28,10 @@ from weft.common.log import get_logger
 from weft.disagg.protocol import digests
 from weft.store import layout
 from weft.store.disk import FLAG, Disk, can_direct, network_file_system, private_folder, safe_root
-from weft.store.errors import RecordCorrupt, RecordGone, StoreOff
+from weft.store.errors import RecordCorrupt, RecordError, RecordGone, StoreOff
 from weft.store.eviction import Cleaner
 from weft.store.index import Found, Index
-from weft.store.reading import Loaded, damage
+from weft.store.reading import Loaded, Run, damage
 from weft.store.records import PAGE, BlockChanges, Owner, RecordBuffer, RecordId, Stored
 from weft.store.scanning import Scanner
 from weft.store.segment import FOLDER_NAME, Digests
@@ -131,7 +131,40 @@ class SegmentStore:
         Raises RecordGone, RecordCorrupt (then the record is dropped) or StoreOff. The buffer must have room:
         ``Stored.nbytes`` is the sum over the parts of the block.
         """
-        return self._checked(self._loaded(record, buffer))
+        (found,) = self.check_run(self.read_run([record], buffer))
+        if isinstance(found, RecordError):
+            raise found
+        return len(found)
+
+    def read_run(self, records: Sequence[RecordId], buffer: RecordBuffer) -> Run:
+        """Read the leading ``records``, at least one, with one system call, without a check.
+
+        A run ends before a record that does not lie behind the record before, or has no room in ``buffer``.
+        """
+        try:
+            found = self._places(records, buffer)
+            return Run(records[: len(found)], found, buffer, self._read(found, buffer))
+        except RecordError as error:
+            return Run(records[:1], [], buffer, 0, error)
+
+    def check_run(self, run: Run) -> list[np.ndarray | RecordError]:
+        """Check the digests of a run. Return for each record the payload, uint8 [bytes] of the buffer, or the
+        error: see ``read``."""
+        if run.error is not None:
+            return [run.error]
+        made, at = list[np.ndarray | RecordError](), 0
+        for record, found in zip(run.records, run.found, strict=True):
+            nbytes = int(found.entry["nbytes"])
+            size = PAGE + layout.padded(nbytes)
+            whole = run.buffer.memory[at : at + size]
+            try:
+                self._check(Loaded(record, found, whole, min(max(run.nbytes - at, 0), size)))
+            except RecordError as error:
+                made.append(error)
+            else:
+                made.append(whole[PAGE : PAGE + nbytes])
+            at += size
+        return made
 
     def scan(self) -> None:
         """Look for new segments of other processes and for segments that are gone. See ``take_changes``."""
@@ -290,34 +323,49 @@ class SegmentStore:
 
     # Reading
 
-    def _loaded(self, record: RecordId, buffer: RecordBuffer) -> Loaded:
-        """Read a record, without a check. Raises RecordGone or StoreOff."""
+    def _places(self, records: Sequence[RecordId], buffer: RecordBuffer) -> list[Found]:
+        """Return the places of the leading records that lie back to back. Raises RecordGone, StoreOff, and
+        ValueError for a record larger than the buffer."""
         if self.off:
             raise StoreOff(self.off)
-        found = self._index.place(record)
-        if found is None or found.entry["written"] < self._oldest():
+        run, end, room, oldest = list[Found](), 0, len(buffer.memory), self._oldest()
+        for record in records:
+            found = self._index.place(record)
+            if found is None or found.entry["written"] < oldest:
+                break
+            offset, size = int(found.entry["offset"]), PAGE + layout.padded(int(found.entry["nbytes"]))
+            if run and (found.segment is not run[0].segment or offset != end or size > room):
+                break
+            if size > room:
+                raise ValueError(f"a record of {size} bytes, and a buffer for {room}")
+            run.append(found)
+            end, room = offset + size, room - size
+        if not run:
             raise RecordGone("no such record")
-        nbytes, offset = int(found.entry["nbytes"]), int(found.entry["offset"])
-        if nbytes > len(buffer.payload):
-            raise ValueError(f"a record of {nbytes} bytes, and a buffer for {len(buffer.payload)}")
-        whole = buffer.memory[: PAGE + layout.padded(nbytes)]
-        # A descriptor for each read: another process may remove the file at any time.
+        return run
+
+    def _read(self, run: Sequence[Found], buffer: RecordBuffer) -> int:
+        """Read the bytes of a run to the start of the buffer. Return their number. Raises RecordGone or
+        StoreOff."""
+        first, last = run[0], run[-1].entry
+        offset = int(first.entry["offset"])
+        end = int(last["offset"]) + PAGE + layout.padded(int(last["nbytes"]))
+        # A descriptor for each run: another process may remove the file at any time.
         try:
-            fd = self._disk.open(found.segment.path, direct=True)
+            fd = self._disk.open(first.segment.path, direct=True)
             try:
-                count = self._disk.read(fd, whole, offset)
+                return self._disk.read(fd, buffer.memory[: end - offset], offset)
             finally:
                 os.close(fd)
         except FileNotFoundError:
-            self._drop(found, "gone")
+            self._drop(first, "gone")
             raise RecordGone("another process has removed the segment") from None
         except OSError as error:
             self._turn_off(error)
             raise StoreOff(self.off) from error
-        return Loaded(record, found, whole, count)
 
-    def _checked(self, loaded: Loaded) -> int:
-        """Return the bytes of a record that was read. Raises RecordGone or RecordCorrupt."""
+    def _check(self, loaded: Loaded) -> None:
+        """Check a record that was read, and count the read. Raises RecordGone or RecordCorrupt."""
         found = loaded.found
         reason = damage(loaded, self._digest)
         if reason:
@@ -326,12 +374,10 @@ class SegmentStore:
             if reason == "gone":
                 raise RecordGone(f"the record of {where} was flushed")
             raise RecordCorrupt(f"the record of {where} is damaged")
-        nbytes = int(found.entry["nbytes"])
         found.segment.used = self._now()
         with self._counting:
             self._counts["read"] += 1
-            self._counts["read_bytes"] += nbytes
-        return nbytes
+            self._counts["read_bytes"] += int(found.entry["nbytes"])
 
     def _drop(self, found: Found, reason: str) -> None:
         self._index.drop(found.segment, np.array([found.row]))

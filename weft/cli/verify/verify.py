@@ -26,7 +26,8 @@ from weft.config.transfers import check_transfer
     "against_self",
     is_flag=True,
     help="Compare each prompt alone with the same prompt batched, chunked, preempted, and with two "
-    "steps in flight.",
+    "steps in flight. With --kv-disk SIZE also: loaded from a disk tier in a new folder inside "
+    "--kv-disk-dir, and with damaged files.",
 )
 @click.option(
     "--topology",
@@ -49,7 +50,7 @@ from weft.config.transfers import check_transfer
     show_default=True,
     help="Tokens to generate per prompt.",
 )
-@options.settings(options.ENGINE, ("log_level", "prefill", "decode", "encode"))
+@options.settings(options.ENGINE, ("log_level", "prefill", "decode", "encode", "kv_disk", "kv_disk_dir"))
 def verify(
     model_name: str | None,
     reference: str | None,
@@ -139,6 +140,8 @@ def verify_engine(
             "groups (--topology FILE, --prefill 1 --decode 1)",
             param="--reference",
         )
+    if config.tier.kv_disk is not None and not against_self:
+        raise ConfigError("verify compares a disk tier with --self only: add --self", param="--kv-disk")
     if layout and (reference is not None or against_self):
         raise ConfigError(
             "ranks are compared with one process: give --reference and --self without --tp and --dp",

@@ -6,18 +6,21 @@ Both sides get token ids, so text processing takes no part. Weft's side runs the
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from weft.cli.reference import Reference
+from weft.cli.verify import verify_tier
 from weft.common.errors import ConfigError, WeftError
 from weft.config import hub
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig, PoolSpec
 from weft.config.sections.all import Config
+from weft.config.sections.tier_section import TierSection, disk_folder
 from weft.config.sizing.memory import blocks_for_one
 from weft.engine.core import EngineCore
 from weft.engine.server.replicas import Replicas
@@ -26,11 +29,15 @@ from weft.text.tokenizer import Tokenizer
 from weft.types.messages import EngineStats, Submit, TokenEvent, ids_to_bytes
 from weft.types.plan import AllocSlot, AppendBlocks, FreeSlot, Segment, SlotUpdate, StepPlan, column
 from weft.types.sampling import TokenParams
+from weft.types.tiers import TierStats
 
 TOLERANCE = 1e-4
 """Maximum max|a-b| / max|b| of logits."""
 TIE = 1e-6
 """Maximum score margin of a tie. Tied tokens may swap ranks."""
+
+_WAIT_S = 0.01
+"""Maximum seconds of one sleep while all sequences are blocked."""
 
 Say = Callable[[str], Any]
 Prompts = list[list[int]]
@@ -109,10 +116,11 @@ def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
     expected, _ = run(alone, prompts, tokens)
     say(determinism(config))
     good = True
-    for variant in others:
+    for variant in chain(others, _tier_variants(config, prompts, tokens)):
         found, stats = run(variant, prompts, tokens)
         wrong = [number for number in range(len(prompts)) if found[number] != expected[number]]
         done = f"{stats.steps} steps, {stats.mixed_steps} mixed, {stats.preemptions} preemptions"
+        done += "" if stats.tier is None else f", {_of_tier(stats.tier)}"
         say(f"{variant.name}: {len(prompts) - len(wrong)} of {len(prompts)} prompts equal ({done})")
         if not variant.engaged(stats):
             say(
@@ -132,6 +140,7 @@ def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
 
 def determinism(config: Config) -> str:
     """Return a line on bitwise determinism of logits for any batch, with the settings as given."""
+    config = msgspec.structs.replace(config, tier=TierSection())
     core = EngineCore(_with(resolve(config), steps_in_flight=1), progress=False)
     try:
         return f"in {core.config.dtype} on {core.config.device}, {core.describe_determinism()}"
@@ -156,6 +165,29 @@ def variants(base: EngineConfig, prompts: Prompts, tokens: int) -> list[Variant]
         Variant("two steps in flight", two, True, lambda stats: stats.mixed_steps > 0),
         Variant("preempted", small, True, lambda stats: stats.preemptions > 0),
     ]
+
+
+def _tier_variants(config: Config, prompts: Prompts, tokens: int) -> Iterator[Variant]:
+    """Yield the variants with the disk tier of ``config``, if there is one. The caller runs each variant
+    before taking the next."""
+    if config.tier.kv_disk is None:
+        return
+    with verify_tier.new_folder(config) as tiered:
+        base = resolve(tiered)
+        yield Variant("stored on disk", base, True)
+        loaded = verify_tier.tier_stats(lambda tier: tier.saved_tokens > 0)
+        yield Variant("loaded from disk", base, True, loaded)
+        small = _small_pools(base, prompts, tokens)
+        yield Variant("loaded from disk, preempted", small, True, lambda stats: stats.preemptions > 0)
+        verify_tier.damage(disk_folder(tiered.tier))
+        corrupt = verify_tier.tier_stats(lambda tier: "corrupt" in tier.loads and not tier.saved_tokens)
+        yield Variant("damaged on disk", base, True, corrupt)
+
+
+def _of_tier(tier: TierStats) -> str:
+    """Return the counters of a tier for the report."""
+    outcomes = ", ".join(f"{count} {name}" for name, count in sorted(tier.loads.items())) or "none"
+    return f"{sum(tier.stores.values())} blocks stored, {tier.saved_tokens} tokens loaded, loads: {outcomes}"
 
 
 def _with(config: EngineConfig, **changes: Any) -> EngineConfig:
@@ -228,7 +260,11 @@ def generate(engine: EngineCore | Replicas, asked: Sequence[Submit]) -> dict[int
 
     for one in asked:
         take(engine.submit(one))
-    while engine.has_work():
+    while engine.has_work() or engine.blocked:
+        # Blocked sequences wait for blocks of a disk, until a deadline of the scheduler.
+        if not engine.has_work():
+            engine.sleep(_WAIT_S)
+        take(engine.hear())
         take(engine.step())
     return found
 
@@ -321,7 +357,7 @@ def _resolved(config: Config, dtype: str) -> EngineConfig:
     """Return the resolved configuration in ``dtype``, without reuse between prompts."""
     model = msgspec.structs.replace(config.model, dtype=dtype)
     cache = msgspec.structs.replace(config.cache, enable_prefix_caching=False)
-    return resolve(msgspec.structs.replace(config, model=model, cache=cache))
+    return resolve(msgspec.structs.replace(config, model=model, cache=cache, tier=TierSection()))
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int:

@@ -17,13 +17,21 @@ AUTO_SHARE = 0.1
 
 
 class TierSection(Section, frozen=True, kw_only=True):
-    """KV cache on disk, which outlives the process."""
+    """KV cache on disk, which outlives the process, and in host memory beside a GPU."""
 
+    kv_host: Annotated[
+        str | None,
+        Meta(
+            description="Bytes of pinned host memory of each rank for KV cache blocks that leave the GPU, "
+            "e.g. 8G. With --kv-disk: the level before the disk. GPU only. Default: none.",
+            extra={"size": True},
+        ),
+    ] = None
     kv_disk: Annotated[
         str | None,
         Meta(
             description="Bytes on disk for KV cache blocks, e.g. 20G. A later process with the same model "
-            "loads the blocks instead of computing the prompts. auto: 10% of the free space. CPU only. The "
+            "loads the blocks instead of computing the prompts. auto: 10% of the free space. The "
             "files contain the text of prompts, in a form that can be read back. Default: no tier."
         ),
     ] = None
@@ -34,7 +42,7 @@ class TierSection(Section, frozen=True, kw_only=True):
     kv_store: Annotated[
         Literal["sessions", "reused", "all"],
         Meta(
-            description="Blocks to store on disk. sessions: of requests with a session (x-session-id or "
+            description="Blocks to store. sessions: of requests with a session (x-session-id or "
             "prompt_cache_key), when a turn ends. reused: also blocks that a second request has used. all: "
             "the blocks of every request."
         ),

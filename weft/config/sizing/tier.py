@@ -1,4 +1,4 @@
-"""Checks of the KV disk tier, and its sizes in bytes."""
+"""Checks of the KV tier, and its sizes in bytes."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ _LEAST = 16 << 20
 
 
 def check_tier(config: Config, device: str) -> TierSection:
-    """Return the section of the disk tier. Raise ConfigError for settings that cannot work together."""
+    """Return the section of the tier. Raise ConfigError for settings that cannot work together."""
     tier, role = config.tier, config.transfer.role
     if tier.kv_disk is None:
-        _check_alone(tier)
+        _check_no_disk(tier)
+    elif tier_bytes(tier) < _LEAST:
+        raise ConfigError(f"--kv-disk must be at least {_LEAST >> 20}M", param="--kv-disk")
+    if tier.kv_host is not None and device == "cpu":
+        raise ConfigError(
+            "--kv-host requires a GPU: on a CPU the KV cache is in host memory already. Remove --kv-host, "
+            "and enlarge --kv-cache-memory or set --kv-disk",
+            param="--kv-host",
+        )
+    if tier.kv_disk is None and tier.kv_host is None:
         return tier
-    flag = "--kv-disk"
-    if tier_bytes(tier) < _LEAST:
-        raise ConfigError(f"--kv-disk must be at least {_LEAST >> 20}M", param=flag)
-    if device != "cpu":
-        raise ConfigError(
-            "--kv-disk works with --device cpu only: remove --kv-disk, or enlarge the KV cache with "
-            "--gpu-memory-utilization",
-            param=flag,
-        )
+    flag = "--kv-disk" if tier.kv_host is None else "--kv-host"
     if not config.cache.enable_prefix_caching:
-        raise ConfigError(
-            "--kv-disk requires the prefix cache: remove --no-enable-prefix-caching", param=flag
-        )
+        raise ConfigError(f"{flag} requires the prefix cache: remove --no-enable-prefix-caching", param=flag)
     if role in ("decode", "encode"):
         raise ConfigError(
-            f"--kv-disk: a group of role {role} computes no prompts; set kv-disk for the prefill groups "
+            f"{flag}: a group of role {role} computes no prompts; set {flag[2:]} for the prefill groups "
             "alone",
             param=flag,
         )
@@ -53,10 +52,17 @@ def write_rate(tier: TierSection) -> float:
     return float(parse_size(tier.kv_disk_write_rate) or 0)
 
 
-def _check_alone(tier: TierSection) -> None:
-    """Raise ConfigError for settings of a tier that is off."""
+def host_bytes(tier: TierSection) -> int:
+    """Return the bytes of the host level of one rank; 0 without a host level."""
+    return parse_size(tier.kv_host) or 0
+
+
+def _check_no_disk(tier: TierSection) -> None:
+    """Raise ConfigError for settings of a disk tier that is off."""
     default = TierSection()
-    for name in ("kv_disk_dir", "kv_store", "kv_disk_ttl", "kv_disk_write_rate", "kv_disk_shared"):
+    if tier.kv_host is None and tier.kv_store != default.kv_store:
+        raise ConfigError("--kv-store requires --kv-disk or --kv-host", param="--kv-store")
+    for name in ("kv_disk_dir", "kv_disk_ttl", "kv_disk_write_rate", "kv_disk_shared"):
         if getattr(tier, name) != getattr(default, name):
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} requires --kv-disk", param=flag)

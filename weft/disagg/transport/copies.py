@@ -112,7 +112,10 @@ class CudaCopies:
         """``most``: maximum bytes of one copy."""
         self._device, self._most = device, most
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._through = torch.empty(most, dtype=torch.uint8, device=device)
+        with torch.cuda.stream(
+            self._stream
+        ):  # or earlier work of the compute stream may still use the memory
+            self._through = torch.empty(most, dtype=torch.uint8, device=device)
         self._pinned: list[Tensor] = []
         self._last: torch.cuda.Event | None = None
         self._warm_up()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +13,7 @@ from weft.attention.base import Backends
 from weft.common.errors import ConfigError
 from weft.config.resolved import EngineConfig
 from weft.config.sections.tier_section import disk_folder
-from weft.config.sizing.tier import tier_bytes
+from weft.config.sizing.tier import host_bytes, tier_bytes
 from weft.disagg.transport.copying import digest_spans
 from weft.engine.disagg.rank_transfers import dims_of
 from weft.engine.ranks.ranks import ranks_of
@@ -19,7 +21,9 @@ from weft.engine.tiers.block_copies import BlockCopies, flat
 from weft.engine.tiers.rank_tier import RankTier
 from weft.ops.numerics import numerics
 from weft.runner.runner import Runner
+from weft.store.host import HostLevel, NoDisk
 from weft.store.namespace import kv_namespace
+from weft.store.records import RecordBuffer
 from weft.store.segments import SegmentStore, StoreSettings
 from weft.store.weights_digest import WeightsDigest
 
@@ -35,14 +39,31 @@ def open_tier(
 ) -> RankTier | None:
     """Return the KV tier of ``rank`` (a global rank) over the caches of ``runner``; None without a tier.
     ``backends``: of the runner's attention. ``weights``: see ``noted_weights``."""
-    if weights is None:
+    if weights is None and config.tier.kv_host is None:
         return None
     number = rank - ranks_of(config.replica, config.parallel.layout.tensor)[0]
     names = tuple(type(backend).__name__ for backend in backends)
-    copies = BlockCopies(flat(runner.memory), dims_of(config, runner.kv), number)
-    weights.start()
-    opener = partial(_open_store, config, names, weights)
-    return RankTier(copies, opener, runner.behind_steps, leads=number == 0, cancel=weights.stop)
+    dims, device = dims_of(config, runner.kv), torch.device(config.device)
+    copies = BlockCopies(flat(runner.memory), dims, number, device)
+    host = _host_level(config, runner, copies)
+    cancel: Callable[[], None] = lambda: None  # noqa: E731
+    opener: Callable[[], Any] = NoDisk
+    if weights is not None:
+        weights.start()
+        cancel, opener = weights.stop, partial(_open_store, config, names, weights)
+    return RankTier(copies, opener, runner.behind_steps, leads=number == 0, cancel=cancel, host=host)
+
+
+def _host_level(config: EngineConfig, runner: Runner, copies: BlockCopies) -> HostLevel | None:
+    """Return the level in pinned host memory; None without one. Raise EngineDead if the memory cannot be
+    pinned."""
+    nbytes = host_bytes(config.tier)
+    if not nbytes:
+        return None
+    memory = RecordBuffer(nbytes).payload
+    copies.pin(memory)
+    shares = [pool.nbytes(config.dtype) for pool in runner.kv.pools]
+    return HostLevel(memory, copies.own_bytes, shares)
 
 
 def _open_store(config: EngineConfig, attention: tuple[str, ...], weights: WeightsDigest) -> SegmentStore:

@@ -1,7 +1,8 @@
 """The KV tier of one rank: a thread that copies blocks between the rank's caches and a store.
 
     step loop     put: queue a command behind the steps launched so far, and return
-    this thread   loads first, then stores; each second: records of other processes, expiry, budget
+    this thread   loads first, reading one run of records ahead; then stores
+                  each second: records of other processes, expiry, budget
     reports       ``take``, behind a descriptor
 
 Bytes of a load are checked in memory of the thread before they enter the caches. A failed block fails alone.
@@ -16,13 +17,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 
 from weft.common.errors import ConfigError, EngineDead
 from weft.common.log import get_logger
 from weft.disagg.transport.reports import ReportQueue
 from weft.engine.tiers.block_copies import BlockCopies
+from weft.engine.tiers.read_ahead import ReadAhead
 from weft.runner.tier_thread import TierReport
-from weft.store.errors import RecordCorrupt, RecordGone, StoreOff
+from weft.store.errors import RecordCorrupt, RecordError, RecordGone, StoreOff
+from weft.store.host import HostLevel
 from weft.store.records import Owner, RecordBuffer, RecordId
 from weft.store.segments import SegmentStore
 from weft.types.tiers import (
@@ -40,6 +46,11 @@ log = get_logger(__name__)
 _TURN_S = 1.0
 """Seconds between two looks at the folder."""
 _END_S = 5.0
+_FAILED = {
+    RecordCorrupt: BlockOutcome.CORRUPT,
+    RecordGone: BlockOutcome.GONE,
+    StoreOff: BlockOutcome.OFF,
+}
 _WROTE = {"": BlockOutcome.DONE, "there": BlockOutcome.DONE, "off": BlockOutcome.OFF}
 """Result of a write of the store -> outcome; any other result: ``SKIPPED``."""
 
@@ -56,13 +67,18 @@ class RankTier:
         leads: bool,
         start: bool = True,
         cancel: Callable[[], None] = lambda: None,
+        host: HostLevel | None = None,
     ) -> None:
         """``open_store``: called on the thread; may take long and may raise ConfigError. ``behind_steps``:
         see ``Runner.behind_steps``. ``leads``: True for the rank of the engine process, which reports changes
-        of the store. ``cancel``: called by ``close``, ends a long ``open_store`` early."""
+        of the store. ``cancel``: called by ``close``, ends a long ``open_store`` early. ``host``: the level
+        in host memory before the store."""
         self._cancel = cancel
         self._copies, self._open, self._behind, self._leads = copies, open_store, behind_steps, leads
         self._reports = ReportQueue[TierReport]()
+        self._host = host
+        self._marks: dict[int, Any] = {}
+        """Command that stores blocks -> mark of the steps launched before."""
         self._commands: queue.SimpleQueue[TierCommand | threading.Event | None] = queue.SimpleQueue()
         self._loads = deque[CopyBlocks]()
         self._others = deque[CopyBlocks | FlushStore]()
@@ -72,6 +88,7 @@ class RankTier:
         self._opened = threading.Event()
         self._told = StoreState()
         self._buffer = RecordBuffer(copies.most_bytes)
+        self._reads = ReadAhead(copies.most_bytes)
         self.store: SegmentStore | None = None
         """The store, once open."""
         self._thread = threading.Thread(target=self._run, name="weft-tier", daemon=True)
@@ -88,7 +105,7 @@ class RankTier:
         return self._opened.wait(seconds)
 
     def put(self, command: TierCommand) -> None:
-        self._behind(self._commands.put, command)
+        self._behind(self._place, command)
 
     def take(self) -> list[TierReport]:
         return self._reports.take()
@@ -112,11 +129,18 @@ class RankTier:
     def close(self) -> None:
         self._cancel()
         self._commands.put(None)
+        self._reads.close()
         if self._thread.is_alive():
             self._thread.join(_END_S)
             if self._thread.is_alive():
                 log.warning("the disk of the KV tier does not answer; blocks not yet written are lost")
         self._reports.close()
+
+    def _place(self, command: TierCommand) -> None:
+        """Queue a command, on the thread that launches steps."""
+        if isinstance(command, CopyBlocks) and not command.load:
+            self._marks[command.job] = self._copies.mark()
+        self._commands.put(command)
 
     # ---- on the thread
 
@@ -140,6 +164,7 @@ class RankTier:
             self._fail(error)
         finally:
             self.store.close()
+            self._copies.close()
 
     def _fail(self, error: Exception) -> None:
         """Answer every command with ``OFF``, and report why."""
@@ -163,6 +188,7 @@ class RankTier:
 
     def _refuse(self, command: TierCommand) -> None:
         if isinstance(command, CopyBlocks):
+            self._marks.pop(command.job, None)
             self._answer(command, bytes([BlockOutcome.OFF]) * command.size, 0, 0.0)
         else:
             log.warning("records of the KV tier were not removed, because the tier is off")
@@ -195,20 +221,28 @@ class RankTier:
     def _sort(self, command: TierCommand | threading.Event | None) -> None:
         if command is None:
             self._done = True
-            self._others.clear()
-            self._loads.clear()
+            self._drop()
         elif isinstance(command, threading.Event):
-            self._loads.clear()
-            self._others.clear()
+            self._drop()
             self._stops.append(command)
         elif isinstance(command, CopyBlocks) and command.load:
             self._loads.append(command)
         else:
             self._others.append(command)
 
+    def _drop(self) -> None:
+        """Drop all commands."""
+        for command in self._others:
+            if isinstance(command, CopyBlocks):
+                self._marks.pop(command.job, None)
+        self._loads.clear()
+        self._others.clear()
+
     def _other(self, store: SegmentStore, command: CopyBlocks | FlushStore) -> None:
         if isinstance(command, FlushStore):
             count = store.flush(payer=command.payer, salt=command.salt, session=command.session)
+            if self._host is not None:
+                count += self._host.flush(command.payer, command.salt, command.session)
             log.info("%d records of the KV tier were removed for an operator", count)
             self._tell(store)
         else:
@@ -217,47 +251,82 @@ class RankTier:
     def _load(self, store: SegmentStore, command: CopyBlocks) -> None:
         """Fill the blocks of a command from the store."""
         began, outcomes, nbytes = time.monotonic(), bytearray(), 0
-        for kind, block, key in command.items():
-            try:
-                nbytes += self._fill(store, kind, block, key)
-                outcomes.append(BlockOutcome.DONE)
-            except RecordCorrupt:
-                outcomes.append(BlockOutcome.CORRUPT)
-            except RecordGone:
-                outcomes.append(BlockOutcome.GONE)
-            except StoreOff:
-                outcomes.append(BlockOutcome.OFF)
+        items, rest = list(command.items()), list[int]()
+        outcomes.extend(bytes(len(items)))
+        for number, (kind, block, key) in enumerate(items):
+            near = None if self._host is None else self._host.get(kind, key)
+            if near is None:
+                rest.append(number)
+            else:
+                nbytes += self._fill(self._copies.record(kind, key), block, near, outcomes, number)
+        self._copies.settle()  # blocks from the disk may take the places of these blocks in host memory
+        own = [self._copies.record(items[number][0], items[number][2]) for number in rest]
+        done = 0
+        for payloads in self._reads.runs(store, own) if own else ():
+            for payload in payloads:
+                number = rest[done]
+                kind, block, key = items[number]
+                if isinstance(payload, RecordGone):
+                    nbytes += self._gather(store, items[number], outcomes, number)
+                else:
+                    nbytes += self._fill(own[done], block, payload, outcomes, number)
+                    if self._host is not None and not isinstance(payload, RecordError):
+                        self._host.put(kind, key, payload)
+                done += 1
+            self._copies.settle()  # the next run overwrites the payloads
+        self._copies.settle()
         self._answer(command, bytes(outcomes), nbytes, time.monotonic() - began)
+        if self._host is not None:
+            self._tell(store)
 
-    def _fill(self, store: SegmentStore, kind: int, block: int, key: bytes) -> int:
-        """Fill one block and return the bytes read. Raises the errors of ``SegmentStore.read``."""
-        own = self._copies.record(kind, key)
-        parts = [own]
-        # A group of the same size wrote exactly this rank's bytes. The other parts may be in open segments of
-        # other processes, which this process does not see.
-        if not store.has(own):
-            found = store.find(kind, key)
-            count = 0 if found is None else found.parts
-            parts = [RecordId(kind, key, part, count) for part in self._copies.parts_of(kind, count)]
-            if not parts:
-                raise RecordGone(f"no record of block {key.hex()}")
-        nbytes = 0
-        for record in parts:
-            nbytes += (size := store.read(record, self._buffer))
-            self._copies.into(record, block, self._buffer, size)
+    def _fill(
+        self,
+        record: RecordId,
+        block: int,
+        payload: np.ndarray | RecordError,
+        outcomes: bytearray,
+        number: int,
+    ) -> int:
+        """Start to copy a record to a block and set the outcome. Return the bytes."""
+        if isinstance(payload, RecordError):
+            outcomes[number] = _FAILED[type(payload)]
+            return 0
+        self._copies.into(record, block, payload)
+        outcomes[number] = BlockOutcome.DONE
+        return len(payload)
+
+    def _gather(
+        self, store: SegmentStore, item: tuple[int, int, bytes], outcomes: bytearray, number: int
+    ) -> int:
+        """Fill a block without a record of this rank's bytes alone, from the records of a group of another
+        size. Set the outcome and return the bytes."""
+        # The other parts may be in open segments of other processes, which this process does not see.
+        kind, block, key = item
+        found = store.find(kind, key)
+        count = 0 if found is None else found.parts
+        parts = self._copies.parts_of(kind, count)
+        nbytes, each = 0, bytearray(len(parts))
+        for place, part in enumerate(parts):
+            record = RecordId(kind, key, part, count)
+            (payload,) = store.check_run(store.read_run([record], self._buffer))
+            nbytes += self._fill(record, block, payload, each, place)
+            self._copies.settle()
+        outcomes[number] = min(each, default=BlockOutcome.GONE)
         return nbytes
 
     def _store(self, store: SegmentStore, command: CopyBlocks) -> None:
         """Write the blocks of a command to the store."""
         began, outcomes, nbytes = time.monotonic(), bytearray(), 0
-        owner = Owner(*command.owner)
+        owner, ready = Owner(*command.owner), self._marks.pop(command.job, None)
         for kind, block, key in command.items():
             if not self._copies.writes(kind):
                 outcomes.append(BlockOutcome.DONE)
                 continue
-            size = self._copies.out(kind, block, self._buffer)
+            size = self._copies.out(kind, block, self._buffer, ready)
             result = store.write(self._copies.record(kind, key), self._buffer, size, owner)
             outcome = _WROTE.get(result, BlockOutcome.SKIPPED)
+            if self._host is not None and self._host.put(kind, key, self._buffer.payload[:size], owner):
+                outcome = BlockOutcome.DONE
             outcomes.append(outcome)
             nbytes += size * (outcome == BlockOutcome.DONE)
         self._answer(command, bytes(outcomes), nbytes, time.monotonic() - began)
@@ -271,12 +340,25 @@ class RankTier:
     def _tell(self, store: SegmentStore) -> None:
         """Report changes of complete blocks, and the state of the store if it changed."""
         changes = store.take_changes()  # on every rank: the store collects changes until they are taken
+        host = self._host
+        evicted = [] if host is None else host.take_gone()
         if not self._leads:
             return
-        if changes.added or changes.gone:
-            self._reports.tell(StoreChanged(tuple(changes.added), tuple(changes.gone)))
-        now = store.stats()
-        state = StoreState(now.nbytes, now.records, now.evicted, now.expired, now.corrupt, store.off)
+        gone = [one for one in changes.gone if host is None or not host.has(*one)]
+        gone += [one for one in evicted if store.find(*one) is None]
+        if changes.added or gone:
+            self._reports.tell(StoreChanged(tuple(changes.added), tuple(gone)))
+        now, more = store.stats(), (0, 0, 0)
+        if host is not None:
+            more = (host.nbytes, host.num_records, host.evicted)
+        state = StoreState(
+            nbytes=now.nbytes + more[0],
+            blocks=now.records + more[1],
+            evicted=now.evicted + more[2],
+            expired=now.expired,
+            corrupt=now.corrupt,
+            off=store.off,
+        )
         if state != self._told:
             self._told = state
             self._reports.tell(state)

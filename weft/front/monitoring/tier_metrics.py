@@ -10,6 +10,7 @@ from weft.types.tiers import TierStats
 
 _Row = tuple[tuple[str, ...], float]
 TIER = "disk"
+"""Label of the whole tier, also of a host level."""
 _GAUGES: dict[str, tuple[str, Callable[[TierStats], float]]] = {
     "kv_tier_bytes": ("Bytes in the folder of the KV tier, of all processes.", lambda s: s.nbytes),
     "kv_tier_blocks": ("KV cache blocks of the model in the KV tier.", lambda s: s.blocks),

@@ -1,0 +1,45 @@
+"""Predicted seconds of loads from a KV tier: latency + bytes / rate, both measured. Pure."""
+
+from __future__ import annotations
+
+import math
+
+LARGE = 1 << 20
+"""Bytes from which a command measures the rate. Smaller commands measure the latency."""
+_NEW = 0.3
+"""Weight of a new measurement."""
+_TRUST = 1.02
+"""Growth of the rate for each refused load, up to the best measurement, because a refused load measures
+nothing: a disk that was slow for some time is tried again. The latency shrinks alike."""
+
+
+class LoadSpeed:
+    """Latency and rate of a store, as one rank sees the store.
+
+    Before the first measurement a load takes no time: the first load is the measurement. A slow store is
+    found after one command.
+    """
+
+    def __init__(self) -> None:
+        self.rate, self.latency = math.inf, 0.0
+        """Bytes per second; seconds of a command."""
+        self._best_rate, self._best_latency = 0.0, math.inf
+
+    def seconds(self, nbytes: int) -> float:
+        """Return the predicted seconds until ``nbytes`` are loaded."""
+        return self.latency + nbytes / self.rate
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        """Learn from a command that loaded ``nbytes`` in ``seconds``, both above 0."""
+        if nbytes < LARGE:
+            self._best_latency = min(self._best_latency, seconds)
+            self.latency += _NEW * (seconds - self.latency)
+            return
+        rate = nbytes / seconds
+        self._best_rate = max(self._best_rate, rate)
+        self.rate = rate if self.rate == math.inf else self.rate + _NEW * (rate - self.rate)
+
+    def refused(self) -> None:
+        """Note that a load was not begun because of the predicted seconds."""
+        self.rate = max(self.rate, min(self.rate * _TRUST, self._best_rate))
+        self.latency = min(self.latency, max(self.latency / _TRUST, self._best_latency))
