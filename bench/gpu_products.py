@@ -1,11 +1,13 @@
 """Time the matrix products of one layer of llama-3-8b on a GPU, in bfloat16 and packed, with peers.
 
 python -m bench.gpu_products --json products.json
-python -m bench.gpu_products --packed --seconds 100 --json packed.json  # words, rows and bfloat16: two minutes
+python -m bench.gpu_products --packed --seconds 100 --json packed.json  # in two minutes: both kernels
 python -m bench.gpu_products --forms int4 --rows 1 16 64 256            # tiles of the kernel for words
 
 Packed columns are what a model uses: on Hopper the kernel for words (``weft.ops.triton.words``). Columns with
-"rows" use the kernel for codes row by row. A time is the median over replays of a CUDA graph. The graph runs over copies of the weights that hold
+"rows" use the kernel for codes row by row.
+
+A time is the median over replays of a CUDA graph. The graph runs over copies of the weights that hold
 ``ROTATED`` weights together, more than the GPU's L2 cache holds. A model also reads each matrix from
 memory. Peers that are not installed, or that fail, are listed with the reason.
 """
@@ -234,7 +236,7 @@ def column(make: Callable[[torch.Tensor], Callable[[], Call]], counts: Sequence[
 
 
 def bits(name: str) -> str:
-    """Sizes of batches in which a row has the bits that it has alone: of ``linear``, and of the invariant one."""
+    """Sizes of batches in which a row has the bits that it has alone: by default, and invariant."""
     from weft.ops.registry import choose
 
     n, k = LAYER[1]
@@ -253,13 +255,13 @@ def bits(name: str) -> str:
 
 def tiles(name: str, counts: Sequence[int], budget: float) -> Table:
     """Times of the kernel for words in several forms of tiles, without the limits of its table."""
-    from weft.ops.triton import words
+    from weft.ops.triton import words, words_linear
 
     began = time.monotonic()
     found: Table = {}
     weights = []
     for n, k in LAYER:
-        weight = words.pack(codes_on_gpu(torch.randn(n, k, device="cuda").bfloat16(), name))
+        weight = words_linear.pack(codes_on_gpu(torch.randn(n, k, device="cuda").bfloat16(), name))
         weights.append([cloned(weight) for _ in range(copies(n, k))])
     for rows, outputs, warps, stages in TILES:
         form = words.WordForm(rows=rows, outputs=outputs, warps=warps, stages=stages)
@@ -333,7 +335,9 @@ def main() -> None:
         "--column", action="append", choices=tuple(COLUMNS), help="may be repeated; all by default"
     )
     parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows of x")
-    parser.add_argument("--packed", action="store_true", help="packed formats, both kernels; few numbers of rows")
+    parser.add_argument(
+        "--packed", action="store_true", help="packed formats, both kernels; few numbers of rows"
+    )
     parser.add_argument("--forms", choices=PACKED, help="times of the kernel for words by form of tiles")
     parser.add_argument("--seconds", type=float, default=600.0, help="no column starts later")
     parser.add_argument("--json", type=Path, help="write everything to this file")
@@ -361,12 +365,20 @@ def main() -> None:
     )
     each = [bits(name) for name in PACKED if name in found]
     if each:
-        page += "\n\nBatches in which a row has the bits that it has alone:\n\n" + "\n".join(f"* {one}" for one in each)
+        page += "\n\nBatches in which a row has the bits that it has alone:\n\n" + "\n".join(
+            f"* {one}" for one in each
+        )
     if failed:
         page += "\n\n" + "\n".join(f"* {name}: {reason}" for name, reason in failed.items())
     print(page)
     if args.json:
-        numbers = {"device": device, "copy_bytes_per_second": rate, "microseconds": found, "failed": failed, "bits": each}
+        numbers = {
+            "device": device,
+            "copy_bytes_per_second": rate,
+            "microseconds": found,
+            "failed": failed,
+            "bits": each,
+        }
         record.write(args.json, "bench.gpu_products", f"Products, {device}", page, numbers)
 
 

@@ -75,7 +75,9 @@ def loop_of(kernel: Any) -> Counter[str]:
         listing = subprocess.run(
             [str(CUOBJDUMP), "-sass", file.name], capture_output=True, text=True, timeout=60, check=True
         ).stdout
-    lines = [(int(at, 16), text.strip()) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", listing)]
+    lines = [
+        (int(at, 16), text.strip()) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", listing)
+    ]
     largest = Counter[str]()
     for at, text in lines:
         target = re.search(r"BRA.*?0x([0-9a-f]+)", text)
@@ -295,7 +297,9 @@ def main() -> None:
     elementwise(HALF)
     attention(32, 8, 128, 64, 0, HALF)
     if "words" in sys.argv:
-        words(made, "int4", "int4 groups of 64", "int4 zeros", "int8", "fp8 blocks", "mxfp8", "mxfp4", "nvfp4")
+        words(
+            made, "int4", "int4 groups of 64", "int4 zeros", "int8", "fp8 blocks", "mxfp8", "mxfp4", "nvfp4"
+        )
     elif "few" not in sys.argv:
         others()
     if "all" in sys.argv:

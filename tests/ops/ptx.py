@@ -1,6 +1,6 @@
-"""An emulator of the PTX instructions of ``weft.ops.triton.words.unpacking_of``, over columns of numpy.
+"""An emulator of the PTX of ``weft.ops.triton.pairs.unpacking_of``, over columns of numpy.
 
-Inline PTX has no interpreter in Triton. The emulator runs the text of the PTX itself, on many words at a time.
+Inline PTX has no interpreter in Triton. The emulator runs the text of the PTX itself, on many words at once.
 """
 
 from __future__ import annotations

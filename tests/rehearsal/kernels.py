@@ -321,7 +321,7 @@ def _words(given: Given) -> None:
     given.reach("x_ptr", (rows - 1) * given.x_stride + given.K, torch.bfloat16, aligned=False)
     given.need(given.grid[1] * given.part >= given.steps, "inputs without a program")
     given.need((given.grid[1] - 1) * given.part < given.steps, "a program without inputs")
-    given.need(given.EVEN == (given.K % 128 == 0), "the last step is not whole")
+    given.need((given.K % 128 == 0) == given.EVEN, "the last step is not whole")
     if given.PARTS:
         given.array("out_ptr", given.grid[1] * rows * given.N, *WIDE)
     else:

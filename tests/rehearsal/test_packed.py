@@ -96,8 +96,8 @@ def test_checkpoints_of_16_bits_are_rounded(
 
 
 def test_linear_layers_in_words(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper: in captured steps and in prompts of more rows than the kernel takes. The host does not wait."""
-    from weft.ops.triton import words as kernel
+    """On Hopper: in captured steps and in prompts with more rows than the kernel takes, without waiting."""
+    from weft.ops.triton import words_linear as kernel
 
     monkeypatch.setattr(words, "PADDING", 1e9)
     monkeypatch.setattr(kernel, "MOST", 8)

@@ -51,6 +51,7 @@ class Merge(NamedTuple):
     base: int
 
 
+NO_MERGE = Merge(0, 0)
 MERGES = {torch.float8_e8m0fnu: Merge(128, 0), torch.float8_e4m3fn: Merge(16, 0x7000)}
 """Exponents as they are, or 5 bits of exponent (from 224 on) and 3 of mantissa."""
 UNITS = {"e2m1": 126, "e4m3": 120}
@@ -84,7 +85,7 @@ class Words:
     """float32 [tiles * TILE]: factor of each output, with the row's scale."""
     zeros: Tensor | None = None
     """int32 [tiles, steps, TILE]: a byte for each 32 inputs, the first lowest; None: the middle."""
-    merge: Merge = Merge(0, 0)
+    merge: Merge = NO_MERGE
     order: Tensor | None = None
     """Permutation of inputs, int64 [K], as in ``Codes``."""
 
@@ -153,7 +154,7 @@ def _bytes(words: Tensor) -> Tensor:
 
 
 def _natural(words: Tensor, numbers: str) -> Tensor:
-    """Return the codes of int32 words [..., steps, words], uint8 [..., inputs], in the order of the inputs."""
+    """Return the codes of int32 words [..., steps, words]: uint8 [..., inputs], in order."""
     codes = []
     for half in (0, 16):
         for pieces in PIECES[numbers]:
@@ -177,7 +178,7 @@ def _placed(pieces: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
 
 
 def _worded(codes: Tensor, numbers: str) -> Tensor:
-    """Return the words of codes, uint8 [..., inputs]: int32 [..., steps, words]. ``_natural`` inverts this."""
+    """Return the words of codes, uint8 [..., inputs]: int32 [..., steps, words]. See ``_natural``."""
     pieces = PIECES[numbers]
     each = codes.unflatten(-1, (-1, 2 * len(pieces), STEP // (2 * len(pieces)))).unbind(-2)
     words = torch.zeros(each[0].shape, dtype=torch.int32, device=codes.device)
@@ -201,7 +202,9 @@ def words_of(codes: Codes) -> Words | None:
     if codes.numbers not in PIECES or (codes.numbers == "int8" and codes.zeros is not None):
         return None
     if codes.group >= codes.inputs:
-        return _by_row(codes) if codes.zeros is None else None
+        if codes.zeros is None:
+            return _by_row(codes)
+        codes = codes.regrouped(STEP)
     if codes.scales.dtype == torch.float32:
         group = codes.group & -codes.group
         return _by_sums(codes.regrouped(min(group, STEP))) if group >= STEP // QUARTERS else None
@@ -227,7 +230,9 @@ def _made(codes: Codes, way: str, groups: int, scales: Tensor, factors: Tensor |
             rows = torch.stack((rows & 15, rows >> 4), dim=-1).flatten(-2)
         rows = rows[:, : codes.inputs]
         part = values[first : first + some]
-        padded = torch.nn.functional.pad(rows, (0, steps * STEP - rows.shape[1], 0, len(part) * TILE - len(rows)))
+        padded = torch.nn.functional.pad(
+            rows, (0, steps * STEP - rows.shape[1], 0, len(part) * TILE - len(rows))
+        )
         part.copy_(_worded(padded, codes.numbers).unflatten(0, (-1, TILE)).transpose(1, 2))
     whole = torch.ones(tiles * TILE, dtype=torch.float32, device=device)
     if factors is not None:

@@ -1,8 +1,9 @@
 """Kernels in Triton for CUDA devices. Importing registers the kernels; the first call imports Triton.
 
 ``fused``: norms, rotary embedding with the cache write, the gated activation. ``matmul``: a batch-invariant
-matrix product for ``--deterministic``. ``coded``: products with weights that stay packed; ``words``: faster
-ones of linear layers on Hopper GPUs. ``moe``: routed feed-forward blocks. ``low_rank``: adapters. ``attention``: paged attention, for ``weft.attention``.
+matrix product for ``--deterministic``. ``coded``: products with weights that stay packed; ``words_linear``:
+faster ones of linear layers on Hopper GPUs. ``moe``: routed feed-forward blocks. ``low_rank``: adapters.
+``attention``: paged attention, for ``weft.attention``.
 
 The kernels compute float32, bfloat16 and float16; float64 stays on the torch implementations.
 """
@@ -53,7 +54,7 @@ def takes_codes(dtype: torch.dtype, device: torch.device) -> bool:
 
 @functools.cache
 def takes_words() -> bool:
-    """Return True if products with matrices in words (``words``) can run: on a Hopper GPU, without interpreter."""
+    """Return True if products with matrices in words can run: on a Hopper GPU, without the interpreter."""
     if not available() or interpreting() or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability()[0] == HOPPER
@@ -85,13 +86,14 @@ def _offer_words(suffix: str, facts: dict[str, Any]) -> None:
         "name": facts.get("name", "triton") + "-words",
         "priority": facts["priority"] + 1,
         "dtypes": (torch.bfloat16,),
-        "available": lambda: takes_words(),
-        "pack_codes": _Later("words", "pack"),
+        "available": lambda: takes_words(),  # tests replace the function
+        "pack_codes": _Later("words_linear", "pack"),
     }
     for op in ("linear", "gated_linear"):
-        _offer(op, "words", op + suffix, mixes=True, **facts)
-        for form, pack in (("int8", "int8"), ("w8a8", "int8"), ("int4", "int4"), ("w4a8", "int4"), ("fp8", "fp8")):
-            _offer(f"{op}_{form}", "words", op + suffix, pack=_Later("words", f"pack_{pack}"), **facts)
+        _offer(op, "words_linear", op + suffix, mixes=True, **facts)
+        for form in ("int8", "w8a8", "int4", "w4a8", "fp8"):
+            pack = "pack_" + {"w8a8": "int8", "w4a8": "int4"}.get(form, form)
+            _offer(f"{op}_{form}", "words_linear", op + suffix, pack=_Later("words_linear", pack), **facts)
 
 
 for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "gated"):
