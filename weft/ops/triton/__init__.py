@@ -80,7 +80,7 @@ def _offer(op: str, module: str, function: str, *, name: str = "triton", **more:
 
 
 def _offer_words(suffix: str, facts: dict[str, Any]) -> None:
-    """Register linear layers with matrices in words, above the layout of ``coded`` with the same ``facts``."""
+    """Register linear layers with matrices in words, with a higher priority than in ``facts``."""
     facts = {
         **facts,
         "name": facts.get("name", "triton") + "-words",

@@ -4,10 +4,8 @@ The matrix is the first operand of a matrix instruction, and its numbers never l
 pairs of numbers (``pairs``). Rows of x are the second operand, in shared memory. All loads of the inner
 loop are asynchronous copies, scales included.
 
-The inputs are split into parts by the shape of the matrix alone, and parts are added in order. So the chain of
-sums of an output is the same for all numbers of rows and all forms of tiles.
-``words_linear`` compares the kernel with the dequantized product on the device before a format is packed in
-words.
+Inputs are split into parts by the shape of the matrix (and, by default, by few or many rows), and parts are
+added in order. So the chain of sums of an output is the same for all rows and forms of tiles.
 """
 
 from __future__ import annotations
@@ -318,7 +316,7 @@ def run(
 
 
 def dequantized(words: Words, first: int, tiles: int, dtype: torch.dtype) -> Tensor:
-    """Return the outputs of ``tiles`` tiles in ``dtype``, [rows, K], with inputs in the order of the codes."""
+    """Return the outputs of ``tiles`` tiles in ``dtype``, [rows, K], inputs in the order of the codes."""
     rows = min(tiles * TILE, words.outputs - first * TILE)
     out = torch.empty((rows, words.inputs), dtype=dtype, device=words.values.device)
     _dequantize_words[(-(-rows // TILE), words.steps)](
