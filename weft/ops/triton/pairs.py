@@ -143,7 +143,7 @@ def _plain(words, zeros, NUMBERS: tl.constexpr, ZEROS: tl.constexpr, TYPE: tl.co
         n7 = _number(words, zeros, 7, NUMBERS, ZEROS, TYPE)
         made = (n0, n1, n2, n3, n4, n5, n6, n7)
     else:
-        made = (n0, n1, n2, n3)
+        made = (n0, n1, n2, n3)  # type: ignore[assignment]
     return made
 
 
@@ -167,7 +167,7 @@ def _plain_merged(words, each, NUMBERS: tl.constexpr, TYPE: tl.constexpr):
         n7 = _scaled(words, each[7], 7, NUMBERS, TYPE)
         made = (n0, n1, n2, n3, n4, n5, n6, n7)
     else:
-        made = (n0, n1, n2, n3)
+        made = (n0, n1, n2, n3)  # type: ignore[assignment]
     return made
 
 
@@ -231,7 +231,7 @@ def unpacked(
             elif COUNT == 8:
                 each = (g0, g0, g1, g1, g2, g2, g3, g3)
             else:
-                each = (g0, g1, g2, g3)
+                each = (g0, g1, g2, g3)  # type: ignore[assignment]
             made = _plain_merged(words, each, NUMBERS, TYPE)
         elif GROUPS == 8:
             made = tl.inline_asm_elementwise(
