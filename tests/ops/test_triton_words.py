@@ -259,7 +259,9 @@ class TestOnGpu:
             for rows in ROWS:
                 x = given(rows, shape[1])
                 check(layers.linear(x, made, bias), x, weight, bias)
-                check(layers.linear_invariant(x, made), x, weight)
+                check(
+                    layers.linear_invariant(x, made, bias), x, weight, bias
+                )  # with bias: fewer compilations
 
     @pytest.mark.parametrize("form", WORDED)
     def test_bits_of_a_row_are_its_own(self, form: str) -> None:
