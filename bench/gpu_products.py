@@ -1,8 +1,13 @@
 """Time the matrix products of one layer of llama-3-8b on a GPU, in bfloat16 and packed, with peers.
 
 python -m bench.gpu_products --json products.json
+python -m bench.gpu_products --packed --seconds 100 --json packed.json  # in two minutes: both kernels
+python -m bench.gpu_products --forms int4 --rows 1 16 64 256            # tiles of the kernel for words
 
-A time is the mean over replays of a CUDA graph. The graph runs over copies of the weights that hold
+Packed columns are what a model uses: on Hopper the kernel for words (``weft.ops.triton.words``). Columns with
+"rows" use the kernel for codes row by row.
+
+A time is the median over replays of a CUDA graph. The graph runs over copies of the weights that hold
 ``ROTATED`` weights together, more than the GPU's L2 cache holds. A model also reads each matrix from
 memory. Peers that are not installed, or that fail, are listed with the reason.
 """
@@ -11,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -33,6 +39,8 @@ LAYER = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 """(outputs, inputs) of a layer's products."""
 PACKED = ("int8", "int4", "fp8", "mxfp4", "nvfp4")
 ROWS = (1, 16, 64, 128, 256, 512, 4096)
+QUICK_ROWS = (1, 16, 64, 256, 4096)
+"""Rows of --packed."""
 ROTATED = 300_000_000
 """Weights in the copies of one matrix: 150 MB of 4-bit codes."""
 FP8 = torch.float8_e4m3fn
@@ -63,34 +71,40 @@ def _swapped(linear: Any, weight: Any, x: torch.Tensor) -> object:
     return linear(x, weight)
 
 
-def packed(name: str, matrix: torch.Tensor) -> Callable[[], Call]:
-    """Weft's products of a packed matrix."""
+def packed(name: str, matrix: torch.Tensor, rows: bool = False) -> Callable[[], Call]:
+    """Weft's products of a packed matrix; with ``rows`` by the kernel for codes row by row."""
     from weft.ops.registry import choose
+    from weft.ops.triton import coded
 
-    linear = choose("linear", torch.bfloat16, torch.device("cuda")).run
-    codes = codes_on_gpu(matrix, name)
+    op = choose("linear", torch.bfloat16, torch.device("cuda"))
+    linear, pack = (coded.linear, coded.pack) if rows else (op.run, op.pack_codes)
+    assert pack is not None
+    weight = pack(codes_on_gpu(matrix, name))
 
     def again() -> Call:
-        tensors = {
-            field.name: getattr(codes, field.name).clone()
-            for field in fields(codes)
-            if isinstance(getattr(codes, field.name), torch.Tensor)
-        }
-        return partial(_swapped, linear, replace(codes, **tensors))
+        return partial(_swapped, linear, cloned(weight))
 
     return again
 
 
+def cloned(weight: Any) -> Any:
+    """The packed matrix in other memory."""
+    tensors = {
+        field.name: getattr(weight, field.name).clone()
+        for field in fields(weight)
+        if isinstance(getattr(weight, field.name), torch.Tensor)
+    }
+    return replace(weight, **tensors)
+
+
 def codes_on_gpu(matrix: torch.Tensor, name: str) -> Any:
-    """``matrix`` packed, as a checkpoint's would be."""
-    from weft.ops.coded import Codes
-    from weft.ops.triton import coded
+    """``matrix`` as codes, as of a checkpoint."""
+    from weft.ops.torch_ops import to_int8_codes
 
     if name == "int8":
-        return coded.pack_int8(matrix)
+        return to_int8_codes(matrix)
     codes = codes_of(matrix.cpu() if name in ("mxfp4", "nvfp4") else matrix, name)
-    assert isinstance(codes, Codes)
-    return coded.pack(codes.to(torch.device("cuda")))
+    return codes.to(torch.device("cuda"))
 
 
 def scaled_mm(rounded: bool, matrix: torch.Tensor) -> Callable[[], Call]:
@@ -158,6 +172,7 @@ def deep_gemm(matrix: torch.Tensor) -> Callable[[], Call]:
 COLUMNS: dict[str, Callable[[torch.Tensor], Callable[[], Call]]] = {
     "bfloat16": dense,
     **{name: partial(packed, name) for name in PACKED},
+    **{f"{name} rows": partial(packed, name, rows=True) for name in PACKED},
     "invariant": invariant,
     "FP8 rows": partial(scaled_mm, False),
     "FP8 rows, rounding x": partial(scaled_mm, True),
@@ -167,6 +182,18 @@ COLUMNS: dict[str, Callable[[torch.Tensor], Callable[[], Call]]] = {
 }
 """Name -> maker of products: from a matrix to a function that makes one more copy with its product."""
 OURS = ("bfloat16", *PACKED)
+QUICK = ("bfloat16", *(column for name in PACKED for column in (name, f"{name} rows")))
+"""Columns of --packed."""
+BATCHES = (2, 16, 17, 64, 128, 256)
+"""Rows of batches whose first row is compared with the row alone."""
+TILES = (
+    (16, 64, 4, 4), (16, 64, 4, 6), (16, 128, 4, 3), (16, 128, 4, 4), (16, 128, 8, 4),
+    (32, 64, 4, 4), (32, 128, 4, 3), (64, 64, 4, 3), (64, 128, 8, 3),
+    (128, 128, 8, 3), (128, 64, 4, 3), (256, 64, 8, 3),
+)  # fmt: skip
+"""Candidates of --forms: rows, outputs, warps, stages."""
+REPLAYS_S, FEWEST, MOST = 0.02, 3, 30
+"""Seconds of replays of one time; fewest and most replays."""
 
 
 def copies(n: int, k: int) -> int:
@@ -175,15 +202,23 @@ def copies(n: int, k: int) -> int:
 
 def microseconds(calls: list[Callable[[], object]]) -> float:
     """Time of one call, with all ``calls`` one after the other in a graph."""
-    import triton
-
-    def run() -> None:
+    for call in calls:
+        call()  # The first launch compiles, so it stands before the capture.
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         for call in calls:
             call()
-
-    run()  # The first launch compiles, so it stands before the capture.
-    torch.cuda.synchronize()
-    return 1e3 * float(triton.testing.do_bench_cudagraph(run, rep=25)) / len(calls)
+    graph.replay()
+    found: list[float] = []
+    while len(found) < FEWEST or (len(found) < MOST and sum(found) < 1e3 * REPLAYS_S):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    return 1e3 * statistics.median(found) / len(calls)
 
 
 def column(make: Callable[[torch.Tensor], Callable[[], Call]], counts: Sequence[int]) -> dict[str, float]:
@@ -197,6 +232,53 @@ def column(make: Callable[[torch.Tensor], Callable[[], Call]], counts: Sequence[
             found[str(rows)] += microseconds([partial(call, x) for call in calls])
         del calls, again
         torch.cuda.empty_cache()
+    return found
+
+
+def bits(name: str) -> str:
+    """Sizes of batches in which a row has the bits that it has alone: by default, and invariant."""
+    from weft.ops.registry import choose
+
+    n, k = LAYER[1]
+    codes = codes_on_gpu(torch.randn(n, k, device="cuda").bfloat16(), name)
+    x = torch.randn(max(BATCHES), k, device="cuda").bfloat16()
+    found = []
+    for invariant in (False, True):
+        op = choose("linear", torch.bfloat16, x.device, invariant=invariant)
+        assert op.pack_codes is not None
+        weight = op.pack_codes(codes)
+        alone = op.run(x[:1].clone(), weight)
+        same = [str(rows) for rows in BATCHES if torch.equal(op.run(x[:rows].clone(), weight)[:1], alone)]
+        found.append(" ".join(same) or "none")
+    return f"{name}: {found[0]}; invariant: {found[1]}"
+
+
+def tiles(name: str, counts: Sequence[int], budget: float) -> Table:
+    """Times of the kernel for words in several forms of tiles, without the limits of its table."""
+    from weft.ops.triton import words, words_linear
+
+    began = time.monotonic()
+    found: Table = {}
+    weights = []
+    for n, k in LAYER:
+        weight = words_linear.pack(codes_on_gpu(torch.randn(n, k, device="cuda").bfloat16(), name))
+        weights.append([cloned(weight) for _ in range(copies(n, k))])
+    for rows, outputs, warps, stages in TILES:
+        form = words.WordForm(rows=rows, outputs=outputs, warps=warps, stages=stages)
+        for many in (False, True):
+            label = f"{rows}x{outputs}, {warps} warps, {stages} stages, {'many' if many else 'few'}"
+            times = dict.fromkeys(map(str, counts), float("nan"))
+            for count in counts:
+                # A tile of more rows than there are, or of far fewer, is not a candidate.
+                if not rows // 2 < max(count, 9) <= 4 * rows or time.monotonic() - began > budget:
+                    continue
+                total = 0.0
+                for (n, k), each in zip(LAYER, weights, strict=True):
+                    x = torch.randn(count, k, device="cuda").bfloat16()
+                    out = torch.empty(count, n, device="cuda", dtype=x.dtype)
+                    total += microseconds([partial(words.run, x, one, None, out, form, many) for one in each])
+                times[str(count)] = total
+            found[label] = times
     return found
 
 
@@ -252,12 +334,21 @@ def main() -> None:
     parser.add_argument(
         "--column", action="append", choices=tuple(COLUMNS), help="may be repeated; all by default"
     )
-    parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="numbers of rows of x")
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows of x")
+    parser.add_argument(
+        "--packed", action="store_true", help="packed formats, both kernels; few numbers of rows"
+    )
+    parser.add_argument("--forms", choices=PACKED, help="times of the kernel for words by form of tiles")
     parser.add_argument("--seconds", type=float, default=600.0, help="no column starts later")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench.gpu_products needs a CUDA GPU, and this torch sees none")
+    if args.forms:
+        print(table(tiles(args.forms, args.rows or (1, 16, 64, 256), args.seconds)))
+        return
+    counts = args.rows or (QUICK_ROWS if args.packed else ROWS)
+    names = args.column or (QUICK if args.packed else tuple(COLUMNS))
     rate, device = copy_rate(), torch.cuda.get_device_name()
     with tqdm(unit="column") as bar:
 
@@ -266,17 +357,28 @@ def main() -> None:
             bar.update()
             tqdm.write(table(found).splitlines()[-1])
 
-        found, failed = measure(args.column or tuple(COLUMNS), args.rows, args.seconds, tick)
+        found, failed = measure(names, counts, args.seconds, tick)
     page = (
         f"A copy moves {rate / 1e12:.2f} TB/s (read and written).\n\n"
         "Microseconds of the products of a layer of llama-3-8b (times as fast as the first column), by rows. "
         f"Weights come from memory, not from the L2 cache.\n\n{table(found)}"
     )
+    each = [bits(name) for name in PACKED if name in found]
+    if each:
+        page += "\n\nBatches in which a row has the bits that it has alone:\n\n" + "\n".join(
+            f"* {one}" for one in each
+        )
     if failed:
         page += "\n\n" + "\n".join(f"* {name}: {reason}" for name, reason in failed.items())
     print(page)
     if args.json:
-        numbers = {"device": device, "copy_bytes_per_second": rate, "microseconds": found, "failed": failed}
+        numbers = {
+            "device": device,
+            "copy_bytes_per_second": rate,
+            "microseconds": found,
+            "failed": failed,
+            "bits": each,
+        }
         record.write(args.json, "bench.gpu_products", f"Products, {device}", page, numbers)
 
 

@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for a GPU that need not be there; prints one line a kernel form.
 
-    python tests/ops/compile_kernels.py 90 [few|all]
+    python tests/ops/compile_kernels.py 90 [few|all|words]
 
 Run as a script, in a process without TRITON_INTERPRET: launches are replaced by compilation for ``sm_90``
 (or another), down to machine code, by the ``ptxas`` that Triton brings. Of each form it prints name, bytes of
@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 HALF, FULL = torch.bfloat16, torch.float32
+COMPILED: list[Any] = []
+"""Kernels in the order of compilation."""
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -57,10 +60,34 @@ def compile_only(capability: int) -> list[dict[str, Any]]:
         if kernel.hash not in known:
             known.add(kernel.hash)
             made.append(_resources(kernel))
+            COMPILED.append(kernel)
         return kernel
 
     JITFunction.run = warm
     return made
+
+
+def loop_of(kernel: Any) -> Counter[str]:
+    """Return the number of instructions of the largest loop of a compiled kernel, by name."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        listing = subprocess.run(
+            [str(CUOBJDUMP), "-sass", file.name], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+    lines = [
+        (int(at, 16), text.strip()) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", listing)
+    ]
+    largest = Counter[str]()
+    for at, text in lines:
+        target = re.search(r"BRA.*?0x([0-9a-f]+)", text)
+        if target is None or int(target[1], 16) >= at:
+            continue
+        inside = [one for place, one in lines if int(target[1], 16) <= place <= at]
+        # A predicate stands before the name, and modifiers behind it.
+        found = Counter(re.sub(r"^@!?U?P\w+\s+", "", one).split()[0].split(".")[0] for one in inside)
+        largest = max(largest, found, key=Counter.total)
+    return largest
 
 
 def _resources(kernel: Any) -> dict[str, Any]:
@@ -228,6 +255,32 @@ def packed(dtype: torch.dtype, *forms: str) -> None:
             moe._product(made, stack, None, made, moe.cut(ids, 4, tile_m), 2, tile_m, True)
 
 
+def words(made: list[dict[str, Any]], *formats: str) -> None:
+    """Products of matrices in words in every form of tile, with instructions of the loop by weight."""
+    from tests.ops.test_triton_words import codes_of
+    from weft.ops.triton import words as kernels
+    from weft.ops.words import words_of
+
+    kernel = kernels._words
+    for name in formats:
+        matrix = words_of(codes_of(name, (256, 8192)))
+        assert matrix is not None, name
+        for form in kernels.forms_of(matrix):
+            x, out = torch.empty(form.rows, 8192, dtype=HALF), torch.empty(form.rows, 256, dtype=HALF)
+            before = len(made)
+            kernels.run(x, matrix, None, out, form)
+            compiled = [one for one in COMPILED if one.metadata.name == kernel.fn.__name__][-1]
+            loop = loop_of(compiled)
+            made[before] |= {
+                "format": name,
+                "rows": form.rows,
+                # instructions of a thread by weight
+                "cost": loop.total() * 32 * form.warps / (form.outputs * 128),
+                "loads": loop["LDG"] + loop["LDL"] + loop["STL"] + loop["STS"],
+            }
+        kernels.dequantized(matrix, 0, 4, HALF)
+
+
 def adapters(dtype: torch.dtype) -> None:
     """Low-rank products: several parts, ranks that are no multiple of a step."""
     from weft.ops import low_rank
@@ -243,7 +296,11 @@ def main() -> None:
     made = compile_only(int(sys.argv[1]))
     elementwise(HALF)
     attention(32, 8, 128, 64, 0, HALF)
-    if "few" not in sys.argv:
+    if "words" in sys.argv:
+        words(
+            made, "int4", "int4 groups of 64", "int4 zeros", "int8", "fp8 blocks", "mxfp8", "mxfp4", "nvfp4"
+        )
+    elif "few" not in sys.argv:
         others()
     if "all" in sys.argv:
         all_forms()

@@ -69,6 +69,14 @@ def codes_of(form: str, shape: tuple[int, ...], seed: int = 0) -> Codes:
     )
 
 
+def in_groups_of_64(shape: tuple[int, ...]) -> Codes:
+    """Return int4 codes as of ``--quantization int4``."""
+    codes = codes_of("int4 zeros", shape)
+    assert codes.zeros is not None
+    scales, zeros = (one[..., ::2].contiguous() for one in (codes.scales, codes.zeros))
+    return replace(codes, group=64, scales=scales, zeros=zeros)
+
+
 def meaning(codes: Codes) -> Tensor:
     return coded.dequantize(codes, torch.float64)
 

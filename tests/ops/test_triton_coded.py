@@ -181,6 +181,7 @@ def test_bits_of_a_row_are_its_own(form: str) -> None:
 def test_what_is_chosen_for_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel exists for every rounding, invariant where demanded, and none waits for the device."""
     monkeypatch.setattr(kernels, "available", lambda: True)
+    monkeypatch.setattr(kernels, "takes_words", lambda: False)
     cuda, half = torch.device("cuda"), torch.bfloat16
     for op in ("linear", "gated_linear", "moe", "moe_pieces"):
         for form in ("", "_int8", "_int4", "_fp8"):

@@ -171,6 +171,7 @@ def test_what_is_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are the default, the invariant product on demand, and float64 uses torch."""
     cuda, half = torch.device("cuda"), torch.bfloat16
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "takes_words", lambda: False)
     kernels.available.cache_clear()
     try:
         fused = ("rms_norm", "add_rms_norm", "qkv_rope_cache", "gated", "gated_linear", "linear")

@@ -295,6 +295,57 @@ def _dequantize(given: Given) -> None:
     _codes(given, given.values_ptr.shape[0])
 
 
+def _matrix_in_words(given: Given, tiles: int) -> None:
+    """Check the tensors of a matrix of at least ``tiles`` tiles."""
+    four = given.NUMBERS in ("int4", "e2m1")
+    pieces = given.values_ptr.shape[0] * given.steps
+    given.need(given.values_ptr.shape[0] >= tiles, "tiles without codes")
+    given.array("values_ptr", pieces * given.TILE * (16 if four else 32), torch.int32)
+    given.array("factors_ptr", given.values_ptr.shape[0] * given.TILE, *WIDE)
+    if given.WAY == "sum":
+        given.array("scales_ptr", pieces * given.GROUPS * given.TILE, *WIDE)
+    elif given.WAY == "merged":
+        given.array("scales_ptr", pieces * given.GROUPS // 4 * given.TILE, torch.int32)
+    if given.ZEROS:
+        given.array("zeros_ptr", pieces * given.TILE, torch.int32)
+    given.need(given.steps * 128 >= given.K, "inputs without codes")
+
+
+def _words(given: Given) -> None:
+    given.powers("TILE_M", "TILE_N")
+    x, rows = given.x_ptr, given.rows
+    given.need(given.TILE_N % given.TILE == 0, "a program takes whole tiles")
+    programs = -(-rows // given.TILE_M) * -(-given.N // given.TILE_N)
+    given.need(given.grid[0] == programs, "every tile has a program")
+    given.need(x.stride(1) == 1 and x.stride(0) == given.x_stride, "rows of x lie otherwise")
+    given.reach("x_ptr", (rows - 1) * given.x_stride + given.K, torch.bfloat16, aligned=False)
+    given.need(given.grid[1] * given.part >= given.steps, "inputs without a program")
+    given.need((given.grid[1] - 1) * given.part < given.steps, "a program without inputs")
+    given.need((given.K % 128 == 0) == given.EVEN, "the last step is not whole")
+    if given.PARTS:
+        given.array("out_ptr", given.grid[1] * rows * given.N, *WIDE)
+    else:
+        given.need(given.grid[1] == 1, "inputs are one part")
+        _rows_of_out(given, x.dtype)
+    _matrix_in_words(given, -(-given.N // given.TILE))
+    if given.BIAS:
+        given.reach("bias_ptr", given.N, aligned=False)
+
+
+def _add_words(given: Given) -> None:
+    given.need(given.grid == (given.rows, -(-given.N // given.COLUMNS)), "every column has a program")
+    given.array("part_ptr", given.PARTS * given.rows * given.N, *WIDE)
+    given.reach("factors_ptr", given.N, *WIDE)
+    _rows_of_out(given, torch.bfloat16)
+
+
+def _dequantize_words(given: Given) -> None:
+    tiles = -(-given.rows // given.TILE)
+    given.need(given.grid == (tiles, given.steps), "every step has a program")
+    given.array("out_ptr", given.rows * given.K, torch.bfloat16)
+    _matrix_in_words(given, given.first + tiles)
+
+
 def _grouped_codes(given: Given) -> None:
     _tiles(given)
     _codes(given, given.E * given.N)
@@ -358,6 +409,9 @@ CONTRACTS = (
     ),
     Contract("coded", _add_parts, ("out_ptr",), (("bias_ptr", "BIAS"), ("factors_ptr", "FACTORS"))),
     Contract("coded", _dequantize, ("out_ptr",), (("zeros_ptr", "ZEROS"), ("factors_ptr", "FACTORS"))),
+    Contract("words", _words, ("out_ptr",), (("bias_ptr", "BIAS"), ("zeros_ptr", "ZEROS"))),
+    Contract("words", _add_words, ("out_ptr",), (("bias_ptr", "BIAS"),)),
+    Contract("words", _dequantize_words, ("out_ptr",), (("zeros_ptr", "ZEROS"),)),
     Contract("moe", _grouped, ("out_ptr",), (("bias_ptr", "BIAS"),)),
     Contract(
         "moe",
@@ -440,6 +494,8 @@ def _run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any], options: di
 def install(patch: pytest.MonkeyPatch) -> None:
     """Replace every kernel of ``weft.ops.triton``. Skip the test if Triton is not installed."""
     pytest.importorskip("triton")
+    # Packing in words compares products on the device; ``test_packed.py`` has one engine with words.
+    patch.setattr("weft.ops.triton.takes_words", lambda: False)
     for contract in CONTRACTS:
         module = importlib.import_module(f"weft.ops.triton.{contract.module}")
         patch.setattr(module, contract.name, StandIn(getattr(module, contract.name), contract))

@@ -13,13 +13,14 @@ from tests.e0 import rig as e0
 from tests.models.test_quantized_loading import FORMATS, _folders, gpt_oss_folders, plain
 from tests.ops.test_coded import FORMS as CODES
 from tests.ops.test_coded import codes_of
-from tests.rehearsal import rig
+from tests.rehearsal import kernels, rig
 from tests.rehearsal.device import running
 from tests.rehearsal.rig import rehearse
 from tests.rehearsal.test_engines import EP
 from tests.rehearsal.test_families import FORMS
 from tests.support.slow import mostly_slow
 from weft.engine.core import EngineCore
+from weft.ops import words
 from weft.ops.coded import Codes, MixedCodes
 from weft.ops.moe import Routed
 from weft.ops.registry import choose
@@ -49,7 +50,7 @@ def held_by(core: EngineCore) -> list[Any]:
         if module is not model.head:
             found += matrices_of(getattr(module, "_packed", None))
     for matrix in found:
-        for tensor in matrix.tensors() if isinstance(matrix, Codes) else [matrix]:
+        for tensor in matrix.tensors() if isinstance(matrix, Codes | words.Words) else [matrix]:
             assert tensor.device.type == "cuda"
     assert all(parameter.device.type == "cuda" for parameter in model.parameters())
     return found
@@ -92,6 +93,28 @@ def test_checkpoints_of_16_bits_are_rounded(
     assert made.operators >= (KERNELS if name == "qwen3_moe" else {"_coded"})
     assert not made.waited
     assert all(isinstance(matrix, Codes) for matrix in held_by(core))
+
+
+def test_linear_layers_in_words(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper: in captured steps and in prompts with more rows than the kernel takes, without waiting."""
+    from weft.ops.triton import words_linear as kernel
+
+    monkeypatch.setattr(words, "PADDING", 1e9)
+    monkeypatch.setattr(kernel, "MOST", 8)
+    monkeypatch.setattr(kernel, "checked_words", lambda matrix: kernel.Verdict(right=True, alike=True))
+    install = kernels.install
+
+    def with_words(patch: pytest.MonkeyPatch) -> None:
+        install(patch)
+        patch.setattr("weft.ops.triton.takes_words", lambda: True)
+
+    monkeypatch.setattr(kernels, "install", with_words)
+    made, _, core = rehearse(monkeypatch, folder_of("llama"), rig.short(), quantization="int4")
+    assert made.operators >= {"_words", "_dequantize_words"}
+    assert not made.waited
+    assert all(isinstance(matrix, words.Words) for matrix in held_by(core))
+    assert core.runner.graphs is not None
+    assert core.runner.graphs.replayed > 0
 
 
 def test_divided_experts_stay_packed(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """Kernels in Triton for CUDA devices. Importing registers the kernels; the first call imports Triton.
 
 ``fused``: norms, rotary embedding with the cache write, the gated activation. ``matmul``: a batch-invariant
-matrix product for ``--deterministic``. ``coded``: products with weights that stay packed. ``moe``: routed
-feed-forward blocks. ``low_rank``: adapters. ``attention``: paged attention, for ``weft.attention``.
+matrix product for ``--deterministic``. ``coded``: products with weights that stay packed; ``words_linear``:
+faster ones of linear layers on Hopper GPUs. ``moe``: routed feed-forward blocks. ``low_rank``: adapters.
+``attention``: paged attention, for ``weft.attention``.
 
 The kernels compute float32, bfloat16 and float16; float64 stays on the torch implementations.
 """
@@ -20,6 +21,8 @@ import torch
 from weft.ops.registry import Implementation, register
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HOPPER = 9
+"""Major compute capability of the GPUs on which ``words`` was compiled without spilled registers."""
 FAST, FALLBACK = 10, -1
 """Priorities above and below torch's implementations. FALLBACK is chosen only if invariance is required."""
 
@@ -49,6 +52,14 @@ def takes_codes(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cuda" and dtype in DTYPES and available()
 
 
+@functools.cache
+def takes_words() -> bool:
+    """Return True if products with matrices in words can run: on a Hopper GPU, without the interpreter."""
+    if not available() or interpreting() or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability()[0] == HOPPER
+
+
 class _Later:
     """A function of a Triton module, which is imported at the first call."""
 
@@ -64,10 +75,25 @@ class _Later:
 
 
 def _offer(op: str, module: str, function: str, *, name: str = "triton", **more: Any) -> None:
-    run = _Later(module, function)
-    register(
-        op, Implementation(name=name, run=run, devices=("cuda",), dtypes=DTYPES, available=available, **more)
-    )
+    facts = {"devices": ("cuda",), "dtypes": DTYPES, "available": available, **more}
+    register(op, Implementation(name=name, run=_Later(module, function), **facts))
+
+
+def _offer_words(suffix: str, facts: dict[str, Any]) -> None:
+    """Register linear layers with matrices in words, with a higher priority than in ``facts``."""
+    facts = {
+        **facts,
+        "name": facts.get("name", "triton") + "-words",
+        "priority": facts["priority"] + 1,
+        "dtypes": (torch.bfloat16,),
+        "available": lambda: takes_words(),  # tests replace the function
+        "pack_codes": _Later("words_linear", "pack"),
+    }
+    for op in ("linear", "gated_linear"):
+        _offer(op, "words_linear", op + suffix, mixes=True, **facts)
+        for form in ("int8", "w8a8", "int4", "w4a8", "fp8"):
+            pack = "pack_" + {"w8a8": "int8", "w4a8": "int4"}.get(form, form)
+            _offer(f"{op}_{form}", "words_linear", op + suffix, pack=_Later("words_linear", pack), **facts)
 
 
 for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "gated"):
@@ -76,6 +102,7 @@ _offer("low_rank", "low_rank", "low_rank", invariant=True, priority=FAST)
 _fast: dict[str, Any] = {"priority": FAST}
 _invariant: dict[str, Any] = {"name": "triton-invariant", "invariant": True, "priority": FALLBACK}
 for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
+    _offer_words(_suffix, _facts)
     # Plain weights and codes.
     for _op in ("linear", "gated_linear"):
         _offer(_op, "coded", _op + _suffix, pack_codes=_Later("coded", "pack"), mixes=True, **_facts)
