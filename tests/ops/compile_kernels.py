@@ -203,12 +203,35 @@ def experts(dtype: torch.dtype) -> None:
     from tests.support.routed import routed, tokens
     from weft.ops.triton import moe
 
-    for kind in ("biased", "gated_shared"):
-        weights = routed(kind, dtype, experts=8, hidden=256, inner=192, shared=100)
+    moe._table_form = lambda tokens, weights: "triton"
+    for kind, shared in (("biased", 100), ("gated_shared", 100), ("corrected", 192)):
+        weights = routed(kind, dtype, experts=8, hidden=256, inner=192, shared=shared)
         for count in (4, 200):
             x, ids = tokens(count, dtype, 256)
             moe.moe(x, ids, weights)
         moe.moe_invariant(*tokens(4, dtype, 256), weights)
+
+
+def routers() -> None:
+    """Routers of published sizes: Qwen3, Qwen3-Next with the gate of a shared expert, DeepSeek-V3."""
+    from tests.support.routed import routed
+    from weft.ops.routing import Rule
+    from weft.ops.triton import routing
+
+    grouped = Rule(8, "sigmoid", True, groups=8, top_groups=4, group_rule="top2", scale=2.5)
+    sizes: list[tuple[str, int, int, Rule]] = [
+        ("plain", 128, 2048, Rule(8, renormalize=True)),
+        ("gated_shared", 512, 2048, Rule(10, renormalize=True)),
+        ("corrected", 256, 7168, grouped),
+    ]
+    for kind, experts, hidden, rule in sizes:
+        weights = replace(routed(kind, HALF, experts=experts, hidden=hidden, inner=8, shared=8), rule=rule)
+        x = torch.empty(4, hidden, dtype=HALF)
+        chosen, _, _ = routing.choose(
+            x, weights, torch.nn.functional.linear, own=True, joined=kind != "plain"
+        )
+        for tile_m in (16, 64):
+            routing.cut(chosen, experts, tile_m)
 
 
 def packed(dtype: torch.dtype, *forms: str) -> None:
@@ -254,6 +277,7 @@ def others() -> None:
     products(HALF)
     adapters(HALF)
     experts(HALF)
+    routers()
     packed(HALF, "int4 zeros", "nvfp4")
     attention(12, 4, 64, 16, 100, HALF)
     latent(128, 512, 64, 64, 0, HALF)

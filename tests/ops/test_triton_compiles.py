@@ -27,6 +27,7 @@ REGISTERS = 1 << 16
 """Registers of a multiprocessor: all threads of one program must fit."""
 ATTENTION = {"_attend", "_attend_latent", "_merge"}
 LAYERS = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_linear", "_grouped", "_combine"}
+ROUTING = {"_router", "_route", "_cut"}
 ADAPTERS = {"_low_rank_inner", "_low_rank_outer"}
 PACKED = {"_coded", "_add_parts", "_dequantize", "_grouped_codes"}
 FEW = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_attend", "_merge"}
@@ -71,7 +72,9 @@ def test_kernels_compile_and_fit(capability: int, few: bool, pytestconfig: pytes
     )
     assert made.returncode == 0, made.stderr[-4000:]
     kernels = [json.loads(line) for line in made.stdout.splitlines()]
-    assert {kernel["name"] for kernel in kernels} == (FEW if few else ATTENTION | LAYERS | ADAPTERS | PACKED)
+    assert {kernel["name"] for kernel in kernels} == (
+        FEW if few else ATTENTION | LAYERS | ROUTING | ADAPTERS | PACKED
+    )
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[capability], kernel
         assert kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, kernel

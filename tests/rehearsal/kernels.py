@@ -206,11 +206,60 @@ def _linear(given: Given) -> None:
 
 
 def _grouped(given: Given) -> None:
-    _tiles(given)
-    given.array("weight_ptr", given.E * given.N * given.K, given.x_ptr.dtype)
+    rows = given.N * (2 if given.GATED else 1)
+    _tiles(given, rows)
+    given.need(given.GATHER or not given.GATED, "the activation comes after the first product")
+    given.array("weight_ptr", (given.E - given.SHARED) * rows * given.K, given.x_ptr.dtype)
+    if given.SHARED:
+        given.need(not given.BIAS, "the shared expert has no bias")
+        given.array("shared_ptr", rows * given.K, given.x_ptr.dtype)
 
 
-def _tiles(given: Given) -> None:
+def _router(given: Given) -> None:
+    given.powers("TOKENS", "INPUTS")
+    x, columns = given.x_ptr, given.E + given.GATE
+    given.need(given.grid[0] == columns, "columns without a program")
+    given.need(given.grid[1] * given.TOKENS >= given.rows, "tokens without a program")
+    given.need(x.stride(1) == 1 and x.stride(0) == given.x_stride, "rows of x lie otherwise")
+    given.reach("x_ptr", (given.rows - 1) * given.x_stride + given.K, *HALF)
+    given.array("weight_ptr", given.E * given.K, *WIDE)
+    given.array("logits_ptr", given.rows * columns, *WIDE)
+    if given.BIAS:
+        given.array("bias_ptr", given.E, *WIDE)
+    if given.GATE:
+        given.array("gate_ptr", given.K, *WIDE)
+
+
+def _route(given: Given) -> None:
+    rows = given.grid[0]
+    given.powers("GROUPS_P2", "EACH_P2", "TOP_K_P2")
+    given.need(given.GROUPS * given.EACH == given.E, "groups of different sizes")
+    given.need(given.GROUPS <= given.GROUPS_P2 and given.EACH <= given.EACH_P2, "experts are left out")
+    given.need(given.TOP_K <= given.TOP_K_P2, "choices are left out")
+    given.need(given.COLUMNS == given.TOP_K + given.JOINED, "columns without a choice")
+    given.reach("logits_ptr", (rows - 1) * given.logits_stride + given.E, *WIDE)
+    given.array("ids_ptr", rows * given.COLUMNS, torch.int64)
+    given.array("scales_ptr", rows * given.COLUMNS, *WIDE)
+    if given.CORRECTION:
+        given.array("correction_ptr", given.E, *WIDE)
+    if given.GATE:
+        given.reach("gate_ptr", (rows - 1) * given.gate_stride + 1, *WIDE, aligned=False)
+        if not given.JOINED:
+            given.array("share_ptr", rows, *WIDE)
+
+
+def _cut(given: Given) -> None:
+    given.powers("SLOTS", "TILES")
+    slots, experts = given.slots, given.E
+    given.need(given.grid[0] == experts + 1, "every expert has a program, and one more")
+    given.need(given.tiles == slots // given.TILE_M + min(slots, experts), "another number of tiles")
+    given.array("ids_ptr", slots, torch.int64)
+    for name, count in (("order_ptr", slots), ("expert_ptr", given.tiles), ("row_ptr", given.tiles)):
+        given.array(name, count, torch.int64)
+    given.array("end_ptr", experts, torch.int64)
+
+
+def _tiles(given: Given, rows_of_a_matrix: int) -> None:
     """Check the arguments of both expert kernels, except the matrices."""
     given.powers("TILE_M", "TILE_N", "TILE_K")
     x, slots = given.x_ptr, given.order_ptr.numel()
@@ -224,7 +273,7 @@ def _tiles(given: Given) -> None:
     for name, count in (("expert_ptr", given.grid[0]), ("row_ptr", given.grid[0]), ("end_ptr", given.E)):
         given.reach(name, count, torch.int64, aligned=False)
     if given.BIAS:
-        given.array("bias_ptr", given.E * given.N)
+        given.array("bias_ptr", given.E * rows_of_a_matrix)
 
 
 def _codes(given: Given, rows: int) -> None:
@@ -296,7 +345,7 @@ def _dequantize(given: Given) -> None:
 
 
 def _grouped_codes(given: Given) -> None:
-    _tiles(given)
+    _tiles(given, given.N)
     _codes(given, given.E * given.N)
 
 
@@ -358,7 +407,15 @@ CONTRACTS = (
     ),
     Contract("coded", _add_parts, ("out_ptr",), (("bias_ptr", "BIAS"), ("factors_ptr", "FACTORS"))),
     Contract("coded", _dequantize, ("out_ptr",), (("zeros_ptr", "ZEROS"), ("factors_ptr", "FACTORS"))),
-    Contract("moe", _grouped, ("out_ptr",), (("bias_ptr", "BIAS"),)),
+    Contract("moe", _grouped, ("out_ptr",), (("bias_ptr", "BIAS"), ("shared_ptr", "SHARED"))),
+    Contract("routing", _router, ("logits_ptr",), (("bias_ptr", "BIAS"), ("gate_ptr", "GATE"))),
+    Contract(
+        "routing",
+        _route,
+        ("ids_ptr", "scales_ptr", "share_ptr"),
+        (("correction_ptr", "CORRECTION"), ("gate_ptr", "GATE"), ("share_ptr", "GATE")),
+    ),
+    Contract("routing", _cut, ("order_ptr", "expert_ptr", "row_ptr", "end_ptr")),
     Contract(
         "moe",
         _grouped_codes,
