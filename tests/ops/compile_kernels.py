@@ -234,6 +234,31 @@ def routers() -> None:
             routing.cut(chosen, experts, tile_m)
 
 
+def delta(k_heads: int, v_heads: int, dim: int, taps: int, dtype: torch.dtype) -> None:
+    """The gated delta net for decode rows, which keep a state for each token, and for chunks."""
+    from weft.ops.triton import delta as kernels
+
+    channels = (2 * k_heads + v_heads) * dim
+    keys = torch.empty(5, 2, k_heads, taps - 1, dim, dtype=dtype)
+    values = torch.empty(5, 2, v_heads, taps - 1, dim, dtype=dtype)
+    state = (keys, keys.clone(), values, torch.empty(5, 2, v_heads, dim, dim))
+    weights = tuple(torch.empty(*size) for size in ((taps, channels), (v_heads,), (v_heads,), (dim,)))
+    rows = (torch.zeros(4, dtype=torch.int32), *(torch.zeros(3, dtype=torch.int64) for _ in range(3)))
+    out = torch.empty(3, v_heads * dim, dtype=dtype)
+    for each in (False, True):
+        kernels.run(
+            torch.empty(3, channels + v_heads * dim, dtype=dtype),
+            torch.empty(3, 2 * v_heads, dtype=dtype),
+            out,
+            state,
+            weights,  # type: ignore[arg-type]
+            rows,
+            eps=1e-6,
+            length_eps=1e-6,
+            each=each,
+        )
+
+
 def packed(dtype: torch.dtype, *forms: str) -> None:
     """Products with packed weights in every form of tile, of matrices and of experts."""
     from tests.ops.test_coded import codes_of
@@ -278,6 +303,7 @@ def others() -> None:
     adapters(HALF)
     experts(HALF)
     routers()
+    delta(16, 32, 128, 4, HALF)
     packed(HALF, "int4 zeros", "nvfp4")
     attention(12, 4, 64, 16, 100, HALF)
     latent(128, 512, 64, 64, 0, HALF)
@@ -286,6 +312,8 @@ def others() -> None:
 
 def all_forms() -> None:
     latent(8, 500, 24, 3, 0, FULL)
+    delta(2, 6, 100, 3, FULL)
+    delta(2, 2, 64, 2, HALF)
     elementwise(FULL)
     products(FULL)
     experts(FULL)

@@ -362,6 +362,56 @@ def _combine(given: Given) -> None:
         given.array("share_ptr", tokens, *WIDE)
 
 
+def _delta_states(given: Given) -> None:
+    given.powers("K_P2", "TILE")
+    _delta_rows(given)
+    heads = given.K_HEADS * given.GROUP
+    given.need(given.grid[1] == heads, "every head has a program")
+    given.need(given.grid[2] * given.TILE >= given.V_DIM, "columns without a program")
+    tokens = given.qkvz_ptr.shape[0]
+    given.reach("gates_ptr", (tokens - 1) * given.gates_stride + 2 * heads, given.qkvz_ptr.dtype, aligned=False)
+    given.array("taps_ptr", given.TAPS * (2 * given.K_HEADS * given.K_DIM + heads * given.V_DIM), *WIDE)
+    _copies(given, "state_ptr", "state", heads * given.K_DIM * given.V_DIM, torch.float32)
+    for name in ("rate_ptr", "bias_ptr"):
+        given.array(name, heads, *WIDE)
+
+
+def _delta_outputs(given: Given) -> None:
+    given.powers("K_P2", "V_P2", "TAPS_P2")
+    _delta_rows(given)
+    heads = given.K_HEADS * given.GROUP
+    given.need(given.grid[1] == heads + 2 * given.K_HEADS, "every head has a program")
+    given.need(given.V_DIM <= given.V_P2, "a head is larger than the program")
+    given.need(given.TAPS - 1 <= given.TAPS_P2, "inputs are left out")
+    last = (given.qkvz_ptr.shape[0] - 1) * given.out_stride
+    given.reach("out_ptr", last + heads * given.V_DIM, given.qkvz_ptr.dtype, aligned=False)
+    given.array("norm_ptr", given.V_DIM, *WIDE)
+
+
+def _delta_rows(given: Given) -> None:
+    """Check the arguments that both kernels of the gated delta net share."""
+    given.need(given.K_DIM <= given.K_P2, "a key is larger than the program")
+    heads, rows, dtype = given.K_HEADS * given.GROUP, given.grid[0], given.qkvz_ptr.dtype
+    tokens = given.qkvz_ptr.shape[0]
+    width = 2 * (given.K_HEADS * given.K_DIM + heads * given.V_DIM)
+    given.reach("qkvz_ptr", (tokens - 1) * given.qkvz_stride + width, *HALF, aligned=False)
+    given.array("o_ptr", tokens * heads * given.V_DIM, *WIDE)
+    for name in ("q_ptr", "k_ptr"):
+        _copies(given, name, "key", given.K_HEADS * (given.TAPS - 1) * given.K_DIM, dtype)
+    _copies(given, "v_ptr", "value", heads * (given.TAPS - 1) * given.V_DIM, dtype)
+    given.reach("offsets_ptr", rows + 1, torch.int32, aligned=False)
+    for name in ("starts_ptr", "slots_ptr", "live_ptr"):
+        given.reach(name, rows, torch.int64, aligned=False)
+
+
+def _copies(given: Given, name: str, stride: str, elements: int, dtype: torch.dtype) -> None:
+    """Check a part of a recurrent state: [slots, copies, elements], slots and copies apart."""
+    slots, copies = given.values[name].shape[:2]
+    slot, copy = given.values[f"{stride}_slot"], given.values[f"{stride}_copy"]
+    given.need(copy >= elements and slot >= copies * elements, f"copies of {name} overlap")
+    given.reach(name, (slots - 1) * slot + (copies - 1) * copy + elements, dtype)
+
+
 @dataclass(frozen=True)
 class Contract:
     """The contract of one kernel."""
@@ -415,6 +465,8 @@ CONTRACTS = (
         ("ids_ptr", "scales_ptr", "share_ptr"),
         (("correction_ptr", "CORRECTION"), ("gate_ptr", "GATE"), ("share_ptr", "GATE")),
     ),
+    Contract("delta", _delta_states, ("o_ptr", "state_ptr")),
+    Contract("delta", _delta_outputs, ("out_ptr", "q_ptr", "k_ptr", "v_ptr")),
     Contract("routing", _cut, ("order_ptr", "expert_ptr", "row_ptr", "end_ptr")),
     Contract(
         "moe",
