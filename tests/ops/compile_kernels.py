@@ -147,19 +147,24 @@ def latent(heads: int, lora: int, rope: int, block: int, window: int, dtype: tor
     spec = CacheSpec(kind="full", layers=(0,), kv_heads=heads // group, head_dim=lora)
     for lines in (16, 32):
         segment = _segment([lines // group] * 3)
-        q = torch.empty(segment.tokens, heads, lora + rope, dtype=dtype)
-        out, cache = q[..., :lora].contiguous(), torch.empty(2, block, lora + rope, dtype=dtype)
+        q = torch.empty(segment.tokens, heads, lora, dtype=dtype)
+        out, cache = q.clone(), torch.empty(2, block, lora + rope, dtype=dtype)
+        turned = torch.empty(segment.tokens, heads, 128 + rope, dtype=dtype)
+        angles = torch.empty(segment.tokens, rope // 2)
         for split in (0, 1024):
             form = forms.latent(lines, dtype)
             cut = make_cut(segment, heads, spec, form, split)
             attend(
                 q,
+                turned,
+                (angles, angles),
                 out,
                 cache,
                 segment.q_offsets,
                 segment.starts,
                 segment.tables[0],
                 cut.parts[0].tiles,
+                interleaved=lines == 16,
                 form=form,
                 group=group,
                 window=window,
@@ -168,6 +173,18 @@ def latent(heads: int, lora: int, rope: int, block: int, window: int, dtype: tor
                 splits=cut.splits,
                 tokens=(0, segment.tokens),
             )
+
+
+def entries(first: int, lora: int, rope: int, dtype: torch.dtype) -> None:
+    """Entries of latent attention, with and without a norm of the queries."""
+    from weft.ops.triton.latent import latent_rope_cache
+
+    joined = torch.empty(4, first + lora + rope, dtype=dtype)
+    weight, q_weight = torch.empty(lora, dtype=dtype), torch.empty(first, dtype=dtype)
+    cache, angles = torch.empty(2, 16, lora + rope, dtype=dtype), torch.empty(4, rope // 2)
+    writes = torch.zeros(4, dtype=torch.int64)
+    for one in (q_weight, None):
+        latent_rope_cache(joined, one, weight, 1e-6, angles, angles, one is None, cache, writes)
 
 
 def elementwise(dtype: torch.dtype) -> None:
@@ -186,6 +203,8 @@ def elementwise(dtype: torch.dtype) -> None:
         writes = torch.zeros(4, dtype=torch.int64)
         fused.qkv_rope_cache(qkv, 32, 8, *weights, 1e-6, angles, angles, cache, writes)
     fused.gated(torch.empty(4, 2 * 3000, dtype=dtype), "silu")
+    wider = torch.empty(4, 2 * 3000, dtype=dtype)
+    fused.sigmoid_gate(wider[:, :3000].contiguous(), wider[:, 3000:])
 
 
 def products(dtype: torch.dtype) -> None:
@@ -307,11 +326,13 @@ def others() -> None:
     packed(HALF, "int4 zeros", "nvfp4")
     attention(12, 4, 64, 16, 100, HALF)
     latent(128, 512, 64, 64, 0, HALF)
+    entries(1536, 512, 64, HALF)
     latent(8, 128, 32, 16, 100, HALF)
 
 
 def all_forms() -> None:
     latent(8, 500, 24, 3, 0, FULL)
+    entries(100, 500, 24, FULL)
     delta(2, 6, 100, 3, FULL)
     delta(2, 2, 64, 2, HALF)
     elementwise(FULL)

@@ -25,12 +25,20 @@ ROOT = Path(__file__).parents[2]
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 REGISTERS = 1 << 16
 """Registers of a multiprocessor: all threads of one program must fit."""
-ATTENTION = {"_attend", "_attend_latent", "_merge", "_delta_states", "_delta_outputs"}
-LAYERS = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_linear", "_grouped", "_combine"}
+ATTENTION = {"_attend", "_attend_latent", "_latent_rope_cache", "_merge", "_delta_states", "_delta_outputs"}
+LAYERS = {
+    "_add_rms_norm",
+    "_qkv_rope_cache",
+    "_gated_silu",
+    "_sigmoid_gate",
+    "_linear",
+    "_grouped",
+    "_combine",
+}
 ROUTING = {"_router", "_route", "_cut"}
 ADAPTERS = {"_low_rank_inner", "_low_rank_outer"}
 PACKED = {"_coded", "_add_parts", "_dequantize", "_grouped_codes"}
-FEW = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_attend", "_merge"}
+FEW = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_sigmoid_gate", "_attend", "_merge"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

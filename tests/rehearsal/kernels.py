@@ -107,11 +107,36 @@ def _attend_latent(given: Given) -> None:
     tokens, rows, width = q.shape[0], offsets.numel() - 1, given.LORA + given.ROPE
     given.powers("LORA_P2", "ROPE_P2", "TILE_M", "TILE_N")
     given.need(given.TILE_M * given.LORA_P2 <= MOST_ELEMENTS, "a tile is too large")
-    given.array("q_ptr", tokens * given.HEADS * width, *HALF)
+    given.array("q_ptr", tokens * given.HEADS * given.LORA, *HALF)
+    turned = (tokens - 1) * given.turned_stride + given.HEADS * given.LINE
+    given.need(given.ROPE <= given.LINE and given.ROPE % 2 == 0, "no rotated part of a query")
+    given.reach("turned_ptr", turned, q.dtype, aligned=False)
+    for name in ("cos_ptr", "sin_ptr"):
+        given.reach(name, tokens * given.ROPE // 2, *WIDE, aligned=False)
     given.array("cache_ptr", cache.shape[0] * given.BLOCK * width, q.dtype)
     _rows(given, rows)
     given.need(given.grid[1] * given.GROUP == given.HEADS, "every part of the heads has a program")
     _outputs(given, q, tokens, given.HEADS * given.LORA)
+
+
+def _latent_rope_cache(given: Given) -> None:
+    tokens, width = given.grid[0], given.LORA + given.ROPE
+    given.powers("FIRST_P2", "LORA_P2", "ROPE_P2")
+    for name in ("FIRST", "LORA", "ROPE"):
+        given.need(given.values[name] <= given.values[f"{name}_P2"], f"{name} is larger than the program")
+    given.need(given.grid[1] == 1 + given.Q_NORM, "every part of a row has a program")
+    joined = given.joined_ptr
+    given.need(joined.stride(1) == 1 and joined.stride(0) == given.joined_stride, "rows lie otherwise")
+    given.reach("joined_ptr", (tokens - 1) * given.joined_stride + given.FIRST + width, *HALF, aligned=False)
+    given.array("weight_ptr", given.LORA)
+    for name in ("cos_ptr", "sin_ptr"):
+        given.array(name, tokens * given.ROPE // 2, *WIDE)
+    given.need(given.cache_ptr.numel() % width == 0, "lines of the cache are of another size")
+    given.array("cache_ptr", given.cache_ptr.numel(), joined.dtype)
+    given.reach("writes_ptr", tokens, torch.int64, aligned=False)
+    if given.Q_NORM:
+        given.array("q_weight_ptr", given.FIRST)
+        given.array("q_ptr", tokens * given.FIRST, joined.dtype)
 
 
 def _rows(given: Given, rows: int) -> None:
@@ -171,7 +196,9 @@ def _qkv_rope_cache(given: Given) -> None:
     tokens, heads = given.grid[0], given.HEADS + 2 * given.KV_HEADS
     given.powers("HALF_P2", "REST_P2", "AT_ONCE")
     given.need(given.grid[1] * given.AT_ONCE >= heads, "heads without a program")
-    given.array("qkv_ptr", tokens * heads * given.DIM, *HALF)
+    qkv = given.qkv_ptr
+    given.need(qkv.stride(1) == 1 and qkv.stride(0) == given.qkv_stride, "rows lie otherwise")
+    given.reach("qkv_ptr", (tokens - 1) * given.qkv_stride + heads * given.DIM, *HALF, aligned=False)
     dtype = given.qkv_ptr.dtype
     for name in ("cos_ptr", "sin_ptr"):
         given.array(name, tokens * given.HALF, *WIDE)
@@ -190,6 +217,17 @@ def _gated_silu(given: Given) -> None:
     given.need(given.grid[1] * given.AT_ONCE >= given.N, "columns without a program")
     given.array("gate_up_ptr", rows * 2 * given.N, *HALF)
     given.array("out_ptr", rows * given.N, given.gate_up_ptr.dtype)
+
+
+def _sigmoid_gate(given: Given) -> None:
+    rows = given.grid[0]
+    given.powers("AT_ONCE")
+    given.need(given.grid[1] * given.AT_ONCE >= given.N, "columns without a program")
+    for name in ("x", "gate"):
+        stride = given.values[f"{name}_stride"]
+        given.need(given.values[f"{name}_ptr"].stride() == (stride, 1), "rows lie otherwise")
+        given.reach(f"{name}_ptr", (rows - 1) * stride + given.N, *HALF, aligned=False)
+    given.array("out_ptr", rows * given.N, given.x_ptr.dtype)
 
 
 def _linear(given: Given) -> None:
@@ -369,7 +407,9 @@ def _delta_states(given: Given) -> None:
     given.need(given.grid[1] == heads, "every head has a program")
     given.need(given.grid[2] * given.TILE >= given.V_DIM, "columns without a program")
     tokens = given.qkvz_ptr.shape[0]
-    given.reach("gates_ptr", (tokens - 1) * given.gates_stride + 2 * heads, given.qkvz_ptr.dtype, aligned=False)
+    given.reach(
+        "gates_ptr", (tokens - 1) * given.gates_stride + 2 * heads, given.qkvz_ptr.dtype, aligned=False
+    )
     given.array("taps_ptr", given.TAPS * (2 * given.K_HEADS * given.K_DIM + heads * given.V_DIM), *WIDE)
     _copies(given, "state_ptr", "state", heads * given.K_DIM * given.V_DIM, torch.float32)
     for name in ("rate_ptr", "bias_ptr"):
@@ -437,6 +477,12 @@ CONTRACTS = (
     Contract(
         "attention", _merge, ("out_ptr", "out_lse_ptr"), (("out_lse_ptr", "LSE"), ("sinks_ptr", "SINKS"))
     ),
+    Contract(
+        "latent",
+        _latent_rope_cache,
+        ("cache_ptr", "q_ptr"),
+        (("q_weight_ptr", "Q_NORM"), ("q_ptr", "Q_NORM")),
+    ),
     Contract("latent", _attend_latent, ("out_ptr", "lse_ptr"), (("lse_ptr", "SPLIT"),)),
     Contract(
         "fused", _add_rms_norm, ("stream_ptr", "normed_ptr"), (("delta_ptr", "ADD"), ("stream_ptr", "ADD"))
@@ -448,6 +494,7 @@ CONTRACTS = (
         (("q_weight_ptr", "Q_NORM"), ("k_weight_ptr", "K_NORM")),
     ),
     Contract("fused", _gated_silu, ("out_ptr",)),
+    Contract("fused", _sigmoid_gate, ("out_ptr",)),
     Contract("matmul", _linear, ("out_ptr",), (("bias_ptr", "BIAS"),)),
     Contract(
         "coded",

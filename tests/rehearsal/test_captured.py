@@ -65,8 +65,8 @@ def captured(name: str, folder_of: Callable[[str], Path], patch: pytest.MonkeyPa
 
 STEP = 25
 """Kernels outside of the layers: positions, angles, embedding, last norm, head, copies of the result."""
-LIMITS = {"llama": 9, "qwen3_moe": 12, "deepseek_v3": 53, "gpt-oss": 15, "qwen3_next": 81}
-"""Kernels of a layer."""
+LIMITS = {"llama": 9, "qwen3_moe": 12, "deepseek_v3": 13.5, "gpt-oss": 15, "qwen3_next": 15}
+"""Kernels of a layer, on average over the layers. The merge of splits, for longer contexts, is one more."""
 
 
 @mostly_slow("name", [*LIMITS], ["qwen3_next"])
@@ -74,5 +74,4 @@ def test_kernels_of_a_layer(
     name: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, layers = captured(name, folder_of, monkeypatch)
-    print(f"{name}: {(found.total() - STEP) / layers} kernels a layer")
     assert found.total() <= STEP + LIMITS[name] * layers, found

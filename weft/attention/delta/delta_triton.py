@@ -1,7 +1,7 @@
 """Gated delta net on CUDA devices by two Triton kernels per segment (``weft.ops.triton.delta``).
 
     TritonDelta            rows of few tokens by the kernels; longer rows by torch, in chunks
-    TritonInvariantDelta   every row by the kernels, so output bits depend neither on the batch nor on chunking
+    TritonInvariantDelta   every row by the kernels; output bits depend neither on the batch nor on chunks
 
 The kernels read no number of the host, so a decode segment can be captured in a CUDA graph. Triton is
 imported at the first segment.
@@ -47,7 +47,8 @@ class TritonDelta(TorchDelta):
         assert delta is not None
         if not fits(delta.k_dim, delta.v_dim):
             raise ConfigError(
-                f"delta net backend 'triton' has no heads of {delta.k_dim} x {delta.v_dim}: at most 256 x 1024",
+                f"delta net backend 'triton' has no heads of {delta.k_dim} x {delta.v_dim}: "
+                "at most 256 x 1024",
                 param="--attention-backend",
             )
 

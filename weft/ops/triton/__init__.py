@@ -1,8 +1,11 @@
 """Kernels in Triton for CUDA devices. Importing registers the kernels; the first call imports Triton.
 
-``fused``: norms, rotary embedding with the cache write, the gated activation. ``matmul``: a batch-invariant
-matrix product for ``--deterministic``. ``coded``: products with weights that stay packed. ``moe``: routed
-feed-forward blocks. ``low_rank``: adapters. ``attention``: paged attention, for ``weft.attention``.
+    fused            norms, rotary embedding with the cache write, gates
+    matmul           a batch-invariant matrix product for ``--deterministic``
+    coded            products with weights that stay packed
+    moe, routing     routed feed-forward blocks
+    low_rank         adapters
+    attention, latent, delta    paged attention, latent attention and the gated delta net
 
 The kernels compute float32, bfloat16 and float16; float64 stays on the torch implementations.
 """
@@ -70,8 +73,9 @@ def _offer(op: str, module: str, function: str, *, name: str = "triton", **more:
     )
 
 
-for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "gated"):
+for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "gated", "sigmoid_gate"):
     _offer(_op, "fused", _op, invariant=True, priority=FAST)
+_offer("latent_rope_cache", "latent", "latent_rope_cache", invariant=True, priority=FAST)
 _offer("low_rank", "low_rank", "low_rank", invariant=True, priority=FAST)
 _fast: dict[str, Any] = {"priority": FAST}
 _invariant: dict[str, Any] = {"name": "triton-invariant", "invariant": True, "priority": FALLBACK}

@@ -277,8 +277,8 @@ def _product(
 ) -> None:
     """Write the product of each slot and its expert's matrix to ``out`` [slots, N].
 
-    ``gather``: see ``_grouped``. ``gate``: write the activation of the product. ``shared``: matrix of one more
-    expert. Codes support neither.
+    ``gather``: see ``_grouped``. ``gate``: write the activation of the product. ``shared``: matrix of one
+    more expert. Codes support neither.
     """
     if isinstance(weight, Codes):
         return _product_of_codes(x, weight, bias, out, tiles, top_k, tile_m, gather)

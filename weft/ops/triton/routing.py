@@ -70,7 +70,7 @@ def _router(
         w = tl.load(column_ptr + begin + k, mask=inner, other=0.0)
         acc += x.to(tl.float32) * w[None, :]
     logits = tl.sum(acc, 1)
-    if BIAS:
+    if BIAS:  # noqa: SIM102 (BIAS is decided when the kernel compiles)
         if expert < E:
             logits += tl.load(bias_ptr + expert)
     COLUMNS: tl.constexpr = E + 1 if GATE else E
