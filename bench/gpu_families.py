@@ -2,10 +2,10 @@
 
 python -m bench.gpu_families --json families.json
 
-Each model has random weights and 8 layers of a published shape: Qwen3-30B-A3B, DeepSeek-V3 (1 dense layer and
-64 of 256 experts, so that the weights fit one GPU), Qwen3-Next. The prompts have ``--context`` tokens. The wall
-time comes from greedy steps without a profiler; kernels come from later steps under torch's profiler and
-include sampling.
+Each model has random weights and 8 layers of a published shape: Qwen3-30B-A3B, DeepSeek-V3 (1 dense layer
+and 64 of 256 experts, so that the weights fit one GPU), Qwen3-Next. The prompts have ``--context`` tokens.
+The wall time comes from greedy steps without a profiler. Kernels come from later steps under torch's profiler
+and include sampling.
 """
 
 from __future__ import annotations

@@ -339,7 +339,7 @@ def _cut(
     last = tiles
     if expert < E:
         last = (before + count) // TILE_M + tl.minimum(before + count, expert + 1)
-        tl.store(end_ptr + expert, (before + count).to(tl.int64))
+        tl.store(end_ptr + expert, before + count)
         place = before
         for begin in range(0, slots, SLOTS):
             ids = tl.load(ids_ptr + begin + at, mask=begin + at < slots, other=-1).to(tl.int32)
