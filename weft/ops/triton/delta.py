@@ -294,51 +294,27 @@ def run(
     for part in (*state, qkvz.unsqueeze(0), gates.unsqueeze(0), out.unsqueeze(0)):
         assert part[0, 0].is_contiguous(), "rows and heads are contiguous"
     o = torch.empty((len(qkvz), v_heads, v_dim), dtype=torch.float32, device=qkvz.device)
-    taps = weights[0].shape[0]
+    *of_states, norm = weights
+    taps = len(weights[0])
     strides = (q.stride(0), q.stride(1), v.stride(0), v.stride(1))
     sizes = {"K_HEADS": k_heads, "GROUP": v_heads // k_heads, "K_DIM": k_dim, "K_P2": power(k_dim)}
+    sizes |= {"V_DIM": v_dim, "TAPS": taps, "EACH": each}
+    tensors = (qkvz, gates, o, q, k, v, recurrent, *of_states, *rows)
+    numbers = (qkvz.stride(0), gates.stride(0), *strides, recurrent.stride(0), recurrent.stride(1))
     _delta_states[(len(rows[1]), v_heads, triton.cdiv(v_dim, TILE))](
-        qkvz,
-        gates,
-        o,
-        q,
-        k,
-        v,
-        recurrent,
-        *weights[:3],
-        *rows,
-        qkvz.stride(0),
-        gates.stride(0),
-        *strides,
-        recurrent.stride(0),
-        recurrent.stride(1),
+        *tensors,
+        *numbers,
         length_eps,
         **sizes,
-        V_DIM=v_dim,
-        TAPS=taps,
         TILE=TILE,
-        EACH=each,
         # As many threads as dims of a key: Triton then loads a key once, not once per layout.
         num_warps=max(1, power(k_dim) // 32),
     )
     _delta_outputs[(len(rows[1]), v_heads + 2 * k_heads)](
-        qkvz,
-        o,
-        out,
-        q,
-        k,
-        v,
-        weights[3],
-        *rows,
-        qkvz.stride(0),
-        out.stride(0),
-        *strides,
-        eps,
+        *(qkvz, o, out, q, k, v, norm, *rows),
+        *(qkvz.stride(0), out.stride(0), *strides, eps),
         **sizes,
-        V_DIM=v_dim,
         V_P2=power(v_dim),
-        TAPS=taps,
         TAPS_P2=power(taps - 1),
-        EACH=each,
         num_warps=1,
     )

@@ -326,10 +326,8 @@ def attend(
     the heads. Splits: see ``attention``.
     """
     heads, lora = q.shape[1:]
-    rope = cache.shape[2] - lora
     cos, sin = (one.contiguous() for one in angles)
-    assert turned[0].is_contiguous(), "heads of queries are contiguous"
-    assert all(tensor.is_contiguous() for tensor in (q, out, cache)), "attention takes contiguous memory"
+    assert all(one.is_contiguous() for one in (turned[0], q, out, cache)), "attention takes contiguous memory"
     assert q.dtype == turned.dtype == cache.dtype, "queries and cache are of one dtype"
     assert split % form.tile_n == 0, "a split is whole steps"
     assert heads % group == 0, "parts of the heads are equal"
@@ -338,19 +336,17 @@ def attend(
     if split:
         target = torch.empty((end - begin, heads, splits, lora), dtype=torch.float32, device=q.device)
         lse = torch.empty((end - begin, heads, splits), dtype=torch.float32, device=q.device)
-    tensors = (q, turned, cos, sin, target, lse, cache, offsets, starts, table, tiles)
-    numbers = (scale * _LOG2E, turned.stride(0), table.stride(0), split, splits, begin)
     _attend_latent[(tiles.shape[0], heads // group, splits)](
-        *tensors,
-        *numbers,
+        *(q, turned, cos, sin, target, lse, cache, offsets, starts, table, tiles),
+        *(scale * _LOG2E, turned.stride(0), table.stride(0), split, splits, begin),
         HEADS=heads,
         GROUP=group,
         LINE=turned.shape[2],
         INTERLEAVED=interleaved,
         LORA=lora,
         LORA_P2=padded(lora),
-        ROPE=rope,
-        ROPE_P2=padded(rope),
+        ROPE=cache.shape[2] - lora,
+        ROPE_P2=padded(cache.shape[2] - lora),
         BLOCK=cache.shape[1],
         WINDOW=window,
         TILE_M=form.tile_m,
