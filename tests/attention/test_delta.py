@@ -12,16 +12,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
 from weft.attention import recurrent
 from weft.attention.base import SegmentInput
 from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaWeights
 from weft.attention.delta.delta_cpu import CpuDelta
 from weft.attention.delta.delta_torch import InvariantDelta, TorchDelta
+from weft.attention.delta.delta_triton import TritonDelta, TritonInvariantDelta
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.config.families.qwen3_next import state_cache
 from weft.config.spec import DeltaSpec, ModelSpec
+from weft.ops import triton as kernels
 from weft.ops.torch_ops import wide
 
 Tensor = torch.Tensor
@@ -40,6 +43,9 @@ CPU_SHAPES = (
     (2, 2, 32, 112, 4),
 )
 LENGTHS = [1, 70, 5, 130, 17, 64, 33]
+
+
+triton_runs = pytest.mark.skipif(not kernels.interpreting(), reason="needs TRITON_INTERPRET=1")
 
 
 @pytest.fixture(autouse=True)
@@ -234,6 +240,48 @@ def test_cpu_is_close_to_float64(shape: tuple[int, ...], dtype: torch.dtype, wil
         assert distance(scene.state[3][row.slot, 0], right_state) < 1e-5
 
 
+@triton_runs
+@mostly_slow(
+    ("shape", "dtype"),
+    [
+        (SHAPES[0], torch.float32),
+        (SHAPES[1], torch.bfloat16),
+        (SHAPES[2], torch.float16),
+        (CPU_SHAPES[1], torch.bfloat16),
+    ],
+    [(SHAPES[2], torch.float16)],
+)
+def test_triton_is_close_to_float64(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Rows of several chunks and sizes; one row is too long for the kernel of the fast form."""
+    for backend, lengths in ((TritonDelta(), [70, 1]), (TritonInvariantDelta(), [9, 1, 4])):
+        scene = Scene(shape, dtype, lengths=lengths)
+        in_chunks(scene, backend, 3 if backend.invariant else 66)
+        for row, made in zip(scene.rows, scene.outputs(), strict=True):
+            right, right_state = expected(scene, row)
+            limit = {torch.float32: 1e-5, torch.float16: 2e-3}.get(dtype, 1.6e-2)
+            assert distance(made, right) < limit
+            assert distance(scene.state[3][row.slot, 0], right_state) < 1e-5
+
+
+@triton_runs
+def test_triton_keeps_bits_and_a_state_for_each_token() -> None:
+    """Chunks, company and drafts that are cut back leave the bits of one token after another."""
+    backend, lengths = TritonInvariantDelta(), [9, 4]
+    whole = Scene(SHAPES[2], torch.float32, lengths)
+    right = whole.whole(backend)
+    drafted = Scene(SHAPES[2], torch.float32, lengths)
+    first, second = drafted.rows
+    drafted.step(backend, [(first, 2)])
+    # (tokens of a verify row, rejected tokens)
+    for count, drop in ((3, 2), (2, 0), (4, 1), (1, 0)):
+        drafted.step(backend, [(first, count), (second, 1)], each=True)
+        first.done, first.live = first.done - drop, first.live - drop
+        del first.out[len(first.out) - drop :]
+    for made, one in zip(drafted.outputs(), right, strict=True):
+        assert torch.equal(bits(made), bits(one))
+    assert torch.equal(bits(drafted.recurrent()), bits(whole.recurrent()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_torch_in_narrower_types(dtype: torch.dtype) -> None:
     scene = Scene(SHAPES[0], dtype, lengths=[150, 3])
@@ -294,11 +342,13 @@ def test_bits_do_not_depend_on_chunks_company_or_threads(
 
 def backends_for(shape: tuple[int, ...]) -> list[DeltaBackend]:
     made: list[DeltaBackend] = [TorchDelta(), InvariantDelta()]
+    if kernels.interpreting() and shape == SHAPES[2]:
+        made += [TritonDelta(), TritonInvariantDelta()]
     return [*made, CpuDelta()] if shape in CPU_SHAPES else made
 
 
 @pytest.mark.usefixtures("extension")
-@pytest.mark.parametrize("shape", [SHAPES[1], CPU_SHAPES[0], CPU_SHAPES[2]])
+@mostly_slow("shape", [SHAPES[1], CPU_SHAPES[0], CPU_SHAPES[2], SHAPES[2]], 3)
 def test_drafts_leave_a_state_for_each_token(shape: tuple[int, ...]) -> None:
     """Verify rows of different counts, cut back at random, end in the state of plain decoding."""
     for backend in backends_for(shape):
@@ -328,10 +378,11 @@ def test_drafts_leave_a_state_for_each_token(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("extension")
+@mostly_slow("shape", [CPU_SHAPES[0], SHAPES[2]], 1)
 @pytest.mark.parametrize("each", [False, True])
-def test_only_the_rows_own_copies_are_written(each: bool) -> None:
-    for backend in backends_for(CPU_SHAPES[0]):
-        scene = Scene(CPU_SHAPES[0], torch.float32, [8, 5])
+def test_only_the_rows_own_copies_are_written(each: bool, shape: tuple[int, ...]) -> None:
+    for backend in backends_for(shape):
+        scene = Scene(shape, torch.float32, [8, 5])
         scene.step(backend, [(scene.rows[0], 2), (scene.rows[1], 3)], each=each)
         for part in scene.state:
             written = ~part.isnan().flatten(2).all(2)
@@ -343,12 +394,14 @@ def test_only_the_rows_own_copies_are_written(each: bool) -> None:
 
 
 @pytest.mark.usefixtures("extension")
-def test_a_new_sequence_starts_from_zeros() -> None:
-    for backend in backends_for(CPU_SHAPES[0]):
-        scene = Scene(CPU_SHAPES[0], torch.float32, [20])
+@mostly_slow("shape", [CPU_SHAPES[0], SHAPES[2]], 1)
+def test_a_new_sequence_starts_from_zeros(shape: tuple[int, ...]) -> None:
+    for backend in backends_for(shape):
+        scene = Scene(shape, torch.float32, [8])
         first = scene.whole(backend)
         row = scene.rows[0]
-        scene.state[3].fill_(float("inf"))
+        for part in scene.state:
+            part.fill_(float("inf"))
         row.done, row.live, row.out = 0, 3, []
         assert torch.equal(scene.whole(backend)[0], first[0])
 

@@ -174,19 +174,24 @@ def latent(heads: int, lora: int, rope: int, block: int, window: int, dtype: tor
     spec = CacheSpec(kind="full", layers=(0,), kv_heads=heads // group, head_dim=lora)
     for lines in (16, 32):
         segment = _segment([lines // group] * 3)
-        q = torch.empty(segment.tokens, heads, lora + rope, dtype=dtype)
-        out, cache = q[..., :lora].contiguous(), torch.empty(2, block, lora + rope, dtype=dtype)
+        q = torch.empty(segment.tokens, heads, lora, dtype=dtype)
+        out, cache = q.clone(), torch.empty(2, block, lora + rope, dtype=dtype)
+        turned = torch.empty(segment.tokens, heads, 128 + rope, dtype=dtype)
+        angles = torch.empty(segment.tokens, rope // 2)
         for split in (0, 1024):
             form = forms.latent(lines, dtype)
             cut = make_cut(segment, heads, spec, form, split)
             attend(
                 q,
+                turned,
+                (angles, angles),
                 out,
                 cache,
                 segment.q_offsets,
                 segment.starts,
                 segment.tables[0],
                 cut.parts[0].tiles,
+                interleaved=lines == 16,
                 form=form,
                 group=group,
                 window=window,
@@ -195,6 +200,18 @@ def latent(heads: int, lora: int, rope: int, block: int, window: int, dtype: tor
                 splits=cut.splits,
                 tokens=(0, segment.tokens),
             )
+
+
+def entries(first: int, lora: int, rope: int, dtype: torch.dtype) -> None:
+    """Entries of latent attention, with and without a norm of the queries."""
+    from weft.ops.triton.latent import latent_rope_cache
+
+    joined = torch.empty(4, first + lora + rope, dtype=dtype)
+    weight, q_weight = torch.empty(lora, dtype=dtype), torch.empty(first, dtype=dtype)
+    cache, angles = torch.empty(2, 16, lora + rope, dtype=dtype), torch.empty(4, rope // 2)
+    writes = torch.zeros(4, dtype=torch.int64)
+    for one in (q_weight, None):
+        latent_rope_cache(joined, one, weight, 1e-6, angles, angles, one is None, cache, writes)
 
 
 def elementwise(dtype: torch.dtype) -> None:
@@ -213,6 +230,8 @@ def elementwise(dtype: torch.dtype) -> None:
         writes = torch.zeros(4, dtype=torch.int64)
         fused.qkv_rope_cache(qkv, 32, 8, *weights, 1e-6, angles, angles, cache, writes)
     fused.gated(torch.empty(4, 2 * 3000, dtype=dtype), "silu")
+    wider = torch.empty(4, 2 * 3000, dtype=dtype)
+    fused.sigmoid_gate(wider[:, :3000].contiguous(), wider[:, 3000:])
 
 
 def products(dtype: torch.dtype) -> None:
@@ -230,12 +249,60 @@ def experts(dtype: torch.dtype) -> None:
     from tests.support.routed import routed, tokens
     from weft.ops.triton import moe
 
-    for kind in ("biased", "gated_shared"):
-        weights = routed(kind, dtype, experts=8, hidden=256, inner=192, shared=100)
+    moe._table_form = lambda tokens, weights: "triton"
+    for kind, shared in (("biased", 100), ("gated_shared", 100), ("corrected", 192)):
+        weights = routed(kind, dtype, experts=8, hidden=256, inner=192, shared=shared)
         for count in (4, 200):
             x, ids = tokens(count, dtype, 256)
             moe.moe(x, ids, weights)
         moe.moe_invariant(*tokens(4, dtype, 256), weights)
+
+
+def routers() -> None:
+    """Routers of published sizes: Qwen3, Qwen3-Next with the gate of a shared expert, DeepSeek-V3."""
+    from tests.support.routed import routed
+    from weft.ops.routing import Rule
+    from weft.ops.triton import routing
+
+    grouped = Rule(8, "sigmoid", True, groups=8, top_groups=4, group_rule="top2", scale=2.5)
+    sizes: list[tuple[str, int, int, Rule]] = [
+        ("plain", 128, 2048, Rule(8, renormalize=True)),
+        ("gated_shared", 512, 2048, Rule(10, renormalize=True)),
+        ("corrected", 256, 7168, grouped),
+    ]
+    for kind, experts, hidden, rule in sizes:
+        weights = replace(routed(kind, HALF, experts=experts, hidden=hidden, inner=8, shared=8), rule=rule)
+        x = torch.empty(4, hidden, dtype=HALF)
+        chosen, _, _ = routing.choose(
+            x, weights, torch.nn.functional.linear, own=True, joined=kind != "plain"
+        )
+        for tile_m in (16, 64):
+            routing.cut(chosen, experts, tile_m)
+
+
+def delta(k_heads: int, v_heads: int, dim: int, taps: int, dtype: torch.dtype) -> None:
+    """The gated delta net for decode rows, which keep a state for each token, and for chunks."""
+    from weft.ops.triton import delta as kernels
+
+    channels = (2 * k_heads + v_heads) * dim
+    keys = torch.empty(5, 2, k_heads, taps - 1, dim, dtype=dtype)
+    values = torch.empty(5, 2, v_heads, taps - 1, dim, dtype=dtype)
+    state = (keys, keys.clone(), values, torch.empty(5, 2, v_heads, dim, dim))
+    weights = tuple(torch.empty(*size) for size in ((taps, channels), (v_heads,), (v_heads,), (dim,)))
+    rows = (torch.zeros(4, dtype=torch.int32), *(torch.zeros(3, dtype=torch.int64) for _ in range(3)))
+    out = torch.empty(3, v_heads * dim, dtype=dtype)
+    for each in (False, True):
+        kernels.run(
+            torch.empty(3, channels + v_heads * dim, dtype=dtype),
+            torch.empty(3, 2 * v_heads, dtype=dtype),
+            out,
+            state,
+            weights,  # type: ignore[arg-type]
+            rows,
+            eps=1e-6,
+            length_eps=1e-6,
+            each=each,
+        )
 
 
 def packed(dtype: torch.dtype, *forms: str) -> None:
@@ -311,14 +378,20 @@ def others() -> None:
     products(HALF)
     adapters(HALF)
     experts(HALF)
+    routers()
+    delta(16, 32, 128, 4, HALF)
     packed(HALF, "int4 zeros", "nvfp4")
     attention(12, 4, 64, 16, 100, HALF)
     latent(128, 512, 64, 64, 0, HALF)
+    entries(1536, 512, 64, HALF)
     latent(8, 128, 32, 16, 100, HALF)
 
 
 def all_forms() -> None:
     latent(8, 500, 24, 3, 0, FULL)
+    entries(100, 500, 24, FULL)
+    delta(2, 6, 100, 3, FULL)
+    delta(2, 2, 64, 2, HALF)
     elementwise(FULL)
     products(FULL)
     experts(FULL)

@@ -26,11 +26,20 @@ ROOT = Path(__file__).parents[2]
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 REGISTERS = 1 << 16
 """Registers of a multiprocessor: all threads of one program must fit."""
-ATTENTION = {"_attend", "_attend_latent", "_merge"}
-LAYERS = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_linear", "_grouped", "_combine"}
+ATTENTION = {"_attend", "_attend_latent", "_latent_rope_cache", "_merge", "_delta_states", "_delta_outputs"}
+LAYERS = {
+    "_add_rms_norm",
+    "_qkv_rope_cache",
+    "_gated_silu",
+    "_sigmoid_gate",
+    "_linear",
+    "_grouped",
+    "_combine",
+}
+ROUTING = {"_router", "_route", "_cut"}
 ADAPTERS = {"_low_rank_inner", "_low_rank_outer"}
 PACKED = {"_coded", "_add_parts", "_dequantize", "_grouped_codes"}
-FEW = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_attend", "_merge"}
+FEW = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_sigmoid_gate", "_attend", "_merge"}
 
 
 COSTS = {
@@ -105,7 +114,9 @@ def test_instructions_by_weight(pytestconfig: pytest.Config) -> None:
 )
 def test_kernels_compile_and_fit(capability: int, few: bool, pytestconfig: pytest.Config) -> None:
     kernels = compiled(capability, "few" if few else "", pytestconfig)
-    assert {kernel["name"] for kernel in kernels} == (FEW if few else ATTENTION | LAYERS | ADAPTERS | PACKED)
+    assert {kernel["name"] for kernel in kernels} == (
+        FEW if few else ATTENTION | LAYERS | ROUTING | ADAPTERS | PACKED
+    )
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[capability], kernel
         assert kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, kernel

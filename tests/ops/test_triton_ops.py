@@ -84,7 +84,8 @@ def test_rope_and_cache(
     """Covers whole, partial and no rotation and single norms; unwritten entries stay NaN."""
     from weft.ops.triton import fused
 
-    qkv = random(7, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    # Columns of wider rows, as beside an output gate.
+    qkv = random(7, (heads + 2 * kv_heads) * dim + 3, dtype=dtype)[:, 3:]
     weights = [random(dim, dtype=dtype, seed=i) if norm else None for i, norm in enumerate(norms)]
     angles = random(7, half, dtype=torch.float32)
     writes = torch.tensor([4, 5, 6, 7, 12, 13, 20], device=DEVICE)
@@ -101,6 +102,36 @@ def test_rope_and_cache(
 
 @runs
 @pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
+@pytest.mark.parametrize(("interleaved", "normed"), [(True, True), (False, False)])
+def test_entries_of_latent_attention(
+    interleaved: bool, normed: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Odd sizes, entries that are not written stay NaN, and rows do not depend on each other."""
+    from weft.ops import latent_ops
+    from weft.ops.triton import latent
+
+    first, lora, rope = 21, 13, 6
+    joined = random(5, first + lora + rope, dtype=dtype)
+    weight = random(lora, dtype=dtype, seed=1)
+    q_weight = random(first, dtype=dtype, seed=2) if normed else None
+    angles = random(5, rope // 2, dtype=torch.float32)
+    writes = torch.tensor([4, 5, 6, 12, 0], device=DEVICE)
+    made, caches = [], []
+    for run in (latent_ops.latent_rope_cache, latent.latent_rope_cache):
+        caches.append(torch.full((4, 4, lora + rope), float("nan"), dtype=dtype, device=DEVICE))
+        more = (angles.cos(), angles.sin(), interleaved, caches[-1], writes)
+        made.append(run(joined, q_weight, weight, 1e-6, *more))
+    assert close(made[1], made[0], tolerance)
+    assert torch.equal(caches[0].isnan(), caches[1].isnan())
+    assert close(caches[1].nan_to_num(), caches[0].nan_to_num(), tolerance)
+    alone = torch.empty_like(caches[1])
+    more = (angles.cos()[3:4], angles.sin()[3:4], interleaved, alone, writes[3:4])
+    assert torch.equal(latent.latent_rope_cache(joined[3:4], q_weight, weight, 1e-6, *more)[0], made[1][3])
+    assert torch.equal(alone[3, 0], caches[1][3, 0])
+
+
+@runs
+@pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
 @pytest.mark.parametrize("size", [37, 1500])
 def test_gated(size: int, dtype: torch.dtype, tolerance: float) -> None:
     from weft.ops.triton import coded, fused
@@ -109,6 +140,9 @@ def test_gated(size: int, dtype: torch.dtype, tolerance: float) -> None:
     for activation in ("silu", "gelu"):
         assert close(fused.gated(x, activation), torch_ops.gated(x, activation), tolerance)
     assert fused.gated(x[:0], "silu").shape == (0, size)
+    outer = torch.cat((x, x[:, :5]), dim=1)[:, 3 : 3 + 2 * size]
+    gates, values = outer[:, :size], outer[:, size:]
+    assert close(fused.sigmoid_gate(values, gates), torch_ops.sigmoid_gate(values, gates), tolerance)
     weight, bias = random(2 * size, 40, dtype=dtype), random(2 * size, dtype=dtype)
     y = random(3, 40, dtype=dtype, seed=9) / 8
     made = coded.gated_linear(y, weight, bias, "silu")

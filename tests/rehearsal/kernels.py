@@ -107,11 +107,36 @@ def _attend_latent(given: Given) -> None:
     tokens, rows, width = q.shape[0], offsets.numel() - 1, given.LORA + given.ROPE
     given.powers("LORA_P2", "ROPE_P2", "TILE_M", "TILE_N")
     given.need(given.TILE_M * given.LORA_P2 <= MOST_ELEMENTS, "a tile is too large")
-    given.array("q_ptr", tokens * given.HEADS * width, *HALF)
+    given.array("q_ptr", tokens * given.HEADS * given.LORA, *HALF)
+    turned = (tokens - 1) * given.turned_stride + given.HEADS * given.LINE
+    given.need(given.ROPE <= given.LINE and given.ROPE % 2 == 0, "no rotated part of a query")
+    given.reach("turned_ptr", turned, q.dtype, aligned=False)
+    for name in ("cos_ptr", "sin_ptr"):
+        given.reach(name, tokens * given.ROPE // 2, *WIDE, aligned=False)
     given.array("cache_ptr", cache.shape[0] * given.BLOCK * width, q.dtype)
     _rows(given, rows)
     given.need(given.grid[1] * given.GROUP == given.HEADS, "every part of the heads has a program")
     _outputs(given, q, tokens, given.HEADS * given.LORA)
+
+
+def _latent_rope_cache(given: Given) -> None:
+    tokens, width = given.grid[0], given.LORA + given.ROPE
+    given.powers("FIRST_P2", "LORA_P2", "ROPE_P2")
+    for name in ("FIRST", "LORA", "ROPE"):
+        given.need(given.values[name] <= given.values[f"{name}_P2"], f"{name} is larger than the program")
+    given.need(given.grid[1] == 1 + given.Q_NORM, "every part of a row has a program")
+    joined = given.joined_ptr
+    given.need(joined.stride(1) == 1 and joined.stride(0) == given.joined_stride, "rows lie otherwise")
+    given.reach("joined_ptr", (tokens - 1) * given.joined_stride + given.FIRST + width, *HALF, aligned=False)
+    given.array("weight_ptr", given.LORA)
+    for name in ("cos_ptr", "sin_ptr"):
+        given.array(name, tokens * given.ROPE // 2, *WIDE)
+    given.need(given.cache_ptr.numel() % width == 0, "lines of the cache are of another size")
+    given.array("cache_ptr", given.cache_ptr.numel(), joined.dtype)
+    given.reach("writes_ptr", tokens, torch.int64, aligned=False)
+    if given.Q_NORM:
+        given.array("q_weight_ptr", given.FIRST)
+        given.array("q_ptr", tokens * given.FIRST, joined.dtype)
 
 
 def _rows(given: Given, rows: int) -> None:
@@ -171,7 +196,9 @@ def _qkv_rope_cache(given: Given) -> None:
     tokens, heads = given.grid[0], given.HEADS + 2 * given.KV_HEADS
     given.powers("HALF_P2", "REST_P2", "AT_ONCE")
     given.need(given.grid[1] * given.AT_ONCE >= heads, "heads without a program")
-    given.array("qkv_ptr", tokens * heads * given.DIM, *HALF)
+    qkv = given.qkv_ptr
+    given.need(qkv.stride(1) == 1 and qkv.stride(0) == given.qkv_stride, "rows lie otherwise")
+    given.reach("qkv_ptr", (tokens - 1) * given.qkv_stride + heads * given.DIM, *HALF, aligned=False)
     dtype = given.qkv_ptr.dtype
     for name in ("cos_ptr", "sin_ptr"):
         given.array(name, tokens * given.HALF, *WIDE)
@@ -192,6 +219,17 @@ def _gated_silu(given: Given) -> None:
     given.array("out_ptr", rows * given.N, given.gate_up_ptr.dtype)
 
 
+def _sigmoid_gate(given: Given) -> None:
+    rows = given.grid[0]
+    given.powers("AT_ONCE")
+    given.need(given.grid[1] * given.AT_ONCE >= given.N, "columns without a program")
+    for name in ("x", "gate"):
+        stride = given.values[f"{name}_stride"]
+        given.need(given.values[f"{name}_ptr"].stride() == (stride, 1), "rows lie otherwise")
+        given.reach(f"{name}_ptr", (rows - 1) * stride + given.N, *HALF, aligned=False)
+    given.array("out_ptr", rows * given.N, given.x_ptr.dtype)
+
+
 def _linear(given: Given) -> None:
     given.powers("TILE_M", "TILE_N", "TILE_K")
     x, rows = given.x_ptr, given.rows
@@ -206,11 +244,60 @@ def _linear(given: Given) -> None:
 
 
 def _grouped(given: Given) -> None:
-    _tiles(given)
-    given.array("weight_ptr", given.E * given.N * given.K, given.x_ptr.dtype)
+    rows = given.N * (2 if given.GATED else 1)
+    _tiles(given, rows)
+    given.need(given.GATHER or not given.GATED, "the activation comes after the first product")
+    given.array("weight_ptr", (given.E - given.SHARED) * rows * given.K, given.x_ptr.dtype)
+    if given.SHARED:
+        given.need(not given.BIAS, "the shared expert has no bias")
+        given.array("shared_ptr", rows * given.K, given.x_ptr.dtype)
 
 
-def _tiles(given: Given) -> None:
+def _router(given: Given) -> None:
+    given.powers("TOKENS", "INPUTS")
+    x, columns = given.x_ptr, given.E + given.GATE
+    given.need(given.grid[0] == columns, "columns without a program")
+    given.need(given.grid[1] * given.TOKENS >= given.rows, "tokens without a program")
+    given.need(x.stride(1) == 1 and x.stride(0) == given.x_stride, "rows of x lie otherwise")
+    given.reach("x_ptr", (given.rows - 1) * given.x_stride + given.K, *HALF)
+    given.array("weight_ptr", given.E * given.K, *WIDE)
+    given.array("logits_ptr", given.rows * columns, *WIDE)
+    if given.BIAS:
+        given.array("bias_ptr", given.E, *WIDE)
+    if given.GATE:
+        given.array("gate_ptr", given.K, *WIDE)
+
+
+def _route(given: Given) -> None:
+    rows = given.grid[0]
+    given.powers("GROUPS_P2", "EACH_P2", "TOP_K_P2")
+    given.need(given.GROUPS * given.EACH == given.E, "groups of different sizes")
+    given.need(given.GROUPS <= given.GROUPS_P2 and given.EACH <= given.EACH_P2, "experts are left out")
+    given.need(given.TOP_K <= given.TOP_K_P2, "choices are left out")
+    given.need(given.COLUMNS == given.TOP_K + given.JOINED, "columns without a choice")
+    given.reach("logits_ptr", (rows - 1) * given.logits_stride + given.E, *WIDE)
+    given.array("ids_ptr", rows * given.COLUMNS, torch.int64)
+    given.array("scales_ptr", rows * given.COLUMNS, *WIDE)
+    if given.CORRECTION:
+        given.array("correction_ptr", given.E, *WIDE)
+    if given.GATE:
+        given.reach("gate_ptr", (rows - 1) * given.gate_stride + 1, *WIDE, aligned=False)
+        if not given.JOINED:
+            given.array("share_ptr", rows, *WIDE)
+
+
+def _cut(given: Given) -> None:
+    given.powers("SLOTS", "TILES")
+    slots, experts = given.slots, given.E
+    given.need(given.grid[0] == experts + 1, "every expert has a program, and one more")
+    given.need(given.tiles == slots // given.TILE_M + min(slots, experts), "another number of tiles")
+    given.array("ids_ptr", slots, torch.int64)
+    for name, count in (("order_ptr", slots), ("expert_ptr", given.tiles), ("row_ptr", given.tiles)):
+        given.array(name, count, torch.int64)
+    given.array("end_ptr", experts, torch.int64)
+
+
+def _tiles(given: Given, rows_of_a_matrix: int) -> None:
     """Check the arguments of both expert kernels, except the matrices."""
     given.powers("TILE_M", "TILE_N", "TILE_K")
     x, slots = given.x_ptr, given.order_ptr.numel()
@@ -224,7 +311,7 @@ def _tiles(given: Given) -> None:
     for name, count in (("expert_ptr", given.grid[0]), ("row_ptr", given.grid[0]), ("end_ptr", given.E)):
         given.reach(name, count, torch.int64, aligned=False)
     if given.BIAS:
-        given.array("bias_ptr", given.E * given.N)
+        given.array("bias_ptr", given.E * rows_of_a_matrix)
 
 
 def _codes(given: Given, rows: int) -> None:
@@ -347,7 +434,7 @@ def _dequantize_words(given: Given) -> None:
 
 
 def _grouped_codes(given: Given) -> None:
-    _tiles(given)
+    _tiles(given, given.N)
     _codes(given, given.E * given.N)
 
 
@@ -362,6 +449,58 @@ def _combine(given: Given) -> None:
         given.array("shared_ptr", tokens * given.N, *HALF)
     if given.SHARE:
         given.array("share_ptr", tokens, *WIDE)
+
+
+def _delta_states(given: Given) -> None:
+    given.powers("K_P2", "TILE")
+    _delta_rows(given)
+    heads = given.K_HEADS * given.GROUP
+    given.need(given.grid[1] == heads, "every head has a program")
+    given.need(given.grid[2] * given.TILE >= given.V_DIM, "columns without a program")
+    tokens = given.qkvz_ptr.shape[0]
+    given.reach(
+        "gates_ptr", (tokens - 1) * given.gates_stride + 2 * heads, given.qkvz_ptr.dtype, aligned=False
+    )
+    given.array("taps_ptr", given.TAPS * (2 * given.K_HEADS * given.K_DIM + heads * given.V_DIM), *WIDE)
+    _copies(given, "state_ptr", "state", heads * given.K_DIM * given.V_DIM, torch.float32)
+    for name in ("rate_ptr", "bias_ptr"):
+        given.array(name, heads, *WIDE)
+
+
+def _delta_outputs(given: Given) -> None:
+    given.powers("K_P2", "V_P2", "TAPS_P2")
+    _delta_rows(given)
+    heads = given.K_HEADS * given.GROUP
+    given.need(given.grid[1] == heads + 2 * given.K_HEADS, "every head has a program")
+    given.need(given.V_DIM <= given.V_P2, "a head is larger than the program")
+    given.need(given.TAPS - 1 <= given.TAPS_P2, "inputs are left out")
+    last = (given.qkvz_ptr.shape[0] - 1) * given.out_stride
+    given.reach("out_ptr", last + heads * given.V_DIM, given.qkvz_ptr.dtype, aligned=False)
+    given.array("norm_ptr", given.V_DIM, *WIDE)
+
+
+def _delta_rows(given: Given) -> None:
+    """Check the arguments that both kernels of the gated delta net share."""
+    given.need(given.K_DIM <= given.K_P2, "a key is larger than the program")
+    heads, rows, dtype = given.K_HEADS * given.GROUP, given.grid[0], given.qkvz_ptr.dtype
+    tokens = given.qkvz_ptr.shape[0]
+    width = 2 * (given.K_HEADS * given.K_DIM + heads * given.V_DIM)
+    given.reach("qkvz_ptr", (tokens - 1) * given.qkvz_stride + width, *HALF, aligned=False)
+    given.array("o_ptr", tokens * heads * given.V_DIM, *WIDE)
+    for name in ("q_ptr", "k_ptr"):
+        _copies(given, name, "key", given.K_HEADS * (given.TAPS - 1) * given.K_DIM, dtype)
+    _copies(given, "v_ptr", "value", heads * (given.TAPS - 1) * given.V_DIM, dtype)
+    given.reach("offsets_ptr", rows + 1, torch.int32, aligned=False)
+    for name in ("starts_ptr", "slots_ptr", "live_ptr"):
+        given.reach(name, rows, torch.int64, aligned=False)
+
+
+def _copies(given: Given, name: str, stride: str, elements: int, dtype: torch.dtype) -> None:
+    """Check a part of a recurrent state: [slots, copies, elements], slots and copies apart."""
+    slots, copies = given.values[name].shape[:2]
+    slot, copy = given.values[f"{stride}_slot"], given.values[f"{stride}_copy"]
+    given.need(copy >= elements and slot >= copies * elements, f"copies of {name} overlap")
+    given.reach(name, (slots - 1) * slot + (copies - 1) * copy + elements, dtype)
 
 
 @dataclass(frozen=True)
@@ -389,6 +528,12 @@ CONTRACTS = (
     Contract(
         "attention", _merge, ("out_ptr", "out_lse_ptr"), (("out_lse_ptr", "LSE"), ("sinks_ptr", "SINKS"))
     ),
+    Contract(
+        "latent",
+        _latent_rope_cache,
+        ("cache_ptr", "q_ptr"),
+        (("q_weight_ptr", "Q_NORM"), ("q_ptr", "Q_NORM")),
+    ),
     Contract("latent", _attend_latent, ("out_ptr", "lse_ptr"), (("lse_ptr", "SPLIT"),)),
     Contract(
         "fused", _add_rms_norm, ("stream_ptr", "normed_ptr"), (("delta_ptr", "ADD"), ("stream_ptr", "ADD"))
@@ -400,6 +545,7 @@ CONTRACTS = (
         (("q_weight_ptr", "Q_NORM"), ("k_weight_ptr", "K_NORM")),
     ),
     Contract("fused", _gated_silu, ("out_ptr",)),
+    Contract("fused", _sigmoid_gate, ("out_ptr",)),
     Contract("matmul", _linear, ("out_ptr",), (("bias_ptr", "BIAS"),)),
     Contract(
         "coded",
@@ -412,7 +558,17 @@ CONTRACTS = (
     Contract("words", _words, ("out_ptr",), (("bias_ptr", "BIAS"), ("zeros_ptr", "ZEROS"))),
     Contract("words", _add_words, ("out_ptr",), (("bias_ptr", "BIAS"),)),
     Contract("words", _dequantize_words, ("out_ptr",), (("zeros_ptr", "ZEROS"),)),
-    Contract("moe", _grouped, ("out_ptr",), (("bias_ptr", "BIAS"),)),
+    Contract("moe", _grouped, ("out_ptr",), (("bias_ptr", "BIAS"), ("shared_ptr", "SHARED"))),
+    Contract("routing", _router, ("logits_ptr",), (("bias_ptr", "BIAS"), ("gate_ptr", "GATE"))),
+    Contract(
+        "routing",
+        _route,
+        ("ids_ptr", "scales_ptr", "share_ptr"),
+        (("correction_ptr", "CORRECTION"), ("gate_ptr", "GATE"), ("share_ptr", "GATE")),
+    ),
+    Contract("delta", _delta_states, ("o_ptr", "state_ptr")),
+    Contract("delta", _delta_outputs, ("out_ptr", "q_ptr", "k_ptr", "v_ptr")),
+    Contract("routing", _cut, ("order_ptr", "expert_ptr", "row_ptr", "end_ptr")),
     Contract(
         "moe",
         _grouped_codes,

@@ -35,6 +35,8 @@ LATENT.add("invariant", "weft.attention.mla.latent_invariant:InvariantLatent")
 DELTA: Registry[type[Backend]] = Registry("delta net backend")
 DELTA.add("cpu", "weft.attention.delta.delta_cpu:CpuDelta")
 DELTA.add("torch", "weft.attention.delta.delta_torch:TorchDelta")
+DELTA.add("triton", "weft.attention.delta.delta_triton:TritonDelta")
+DELTA.add("triton-invariant", "weft.attention.delta.delta_triton:TritonInvariantDelta")
 DELTA.add("invariant", "weft.attention.delta.delta_torch:InvariantDelta")
 
 CONV: Registry[type[Backend]] = Registry("short convolution backend")
@@ -64,7 +66,7 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
     "latent": {"cpu": ("cpu", "torch", "invariant"), "cuda": ("triton", "torch")},
     "delta": {
         "cpu": ("cpu", "torch", "invariant"),
-        "cuda": ("torch", "invariant"),
+        "cuda": ("triton", "triton-invariant", "torch", "invariant"),
     },
     "sparse": {"cpu": ("cpu", "torch"), "cuda": ("torch",)},
     "conv": {"cpu": ("torch",), "cuda": ("torch",)},

@@ -9,7 +9,7 @@ import torch
 
 from weft.moe.products import PieceProducts, Products
 from weft.ops.coded import Codes, as_bytes
-from weft.ops.moe import Pieces, Routed, choose_experts, combine, count_of
+from weft.ops.moe import Pieces, Routed, combine, count_of
 from weft.ops.torch_ops import Int8Weight
 
 Tensor = torch.Tensor
@@ -54,7 +54,7 @@ class ByPieces(NamedTuple):
     pieces: Pieces
 
     def route(self, x: Tensor, ids: Tensor | None, weights: Routed) -> tuple[Tensor, Tensor, Tensor | None]:
-        return choose_experts(x, ids, weights, self.pieces.multiply)
+        return self.pieces.route(x, ids, weights)
 
     def answer(
         self, x: Tensor, places: Tensor, scales: Tensor | None, weights: Routed, exact: bool

@@ -111,6 +111,12 @@ class Pieces(NamedTuple):
     """Product for the shared expert."""
     gated: Gated
     experts: Experts
+    choose: Callable[..., tuple[Tensor, Tensor, Tensor | None]] | None = None
+    """Function with the signature of ``choose_experts``; None for ``choose_experts``."""
+
+    def route(self, x: Tensor, ids: Tensor | None, weights: Routed) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return ``choose_experts`` with the product of these parts."""
+        return (self.choose or choose_experts)(x, ids, weights, self.multiply)
 
     def shared(self, x: Tensor, share: Tensor | None, weights: Routed) -> Tensor | None:
         """Return the shared expert's output for x [T, hidden], wide [T, hidden]; None if there is none.
@@ -172,7 +178,7 @@ def block(x: Tensor, ids: Tensor | None, weights: Routed, pieces: Pieces) -> Ten
 
     ``ids``: token ids int64 [T]; needed only with a ``table``.
     """
-    chosen, scales, share = choose_experts(x, ids, weights, pieces.multiply)
+    chosen, scales, share = pieces.route(x, ids, weights)
     total = combine(pieces.experts(x, chosen, weights), scales)
     shared = pieces.shared(x, share, weights)
     return (total if shared is None else total + shared).to(x.dtype)

@@ -24,7 +24,6 @@ from weft.ops.moe import (
     by_expert,
     by_gather,
     by_group,
-    choose_experts,
     combine,
     count_of,
     in_fp8,
@@ -63,7 +62,7 @@ def plain(up: Tensor, activation: str) -> Tensor:
 
 def block(x: Tensor, ids: Tensor | None, weights: Routed, pieces: Pieces) -> Tensor:
     """Compute the whole block for x [T, hidden] and return [T, hidden] in x's dtype; see ``moe.block``."""
-    chosen, scales, share = choose_experts(x, ids, weights, pieces.multiply)
+    chosen, scales, share = pieces.route(x, ids, weights)
     latent = weights if isinstance(weights, LatentRouted) else None
     rows = x if latent is None else latent.enter(x)
     total = combine(pieces.experts(rows, chosen, weights), scales)

@@ -16,7 +16,6 @@ from weft.attention.mla.latent_torch import TorchLatent
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, MLASpec, ModelSpec
 from weft.ops import triton as kernels
-from weft.ops.latent_ops import rotate_pairs
 from weft.ops.triton import forms
 
 Tensor = torch.Tensor
@@ -83,11 +82,11 @@ class TritonLatent(TorchLatent):
         from weft.ops.triton.latent import attend
 
         mla = latent.mla
-        nope, turned = q.split((mla.nope, mla.rope), dim=-1)
-        turned = rotate_pairs(turned, *latent.angles, mla.interleaved)
-        # [T, heads, kv_lora + rope]: queries in the space of cache entries
-        absorbed = torch.cat((torch.einsum("thd,hdl->thl", nope, latent.up.keys), turned), dim=-1)
-        sums = torch.empty_like(absorbed[..., : mla.kv_lora], memory_format=torch.contiguous_format)
+        # [T, heads, kv_lora]: queries in the space of latents. Batches are heads: [heads, T, .] views.
+        absorbed = q.new_empty(*q.shape[:2], mla.kv_lora)
+        nope = q[..., : mla.nope]
+        torch.bmm(nope.transpose(0, 1), latent.up.keys, out=absorbed.transpose(0, 1))
+        sums = torch.empty_like(absorbed)
         heads = q.shape[1]
         group = max(size for size in range(1, GROUP + 1) if heads % size == 0)
         prepared = (
@@ -99,12 +98,15 @@ class TritonLatent(TorchLatent):
         for part in cut.parts:
             attend(
                 absorbed,
+                q,
+                latent.angles,
                 sums,
                 core.caches[latent.kind][0],
                 segment.q_offsets,
                 segment.starts,
                 segment.tables[latent.kind],
                 part.tiles,
+                interleaved=mla.interleaved,
                 form=cut.form,
                 group=group,
                 window=latent.spec.window,
@@ -113,7 +115,7 @@ class TritonLatent(TorchLatent):
                 splits=cut.splits,
                 tokens=(part.begin, part.end),
             )
-        out.copy_(torch.einsum("thl,hvl->thv", sums, latent.up.values))
+        torch.bmm(sums.transpose(0, 1), latent.up.values.transpose(1, 2), out=out.transpose(0, 1))
 
 
 def _cut(

@@ -1,9 +1,12 @@
 """Kernels in Triton for CUDA devices. Importing registers the kernels; the first call imports Triton.
 
-``fused``: norms, rotary embedding with the cache write, the gated activation. ``matmul``: a batch-invariant
-matrix product for ``--deterministic``. ``coded``: products with weights that stay packed; ``words_linear``:
-faster ones of linear layers on Hopper GPUs. ``moe``: routed feed-forward blocks. ``low_rank``: adapters.
-``attention``: paged attention, for ``weft.attention``.
+    fused            norms, rotary embedding with the cache write, gates
+    matmul           a batch-invariant matrix product for ``--deterministic``
+    coded            products with weights that stay packed
+    words_linear     faster ones of linear layers on Hopper GPUs
+    moe, routing     routed feed-forward blocks
+    low_rank         adapters
+    attention, latent, delta    paged attention, latent attention and the gated delta net
 
 The kernels compute float32, bfloat16 and float16; float64 stays on the torch implementations.
 """
@@ -96,8 +99,9 @@ def _offer_words(suffix: str, facts: dict[str, Any]) -> None:
             _offer(f"{op}_{form}", "words_linear", op + suffix, pack=_Later("words_linear", pack), **facts)
 
 
-for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "gated"):
+for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "gated", "sigmoid_gate"):
     _offer(_op, "fused", _op, invariant=True, priority=FAST)
+_offer("latent_rope_cache", "latent", "latent_rope_cache", invariant=True, priority=FAST)
 _offer("low_rank", "low_rank", "low_rank", invariant=True, priority=FAST)
 _fast: dict[str, Any] = {"priority": FAST}
 _invariant: dict[str, Any] = {"name": "triton-invariant", "invariant": True, "priority": FALLBACK}

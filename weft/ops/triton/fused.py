@@ -1,4 +1,4 @@
-"""Norms, rotary embedding with the cache write, and the gated activation, each in one pass over memory.
+"""Norms, rotary embedding with the cache write, and gates, each in one pass over memory.
 
 One program computes a row, in an order that depends only on the row's length, so the ops are invariant.
 Results are rounded where the torch references round. The references define the results.
@@ -104,7 +104,7 @@ def _normalize(
 
 @triton.jit
 def _qkv_rope_cache(
-    qkv_ptr,  # [T, HEADS + 2 * KV_HEADS, DIM]
+    qkv_ptr,  # [T, HEADS + 2 * KV_HEADS, DIM]; tokens lie apart
     q_weight_ptr,  # [DIM], with Q_NORM
     k_weight_ptr,  # [DIM], with K_NORM
     cos_ptr,  # [T, HALF] float32
@@ -113,6 +113,7 @@ def _qkv_rope_cache(
     writes_ptr,  # int64 [T]
     q_ptr,  # [T, HEADS, DIM]
     eps,
+    qkv_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -134,7 +135,7 @@ def _qkv_rope_cache(
     rest = 2 * HALF + tl.arange(0, REST_P2)
     halves = live[:, None] & (half < HALF)[None, :]
     rests = live[:, None] & (rest < DIM)[None, :]
-    heads_ptr = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head)[:, None] * DIM
+    heads_ptr = qkv_ptr + token * qkv_stride + head[:, None] * DIM
     first = tl.load(heads_ptr + half[None, :], mask=halves, other=0.0).to(tl.float32)
     second = tl.load(heads_ptr + HALF + half[None, :], mask=halves, other=0.0).to(tl.float32)
     last = tl.load(heads_ptr + rest[None, :], mask=rests, other=0.0).to(tl.float32)
@@ -215,7 +216,7 @@ def qkv_rope_cache(
         return q
     assert cache.is_contiguous(), "the cache is written in place"
     assert cos.dtype == torch.float32, "angles are wide"
-    qkv = qkv.contiguous()
+    qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
     _qkv_rope_cache[(tokens, -(-(heads + 2 * kv_heads) // HEADS_AT_ONCE))](
         qkv,
         qkv if q_weight is None else q_weight,
@@ -226,6 +227,7 @@ def qkv_rope_cache(
         writes,
         q,
         eps,
+        qkv.stride(0),
         HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -270,4 +272,36 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     if rows:
         grid = (rows, -(-size // GATED_AT_ONCE))
         _gated_silu[grid](gate_up, out, size, AT_ONCE=GATED_AT_ONCE, num_warps=4)
+    return out
+
+
+@triton.jit
+def _sigmoid_gate(
+    x_ptr,  # [T, N]
+    gate_ptr,  # [T, N]; both of wider rows
+    out_ptr,  # [T, N]
+    x_stride,
+    gate_stride,
+    N,
+    AT_ONCE: tl.constexpr,
+):
+    """Compute ``x * sigmoid(gate)`` for AT_ONCE columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
+    x = tl.load(x_ptr + row * x_stride + at, mask=at < N, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + at, mask=at < N, other=0.0).to(tl.float32)
+    made = x / (1.0 + tl.exp(-gate))
+    tl.store(out_ptr + row * N + at, made.to(out_ptr.dtype.element_ty), mask=at < N)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Compute ``torch_ops.sigmoid_gate``: ``x * sigmoid(gate)``, both [T, n], which may be columns of wider
+    rows."""
+    rows, size = x.shape
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    x, gate = (one if one.stride(1) == 1 else one.contiguous() for one in (x, gate))
+    grid = (rows, -(-size // GATED_AT_ONCE))
+    _sigmoid_gate[grid](x, gate, out, x.stride(0), gate.stride(0), size, AT_ONCE=GATED_AT_ONCE, num_warps=4)
     return out

@@ -1,4 +1,7 @@
-"""Latent attention for rows of few queries: absorbed queries over paged lines, with keys in splits.
+"""Latent attention: cache entries, and absorbed queries over paged lines, with keys in splits.
+
+``latent_rope_cache`` writes the entries of a step. ``attend`` serves rows of few queries and rotates the
+queries itself.
 
     cache        [blocks, block, LORA + ROPE]: a line is the key of all heads, its latent their value
     tile         TILE_M lines of one row's queries: line m is query ``first + m // GROUP``, head
@@ -19,22 +22,156 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.ops import latent_ops
 from weft.ops.triton import interpreting
 from weft.ops.triton.attention import merge, padded
-from weft.ops.triton.forms import KernelForm
+from weft.ops.triton.forms import KernelForm, power
+from weft.ops.triton.fused import LONGEST_ROW
 
 Tensor = torch.Tensor
 
 _LOG2E = 1.4426950408889634
 
 
+@triton.jit
+def _rotated(line_ptrs, cos_ptr, sin_ptr, token, live, turns, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return ``latent_ops.rotate_pairs`` of ROPE elements at each of ``line_ptrs`` [N], as [N, turns]."""
+    HALF: tl.constexpr = ROPE // 2
+    pair = turns % HALF
+    first = 2 * pair if INTERLEAVED else pair
+    second = first + 1 if INTERLEAVED else first + HALF
+    inside = live[:, None] & (turns < ROPE)[None, :]
+    x = tl.load(line_ptrs[:, None] + first[None, :], mask=inside, other=0.0)
+    y = tl.load(line_ptrs[:, None] + second[None, :], mask=inside, other=0.0)
+    angles = token[:, None] * HALF + pair[None, :]
+    cos = tl.load(cos_ptr + angles, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + angles, mask=inside, other=0.0)
+    narrow = x.dtype
+    x = x.to(tl.float32)
+    y = y.to(tl.float32)
+    return tl.where((turns < HALF)[None, :], x * cos - y * sin, y * cos + x * sin).to(narrow)
+
+
+@triton.jit
+def _latent_rope_cache(
+    joined_ptr,  # [T, FIRST + LORA + ROPE] of wider rows
+    q_weight_ptr,  # [FIRST], with Q_NORM
+    weight_ptr,  # [LORA]
+    cos_ptr,  # float32 [T, ROPE / 2]
+    sin_ptr,
+    cache_ptr,  # [blocks * BLOCK, LORA + ROPE]
+    writes_ptr,  # int64 [T]
+    q_ptr,  # [T, FIRST], with Q_NORM
+    joined_stride,
+    eps,
+    FIRST: tl.constexpr,
+    FIRST_P2: tl.constexpr,
+    LORA: tl.constexpr,
+    LORA_P2: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_P2: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    Q_NORM: tl.constexpr,
+):
+    """Write the entry of one token, or, in the second program of a token, the normalized queries' part."""
+    token = tl.program_id(0).to(tl.int64)
+    row_ptr = joined_ptr + token * joined_stride
+    if Q_NORM:  # noqa: SIM102 (Q_NORM is decided when the kernel compiles)
+        if tl.program_id(1) == 1:
+            at = tl.arange(0, FIRST_P2)
+            made = _normed(row_ptr, q_weight_ptr, at, FIRST, eps)
+            tl.store(q_ptr + token * FIRST + at, made.to(q_ptr.dtype.element_ty), mask=at < FIRST)
+            return
+    line_ptr = cache_ptr + tl.load(writes_ptr + token) * (LORA + ROPE)
+    narrow = cache_ptr.dtype.element_ty
+    dim = tl.arange(0, LORA_P2)
+    tl.store(line_ptr + dim, _normed(row_ptr + FIRST, weight_ptr, dim, LORA, eps).to(narrow), mask=dim < LORA)
+    turns = tl.arange(0, ROPE_P2)
+    own = token + tl.arange(0, 1)
+    key = _rotated(
+        row_ptr + FIRST + LORA + 0 * own, cos_ptr, sin_ptr, own, own >= 0, turns, ROPE, INTERLEAVED
+    )
+    tl.store(line_ptr + LORA + turns[None, :], key.to(narrow), mask=(turns < ROPE)[None, :])
+
+
+@triton.jit
+def _normed(row_ptr, weight_ptr, at, SIZE: tl.constexpr, eps):
+    """Return the RMS norm of SIZE elements, float32."""
+    x = tl.load(row_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
+
+
+def latent_rope_cache(
+    joined: Tensor,
+    q_weight: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    cache: Tensor,
+    writes: Tensor,
+) -> Tensor:
+    """Compute ``latent_ops.latent_rope_cache`` in one pass: write the entries, return the queries' part.
+
+    The cache must be contiguous; cos and sin are float32.
+    """
+    tokens, lora, rope = len(joined), weight.shape[0], 2 * cos.shape[1]
+    first = joined.shape[1] - lora - rope
+    if max(first, lora) > LONGEST_ROW:
+        return latent_ops.latent_rope_cache(
+            joined, q_weight, weight, eps, cos, sin, interleaved, cache, writes
+        )
+    joined = joined if joined.stride(1) == 1 else joined.contiguous()
+    q = joined[:, :first]
+    if q_weight is not None:
+        q = torch.empty((tokens, first), dtype=joined.dtype, device=joined.device)
+    if not tokens:
+        return q
+    assert cache.is_contiguous(), "the cache is written in place"
+    assert cos.dtype == torch.float32, "angles are wide"
+    _latent_rope_cache[(tokens, 1 + (q_weight is not None))](
+        joined,
+        weight if q_weight is None else q_weight,
+        weight,
+        cos.contiguous(),
+        sin.contiguous(),
+        cache,
+        writes,
+        q,
+        joined.stride(0),
+        eps,
+        FIRST=first,
+        FIRST_P2=power(first),
+        LORA=lora,
+        LORA_P2=power(lora),
+        ROPE=rope,
+        ROPE_P2=power(rope),
+        INTERLEAVED=interleaved,
+        Q_NORM=q_weight is not None,
+        num_warps=4,
+    )
+    return q
+
+
 # A row's columns lie anywhere in a step's columns. Do not compile a program per alignment.
 @triton.jit(
     do_not_specialize=["table_stride", "split", "splits", "token_base"],
-    do_not_specialize_on_alignment=["offsets_ptr", "starts_ptr", "table_ptr", "tiles_ptr"],
+    do_not_specialize_on_alignment=[
+        "offsets_ptr",
+        "starts_ptr",
+        "table_ptr",
+        "tiles_ptr",
+        "cos_ptr",
+        "sin_ptr",
+    ],
 )
 def _attend_latent(
-    q_ptr,  # [T, HEADS, LORA + ROPE]
+    q_ptr,  # [T, HEADS, LORA], absorbed
+    turned_ptr,  # [T, HEADS, LINE], not rotated; the last ROPE elements are read; tokens lie apart
+    cos_ptr,  # float32 [T, ROPE / 2]
+    sin_ptr,
     out_ptr,  # [T, HEADS, LORA]; with SPLIT float32 [T - token_base, HEADS, splits, LORA]
     lse_ptr,  # with SPLIT float32 [T - token_base, HEADS, splits]
     cache_ptr,
@@ -43,12 +180,15 @@ def _attend_latent(
     table_ptr,  # int64 [R, table_stride]
     tiles_ptr,  # int64 [tiles]: row << 32 | first query
     scale,
+    turned_stride,
     table_stride,
     split,
     splits,
     token_base,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    LINE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     LORA: tl.constexpr,
     LORA_P2: tl.constexpr,
     ROPE: tl.constexpr,
@@ -94,11 +234,16 @@ def _attend_latent(
     dims = tl.arange(0, LORA_P2)
     turns = tl.arange(0, ROPE_P2)
     wanted = live[:, None] & (dims[None, :] < LORA)
-    q = tl.load(q_ptr + places[:, None] * WIDTH + dims[None, :], mask=wanted, other=0.0)
-    turned = tl.load(
-        q_ptr + places[:, None] * WIDTH + LORA + turns[None, :],
-        mask=live[:, None] & (turns[None, :] < ROPE),
-        other=0.0,
+    q = tl.load(q_ptr + places[:, None] * LORA + dims[None, :], mask=wanted, other=0.0)
+    turned = _rotated(
+        turned_ptr + (token + query).to(tl.int64) * turned_stride + head * LINE + (LINE - ROPE),
+        cos_ptr,
+        sin_ptr,
+        token + query,
+        live,
+        turns,
+        ROPE,
+        INTERLEAVED,
     )
     if WIDEN:
         q = q.to(tl.float32)
@@ -154,6 +299,8 @@ def _attend_latent(
 
 def attend(
     q: Tensor,
+    turned: Tensor,
+    angles: tuple[Tensor, Tensor],
     out: Tensor,
     cache: Tensor,
     offsets: Tensor,
@@ -161,6 +308,7 @@ def attend(
     table: Tensor,
     tiles: Tensor,
     *,
+    interleaved: bool,
     form: KernelForm,
     group: int,
     window: int,
@@ -171,15 +319,16 @@ def attend(
 ) -> None:
     """Compute latent attention of ``tiles`` (int64 [n]: row << 32 | first query) into ``out``.
 
-    q: [T, heads, lora + rope], absorbed and rotated; out: [T, heads, lora]; cache: [blocks, block, lora +
-    rope]; all contiguous and of one dtype. offsets: int32 [R + 1], starts: int64 [R], table: int64 [R, W]. A
-    tile has ``form.tile_m // group`` queries of ``group`` heads; ``group`` must divide the heads. Splits: see
-    ``attention``.
+    q: [T, heads, lora], absorbed; turned: [T, heads, nope + rope], of which the last rope elements are read
+    and rotated by ``angles``, float32 [T, rope / 2] each; out: [T, heads, lora]; cache: [blocks, block, lora
+    + rope]. All of one dtype; tokens of ``turned`` may lie apart. offsets: int32 [R + 1], starts: int64 [R],
+    table: int64 [R, W]. A tile has ``form.tile_m // group`` queries of ``group`` heads; ``group`` must divide
+    the heads. Splits: see ``attention``.
     """
-    heads, width = q.shape[1:]
-    lora = out.shape[2]
-    assert all(tensor.is_contiguous() for tensor in (q, out, cache)), "attention takes contiguous memory"
-    assert q.dtype == cache.dtype, "queries and cache are of one dtype"
+    heads, lora = q.shape[1:]
+    cos, sin = (one.contiguous() for one in angles)
+    assert all(one.is_contiguous() for one in (turned[0], q, out, cache)), "attention takes contiguous memory"
+    assert q.dtype == turned.dtype == cache.dtype, "queries and cache are of one dtype"
     assert split % form.tile_n == 0, "a split is whole steps"
     assert heads % group == 0, "parts of the heads are equal"
     begin, end = tokens
@@ -187,17 +336,17 @@ def attend(
     if split:
         target = torch.empty((end - begin, heads, splits, lora), dtype=torch.float32, device=q.device)
         lse = torch.empty((end - begin, heads, splits), dtype=torch.float32, device=q.device)
-    tensors = (q, target, lse, cache, offsets, starts, table, tiles)
-    numbers = (scale * _LOG2E, table.stride(0), split, splits, begin)
     _attend_latent[(tiles.shape[0], heads // group, splits)](
-        *tensors,
-        *numbers,
+        *(q, turned, cos, sin, target, lse, cache, offsets, starts, table, tiles),
+        *(scale * _LOG2E, turned.stride(0), table.stride(0), split, splits, begin),
         HEADS=heads,
         GROUP=group,
+        LINE=turned.shape[2],
+        INTERLEAVED=interleaved,
         LORA=lora,
         LORA_P2=padded(lora),
-        ROPE=width - lora,
-        ROPE_P2=padded(width - lora),
+        ROPE=cache.shape[2] - lora,
+        ROPE_P2=padded(cache.shape[2] - lora),
         BLOCK=cache.shape[1],
         WINDOW=window,
         TILE_M=form.tile_m,

@@ -6,29 +6,34 @@
              programs return at once
     product  [slots, K] x [E, N, K] -> [slots, N], each tile by its expert's matrix, all of K in one chain
 
-The first product reads tokens in sorted order; the second writes to the slots' original places. The bits of a
-row depend only on its own chain, not on other rows of the tile, so the kernel is also the invariant form. The
-fast form also uses torch's forms where the table (``weft.ops.moe_table``) shows an advantage. Packed matrices
-are unpacked in the tile, as in ``weft.ops.triton.coded``, and have no other form.
+The first product reads tokens in sorted order and applies the activation; the second writes to the slots'
+original places. The bits of a row depend only on its own chain, not on other rows of the tile, so the kernel
+is also the invariant form. The fast form also uses torch's forms where the table (``weft.ops.moe_table``)
+shows an advantage. Packed matrices are unpacked in the tile, as in ``weft.ops.triton.coded``, and have no
+other form.
+
+For few tokens the fast form computes a shared expert of the experts' size as one more expert of the grouped
+product. The whole block then is six kernels: logits, choice, tiles, two products, combination.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from weft.ops import moe as torch_moe
-from weft.ops import torch_ops
+from weft.ops import moe_table, torch_ops
 from weft.ops.coded import Codes, to_fp8, to_int4
-from weft.ops.moe import Pieces, Routed, activate, choose_experts, has_codes, rounded
+from weft.ops.moe import Gate, Pieces, Routed, activate, has_codes, rounded
 from weft.ops.stacks import stacked
-from weft.ops.triton import coded, fused, interpreting, matmul
+from weft.ops.triton import coded, fused, interpreting, matmul, routing
 from weft.ops.triton.forms import power
+from weft.ops.triton.routing import Tiles, cut
 from weft.ops.triton.unpacking import finish, step
 
 Tensor = torch.Tensor
@@ -43,13 +48,16 @@ COLUMNS = 1024
 @triton.jit
 def _grouped(
     x_ptr,  # [T, K], or [slots, K] sorted
-    weight_ptr,  # [E, N, K]
-    bias_ptr,  # [E, N], with BIAS
+    weight_ptr,  # [E, N, K], with GATED [E, 2 * N, K], gate rows first; with SHARED one expert fewer
+    shared_ptr,  # the last expert's matrix, with SHARED
+    bias_ptr,  # [E, N], with GATED [E, 2 * N], with BIAS
     out_ptr,  # [slots, N]
     order_ptr,  # int64 [slots]: slot at each sorted place
     expert_ptr,  # int64 [tiles]: expert of each tile, E for surplus tiles
     row_ptr,  # int64 [tiles]: first sorted place of each tile
     end_ptr,  # int64 [E]: place after each expert's last slot
+    limit,
+    alpha,
     x_stride,
     E,
     N: tl.constexpr,
@@ -60,11 +68,16 @@ def _grouped(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    SHARED: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Multiply one tile of slots of one expert.
 
-    GATHER: rows of x are tokens, and out is sorted. Otherwise x is sorted, and out is in slot order.
+    GATHER: rows of x are tokens, and out is sorted. Otherwise x is sorted, and out is in slot order. GATED:
+    out is the activation of the product, ``silu(gate) * up`` or a variant of ``moe.Gate``.
     """
     expert = tl.load(expert_ptr + tl.program_id(0))
     if expert >= E:
@@ -76,25 +89,55 @@ def _grouped(
     n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
     k = tl.arange(0, TILE_K)
     x_ptrs = x_ptr + source[:, None] * x_stride + k[None, :]
-    w_ptrs = weight_ptr + (expert * N + n)[:, None] * K + k[None, :]
+    ROWS: tl.constexpr = 2 * N if GATED else N
+    matrix_ptr = weight_ptr + expert * ROWS * K
+    if SHARED:
+        matrix_ptr = tl.where(expert == E - 1, shared_ptr, matrix_ptr)
+    w_ptrs = matrix_ptr + n[:, None] * K + k[None, :]
     acc = tl.zeros([TILE_M, TILE_N], dtype=tl.float32)
+    up = tl.zeros([TILE_M, TILE_N], dtype=tl.float32)  # with GATED
     for begin in range(0, K, TILE_K):
         if K % TILE_K == 0:
-            x = tl.load(x_ptrs + begin, mask=live[:, None], other=0.0)
-            w = tl.load(w_ptrs + begin, mask=(n < N)[:, None], other=0.0)
+            inside = live[:, None]
+            held = (n < N)[:, None]
         else:
-            inner = (begin + k < K)[None, :]
-            x = tl.load(x_ptrs + begin, mask=live[:, None] & inner, other=0.0)
-            w = tl.load(w_ptrs + begin, mask=(n < N)[:, None] & inner, other=0.0)
+            inside = live[:, None] & (begin + k < K)[None, :]
+            held = (n < N)[:, None] & (begin + k < K)[None, :]
+        x = tl.load(x_ptrs + begin, mask=inside, other=0.0)
+        w = tl.load(w_ptrs + begin, mask=held, other=0.0)
         if WIDEN:
             x = x.to(tl.float32)
             w = w.to(tl.float32)
         acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        if GATED:
+            w = tl.load(w_ptrs + N * K + begin, mask=held, other=0.0)
+            if WIDEN:
+                w = w.to(tl.float32)
+            up = tl.dot(x, tl.trans(w), up, input_precision="ieee")
     if BIAS:
-        acc += tl.load(bias_ptr + expert * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias_ptr + expert * ROWS + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if BIAS:
+            up += tl.load(bias_ptr + expert * ROWS + N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        acc = _activated(acc, up, limit, alpha, LIMIT, ALPHA, out_ptr.dtype.element_ty)
     target = place if GATHER else slot
     out_ptrs = out_ptr + target[:, None] * N + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def _activated(gate, up, limit, alpha, LIMIT: tl.constexpr, ALPHA: tl.constexpr, narrow: tl.constexpr):
+    """Compute ``moe.activate`` in float32, rounded to ``narrow`` wherever separate ops round."""
+    gate = gate.to(narrow).to(tl.float32)
+    up = up.to(narrow).to(tl.float32)
+    if LIMIT:
+        # Limits round to the dtype, as in a clamp of narrow elements.
+        most = tl.full([1, 1], limit, dtype=narrow).to(tl.float32)
+        gate = tl.where(gate > most, most, gate)  # keeps NaN
+        up = tl.where(up > most, most, tl.where(up < -most, -most, up))
+    if ALPHA:
+        return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+    return (gate / (1.0 + tl.exp(-gate))).to(narrow).to(tl.float32) * up
 
 
 @triton.jit
@@ -187,32 +230,6 @@ def _combine(
     tl.store(out_ptr + token * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
-class Tiles(NamedTuple):
-    """Work of each tile. All tensors are on the device, with sizes known to the host."""
-
-    order: Tensor
-    experts: Tensor
-    rows: Tensor
-    ends: Tensor
-
-
-def cut(ids: Tensor, experts: int, tile_m: int) -> Tiles:
-    """Return the tiles of the experts ``ids``, int64 [T, k]. No synchronisation."""
-    flat = ids.reshape(-1)
-    ordered, order = torch.sort(flat, stable=True)
-    ends = torch.searchsorted(ordered, torch.arange(experts, device=ids.device), right=True)
-    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
-    tiles = (sizes + (tile_m - 1)) // tile_m
-    last = tiles.cumsum(0)
-    # ``found`` is E for tiles beyond the last: those programs return at once.
-    most = len(flat) // tile_m + min(len(flat), experts)
-    number = torch.arange(most, device=ids.device)
-    found = torch.searchsorted(last, number, right=True)
-    known = found.clamp(max=experts - 1)
-    rows = (ends - sizes)[known] + (number - (last - tiles)[known]) * tile_m
-    return Tiles(order, found, rows, ends)
-
-
 def _product_of_codes(
     x: Tensor,
     weight: Codes,
@@ -254,61 +271,96 @@ def _product(
     top_k: int,
     tile_m: int,
     gather: bool,
+    *,
+    gate: Gate | None = None,
+    shared: Tensor | None = None,
 ) -> None:
     """Write the product of each slot and its expert's matrix to ``out`` [slots, N].
 
-    ``gather``: see ``_grouped``.
+    ``gather``: see ``_grouped``. ``gate``: write the activation of the product. ``shared``: matrix of one
+    more expert. Codes support neither.
     """
     if isinstance(weight, Codes):
         return _product_of_codes(x, weight, bias, out, tiles, top_k, tile_m, gather)
-    experts, outputs, inputs = weight.shape
+    experts, rows, inputs = weight.shape
+    outputs = rows if gate is None else rows // 2
     exact = x.dtype == torch.float32
-    _grouped[(len(tiles.experts), triton.cdiv(outputs, TILE_N))](
+    # A narrow tile with an activation reads as many rows of the matrix as a tile without.
+    tile_n = TILE_N if gate is None or tile_m > TILES_M[0] else TILE_N // 2
+    _grouped[(len(tiles.experts), triton.cdiv(outputs, tile_n))](
         x,
         weight,
+        weight if shared is None else shared,
         weight if bias is None else bias,
         out,
         tiles.order,
         tiles.experts,
         tiles.rows,
         tiles.ends,
+        0.0 if gate is None else float(gate.limit),
+        0.0 if gate is None else float(gate.alpha),
         x.stride(0),
-        experts,
+        experts + (shared is not None),
         N=outputs,
         K=inputs,
         TOP_K=top_k,
         GATHER=gather,
         TILE_M=tile_m,
-        TILE_N=TILE_N,
+        TILE_N=tile_n,
         TILE_K=TILE_K_EXACT if exact else TILE_K,
         BIAS=bias is not None,
+        GATED=gate is not None,
+        SHARED=shared is not None,
+        LIMIT=gate is not None and gate.limit > 0,
+        ALPHA=gate is not None and gate.alpha > 0,
         WIDEN=interpreting(),
         num_warps=4,
-        num_stages=2 if exact else 4,
+        num_stages=2 if exact else 4 if tile_n * (1 + (gate is not None)) == TILE_N else 3,
     )
 
 
-def by_tiles(x: Tensor, ids: Tensor, weights: Routed, tile_m: int = TILES_M[0]) -> Tensor:
+def by_tiles(
+    x: Tensor, ids: Tensor, weights: Routed, tile_m: int = TILES_M[0], *, joined: bool = False
+) -> Tensor:
     """Compute all tokens through their experts: x [T, hidden], ids int64 [T, k]; [T, k, hidden].
 
-    Results of ids without an expert here are arbitrary.
+    Results of ids without an expert here are arbitrary. ``joined``: the shared expert is one more expert.
     """
     (tokens, top_k), (experts, hidden, inner) = ids.shape, weights.down.shape
     made = torch.empty((tokens, top_k, hidden), dtype=x.dtype, device=x.device)
     if not tokens:
         return made
     x = x if x.stride(1) == 1 else x.contiguous()
-    tiles = cut(ids, experts, tile_m)
-    gate_up = torch.empty((tokens * top_k, 2 * inner), dtype=x.dtype, device=x.device)
-    _product(x, weights.gate_up, weights.gate_up_bias, gate_up, tiles, top_k, tile_m, True)
-    act = activate(gate_up, weights.gate, fused.gated)
-    _product(act, weights.down, weights.down_bias, made, tiles, top_k, tile_m, False)
+    tiles = cut(ids, experts + joined, tile_m)
+    bias = weights.gate_up_bias
+    if isinstance(weights.gate_up, Codes) or not _fuses(weights.gate):
+        gate_up = torch.empty((tokens * top_k, 2 * inner), dtype=x.dtype, device=x.device)
+        _product(x, weights.gate_up, bias, gate_up, tiles, top_k, tile_m, True)
+        act = activate(gate_up, weights.gate, fused.gated)
+    else:
+        act = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
+        first = weights.shared_gate_up if joined else None
+        _product(x, weights.gate_up, bias, act, tiles, top_k, tile_m, True, gate=weights.gate, shared=first)
+    second = weights.shared_down if joined else None
+    _product(act, weights.down, weights.down_bias, made, tiles, top_k, tile_m, False, shared=second)
     return made
+
+
+def _fuses(gate: Gate) -> bool:
+    """Return True if the first product can apply the activation."""
+    return gate.alpha > 0 or gate.activation == "silu"
 
 
 def tile_of(ids: Tensor, weights: Routed) -> int:
     """Return TILE_M for the average number of slots per expert. Uses only numbers of the host."""
     return TILES_M[ids.numel() > 32 * weights.down.shape[0]]
+
+
+def _table_form(tokens: int, weights: Routed) -> str:
+    """Return the table's fastest form without synchronisation for plain matrices."""
+    forms = ("triton", *(form for form in torch_moe.usable(weights) if form != "loop"))
+    dtype = str(weights.down.dtype).removeprefix("torch.")
+    return moe_table.choose(weights.down.device.type, dtype, tokens, torch_moe.size_of(weights), forms)
 
 
 def by_table(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
@@ -318,8 +370,7 @@ def by_table(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
     """
     if has_codes(weights):
         return by_tiles(x, ids, weights, tile_of(ids, weights))
-    forms = ("triton", *(form for form in torch_moe.usable(weights) if form != "loop"))
-    form = torch_moe.chosen_form(x, ids, weights, forms)
+    form = _table_form(ids.numel() // weights.rule.top_k, weights)
     if form == "triton":
         return by_tiles(x, ids, weights, tile_of(ids, weights))
     return torch_moe.FORMS[form](x, ids, weights)
@@ -350,7 +401,7 @@ def _finish(made: Tensor, scales: Tensor, share: Tensor | None, shared: Tensor |
 
 def _block(x: Tensor, ids: Tensor | None, weights: Routed, pieces: Pieces) -> Tensor:
     """Return the output of the whole block, [T, hidden], for x [T, hidden]."""
-    chosen, scales, share = choose_experts(x, ids, weights, pieces.multiply)
+    chosen, scales, share = pieces.route(x, ids, weights)
     made = pieces.experts(x, chosen, weights)
     shared = None
     if weights.shared_gate_up is not None:
@@ -359,13 +410,34 @@ def _block(x: Tensor, ids: Tensor | None, weights: Routed, pieces: Pieces) -> Te
     return _finish(made, scales, share, shared)
 
 
-FAST = Pieces(torch.nn.functional.linear, coded.linear, fused.gated, by_table)
-INVARIANT = Pieces(matmul.linear, coded.linear_invariant, fused.gated, by_tiles)
+FAST = Pieces(torch.nn.functional.linear, coded.linear, fused.gated, by_table, routing.choose_experts)
+INVARIANT = Pieces(
+    matmul.linear, coded.linear_invariant, fused.gated, by_tiles, routing.choose_experts_invariant
+)
+
+
+def joins(tokens: int, weights: Routed) -> bool:
+    """Return True if the shared expert is one more expert of the grouped product for ``tokens`` tokens."""
+    shared, experts = weights.shared_down, weights.down
+    return (
+        isinstance(shared, Tensor)
+        and isinstance(experts, Tensor)
+        and 0 < tokens <= routing.FEW
+        and shared.shape == experts.shape[1:]
+        and weights.gate_up_bias is None
+        and weights.down_bias is None
+        and _fuses(weights.gate)
+        and routing.routes(weights)
+        and _table_form(tokens, weights) == "triton"
+    )
 
 
 def moe(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
     """Compute ``weft.ops.moe.block`` in the table's fastest form without synchronisation."""
-    return _block(x, ids, weights, FAST)
+    if not joins(len(x), weights):
+        return _block(x, ids, weights, FAST)
+    chosen, scales, _ = routing.choose(x, weights, FAST.multiply, own=True, joined=True)
+    return _finish(by_tiles(x, chosen, weights, joined=True), scales, None, None)
 
 
 def moe_invariant(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:

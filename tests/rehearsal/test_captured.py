@@ -1,0 +1,77 @@
+"""Kernels inside one captured decode step, for each family, on a simulated GPU.
+
+A kernel of a CUDA graph costs about two microseconds however small its work is. The limits keep a change of
+a layer from adding kernels unnoticed.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from tests.e0 import rig as e0
+from tests.rehearsal import device, kernels, rig
+from tests.rehearsal.device import current
+from tests.support.slow import mostly_slow
+from weft.runner.graphs import graphs
+from weft.types.sampling import TokenParams
+
+NO_KERNEL = {
+    *("view", "slice", "select", "unsqueeze", "expand", "detach", "t", "squeeze", "alias", "_unsafe_view"),
+    *("permute", "transpose", "split", "split_with_sizes", "unbind", "lift_fresh", "as_strided", "reshape"),
+    *("_reshape_alias", "chunk", "unflatten", "empty", "empty_like", "new_empty", "empty_strided"),
+    *("broadcast_tensors", "diagonal", "device"),
+}
+"""Operators that start no kernel: views, and memory without content."""
+
+Kernels: TypeAlias = collections.Counter[str]
+
+
+def captured(name: str, folder_of: Callable[[str], Path], patch: pytest.MonkeyPatch) -> tuple[Kernels, int]:
+    """Return (kernels of the first captured step of family ``name``, layers of the model)."""
+    steps: list[tuple[Kernels, int]] = []
+    on_device = device.Rehearsal._on_device
+    launch = kernels.StandIn._launch
+    closure = graphs.DecodeGraphs._closure
+
+    def operator(made: Any, func: Any, *rest: Any) -> Any:
+        if made.capture is not None and func.overloadpacket.__name__ not in NO_KERNEL:
+            steps[-1][0][func.overloadpacket.__name__] += 1
+        return on_device(made, func, *rest)
+
+    def launched(kernel: Any, *rest: Any, **named: Any) -> None:
+        if current().capture is not None:
+            steps[-1][0][kernel._contract.name] += 1
+        launch(kernel, *rest, **named)
+
+    def closed(made: Any, key: Any) -> Any:
+        steps.append((collections.Counter(), made._model.spec.layers))
+        return closure(made, key)
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(device.Rehearsal, "_on_device", operator)
+        patch.setattr(kernels.StandIn, "_launch", launched)
+        patch.setattr(graphs.DecodeGraphs, "_closure", closed)
+
+    params = TokenParams(max_tokens=3, temperature=0.0)
+    rig.rehearse(patch, folder_of(name), [[e0.submit(0, [5, 6, 7], params, request=0)]], plant=plant)
+    assert steps, "no step was captured"
+    return steps[0]
+
+
+STEP = 25
+"""Kernels outside of the layers: positions, angles, embedding, last norm, head, copies of the result."""
+LIMITS = {"llama": 9, "qwen3_moe": 12, "deepseek_v3": 13.5, "gpt-oss": 15, "qwen3_next": 15}
+"""Kernels of a layer, on average over the layers. The merge of splits, for longer contexts, is one more."""
+
+
+@mostly_slow("name", [*LIMITS], ["qwen3_next"])
+def test_kernels_of_a_layer(
+    name: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, layers = captured(name, folder_of, monkeypatch)
+    assert found.total() <= STEP + LIMITS[name] * layers, found

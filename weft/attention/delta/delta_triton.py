@@ -1,0 +1,96 @@
+"""Gated delta net on CUDA devices by two Triton kernels per segment (``weft.ops.triton.delta``).
+
+    TritonDelta            rows of few tokens by the kernels; longer rows by torch, in chunks
+    TritonInvariantDelta   every row by the kernels; output bits depend neither on the batch nor on chunks
+
+The kernels read no number of the host, so a decode segment can be captured in a CUDA graph. Triton is
+imported at the first segment.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.attention.base import SegmentInput
+from weft.attention.delta.delta_backend import DeltaInput
+from weft.attention.delta.delta_torch import CHUNK, LENGTH_EPS, TorchDelta
+from weft.attention.recurrent import RowGroup
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec, ModelSpec
+from weft.ops import triton as kernels
+
+Tensor = torch.Tensor
+
+MOST_TOKENS = CHUNK
+"""Maximum tokens of a row for the kernel of ``TritonDelta``."""
+
+
+class TritonDelta(TorchDelta):
+    """Supports float32, bfloat16 and float16. Stateless, so threads may share an instance."""
+
+    def check(
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Raise ConfigError without Triton, and for a model, dtype or device without support."""
+        if device.type != "cuda" and not kernels.interpreting():
+            raise ConfigError(f"delta net backend 'triton' does not run on {device.type}", param="--device")
+        if not kernels.available():
+            raise ConfigError(
+                "delta net backend 'triton' needs Triton: pip install 'weft[cuda]'",
+                param="--attention-backend",
+            )
+        if dtype not in kernels.DTYPES:
+            raise ConfigError(f"delta net backend 'triton' has no {dtype}", param="--dtype")
+        from weft.ops.triton.delta import fits
+
+        delta = spec.delta
+        assert delta is not None
+        if not fits(delta.k_dim, delta.v_dim):
+            raise ConfigError(
+                f"delta net backend 'triton' has no heads of {delta.k_dim} x {delta.v_dim}: "
+                "at most 256 x 1024",
+                param="--attention-backend",
+            )
+
+    def prepare(
+        self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
+    ) -> tuple[RowGroup, ...]:
+        """Return the groups of rows for torch; none for the kernel."""
+        if self._by_kernel(segment):
+            return ()
+        return super().prepare(segment, kind, spec, block_size, dtype)
+
+    def run(self, qkvz: Tensor, gates: Tensor, out: Tensor, delta: DeltaInput) -> None:
+        """See ``DeltaBackend.run``. Writes ``out`` and the states in place."""
+        segment, weights = delta.segment, delta.weights
+        if not self._by_kernel(segment):
+            super().run(qkvz, gates, out, delta)
+            return
+        if not segment.tokens:
+            return
+        from weft.ops.triton.delta import run
+
+        run(
+            qkvz,
+            gates,
+            out,
+            delta.state,
+            (weights.taps, weights.rate, weights.bias, weights.norm),
+            (segment.q_offsets, segment.starts, segment.slots, segment.live),
+            eps=weights.eps,
+            length_eps=LENGTH_EPS,
+            each=delta.each,
+        )
+
+    def _by_kernel(self, segment: SegmentInput) -> bool:
+        """Return True if the kernel computes the segment. Depends on the host's counts only."""
+        return bool((segment.host_counts <= MOST_TOKENS).all())
+
+
+class TritonInvariantDelta(TritonDelta):
+    """``TritonDelta`` with the kernel for every row."""
+
+    invariant = True
+
+    def _by_kernel(self, segment: SegmentInput) -> bool:
+        return True

@@ -1,0 +1,320 @@
+"""Gated delta net token by token, in two kernels for all tokens of a segment.
+
+    _delta_states    convolution, gates and recurrence. A program has ``TILE`` columns of one head's state in
+                     registers for all tokens of a row; columns do not depend on each other
+    _delta_outputs   norm and gate of each head, then the last inputs of the convolution
+
+All sums are float32, in an order that depends on the sizes of a head only, so the bits of a row depend
+neither on other rows nor on the chunks of its tokens.
+
+Source: Yang et al. 2024, arXiv 2412.06464.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.ops.triton.forms import power
+
+Tensor = torch.Tensor
+
+TILE = 32
+"""Columns of a head's state in one program."""
+MOST_KEYS, MOST_VALUES = 256, 1024
+"""Maximum dims of a head, for which the registers of a program suffice."""
+
+
+@triton.jit
+def _input_ptr(qkvz_ptr, past_ptr, token, at, channel, stride, DIM: tl.constexpr, TAPS: tl.constexpr):
+    """Return the address of channels ``channel`` .. of the row's token ``at``, at least -(TAPS - 1)."""
+    # Tokens before the step are the last inputs of the slot: [TAPS - 1, DIM].
+    return tl.where(at >= 0, qkvz_ptr + (token + at) * stride + channel, past_ptr + (at + TAPS - 1) * DIM)
+
+
+@triton.jit
+def _mixed(
+    qkvz_ptr,
+    past_ptr,
+    taps_ptr,  # float32 [TAPS, CHANNELS]
+    token,
+    j,
+    start,
+    channel,
+    dim,
+    stride,
+    DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Return silu of the convolution for the row's token j and dims ``dim`` of the head at ``channel``."""
+    total = tl.zeros(dim.shape, dtype=tl.float32)
+    for tap in tl.static_range(TAPS):
+        at = j - (TAPS - 1) + tap
+        ptr = _input_ptr(qkvz_ptr, past_ptr, token, at, channel, stride, DIM, TAPS)
+        x = tl.load(ptr + dim, mask=dim < DIM, other=0.0).to(tl.float32)
+        # Nothing precedes position 0. The memory of the slot may hold NaN.
+        x = tl.where(start + at >= 0, x, 0.0)
+        total += x * tl.load(taps_ptr + tap * CHANNELS + channel + dim, mask=dim < DIM, other=0.0)
+    return total / (1.0 + tl.exp(-total))
+
+
+@triton.jit
+def _keep_inputs(
+    qkvz_ptr,
+    past_ptr,  # the row's live copy of the head's last inputs
+    to_ptr,  # the head's last inputs of the row's slot, copy 0
+    copy_stride,
+    token,
+    count,
+    start,
+    live,
+    channel,
+    stride,
+    DIM: tl.constexpr,
+    DIM_P2: tl.constexpr,
+    TAPS: tl.constexpr,
+    TAPS_P2: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """Write the last inputs of one head after each token (EACH), or after the last token to copy 0."""
+    row = tl.arange(0, TAPS_P2)[:, None]
+    dim = tl.arange(0, DIM_P2)[None, :]
+    inside = (row < TAPS - 1) & (dim < DIM)
+    first = 0
+    if not EACH:
+        first = count - 1
+    # The live copy is written last: all other copies are made from it. ``turn`` 0 writes the other copies.
+    for turn in range(0, 2):
+        for j in range(first, count):
+            copy = j
+            if not EACH:
+                copy = 0
+            if (copy == live) == (turn == 1):
+                at = j - (TAPS - 2) + row
+                fresh = at >= 0
+                new = tl.load(
+                    qkvz_ptr + (token + at) * stride + channel + dim, mask=inside & fresh, other=0.0
+                )
+                old = (at < 0) & (start + at >= 0)
+                kept = tl.load(past_ptr + (at + TAPS - 1) * DIM + dim, mask=inside & old, other=0.0)
+                value = tl.where(fresh, new, kept)
+                tl.debug_barrier()  # every thread has read the live copy
+                tl.store(to_ptr + copy * copy_stride + row * DIM + dim, value, mask=inside)
+
+
+@triton.jit
+def _row(offsets_ptr, starts_ptr, slots_ptr, live_ptr):
+    """Return (first token, tokens, position, slot, live copy) of the program's row."""
+    row = tl.program_id(0)
+    token = tl.load(offsets_ptr + row).to(tl.int64)
+    count = (tl.load(offsets_ptr + row + 1) - token).to(tl.int32)
+    start = tl.load(starts_ptr + row)
+    live = tl.load(live_ptr + row)
+    # A row at position 0 ignores its copies.
+    return token, count, start, tl.load(slots_ptr + row), tl.where(start > 0, live, 0)
+
+
+# A row's columns lie anywhere in a step's columns. Do not compile a program per alignment.
+@triton.jit(do_not_specialize_on_alignment=["offsets_ptr", "starts_ptr", "slots_ptr", "live_ptr"])
+def _delta_states(
+    qkvz_ptr,  # [T, q heads | k heads | v heads | z heads] of wider rows
+    gates_ptr,  # [T, b | a] of wider rows
+    o_ptr,  # float32 [T, V_HEADS, V_DIM]
+    q_ptr,  # [slots, copies, K_HEADS, TAPS - 1, K_DIM]: last inputs; slots and copies may lie apart
+    k_ptr,
+    v_ptr,  # [slots, copies, V_HEADS, TAPS - 1, V_DIM]
+    state_ptr,  # float32 [slots, copies, V_HEADS, K_DIM, V_DIM]
+    taps_ptr,  # float32 [TAPS, 2 * K_HEADS * K_DIM + V_HEADS * V_DIM]
+    rate_ptr,  # float32 [V_HEADS]
+    bias_ptr,  # float32 [V_HEADS]
+    offsets_ptr,  # int32 [R + 1]
+    starts_ptr,  # int64 [R]
+    slots_ptr,  # int64 [R]
+    live_ptr,  # int64 [R]
+    qkvz_stride,
+    gates_stride,
+    key_slot,  # elements from slot to slot, and from copy to copy
+    key_copy,
+    value_slot,
+    value_copy,
+    state_slot,
+    state_copy,
+    length_eps,
+    K_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    K_DIM: tl.constexpr,
+    K_P2: tl.constexpr,
+    V_DIM: tl.constexpr,
+    TAPS: tl.constexpr,
+    TILE: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """Advance TILE columns of one head's state by the tokens of one row."""
+    V_HEADS: tl.constexpr = K_HEADS * GROUP
+    KEYS: tl.constexpr = K_HEADS * K_DIM
+    CHANNELS: tl.constexpr = 2 * KEYS + V_HEADS * V_DIM
+    token, count, start, slot, live = _row(offsets_ptr, starts_ptr, slots_ptr, live_ptr)
+    if count == 0:
+        return
+    head = tl.program_id(1)
+    key_head = head // GROUP
+    k_dim = tl.arange(0, K_P2)
+    v_dim = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    inside = (k_dim < K_DIM)[:, None] & (v_dim < V_DIM)[None, :]
+    of_keys = slot * key_slot + live * key_copy + key_head * ((TAPS - 1) * K_DIM)
+    v_past = v_ptr + slot * value_slot + live * value_copy + head * ((TAPS - 1) * V_DIM)
+    rate = tl.load(rate_ptr + head)
+    bias = tl.load(bias_ptr + head)
+    own_ptr = state_ptr + slot * state_slot + head * (K_DIM * V_DIM)
+    places = own_ptr + k_dim[:, None] * V_DIM + v_dim[None, :]
+    state = tl.load(places + live * state_copy, mask=inside, other=0.0)
+    state = tl.where(start > 0, state, 0.0)
+    for j in range(0, count):
+        q = _mixed(
+            qkvz_ptr, q_ptr + of_keys, taps_ptr, token, j, start, key_head * K_DIM, k_dim, qkvz_stride,
+            K_DIM, TAPS, CHANNELS,
+        )  # fmt: skip
+        k = _mixed(
+            qkvz_ptr, k_ptr + of_keys, taps_ptr, token, j, start, KEYS + key_head * K_DIM, k_dim, qkvz_stride,
+            K_DIM, TAPS, CHANNELS,
+        )  # fmt: skip
+        v = _mixed(
+            qkvz_ptr, v_past, taps_ptr, token, j, start, 2 * KEYS + head * V_DIM, v_dim, qkvz_stride,
+            V_DIM, TAPS, CHANNELS,
+        )  # fmt: skip
+        q = q * (tl.rsqrt(tl.sum(q * q, 0) + length_eps) * K_DIM**-0.5)
+        k = k * tl.rsqrt(tl.sum(k * k, 0) + length_eps)
+        gates = gates_ptr + (token + j) * gates_stride + head
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(gates).to(tl.float32)))
+        a = tl.load(gates + V_HEADS).to(tl.float32) + bias
+        softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
+        state = state * tl.exp(-rate * softplus)
+        change = (v - tl.sum(k[:, None] * state, 0)) * beta
+        state = state + k[:, None] * change[None, :]
+        o = tl.sum(q[:, None] * state, 0)
+        tl.store(o_ptr + ((token + j) * V_HEADS + head) * V_DIM + v_dim, o, mask=v_dim < V_DIM)
+        if EACH:
+            tl.store(places + j * state_copy, state, mask=inside)
+    if not EACH:
+        tl.store(places, state, mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["offsets_ptr", "starts_ptr", "slots_ptr", "live_ptr"])
+def _delta_outputs(
+    qkvz_ptr,  # up to o_ptr as in ``_delta_states``
+    o_ptr,
+    out_ptr,  # [T, V_HEADS * V_DIM] of wider rows
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    norm_ptr,  # float32 [V_DIM]
+    offsets_ptr,
+    starts_ptr,
+    slots_ptr,
+    live_ptr,
+    qkvz_stride,
+    out_stride,
+    key_slot,
+    key_copy,
+    value_slot,
+    value_copy,
+    eps,
+    K_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    K_DIM: tl.constexpr,
+    K_P2: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_P2: tl.constexpr,
+    TAPS: tl.constexpr,
+    TAPS_P2: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """Finish a value head of one row, or keep the last inputs of a head of q or k."""
+    V_HEADS: tl.constexpr = K_HEADS * GROUP
+    KEYS: tl.constexpr = K_HEADS * K_DIM
+    CHANNELS: tl.constexpr = 2 * KEYS + V_HEADS * V_DIM
+    token, count, start, slot, live = _row(offsets_ptr, starts_ptr, slots_ptr, live_ptr)
+    if count == 0:
+        return
+    head = tl.program_id(1)
+    if head >= V_HEADS:
+        head = head - V_HEADS  # q heads, then k heads, as in the channels
+        part_ptr = tl.where(head < K_HEADS, q_ptr, k_ptr)
+        part_ptr += slot * key_slot + head % K_HEADS * ((TAPS - 1) * K_DIM)
+        _keep_inputs(
+            qkvz_ptr, part_ptr + live * key_copy, part_ptr, key_copy, token, count, start, live,
+            head * K_DIM, qkvz_stride, K_DIM, K_P2, TAPS, TAPS_P2, EACH,
+        )  # fmt: skip
+    else:
+        dim = tl.arange(0, V_P2)
+        inside = dim < V_DIM
+        norm = tl.load(norm_ptr + dim, mask=inside, other=0.0)
+        for j in range(0, count):
+            o = tl.load(o_ptr + ((token + j) * V_HEADS + head) * V_DIM + dim, mask=inside, other=0.0)
+            o = o * tl.rsqrt(tl.sum(o * o, 0) / V_DIM + eps) * norm
+            z_ptr = qkvz_ptr + (token + j) * qkvz_stride + CHANNELS + head * V_DIM
+            z = tl.load(z_ptr + dim, mask=inside, other=0.0).to(tl.float32)
+            o = (o * (z / (1.0 + tl.exp(-z)))).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + (token + j) * out_stride + head * V_DIM + dim, o, mask=inside)
+        part_ptr = v_ptr + slot * value_slot + head * ((TAPS - 1) * V_DIM)
+        _keep_inputs(
+            qkvz_ptr, part_ptr + live * value_copy, part_ptr, value_copy, token, count, start, live,
+            2 * KEYS + head * V_DIM, qkvz_stride, V_DIM, V_P2, TAPS, TAPS_P2, EACH,
+        )  # fmt: skip
+
+
+def fits(k_dim: int, v_dim: int) -> bool:
+    """Return True if the kernels support heads of these sizes."""
+    return k_dim <= MOST_KEYS and v_dim <= MOST_VALUES
+
+
+def run(
+    qkvz: Tensor,
+    gates: Tensor,
+    out: Tensor,
+    state: tuple[Tensor, ...],
+    weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    *,
+    eps: float,
+    length_eps: float,
+    each: bool,
+) -> None:
+    """Compute ``DeltaBackend.run`` for any number of tokens per row, one token after another.
+
+    weights: taps [taps, channels], rate [v_heads], bias [v_heads], norm [v_dim], float32. rows: offsets int32
+    [R + 1], starts, slots, live int64 [R]. length_eps: addend to the square of the length of q and k.
+    """
+    q, k, v, recurrent = state
+    k_heads, v_heads = q.shape[2], v.shape[2]
+    k_dim, v_dim = recurrent.shape[3:]
+    assert q.stride() == k.stride(), "queries and keys lie alike"
+    for part in (*state, qkvz.unsqueeze(0), gates.unsqueeze(0), out.unsqueeze(0)):
+        assert part[0, 0].is_contiguous(), "rows and heads are contiguous"
+    o = torch.empty((len(qkvz), v_heads, v_dim), dtype=torch.float32, device=qkvz.device)
+    *of_states, norm = weights
+    taps = len(weights[0])
+    strides = (q.stride(0), q.stride(1), v.stride(0), v.stride(1))
+    sizes = {"K_HEADS": k_heads, "GROUP": v_heads // k_heads, "K_DIM": k_dim, "K_P2": power(k_dim)}
+    sizes |= {"V_DIM": v_dim, "TAPS": taps, "EACH": each}
+    tensors = (qkvz, gates, o, q, k, v, recurrent, *of_states, *rows)
+    numbers = (qkvz.stride(0), gates.stride(0), *strides, recurrent.stride(0), recurrent.stride(1))
+    _delta_states[(len(rows[1]), v_heads, triton.cdiv(v_dim, TILE))](
+        *tensors,
+        *numbers,
+        length_eps,
+        **sizes,
+        TILE=TILE,
+        # As many threads as dims of a key: Triton then loads a key once, not once per layout.
+        num_warps=max(1, power(k_dim) // 32),
+    )
+    _delta_outputs[(len(rows[1]), v_heads + 2 * k_heads)](
+        *(qkvz, o, out, q, k, v, norm, *rows),
+        *(qkvz.stride(0), out.stride(0), *strides, eps),
+        **sizes,
+        V_P2=power(v_dim),
+        TAPS_P2=power(taps - 1),
+        num_warps=1,
+    )
