@@ -93,12 +93,13 @@ def requests(repeats: int, max_tokens: int) -> list[list[Submit]]:
     return [[e0.submit(n, [5 + n, 6, 7] * repeats, params, request=n) for n in range(2)]]
 
 
+@pytest.mark.slow
 def test_a_decode_step_is_one_copy_and_one_replay(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that a step appends travel in the same copy, and one launch per KV cache group writes them."""
     seen: list[Step] = []
-    rig.rehearse(monkeypatch, folder_of("llama"), requests(1, 40), plant=watched(seen))
+    rig.rehearse(monkeypatch, folder_of("llama"), requests(1, 20), plant=watched(seen))
     steps = decodes(seen)
-    assert len(steps) > 20
+    assert len(steps) > 10
     assert {step.replays for step in steps} == {1}
     assert {step.labels[UPLOAD] for step in steps} == {1}
     plain = [step.launches for step in steps if not step.appends]
@@ -123,10 +124,11 @@ def test_steps_with_drafts_are_replayed(
         monkeypatch, folder_of(name), requests(3, 9), plant=watched(seen), max_model_len=128, **settings
     )
     assert core.runner.graphs is not None
-    several = [step for step in decodes(seen) if step.plan.decode.count.max() > 1]
-    assert {int(step.plan.decode.count.max()) for step in several} >= {4}
-    assert {step.replays for step in several} == {1}
-    assert max(step.launches for step in several) <= COPY_LAUNCHES + APPEND_LAUNCHES
+    steps = decodes(seen)
+    assert {int(step.plan.decode.count.max()) for step in steps} >= {1, 4}
+    for step in steps:
+        assert step.replays == step.labels[UPLOAD] == 1
+        assert step.launches == COPY_LAUNCHES + APPEND_LAUNCHES * step.appends
 
 
 def captured_keys(folder: Path, patch: pytest.MonkeyPatch, **settings: Any) -> list[Key]:

@@ -29,8 +29,8 @@ def wait_until(
     """Return when ``there()`` is True. Raises EngineDead(``late``) after ``deadline`` (monotonic seconds).
 
     ``there`` asks an event of the device, which takes about a microsecond. The wait asks again and again,
-    because a wait inside the driver has no deadline and would outlive a lost peer. Sleeps do not hold the GIL.
-    ``check`` is called before each sleep and may raise.
+    because a wait inside the driver has no deadline and would outlive a lost peer. A sleep does not hold the
+    GIL. ``check`` is called before each sleep and may raise.
     """
     began = time.monotonic()
     while time.monotonic() - began < SPIN_S:

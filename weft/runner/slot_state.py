@@ -83,8 +83,8 @@ class SlotState:
         self._live = np.zeros(kv.num_slots, bool)
         self._entries = np.zeros((len(kv.pools), kv.num_slots), np.int64)
         self._appended: dict[int, list[np.ndarray]] = {}
-        """By KV cache group: int64 [2, n], flat indices of the group's table and block ids, of updates that the
-        next upload of the step carries to a GPU."""
+        """By KV cache group: int64 [2, n], flat indices of the group's table and block ids, of updates that
+        the next upload of the step carries to a GPU."""
         self._defers = device.type == "cuda"
         self._covered: tuple[bytes, bytes, np.ndarray] | None = None
         """Slots, generations, and positions covered by the block tables of each row, for the last validated

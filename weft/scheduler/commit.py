@@ -210,7 +210,11 @@ def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) 
 
 
 def _advance_quiet(
-    state: SchedulerState, slots: np.ndarray, committed: np.ndarray, sequences: list[Sequence], told: list[int]
+    state: SchedulerState,
+    slots: np.ndarray,
+    committed: np.ndarray,
+    sequences: list[Sequence],
+    told: list[int],
 ) -> None:
     """Advance each of ``slots`` to ``committed`` positions, and append one token of ``told`` to each of
     ``sequences``."""

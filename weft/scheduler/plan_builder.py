@@ -32,7 +32,6 @@ from weft.types.plan import (
     column,
 )
 
-
 if TYPE_CHECKING:
     from weft.scheduler.steady import SteadyRows
 

@@ -1,9 +1,8 @@
 """Decode steps captured and replayed: one launch replaces hundreds. On a GPU the captures are CUDA graphs.
 
-If every row of a decode step has the same number of tokens, the step is a function of the slots of its rows.
-Rows with fewer tokens (drafts to verify) are padded. In such a step
-ids, positions, block tables and cache writes are derived on the device. So a graph reads one external column,
-at a fixed address:
+If every row of a decode step has the same number of tokens, the step is a function of the slots of its rows:
+ids, positions, block tables and cache writes are derived on the device. Rows with fewer drafts are padded. So
+a graph reads one external column, at a fixed address:
 
     slots      [most rows]   filled before each replay; rows beyond the step's rows name the spare slot.
                              One copy per step fills the slots and the step's other columns behind them
@@ -102,8 +101,8 @@ MOST_ROWS = 512
 MOST_EXACT = 64
 """Largest number of rows with exact captures, one per number of rows."""
 MOST_DRAFTED = 32
-"""Largest number of rows with several tokens each to capture on a GPU. Such a step computes as many tokens as a
-step of ``MOST_ROWS`` rows, so its capture takes no further memory for intermediate results."""
+"""Largest number of rows with several tokens each to capture on a GPU. More rows need more captures, and gain
+less: such a step computes long enough to hide its launches."""
 MOST_PADDED = PADS[-1]
 """Largest agreed token count of a replica for which steps are captured. Each agreed count has its own
 capture. A step above this limit contains a prompt on some replica."""
@@ -237,7 +236,7 @@ class DecodeGraphs:
         self._rows = exact if options.exact else row_buckets(options.max_rows)
         self._drafted = exact if options.exact else row_buckets(min(options.max_rows, MOST_DRAFTED))
         """Buckets of rows with several tokens each: the first of ``_rows``."""
-        self._each = list(range(1, options.most_each + 1)) if options.exact else each_buckets(options.most_each)
+        self._each = [*range(1, options.most_each + 1)] if options.exact else each_buckets(options.most_each)
         self._launcher = launcher or Launcher()
         self._contexts = context_buckets(max_len)
         self._options = options
@@ -299,9 +298,9 @@ class DecodeGraphs:
         )
 
     def _closure(self, key: Key) -> Callable[[], None]:
-        """Return a function that computes a step of bucket ``key`` for the slots in ``_columns``. The function
-        writes logits, positions, hidden states, ids and, with ``key.ends``, sampled tokens into the buffers
-        of this object, and calls ``hidden_sink``."""
+        """Return a function that computes a step of bucket ``key`` for the slots in ``_columns``. The
+        function writes logits, positions, hidden states, ids and, with ``key.ends``, sampled tokens into the
+        buffers of this object, and calls ``hidden_sink``."""
         rows, each, context, micro_batches, padded, ends, adapts = key
         tokens = slice(rows * each)
         slots = self._columns[:rows]
