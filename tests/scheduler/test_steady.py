@@ -1,4 +1,4 @@
-"""Steps that repeat their decode rows: the plans and events are those of a scheduler without the short cut."""
+"""Steps that repeat their decode rows have the plans and events of a scheduler without the short cut."""
 
 from __future__ import annotations
 

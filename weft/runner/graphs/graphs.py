@@ -232,11 +232,7 @@ class DecodeGraphs:
         self._cache = cache
         self._backends = backends
         self._builder = builder
-        exact = list(range(1, min(options.max_rows, MOST_EXACT) + 1))
-        self._rows = exact if options.exact else row_buckets(options.max_rows)
-        self._drafted = exact if options.exact else row_buckets(min(options.max_rows, MOST_DRAFTED))
-        """Buckets of rows with several tokens each: the first of ``_rows``."""
-        self._each = [*range(1, options.most_each + 1)] if options.exact else each_buckets(options.most_each)
+        self._rows, self._drafted, self._each = _buckets(options)
         self._launcher = launcher or Launcher()
         self._contexts = context_buckets(max_len)
         self._options = options
@@ -244,8 +240,7 @@ class DecodeGraphs:
         device = model.device
         self._spare = state.spare
         tokens = max(most, self._drafted[-1] * options.most_each)
-        # Slots of the rows, further columns of rows with drafts, and blocks that the step appends.
-        width = most + (6 * tokens if options.most_each > 1 else 0) + state.most_appended
+        width = _width(most, tokens, options) + state.most_appended
         self._columns = torch.full((width,), state.spare, dtype=torch.int64, device=device)
         """Columns of the step, at a fixed address. The first ones are the slots of the rows."""
         self._on_host = self._columns.numpy() if device.type == "cpu" else None
@@ -261,9 +256,8 @@ class DecodeGraphs:
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         """Views by (rows, tokens per row): slots and logits."""
         # On a GPU an evicted graph could still be running, so GPU graphs are dropped only with the epoch.
-        self._replays: Recent[Key, Callable[[], None]] = Recent(
-            MOST_KEPT if device.type == "cpu" else sys.maxsize
-        )
+        kept = MOST_KEPT if device.type == "cpu" else sys.maxsize
+        self._replays: Recent[Key, Callable[[], None]] = Recent(kept)
         self._met: dict[Key, int] = {}
         self._captures = True
         if not options.lazy:
@@ -461,6 +455,22 @@ def _adapters_of(steps: Sequence[StepInput]) -> AdapterRows | None:
     """Return the adapters of the rows of all parts of a captured step."""
     numbers = [step.adapters.numbers for step in steps if step.adapters is not None]
     return AdapterRows(torch.cat(numbers) if len(numbers) > 1 else numbers[0], ()) if numbers else None
+
+
+def _buckets(options: GraphOptions) -> tuple[list[int], list[int], list[int]]:
+    """Return the buckets of rows, of rows with several tokens each (the first ones of the former), and of
+    tokens per row."""
+    if options.exact:
+        rows = [*range(1, min(options.max_rows, MOST_EXACT) + 1)]
+        return rows, rows, [*range(1, options.most_each + 1)]
+    drafted = row_buckets(min(options.max_rows, MOST_DRAFTED))
+    return row_buckets(options.max_rows), drafted, each_buckets(options.most_each)
+
+
+def _width(rows: int, tokens: int, options: GraphOptions) -> int:
+    """Return the most numbers that the columns of a step have: the slots of ``rows`` rows and, with drafts,
+    three columns of rows or ``tokens`` and two of drafts."""
+    return rows + (6 * tokens if options.most_each > 1 else 0)
 
 
 def _bound(rows: int, each: int, context: int) -> Segment:
