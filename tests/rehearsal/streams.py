@@ -160,6 +160,8 @@ def _launch(step: int, shape: Shape) -> Iterator[Entry]:
     if step >= shape.depth:
         yield Wait(HOST, f"staged:{ring}")
     host, device = f"columns {ring}", f"columns {ring} on the device"
+    if shape.form == "captured":
+        device = "the graphs' columns"  # one address for all steps; the stream orders its users
     yield Use(HOST, "stage", writes=(host,))
     yield Use(COMPUTE, "copy up", reads=(host,), writes=(device,))
     yield Record(COMPUTE, f"staged:{ring}")

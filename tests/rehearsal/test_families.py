@@ -13,6 +13,7 @@ from tests.support import checkpoints
 from tests.support.slow import mostly_slow
 from weft.engine.core import EngineCore
 from weft.ops.triton import interpreting
+from weft.types.sampling import TokenParams
 
 pytestmark = pytest.mark.slow
 
@@ -81,17 +82,29 @@ def test_values_are_those_of_a_cpu(name: str, folder_of: Any, monkeypatch: pytes
     assert {n: a.tokens for n, a in there.items()} == {n: a.tokens for n, a in expected.items()}
 
 
-def test_graphs_of_kernels_give_the_tokens_of_a_cpu(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_graphs_of_kernels_give_the_tokens_of_a_cpu(
+    drafts: int, folder_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float32 with Triton's interpreter: a replay runs the captured calls again in the same memory."""
     if not interpreting():
         pytest.skip("needs Triton's interpreter: TRITON_INTERPRET=1")
     settings: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "1M"}
+    turns = rig.short()
+    if drafts:
+        settings |= {"speculative_method": "ngram", "num_speculative_tokens": drafts, "max_model_len": 48}
+        settings |= {"speculative_adaptive": False}
+        # Few ids, so that many drafts are right and many are wrong.
+        greedy = TokenParams(temperature=0.0, max_tokens=24, allowed=(5, 7))
+        turns = [[e0.submit(0, [5, 6, 7] * 3, greedy, request=0)]]
     with monkeypatch.context() as patch:
-        made, there, core = rehearse(patch, folder_of("llama"), rig.short(), values=True, **settings)
+        made, there, core = rehearse(patch, folder_of("llama"), turns, values=True, **settings)
     assert core.runner.graphs is not None
     assert core.runner.graphs.replayed > 0
+    stats = core.scheduler.stats()
+    assert not drafts or 0 < sum(stats.drafts_accepted) < sum(stats.drafts)
     assert "_attend" in made.operators
     here = EngineCore(rig.config_of(folder_of("llama"), **{**settings, "device": "cpu"}), progress=False)
-    expected = e0.run(here, rig.short())
+    expected = e0.run(here, turns)
     here.close()
     assert {n: a.tokens for n, a in there.items()} == {n: a.tokens for n, a in expected.items()}

@@ -102,7 +102,7 @@ def event_asked_in_a_capture(patch: Patch) -> None:
 
 def graph_of_memory_that_moves(patch: Patch) -> None:
     def change(_: None, self: graphs.DecodeGraphs, *__: Any) -> None:
-        self._slots = self._slots.clone()
+        self._columns = self._columns.clone()
 
     after(patch, graphs.DecodeGraphs, "_capture", change)
 

@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e0.rig import run
+from tests.e0.rig import run, submit
 from tests.runner.test_graphs import arrivals
 from tests.support.checkpoints import VOCAB, make_checkpoint
+from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.sampling import every_way_of_sampling
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.engine.build import release_unused
 from weft.engine.core import EngineCore
+from weft.runner.graphs.graphs import Key
 from weft.runner.sampling.sampler import Sampler, SampleRows
 from weft.types.plan import AllocSlot, column
+from weft.types.sampling import TokenParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,6 +60,76 @@ def test_graphs_give_the_tokens_of_launches(folder: Path, dtype: str) -> None:
     launched.close()
 
 
+DRAFTS: dict[str, Any] = {
+    "speculative_method": "ngram",
+    "num_speculative_tokens": 4,
+    "speculative_adaptive": False,
+}
+
+
+def repeating() -> list[list[Any]]:
+    """Return requests with few allowed ids, so that many drafts are right and many are wrong."""
+    made: list[list[Any]] = [[] for _ in range(20)]
+    for number in range(9):
+        sampled = {"temperature": 0.7} if number % 3 == 2 else {"temperature": 0.0}
+        params = TokenParams(max_tokens=30 + 4 * number, allowed=(5, 7, 9), **sampled)
+        made[2 * number].append(submit(number, [5, 7, 9, 11][: 1 + number % 4] * 6, params, request=number))
+    return made
+
+
+def watch_replays(core: EngineCore) -> list[Key]:
+    """Return a list that collects the keys of all replays of ``core`` from now on."""
+    keys: list[Key] = []
+    graphs = core.runner.graphs
+    assert graphs is not None
+    replay = graphs.replay
+
+    def noted(key: Key) -> None:
+        keys.append(key)
+        replay(key)
+
+    graphs.replay = noted  # type: ignore[method-assign]
+    return keys
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_with_drafts_are_replayed(folder: Path, dtype: str) -> None:
+    """The tokens are those of steps launched op by op, and those without drafts."""
+    settings: dict[str, Any] = {"dtype": dtype, "deterministic": True}
+    captured = engine(folder, **settings, **DRAFTS)
+    keys = watch_replays(captured)
+    made = {number: answer.tokens for number, answer in run(captured, repeating()).items()}
+    stats = captured.scheduler.stats()
+    captured.close()
+    assert 0 < sum(stats.drafts_accepted) < sum(stats.drafts)
+    assert sum(key.each > 1 for key in keys) > 10
+    for more in ({**DRAFTS, "decode_graphs": False}, {}):
+        other = engine(folder, **settings, **more)
+        expected = {number: answer.tokens for number, answer in run(other, repeating()).items()}
+        other.close()
+        assert made == expected, f"with {more}"
+
+
+def test_modules_draft_after_replayed_steps(tmp_path: Path) -> None:
+    """Drafts of a module read the hidden states of padded rows. In bfloat16, rounding decides some tokens."""
+    folder = make_mtp_checkpoint(tmp_path, skilled=True)
+    settings: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 128}
+    drafts = {**DRAFTS, "speculative_method": "mtp"}
+    captured, plain = engine(folder, **settings, **drafts), engine(folder, **settings)
+    keys = watch_replays(captured)
+    made = [
+        {number: answer.tokens for number, answer in run(core, repeating()).items()}
+        for core in (captured, plain)
+    ]
+    stats = captured.scheduler.stats()
+    captured.close()
+    plain.close()
+    same = sum(x == y for i in made[0] for x, y in zip(made[0][i], made[1][i], strict=False))
+    assert same > 0.6 * sum(map(len, made[1].values()))
+    assert sum(key.each > 1 for key in keys) > 10
+    assert sum(stats.drafts_accepted) > 0
+
+
 def test_fast_kernels_with_graphs(folder: Path) -> None:
     """In float32 most tokens equal the CPU's tokens; rounding decides the others."""
     there = engine(folder, dtype="float32")
@@ -70,8 +143,9 @@ def test_fast_kernels_with_graphs(folder: Path) -> None:
     here.close()
 
 
-def test_a_replay_does_not_wait(folder: Path) -> None:
-    core = engine(folder, dtype="bfloat16", steps_in_flight=1)
+@pytest.mark.parametrize("settings", [{}, DRAFTS], ids=["plain", "drafts"])
+def test_a_replay_does_not_wait(folder: Path, settings: dict[str, Any]) -> None:
+    core = engine(folder, dtype="bfloat16", steps_in_flight=1, **settings)
     runner, forward, sample = core.runner, core.runner.forward, core.runner.sample
 
     def watched(function: Any) -> Any:

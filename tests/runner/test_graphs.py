@@ -177,14 +177,14 @@ def test_the_column_that_graphs_read_never_moves(folder: Path) -> None:
     """Staging buffers may be reallocated: a replay reads its own memory."""
     engine, runner = prefilled(folder, 5)
     assert runner.graphs is not None
-    address = runner.graphs._slots.data_ptr()
+    address = runner.graphs._columns.data_ptr()
     while engine.has_work():
         for buffer in runner._ring._free:
             buffer._allocate(8192)
         engine.step()
     engine.close()
-    assert runner.graphs._slots.data_ptr() == address
-    assert not any(tensor.is_inference() for tensor in (runner.graphs._slots, runner.graphs._logits))
+    assert runner.graphs._columns.data_ptr() == address
+    assert not any(tensor.is_inference() for tensor in (runner.graphs._columns, runner.graphs._logits))
 
 
 def plan_of(**columns: list[int]) -> StepPlan:

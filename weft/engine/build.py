@@ -321,6 +321,7 @@ def graph_options(
         # Capture needs a communicator, which exists only after the group has formed and changes with each
         # epoch.
         lazy=meets,
+        most_each=config.kv.copies,
         micro_batches=meets,
         keeps_hidden=config.speculation.speculative_method in ("mtp", "eagle3"),
     )

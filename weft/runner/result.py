@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from weft.common.errors import EngineDead, ErrorInfo, RowError
+from weft.common.errors import ErrorInfo, RowError
 from weft.runner.batch.staging import most_each, offsets_of
+from weft.runner.event_wait import wait_until
 from weft.runner.pooling import Pooled
 from weft.runner.sampling.sampler import SampleOutput
 from weft.runner.sampling.token_logprobs import LogprobTensors
@@ -92,24 +93,17 @@ class HostCopy:
         collective. ``check`` runs during the wait and once after the wait. On a CPU nothing is waited for or
         checked.
         """
-        while not self.there():
-            if time.monotonic() > deadline:
-                raise EngineDead("a step's result did not reach the host in time")
-            check()
-            time.sleep(0.00005)
         if self._cuda:
+            wait_until(self.there, deadline, "a step's result did not reach the host in time", check)
             check()
 
 
 def synchronize(device: torch.device, timeout: float) -> None:
     """Wait until a GPU has completed all launched work. Raises EngineDead after ``timeout`` seconds."""
-    deadline = time.monotonic() + timeout
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
-    while not event.query():
-        if time.monotonic() > deadline:
-            raise EngineDead("the GPU did not synchronize in time: its process must be restarted")
-        time.sleep(0.0001)
+    late = "the GPU did not synchronize in time: its process must be restarted"
+    wait_until(lambda: event.query(), time.monotonic() + timeout, late)
 
 
 def to_result(plan: StepPlan, copy: HostCopy | Drawn) -> StepResult:

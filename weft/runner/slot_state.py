@@ -82,6 +82,10 @@ class SlotState:
         self._gen = np.zeros(kv.num_slots, np.int64)
         self._live = np.zeros(kv.num_slots, bool)
         self._entries = np.zeros((len(kv.pools), kv.num_slots), np.int64)
+        self._appended: dict[int, list[np.ndarray]] = {}
+        """By KV cache group: int64 [2, n], flat indices of the group's table and block ids, of updates that
+        the next upload of the step carries to a GPU."""
+        self._defers = device.type == "cuda"
         self._covered: tuple[bytes, bytes, np.ndarray] | None = None
         """Slots, generations, and positions covered by the block tables of each row, for the last validated
         segment. None after any slot update."""
@@ -95,8 +99,14 @@ class SlotState:
         """Index of the row without a sequence."""
         return len(self._live)
 
+    @property
+    def most_appended(self) -> int:
+        """Most numbers in the columns of ``appended`` if each slot gets two blocks per KV cache group."""
+        return 2 * 2 * self.num_slots * len(self.tables) if self._defers else 0
+
     def clear(self) -> None:
         """Free every slot. The next sequence of a slot overwrites the contents."""
+        self._appended.clear()
         self._live.fill(False)
         self._entries.fill(0)
         self._covered = None
@@ -110,6 +120,8 @@ class SlotState:
             return
         if isinstance(op, OfNoSlot):
             return
+        if isinstance(op, AllocSlot | AppendBlocks):
+            self.flush()  # such an update may write the same entries of a table, and comes later
         if not 0 <= op.slot < self.num_slots:
             raise EngineDead(f"step names slot {op.slot}, the table has {self.num_slots}")
         if isinstance(op, SaveState | LoadState | Export | BindMedia):  # applied by other parts
@@ -185,9 +197,31 @@ class SlotState:
         if at.max() >= table.shape[1]:
             raise EngineDead("the block table of a slot overflows")
         # No slot is named twice, so one scatter writes all entries.
-        where = upload(np.stack([slots, at, op.blocks]), table.device)  # one copy for all three columns
-        table[where[0], where[1]] = where[2].int()
+        flat = np.stack([slots * table.shape[1] + at, op.blocks])
         self._entries[op.kind, slots] = at + 1
+        self._appended.setdefault(op.kind, []).append(flat)
+        if not self._defers:
+            self.flush()
+
+    def appended(self) -> list[np.ndarray]:
+        """Return the blocks that ``AppendEach`` updates have appended and no upload has carried yet: for each
+        KV cache group with such blocks, two int64 columns for ``write_appended``."""
+        return [column for parts in self._appended.values() for column in np.concatenate(parts, axis=1)]
+
+    def write_appended(self, columns: Sequence[Tensor]) -> None:
+        """Write the blocks of ``appended`` into the block tables. ``columns``: the result of ``appended``, on
+        the device."""
+        for number, kind in enumerate(self._appended):
+            where, blocks = columns[2 * number : 2 * number + 2]
+            # The low half of each little-endian int64 is the int32 block id: no conversion is launched.
+            self.tables[kind].view(-1).index_copy_(0, where, blocks.view(torch.int32)[::2])
+        self._appended.clear()
+
+    def flush(self) -> None:
+        """Write the appended blocks now, with an upload of their own."""
+        if columns := self.appended():
+            staged = upload(np.concatenate(columns), self.history.device)
+            self.write_appended(staged.split([len(column) for column in columns]))
 
     def advance(self, slots: Tensor, counts: Tensor, accepted: Tensor | None, *, moves: bool) -> None:
         """Advance slots after a step. slots, counts: int64 [rows], positions computed per row.

@@ -51,6 +51,8 @@ def commit(
     """
     if not state.in_flight or state.in_flight[0] is not plan or result.step != plan.step:
         raise EngineDead("steps must commit in the order they were planned, each with its own result")
+    if (events := _commit_steady(state, plan, result)) is not None:
+        return events
     _check_rows(plan, result)
     prefill, decode = plan.prefill, plan.decode
     alive = _alive(state, decode)
@@ -76,6 +78,13 @@ def commit(
     # Only now: the proposed drafts continue the tokens just taken by the matchers.
     if plan.constrained and state.kv.drafts:
         keep_drafts(plan, result, state.columns.gen, state.in_slot)
+    _end(state, plan)
+    return _merge(quiet, plain, told)
+
+
+def _end(state: SchedulerState, plan: StepPlan) -> None:
+    """Take ``plan`` out of flight, and count the plan."""
+    prefill, decode = plan.prefill, plan.decode
     state.counts.constrained_steps += plan.constrained
     state.committed(plan.step)
     state.counts.steps += 1
@@ -84,7 +93,6 @@ def commit(
     state.counts.prefill_tokens += prefill.tokens if prefill.rows else 0
     state.counts.decode_rows += decode.rows
     state.counts.mixed_steps += bool(prefill.rows and decode.rows)
-    return _merge(quiet, plain, told)
 
 
 def _check_rows(plan: StepPlan, result: StepResult) -> None:
@@ -119,6 +127,24 @@ def _count_drafts(
 
 
 # ---- quiet rows
+
+
+def _commit_steady(state: SchedulerState, plan: StepPlan, result: StepResult) -> list[TokenEvent] | None:
+    """Commit a plan whose rows are the steady rows, all quiet. Return the events in plan order; None, without
+    any change, if the plan or a token is of another kind."""
+    steady = state.unchanged()
+    if steady is None or state.transfers.decodes:
+        return None
+    committed = state.columns.num_computed[steady.slots] + 1
+    if not steady.plain(plan, result, committed):
+        return None
+    tokens = result.tokens.tolist()
+    _advance_quiet(state, steady.slots, committed, steady.sequences, tokens)
+    _end(state, plan)
+    return [
+        TokenEvent(sequence=sequence, token_ids=(token,), num_cached=num_cached)
+        for (sequence, num_cached), token in zip(steady.named, tokens, strict=True)
+    ]
 
 
 def _first_tokens(decode: Segment, result: StepResult) -> np.ndarray:
@@ -167,16 +193,8 @@ def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) 
         return []
     columns = state.columns
     told = tokens.tolist()
-    each = slots.tolist()
-    sequences: list[Sequence] = state.in_slot[slots].tolist()
     committed = columns.num_computed[slots] + 1
-    columns.num_computed[slots] = committed
-    for row in (committed % state.kv.block_size == 0).nonzero()[0].tolist():
-        state.insert(sequences[row], each[row], int(committed[row]))
-    state.caches.slide_each(slots, committed, columns.last_step[slots])
-    for sequence, token in zip(sequences, told, strict=True):
-        sequence.tokens.append(token)
-    state.counts.generation_tokens += len(told)
+    _advance_quiet(state, slots, committed, state.in_slot[slots].tolist(), told)
     ids = columns.sequence[slots].tolist()
     cached = columns.num_cached[slots].tolist()
     if state.transfers.decodes:
@@ -189,6 +207,24 @@ def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) 
         TokenEvent(sequence=sequence, token_ids=(token,), num_cached=num_cached)
         for sequence, token, num_cached in zip(ids, told, cached, strict=True)
     ]
+
+
+def _advance_quiet(
+    state: SchedulerState,
+    slots: np.ndarray,
+    committed: np.ndarray,
+    sequences: list[Sequence],
+    told: list[int],
+) -> None:
+    """Advance each of ``slots`` to ``committed`` positions, and append one token of ``told`` to each of
+    ``sequences``."""
+    state.columns.num_computed[slots] = committed
+    for row in (committed % state.kv.block_size == 0).nonzero()[0].tolist():
+        state.insert(sequences[row], int(slots[row]), int(committed[row]))
+    state.caches.slide_each(slots, committed, state.columns.last_step[slots])
+    for sequence, token in zip(sequences, told, strict=True):
+        sequence.tokens.append(token)
+    state.counts.generation_tokens += len(told)
 
 
 def _merge(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,6 +31,9 @@ from weft.types.plan import (
     StepPlan,
     column,
 )
+
+if TYPE_CHECKING:
+    from weft.scheduler.steady import SteadyRows
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +104,8 @@ class PlanBuilder:
         self.chunks: dict[int, Row] = {}
         """Prefill rows by sequence id, in plan order."""
         self.decodes = NO_ROWS
+        self.steady: SteadyRows | None = None
+        """The rows that ``decodes`` repeats; None for rows of this step alone."""
         self.lacking: tuple[int, int, int] | None = None
         """Key of the oldest sequence without a row for lack of blocks. Younger sequences may not take
         blocks."""
@@ -204,6 +210,8 @@ class PlanBuilder:
         """Return the decode rows as a segment of columns [rows], with the present generation and start of
         each slot."""
         rows = self.decodes
+        if self.steady is not None and rows is self.steady.rows:
+            return self.steady.segment()
         if not len(rows.slots):
             return EMPTY_SEGMENT
         counts = column(rows.counts)

@@ -18,6 +18,7 @@ from weft.scheduler.policy.fit import CostFitter
 from weft.scheduler.reserve import Reserver
 from weft.scheduler.sequence import FetchedTables, Running, Sequence
 from weft.scheduler.state import SchedulerState
+from weft.scheduler.steady import SteadyRows
 from weft.types.plan import SlotUpdate
 
 NO_SLOT = -1
@@ -95,6 +96,9 @@ class Planner:
         slots = state.order()
         if not len(slots) and self.drafts is None:
             return
+        if (steady := state.steady()) is not None and len(slots) <= builder.budget:
+            self._decode_steady(steady, builder)
+            return
         # Steps in flight may already have ended a sequence near the limit, so the check uses the scheduled
         # length.
         ready = ~columns.prefilling(slots) & (columns.num_scheduled[slots] + 1 < columns.limit[slots])
@@ -105,6 +109,15 @@ class Planner:
         short = ends > columns.reserved[rows.slots]
         if short.any():
             rows = self._reserver.grow(rows, short, builder)
+        builder.add_decode(rows)
+
+    def _decode_steady(self, steady: SteadyRows, builder: PlanBuilder) -> None:
+        """Add the rows of the last step again. May preempt sequences for blocks, as ``_decode``."""
+        rows, short = steady.rows, steady.short
+        if short.any():
+            rows = self._reserver.grow(rows, short, builder)
+            steady.grown()
+        builder.steady = steady
         builder.add_decode(rows)
 
     def _with_drafts(self, policy: DraftPolicy, rows: DecodeRows, budget: int) -> DecodeRows:
@@ -131,6 +144,8 @@ class Planner:
         sequences for blocks. A sequence with a lost image is returned to the router."""
         state, columns = self._state, self._state.columns
         slots = state.order()
+        if builder.steady is not None and slots is builder.steady.slots:
+            return  # every sequence decodes
         for sequence in state.in_slot[slots[columns.prefilling(slots)]].tolist():
             run = sequence.state
             if not isinstance(run, Running):  # preempted in the same step

@@ -36,6 +36,7 @@ from weft.scheduler.sequence import (
     Waiting,
 )
 from weft.scheduler.slot_columns import SlotColumns
+from weft.scheduler.steady import SteadyRows
 from weft.scheduler.transfer_book import TransferBook
 from weft.types.plan import SlotUpdate, StepPlan
 from weft.types.transfer import TransferKey
@@ -77,6 +78,9 @@ class SchedulerState:
         """Slot updates without a row. The next plan carries all of them."""
         self.adapters = AdapterBook(places, lambda op: self.ops.append(op))
         self._order: np.ndarray | None = None
+        self._steady: SteadyRows | None = None
+        self._repeats: np.ndarray | None = None
+        """The order of the slots at the last call of ``steady``."""
         self.in_flight: deque[StepPlan] = deque()
         """Plans without a commit, oldest first."""
         self.last_commit = -1
@@ -437,6 +441,24 @@ class SchedulerState:
             self._order = np.array(slots, np.intp)
         return self._order
 
+    def steady(self) -> SteadyRows | None:
+        """Return the decode rows of all running sequences, if a second plan in a row may have the same rows;
+        else None."""
+        if self.kv.drafts:
+            return None
+        slots, made = self.order(), self._steady
+        if made is not None and made.slots is slots and made.left > 0:
+            return made
+        # Rows that occur once are not worth their columns.
+        again, self._repeats = self._repeats is slots, slots
+        self._steady = SteadyRows.of(slots, self.columns, self.in_slot) if again else None
+        return self._steady
+
+    def unchanged(self) -> SteadyRows | None:
+        """Return the last steady rows if no slot has changed since; else None."""
+        made = self._steady
+        return made if made is not None and made.slots is self._order else None
+
     def take_ops(self, step: int) -> list[SlotUpdate]:
         """Return and clear the slot updates without rows, then the image updates. Plan ``step`` is recorded
         as the last user of the slots."""
@@ -449,7 +471,13 @@ class SchedulerState:
     def launched(self, plan: StepPlan) -> None:
         """Record ``plan`` as in flight. For all rows, advance ``num_scheduled`` and set the last step, the
         drafts and the exact states of the slots."""
-        for segment in (plan.prefill, plan.decode):
+        segments = [plan.prefill, plan.decode]
+        if self._steady is not None:
+            if self._steady.launched(plan):
+                segments.pop()
+            elif plan.decode.rows:
+                self._steady = None
+        for segment in segments:
             if not segment.rows:
                 continue
             self.columns.num_scheduled[segment.slot] += segment.count

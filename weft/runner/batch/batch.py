@@ -83,14 +83,6 @@ class _Staged:
     """int64 [decode rows, most drafts]: merged row of each draft, -1 as padding; None without drafts."""
 
 
-def _upload(buffer: StagingBuffer, *groups: Sequence[np.ndarray]) -> list[list[Tensor]]:
-    """Copy groups of columns to the device in one copy. Return the same groups as tensors."""
-    buffer.begin(sum(len(column) for group in groups for column in group))
-    places = [[buffer.add(column) for column in group] for group in groups]
-    buffer.upload()
-    return [[buffer.tensor(place) for place in group] for group in places]
-
-
 class BatchBuilder:
     """Builds batches from plans over one ``SlotState``."""
 
@@ -112,6 +104,26 @@ class BatchBuilder:
         self._ones = torch.ones(most, dtype=torch.int64, device=device)
         none = self._order[:0]
         self._empty = self._segment(EMPTY_SEGMENT, 0, none, none, self._offsets[:1], none)
+
+    def _upload(
+        self, buffer: StagingBuffer, *groups: Sequence[np.ndarray], to: Tensor | None = None
+    ) -> list[list[Tensor]]:
+        """Copy groups of columns to the device in one copy. Return the same groups as tensors.
+
+        The copy also carries the blocks that the slot updates of the step append. ``to``: see
+        ``StagingBuffer.upload``.
+        """
+        every = (*groups, self._state.appended())
+        total = sum(len(column) for group in every for column in group)
+        if to is not None and total > len(to):  # many blocks at once
+            self._state.flush()
+            every = (*groups, [])
+        buffer.begin(total)
+        places = [[buffer.add(column) for column in group] for group in every]
+        buffer.upload(to)
+        *uploaded, blocks = [[buffer.tensor(place) for place in group] for group in places]
+        self._state.write_appended(blocks)
+        return uploaded
 
     def build(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
         """Upload the columns of ``plan`` through ``buffer`` and derive the rest of the batch on the
@@ -146,7 +158,9 @@ class BatchBuilder:
         index = logits_columns(plan).merged_row
         ahead = np.zeros(plan.rows if cut else 0, np.int64)
         ahead[:1] = cut
-        columns, (index_there, ahead_there) = _upload(buffer, row_columns(prefill, decode), (index, ahead))
+        columns, (index_there, ahead_there) = self._upload(
+            buffer, row_columns(prefill, decode), (index, ahead)
+        )
         rows = RowColumns(*columns)
         starts = self._state.num_computed[rows.slot]
         live = None
@@ -160,7 +174,7 @@ class BatchBuilder:
         """Upload all columns of ``plan`` in one copy. Return the row columns, and the columns for logits and
         drafts, on the device. ``entries`` and ``merged`` are None if no row has drafts."""
         logits, drafts = logits_columns(plan), verify_columns(plan)
-        rows, there, drafts_there = _upload(
+        rows, there, drafts_there = self._upload(
             buffer, row_columns(plan.prefill, plan.decode), logits, [column.ravel() for column in drafts]
         )
         entries, merged = (
@@ -262,10 +276,21 @@ class BatchBuilder:
         rows = self.decode_rows(plan, staged, step.ids, step.positions)
         return Batch(step=step, **rows)
 
-    def stage_decode(self, plan: StepPlan, each: int, buffer: StagingBuffer) -> list[Tensor]:
+    def stage_decode(
+        self,
+        plan: StepPlan,
+        each: int,
+        buffer: StagingBuffer,
+        rows: int = 0,
+        to: Tensor | None = None,
+    ) -> list[Tensor]:
         """Upload the columns for ``decode_rows`` through ``buffer`` and return them on the device. The
         columns are the slots and, if ``each`` > 0 (rows padded to ``each`` tokens), counts, slot and padded
-        row of each real token, and drafts."""
+        row of each real token, and drafts.
+
+        ``rows``: the slots are followed by the spare slot up to this number of rows. ``to``: see
+        ``StagingBuffer.upload``.
+        """
         columns = [plan.decode.slot]
         if each:
             count = plan.decode.count
@@ -273,8 +298,9 @@ class BatchBuilder:
             # Padded rows begin at multiples of ``each``; ``mine`` selects the real tokens.
             mine = ragged(np.arange(len(count)) * each, count)
             columns += [count, slot, mine, *(column.ravel() for column in verify_columns(plan, each))]
-        (staged,) = _upload(buffer, columns)
-        return staged
+        spare = np.full(max(rows - plan.decode.rows, 0), self._state.spare)
+        staged, _, further = self._upload(buffer, columns[:1], [spare], columns[1:], to=to)
+        return [*staged, *further]
 
     def decode_rows(
         self, plan: StepPlan, staged: Sequence[Tensor], ids: Tensor, positions: Tensor

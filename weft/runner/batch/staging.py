@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from weft.common.errors import EngineDead
+from weft.runner.event_wait import wait_until
 from weft.types.plan import Segment, StepPlan
 
 Column = TypeVar("Column")
@@ -158,6 +159,8 @@ class StagingBuffer:
         self._cuda = device.type == "cuda"
         self._allocate(capacity)
         self._used = 0
+        self._there = self._on_device
+        """Device memory of the last upload."""
         self._event = torch.cuda.Event() if self._cuda else None
 
     def _allocate(self, capacity: int) -> None:
@@ -169,7 +172,7 @@ class StagingBuffer:
         """Empty the buffer and make room for ``total`` entries."""
         if total > len(self._numpy):
             self._allocate(max(total, 2 * len(self._numpy)))
-        self._used = 0
+        self._used, self._there = 0, self._on_device
 
     def add(self, column: np.ndarray) -> slice:
         """Append a column and return its slice for ``tensor``. Raises EngineDead beyond the capacity."""
@@ -181,24 +184,30 @@ class StagingBuffer:
         self._used = end
         return where
 
-    def upload(self) -> None:
-        """Start the copy to the device. No copy is needed on a CPU."""
-        if self._cuda:
-            self._on_device[: self._used].copy_(self._host[: self._used], non_blocking=True)
-            assert self._event is not None
+    def upload(self, to: torch.Tensor | None = None) -> None:
+        """Start the copy to the device. No copy is needed on a CPU without ``to``.
+
+        ``to``: int64 memory on the device that takes the columns instead of the buffer's own. ``to`` stays in
+        use until the next step writes it. Raises EngineDead if the columns do not fit.
+        """
+        self._there = self._on_device if to is None else to
+        if self._used > len(self._there):
+            raise EngineDead("a step staged more than its captured form can read")
+        if self._cuda or to is not None:
+            self._there[: self._used].copy_(self._host[: self._used], non_blocking=True)
+        if self._event is not None:
             self._event.record()
 
     def tensor(self, where: slice) -> torch.Tensor:
         """Return the int64 view of a column on the device. Call after ``upload``."""
-        return self._on_device[where]
+        return self._there[where]
 
     def wait(self, deadline: float) -> None:
         """Wait until no copy reads the host memory. Raises EngineDead after ``deadline`` (monotonic
         seconds)."""
-        while self._event is not None and not self._event.query():
-            if time.monotonic() > deadline:
-                raise EngineDead("a staging copy did not finish in time")
-            time.sleep(0.0001)
+        event = self._event
+        if event is not None:
+            wait_until(lambda: event.query(), deadline, "a staging copy did not finish in time")
 
     @torch.inference_mode()  # a buffer that grew was allocated in this mode: no other mode may write
     def poison(self) -> None:

@@ -1,10 +1,11 @@
 """Decode steps captured and replayed: one launch replaces hundreds. On a GPU the captures are CUDA graphs.
 
 If every row of a decode step has the same number of tokens, the step is a function of the slots of its rows:
-ids, positions, block tables and cache writes are derived on the device. So a graph reads one external column,
-at a fixed address:
+ids, positions, block tables and cache writes are derived on the device. Rows with fewer drafts are padded. So
+a graph reads one external column, at a fixed address:
 
-    slots      [most rows]   filled before each replay; rows beyond the step's rows name the spare slot
+    slots      [most rows]   filled before each replay; rows beyond the step's rows name the spare slot.
+                             One copy per step fills the slots and the step's other columns behind them
     logits     [most tokens, vocab]; likewise hidden states, ids and positions: outputs of a replay,
                read before the next replay
 
@@ -99,6 +100,9 @@ MOST_ROWS = 512
 """Largest number of rows to capture. In larger steps the cost of launches is small."""
 MOST_EXACT = 64
 """Largest number of rows with exact captures, one per number of rows."""
+MOST_DRAFTED = 32
+"""Largest number of rows with several tokens each to capture on a GPU. More rows need more captures, and gain
+less: such a step computes long enough to hide its launches."""
 MOST_PADDED = PADS[-1]
 """Largest agreed token count of a replica for which steps are captured. Each agreed count has its own
 capture. A step above this limit contains a prompt on some replica."""
@@ -128,6 +132,11 @@ def context_buckets(most: int) -> list[int]:
         buckets.append(context)
         context *= 4
     return [*buckets, most]
+
+
+def each_buckets(most: int) -> list[int]:
+    """Return buckets of tokens per row: powers of two, and ``most``."""
+    return [1 << bits for bits in range(most.bit_length()) if 1 << bits < most] + [most]
 
 
 def obstacle(model: Model, backends: Backends) -> str | None:
@@ -223,18 +232,19 @@ class DecodeGraphs:
         self._cache = cache
         self._backends = backends
         self._builder = builder
-        exact = list(range(1, min(options.max_rows, MOST_EXACT) + 1))
-        self._rows = exact if options.exact else row_buckets(options.max_rows)
+        self._rows, self._drafted, self._each = _buckets(options)
         self._launcher = launcher or Launcher()
         self._contexts = context_buckets(max_len)
         self._options = options
         most = self._rows[-1]
         device = model.device
         self._spare = state.spare
-        self._slots = torch.full((most,), state.spare, dtype=torch.int64, device=device)
-        self._on_host = self._slots.numpy() if device.type == "cpu" else None
-        """Host view of ``_slots``, on a CPU: the host may write, because the previous step is complete."""
-        tokens = most * options.most_each
+        tokens = max(most, self._drafted[-1] * options.most_each)
+        width = _width(most, tokens, options) + state.most_appended
+        self._columns = torch.full((width,), state.spare, dtype=torch.int64, device=device)
+        """Columns of the step, at a fixed address. The first ones are the slots of the rows."""
+        self._on_host = self._columns.numpy() if device.type == "cpu" else None
+        """Host view of ``_columns``, on a CPU: the host may write, because the previous step is complete."""
         self._logits = torch.empty((tokens, model.spec.vocab_size), dtype=model.dtype, device=device)
         self._hidden = torch.empty((tokens, model.width), dtype=model.dtype, device=device)
         self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -246,9 +256,8 @@ class DecodeGraphs:
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         """Views by (rows, tokens per row): slots and logits."""
         # On a GPU an evicted graph could still be running, so GPU graphs are dropped only with the epoch.
-        self._replays: Recent[Key, Callable[[], None]] = Recent(
-            MOST_KEPT if device.type == "cpu" else sys.maxsize
-        )
+        kept = MOST_KEPT if device.type == "cpu" else sys.maxsize
+        self._replays: Recent[Key, Callable[[], None]] = Recent(kept)
         self._met: dict[Key, int] = {}
         self._captures = True
         if not options.lazy:
@@ -264,13 +273,14 @@ class DecodeGraphs:
     def _capture(self, options: GraphOptions) -> None:
         """Capture every bucket with the spare slot, and log the time and the memory."""
         began = time.monotonic()
-        before = _reserved(self._slots.device)
-        # The largest graph comes first, so that the smaller graphs fit into its memory.
-        each = reversed(range(1, options.most_each + 1))
+        before = _reserved(self._columns.device)
         micro_batches = (1, 2) if options.micro_batches else (1,)
-        buckets = itertools.product(reversed(self._rows), each, reversed(self._contexts), micro_batches)
+        buckets = itertools.product(self._rows, self._each, reversed(self._contexts), micro_batches)
         adapts = (False, True) if self.adapts else (False,)
         keys = [Key(*key, adapts=one) for key in buckets for one in adapts if key[0] >= key[3]]
+        keys = [key for key in keys if key.each == 1 or key.rows <= self._drafted[-1]]
+        # The largest graph comes first, so that the smaller graphs fit into its memory.
+        keys.sort(key=lambda key: key.rows * key.each, reverse=True)
         for key in progress_bar(keys, title="capturing decode", unit="graph", shown=options.progress):
             self._replays.put(key, options.capture(self._closure(key)))
         log.info(
@@ -278,16 +288,16 @@ class DecodeGraphs:
             len(keys),
             self._rows[-1],
             time.monotonic() - began,
-            (_reserved(self._slots.device) - before) >> 20,
+            (_reserved(self._columns.device) - before) >> 20,
         )
 
     def _closure(self, key: Key) -> Callable[[], None]:
-        """Return a function that computes a step of bucket ``key`` for the slots in ``_slots``. The function
-        writes logits, positions, hidden states, ids and, with ``key.ends``, sampled tokens into the buffers
-        of this object, and calls ``hidden_sink``."""
+        """Return a function that computes a step of bucket ``key`` for the slots in ``_columns``. The
+        function writes logits, positions, hidden states, ids and, with ``key.ends``, sampled tokens into the
+        buffers of this object, and calls ``hidden_sink``."""
         rows, each, context, micro_batches, padded, ends, adapts = key
         tokens = slice(rows * each)
-        slots = self._slots[:rows]
+        slots = self._columns[:rows]
         logits = self._logits[tokens]
         positions = self._positions[tokens]
         hidden = self._hidden[tokens]
@@ -345,7 +355,10 @@ class DecodeGraphs:
         rows = plan.decode
         padded = 0 if plan.agreed is None else plan.agreed.padded_tokens
         each = 1 if padded and not plan.rows else most_each(plan)  # no rows here: other replicas have rows
-        if rows.rows > self._rows[-1] or not 1 <= each <= self._options.most_each:
+        if not 1 <= each <= self._each[-1]:
+            return None
+        each = _bucket(self._each, each)
+        if rows.rows > (self._rows if each == 1 else self._drafted)[-1]:
             return None
         longest = int(rows.start.max(initial=0)) + each
         if longest > self._contexts[-1] or padded > MOST_PADDED:
@@ -379,7 +392,7 @@ class DecodeGraphs:
         rows = plan.decode.rows
         each = key.each
         if (views := self._views.get((rows, each))) is None:
-            self._views[rows, each] = views = self._slots[:rows], self._logits[: rows * each]
+            self._views[rows, each] = views = self._columns[:rows], self._logits[: rows * each]
         slots, logits = views
         # One token per row on a CPU: write the slots in place. Otherwise stage columns through ``buffer``.
         if self._on_host is not None and each == 1:
@@ -387,9 +400,8 @@ class DecodeGraphs:
             self._on_host[rows : key.rows] = self._spare
             staged = [slots]
         else:
-            staged = self._builder.stage_decode(plan, 0 if even(plan, each) else each, buffer)
-            slots.copy_(staged[0])
-            self._slots[rows : key.rows] = self._spare
+            padded = 0 if even(plan, each) else each
+            staged = self._builder.stage_decode(plan, padded, buffer, key.rows, self._columns)
         # Every branch below launches the same calls in the same order, so ranks may take different branches.
         if key in self._replays:
             self.replay(key)
@@ -443,6 +455,22 @@ def _adapters_of(steps: Sequence[StepInput]) -> AdapterRows | None:
     """Return the adapters of the rows of all parts of a captured step."""
     numbers = [step.adapters.numbers for step in steps if step.adapters is not None]
     return AdapterRows(torch.cat(numbers) if len(numbers) > 1 else numbers[0], ()) if numbers else None
+
+
+def _buckets(options: GraphOptions) -> tuple[list[int], list[int], list[int]]:
+    """Return the buckets of rows, of rows with several tokens each (the first ones of the former), and of
+    tokens per row."""
+    if options.exact:
+        rows = [*range(1, min(options.max_rows, MOST_EXACT) + 1)]
+        return rows, rows, [*range(1, options.most_each + 1)]
+    drafted = row_buckets(min(options.max_rows, MOST_DRAFTED))
+    return row_buckets(options.max_rows), drafted, each_buckets(options.most_each)
+
+
+def _width(rows: int, tokens: int, options: GraphOptions) -> int:
+    """Return the most numbers that the columns of a step have: the slots of ``rows`` rows and, with drafts,
+    three columns of rows or ``tokens`` and two of drafts."""
+    return rows + (6 * tokens if options.most_each > 1 else 0)
 
 
 def _bound(rows: int, each: int, context: int) -> Segment:
