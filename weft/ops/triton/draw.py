@@ -24,12 +24,12 @@ Float64 logits stay on the torch functions.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
+from weft.ops.draw import Advance
+from weft.ops.sampling import Columns
 from weft.ops.triton.forms import power
 
 Tensor = torch.Tensor
@@ -37,19 +37,6 @@ Tensor = torch.Tensor
 BLOCK = 2048
 """Tokens of a program."""
 WARPS = 8
-DRAWS = -1
-"""Content of ``flag`` in a captured step that draws its tokens. Slots are never negative."""
-
-
-class Columns(NamedTuple):
-    """Places of the parameters in a row of the table. The floats are float64, stored as bit patterns."""
-
-    temperature: int
-    top_p: int
-    min_p: int
-    top_k: int
-    seed: int
-    choice: int
 
 
 # --- noise ---
@@ -101,7 +88,7 @@ def _slot_of(slots_ptr, flag_ptr, row, spare, CAPTURED: tl.constexpr):
     slot = tl.load(slots_ptr + row)
     live = slot >= 0
     if CAPTURED:
-        live = (slot != spare) & (tl.load(flag_ptr) == -1)
+        live = (slot != spare) & (tl.load(flag_ptr) == -1)  # ``DRAWS``
     return slot, live
 
 
@@ -469,7 +456,7 @@ def _score(
 
 @triton.jit(
     do_not_specialize=["spare", "length"],
-    do_not_specialize_on_alignment=["slots_ptr", "flag_ptr"],
+    do_not_specialize_on_alignment=["slots_ptr", "flag_ptr", "history_ptr", "computed_ptr", "live_ptr"],
 )
 def _finish(
     slots_ptr,
@@ -519,36 +506,17 @@ def _finish(
                 tl.store(live_ptr + slot, tl.zeros([], dtype=tl.int64))
 
 
-class Advance(NamedTuple):
-    """Tensors of the slots that a captured step writes, see ``SlotState``."""
-
-    flag: Tensor
-    """int64 [1], read on the device: the step draws its tokens if the value is ``DRAWS``, else does nothing."""
-    spare: int
-    """Slot of padding rows, which draw nothing."""
-    history: Tensor
-    num_computed: Tensor
-    live: Tensor | None
-    """None if slots have no recurrent state."""
-
-
 def draw(
     logits: Tensor,
     vocab_size: int,
     slots: Tensor,
     table: Tensor,
     columns: Columns,
-    rows: Tensor | None = None,
-    positions: Tensor | None = None,
-    advance: Advance | None = None,
+    rows: Tensor | None,
+    positions: Tensor | None,
+    advance: Advance | None,
 ) -> Tensor:
-    """Return the token of each row, -1 for a row with NaN or +inf or without a finite value: int64 [R].
-
-    logits: [L, >= vocab_size] in float32, bfloat16 or float16, with contiguous rows. slots: int64 [R]. table:
-    int64 [slots, columns], contiguous. Row r is drawn from ``logits[rows[r]]`` at ``positions[r]`` (int64 [R]
-    each). With ``advance``, row r is drawn from ``logits[r]`` at the next position of the slot, and the slot
-    advances. The host does not wait.
-    """
+    """Compute ``weft.ops.draw.draw``; ``rows`` and ``positions`` are None with ``advance`` only."""
     count, device = len(slots), logits.device
     out = torch.empty(count, dtype=torch.int64, device=device)
     if not count:
@@ -564,14 +532,13 @@ def draw(
     masses, scores = scratch(torch.float64, count, blocks), scratch(torch.float64, count, blocks)
     cuts, cut_ids = scratch(torch.float32, count), scratch(torch.int32, count)
     winners = scratch(torch.int32, count, blocks)
-    captured = advance is not None
-    flag, spare = (slots, 0) if advance is None else (advance.flag, advance.spare)
+    if advance is None:
+        flag, spare, history, live = slots, 0, out, None
+    else:
+        flag, spare, history, positions, live = advance
     where = (logits, slots if rows is None else rows, slots, flag)
     floats, stride, width = table.view(torch.float64), logits.stride(0), table.shape[1]
-    if advance is not None:
-        positions = advance.num_computed
-    assert positions is not None
-    all_blocks = power(blocks)
+    captured, all_blocks = advance is not None, power(blocks)
     of_row = {"WIDTH": width, "TEMPERATURE": columns.temperature, "CAPTURED": captured, "num_warps": WARPS}
     of_block = {**of_row, "V": vocab_size, "BLOCK": BLOCK, "BLOCKS": blocks}
     _tops[(count, blocks)](
@@ -611,8 +578,6 @@ def draw(
         BLOCKS_P2=all_blocks,
         **of_block,
     )
-    history = out if advance is None else advance.history
-    live = None if advance is None else advance.live
     _finish[(count,)](
         slots,
         flag,

@@ -181,10 +181,12 @@ class StagingBuffer:
         self._used = end
         return where
 
-    def upload(self) -> None:
-        """Start the copy to the device. No copy is needed on a CPU."""
+    def upload(self, to: torch.Tensor | None = None) -> None:
+        """Start the copy to the device. No copy is needed on a CPU. ``to``: int64 on a GPU, gets all columns
+        instead of the memory of this buffer."""
         if self._cuda:
-            self._on_device[: self._used].copy_(self._host[: self._used], non_blocking=True)
+            to = self._on_device[: self._used] if to is None else to
+            to.copy_(self._host[: self._used], non_blocking=True)
             assert self._event is not None
             self._event.record()
 
