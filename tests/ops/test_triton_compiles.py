@@ -29,6 +29,8 @@ ATTENTION = {"_attend", "_attend_latent", "_merge"}
 LAYERS = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_linear", "_grouped", "_combine"}
 ADAPTERS = {"_low_rank_inner", "_low_rank_outer"}
 PACKED = {"_coded", "_add_parts", "_dequantize", "_grouped_codes"}
+DRAWS = {"_tops", "_cut", "_score", "_finish"}
+ALL = ATTENTION | LAYERS | ADAPTERS | PACKED | DRAWS
 FEW = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_attend", "_merge"}
 
 
@@ -71,7 +73,7 @@ def test_kernels_compile_and_fit(capability: int, few: bool, pytestconfig: pytes
     )
     assert made.returncode == 0, made.stderr[-4000:]
     kernels = [json.loads(line) for line in made.stdout.splitlines()]
-    assert {kernel["name"] for kernel in kernels} == (FEW if few else ATTENTION | LAYERS | ADAPTERS | PACKED)
+    assert {kernel["name"] for kernel in kernels} == (FEW if few else ALL)
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[capability], kernel
         assert kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, kernel

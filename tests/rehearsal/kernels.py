@@ -339,6 +339,14 @@ def _logits_to_draw(given: Given) -> None:
         given.reach("rows_ptr", rows, torch.int64, aligned=False)
 
 
+def _positions_to_draw(given: Given) -> None:
+    """Check the positions of the drawn tokens and the scores of the likeliest tokens."""
+    rows = given.grid[0]
+    places = given.spare + 1 if given.CAPTURED else rows
+    given.reach("positions_ptr", places, torch.int64, aligned=False)
+    given.array("reaches_ptr", rows, torch.float64)
+
+
 def _tops(given: Given) -> None:
     _rows_to_draw(given, given.BLOCKS)
     _logits_to_draw(given)
@@ -355,6 +363,8 @@ def _cut(given: Given) -> None:
     given.need(given.BLOCKS <= given.BLOCKS_P2, "BLOCKS_P2 holds no row")
     given.array("ints_ptr", given.floats_ptr.numel(), torch.int64)
     given.array("masses_ptr", rows * given.BLOCKS, torch.float64)
+    given.array("top_ids_ptr", rows * given.BLOCKS, torch.int32)
+    _positions_to_draw(given)
     given.array("cuts_ptr", rows, *WIDE)
     given.array("cut_ids_ptr", rows, torch.int32)
 
@@ -365,10 +375,8 @@ def _score(given: Given) -> None:
     rows = given.grid[0]
     given.powers("BLOCKS_P2")
     given.array("ints_ptr", given.floats_ptr.numel(), torch.int64)
-    places = given.positions_ptr.numel() if given.CAPTURED else rows
-    given.reach("positions_ptr", places, torch.int64, aligned=False)
-    for name, dtype in (("top_ids_ptr", torch.int32), ("winners_ptr", torch.int32)):
-        given.array(name, rows * given.BLOCKS, dtype)
+    _positions_to_draw(given)
+    given.array("winners_ptr", rows * given.BLOCKS, torch.int32)
     given.array("scores_ptr", rows * given.BLOCKS, torch.float64)
     given.array("cuts_ptr", rows, *WIDE)
     given.array("cut_ids_ptr", rows, torch.int32)
@@ -445,7 +453,7 @@ CONTRACTS = (
     ),
     Contract("moe", _combine, ("out_ptr",), (("shared_ptr", "SHARED"), ("share_ptr", "SHARE"))),
     Contract("draw", _tops, ("tops_ptr", "top_ids_ptr", "masses_ptr"), (("flag_ptr", "CAPTURED"),)),
-    Contract("draw", _cut, ("cuts_ptr", "cut_ids_ptr"), (("flag_ptr", "CAPTURED"),)),
+    Contract("draw", _cut, ("reaches_ptr", "cuts_ptr", "cut_ids_ptr"), (("flag_ptr", "CAPTURED"),)),
     Contract("draw", _score, ("scores_ptr", "winners_ptr"), (("flag_ptr", "CAPTURED"),)),
     Contract(
         "draw",

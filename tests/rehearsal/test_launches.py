@@ -17,7 +17,17 @@ from weft.runner.runner import Runner
 from weft.types.sampling import TokenParams
 
 VIEWS = {"view", "slice", "select", "unsqueeze", "expand", "detach", "alias", "split", "empty", "as_strided"}
-VIEWS |= {"_unsafe_view", "squeeze", "permute", "transpose", "unbind", "lift_fresh", "empty_like", "_reshape_alias", "device"}
+VIEWS |= {
+    "_unsafe_view",
+    "squeeze",
+    "permute",
+    "transpose",
+    "unbind",
+    "lift_fresh",
+    "empty_like",
+    "_reshape_alias",
+    "device",
+}
 """Operators that start no work."""
 
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
@@ -41,7 +51,7 @@ class Step:
     started: collections.Counter[str] = field(default_factory=collections.Counter)
 
 
-@mostly_slow("kind", list(KINDS), ["temperature", "penalty"])
+@mostly_slow("kind", list(KINDS), ["top_p"])
 def test_launches_beside_the_replay(kind: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Upload of the slots and download of the tokens are all that a plain draw adds to the replay."""
     steps: list[Step] = []

@@ -20,7 +20,7 @@ class Advance(NamedTuple):
     """Tensors of the slots that a captured step writes, see ``SlotState``."""
 
     flag: Tensor
-    """int64 [1], read on the device: the step draws if the value is ``DRAWS``, else all rows stay unchanged."""
+    """int64 [1], read on the device. ``DRAWS``: the step draws. Any other value: nothing changes."""
     spare: int
     """Slot of padding rows, which draw nothing."""
     history: Tensor

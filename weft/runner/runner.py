@@ -232,7 +232,7 @@ class Runner:
             synchronize(self._device, self._timeout)
             self._ring.release(handle.buffer)
         computed.zero_()
-        self._sampler.warm_up(self._model.dtype)
+        self._sampler.warm_up(self._model.dtype, self._model.spec.vocab_size)
         log.info("%d prompts computed to warm up, in %.1f s", len(made), time.monotonic() - began)
 
     def reset(self) -> None:

@@ -1,7 +1,8 @@
 """Steps 4 to 7 of the sampling rule (weft/ops/sampling.py) in four kernels: from logits to tokens.
 
     _tops     [rows, blocks]   largest x of a block of tokens and its lowest id; with top_p the block's mass
-    _cut      [rows]           last token that top_k and top_p keep, in the order (x descending, id ascending)
+    _cut      [rows]           last token that top_k and top_p keep, in the order (x descending, id
+                               ascending), and the score of the likeliest token
     _score    [rows, blocks]   best score of a block: the argmax of float64(x) + Gumbel noise over kept tokens
     _finish   [rows]           best block; in a captured step also history and lengths of the row's slot
 
@@ -72,11 +73,20 @@ def _gumbel(words):
 
 
 @triton.jit
-def _noise_of(token, position, choice, k0, k1):
-    """Return the noise of one token in float64."""
-    words = _words(token // 16 * 16, position, choice, k0, k1, 16)
-    own = tl.where(tl.arange(0, 16) == token % 16, words.to(tl.int64), 0)
-    return _gumbel(tl.sum(own, 0))
+def _counter(
+    positions_ptr, ints_ptr, row, slot, SEED: tl.constexpr, CHOICE: tl.constexpr, CAPTURED: tl.constexpr
+):
+    """Return (position of the drawn token, choice, low and high word of the seed) of a row, all uint32.
+    ``ints_ptr``: the slot's row of the table."""
+    if CAPTURED:
+        position = tl.load(positions_ptr + slot) + 1
+    else:
+        position = tl.load(positions_ptr + row)
+    seed = tl.load(ints_ptr + SEED)
+    choice = tl.load(ints_ptr + CHOICE)
+    low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    return position.to(tl.uint32), choice.to(tl.uint32), low, high
 
 
 # --- rows ---
@@ -231,7 +241,14 @@ def _last(
 
 @triton.jit
 def _nth_of_value(
-    logits_ptr, tops_ptr, value, number, temperature, V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+    logits_ptr,
+    tops_ptr,
+    value,
+    number,
+    temperature,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """Return the id of the ``number``-th token with x == value; the largest int32 if there are fewer."""
     lanes = tl.arange(0, BLOCK)
@@ -249,17 +266,20 @@ def _nth_of_value(
 
 @triton.jit(
     do_not_specialize=["spare"],
-    do_not_specialize_on_alignment=["rows_ptr", "slots_ptr", "flag_ptr"],
+    do_not_specialize_on_alignment=["rows_ptr", "slots_ptr", "flag_ptr", "positions_ptr"],
 )
 def _cut(
     logits_ptr,
     rows_ptr,
     slots_ptr,
     flag_ptr,
+    positions_ptr,  # int64: positions of the drawn tokens [rows]; if CAPTURED num_computed [slots]
     floats_ptr,
     ints_ptr,  # int64 [slots, WIDTH]: the memory of floats_ptr
     tops_ptr,
+    top_ids_ptr,
     masses_ptr,
+    reaches_ptr,  # float64 [rows]: score of the likeliest token, for a row with noise
     cuts_ptr,  # float32 [rows]: smallest kept value; -inf keeps everything that can win
     cut_ids_ptr,  # int32 [rows]: largest kept id of that value
     stride,
@@ -269,6 +289,8 @@ def _cut(
     TEMPERATURE: tl.constexpr,
     TOP_P: tl.constexpr,
     TOP_K: tl.constexpr,
+    SEED: tl.constexpr,
+    CHOICE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_P2: tl.constexpr,
@@ -287,8 +309,17 @@ def _cut(
         top = tl.max(tops, 0)
         cut = tl.full([], float("-inf"), tl.float32)
         number = tl.full([], 0, tl.int64)
-        finite = (top > float("-inf")) & (top < float("inf"))
-        if finite & (wide >= 1e-5) & ((top_k < V) | (top_p < 1)):
+        noisy = (top > float("-inf")) & (top < float("inf")) & (wide >= 1e-5)
+        if noisy:
+            ids = tl.load(top_ids_ptr + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=2147483647)
+            first = tl.min(tl.where(tops == top, ids, 2147483647), 0)
+            where, choice, k0, k1 = _counter(
+                positions_ptr, ints_ptr + slot * WIDTH, row, slot, SEED, CHOICE, CAPTURED
+            )
+            words = _words(first // 16 * 16, where, choice, k0, k1, 16)
+            own = tl.sum(tl.where(tl.arange(0, 16) == first % 16, words.to(tl.int64), 0), 0)
+            tl.store(reaches_ptr + row, top.to(tl.float64) + _gumbel(own))
+        if noisy & ((top_k < V) | (top_p < 1)):
             source = row
             if not CAPTURED:
                 source = tl.load(rows_ptr + row)
@@ -349,11 +380,11 @@ def _score(
     rows_ptr,
     slots_ptr,
     flag_ptr,
-    positions_ptr,  # int64: positions of the drawn tokens [rows]; if CAPTURED num_computed [slots]
+    positions_ptr,
     floats_ptr,
     ints_ptr,
     tops_ptr,
-    top_ids_ptr,
+    reaches_ptr,
     cuts_ptr,
     cut_ids_ptr,
     scores_ptr,  # float64 [rows, BLOCKS]: best score; -inf if no token of the block can win
@@ -384,26 +415,12 @@ def _score(
         tops = tl.load(tops_ptr + row * BLOCKS + blocks, mask=inside, other=float("-inf"))
     top = tl.max(tops, 0)
     if (wide >= 1e-5) & (top > float("-inf")) & (top < float("inf")):
-        source = row
-        if CAPTURED:
-            position = tl.load(positions_ptr + slot) + 1
-        else:
-            source = tl.load(rows_ptr + row)
-            position = tl.load(positions_ptr + row)
         temperature = wide.to(tl.float32)
-        seed = tl.load(ints_ptr + slot * WIDTH + SEED)
-        k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
-        k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-        where = position.to(tl.uint32)
-        choice = tl.load(ints_ptr + slot * WIDTH + CHOICE).to(tl.uint32)
         min_p = tl.load(floats_ptr + slot * WIDTH + MIN_P)
         cut = tl.load(cuts_ptr + row)
         peak = top.to(tl.float64)
-
-        # Score of the likeliest token: every cut keeps it.
-        ids_of_tops = tl.load(top_ids_ptr + row * BLOCKS + blocks, mask=inside, other=2147483647)
-        first = tl.min(tl.where(tops == top, ids_of_tops, 2147483647), 0)
-        reach = peak + _noise_of(first, where, choice, k0, k1)
+        # Every cut keeps the likeliest token, so only a score that reaches its score can win.
+        reach = tl.load(reaches_ptr + row)
         best = tl.full([], float("-inf"), tl.float64)
         winner = tl.full([], 2147483647, tl.int32)
 
@@ -416,11 +433,16 @@ def _score(
         # 22.9 is above the largest noise.
         if (wide_highest + 22.9 >= reach) & (highest >= cut) & (wide_highest >= floor):
             ids = block * BLOCK + tl.arange(0, BLOCK)
-            logits_ptr += source * stride
-            x = _x(logits_ptr, ids, temperature, False, V)
+            source = row
+            if not CAPTURED:
+                source = tl.load(rows_ptr + row)
+            x = _x(logits_ptr + source * stride, ids, temperature, False, V)
             last = tl.load(cut_ids_ptr + row, mask=cut > float("-inf"), other=0)
             kept = (x > cut) | ((x == cut) & (ids <= last))
             kept = kept & (x >= floor.to(tl.float32))
+            where, choice, k0, k1 = _counter(
+                positions_ptr, ints_ptr + slot * WIDTH, row, slot, SEED, CHOICE, CAPTURED
+            )
             words = _words(block * BLOCK, where, choice, k0, k1, BLOCK)
             gap = ((words ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
             bound = tl.where(kept, x - tl.log(gap), float("-inf"))
@@ -430,8 +452,9 @@ def _score(
             tries = 0
             while (tries < 4) & (largest >= (reach - slack).to(tl.float32)):
                 token = tl.min(tl.where(bound == largest, ids, 2147483647), 0)
-                value = _x(logits_ptr, token, temperature, False, V).to(tl.float64)
-                score = value + _noise_of(token, where, choice, k0, k1)
+                value = tl.sum(tl.where(ids == token, x, 0.0), 0).to(tl.float64)
+                word = tl.sum(tl.where(ids == token, words.to(tl.int64), 0), 0)
+                score = value + _gumbel(word)
                 better = (score > best) | ((score == best) & (token < winner))
                 better = better & (tl.exp(value - peak) >= min_p)
                 best = tl.where(better, score, best)
@@ -479,7 +502,7 @@ def _finish(
     CAPTURED: tl.constexpr,
     MOVES: tl.constexpr,
 ):
-    """Choose the token of one row. If CAPTURED, write the token behind the slot's ids and advance the slot."""
+    """Choose the token of one row. If CAPTURED, write the token into the history and advance the slot."""
     row = tl.program_id(0).to(tl.int64)
     slot, live = _slot_of(slots_ptr, flag_ptr, row, spare, CAPTURED)
     if live:
@@ -530,6 +553,7 @@ def draw(
 
     tops, top_ids = scratch(torch.float32, count, blocks), scratch(torch.int32, count, blocks)
     masses, scores = scratch(torch.float64, count, blocks), scratch(torch.float64, count, blocks)
+    reaches = scratch(torch.float64, count)
     cuts, cut_ids = scratch(torch.float32, count), scratch(torch.int32, count)
     winners = scratch(torch.int32, count, blocks)
     if advance is None:
@@ -544,12 +568,16 @@ def draw(
     _tops[(count, blocks)](
         *where, floats, tops, top_ids, masses, stride, spare, TOP_P=columns.top_p, **of_block
     )
+    noise = {"SEED": columns.seed, "CHOICE": columns.choice}
     _cut[(count,)](
         *where,
+        positions,
         floats,
         table,
         tops,
+        top_ids,
         masses,
+        reaches,
         cuts,
         cut_ids,
         stride,
@@ -557,6 +585,7 @@ def draw(
         TOP_P=columns.top_p,
         TOP_K=columns.top_k,
         BLOCKS_P2=all_blocks,
+        **noise,
         **of_block,
     )
     _score[(count, blocks)](
@@ -565,7 +594,7 @@ def draw(
         floats,
         table,
         tops,
-        top_ids,
+        reaches,
         cuts,
         cut_ids,
         scores,
@@ -573,9 +602,8 @@ def draw(
         stride,
         spare,
         MIN_P=columns.min_p,
-        SEED=columns.seed,
-        CHOICE=columns.choice,
         BLOCKS_P2=all_blocks,
+        **noise,
         **of_block,
     )
     _finish[(count,)](

@@ -206,11 +206,11 @@ class Sampler:
 
         return end
 
-    def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile the kernels of steps that are not captured, for logits of ``dtype`` and for logits that
-        were changed. Nothing to do on a CPU."""
-        for one in dict.fromkeys((dtype, torch.float32)):
-            logits = torch.zeros(1, self._vocab, dtype=one, device=self._device)
+    def warm_up(self, dtype: torch.dtype, width: int) -> None:
+        """Compile the kernels of steps that are not captured: for logits of ``dtype`` with ``width`` columns,
+        and for logits that were changed. Nothing to do on a CPU."""
+        for one, columns in dict.fromkeys(((dtype, width), (torch.float32, self._vocab))):
+            logits = torch.zeros(1, columns, dtype=one, device=self._device)
             if kernels.serves(logits):
                 first = torch.zeros(1, dtype=torch.int64, device=self._device)
                 self._draw_by_kernels(logits, first, first, first)
