@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 CUT = {"tp-overlap", "tp-latent-overlap", "replicas-overlap"}
 """Layouts with prompts that are split into micro-batches."""
 PLAIN = [
-    TokenParams(temperature=0.0, max_tokens=4),
-    TokenParams(temperature=0.9, top_k=9, top_p=0.8, max_tokens=4),
+    TokenParams(temperature=0.0, max_tokens=8),
+    TokenParams(temperature=0.9, top_k=9, top_p=0.8, max_tokens=7),
 ]
 SPECULATION = {"speculative_adaptive": False, "num_speculative_tokens": 2}
 
@@ -49,7 +49,7 @@ def test_rows_with_drafts(
 
 def test_captured_steps_draw_the_tokens_of_the_cpu(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels run in the interpreter. One request has logprobs, so that some replays draw nothing."""
-    logprobs = TokenParams(temperature=0.7, logprobs=1, max_tokens=3)
+    logprobs = TokenParams(temperature=0.7, logprobs=1, max_tokens=2)
     turns = [[e0.submit(i, [5 + i, 6, 7], one, request=i)] for i, one in enumerate([*PLAIN, logprobs])]
     drawn: list[bool] = []
     sample = Runner._sample

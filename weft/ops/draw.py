@@ -1,4 +1,4 @@
-"""Draws of tokens on a GPU by Triton kernels (weft/ops/triton/draw.py). Triton is imported by the first draw."""
+"""Draws of tokens on a GPU by Triton kernels (weft/ops/triton/draw.py). The first draw imports Triton."""
 
 from __future__ import annotations
 

@@ -25,6 +25,8 @@ Float64 logits stay on the torch functions.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -529,6 +531,35 @@ def _finish(
                 tl.store(live_ptr + slot, tl.zeros([], dtype=tl.int64))
 
 
+class _Scratch(NamedTuple):
+    """What the kernels of one draw hand to each other: [rows, blocks] or [rows]."""
+
+    tops: Tensor
+    top_ids: Tensor
+    masses: Tensor
+    reaches: Tensor
+    cuts: Tensor
+    cut_ids: Tensor
+    scores: Tensor
+    winners: Tensor
+
+
+def _scratch(rows: int, blocks: int, device: torch.device) -> _Scratch:
+    def made(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return _Scratch(
+        tops=made(torch.float32, rows, blocks),
+        top_ids=made(torch.int32, rows, blocks),
+        masses=made(torch.float64, rows, blocks),
+        reaches=made(torch.float64, rows),
+        cuts=made(torch.float32, rows),
+        cut_ids=made(torch.int32, rows),
+        scores=made(torch.float64, rows, blocks),
+        winners=made(torch.int32, rows, blocks),
+    )
+
+
 def draw(
     logits: Tensor,
     vocab_size: int,
@@ -540,89 +571,48 @@ def draw(
     advance: Advance | None,
 ) -> Tensor:
     """Compute ``weft.ops.draw.draw``; ``rows`` and ``positions`` are None with ``advance`` only."""
-    count, device = len(slots), logits.device
-    out = torch.empty(count, dtype=torch.int64, device=device)
+    count = len(slots)
+    out = torch.empty(count, dtype=torch.int64, device=logits.device)
     if not count:
         return out
     assert logits.stride(1) == 1, "rows of logits are contiguous"
-    assert table.is_contiguous()
+    assert table.is_contiguous(), "rows of the table are contiguous"
+    flag, spare, history, positions, live = advance or (slots, 0, out, positions, None)
     blocks = -(-vocab_size // BLOCK)
-
-    def scratch(dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    tops, top_ids = scratch(torch.float32, count, blocks), scratch(torch.int32, count, blocks)
-    masses, scores = scratch(torch.float64, count, blocks), scratch(torch.float64, count, blocks)
-    reaches = scratch(torch.float64, count)
-    cuts, cut_ids = scratch(torch.float32, count), scratch(torch.int32, count)
-    winners = scratch(torch.int32, count, blocks)
-    if advance is None:
-        flag, spare, history, live = slots, 0, out, None
-    else:
-        flag, spare, history, positions, live = advance
+    own = _scratch(count, blocks, logits.device)
     where = (logits, slots if rows is None else rows, slots, flag)
-    floats, stride, width = table.view(torch.float64), logits.stride(0), table.shape[1]
-    captured, all_blocks = advance is not None, power(blocks)
-    of_row = {"WIDTH": width, "TEMPERATURE": columns.temperature, "CAPTURED": captured, "num_warps": WARPS}
-    of_block = {**of_row, "V": vocab_size, "BLOCK": BLOCK, "BLOCKS": blocks}
+    floats, tail = table.view(torch.float64), (logits.stride(0), spare)
+    of_row = {
+        "WIDTH": table.shape[1],
+        "TEMPERATURE": columns.temperature,
+        "BLOCKS": blocks,
+        "CAPTURED": advance is not None,
+    }
+    of_block = {**of_row, "V": vocab_size, "BLOCK": BLOCK, "num_warps": WARPS}
+    noise = {"SEED": columns.seed, "CHOICE": columns.choice, "BLOCKS_P2": power(blocks)}
     _tops[(count, blocks)](
-        *where, floats, tops, top_ids, masses, stride, spare, TOP_P=columns.top_p, **of_block
+        *where, floats, own.tops, own.top_ids, own.masses, *tail, TOP_P=columns.top_p, **of_block
     )
-    noise = {"SEED": columns.seed, "CHOICE": columns.choice}
+    parameters, cuts = (positions, floats, table), (own.reaches, own.cuts, own.cut_ids)
     _cut[(count,)](
-        *where,
-        positions,
-        floats,
-        table,
-        tops,
-        top_ids,
-        masses,
-        reaches,
-        cuts,
-        cut_ids,
-        stride,
-        spare,
+        *(*where, *parameters, own.tops, own.top_ids, own.masses, *cuts, *tail),
         TOP_P=columns.top_p,
         TOP_K=columns.top_k,
-        BLOCKS_P2=all_blocks,
         **noise,
         **of_block,
     )
     _score[(count, blocks)](
-        *where,
-        positions,
-        floats,
-        table,
-        tops,
-        reaches,
-        cuts,
-        cut_ids,
-        scores,
-        winners,
-        stride,
-        spare,
+        *(*where, *parameters, own.tops, *cuts, own.scores, own.winners, *tail),
         MIN_P=columns.min_p,
-        BLOCKS_P2=all_blocks,
         **noise,
         **of_block,
     )
     _finish[(count,)](
-        slots,
-        flag,
-        floats,
-        tops,
-        top_ids,
-        scores,
-        winners,
-        out,
-        history,
-        positions,
-        slots if live is None else live,
-        history.stride(0),
-        spare,
-        BLOCKS=blocks,
-        BLOCKS_P2=all_blocks,
+        *(slots, flag, floats, own.tops, own.top_ids, own.scores, own.winners, out),
+        *(history, positions, slots if live is None else live, history.stride(0), spare),
+        BLOCKS_P2=power(blocks),
         MOVES=live is not None,
-        **{**of_row, "num_warps": 1},
+        num_warps=1,
+        **of_row,
     )
     return out

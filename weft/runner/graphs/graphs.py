@@ -246,9 +246,8 @@ class DecodeGraphs:
         self._hidden = torch.empty((tokens, model.width), dtype=model.dtype, device=device)
         self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-        # On a CPU an end advances every row, but padding rows have no sequence: only exact captures have
-        # ends. On a GPU an end skips padding rows, and all rows of steps without the flag.
-        self._flagged = device.type != "cpu"
+        # On a CPU an end also advances padding rows, which have no sequence: only exact captures have ends.
+        self._flagged = device.type != "cpu"  # such an end skips padding rows, and steps without the flag
         self._end = end if options.exact or self._flagged else None
         self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
