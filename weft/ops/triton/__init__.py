@@ -3,6 +3,7 @@
 ``fused``: norms, rotary embedding with the cache write, the gated activation. ``matmul``: a batch-invariant
 matrix product for ``--deterministic``. ``coded``: products with weights that stay packed. ``moe``: routed
 feed-forward blocks. ``low_rank``: adapters. ``attention``: paged attention, for ``weft.attention``.
+``draw``: tokens from logits, for ``weft.ops.draw``.
 
 The kernels compute float32, bfloat16 and float16; float64 stays on the torch implementations.
 """
