@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
+from tests.support.sampling import every_way_of_sampling
 from tests.support.slow import mostly_slow
+from weft.ops import draw as draws
 from weft.ops import sampling as rule
 from weft.ops.draw import DRAWS, Advance
+from weft.runner.sampling.sampler import Sampler, SampleRows
+from weft.types.plan import AllocSlot, TokenMasks, column
 from weft.types.sampling import signed_seed
 
 pytest.importorskip("triton")
@@ -192,23 +197,23 @@ def test_vectors_of_the_rule(
         assert int(made) == winner
 
 
-@pytest.mark.parametrize("draws", [True, False])
-def test_a_captured_step_writes_its_slots(draws: bool) -> None:
+@pytest.mark.parametrize("draw", [True, False])
+def test_a_captured_step_writes_its_slots(draw: bool) -> None:
     """The token is written behind the slot's ids and the slot advances; other slots and padding rows stay."""
     vocab, spare = 60, 4
     table = Slots([0.0, 1.0, 0.8, 0.6], [1.0, 1.0, 0.9, 1.0], [0.0] * 4, [vocab, vocab, vocab, 5])
     history = torch.randint(vocab, (spare + 1, 40), dtype=torch.int32)
     computed, live = torch.tensor([5, 0, 38, 11, 0]), torch.ones(spare + 1, dtype=torch.int64)
-    column = torch.tensor([3, 0, 2, spare, DRAWS if draws else spare])
+    names = torch.tensor([3, 0, 2, spare, DRAWS if draw else spare])
     logits = torch.randn(4, vocab)
     logits[1, 7] = NAN
-    there = [tensor.clone().to(DEVICE) for tensor in (history, computed, live, column)]
+    there = [tensor.clone().to(DEVICE) for tensor in (history, computed, live, names)]
     advance = Advance(there[3][4:], spare, *there[:3])
     made = kernels.draw(
         logits.to(DEVICE), vocab, there[3][:4], table.table.to(DEVICE), COLUMNS, None, None, advance
     ).cpu()
-    if draws:
-        slots, rows = column[:3], torch.arange(3)
+    if draw:
+        slots, rows = names[:3], torch.arange(3)
         expected = table.expected(logits, vocab, slots, rows, computed[slots] + 1)
         assert made[:3].tolist() == expected.tolist()
         assert expected.tolist()[1] == -1
@@ -217,3 +222,41 @@ def test_a_captured_step_writes_its_slots(draws: bool) -> None:
         live[slots] = 0
     for tensor, wanted in zip(there, (history, computed, live), strict=False):
         assert torch.equal(tensor.cpu(), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(THERE, reason="tests/runner/test_gpu.py has this case for a GPU")
+def test_the_sampler_draws_by_kernels_what_it_draws_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of every class in one step: masks, lists, penalties, filters and logprobs."""
+    params, vocab, length = every_way_of_sampling(9), 61, 20
+    count = len(params)
+    sampler = Sampler(count, vocab, DEVICE)
+    for slot, one in enumerate(params):
+        ids = column(list(range(length)))
+        sampler.slots.alloc(
+            AllocSlot(
+                slot=slot, gen=1, choice=0, seed=slot, params=one, num_prompt=8, num_cached=0, token_ids=ids
+            )
+        )
+    order = torch.arange(count).flip(0)
+    none = order[:0]
+    rows = SampleRows(
+        slot_host=order.numpy(),
+        slot=order,
+        logits_row=order,
+        position=torch.full((count,), length),
+        prompt_slot_host=none.numpy(),
+        prompt_slot=none,
+        prompt_logits_row=none,
+        prompt_position=none,
+    )
+    logits, history = torch.randn(count, vocab), torch.randint(0, vocab, (count, 32), dtype=torch.int32)
+    logits[3, 5] = NAN
+    words = np.array([[-1, 3]] * 2, np.int32)
+    masks = TokenMasks(entries=np.array([1, 4]), words=words.ravel())
+    expected = sampler.sample(logits, rows, history, torch.full((count,), 8), masks)
+    monkeypatch.setattr(draws, "serves", lambda logits: True)
+    made = sampler.sample(logits, rows, history, torch.full((count,), 8), masks)
+    assert made.tokens.tolist() == expected.tokens.tolist()
+    assert made.error.tolist() == expected.error.tolist()
+    assert made.error.sum() == 1
