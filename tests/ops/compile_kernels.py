@@ -359,6 +359,21 @@ def adapters(dtype: torch.dtype) -> None:
     low_rank_kernels.low_rank(torch.empty(5, 512, dtype=dtype), torch.empty(5, 1000, dtype=dtype), pool, rows)
 
 
+def draws(dtype: torch.dtype) -> None:
+    """Draws of a captured step with and without recurrent states, and of other steps."""
+    from weft.ops.draw import Advance
+    from weft.ops.sampling import Columns
+    from weft.ops.triton import draw
+
+    columns, vocab = Columns(0, 1, 2, 3, 4, 5), 128256
+    logits, table = torch.empty(3, vocab, dtype=dtype), torch.zeros(8, 6, dtype=torch.int64)
+    slots, history = torch.zeros(9, dtype=torch.int64), torch.zeros(9, 97, dtype=torch.int32)
+    for live in (slots, None):
+        advance = Advance(slots[:1], 8, history, slots, live)
+        draw.draw(logits, vocab, slots[:3], table, columns, None, None, advance)
+    draw.draw(logits, vocab, slots[:3], table, columns, slots[:3], slots[:3], None)
+
+
 def main() -> None:
     made = compile_only(int(sys.argv[1]))
     elementwise(HALF)
@@ -381,6 +396,7 @@ def others() -> None:
     routers()
     delta(16, 32, 128, 4, HALF)
     packed(HALF, "int4 zeros", "nvfp4")
+    draws(HALF)
     attention(12, 4, 64, 16, 100, HALF)
     latent(128, 512, 64, 64, 0, HALF)
     entries(1536, 512, 64, HALF)
@@ -394,6 +410,7 @@ def all_forms() -> None:
     delta(2, 2, 64, 2, HALF)
     elementwise(FULL)
     products(FULL)
+    draws(FULL)
     experts(FULL)
     packed(HALF, "int8", "fp8", "fp8 blocks", "int8 zeros", "mxfp4", "mxfp8", "int4")
     packed(torch.float16, "int4 zeros", "nvfp4")

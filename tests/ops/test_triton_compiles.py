@@ -40,6 +40,8 @@ ROUTING = {"_router", "_route", "_cut"}
 ADAPTERS = {"_low_rank_inner", "_low_rank_outer"}
 PACKED = {"_coded", "_add_parts", "_dequantize", "_grouped_codes"}
 FEW = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_sigmoid_gate", "_attend", "_merge"}
+DRAWS = {"_tops", "_limit", "_score", "_finish"}
+ALL = ATTENTION | LAYERS | ROUTING | ADAPTERS | PACKED | DRAWS
 
 
 COSTS = {
@@ -114,9 +116,7 @@ def test_instructions_by_weight(pytestconfig: pytest.Config) -> None:
 )
 def test_kernels_compile_and_fit(capability: int, few: bool, pytestconfig: pytest.Config) -> None:
     kernels = compiled(capability, "few" if few else "", pytestconfig)
-    assert {kernel["name"] for kernel in kernels} == (
-        FEW if few else ATTENTION | LAYERS | ROUTING | ADAPTERS | PACKED
-    )
+    assert {kernel["name"] for kernel in kernels} == (FEW if few else ALL)
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[capability], kernel
         assert kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, kernel

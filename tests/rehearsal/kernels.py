@@ -503,6 +503,92 @@ def _copies(given: Given, name: str, stride: str, elements: int, dtype: torch.dt
     given.reach(name, (slots - 1) * slot + (copies - 1) * copy + elements, dtype)
 
 
+def _rows_to_draw(given: Given, *programs: int) -> None:
+    """Check the arguments that all kernels of a draw have. ``programs``: programs of a row."""
+    rows = given.grid[0]
+    given.need(given.grid[1:] == programs, f"a grid of {given.grid}")
+    given.reach("slots_ptr", rows, torch.int64, aligned=False)
+    floats = given.floats_ptr
+    given.need(floats.shape[1] == given.WIDTH and floats.is_contiguous(), "a table of other rows")
+    given.array("floats_ptr", floats.numel(), torch.float64)
+    if given.CAPTURED:
+        given.reach("flag_ptr", 1, torch.int64, aligned=False)
+    given.array("tops_ptr", rows * given.BLOCKS, *WIDE)
+
+
+def _logits_to_draw(given: Given) -> None:
+    """Check the logits of the kernels that read logits."""
+    rows, logits = given.grid[0], given.logits_ptr
+    given.powers("BLOCK")
+    given.need(given.BLOCKS * given.BLOCK >= given.V, "tokens without a program")
+    given.need(logits.stride(1) == 1 and logits.stride(0) == given.stride, "rows of logits lie otherwise")
+    given.need(logits.shape[1] >= given.V, "a row is shorter than the vocabulary")
+    read = rows if given.CAPTURED else logits.shape[0]
+    given.reach("logits_ptr", (read - 1) * given.stride + given.V, *HALF)
+    if not given.CAPTURED:
+        given.reach("rows_ptr", rows, torch.int64, aligned=False)
+
+
+def _positions_to_draw(given: Given) -> None:
+    """Check the positions of the drawn tokens and the scores of the likeliest tokens."""
+    rows = given.grid[0]
+    places = given.spare + 1 if given.CAPTURED else rows
+    given.reach("positions_ptr", places, torch.int64, aligned=False)
+    given.array("reaches_ptr", rows, torch.float64)
+
+
+def _tops(given: Given) -> None:
+    _rows_to_draw(given, given.BLOCKS)
+    _logits_to_draw(given)
+    blocks = given.grid[0] * given.BLOCKS
+    given.array("top_ids_ptr", blocks, torch.int32)
+    given.array("masses_ptr", blocks, torch.float64)
+
+
+def _limit(given: Given) -> None:
+    _rows_to_draw(given)
+    _logits_to_draw(given)
+    rows = given.grid[0]
+    given.powers("BLOCKS_P2")
+    given.need(given.BLOCKS <= given.BLOCKS_P2, "BLOCKS_P2 holds no row")
+    given.array("ints_ptr", given.floats_ptr.numel(), torch.int64)
+    given.array("masses_ptr", rows * given.BLOCKS, torch.float64)
+    given.array("top_ids_ptr", rows * given.BLOCKS, torch.int32)
+    _positions_to_draw(given)
+    given.array("cuts_ptr", rows, *WIDE)
+    given.array("cut_ids_ptr", rows, torch.int32)
+
+
+def _score(given: Given) -> None:
+    _rows_to_draw(given, given.BLOCKS)
+    _logits_to_draw(given)
+    rows = given.grid[0]
+    given.powers("BLOCKS_P2")
+    given.array("ints_ptr", given.floats_ptr.numel(), torch.int64)
+    _positions_to_draw(given)
+    given.array("winners_ptr", rows * given.BLOCKS, torch.int32)
+    given.array("scores_ptr", rows * given.BLOCKS, torch.float64)
+    given.array("cuts_ptr", rows, *WIDE)
+    given.array("cut_ids_ptr", rows, torch.int32)
+
+
+def _finish(given: Given) -> None:
+    _rows_to_draw(given)
+    rows = given.grid[0]
+    given.powers("BLOCKS_P2")
+    for name, dtype in (("top_ids_ptr", torch.int32), ("winners_ptr", torch.int32)):
+        given.array(name, rows * given.BLOCKS, dtype)
+    given.array("scores_ptr", rows * given.BLOCKS, torch.float64)
+    given.array("out_ptr", rows, torch.int64)
+    if given.CAPTURED:
+        slots = given.spare + 1
+        given.array("history_ptr", slots * given.length, torch.int32)
+        given.array("computed_ptr", slots, torch.int64)
+        given.need(given.floats_ptr.shape[0] == given.spare, "the table has a row per slot")
+    if given.MOVES:
+        given.array("live_ptr", given.spare + 1, torch.int64)
+
+
 @dataclass(frozen=True)
 class Contract:
     """The contract of one kernel."""
@@ -576,6 +662,20 @@ CONTRACTS = (
         (("bias_ptr", "BIAS"), ("zeros_ptr", "ZEROS"), ("factors_ptr", "FACTORS")),
     ),
     Contract("moe", _combine, ("out_ptr",), (("shared_ptr", "SHARED"), ("share_ptr", "SHARE"))),
+    Contract("draw", _tops, ("tops_ptr", "top_ids_ptr", "masses_ptr"), (("flag_ptr", "CAPTURED"),)),
+    Contract("draw", _limit, ("reaches_ptr", "cuts_ptr", "cut_ids_ptr"), (("flag_ptr", "CAPTURED"),)),
+    Contract("draw", _score, ("scores_ptr", "winners_ptr"), (("flag_ptr", "CAPTURED"),)),
+    Contract(
+        "draw",
+        _finish,
+        ("out_ptr", "history_ptr", "computed_ptr", "live_ptr"),
+        (
+            ("flag_ptr", "CAPTURED"),
+            ("history_ptr", "CAPTURED"),
+            ("computed_ptr", "CAPTURED"),
+            ("live_ptr", "MOVES"),
+        ),
+    ),
 )
 
 

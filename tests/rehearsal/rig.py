@@ -24,7 +24,7 @@ from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
 from weft.runner import runner as runner_module
 from weft.runner.batch.staging import StagingBuffer
-from weft.runner.result import HostCopy
+from weft.runner.result import Drawn, HostCopy
 from weft.types.messages import Submit
 from weft.types.plan import StepPlan
 from weft.types.sampling import TokenParams
@@ -72,7 +72,11 @@ def watch_host(patch: pytest.MonkeyPatch) -> None:
             current().host_writes("a staged column", buffer._host)
         return add(buffer, column)
 
-    def read(plan: StepPlan, copy: HostCopy) -> Any:
+    def read(plan: StepPlan, copy: HostCopy | Drawn) -> Any:
+        if isinstance(copy, Drawn):
+            if copy._cuda:
+                current().host_reads("a result", copy.drawn)
+            return to_result(plan, copy)
         parts = [copy.tokens, copy.error, copy.accepted, copy.drafts]
         for logprobs in (copy.logprobs, copy.prompt_logprobs):
             if logprobs is not None:

@@ -13,11 +13,16 @@ from tests.support.slow import mostly_slow
 from weft.engine.core import EngineCore
 from weft.runner.runner import Runner
 from weft.types.plan import StepPlan
+from weft.types.sampling import TokenParams
 
 pytestmark = pytest.mark.slow
 
 CUT = {"tp-overlap", "tp-latent-overlap", "replicas-overlap"}
 """Layouts with prompts that are split into micro-batches."""
+PLAIN = [
+    TokenParams(temperature=0.0, max_tokens=8),
+    TokenParams(temperature=0.9, top_k=9, top_p=0.8, max_tokens=7),
+]
 SPECULATION = {"speculative_adaptive": False, "num_speculative_tokens": 2}
 
 
@@ -40,6 +45,34 @@ def test_rows_with_drafts(
         monkeypatch, folder_of(name), rig.short(), **SPECULATION, **settings, max_model_len=128
     )
     assert sum(core.scheduler.stats().drafts) > 0
+
+
+def test_captured_steps_draw_the_tokens_of_the_cpu(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels run in the interpreter. One request has logprobs, so that some replays draw nothing."""
+    logprobs = TokenParams(temperature=0.7, logprobs=1, max_tokens=2)
+    turns = [[e0.submit(i, [5 + i, 6, 7], one, request=i)] for i, one in enumerate([*PLAIN, logprobs])]
+    drawn: list[bool] = []
+    sample = Runner._sample
+
+    def noted(self: Runner, handle: Any, masks: Any) -> Any:
+        if not handle.plan.prefill.rows:
+            drawn.append(handle.drawn is not None)
+        return sample(self, handle, masks)
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(Runner, "_sample", noted)
+
+    _, made, _ = rehearse(
+        monkeypatch, folder_of("llama"), turns, values=True, plant=plant, dtype="float32", max_num_seqs=3
+    )
+    assert set(drawn) == {True, False}
+    monkeypatch.undo()
+    core = EngineCore(
+        rig.config_of(folder_of("llama"), dtype="float32", device="cpu", max_num_seqs=3), progress=False
+    )
+    expected = e0.run(core, turns)
+    core.close()
+    assert {n: answer.tokens for n, answer in made.items()} == {n: a.tokens for n, a in expected.items()}
 
 
 @mostly_slow("name", ["llama", "qwen3_next", "deepseek_v3", "deepseek_v4"], ["llama"])

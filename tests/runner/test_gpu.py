@@ -19,6 +19,8 @@ from weft.config.resolve import resolve
 from weft.engine.build import release_unused
 from weft.engine.core import EngineCore
 from weft.runner.graphs.graphs import Key
+from weft.ops import draw
+from weft.runner.runner import Runner
 from weft.runner.sampling.sampler import Sampler, SampleRows
 from weft.types.plan import AllocSlot, column
 from weft.types.sampling import TokenParams
@@ -162,6 +164,46 @@ def test_a_replay_does_not_wait(folder: Path, settings: dict[str, Any]) -> None:
     runner.forward, runner.sample = watched(forward), watched(sample)  # type: ignore[method-assign]
     assert all(answers(core).values())
     core.close()
+
+
+DRAWN = [
+    TokenParams(temperature=0.0, max_tokens=20),
+    TokenParams(temperature=1.0, max_tokens=15),
+    TokenParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, max_tokens=18),
+    TokenParams(temperature=1.3, top_p=0.8, max_tokens=16),
+]
+"""Parameters that a captured step can draw."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured_steps_draw_the_tokens_of_the_torch_sampler(
+    folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three engines give equal tokens: draws in the capture, kernels after each step, and torch alone. Steps
+    with a row that the capture cannot draw stay captured."""
+    asked = [[submit(i + 1, [5 + i, 6, 7], one, request=i)] for i, one in enumerate(DRAWN * 2)]
+    asked += [[submit(20, [3, 9], TokenParams(temperature=0.9, max_tokens=4, logprobs=2), request=20)]]
+    settings: dict[str, Any] = {"dtype": dtype, "deterministic": True}
+    drawn, sample = [0, 0], Runner._sample
+
+    def noted(runner: Runner, handle: Any, masks: Any) -> Any:
+        drawn[handle.drawn is not None] += 1
+        return sample(runner, handle, masks)
+
+    monkeypatch.setattr(Runner, "_sample", noted)
+    made = []
+    for captured, kernels in ((True, True), (False, True), (True, False)):
+        if not kernels:
+            monkeypatch.setattr(draw, "serves", lambda logits: False)
+        core = engine(folder, decode_graphs=captured, **settings)
+        made.append({number: answer.tokens for number, answer in run(core, asked).items()})
+        if captured and kernels:
+            assert core.runner.graphs is not None
+            assert drawn[1] > 10
+            assert core.runner.graphs.replayed > drawn[1], "a step with logprobs is replayed, too"
+        drawn[1] = 0
+        core.close()
+    assert made[0] == made[1] == made[2]
 
 
 PARAMS = every_way_of_sampling(9)

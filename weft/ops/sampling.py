@@ -27,6 +27,7 @@ nothing waits for the device, and the general form is used.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -38,6 +39,18 @@ NEG_INF = float("-inf")
 BLOCK = 128
 DENSE = 1 << 18  # tokens per slice of noise words, to fit the CPU's cache
 WIDTHS = (128, 2048, 16384)  # leading tokens for step 6 before a sort of the whole row
+
+
+class Columns(NamedTuple):
+    """Places of the parameters of a draw in a row of a table, int64 [slots, columns]. The first three are
+    float64, stored as bit patterns."""
+
+    temperature: int
+    top_p: int
+    min_p: int
+    top_k: int
+    seed: int
+    choice: int
 
 
 def to_x(logits: Tensor, vocab_size: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,68 +19,19 @@ from weft.runner.sampling.token_logprobs import LogprobTensors
 from weft.types.plan import EMPTY, EmbeddingRows, LogprobRows, StepPlan, StepResult, column
 
 
-@dataclass(slots=True)
-class Drawn:
-    """Tokens of a captured step that sampled: one token per row, no logprobs. Same interface as a complete
-    ``HostCopy``."""
+class _Copies:
+    """Copies of device tensors to the host. Nothing is copied on a CPU."""
 
-    tokens: np.ndarray
-    """int64 [rows]."""
-    error: np.ndarray
-    """bool [rows]."""
-    accepted: None = None
-
-    def there(self) -> bool:
-        return True
-
-    def wait(self, deadline: float, check: Callable[[], None] = lambda: None) -> None:
-        """Return at once: the values are on the host already."""
-
-
-class HostCopy:
-    """Copy of the sampled output of a step to the host. Read the fields only after ``wait``."""
-
-    def __init__(
-        self,
-        output: SampleOutput,
-        accepted: torch.Tensor | None = None,
-        drafts: torch.Tensor | None = None,
-        pooled: Pooled | None = None,
-    ) -> None:
-        """Start the copies. The stream orders the copies after the kernels of the step.
-
-        accepted: int64 [decode rows]; None if no row has drafts. drafts: int64 [rows with next_k > 0, most
-        drafts]; None if no row wants drafts.
-        """
-        self._cuda = output.tokens.is_cuda
-        self.accepted = None if accepted is None else self._start(accepted)
-        self.drafts = None if drafts is None else self._start(drafts)
-        self.pooled = None if pooled is None else replace(pooled, values=self._start(pooled.values))
-        self.output = output
-        self.tokens, self.error = self._start(output.tokens), self._start(output.error)
-        self.logprobs = self._start_all(output.logprobs)
-        self.prompt_logprobs = self._start_all(output.prompt_logprobs)
-        self._event = torch.cuda.Event() if self._cuda else None
-        if self._event is not None:
-            self._event.record()
+    def __init__(self, cuda: bool) -> None:
+        self._cuda = cuda
+        self._event = torch.cuda.Event() if cuda else None
 
     def _start(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Start a copy into new pinned memory and return the memory; on a CPU return the tensor."""
         if not self._cuda:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
-
-    def _start_all(self, rows: LogprobTensors | None) -> LogprobTensors | None:
-        """Start the copies of all columns. Return the columns on the host; None without ``rows``."""
-        if rows is None:
-            return None
-        return LogprobTensors(
-            entries=rows.entries,
-            ids=self._start(rows.ids),
-            values=self._start(rows.values),
-            rank=self._start(rows.rank),
-            error=self._start(rows.error),
-        )
 
     def there(self) -> bool:
         """Return True if the copies are complete."""
@@ -96,6 +47,72 @@ class HostCopy:
         if self._cuda:
             wait_until(self.there, deadline, "a step's result did not reach the host in time", check)
             check()
+
+
+class Drawn(_Copies):
+    """Tokens of a captured step that sampled: one token per row, no logprobs. Read the fields only after
+    ``wait``."""
+
+    accepted: None = None
+
+    def __init__(self, drawn: torch.Tensor) -> None:
+        """``drawn``: int64 [rows], tokens and -1 for errors, see ``End``. One copy starts on a GPU. On a CPU
+        the tensor may be written again after this call."""
+        super().__init__(drawn.is_cuda)
+        self.drawn = self._start(drawn) if drawn.is_cuda else drawn.clone()
+        if self._event is not None:
+            self._event.record()
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 [rows]; 0 where ``error``."""
+        values: np.ndarray = self.drawn.numpy()
+        return np.maximum(values, 0)
+
+    @property
+    def error(self) -> np.ndarray:
+        """bool [rows]."""
+        wrong: np.ndarray = self.drawn.numpy() < 0
+        return wrong
+
+
+class HostCopy(_Copies):
+    """Copy of the sampled output of a step to the host. Read the fields only after ``wait``."""
+
+    def __init__(
+        self,
+        output: SampleOutput,
+        accepted: torch.Tensor | None = None,
+        drafts: torch.Tensor | None = None,
+        pooled: Pooled | None = None,
+    ) -> None:
+        """Start the copies. The stream orders the copies after the kernels of the step.
+
+        accepted: int64 [decode rows]; None if no row has drafts. drafts: int64 [rows with next_k > 0, most
+        drafts]; None if no row wants drafts.
+        """
+        super().__init__(output.tokens.is_cuda)
+        self.accepted = None if accepted is None else self._start(accepted)
+        self.drafts = None if drafts is None else self._start(drafts)
+        self.pooled = None if pooled is None else replace(pooled, values=self._start(pooled.values))
+        self.output = output
+        self.tokens, self.error = self._start(output.tokens), self._start(output.error)
+        self.logprobs = self._start_all(output.logprobs)
+        self.prompt_logprobs = self._start_all(output.prompt_logprobs)
+        if self._event is not None:
+            self._event.record()
+
+    def _start_all(self, rows: LogprobTensors | None) -> LogprobTensors | None:
+        """Start the copies of all columns. Return the columns on the host; None without ``rows``."""
+        if rows is None:
+            return None
+        return LogprobTensors(
+            entries=rows.entries,
+            ids=self._start(rows.ids),
+            values=self._start(rows.values),
+            rank=self._start(rows.rank),
+            error=self._start(rows.error),
+        )
 
 
 def synchronize(device: torch.device, timeout: float) -> None:

@@ -237,6 +237,7 @@ class Runner:
             synchronize(self._device, self._timeout)
             self._ring.release(handle.buffer)
         computed.zero_()
+        self._sampler.warm_up(self._model.dtype, self._model.spec.vocab_size)
         log.info("%d prompts computed to warm up, in %.1f s", len(made), time.monotonic() - began)
 
     def reset(self) -> None:
@@ -374,7 +375,7 @@ class Runner:
         if key is None:
             handle.uncaptured = self.graphs.uncaptured
             return None
-        made = self.graphs.run(key, plan, handle.buffer)
+        made = self.graphs.run(key, plan, handle.buffer, draws)
         handle.drawn = made.drawn
         if self.drafter is not None:
             handle.hidden = self.graphs.hidden(key, plan.rows)

@@ -6,6 +6,7 @@
     words_linear     faster ones of linear layers on Hopper GPUs
     moe, routing     routed feed-forward blocks
     low_rank         adapters
+    draw             tokens from logits, for ``weft.ops.draw``
     attention, latent, delta    paged attention, latent attention and the gated delta net
 
 The kernels compute float32, bfloat16 and float16; float64 stays on the torch implementations.

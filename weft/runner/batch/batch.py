@@ -282,14 +282,15 @@ class BatchBuilder:
         each: int,
         buffer: StagingBuffer,
         rows: int = 0,
+        flag: int | None = None,
         to: Tensor | None = None,
     ) -> list[Tensor]:
         """Upload the columns for ``decode_rows`` through ``buffer`` and return them on the device. The
         columns are the slots and, if ``each`` > 0 (rows padded to ``each`` tokens), counts, slot and padded
         row of each real token, and drafts.
 
-        ``rows``: the slots are followed by the spare slot up to this number of rows. ``to``: see
-        ``StagingBuffer.upload``.
+        ``rows``: the slots are followed by the spare slot up to this number of rows, and by ``flag``. ``to``:
+        see ``StagingBuffer.upload``.
         """
         columns = [plan.decode.slot]
         if each:
@@ -298,7 +299,8 @@ class BatchBuilder:
             # Padded rows begin at multiples of ``each``; ``mine`` selects the real tokens.
             mine = ragged(np.arange(len(count)) * each, count)
             columns += [count, slot, mine, *(column.ravel() for column in verify_columns(plan, each))]
-        spare = np.full(max(rows - plan.decode.rows, 0), self._state.spare)
+        behind = [self._state.spare] * (rows - plan.decode.rows) + ([] if flag is None else [flag])
+        spare = np.array(behind, dtype=np.int64)
         staged, _, further = self._upload(buffer, columns[:1], [spare], columns[1:], to=to)
         return [*staged, *further]
 

@@ -4,8 +4,9 @@ If every row of a decode step has the same number of tokens, the step is a funct
 ids, positions, block tables and cache writes are derived on the device. Rows with fewer drafts are padded. So
 a graph reads one external column, at a fixed address:
 
-    slots      [most rows]   filled before each replay; rows beyond the step's rows name the spare slot.
-                             One copy per step fills the slots and the step's other columns behind them
+    columns    slots [most rows], filled before each replay; rows beyond the step's rows name the spare slot.
+               On a GPU the number behind the rows says whether the step draws its tokens. One copy per step
+               fills the slots and the step's other columns behind them
     logits     [most tokens, vocab]; likewise hidden states, ids and positions: outputs of a replay,
                read before the next replay
 
@@ -24,6 +25,10 @@ sizes of its collectives, follow from its plan, the settings and the earlier pla
 alike. So ``find`` must not look at anything else, for example at the captures of one rank. A rank alone
 decides only between replay, capture and launch of the same calls. Captures name the memory of the epoch and
 end with the epoch.
+
+On a GPU every capture with one token per row also draws (``Key.ends``): the flag behind the slots decides
+whether the draw has an effect. So a step that cannot draw, for example with logprobs, uses the same capture.
+On a CPU captures that draw are separate.
 
 A spare row is at position 0 of a sequence without blocks. The row reads and writes the null block, which no
 real row reads, and its logits are dropped.
@@ -46,6 +51,7 @@ from weft.common.log import get_logger
 from weft.common.progress import progress_bar
 from weft.common.recent import Recent
 from weft.models.decoder import Model
+from weft.ops.draw import DRAWS
 from weft.ops.low_rank import AdapterRows
 from weft.overlap.interleave import interleave
 from weft.parallel.comm import drive
@@ -77,7 +83,7 @@ class Key(NamedTuple):
     padded: int = 0
     """Token count that the replicas agreed on (``Agreement.padded_tokens``); 0 without an agreement."""
     ends: bool = False
-    """True if the captured step also samples its tokens and advances its slots."""
+    """True if the captured step also samples its tokens and advances its slots; on a GPU only if flagged."""
     adapts: bool = False
     """True if rows may have LoRA adapters."""
 
@@ -90,7 +96,7 @@ class Replayed(NamedTuple):
     rows: Callable[[], StepRows]
     """Callable that returns the rows for sampling. Call before the next step."""
     drawn: Drawn | None
-    """Sampled tokens, if the key has ``ends``: the step needs no further sampling. Else None."""
+    """Sampled tokens, if the step drew tokens: the step needs no further sampling. Else None."""
 
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
@@ -240,7 +246,7 @@ class DecodeGraphs:
         device = model.device
         self._spare = state.spare
         tokens = max(most, self._drafted[-1] * options.most_each)
-        width = _width(most, tokens, options) + state.most_appended
+        width = _width(most, tokens, options) + 1 + state.most_appended  # 1: the flag
         self._columns = torch.full((width,), state.spare, dtype=torch.int64, device=device)
         """Columns of the step, at a fixed address. The first ones are the slots of the rows."""
         self._on_host = self._columns.numpy() if device.type == "cpu" else None
@@ -249,10 +255,10 @@ class DecodeGraphs:
         self._hidden = torch.empty((tokens, model.width), dtype=model.dtype, device=device)
         self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-        # An end advances every row, but padding rows have no sequence: only exact captures have ends.
-        self._end = end if options.exact else None
+        # On a CPU an end also advances padding rows, which have no sequence: only exact captures have ends.
+        self._flagged = device.type != "cpu"  # such an end skips padding rows, and steps without the flag
+        self._end = end if options.exact or self._flagged else None
         self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
-        self._wrong = torch.zeros(most, dtype=torch.bool, device=device)
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         """Views by (rows, tokens per row): slots and logits."""
         # On a GPU an evicted graph could still be running, so GPU graphs are dropped only with the epoch.
@@ -277,7 +283,13 @@ class DecodeGraphs:
         micro_batches = (1, 2) if options.micro_batches else (1,)
         buckets = itertools.product(self._rows, self._each, reversed(self._contexts), micro_batches)
         adapts = (False, True) if self.adapts else (False,)
-        keys = [Key(*key, adapts=one) for key in buckets for one in adapts if key[0] >= key[3]]
+        ends = self._end is not None
+        keys = [
+            Key(*key, ends=ends and key[1] == 1, adapts=one)
+            for key in buckets
+            for one in adapts
+            if key[0] >= key[3]
+        ]
         keys = [key for key in keys if key.each == 1 or key.rows <= self._drafted[-1]]
         # The largest graph comes first, so that the smaller graphs fit into its memory.
         keys.sort(key=lambda key: key.rows * key.each, reverse=True)
@@ -297,7 +309,7 @@ class DecodeGraphs:
         buffers of this object, and calls ``hidden_sink``."""
         rows, each, context, micro_batches, padded, ends, adapts = key
         tokens = slice(rows * each)
-        slots = self._columns[:rows]
+        slots, flag = self._columns[:rows], self._columns[rows : rows + 1]
         logits = self._logits[tokens]
         positions = self._positions[tokens]
         hidden = self._hidden[tokens]
@@ -324,9 +336,7 @@ class DecodeGraphs:
             if self._hidden_sink is not None and each == 1:
                 self._hidden_sink(slots, positions, made)
             if ends and self._end is not None:
-                drawn, wrong = self._end(logits, slots)
-                self._drawn[:rows].copy_(drawn)
-                self._wrong[:rows].copy_(wrong)
+                self._drawn[:rows].copy_(self._end(logits, slots, flag))
 
         return run
 
@@ -364,7 +374,7 @@ class DecodeGraphs:
         if longest > self._contexts[-1] or padded > MOST_PADDED:
             return None
         bucket = _bucket(self._rows, rows.rows) if rows.rows else 0
-        ends = draws and each == 1 and bool(bucket) and self._end is not None
+        ends = (draws or self._flagged) and each == 1 and bool(bucket) and self._end is not None
         key = Key(bucket, each, _bucket(self._contexts, longest), plan.micro_batches, padded, ends, adapts)
         if plan.micro_batches > 1 and not self._options.micro_batches:
             return None
@@ -382,26 +392,27 @@ class DecodeGraphs:
                 return None
         return key
 
-    def run(self, key: Key, plan: StepPlan, buffer: StagingBuffer) -> Replayed:
+    def run(self, key: Key, plan: StepPlan, buffer: StagingBuffer, draws: bool = False) -> Replayed:
         """Run the step of ``plan`` as a replay; else capture the step while running it; else launch op by op.
         Sets ``uncaptured`` if the step was captured. Outputs stay valid until the next call.
 
-        Rows with fewer than ``key.each`` tokens are padded; outputs of the padding are never read. ``drawn``
-        of the result is None unless ``key.ends``.
+        Rows with fewer than ``key.each`` tokens are padded; outputs of the padding are never read. ``key``,
+        ``draws``: result and argument of ``find``. ``drawn`` of the result is None unless the step draws.
         """
         rows = plan.decode.rows
         each = key.each
         if (views := self._views.get((rows, each))) is None:
             self._views[rows, each] = views = self._columns[:rows], self._logits[: rows * each]
         slots, logits = views
+        draws = draws and key.ends
         # One token per row on a CPU: write the slots in place. Otherwise stage columns through ``buffer``.
         if self._on_host is not None and each == 1:
             self._on_host[:rows] = plan.decode.slot
             self._on_host[rows : key.rows] = self._spare
             staged = [slots]
         else:
-            padded = 0 if even(plan, each) else each
-            staged = self._builder.stage_decode(plan, padded, buffer, key.rows, self._columns)
+            padded, flag = 0 if even(plan, each) else each, DRAWS if draws else self._spare
+            staged = self._builder.stage_decode(plan, padded, buffer, key.rows, flag, self._columns)
         # Every branch below launches the same calls in the same order, so ranks may take different branches.
         if key in self._replays:
             self.replay(key)
@@ -415,10 +426,7 @@ class DecodeGraphs:
             ids, positions = self._ids[: rows * each], self._positions[: rows * each]
             return StepRows(**self._builder.decode_rows(plan, staged, ids, positions))
 
-        drawn = None
-        if key.ends:
-            drawn = Drawn(self._drawn.numpy()[:rows].copy(), self._wrong.numpy()[:rows].copy())
-        return Replayed(logits, left, drawn)
+        return Replayed(logits, left, Drawn(self._drawn[:rows]) if draws else None)
 
     def hidden(self, key: Key, rows: int) -> Tensor:
         """Return hidden states [rows * tokens per row, hidden] of the last replayed step, valid until the

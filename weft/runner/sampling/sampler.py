@@ -10,17 +10,20 @@ or freed for a later step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import torch
 
+from weft.ops import draw as kernels
 from weft.ops import sampling as ops
 from weft.ops.cpu import sampling as direct
 from weft.ops.upload import upload
 from weft.runner.sampling.slot_params import (
+    CHANGED,
+    COLUMNS,
     DIRECT,
     FLOATS,
     GREEDY,
@@ -42,11 +45,12 @@ from weft.types.plan import TokenMasks
 
 Tensor = torch.Tensor
 
-End: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function of logits [rows, >= vocab] and slots (int64 [rows], on the device). Returns tokens int64 [rows]
-and errors bool [rows]. See ``Sampler.end``."""
+End: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Function of logits [rows, >= vocab], slots (int64 [rows], on the device) and a flag (int64 [1]). Returns
+int64 [rows]: tokens, -1 for a row with an error. See ``Sampler.end``."""
 
 NO_MASKS = TokenMasks()
+_WHOLE = tuple(kind | mask for kind in DIRECT for mask in (0, MASK))
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits processed at once (rows * vocabulary). Bounds the memory of a step with many rows."""
 
@@ -94,7 +98,9 @@ class _Rows:
     logits_row: Tensor
     position: Tensor
     floats: Tensor
+    """float64 [R, at least FLOATS]"""
     ints: Tensor
+    """int64 [R, INTS]"""
     words: Tensor
     """int32 [masks, .]: allowed tokens as bits, for the whole step."""
     mask: Tensor
@@ -162,12 +168,16 @@ class Sampler:
         )
 
     def end(self, state: SlotState, moves: bool, logits: Tensor) -> End | None:
-        """Return a function that ends a decode step in one call of the CPU extension; None if the extension
-        cannot process ``logits``.
+        """Return a function that ends a captured decode step, by the CPU extension or by kernels; None if
+        neither can process ``logits``.
 
         The function requires one token per row, ``direct`` slots and no masks. Besides sampling, the function
-        writes ids into the history and advances lengths and, with ``moves``, recurrent states.
+        writes ids into the history and advances lengths and, with ``moves``, recurrent states. On a GPU rows
+        of the spare slot change nothing, and all rows change nothing unless the flag is ``kernels.DRAWS``. A
+        CPU has no flag.
         """
+        if kernels.serves(logits):
+            return self._end_by_kernels(state, moves)
         if not direct.serves(logits):
             return None
         floats, ints = (torch.from_numpy(rows) for rows in (self.slots.floats, self.slots.ints))
@@ -179,12 +189,31 @@ class Sampler:
         )
         live = state.live if moves else None
 
-        def end(logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-            return direct.end_decode(
+        def end(logits: Tensor, slots: Tensor, flag: Tensor) -> Tensor:
+            tokens, error = direct.end_decode(
                 logits, slots, self._vocab, columns, state.history, state.num_computed, live
             )
+            return tokens.masked_fill_(error, -1)
 
         return end
+
+    def _end_by_kernels(self, state: SlotState, moves: bool) -> End:
+        live = state.live if moves else None
+
+        def end(logits: Tensor, slots: Tensor, flag: Tensor) -> Tensor:
+            advance = kernels.Advance(flag, state.spare, state.history, state.num_computed, live)
+            return kernels.draw(logits, self._vocab, slots, self.slots.table, COLUMNS, advance=advance)
+
+        return end
+
+    def warm_up(self, dtype: torch.dtype, width: int) -> None:
+        """Compile the kernels of steps that are not captured: for logits of ``dtype`` with ``width`` columns,
+        and for logits that were changed. Nothing to do on a CPU."""
+        for one, columns in dict.fromkeys(((dtype, width), (torch.float32, self._vocab))):
+            logits = torch.zeros(1, columns, dtype=one, device=self._device)
+            if kernels.serves(logits):
+                first = torch.zeros(1, dtype=torch.int64, device=self._device)
+                self._draw_by_kernels(logits, first, first, first)
 
     def _draw_all(
         self, logits: Tensor, rows: SampleRows, history: Tensor, num_prompt: Tensor, masks: TokenMasks
@@ -195,13 +224,19 @@ class Sampler:
         if (classes == GREEDY).all() and direct.serves(logits):
             tokens, error = direct.greedy(logits, rows.logits_row, self._vocab)
             return tokens.masked_fill_(error, 0), error
+        whole = _WHOLE if direct.serves(logits) else ()
+        if kernels.serves(logits):
+            classes &= CHANGED  # the kernels draw rows of all other classes together
+            if not classes.any():
+                return self._draw_by_kernels(logits, rows.logits_row, rows.slot, rows.position)
+            whole = (0,)
         # Sort entries by class, draw class by class, and restore the order of entries at the end.
         order = np.argsort(classes, kind="stable")
         permuted = upload(order, self._device) if (order[1:] < order[:-1]).any() else None
         step = self._rows_of(rows, order, permuted, masks)
         tokens = torch.zeros(entries, dtype=torch.int64, device=self._device)
         error = torch.zeros(entries, dtype=torch.bool, device=self._device)
-        for kind, part in self._parts(classes[order], direct.serves(logits)):
+        for kind, part in self._parts(classes[order], whole):
             drawn, wrong = self._draw(logits, step.at(part), int(kind), history, num_prompt)
             tokens[part], error[part] = drawn.masked_fill(wrong, 0), wrong
         if permuted is not None:
@@ -218,15 +253,16 @@ class Sampler:
     def _rows_of(self, rows: SampleRows, order: np.ndarray, place: Tensor | None, masks: TokenMasks) -> _Rows:
         """Gather the entries ``order``. ``place``: ``order`` on the device, None if ``order`` is the
         identity."""
-        slots = rows.slot_host[order]
         at = slice(None) if place is None else place
+        slots = rows.slot[at]
+        values = self.slots.table[slots]
         return _Rows(
+            rows.slot_host[order],
             slots,
-            rows.slot[at],
             rows.logits_row[at],
             rows.position[at],
-            upload(self.slots.floats[slots], self._device),
-            upload(self.slots.ints[slots], self._device),
+            values.view(torch.float64),
+            values[:, len(FLOATS) :],
             *self._upload_masks(masks, order),
         )
 
@@ -243,15 +279,15 @@ class Sampler:
     def _chunk(self) -> int:
         return max(1, CHUNK.get(self._device.type, CHUNK["cuda"]) // self._vocab)
 
-    def _parts(self, classes: np.ndarray, whole: bool) -> Iterator[tuple[int, slice]]:
+    def _parts(self, classes: np.ndarray, whole: Sequence[int]) -> Iterator[tuple[int, slice]]:
         """Yield (class, slice) for runs of equal classes, cut into chunks. ``classes`` must be sorted.
 
-        ``whole``: do not cut classes that the CPU extension draws directly.
+        ``whole``: classes that are not cut, because they are drawn from the logits themselves.
         """
         kinds, starts = np.unique(classes, return_index=True)
         ends = np.append(starts, len(classes))[1:]
         for kind, start, end in zip(kinds, starts, ends, strict=True):
-            size = end - start if whole and kind & ~MASK in DIRECT else self._chunk()
+            size = end - start if kind in whole else self._chunk()
             for begin in range(start, end, size):
                 yield int(kind), slice(begin, min(begin + size, end))
 
@@ -271,6 +307,12 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         """Draw rows of one class: (tokens int64 [R], error bool [R]). Tokens of rows with an error are
         arbitrary."""
+        if kernels.serves(logits):
+            if not kind & CHANGED:
+                return self._draw_by_kernels(logits, rows.logits_row, rows.slot, rows.position)
+            x, error = self._changed(logits, rows, kind, False, history, num_prompt)
+            tokens, wrong = self._draw_by_kernels(x, None, rows.slot, rows.position)
+            return tokens, error | wrong
         # Prefer the CPU extension: directly on the logits if steps 1 to 3 do nothing, else on the changed x.
         if (fast := direct.serves(logits)) and kind & ~MASK in DIRECT:
             masks = (rows.words, rows.mask) if kind & MASK else None
@@ -325,6 +367,14 @@ class Sampler:
             return direct.greedy(x, place, self._vocab, masks)
         columns = (rows.real("temperature"), rows.real("min_p"), rows.whole("seed"), rows.whole("choice"))
         return direct.sample(x, place, self._vocab, *columns, rows.position, masks)
+
+    def _draw_by_kernels(
+        self, x: Tensor, at: Tensor | None, slots: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Run steps 4 to 7 by kernels: (tokens int64 [R], 0 for an error; error bool [R]). ``at``: rows of
+        ``x`` to draw; None for all."""
+        drawn = kernels.draw(x, self._vocab, slots, self.slots.table, COLUMNS, at, positions)
+        return drawn.clamp(min=0), drawn < 0
 
     def _sample(self, x: Tensor, rows: _Rows, kind: int) -> Tensor:
         """Run steps 6 and 7 on rows of one class: [R, V] -> int64 [R]."""
@@ -415,7 +465,7 @@ class Sampler:
                 self._processed_logprobs(
                     logits, step.at(part), kind, tokens[place[part]], int(asked.max()), history, num_prompt
                 )
-                for kind, part in self._parts(classes[by_class], False)
+                for kind, part in self._parts(classes[by_class], ())
             ]
             return assembled(parts, entries, asked[entries], order)
         if len(entries) == len(asked):

@@ -13,6 +13,7 @@ import torch
 
 from weft.common.errors import EngineDead
 from weft.ops import sampling as ops
+from weft.ops.sampling import Columns
 from weft.ops.upload import upload
 from weft.types.plan import AllocSlot, TokenMasks
 from weft.types.sampling import TokenParams, signed_seed
@@ -110,10 +111,13 @@ def words_of(masks: TokenMasks, order: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 INTS = ("top_k", "min_tokens", "logprobs", "prompt_logprobs", "seed", "choice")
+COLUMNS = Columns(*((*FLOATS, *INTS).index(name) for name in Columns._fields))
+"""Places of the parameters of a draw in a row of ``SlotParams.table``."""
 
 # Bits of a row's class: the sampling work of the row. Rows of one class are processed together.
 GREEDY, LISTS, PENALTY, TOP_K, TOP_P, MIN_P, MASK = (1 << bit for bit in range(7))
 DIRECT = (0, GREEDY, MIN_P)  # classes without changed logits and without sorting
+CHANGED = LISTS | PENALTY | MASK  # classes with one of these bits change the logits before the draw
 STAGE = 7
 """Bits from here on hold the index of the first of ``ops.WIDTHS`` that is at least the row's top_k."""
 
@@ -121,10 +125,12 @@ STAGE = 7
 class SlotParams:
     """Parameters of each slot from ``alloc`` to ``free``. Columns of free slots are arbitrary.
 
-    floats    float64 [slots, FLOATS]
-    ints      int64 [slots, INTS]
+    floats    float64 [slots, FLOATS], on the host
+    ints      int64 [slots, INTS], on the host
+    table     int64 [slots, FLOATS and INTS], on the device: the same values, floats as bit patterns
     classes   int64 [slots]
-    direct    bool [slots]: True for a class in ``DIRECT`` without logprobs
+    direct    bool [slots]: True if a captured step can draw the row: on a CPU a class in ``DIRECT`` without
+              logprobs, on a GPU any class without changed logits and without logprobs
     lists     token lists per slot; None for a slot without lists
     """
 
@@ -132,8 +138,12 @@ class SlotParams:
         self._vocab = vocab_size
         self._device = device
         self._taken = np.zeros(num_slots, dtype=bool)
-        self.floats = np.zeros((num_slots, len(FLOATS)), dtype=np.float64)
-        self.ints = np.zeros((num_slots, len(INTS)), dtype=np.int64)
+        rows = np.zeros((num_slots, len(FLOATS) + len(INTS)), dtype=np.int64)
+        self.floats = rows[:, : len(FLOATS)].view(np.float64)
+        self.ints = rows[:, len(FLOATS) :]
+        self._rows = rows
+        # On a CPU the memory of ``floats`` and ``ints``; on a GPU a copy, updated for each new sequence.
+        self.table = torch.from_numpy(rows).to(device)
         self.classes = np.zeros(num_slots, dtype=np.int64)
         self.direct = np.zeros(num_slots, dtype=bool)
         self.lists: list[Lists | None] = [None] * num_slots
@@ -152,7 +162,11 @@ class SlotParams:
         lists = lists_of(params, self._vocab, self._device)
         self.lists[op.slot] = lists
         self.classes[op.slot] = kind = self._class(params, top_k, lists)
-        self.direct[op.slot] = kind in DIRECT and params.logprobs < 0
+        drawn = kind in DIRECT if self._device.type == "cpu" else not kind & CHANGED
+        self.direct[op.slot] = drawn and params.logprobs < 0
+        if self._device.type == "cuda":
+            row = torch.from_numpy(self._rows[op.slot]).pin_memory()
+            self.table[op.slot].copy_(row, non_blocking=True)
 
     def free(self, slot: int) -> None:
         """Free the slot. Raises EngineDead if the slot is free already."""
