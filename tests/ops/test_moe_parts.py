@@ -44,9 +44,9 @@ def placed(chosen: Tensor, experts: list[int]) -> Tensor:
 
 
 PACKS: dict[str, tuple[Any, Any]] = {
-    "int8": (ops.pack_int8, ops.pack_part_int8),
-    "w8a8": (ops.pack_w8a8, ops.pack_part_w8a8),
-    "w4a8": (ops.pack_w4a8, ops.pack_part_w4a8),
+    "int8": ops.pack_int8,
+    "w8a8": ops.pack_w8a8,
+    "w4a8": ops.pack_w4a8,
 }
 
 
@@ -55,9 +55,9 @@ PACKS: dict[str, tuple[Any, Any]] = {
 def test_parts_make_the_whole(kind: str, dtype: torch.dtype, kernel: str, threads: None) -> None:
     """Separate experts give the block's bits in any order of ranks; sums of ranks are close."""
     weights = routed("corrected" if kind in PACKS else kind, dtype)
-    pack, pack_part = PACKS.get(kind, (ops.pack, ops.pack_part))
+    pack = PACKS.get(kind, ops.pack)
     block = pack(weights)
-    parts = [(experts, pack_part(mine)) for experts, mine in shares(weights, 3)]
+    parts = [(experts, pack(mine)) for experts, mine in shares(weights, 3)]
     router = parts[-1][1]
     for count, number in ((0, 1), (1, 1), (5, 2), (70, 2)):
         torch.set_num_threads(number)
@@ -87,7 +87,7 @@ def test_parts_are_torchs(dtype: torch.dtype, extension: None) -> None:
         x, ids = tokens(40, dtype)
         experts, mine = shares(weights, 3)[1]
         cpp, torchs = ops.PARTS, ByPieces(moe.PLAIN)
-        packed = ops.pack_part(mine)
+        packed = ops.pack(mine)
         made, wanted = cpp.route(x, ids, packed), torchs.route(x, ids, mine)
         assert torch.equal(made[0], wanted[0])
         assert torch.allclose(made[1], wanted[1], rtol=1e-4)
@@ -107,7 +107,7 @@ def test_bits_of_a_row_of_a_part_are_its_own(
 ) -> None:
     weights = routed("corrected", dtype)
     experts, mine = shares(weights, 2)[1]
-    packed = ops.pack_part(mine)
+    packed = ops.pack(mine)
     x, ids = tokens(300, dtype)
     chosen, scales, share = ops.PARTS.route(x, ids, packed)
     places = placed(chosen, experts)
@@ -130,7 +130,7 @@ def test_bits_of_a_row_of_a_part_are_its_own(
 
 def test_wrong_places_are_refused(extension: None) -> None:
     _, mine = shares(routed("gated_shared", torch.float32), 3)[0]
-    packed = ops.pack_part(mine)
+    packed = ops.pack(mine)
     x, ids = tokens(3, torch.float32)
     _, scales, _ = ops.PARTS.route(x, ids, packed)
     for place in (-2, 6):

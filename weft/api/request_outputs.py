@@ -30,6 +30,11 @@ class CompletionOutput:
     """Number of ``token_ids`` from accepted drafts."""
     num_rejected_drafts: int = 0
     """Number of rejected drafts."""
+    routed_experts: np.ndarray | None = None
+    """Experts of each token in each routed layer, in order of their weights: uint8 (uint16 with more than 256
+    experts) [tokens, layers, experts per token]. The tokens are prompt and output from
+    ``routed_experts_prompt_start`` on, without the last token, which the model did not compute. None if not
+    requested."""
 
 
 @dataclass(slots=True)
@@ -85,8 +90,8 @@ class ScoreOutput:
     error: ErrorInfo | None = None
 
 
-def completion_of(choice: Choice) -> CompletionOutput:
-    """Return the present state of a choice, with copied lists."""
+def completion_of(choice: Choice, routed: np.ndarray | None = None) -> CompletionOutput:
+    """Return the present state of a choice, with copied lists. ``routed``: its experts."""
     return CompletionOutput(
         index=choice.index,
         text=choice.text,
@@ -97,4 +102,5 @@ def completion_of(choice: Choice) -> CompletionOutput:
         error=choice.error,
         num_accepted_drafts=choice.accepted,
         num_rejected_drafts=choice.rejected,
+        routed_experts=routed,
     )

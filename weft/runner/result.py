@@ -12,6 +12,7 @@ import torch
 
 from weft.common.errors import EngineDead, ErrorInfo, RowError
 from weft.runner.batch.staging import most_each, offsets_of
+from weft.runner.expert_routes import StepRoutes
 from weft.runner.pooling import Pooled
 from weft.runner.sampling.sampler import SampleOutput
 from weft.runner.sampling.token_logprobs import LogprobTensors
@@ -45,6 +46,7 @@ class HostCopy:
         accepted: torch.Tensor | None = None,
         drafts: torch.Tensor | None = None,
         pooled: Pooled | None = None,
+        routes: StepRoutes | None = None,
     ) -> None:
         """Start the copies. The stream orders the copies after the kernels of the step.
 
@@ -55,6 +57,7 @@ class HostCopy:
         self.accepted = None if accepted is None else self._start(accepted)
         self.drafts = None if drafts is None else self._start(drafts)
         self.pooled = None if pooled is None else replace(pooled, values=self._start(pooled.values))
+        self.routes = None if routes is None else replace(routes, ids=self._start(routes.ids))
         self.output = output
         self.tokens, self.error = self._start(output.tokens), self._start(output.error)
         self.logprobs = self._start_all(output.logprobs)
@@ -116,7 +119,7 @@ def to_result(plan: StepPlan, copy: HostCopy | Drawn) -> StepResult:
     """Build the result of ``plan`` from rows with logits, in plan order. ``copy`` must be complete."""
     if isinstance(copy, Drawn):
         return _plain(plan, copy.tokens, copy.error, EMPTY)
-    if most_each(plan) == 1 and copy.logprobs is None:
+    if most_each(plan) == 1 and copy.logprobs is None and copy.routes is None:
         return _plain(plan, copy.tokens.numpy(), copy.error.numpy(), _drafts(plan, copy.drafts))
     both = (plan.prefill, plan.decode)
     logits = np.concatenate([s.logits for s in both]).astype(np.int64)
@@ -147,6 +150,7 @@ def to_result(plan: StepPlan, copy: HostCopy | Drawn) -> StepResult:
         logprobs=_rows(copy.logprobs, owner, len(rows)),
         prompt_logprobs=_rows(copy.prompt_logprobs, prompt_owner, len(rows)),
         embeddings=_embeddings(copy.pooled),
+        routes=None if copy.routes is None else copy.routes.result(),
     )
 
 

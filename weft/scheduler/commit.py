@@ -38,6 +38,8 @@ class _Row:
     ``error``."""
     embedding: bytes = b""
     """Pooled embedding as little-endian float32 bytes; b"" unless the row completes an embedding prompt."""
+    routes: np.ndarray | None = None
+    """uint16 [count, layers, top_k]; None for a row without routes."""
 
 
 def commit(
@@ -230,7 +232,7 @@ def _rows(
     # sample > 0: accepted drafts and one more token
     ends = begins + (sample > 0) * (np.append(result.accepted, 0)[answers] + 1)
     errors = dict(result.row_error)
-    embeddings = _embeddings(result)
+    embeddings, routes = _embeddings(result), _routes(result)
     rows: list[tuple[int, _Row]] = []
     for at, number in enumerate(numbers.tolist()):
         sequence, run = _running(state.in_slot[slots[at]])
@@ -248,6 +250,7 @@ def _rows(
         )
         if sequence.pooling and first + number in embeddings:
             row.embedding, row.error = embeddings[first + number]
+        row.routes = routes.get(first + number)
         rows.append((number, row))
     return rows
 
@@ -263,6 +266,15 @@ def _embeddings(result: StepResult) -> dict[int, tuple[bytes, ErrorInfo | None]]
         numbers = values[:length]
         found[row] = (numbers.astype("<f4").tobytes(), None if np.isfinite(numbers).all() else broken)
     return found
+
+
+def _routes(result: StepResult) -> dict[int, np.ndarray]:
+    """Return {plan row: uint16 [tokens, layers, top_k]} of the rows with routes."""
+    made = result.routes
+    if made is None:
+        return {}
+    offsets = made.offsets.tolist()
+    return {row: made.ids[offsets[at] : offsets[at + 1]] for at, row in enumerate(made.rows.tolist())}
 
 
 def _running(sequence: Sequence) -> tuple[Sequence, Running]:
@@ -296,6 +308,9 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
     if error is None:  # else the blocks must not be found
         _advance(state, row, row.computed + row.count - rejected)
         prompt_logprobs = _deliver_prompt_logprobs(row, result)
+        if row.routes is not None:
+            sequence.keep_routes(row.computed, row.routes[: row.count - rejected])
+            state.counts.routed_tokens += row.count - rejected
     state.counts.generation_tokens += len(made)
     if ending is None and error is not None:
         ending = ("error", None)
@@ -332,6 +347,7 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         position=position,
         embedding=row.embedding if finish == "stop" else b"",
         cache_miss=miss,
+        routes=sequence.take_routes() if made or finish is not None else None,
     )
 
 

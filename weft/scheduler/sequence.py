@@ -24,6 +24,7 @@ from weft.kv.snapshots import SnapshotMarks
 from weft.scheduler.constraints import Constraint
 from weft.types.messages import CacheMiss, Submit
 from weft.types.plan import EMPTY, AllocSlot, column
+from weft.types.routes import Routes, joined
 from weft.types.sampling import TokenParams
 
 PROTECT_AFTER = 2
@@ -123,6 +124,7 @@ class Sequence:
         "constraint",
         "delivered",
         "explains",
+        "forced",
         "id",
         "key",
         "limit",
@@ -141,6 +143,8 @@ class Sequence:
         "prompt_logprobs",
         "relies",
         "request",
+        "route_pieces",
+        "routed",
         "salt",
         "seed",
         "session",
@@ -199,6 +203,16 @@ class Sequence:
         admission."""
         self.preemptions = self.yielded = 0
         """Number of preemptions; number of preemptions in favor of another sequence."""
+        self.forced = submit.forced
+        """Experts that replace the choice of the router; None without."""
+        self.routed = submit.routes
+        """First position whose routes are still to be computed; -1 without routes."""
+        if self.routed >= 0 and self.fetches:  # the other group reports the positions that it computes
+            self.routed = len(tokens)
+        elif self.routed >= 0 and submit.choice:  # the first sample reports the shared prompt
+            self.routed = max(self.routed, num_prompt - 1)
+        self.route_pieces: list[Routes] = []
+        """Routes computed and not yet reported."""
         self.explains = submit.explain
         self.miss: CacheMiss | None = None
         """Why the prompt was not cached further; None once reported."""
@@ -272,10 +286,25 @@ class Sequence:
         """Return how many leading positions need no computing if cached.
 
         The last known id is always computed. Pooling by mean or cls needs all positions. Prompt logprobs
-        need all positions not delivered yet.
+        need all positions not delivered yet, and routes all positions whose routes are not known yet.
         """
         most = 0 if self.pooling in ("mean", "cls") else len(self.tokens) - 1
+        if self.routed >= 0:
+            most = min(most, self.routed)
         return min(most, self.delivered) if self.delivered < self.prompt_logprobs else most
+
+    def keep_routes(self, start: int, ids: np.ndarray) -> None:
+        """Keep the routes of committed positions from ``start`` on, uint16 [positions, layers, top_k], for
+        the next event. Positions known before a preemption are dropped."""
+        new = Routes(start=start, layers=ids.shape[1], top_k=ids.shape[2], ids=ids.tobytes())
+        if self.routed >= 0 and (fresh := new.part(self.routed, new.end)) is not None:
+            self.route_pieces.append(fresh)
+            self.routed = fresh.end
+
+    def take_routes(self) -> Routes | None:
+        """Return the kept routes and forget them; None without."""
+        pieces, self.route_pieces = self.route_pieces, []
+        return joined(pieces)
 
     def take(self, token: int) -> None:
         """Append the next output token and advance the grammar."""
@@ -311,6 +340,8 @@ class Sequence:
             adapter=self.place,
             token_ids=column(np.array(self.tokens, np.int32)),  # a copy: the array keeps growing
             pooling=self.pooling,
+            routes=self.routed >= 0,
+            forced=self.forced,
             spans=self.spans,
         )
 

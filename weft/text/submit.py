@@ -17,6 +17,7 @@ from weft.text.tokenizer import Tokenizer
 from weft.types.grammar import Grammar
 from weft.types.media_item import MediaItem
 from weft.types.messages import Pooling, Submit
+from weft.types.routes import Routes, RouteShape, check_routes
 from weft.types.sampling import (
     MAX_BAD_TOKENS,
     MAX_BAD_WORD_TOKENS,
@@ -35,6 +36,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum tokens of prompt and output together."""
     end_ids: tuple[int, ...]
     """Ids that end a sequence unless ``ignore_eos``."""
+    routes: RouteShape | None = None
+    """Size of the model's routes; None without routed experts."""
 
 
 class IdMint:
@@ -103,8 +106,30 @@ def build_submits(
         resolve_params(params, limits, tokenizer),
         max_tokens=max_tokens_for(len(prompt_ids), params, limits, prompt_param),
     )
+    check_routed(params, len(prompt_ids), limits)
     seed = seed if params.seed is None else params.seed & SEED_MASK
-    return submits_of(data, token_params, params.n, ids=ids, seed=seed, priority=priority, salt=salt)
+    return submits_of(
+        data,
+        token_params,
+        params.n,
+        ids=ids,
+        seed=seed,
+        priority=priority,
+        salt=salt,
+        routes=first_route(params),
+        forced=params.force_routed_experts,
+    )
+
+
+def first_route(params: SamplingParams) -> int:
+    """Return ``Submit.routes`` of a request."""
+    return params.routed_experts_prompt_start if params.return_routed_experts else -1
+
+
+def check_routed(params: SamplingParams, num_prompt: int, limits: ModelLimits) -> None:
+    """Raise InvalidRequest if the model cannot report or force the routes of a request."""
+    start, forced = first_route(params), params.force_routed_experts
+    check_routes(start, forced, num_prompt, limits.routes, limits.max_model_len)
 
 
 def submits_of(
@@ -125,17 +150,21 @@ def submits_of(
     media: tuple[MediaItem, ...] = (),
     adapter: str = "",
     payer: str = "",
+    routes: int = -1,
+    forced: Routes | None = None,
 ) -> list[Submit]:
     """Return one Submit per choice, in order.
 
     All share ``request``, the seed and the bytes of the prompt.
 
     ``prompt`` is int32, little-endian. ``params`` must be complete: nothing is checked or resolved here. See
-    ``Submit`` for ``owner``, ``client``, ``grammar``, ``pooling``, ``session``, ``media``, ``adapter`` and
-    ``payer``.
+    ``Submit`` for ``owner``, ``client``, ``grammar``, ``pooling``, ``session``, ``media``, ``adapter``,
+    ``payer``, ``routes`` and ``forced``.
     ``explain`` and prompt logprobs apply to the first choice only. All ids are minted here; the caller
     releases the ids.
     """
+    if forced is not None:  # other experts make other caches
+        salt = f"{salt}/{hashlib.blake2b(forced.ids, digest_size=16).hexdigest()}"
     first = Submit(
         sequence=ids.mint(),
         request=ids.mint(),
@@ -152,6 +181,8 @@ def submits_of(
         media=salted_media(media, salt),
         adapter=adapter,
         payer=payer,
+        routes=routes,
+        forced=forced,
     )
     # Only choice 0 computes prompt logprobs: the parallel samples share the prompt.
     parallel_sample = msgspec.structs.replace(params, prompt_logprobs=-1)

@@ -26,6 +26,7 @@ from weft.types.adapters import AdapterChanged, DropAdapter, LoadAdapter
 from weft.types.grammar import Grammar
 from weft.types.handshake import EngineIdentity
 from weft.types.media_item import MediaItem
+from weft.types.routes import Routes
 from weft.types.sampling import TokenParams
 from weft.types.tier_flush import FlushTier
 from weft.types.tiers import TierStats
@@ -68,15 +69,17 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
 
-VERSION = 3
+VERSION = 4
 """The newest version of these messages. Version 2 added ``Hello.engine``, ``Welcome.engine`` and
-``TransferStats.sent``, version 3 ``Submit.payer``."""
+``TransferStats.sent``, version 3 ``Submit.payer``, version 4 ``Submit.routes`` and ``Submit.forced``."""
 OLDEST = 1
 """The oldest version understood. A sender uses only the fields of the newest common version."""
 SENT_SINCE = 2
 """Version that added ``TransferStats.sent``."""
 TIER_SINCE = 3
 """Version that added ``EngineStats.tier`` and ``FlushTier``."""
+ROUTES_SINCE = 4
+"""Version that added ``Submit.routes`` and ``Submit.forced``."""
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
 """Salt of probe sequences. API servers send probe sequences to check if an engine process produces tokens."""
@@ -194,6 +197,12 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Digest of the LoRA adapter; "" for the model alone. An unknown digest fails the request."""
     payer: str = ""
     """Hash of the API key; "" without keys. Blocks on disk count for the payer. Since version 3."""
+    routes: int = -1
+    """First position whose experts are reported (``TokenEvent.routes``); -1 for none. Since version 4."""
+    forced: Routes | None = None
+    """Experts that replace the choice of the router, from position 0 on. ``salt`` must depend on the experts,
+    because the caches do. Since version 4.
+    """
 
 
 class Finish(_Message, frozen=True, kw_only=True):
@@ -333,6 +342,9 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     """
     cache_miss: CacheMiss | None = None
     """For a Submit with ``explain``: sent once, with ``num_cached``."""
+    routes: Routes | None = None
+    """For a Submit with ``routes``: the experts of all positions computed since the last event with tokens.
+    Parallel samples report no position before the last prompt token."""
 
 
 class Tokens(_Message, frozen=True, kw_only=True):
@@ -454,6 +466,8 @@ class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Times that ``FlushTier`` emptied the prefix cache. Since version 3."""
     forgotten_blocks: int = 0
     """Blocks removed from the prefix cache by ``FlushTier``. Since version 3."""
+    routed_tokens: int = 0
+    """Computed tokens whose experts were recorded for a request. Since version 4."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
@@ -507,6 +521,8 @@ def stats_in(version: int, stats: EngineStats) -> EngineStats:
     """Return ``stats`` with only the fields of ``version``."""
     if version < TIER_SINCE:
         stats = msgspec.structs.replace(stats, tier=None, prefix_resets=0, forgotten_blocks=0)
+    if version < ROUTES_SINCE:
+        stats = msgspec.structs.replace(stats, routed_tokens=0)
     if version >= SENT_SINCE:
         return stats
     moves = {

@@ -8,7 +8,7 @@ chosen where the extension is built and the CPU has AVX2 or AVX-512.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -59,6 +59,8 @@ class Packed:
 
     block: Any
     """Object of the extension, which shares the memory of the tensors."""
+    given: dict[str, Any]
+    """Arguments that made ``block``, for blocks with another table."""
     experts: int
     """Number of experts of the router."""
     device: torch.device
@@ -70,64 +72,37 @@ class Packed:
     """The same matrices, for products with one of them."""
 
 
-def pack(weights: Routed) -> Any:
-    """Return the weights (bf16, float32, or codes) in the extension's layout, as an object for ``moe``."""
-    return _packed(weights).block
+def pack(weights: Routed) -> Packed:
+    """Return the weights (bf16, float32, or codes) in the extension's layout, for ``moe`` and ``Parts``.
+
+    The experts may be a part of the router's experts, or none.
+    """
+    return _packed(weights)
 
 
-def pack_int8(weights: Routed) -> Any:
+def pack_int8(weights: Routed) -> Packed:
     """Return the packed weights, with the experts' matrices rounded by ``torch_ops.to_int8``."""
-    return _packed(weights, "int8").block
+    return _packed(weights, "int8")
 
 
-def pack_w8a8(weights: Routed) -> Any:
+def pack_w8a8(weights: Routed) -> Packed:
     """Return the packed weights in 8 bits, for rows of tokens in 8 bits. Inner rows are not rounded."""
-    return _packed(weights, "w8a8").block
+    return _packed(weights, "w8a8")
 
 
-def pack_int4(weights: Routed) -> Any:
+def pack_int4(weights: Routed) -> Packed:
     """Return the packed weights, rounded by ``coded.to_int4``."""
     return pack(in_int4(weights))
 
 
-def pack_w4a8(weights: Routed) -> Any:
+def pack_w4a8(weights: Routed) -> Packed:
     """Return the packed weights, rounded by ``coded.to_w4a8``."""
     return pack(in_w4a8(weights))
 
 
-def pack_fp8(weights: Routed) -> Any:
+def pack_fp8(weights: Routed) -> Packed:
     """Return the packed weights, rounded by ``coded.to_fp8``."""
     return pack(in_fp8(weights))
-
-
-def pack_part(weights: Routed) -> Packed:
-    """Return packed weights for ``Parts``. The experts may be a part of the router's experts, or none."""
-    return _packed(weights)
-
-
-def pack_part_int8(weights: Routed) -> Packed:
-    """Return packed weights for ``Parts``, rounded like ``pack_int8``."""
-    return _packed(weights, "int8")
-
-
-def pack_part_w8a8(weights: Routed) -> Packed:
-    """Return packed weights for ``Parts``, rounded like ``pack_w8a8``."""
-    return _packed(weights, "w8a8")
-
-
-def pack_part_int4(weights: Routed) -> Packed:
-    """Return packed weights for ``Parts``, rounded by ``coded.to_int4``."""
-    return pack_part(in_int4(weights))
-
-
-def pack_part_w4a8(weights: Routed) -> Packed:
-    """Return packed weights for ``Parts``, rounded by ``coded.to_w4a8``."""
-    return pack_part(in_w4a8(weights))
-
-
-def pack_part_fp8(weights: Routed) -> Packed:
-    """Return packed weights for ``Parts``, rounded by ``coded.to_fp8``."""
-    return pack_part(in_fp8(weights))
 
 
 def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
@@ -160,19 +135,20 @@ def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
         up_bias=up_bias,
         down_bias=down_bias,
     )
-    block = torch.classes.weft_cpu.Moe(
-        spec=spec,
-        router=_Matrix(router).struct(bias),
-        up=up.struct(up_bias),
-        down=down.struct(down_bias),
-        shared_up=shared_up.struct(),
-        shared_down=shared_down.struct(),
-        correction=_plain(weights.correction),
-        table=_plain(weights.table),
-    )
+    given = {
+        "spec": spec,
+        "router": _Matrix(router).struct(bias),
+        "up": up.struct(up_bias),
+        "down": down.struct(down_bias),
+        "shared_up": shared_up.struct(),
+        "shared_down": shared_down.struct(),
+        "correction": _plain(weights.correction),
+        "table": _plain(weights.table),
+    }
     of_experts = (up.packed, up.scales, up_bias, down.packed, down.scales, down_bias)
     return Packed(
-        block=block,
+        block=torch.classes.weft_cpu.Moe(**given),
+        given=given,
         experts=len(weights.router),
         device=weights.router.device,
         shared=weights.shared_down is not None,
@@ -296,7 +272,7 @@ def _router(weights: Routed) -> tuple[Tensor, Tensor | None]:
 
 def moe(x: Tensor, ids: Tensor | None, weights: Any) -> Tensor:
     """Compute ``weft.ops.moe.block`` with packed weights: x [T, hidden]; [T, hidden] in x's dtype."""
-    result: Tensor = torch.ops.weft_cpu.moe.default(x, ids, weights)
+    result: Tensor = torch.ops.weft_cpu.moe.default(x, ids, weights.block)
     return result
 
 
@@ -307,6 +283,11 @@ class Parts:
         """Return (experts, weights, shared factor). The last is [T, 0] if the shared expert has no gate."""
         result: tuple[Tensor, Tensor, Tensor] = torch.ops.weft_cpu.moe_route.default(x, ids, weights.block)
         return result
+
+    def with_table(self, weights: Packed, table: Tensor) -> Packed:
+        """Return ``weights`` with experts from ``table``. Shares all other memory."""
+        given = {**weights.given, "table": table.contiguous()}
+        return replace(weights, block=torch.classes.weft_cpu.Moe(**given), given=given)
 
     def answer(
         self, x: Tensor, places: Tensor, scales: Tensor | None, weights: Packed, exact: bool
@@ -339,18 +320,11 @@ class Parts:
 
 PARTS = Parts()
 
-serve("moe_pieces", lambda: PARTS, pack_part, linear.available, pack_part, apart=True)
+serve("moe_pieces", lambda: PARTS, pack, linear.available, pack, apart=True)
 serve("moe", moe, pack, linear.available, pack, apart=True)
-for _name, _whole, _part in (
-    ("int8", pack_int8, pack_part_int8),
-    ("w8a8", pack_w8a8, pack_part_w8a8),
-):
-    serve(f"moe_{_name}", moe, _whole, linear.available)
-    serve(f"moe_pieces_{_name}", lambda: PARTS, _part, linear.available)
-for _name, _whole, _part in (
-    ("int4", pack_int4, pack_part_int4),
-    ("w4a8", pack_w4a8, pack_part_w4a8),
-    ("fp8", pack_fp8, pack_part_fp8),
-):  # existing codes stay
-    serve(f"moe_{_name}", moe, _whole, linear.available, _whole, apart=True)
-    serve(f"moe_pieces_{_name}", lambda: PARTS, _part, linear.available, _part, apart=True)
+for _name, _pack in (("int8", pack_int8), ("w8a8", pack_w8a8)):
+    serve(f"moe_{_name}", moe, _pack, linear.available)
+    serve(f"moe_pieces_{_name}", lambda: PARTS, _pack, linear.available)
+for _name, _pack in (("int4", pack_int4), ("w4a8", pack_w4a8), ("fp8", pack_fp8)):  # existing codes stay
+    serve(f"moe_{_name}", moe, _pack, linear.available, _pack, apart=True)
+    serve(f"moe_pieces_{_name}", lambda: PARTS, _pack, linear.available, _pack, apart=True)
