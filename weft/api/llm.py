@@ -69,6 +69,7 @@ def model_limits(config: EngineConfig, core: EngineCore | Replicas, text: TextMo
         vocab_size=welcome.vocab_size,
         max_model_len=welcome.max_model_len,
         end_ids=ends,
+        max_logprobs=config.runner.max_logprobs,
         routes=config.spec.routes,
     )
 

@@ -81,8 +81,10 @@ class Request:
         logprobs: list[PositionLogprobs | None] | None = None
         wanted = self.submits[0].params.prompt_logprobs >= 0
         # A prompt with one token has no logprobs beyond the first entry, which is None.
-        if wanted and (first.prompt_logprobs is not None or first.token_ids):
-            logprobs = [None, *([] if first.prompt_logprobs is None else first.prompt_logprobs.read())]
+        found = first.prompt_logprobs
+        every = found if found is not None and found.every else None
+        if wanted and every is None and (found is not None or first.token_ids):
+            logprobs = [None, *([] if found is None else found.read())]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -91,6 +93,7 @@ class Request:
             outputs=[completion_of(choice, self._routed(choice)) for choice in self.choices],
             finished=self.finished,
             num_cached_tokens=first.num_cached,
+            all_prompt_logprobs=None if every is None else every.rows(),
         )
 
 

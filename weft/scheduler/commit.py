@@ -16,6 +16,7 @@ from weft.scheduler.policy.draft_policy import DraftPolicy
 from weft.scheduler.sequence import Running, Sequence
 from weft.scheduler.state import SchedulerState
 from weft.types.messages import LogprobColumns, TokenEvent
+from weft.types.sampling import ALL_LOGPROBS
 from weft.types.plan import LogprobRows, Segment, StepPlan, StepResult
 
 
@@ -322,7 +323,8 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         return None
     logprobs = None
     if made and sequence.params.logprobs >= 0:
-        logprobs = _columns(result.logprobs, row.answer, len(made), sequence.params.logprobs)
+        both = (result.logprobs, result.all_logprobs)
+        logprobs = _columns(both, row.answer, len(made), sequence.params.logprobs)
     # A sender hands the sequence off with the first token instead of continuing here.
     if made and ending is None and sequence.sends:
         state.transfers.handed_off(sequence, made[0], logprobs)
@@ -396,22 +398,28 @@ def _deliver_prompt_logprobs(row: _Row, result: StepResult) -> LogprobColumns | 
     if count <= 0:
         return None
     sequence.delivered += count
-    return _columns(result.prompt_logprobs, row.answer, count, sequence.params.prompt_logprobs)
+    both = (result.prompt_logprobs, result.all_prompt_logprobs)
+    return _columns(both, row.answer, count, sequence.params.prompt_logprobs)
 
 
-def _columns(rows: LogprobRows | None, index: int, count: int, top: int) -> LogprobColumns:
+def _columns(
+    both: tuple[LogprobRows | None, LogprobRows | None], index: int, count: int, top: int
+) -> LogprobColumns:
     """Return the first ``count`` logprob entries of row ``index``, cut to ``1 + top`` columns.
 
-    Raises EngineDead if the result lacks the logprobs.
+    ``both``: rows with alternatives, rows of the whole vocabulary (``top`` is ``ALL_LOGPROBS``). Raises
+    EngineDead if the result lacks the logprobs.
     """
-    if rows is None or rows.ids.shape[1] <= top:
+    every = top == ALL_LOGPROBS
+    rows = both[every]
+    if rows is None or (rows.ids.shape[1] <= top and not every):
         raise EngineDead("a step's result lacks logprobs that its sequences asked for")
     begin = int(rows.offsets[index])
     part = slice(begin, begin + count)
     ids = rows.ids[part, : top + 1]
     values = rows.values[part, : top + 1]
     return LogprobColumns(
-        width=ids.shape[1],
+        width=values.shape[1],
         ids=np.ascontiguousarray(ids, "<i4").tobytes(),
         values=np.ascontiguousarray(values, "<f4").tobytes(),
         rank=np.ascontiguousarray(rows.rank[part], "<i4").tobytes(),

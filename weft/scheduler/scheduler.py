@@ -40,8 +40,9 @@ from weft.scheduler.transfers.media_transfers import MediaTransfers
 from weft.scheduler.transfers.scheduler_transfers import SchedulerTransfers
 from weft.scheduler.validate import check_submit
 from weft.types.messages import EngineStats, Submit, TokenEvent, TransferStats
-from weft.types.plan import AllocSlot, SlotUpdate, StepPlan, StepResult, TokenMasks
+from weft.types.plan import MAX_PROMPT_LOGITS, AllocSlot, SlotUpdate, StepPlan, StepResult, TokenMasks
 from weft.types.routes import RouteShape
+from weft.types.sampling import ALL_LOGPROBS
 from weft.types.tiers import StoreMode
 from weft.types.transfer import Blocks, TransferEvent, TransferKey, TransferRequest
 
@@ -49,6 +50,8 @@ _log = get_logger(__name__)
 
 
 MAX_IN_FLIGHT = 2
+ALL_LOGPROBS_BYTES = 16 << 20
+"""Bytes of prompt logprobs of whole vocabularies that one step makes; at least one position."""
 MAX_EMPTY_PLANS = 64
 """Maximum consecutive plans without rows while work waits and no row is in flight. Then the group fails."""
 BLOCKED_S = 600.0
@@ -155,6 +158,8 @@ class Scheduler:
         most = 0 if submit.pooling else submit.params.max_tokens
         limit = min(num_prompt + most, state.kv.max_model_len)
         sequence = Sequence(submit, tokens, num_prompt, limit, self._arrivals)
+        if sequence.params.prompt_logprobs == ALL_LOGPROBS:
+            sequence.logit_cost = max(1, MAX_PROMPT_LOGITS * 4 * self._vocab_size // ALL_LOGPROBS_BYTES)
         sequence.blocked = blocked = blocked or submit.grammar is not None
         self._arrivals += 1
         if sequence.transfer is not None:

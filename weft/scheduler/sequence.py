@@ -128,6 +128,7 @@ class Sequence:
         "id",
         "key",
         "limit",
+        "logit_cost",
         "loading",
         "losses",
         "media",
@@ -195,6 +196,8 @@ class Sequence:
         self.prompt_logprobs = num_prompt - 1 if wanted else 0
         """Number of leading positions with prompt logprobs to compute. 0 if output exists: delivered by an
         earlier attempt."""
+        self.logit_cost = 1
+        """Part of a step's budget for prompt logprobs that one position takes."""
         self.delivered = 0
         """Number of positions already sent."""
         self.chain: HashChain | None = None

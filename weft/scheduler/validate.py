@@ -13,7 +13,13 @@ from weft.config.resolved import MediaLimits
 from weft.scheduler.images.media_book import check_media
 from weft.types.messages import Submit
 from weft.types.routes import RouteShape, check_routes
-from weft.types.sampling import MAX_TOP_LOGPROBS, REPETITION_PENALTY_RANGE, SEED_MASK, TokenParams
+from weft.types.sampling import (
+    ALL_LOGPROBS,
+    MOST_TOP_LOGPROBS,
+    REPETITION_PENALTY_RANGE,
+    SEED_MASK,
+    TokenParams,
+)
 
 MAX_SESSION = 64
 _U32 = (1 << 32) - 1
@@ -130,8 +136,9 @@ def _check_params(p: TokenParams, vocab_size: int) -> None:
     _integer("top_k", p.top_k, -1, 1 << 31)
     _integer("max_tokens", p.max_tokens, 1, _I64)
     _integer("min_tokens", p.min_tokens, 0, p.max_tokens)
-    _integer("logprobs", p.logprobs, -1, MAX_TOP_LOGPROBS)
-    _integer("prompt_logprobs", p.prompt_logprobs, -1, MAX_TOP_LOGPROBS)
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(p, name) != ALL_LOGPROBS:
+            _integer(name, getattr(p, name), -1, MOST_TOP_LOGPROBS)
     _within("logit_bias", [token for token, _ in p.logit_bias], vocab_size)
     for _, bias in p.logit_bias:
         _number("logit_bias", bias, -100.0, 100.0)

@@ -19,8 +19,10 @@ from weft.types.media_item import MediaItem
 from weft.types.messages import Pooling, Submit
 from weft.types.routes import Routes, RouteShape, check_routes
 from weft.types.sampling import (
+    ALL_LOGPROBS,
     MAX_BAD_TOKENS,
     MAX_BAD_WORD_TOKENS,
+    MAX_TOP_LOGPROBS,
     SEED_MASK,
     SamplingParams,
     TokenParams,
@@ -36,6 +38,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum tokens of prompt and output together."""
     end_ids: tuple[int, ...]
     """Ids that end a sequence unless ``ignore_eos``."""
+    max_logprobs: int = MAX_TOP_LOGPROBS
+    """Largest ``logprobs`` and ``prompt_logprobs``; -1 for the whole vocabulary."""
     routes: RouteShape | None = None
     """Size of the model's routes; None without routed experts."""
 
@@ -244,9 +248,22 @@ def resolve_params(params: SamplingParams, limits: ModelLimits, tokenizer: Token
         bad=bad,
         min_tokens=params.min_tokens,
         stop_ids=stop_ids,
-        logprobs=-1 if params.logprobs is None else params.logprobs,
-        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        logprobs=_logprobs("logprobs", params.logprobs, limits),
+        prompt_logprobs=_logprobs("prompt_logprobs", params.prompt_logprobs, limits),
     )
+
+
+def _logprobs(name: str, wanted: int | None, limits: ModelLimits) -> int:
+    """Return the field ``name`` of TokenParams. Raises InvalidRequest above the server's limit."""
+    if wanted is None:
+        return -1
+    most = limits.max_logprobs
+    if most >= 0 and not 0 <= wanted <= most:
+        raise InvalidRequest(
+            f"{name} must be 0 to {most} on this server (--max-logprobs; -1 allows the whole vocabulary)",
+            param=name,
+        )
+    return ALL_LOGPROBS if wanted < 0 else wanted
 
 
 def max_tokens_for(

@@ -245,9 +245,10 @@ class LogprobColumns(_Message, frozen=True, kw_only=True):
     """Logprobs of consecutive positions of one sequence; arrays as little-endian bytes."""
 
     width: int
-    """1 + number of top alternatives."""
+    """1 + number of top alternatives; 1 + vocabulary for the whole vocabulary."""
     ids: bytes
-    """int32 [positions, width], padded with -1."""
+    """int32 [positions, width], padded with -1. For the whole vocabulary [positions, 1]: column 0 of
+    ``values`` is this token, column 1 + i is token i."""
     values: bytes
     """float32 [positions, width]."""
     rank: bytes
@@ -261,6 +262,20 @@ class LogprobColumns(_Message, frozen=True, kw_only=True):
     def nbytes(self) -> int:
         return len(self.ids) + len(self.values) + len(self.rank)
 
+    @property
+    def every(self) -> bool:
+        """True for the whole vocabulary."""
+        return self.width > 1 and len(self.ids) == len(self.rank)
+
+    def without(self, count: int) -> LogprobColumns:
+        """Return the logprobs without the first ``count`` positions."""
+        return LogprobColumns(
+            width=self.width,
+            ids=self.ids[4 * count * (1 if self.every else self.width) :],
+            values=self.values[4 * count * self.width :],
+            rank=self.rank[4 * count :],
+        )
+
     def first(self, count: int) -> LogprobColumns:
         """Return the first ``count`` positions, or all positions if there are fewer."""
         if count >= self.positions:
@@ -268,17 +283,17 @@ class LogprobColumns(_Message, frozen=True, kw_only=True):
         size = 4 * count
         return LogprobColumns(
             width=self.width,
-            ids=self.ids[: size * self.width],
+            ids=self.ids[: size * (1 if self.every else self.width)],
             values=self.values[: size * self.width],
             rank=self.rank[:size],
         )
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (ids int32 [n, width], values float32 [n, width], rank int32 [n])."""
-        shape = (-1, self.width)
+        """Return (ids int32 [n, width], values float32 [n, width], rank int32 [n]); for the whole vocabulary
+        ids [n, 1]."""
         return (
-            np.frombuffer(self.ids, "<i4").reshape(shape),
-            np.frombuffer(self.values, "<f4").reshape(shape),
+            np.frombuffer(self.ids, "<i4").reshape(self.positions, -1),
+            np.frombuffer(self.values, "<f4").reshape(self.positions, -1),
             np.frombuffer(self.rank, "<i4"),
         )
 

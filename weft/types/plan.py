@@ -440,6 +440,9 @@ class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
     """Logprobs of many positions: log_softmax of the raw logits, or of the logits used for sampling
     (``--logprobs-mode``).
 
+    Rows of the whole vocabulary have one id, of the position's own token, and values for this token and then
+    for each token of the vocabulary.
+
     ``ids[i, 0]`` is the position's own token (sampled, or of the prompt). The other ids are the ``top``
     likeliest tokens in order (logit descending, id ascending), padded with -1 if a row asked for fewer.
     """
@@ -499,5 +502,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Entries by ``sample``, for the sampled tokens."""
     prompt_logprobs: LogprobRows | None = None
     """Entries by ``logits - sample``: for token ``position + 1`` of each leading logits position."""
+    all_logprobs: LogprobRows | None = None
+    """As ``logprobs``, for rows that want the whole vocabulary."""
+    all_prompt_logprobs: LogprobRows | None = None
+    """As ``prompt_logprobs``, for rows that want the whole vocabulary."""
     embeddings: EmbeddingRows | None = None
     routes: RouteRows | None = None

@@ -19,6 +19,11 @@ from weft.types.routes import Routes
 StopIn: TypeAlias = Literal["content", "everything"]
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
+"""Maximum alternatives per token in JSON, and the default of ``--max-logprobs``."""
+MOST_TOP_LOGPROBS = 1024
+"""Maximum alternatives per token in binary form, below the whole vocabulary."""
+ALL_LOGPROBS = 1 << 30
+"""``TokenParams.logprobs`` for the logprobs of the whole vocabulary."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_BAD_TOKENS = 4096
@@ -82,7 +87,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: int | None = None
     """Any int64 or uint64, taken modulo 2^64; None generates a seed."""
     logprobs: int | None = None
-    """Number of top alternatives to report with each sampled token; 0 reports the sampled token alone."""
+    """Number of top alternatives to report with each sampled token; 0 reports the sampled token alone, -1 the
+    whole vocabulary.
+    """
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     return_routed_experts: bool = False
@@ -179,7 +186,7 @@ def _check_ranges(p: SamplingParams) -> None:
     _integer("routed_experts_prompt_start", p.routed_experts_prompt_start, 0, 1 << 31)
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(p, name) is not None:
-            _integer(name, getattr(p, name), 0, MAX_TOP_LOGPROBS)
+            _integer(name, getattr(p, name), -1, MOST_TOP_LOGPROBS)
 
 
 def _check_lists(p: SamplingParams) -> None:

@@ -251,7 +251,7 @@ class LedgerEntry:
             self.prompt_logprobs += count - dropped
         if not dropped:
             return event
-        fresh = _without_first(columns, dropped) if dropped < count else None
+        fresh = columns.without(dropped) if dropped < count else None
         return msgspec.structs.replace(event, prompt_logprobs=fresh)
 
 
@@ -336,22 +336,11 @@ def _after(event: TokenEvent, count: int) -> TokenEvent:
     left = event.token_ids[count:]
     columns = event.logprobs
     if columns is not None:
-        columns = _without_first(columns, count) if count < columns.positions else None
+        columns = columns.without(count) if count < columns.positions else None
     return msgspec.structs.replace(
         event,
         token_ids=left,
         logprobs=columns,
         position=event.position + count,
         accepted=min(event.accepted, len(left)),
-    )
-
-
-def _without_first(columns: LogprobColumns, count: int) -> LogprobColumns:
-    """Return the logprobs without the first ``count`` positions."""
-    wide = 4 * columns.width * count
-    return LogprobColumns(
-        width=columns.width,
-        ids=columns.ids[wide:],
-        values=columns.values[wide:],
-        rank=columns.rank[4 * count :],
     )

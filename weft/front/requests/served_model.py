@@ -128,6 +128,7 @@ class ServedModel:
             vocab_size=welcome.vocab_size,
             max_model_len=welcome.max_model_len,
             end_ids=ends,
+            max_logprobs=config.runner.max_logprobs,
             routes=config.spec.routes,
         )
         setup = Setup(
