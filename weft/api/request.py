@@ -96,7 +96,6 @@ class Request:
             all_prompt_logprobs=None if every is None else every.rows(),
         )
 
-
     def _routed(self, choice: Choice) -> np.ndarray | None:
         """Return the experts of a choice's tokens, as in ``CompletionOutput.routed_experts``."""
         if self.routes is None:

@@ -16,8 +16,8 @@ from weft.scheduler.policy.draft_policy import DraftPolicy
 from weft.scheduler.sequence import Running, Sequence
 from weft.scheduler.state import SchedulerState
 from weft.types.messages import LogprobColumns, TokenEvent
-from weft.types.sampling import ALL_LOGPROBS
 from weft.types.plan import LogprobRows, Segment, StepPlan, StepResult
+from weft.types.sampling import ALL_LOGPROBS
 
 
 @dataclass(slots=True)

@@ -40,7 +40,8 @@ def check_submit(
 
     ``limits``: limits of images; None if the model takes no images. ``generates``: False for a model without
     an output head. ``classifies``: True for a model with classes. ``routes``: of the model's experts.
-    Raises ContextLength when no token fits after the prompt, and InvalidRequest with the name of the parameter for every other unsupported request.
+    Raises ContextLength when no token fits after the prompt, and InvalidRequest with the name of the
+    parameter for every other unsupported request.
     """
     tokens = _ids("prompt", submit.prompt_ids)
     num_prompt = len(tokens)

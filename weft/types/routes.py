@@ -1,7 +1,7 @@
 """Routes: the experts that each routed layer chose for each token, as data.
 
-Layers are counted over routed layers only (``MoESpec.layers``). The experts of a token are in the order of the
-router: weight descending.
+Layers are counted over routed layers only (``MoESpec.layers``). The experts of a token are in the order of
+the router: weight descending.
 """
 
 from __future__ import annotations

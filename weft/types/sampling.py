@@ -93,12 +93,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     return_routed_experts: bool = False
-    """Report the experts that each routed layer chose for each token (``CompletionOutput.routed_experts``)."""
+    """Report the experts that each routed layer chose for each token: ``CompletionOutput.routed_experts``."""
     routed_experts_prompt_start: int = 0
     """First prompt token with reported experts. Earlier tokens may come from the prefix cache."""
     force_routed_experts: Routes | None = None
-    """Experts that replace the choice of the router for the first tokens of prompt and output; also an integer
-    array [tokens, layers, experts per token]. The weights of the experts still come from the router's scores.
+    """Experts that replace the choice of the router for the first tokens of prompt and output; also an
+    integer array [tokens, layers, experts per token]. The weights of the experts still come from the router's
+    scores.
     """
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from weft.common.errors import EndedElsewhere, ImageFailed, NotGreeted, NoWay
 from weft.control.fleet.policy import PromptHashes
-from weft.types.messages import LogprobColumns, Submit, TokenEvent, ids_to_bytes
+from weft.types.messages import Submit, TokenEvent, ids_to_bytes
 
 
 class LedgerEntry:

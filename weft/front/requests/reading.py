@@ -373,6 +373,14 @@ class Reader:
             pictures=pictures,
         )
 
+    def scored(
+        self, prompts: Sequence[list[int]], params: SamplingParams, form: AnswerOptions, param: str
+    ) -> Job:
+        """Return the job of prompts of token ids whose logprobs are the answer. Raises InvalidRequest or
+        ContextLength."""
+        made = [self._prompt(ids, param, echo=False) for ids in prompts]
+        return self._job(made, params, form, continues=True, param=param)
+
     def check_grammar(self, grammar: Grammar, param: str) -> None:
         """Raise InvalidRequest, with ``param``, for a grammar that fails or takes too long to compile, and
         NeedsProof for a compile under way or without a verdict. A reader without ``grammars`` does nothing.

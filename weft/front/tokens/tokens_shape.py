@@ -58,8 +58,8 @@ class TokensChoice(msgspec.Struct, kw_only=True):
     binary_logprobs: BinaryLogprobs | UnsetType = UNSET
     """Logprobs of the output, with ``return_binary``."""
     routed_experts: str | UnsetType = UNSET
-    """Experts of each token in each routed layer, if requested: base64 of a .npy file, uint8 or uint16 [tokens,
-    layers, experts per token]. The tokens are prompt and output, without the last token."""
+    """Experts of each token in each routed layer, if requested: base64 of a .npy file, uint8 or uint16
+    [tokens, layers, experts per token]. The tokens are prompt and output, without the last token."""
 
 
 class TokensAnswer(msgspec.Struct, kw_only=True):

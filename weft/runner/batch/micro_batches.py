@@ -19,9 +19,9 @@ import torch
 from weft.attention.base import Backends, LayerCache, StepInput
 from weft.common.errors import EngineDead
 from weft.models.decoder import Model
+from weft.ops.row_routes import RowRoutes
 from weft.overlap.interleave import interleave
 from weft.overlap.split import MicroBatches, split
-from weft.ops.row_routes import RowRoutes
 from weft.overlap.times import Stretch
 from weft.parallel.launcher import Launcher
 from weft.runner.batch.batch import BatchBuilder
@@ -69,9 +69,9 @@ class MicroBatchedSteps:
         the routes of all tokens, int64 [T, layers, k] (None without).
 
         States are [T, hidden] of all tokens if ``whole``, else [L, hidden] of the rows with logits, in plan
-        order. ``begin`` returns the routes of a micro-batch. ``buffers`` receives the two staging buffers of the step; return the buffers with ``release``.
-        ``done(layer)`` is called when the second micro-batch has passed the layer: the first micro-batch
-        always passes earlier. Raises EngineDead if the plan cannot be split.
+        order. ``begin`` returns the routes of a micro-batch. ``buffers`` receives the two staging
+        buffers of the step; return the buffers with ``release``. ``done(layer)`` is called when the second
+        micro-batch has passed the layer: the first micro-batch always passes earlier. Raises EngineDead if the plan cannot be split.
         """
         micro_batches = split(plan)
         if micro_batches is None:
