@@ -139,7 +139,7 @@ def test_wrong_places_are_refused(extension: None) -> None:
     with pytest.raises(RuntimeError, match="places must be"):
         ops.PARTS.answer(x, torch.zeros(3, 5, dtype=torch.int64), scales, packed, False)
     with pytest.raises(RuntimeError, match="6 of 16 experts are here"):
-        ops.moe(x, ids, packed.block)
+        ops.moe(x, ids, packed)
 
 
 @pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "mxfp8", "int4 zeros"])
