@@ -25,9 +25,9 @@ from weft.front.requests.read_ollama import (
     read_ollama_generate,
 )
 from weft.front.requests.read_pooled import read_classify, read_embeddings, read_rerank, read_score
+from weft.front.requests.read_sequences import read_sequences
 from weft.front.requests.read_tokens import read_generate, render_chat, render_completions
 from weft.front.requests.reading import Job, Reader
-from weft.front.requests.read_sequences import read_sequences
 from weft.front.requests.setup import Setup
 from weft.front.requests.tokenizing import detokenize, tokenize
 from weft.media.pictures import NeedsFiles, Wanted

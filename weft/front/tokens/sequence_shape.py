@@ -80,7 +80,9 @@ class SequenceShape(WholeShape):
         likely = np.full((*size, top), -np.inf, "<f4"), np.zeros((*size, top), "<i4")
         own = np.full((*size, 1), -np.inf, "<f4"), np.zeros((*size, 1), "<i4")
         for number, length in enumerate(lengths):
-            ids, values, _ = (part[max(length - 1, 0) :] for part in _arrays(self._generation.choices[number]))
+            ids, values, _ = (
+                part[max(length - 1, 0) :] for part in _arrays(self._generation.choices[number])
+            )
             rows = slice(counts[number] - len(ids), counts[number])
             likely[0][number, rows] = values[:, 1:]
             likely[1][number, rows] = ids[:, 1:].clip(0)
