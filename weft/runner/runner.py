@@ -102,8 +102,7 @@ class Runner:
         blocks = None if transfers is None else transfers.memory
         self._cache, self._memory = by_layer(kv, memory := stacked(kv, dtype, device, blocks)), memory
         self._states = States(kv, memory, self._state.live, dtype, blocks)
-        self._vocab_size = vocab_size
-        self._sampler = Sampler(kv.num_slots, vocab_size, device, processed)
+        self._vocab_size, self._sampler = vocab_size, Sampler(kv.num_slots, vocab_size, device, processed)
         self._pooler = Pooler(kv.num_slots, model.spec.hidden, device, classifier(model))
         self._routes = ExpertRoutes(kv.num_slots, model.routed_layers, device)
         self._ring = StagingRing(device, depth, poison=poison)

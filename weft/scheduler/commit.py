@@ -309,9 +309,7 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
     if error is None:  # else the blocks must not be found
         _advance(state, row, row.computed + row.count - rejected)
         prompt_logprobs = _deliver_prompt_logprobs(row, result)
-        if row.routes is not None:
-            sequence.keep_routes(row.computed, row.routes[: row.count - rejected])
-            state.counts.routed_tokens += row.count - rejected
+        _keep_routes(state, row, row.count - rejected)
     state.counts.generation_tokens += len(made)
     if ending is None and error is not None:
         ending = ("error", None)
@@ -321,10 +319,7 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         error = _own_error(state, sequence, error)
     if not made and prompt_logprobs is None and ending is None:
         return None
-    logprobs = None
-    if made and sequence.params.logprobs >= 0:
-        both = (result.logprobs, result.all_logprobs)
-        logprobs = _columns(both, row.answer, len(made), sequence.params.logprobs)
+    logprobs = _sampled_logprobs(row, result, len(made))
     # A sender hands the sequence off with the first token instead of continuing here.
     if made and ending is None and sequence.sends:
         state.transfers.handed_off(sequence, made[0], logprobs)
@@ -351,6 +346,22 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         cache_miss=miss,
         routes=sequence.take_routes() if made or finish is not None else None,
     )
+
+
+def _keep_routes(state: SchedulerState, row: _Row, count: int) -> None:
+    """Keep the routes of the first ``count`` positions of a row for the next event. The other positions are
+    of rejected drafts."""
+    if row.routes is not None:
+        row.sequence.keep_routes(row.computed, row.routes[:count])
+        state.counts.routed_tokens += count
+
+
+def _sampled_logprobs(row: _Row, result: StepResult, count: int) -> LogprobColumns | None:
+    """Return the logprobs of the first ``count`` tokens of a row; None if there are none."""
+    if not count or row.sequence.params.logprobs < 0:
+        return None
+    both = (result.logprobs, result.all_logprobs)
+    return _columns(both, row.answer, count, row.sequence.params.logprobs)
 
 
 def _own_error(state: SchedulerState, sequence: Sequence, error: ErrorInfo | None) -> ErrorInfo | None:

@@ -178,8 +178,7 @@ class Sequence:
         """Images of the prompt. The pixels are retained to the end, because an image may be encoded again."""
         self.spans = EMPTY
         """Positions of the images, as in ``AllocSlot``."""
-        self.tokens = tokens
-        self.num_prompt = num_prompt
+        self.tokens, self.num_prompt = tokens, num_prompt
         self.transfer = submit.transfer
         """Transfer parameters if one group prefills the sequence and another group decodes the sequence."""
         self.limit = limit
@@ -190,14 +189,10 @@ class Sequence:
         the position."""
         self.share: OwnerShare | None = None
         """Fair share of the client request; None before arrival and after the end."""
-        # Parallel samples have the same prompt logprobs, so only choice 0 computes prompt logprobs.
-        wanted = submit.params.prompt_logprobs >= 0 and submit.choice == 0 and len(tokens) == num_prompt
-        wanted = wanted and not submit.pooling
-        self.prompt_logprobs = num_prompt - 1 if wanted else 0
+        self.prompt_logprobs = num_prompt - 1 if _wants_prompt(submit, num_prompt, len(tokens)) else 0
         """Number of leading positions with prompt logprobs to compute. 0 if output exists: delivered by an
         earlier attempt."""
-        self.logit_cost = 1
-        """Part of a step's budget for prompt logprobs that one position takes."""
+        self.logit_cost = 1  # part of a step's budget for prompt logprobs that one position takes
         self.delivered = 0
         """Number of positions already sent."""
         self.chain: HashChain | None = None
@@ -206,16 +201,9 @@ class Sequence:
         admission."""
         self.preemptions = self.yielded = 0
         """Number of preemptions; number of preemptions in favor of another sequence."""
-        self.forced = submit.forced
-        """Experts that replace the choice of the router; None without."""
-        self.routed = submit.routes
-        """First position whose routes are still to be computed; -1 without routes."""
-        if self.routed >= 0 and self.fetches:  # the other group reports the positions that it computes
-            self.routed = len(tokens)
-        elif self.routed >= 0 and submit.choice:  # the first sample reports the shared prompt
-            self.routed = max(self.routed, num_prompt - 1)
-        self.route_pieces: list[Routes] = []
-        """Routes computed and not yet reported."""
+        self.forced = submit.forced  # experts that replace the choice of the router
+        self.routed = _first_route(submit, num_prompt, len(tokens))  # first position without known routes
+        self.route_pieces: list[Routes] = []  # computed and not yet reported
         self.explains = submit.explain
         self.miss: CacheMiss | None = None
         """Why the prompt was not cached further; None once reported."""
@@ -355,6 +343,24 @@ class Sequence:
         if self.delivered < self.prompt_logprobs:
             return max(end - max(start, self.delivered), 0), sample
         return sample, sample
+
+
+def _wants_prompt(submit: Submit, num_prompt: int, known: int) -> bool:
+    """Return True if the sequence computes prompt logprobs. ``known``: prompt and emitted tokens."""
+    # Parallel samples have the same prompt logprobs, so only choice 0 computes prompt logprobs.
+    wanted = submit.params.prompt_logprobs >= 0 and submit.choice == 0 and known == num_prompt
+    return wanted and not submit.pooling
+
+
+def _first_route(submit: Submit, num_prompt: int, known: int) -> int:
+    """Return the first position whose routes this group reports; -1 for none. ``known``: prompt and emitted
+    tokens."""
+    if submit.routes < 0:
+        return -1
+    if submit.transfer is not None and not submit.transfer.sends:
+        return known  # the other group reports the positions that it computes
+    # The first sample reports the shared prompt.
+    return max(submit.routes, num_prompt - 1) if submit.choice else submit.routes
 
 
 @dataclass(slots=True, eq=False)

@@ -93,8 +93,7 @@ class Choice:
         self.error: ErrorInfo | None = None
         self.embedding = b""
         """Embedding of a pooling sequence: float32, little-endian, not normalized."""
-        self.routes: list[Routes] = []
-        """Experts of consecutive positions, if requested."""
+        self.routes: list[Routes] = []  # of consecutive positions, if requested
         self.cache_miss: CacheMiss | None = None
         """The reason why the prompt was not cached further, if requested."""
         self._tokenizer = tokenizer

@@ -69,9 +69,10 @@ class MicroBatchedSteps:
         the routes of all tokens, int64 [T, layers, k] (None without).
 
         States are [T, hidden] of all tokens if ``whole``, else [L, hidden] of the rows with logits, in plan
-        order. ``begin`` returns the routes of a micro-batch. ``buffers`` receives the two staging
-        buffers of the step; return the buffers with ``release``. ``done(layer)`` is called when the second
-        micro-batch has passed the layer: the first micro-batch always passes earlier. Raises EngineDead if the plan cannot be split.
+        order. ``begin`` returns the routes of a micro-batch. ``buffers`` receives the two staging buffers of
+        the step; return the buffers with ``release``. ``done(layer)`` is called when the second micro-batch
+        has passed the layer: the first micro-batch always passes earlier. Raises EngineDead if the plan
+        cannot be split.
         """
         micro_batches = split(plan)
         if micro_batches is None:
