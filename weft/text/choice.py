@@ -77,8 +77,7 @@ class Choice:
         """
         self.sequence = sequence
         self.index = index
-        self.text = ""
-        self.token_ids: list[int] = []
+        self.text, self.token_ids = "", list[int]()
         self.logprobs: Logprobs | None = None if params.logprobs is None else Logprobs(tokenizer)
         self.prompt_logprobs: Logprobs | None = None
         """One entry per prompt token except the first; None before the first entry."""
