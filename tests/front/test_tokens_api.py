@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+
+from weft.common.errors import InvalidRequest
+from weft.front.protocol.npy import from_npy, to_npy
 
 ROUTE = "/inference/v1/generate"
 IDS = [97, 98, 99]
@@ -275,3 +282,60 @@ def test_the_routes_are_described(fake: Any) -> None:
         "token_ids",
         "sampling_params",
     ]
+
+
+def array_of(text: str) -> np.ndarray:
+    return np.load(io.BytesIO(base64.b64decode(text)))
+
+
+def test_routed_experts_and_logprobs_as_arrays(weft_server: Any) -> None:
+    """Replayed with the same experts, and scored as decoded."""
+    sampling = {"max_tokens": 6, "seed": 3, "logprobs": 4, "n": 2, "return_routed_experts": True}
+    got = generate(weft_server, sampling, return_binary="float32").json()
+    one, two = got["choices"]
+    arrays = {name: array_of(text) for name, text in one["binary_logprobs"].items()}
+    assert arrays["logprobs"].shape == arrays["token_ids"].shape == (6, 4)
+    assert (one["logprobs"], got["prompt_logprobs"]) == (None, None)
+    routes, other = (array_of(choice["routed_experts"]) for choice in (one, two))
+    tokens = len(IDS) + 5
+    assert routes.dtype == np.uint8
+    assert routes.shape[0] == other.shape[0] == tokens
+    assert routes[: len(IDS)].tolist() == other[: len(IDS)].tolist()
+    forced = {**sampling, "n": 1, "force_routed_experts": one["routed_experts"]}
+    again = generate(weft_server, forced, return_binary="float32").json()["choices"][0]
+    for name in ("token_ids", "routed_experts", "binary_logprobs"):
+        assert again[name] == one[name]
+    whole = {"sequences": [IDS + one["token_ids"]], "prompt_lengths": [len(IDS)], "top_logprobs": 4}
+    scored = weft_server.http.post("/get_sequence_logprobs/", json={**whole, "response_format": "binary"})
+    found = scored.json()
+    made = np.frombuffer(base64.b64decode(found["logprobs_b64"]), "<f4").reshape(found["shape"])
+    assert found["completion_lengths"] == [6]
+    assert made[0].tolist() == arrays["logprobs"].tolist()
+    listed = weft_server.http.post("/get_sequence_logprobs", json=whole).json()
+    assert np.array([row[:4] for row in listed["logprobs"][0]], np.float32).tolist() == made[0].tolist()
+    assert [len(row) for row in listed["logprob_token_ids"][0]] == [len(row) for row in listed["logprobs"][0]]
+
+
+def test_more_logprobs_than_the_server_allows(weft_server: Any) -> None:
+    for sampling, fields, param in (
+        ({"logprobs": 21}, {}, "logprobs"),
+        ({"prompt_logprobs": -1}, {}, "prompt_logprobs"),
+        ({"logprobs": -1}, {"return_binary": "float16"}, "logprobs"),
+        ({"logprobs": 1}, {"return_binary": "float16", "stream": True}, "return_binary"),
+        ({"return_routed_experts": True}, {"stream": True}, "return_routed_experts"),
+        ({"force_routed_experts": to_npy(np.zeros((2, 1, 1), int))}, {}, "force_routed_experts"),
+    ):
+        answer = generate(weft_server, sampling, **fields)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
+
+
+def test_arrays_in_a_request_take_no_more_memory_than_the_request() -> None:
+    small = np.arange(24, dtype=np.uint16).reshape(4, 3, 2)
+    assert from_npy(to_npy(small), "x").tolist() == small.tolist()
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": (1 << 40,)})
+    floats = to_npy(np.zeros(3))
+    for wrong in ("", "AAAA", "*", json.dumps([1]), floats, base64.b64encode(file.getvalue()).decode()):
+        with pytest.raises(InvalidRequest, match="x must be base64 of a"):
+            from_npy(wrong, "x")

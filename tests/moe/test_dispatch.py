@@ -79,7 +79,7 @@ def divided(
         mesh,
         Chooser(mesh.layout, form, shape),
         pieces,
-        cpu_moe.pack_part(mine) if pieces is cpu_moe.PARTS else mine,
+        cpu_moe.pack(mine) if pieces is cpu_moe.PARTS else mine,
         placement,
         exact=exact,
         counts=counts,

@@ -44,9 +44,9 @@ def placed(chosen: Tensor, experts: list[int]) -> Tensor:
 
 
 PACKS: dict[str, tuple[Any, Any]] = {
-    "int8": (ops.pack_int8, ops.pack_int8),
-    "w8a8": (ops.pack_w8a8, ops.pack_w8a8),
-    "w4a8": (ops.pack_w4a8, ops.pack_w4a8),
+    "int8": ops.pack_int8,
+    "w8a8": ops.pack_w8a8,
+    "w4a8": ops.pack_w4a8,
 }
 
 
@@ -55,9 +55,9 @@ PACKS: dict[str, tuple[Any, Any]] = {
 def test_parts_make_the_whole(kind: str, dtype: torch.dtype, kernel: str, threads: None) -> None:
     """Separate experts give the block's bits in any order of ranks; sums of ranks are close."""
     weights = routed("corrected" if kind in PACKS else kind, dtype)
-    pack, pack_part = PACKS.get(kind, (ops.pack, ops.pack))
+    pack = PACKS.get(kind, ops.pack)
     block = pack(weights)
-    parts = [(experts, pack_part(mine)) for experts, mine in shares(weights, 3)]
+    parts = [(experts, pack(mine)) for experts, mine in shares(weights, 3)]
     router = parts[-1][1]
     for count, number in ((0, 1), (1, 1), (5, 2), (70, 2)):
         torch.set_num_threads(number)

@@ -18,8 +18,8 @@ from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.engine.build import release_unused
 from weft.engine.core import EngineCore
-from weft.runner.graphs.graphs import Key
 from weft.ops import draw
+from weft.runner.graphs.graphs import Key
 from weft.runner.runner import Runner
 from weft.runner.sampling.sampler import Sampler, SampleRows
 from weft.types.plan import AllocSlot, column

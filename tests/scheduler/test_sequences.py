@@ -49,7 +49,7 @@ def refused(rig: Rig, request: Submit) -> InvalidRequest:
         ("min_tokens", submit(1, [1], max_tokens=2, min_tokens=3)),
         ("temperature", submit(1, [1], temperature=float("inf"))),
         ("top_p", submit(1, [1], top_p=0.0)),
-        ("logprobs", submit(1, [1], logprobs=1000)),
+        ("logprobs", submit(1, [1], logprobs=1025)),
         ("seed", submit(1, [1], seed=1 << 64)),
         ("choice", submit(1, [1], choice=-1)),
         ("owner", submit(1, [1], owner=1 << 64)),

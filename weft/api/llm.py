@@ -67,7 +67,13 @@ def model_limits(config: EngineConfig, core: EngineCore | Replicas, text: TextMo
     """Return the limits of requests to this engine."""
     welcome = core.welcome(0)
     ends = tuple(sorted({*text.end_ids, *config.spec.eos_ids}))
-    return ModelLimits(vocab_size=welcome.vocab_size, max_model_len=welcome.max_model_len, end_ids=ends)
+    return ModelLimits(
+        vocab_size=welcome.vocab_size,
+        max_model_len=welcome.max_model_len,
+        end_ids=ends,
+        max_logprobs=config.runner.max_logprobs,
+        routes=config.spec.routes,
+    )
 
 
 class LLM(PooledCalls):

@@ -13,7 +13,7 @@ from weft.common.errors import ContextLength, ErrorInfo, InvalidRequest, WeftErr
 from weft.config.resolved import MediaLimits
 from weft.media.local import LocalPictures, placed
 from weft.scheduler.images.media_book import check_media
-from weft.text.choice import Choice
+from weft.text.choice import Choice, routed_experts
 from weft.text.detokenizer import Stops
 from weft.text.image_tokens import expanded
 from weft.text.logprobs import PositionLogprobs
@@ -23,6 +23,7 @@ from weft.text.tokenizer import Tokenizer
 from weft.types.grammar import Grammar
 from weft.types.media_item import MediaItem
 from weft.types.messages import Pooling, Submit
+from weft.types.routes import RouteShape
 from weft.types.sampling import SamplingParams, TokenParams
 
 _FORMS = 'a string, {"prompt": "..."}, or {"prompt_token_ids": [...]} with or without "media": [MediaItem...]'
@@ -46,6 +47,8 @@ class Request:
         self.prompt_ids = ids
         self.submits = submits
         self.choices = choices
+        self.routes: RouteShape | None = None
+        """Size of the model's routes; None without routed experts."""
 
     def prioritise(self, priority: int) -> None:
         """Set the priority in ``submits``, before the request is submitted.
@@ -78,17 +81,26 @@ class Request:
         logprobs: list[PositionLogprobs | None] | None = None
         wanted = self.submits[0].params.prompt_logprobs >= 0
         # A prompt with one token has no logprobs beyond the first entry, which is None.
-        if wanted and (first.prompt_logprobs is not None or first.token_ids):
-            logprobs = [None, *([] if first.prompt_logprobs is None else first.prompt_logprobs.read())]
+        found = first.prompt_logprobs
+        every = found if found is not None and found.every else None
+        if wanted and every is None and (found is not None or first.token_ids):
+            logprobs = [None, *([] if found is None else found.read())]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=list(self.prompt_ids),
             prompt_logprobs=logprobs,
-            outputs=[completion_of(choice) for choice in self.choices],
+            outputs=[completion_of(choice, self._routed(choice)) for choice in self.choices],
             finished=self.finished,
             num_cached_tokens=first.num_cached,
+            all_prompt_logprobs=None if every is None else every.rows(),
         )
+
+    def _routed(self, choice: Choice) -> np.ndarray | None:
+        """Return the experts of a choice's tokens, as in ``CompletionOutput.routed_experts``."""
+        if self.routes is None:
+            return None
+        return routed_experts(self.choices[0], choice, len(self.prompt_ids), self.routes)
 
 
 class RequestMaker:
@@ -267,7 +279,9 @@ class RequestMaker:
             )
             for submit in submits
         ]
-        return Request(request_id or f"{submits[0].request:016x}", prompt, ids, submits, choices)
+        made = Request(request_id or f"{submits[0].request:016x}", prompt, ids, submits, choices)
+        made.routes = self._limits.routes
+        return made
 
 
 def client_error(error: ErrorInfo) -> WeftError | None:

@@ -19,7 +19,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     logprobs: list[PositionLogprobs] | None
-    """One entry per element of ``token_ids``; None if not requested."""
+    """One entry per element of ``token_ids``; None if not requested, and for ``logprobs=-1``."""
     finish_reason: FinishReason | None
     """None while the sequence runs."""
     stop_reason: str | int | None
@@ -30,6 +30,13 @@ class CompletionOutput:
     """Number of ``token_ids`` from accepted drafts."""
     num_rejected_drafts: int = 0
     """Number of rejected drafts."""
+    routed_experts: np.ndarray | None = None
+    """Experts of each token in each routed layer, in order of their weights: uint8 (uint16 with more than 256
+    experts) [tokens, layers, experts per token]. The tokens are prompt and output from
+    ``routed_experts_prompt_start`` on, without the last token, which the model did not compute. None if not
+    requested."""
+    all_logprobs: np.ndarray | None = None
+    """For ``logprobs=-1``: float32 [tokens, vocabulary]."""
 
 
 @dataclass(slots=True)
@@ -46,6 +53,8 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache."""
+    all_prompt_logprobs: np.ndarray | None = None
+    """For ``prompt_logprobs=-1``: float32 [prompt tokens - 1, vocabulary], from the second token on."""
 
 
 @dataclass(slots=True)
@@ -85,16 +94,20 @@ class ScoreOutput:
     error: ErrorInfo | None = None
 
 
-def completion_of(choice: Choice) -> CompletionOutput:
-    """Return the present state of a choice, with copied lists."""
+def completion_of(choice: Choice, routed: np.ndarray | None = None) -> CompletionOutput:
+    """Return the present state of a choice, with copied lists. ``routed``: its experts."""
+    found = choice.logprobs
+    every = found is not None and found.every
     return CompletionOutput(
         index=choice.index,
         text=choice.text,
         token_ids=list(choice.token_ids),
-        logprobs=None if choice.logprobs is None else list(choice.logprobs.read()),
+        logprobs=None if found is None or every else list(found.read()),
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         error=choice.error,
         num_accepted_drafts=choice.accepted,
         num_rejected_drafts=choice.rejected,
+        routed_experts=routed,
+        all_logprobs=found.rows() if found is not None and every else None,
     )

@@ -17,6 +17,7 @@ import torch
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.low_rank import AdapterRows
+from weft.ops.row_routes import RowRoutes
 from weft.types.exchange import UNAGREED, Exchange
 
 Tensor = torch.Tensor
@@ -115,6 +116,9 @@ class StepInput:
     """None if no token is an image placeholder."""
     adapters: AdapterRows | None = None
     """Places of the adapters of the T rows; None if no row has an adapter."""
+    routes: RowRoutes | None = None
+    """Recorded and forced experts of the T rows; None if no request asks for routes. With routes, the last
+    layer computes all rows."""
 
     def adapters_at(self, index: Tensor | None) -> AdapterRows | None:
         """Return ``adapters`` of the rows ``index`` (int64 [L]; None: all rows)."""

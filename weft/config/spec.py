@@ -12,6 +12,7 @@ from weft.config.parts.mixers import ConvSpec, MambaSpec, ParallelSpec
 from weft.config.parts.tower_kinds import PUBLISHED, TowerKind
 from weft.config.parts.traits import AttentionSpec, LayerSpec, NormSpec, ScaleSpec
 from weft.types.pooled import ClassifySpec, PooledSpec
+from weft.types.routes import RouteShape
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -420,6 +421,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def implementation(self) -> Literal["weft", "transformers"]:
         """Source of the modeling code: Weft's own families, or transformers."""
         return "transformers" if self.family == "transformers" else "weft"
+
+    @property
+    def routes(self) -> RouteShape | None:
+        """Size of the routes in answers; None without routed experts of Weft's own. Modules that predict
+        further tokens do not count."""
+        if self.moe is None or self.implementation != "weft":
+            return None
+        layers = sum(layer < self.layers for layer in self.moe.layers)
+        return RouteShape(layers=layers, top_k=self.moe.top_k, experts=self.moe.experts) if layers else None
 
     @property
     def forms(self) -> tuple[str, ...]:

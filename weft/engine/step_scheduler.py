@@ -90,4 +90,5 @@ def make_scheduler(config: EngineConfig, kv: KVConfig) -> StepScheduler:
         generates=config.spec.head,
         places=config.lora.max_loras,
         classifies=config.spec.classify is not None,
+        routes=config.spec.routes,
     )

@@ -22,6 +22,7 @@ from weft.ops import (
 )
 from weft.ops.low_rank import AdapterRows
 from weft.ops.registry import Implementation, choose
+from weft.ops.row_routes import RowRoutes
 from weft.parallel.comm import Comm, Pending, reduced
 from weft.parallel.mesh import Mesh
 from weft.types.exchange import UNAGREED, Exchange
@@ -92,6 +93,13 @@ class Build:
         dtype = self.wide if wide else self.dtype
         result = self.ops[name, dtype] = choose(name, dtype, self.device, invariant=self.invariant)
         return result
+
+    def same_packing(self, name: str) -> Implementation:
+        """Return the implementation of the op ``name`` that reads the packing of another op's matrix. Not
+        noted, because only rare steps use this op."""
+        kind = self._kind(0)
+        named = name if kind == "none" else f"{name}_{kind}"
+        return choose(named, self.dtype, self.device, invariant=self.invariant)
 
     def matrix_op(self, name: str, *, wide: bool = False, divided: int = 0) -> Implementation:
         """Return ``op`` for a matrix to which quantization applies. Wide matrices are never quantized.
@@ -195,11 +203,13 @@ class FeedForward(Layer):
         ids: torch.Tensor | None,
         exchange: Exchange = UNAGREED,
         adapters: AdapterRows | None = None,
+        routes: RowRoutes | None = None,
     ) -> Generator[Pending, None, torch.Tensor]:
         """Return the block's contribution to the stream, [T, hidden]; yield once per collective.
 
         x: [T, hidden]; ids: int64 [T], token ids of the rows, needed with ``reads_ids``; comm: sums partials;
-        exchange: agreement of the ranks about rows sent to other ranks; adapters: places of the rows.
+        exchange: agreement of the ranks about rows sent to other ranks; adapters: places of the rows; routes:
+        recorded or forced experts of the rows, for routed blocks.
         """
         return (yield from reduced(comm, self.forward(x, ids, adapters)))
 

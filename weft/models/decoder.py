@@ -45,6 +45,8 @@ class Model(nn.Module, ABC):
         self.notes = build.notes
         """Notes about the parameters, for the loader."""
         self._ops = build.ops
+        self.routed_layers = 0
+        """Number of layers with routes in answers; drafting modules do not count. Set by ``pack``."""
         self.experts: ExpertLayers | None = None
         """Expert layers divided over ranks. Set by ``pack``; None without such layers."""
         self.adapters: Adapters | None = None
@@ -58,6 +60,10 @@ class Model(nn.Module, ABC):
     def pack(self) -> None:
         """Pass every loaded weight to the op that reads the weight. Call once, before the first ``steps``."""
         pack_all(self)
+        routed = [m for m in getattr(self, "blocks", nn.ModuleList()).modules() if isinstance(m, RoutedMLP)]
+        for number, layer in enumerate(routed):
+            layer.number = number
+        self.routed_layers = len(routed)
         divided = [m.divided for m in self.modules() if isinstance(m, RoutedMLP) and m.divided is not None]
         self.experts = ExpertLayers(divided) if divided else None
 
@@ -204,7 +210,10 @@ class Block(nn.Module):
         if self.feed_forward.reads_ids:
             ids = shared.step.ids if logits_indices is None else shared.step.ids[logits_indices]
         adapters = shared.step.adapters_at(logits_indices)
-        delta = yield from self.feed_forward.steps(self._comm, normed, ids, shared.step.exchange, adapters)
+        step = shared.step
+        delta = yield from self.feed_forward.steps(
+            self._comm, normed, ids, step.exchange, adapters, step.routes
+        )
         return x, delta
 
 

@@ -55,7 +55,10 @@ class MixerBlock(Block):
             return x, delta
         x, normed = self.feed_forward_norm.add(x, delta)
         adapters = shared.step.adapters_at(logits_indices)
-        delta = yield from self.feed_forward.steps(self._comm, normed, None, shared.step.exchange, adapters)
+        step = shared.step
+        delta = yield from self.feed_forward.steps(
+            self._comm, normed, None, step.exchange, adapters, step.routes
+        )
         return x, self._scaled(delta)
 
     def _scaled(self, made: Tensor) -> Tensor:

@@ -19,13 +19,14 @@ from weft.layers.shard import Shard, joined, picked, whole
 from weft.moe.adapted import carried, make_expert_adapters
 from weft.moe.exchange_cost import ExchangeShape
 from weft.moe.expert_choice import Chooser
-from weft.moe.experts import RankExperts, rank_experts
+from weft.moe.experts import RankExperts, rank_experts, settled
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order
 from weft.ops.low_rank import AdapterRows
 from weft.ops.moe import Gate, Routed, has_codes
 from weft.ops.routing import Rule
-from weft.parallel.comm import Comm, Pending
+from weft.ops.row_routes import RowRoutes
+from weft.parallel.comm import Comm, Pending, reduced
 from weft.types.exchange import UNAGREED, Exchange
 
 Tensor = torch.Tensor
@@ -99,6 +100,9 @@ class RoutedMLP(FeedForward, Packs):
         """
         super().__init__()
         self.reads_ids = hashed > 0
+        self.number: int | None = None
+        """Number among the routed layers of the model, for ``RowRoutes``. Set by ``Model.pack``; None for
+        layers without routes in answers."""
         self.router = ExpertRouter(hidden, spec, build, hashed)
         self._placement: Placement = ()
         mine = None
@@ -129,9 +133,9 @@ class RoutedMLP(FeedForward, Packs):
         # Rows with such adapters need the parts of the op, and both ops read one packing.
         self._op = build.matrix_op(f"{op}_pieces" if build.divides_experts or self.low else op)
         self._run = self._op.run
-        self._rank: RankExperts | None = None
+        parts = self._op if build.divides_experts or self.low else build.same_packing(f"{op}_pieces")
+        self._rank = rank_experts(parts.run())
         if self.low is not None and not build.divides_experts:
-            self._rank = rank_experts(self._op.run())
             self._run = build.matrix_op(op).run
         self._packed: Any = None
         self.divided: DividedExperts | None = None
@@ -238,20 +242,27 @@ class RoutedMLP(FeedForward, Packs):
         ids: Tensor | None,
         exchange: Exchange = UNAGREED,
         adapters: AdapterRows | None = None,
+        routes: RowRoutes | None = None,
     ) -> Generator[Pending, None, Tensor]:
+        packed = self._packed
+        if routes is not None and self.number is not None:
+            ids, packed = settled(self._rank, x, ids, packed, self.number, routes)
         if self.divided is not None:
-            return (yield from self.divided.steps(x, ids, exchange, adapters))
-        return (yield from super().steps(comm, x, ids, exchange, adapters))
+            return (yield from self.divided.steps(x, ids, exchange, adapters, packed))
+        return (yield from reduced(comm, self._whole(x, ids, packed, adapters)))
 
     def forward(self, x: Tensor, ids: Tensor | None = None, adapters: AdapterRows | None = None) -> Tensor:
         """Return a partial result, for a rank with a part of every expert.
 
         x: [T, hidden]; ids: int64 [T], token ids of the rows, needed with ``reads_ids``.
         """
+        return self._whole(x, ids, self._packed, adapters)
+
+    def _whole(self, x: Tensor, ids: Tensor | None, packed: Any, adapters: AdapterRows | None) -> Tensor:
+        """Return ``forward`` with the weights ``packed``."""
         if self.low is not None and adapters is not None and self.low.concerns(adapters):
-            assert self._rank is not None
-            return self.low.block(self._rank, self._run, x, ids, self._packed, adapters)
-        partial: Tensor = self._run(x, ids, self._packed)
+            return self.low.block(self._rank, self._run, x, ids, packed, adapters)
+        partial: Tensor = self._run(x, ids, packed)
         return partial
 
     def _answers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from weft.moe.products import PieceProducts, Products
 from weft.ops.coded import Codes, as_bytes
 from weft.ops.moe import Pieces, Routed, combine, count_of
+from weft.ops.row_routes import RowRoutes
 from weft.ops.torch_ops import Int8Weight
 
 Tensor = torch.Tensor
@@ -24,6 +26,10 @@ class RankExperts(Protocol):
 
     def route(self, x: Tensor, ids: Tensor | None, weights: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return (experts int64 [T, k] of all experts, weights wide [T, k], factor for ``shared``) of x."""
+
+    def with_table(self, weights: Any, table: Tensor) -> Any:
+        """Return ``weights`` with experts from ``table``, int64 [rows, k]: ``route`` and the op of the whole
+        block then take row numbers as ids. Shares all other memory."""
 
     def answer(self, x: Tensor, places: Tensor, scales: Tensor | None, weights: Any, exact: bool) -> Tensor:
         """Return the output of this rank's experts for x [R, hidden] and ``places`` int64 [R, k] (-1: none).
@@ -55,6 +61,9 @@ class ByPieces(NamedTuple):
 
     def route(self, x: Tensor, ids: Tensor | None, weights: Routed) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.pieces.route(x, ids, weights)
+
+    def with_table(self, weights: Routed, table: Tensor) -> Routed:
+        return replace(weights, table=table)
 
     def answer(
         self, x: Tensor, places: Tensor, scales: Tensor | None, weights: Routed, exact: bool
@@ -107,6 +116,17 @@ class ByPieces(NamedTuple):
             ids = places[row, choice].unsqueeze(1)
             result[row, choice] = self.pieces.experts(x[row], ids, weights).squeeze(1)
         return result
+
+
+def settled(
+    mine: RankExperts, x: Tensor, ids: Tensor | None, weights: Any, layer: int, routes: RowRoutes
+) -> tuple[Tensor, Any]:
+    """Return (row numbers int64 [T], weights) with which the block uses the experts that ``routes`` settles.
+
+    The weights of the experts still come from the router's scores. ``layer``: number of the routed layer.
+    """
+    chosen = routes.settle(layer, mine.route(x, ids, weights)[0])
+    return torch.arange(len(x), device=x.device), mine.with_table(weights, chosen)
 
 
 def rank_experts(op: Any) -> RankExperts:

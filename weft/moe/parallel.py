@@ -126,10 +126,15 @@ class DividedExperts:
         """Rows that chose each expert, among the rows of this home rank, int64 [experts], or None."""
 
     def steps(
-        self, x: Tensor, ids: Tensor | None, exchange: Exchange, adapters: AdapterRows | None = None
+        self,
+        x: Tensor,
+        ids: Tensor | None,
+        exchange: Exchange,
+        adapters: AdapterRows | None = None,
+        router: Any = None,
     ) -> Generator[Pending, None, Tensor]:
         """Return the output of the whole block for x [T, hidden], equal on all ranks of a replica, ids
-        int64 [T], and the adapters of the rows.
+        int64 [T], and the adapters of the rows. ``router``: weights with another table of experts, or None.
 
         Yields once per collective. Counts ``loads``.
         """
@@ -138,10 +143,10 @@ class DividedExperts:
             adapters = None
         form, most = self.chooser.choose(len(x), exchange)
         if form == "reduce":
-            return (yield from self._reduced(x, ids, exchange.rows or len(x), adapters))
+            return (yield from self._reduced(x, ids, exchange.rows or len(x), adapters, router))
         tp = self.mesh.tp
         mine = slice_of(len(x), tp.rank, tp.size)
-        result = yield from self._at_home(form, x, ids, mine, most, adapters)
+        result = yield from self._at_home(form, x, ids, mine, most, adapters, router)
         if tp.size == 1:
             return result
         return (yield from self._all_slices(result, mine, len(x)))
@@ -157,10 +162,10 @@ class DividedExperts:
             yield from self._low.tensors(len(self.map.placement[self.mesh.ep.rank]))
 
     def _route(
-        self, x: Tensor, ids: Tensor | None, turn: int, adapters: AdapterRows | None
+        self, x: Tensor, ids: Tensor | None, turn: int, adapters: AdapterRows | None, router: Any
     ) -> tuple[Rows, Tensor | None, Tensor]:
         """Return (rows, factor of the shared expert, chosen experts)."""
-        chosen, scales, share = self._mine.route(x, ids, self.weights)
+        chosen, scales, share = self._mine.route(x, ids, self.weights if router is None else router)
         ranks, places = self.map.find(chosen, turn)
         if self._reaches(adapters):
             places = carried(places, adapters)
@@ -200,19 +205,20 @@ class DividedExperts:
         mine: Slice,
         most: int | None,
         adapters: AdapterRows | None,
+        router: Any,
     ) -> Generator[Pending, None, Tensor]:
         """Return the output of the block for this rank's slice of x, [rows of the slice, hidden]."""
         x = x[mine.begin : mine.end]
         ids = None if ids is None else ids[mine.begin : mine.end]
         adapters = None if adapters is None else adapters.part(mine.begin, mine.end)
-        rows, share, chosen = self._route(x, ids, self.mesh.ep.rank, adapters)
+        rows, share, chosen = self._route(x, ids, self.mesh.ep.rank, adapters, router)
         self._count(chosen)
         work = self._work(x, share, adapters)
         came = yield from FORMS[form](self.mesh.ep, rows, work, most)
         return self._finish(came.total, rows.scales, came.under, x.dtype)
 
     def _reduced(
-        self, x: Tensor, ids: Tensor | None, most: int, adapters: AdapterRows | None
+        self, x: Tensor, ids: Tensor | None, most: int, adapters: AdapterRows | None, router: Any
     ) -> Generator[Pending, None, Tensor]:
         """Compute the block with all ranks home to all rows. For many rows each rank finishes its slice only.
 
@@ -222,7 +228,7 @@ class DividedExperts:
         ep = self.mesh.ep
         rows_all = len(x)
         mine = slice_of(rows_all, ep.rank, ep.size)
-        rows, share, chosen = self._route(x, ids, 0, adapters)
+        rows, share, chosen = self._route(x, ids, 0, adapters, router)
         self._count(chosen[mine.begin : mine.end])
         answers = rows.ranks.shape[1] if self._exact else 1
         size = self._mine.answers(x.dtype, self._exact).itemsize

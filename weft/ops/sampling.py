@@ -419,6 +419,15 @@ def sample_filtered(
 # --- logprobs ---
 
 
+def all_logprobs_of(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``logprobs_of`` for the whole vocabulary: (ids int64 [R, 1], values [R, 1 + V], rank int64 [R]).
+
+    The values are those of the given token and then of each token of the vocabulary, in order of ids.
+    """
+    ids, own, rank = logprobs_of(logits, tokens, 0)
+    return ids, torch.cat([own, logits.log_softmax(dim=-1)], dim=1), rank
+
+
 def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return logprobs of the given tokens and of the likeliest tokens: log_softmax of the untouched logits.
 

@@ -13,6 +13,7 @@ import torch
 from weft.common.errors import ErrorInfo, RowError
 from weft.runner.batch.staging import most_each, offsets_of
 from weft.runner.event_wait import wait_until
+from weft.runner.expert_routes import StepRoutes
 from weft.runner.pooling import Pooled
 from weft.runner.sampling.sampler import SampleOutput
 from weft.runner.sampling.token_logprobs import LogprobTensors
@@ -85,6 +86,7 @@ class HostCopy(_Copies):
         accepted: torch.Tensor | None = None,
         drafts: torch.Tensor | None = None,
         pooled: Pooled | None = None,
+        routes: StepRoutes | None = None,
     ) -> None:
         """Start the copies. The stream orders the copies after the kernels of the step.
 
@@ -95,10 +97,13 @@ class HostCopy(_Copies):
         self.accepted = None if accepted is None else self._start(accepted)
         self.drafts = None if drafts is None else self._start(drafts)
         self.pooled = None if pooled is None else replace(pooled, values=self._start(pooled.values))
+        self.routes = None if routes is None else replace(routes, ids=self._start(routes.ids))
         self.output = output
         self.tokens, self.error = self._start(output.tokens), self._start(output.error)
         self.logprobs = self._start_all(output.logprobs)
         self.prompt_logprobs = self._start_all(output.prompt_logprobs)
+        self.all_logprobs = self._start_all(output.all_logprobs)
+        self.all_prompt_logprobs = self._start_all(output.all_prompt_logprobs)
         if self._event is not None:
             self._event.record()
 
@@ -127,7 +132,8 @@ def to_result(plan: StepPlan, copy: HostCopy | Drawn) -> StepResult:
     """Build the result of ``plan`` from rows with logits, in plan order. ``copy`` must be complete."""
     if isinstance(copy, Drawn):
         return _plain(plan, copy.tokens, copy.error, EMPTY)
-    if most_each(plan) == 1 and copy.logprobs is None:
+    more = (copy.logprobs, copy.all_logprobs, copy.routes)
+    if most_each(plan) == 1 and all(part is None for part in more):
         return _plain(plan, copy.tokens.numpy(), copy.error.numpy(), _drafts(plan, copy.drafts))
     both = (plan.prefill, plan.decode)
     logits = np.concatenate([s.logits for s in both]).astype(np.int64)
@@ -145,8 +151,9 @@ def to_result(plan: StepPlan, copy: HostCopy | Drawn) -> StepResult:
     sampling = np.flatnonzero(sampled)
     # Only the sample behind the last accepted draft counts: later samples belong to rejected drafts.
     wrong = [sampling[copy.error.numpy()[offsets[sampling] + accepted[sampling]]]]
-    if copy.prompt_logprobs is not None:
-        wrong.append(prompt_owner[copy.prompt_logprobs.entries[copy.prompt_logprobs.error.numpy()]])
+    for known_tokens in (copy.prompt_logprobs, copy.all_prompt_logprobs):
+        if known_tokens is not None:
+            wrong.append(prompt_owner[known_tokens.entries[known_tokens.error.numpy()]])
     return StepResult(
         step=plan.step,
         rows=column(rows),
@@ -157,7 +164,10 @@ def to_result(plan: StepPlan, copy: HostCopy | Drawn) -> StepResult:
         row_error=_errors(np.concatenate(wrong)),
         logprobs=_rows(copy.logprobs, owner, len(rows)),
         prompt_logprobs=_rows(copy.prompt_logprobs, prompt_owner, len(rows)),
+        all_logprobs=_rows(copy.all_logprobs, owner, len(rows)),
+        all_prompt_logprobs=_rows(copy.all_prompt_logprobs, prompt_owner, len(rows)),
         embeddings=_embeddings(copy.pooled),
+        routes=None if copy.routes is None else copy.routes.result(),
     )
 
 

@@ -33,6 +33,7 @@ from weft.runner.batch.micro_batches import MicroBatchedSteps
 from weft.runner.batch.staging import StagingRing, even, most_each
 from weft.runner.device_queue import DeviceQueue, result_of
 from weft.runner.drafting import DraftedParts, make_drafter
+from weft.runner.expert_routes import ExpertRoutes
 from weft.runner.exports import Exports, LayerDone, RankTransfers, Reports, TransferThread, is_heard
 from weft.runner.graphs.graphs import DecodeGraphs, GraphOptions
 from weft.runner.images.media_departures import media_store
@@ -105,9 +106,9 @@ class Runner:
         blocks = None if transfers is None else transfers.memory
         self._cache, self._memory = by_layer(kv, memory := stacked(kv, dtype, device, blocks)), memory
         self._states = States(kv, memory, self._state.live, dtype, blocks)
-        self._vocab_size = vocab_size
-        self._sampler = Sampler(kv.num_slots, vocab_size, device, processed)
+        self._vocab_size, self._sampler = vocab_size, Sampler(kv.num_slots, vocab_size, device, processed)
         self._pooler = Pooler(kv.num_slots, model.spec.hidden, device, classifier(model))
+        self._routes = ExpertRoutes(kv.num_slots, model.routed_layers, device)
         self._ring = StagingRing(device, depth, poison=poison)
         self._media = media_store(model, kv.media, device, dtype, embeddings)
         self._builder = BatchBuilder(self._state, kv, backends, dtype, self._media)
@@ -255,8 +256,9 @@ class Runner:
         if self._device.type == "cuda":
             synchronize(self._device, self._timeout)
         slots = self._sampler.slots
-        for part in (self._state, slots, self._pooler, self._media, self._ring, self._micro_batched):
+        for part in (self._state, slots, self._pooler, self._routes, self._media, self._ring):
             part.clear()
+        self._micro_batched.clear()
         self._launcher.take()
         if self.graphs is not None:
             self.graphs.forget()
@@ -323,6 +325,7 @@ class Runner:
         # Only SaveState and LoadState change recurrent states, so the other slot updates may run first.
         self._states.apply(plan.ops)
         self._pooler.apply(plan.ops)
+        self._routes.apply(plan.ops)
         handle.encode_seconds = self._media.apply(plan.ops)
         done = self._export(plan)
         self._state.validate(plan.prefill)
@@ -330,7 +333,8 @@ class Runner:
         handle.buffer = self._ring.acquire()
         began = time.monotonic()
         # A step with exported rows is never replayed: a replay calls no layer hook.
-        made = self._replay(plan, handle) if done is None else None
+        # Neither is a step with routes: a replay has no place for them.
+        made = self._replay(plan, handle) if done is None and not self._routes.wants(plan) else None
         if made is not None or plan.micro_batches == 1:
             rows, logits = made or self._compute(plan, handle, done)
             stretches = [Stretch(0, began, time.monotonic())]
@@ -391,7 +395,11 @@ class Runner:
         assert handle.buffer is not None
         rows, logits_index, adapters = self._builder.rows(plan, handle.buffer)
         whole = self._reads_hidden(plan)
-        hidden, stretches = self._micro_batched.hidden(plan, handle.micro_batches, whole=whole, done=done)
+        hidden, stretches, routes = self._micro_batched.hidden(
+            plan, handle.micro_batches, self._routes.begin, whole=whole, done=done
+        )
+        if routes is not None:
+            handle.routes = self._routes.take(plan, routes)
         # Drafter and pooler read the hidden states of all tokens; the head needs only the rows with logits.
         if whole:
             self._keep(handle, hidden)
@@ -406,17 +414,21 @@ class Runner:
         batch = build(plan, handle.buffer)
         if not self._reads_hidden(plan):
             return lambda: batch, drive(self._model.steps(batch.step, self._cache, self._backends, done))
-        wanted = drive(self._model.hidden(batch.step, self._cache, self._backends, done=done))
+        step = replace(batch.step, routes=self._routes.begin(plan, batch.step.positions))
+        wanted = drive(self._model.hidden(step, self._cache, self._backends, done=done))
         self._keep(handle, wanted)
-        step = batch.step
+        if step.routes is not None:
+            handle.routes = self._routes.take(plan, step.routes.made())
         index = step.logits_index if len(step.logits_index) < len(wanted) else None
         if index is not None:
             wanted = wanted[index]
         return lambda: batch, drive(self._model.logits(wanted, step.adapters_at(index)))
 
     def _reads_hidden(self, plan: StepPlan) -> bool:
-        """Return True if the drafter or the pooler reads the hidden states of all tokens of the plan."""
-        return (self.drafter is not None and self.drafter.reads_hidden) or self._pooler.wants(plan)
+        """Return True if the drafter or the pooler reads the hidden states of all tokens of the plan, or if
+        routes of all tokens are needed."""
+        reads = self.drafter is not None and self.drafter.reads_hidden
+        return reads or self._pooler.wants(plan) or self._routes.wants(plan)
 
     def _keep(self, handle: StepHandle, hidden: Tensor) -> None:
         """Store ``hidden``, [T, hidden] of all tokens of the step, for the pooler and the drafter."""
@@ -463,7 +475,7 @@ class Runner:
         state.advance(step.slots, step.counts, accepted, moves=self._has_state)
         drafts = None if self.drafter is None else self._propose(self.drafter, handle, step)
         self._sampled(handle)
-        return HostCopy(output, accepted, drafts, handle.pooled)
+        return HostCopy(output, accepted, drafts, handle.pooled, handle.routes)
 
     def _sampled(self, handle: StepHandle) -> None:
         """Record that the ids and drafts of a step are in the history: notify transfers, note times of the

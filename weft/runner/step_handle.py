@@ -10,6 +10,7 @@ from weft.common.errors import EngineDead
 from weft.overlap.times import StepTimes
 from weft.runner.batch.staging import StagingBuffer
 from weft.runner.device_queue import Settled, Work
+from weft.runner.expert_routes import StepRoutes
 from weft.runner.pooling import Pooled
 from weft.runner.result import Drawn
 from weft.types.plan import StepPlan
@@ -37,6 +38,8 @@ class StepHandle:
     """Staging buffers of a step in micro-batches."""
     pooled: Pooled | None = field(default=None, repr=False)
     """Embeddings completed by the step."""
+    routes: StepRoutes | None = field(default=None, repr=False)
+    """Recorded routes of the step."""
     encode_seconds: float = 0.0
     """Seconds for encoding images; on a GPU, seconds to launch the encoding."""
     drawn: Drawn | None = None

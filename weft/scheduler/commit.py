@@ -17,6 +17,7 @@ from weft.scheduler.sequence import Running, Sequence
 from weft.scheduler.state import SchedulerState
 from weft.types.messages import LogprobColumns, TokenEvent
 from weft.types.plan import LogprobRows, Segment, StepPlan, StepResult
+from weft.types.sampling import ALL_LOGPROBS
 
 
 @dataclass(slots=True)
@@ -38,6 +39,8 @@ class _Row:
     ``error``."""
     embedding: bytes = b""
     """Pooled embedding as little-endian float32 bytes; b"" unless the row completes an embedding prompt."""
+    routes: np.ndarray | None = None
+    """uint16 [count, layers, top_k]; None for a row without routes."""
 
 
 def commit(
@@ -266,7 +269,7 @@ def _rows(
     # sample > 0: accepted drafts and one more token
     ends = begins + (sample > 0) * (np.append(result.accepted, 0)[answers] + 1)
     errors = dict(result.row_error)
-    embeddings = _embeddings(result)
+    embeddings, routes = _embeddings(result), _routes(result)
     rows: list[tuple[int, _Row]] = []
     for at, number in enumerate(numbers.tolist()):
         sequence, run = _running(state.in_slot[slots[at]])
@@ -284,6 +287,7 @@ def _rows(
         )
         if sequence.pooling and first + number in embeddings:
             row.embedding, row.error = embeddings[first + number]
+        row.routes = routes.get(first + number)
         rows.append((number, row))
     return rows
 
@@ -299,6 +303,15 @@ def _embeddings(result: StepResult) -> dict[int, tuple[bytes, ErrorInfo | None]]
         numbers = values[:length]
         found[row] = (numbers.astype("<f4").tobytes(), None if np.isfinite(numbers).all() else broken)
     return found
+
+
+def _routes(result: StepResult) -> dict[int, np.ndarray]:
+    """Return {plan row: uint16 [tokens, layers, top_k]} of the rows with routes."""
+    made = result.routes
+    if made is None:
+        return {}
+    offsets = made.offsets.tolist()
+    return {row: made.ids[offsets[at] : offsets[at + 1]] for at, row in enumerate(made.rows.tolist())}
 
 
 def _running(sequence: Sequence) -> tuple[Sequence, Running]:
@@ -332,6 +345,7 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
     if error is None:  # else the blocks must not be found
         _advance(state, row, row.computed + row.count - rejected)
         prompt_logprobs = _deliver_prompt_logprobs(row, result)
+        _keep_routes(state, row, row.count - rejected)
     state.counts.generation_tokens += len(made)
     if ending is None and error is not None:
         ending = ("error", None)
@@ -341,9 +355,7 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         error = _own_error(state, sequence, error)
     if not made and prompt_logprobs is None and ending is None:
         return None
-    logprobs = None
-    if made and sequence.params.logprobs >= 0:
-        logprobs = _columns(result.logprobs, row.answer, len(made), sequence.params.logprobs)
+    logprobs = _sampled_logprobs(row, result, len(made))
     # A sender hands the sequence off with the first token instead of continuing here.
     if made and ending is None and sequence.sends:
         state.transfers.handed_off(sequence, made[0], logprobs)
@@ -368,7 +380,24 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         position=position,
         embedding=row.embedding if finish == "stop" else b"",
         cache_miss=miss,
+        routes=sequence.take_routes() if made or finish is not None else None,
     )
+
+
+def _keep_routes(state: SchedulerState, row: _Row, count: int) -> None:
+    """Keep the routes of the first ``count`` positions of a row for the next event. The other positions are
+    of rejected drafts."""
+    if row.routes is not None:
+        row.sequence.keep_routes(row.computed, row.routes[:count])
+        state.counts.routed_tokens += count
+
+
+def _sampled_logprobs(row: _Row, result: StepResult, count: int) -> LogprobColumns | None:
+    """Return the logprobs of the first ``count`` tokens of a row; None if there are none."""
+    if not count or row.sequence.params.logprobs < 0:
+        return None
+    both = (result.logprobs, result.all_logprobs)
+    return _columns(both, row.answer, count, row.sequence.params.logprobs)
 
 
 def _own_error(state: SchedulerState, sequence: Sequence, error: ErrorInfo | None) -> ErrorInfo | None:
@@ -416,22 +445,28 @@ def _deliver_prompt_logprobs(row: _Row, result: StepResult) -> LogprobColumns | 
     if count <= 0:
         return None
     sequence.delivered += count
-    return _columns(result.prompt_logprobs, row.answer, count, sequence.params.prompt_logprobs)
+    both = (result.prompt_logprobs, result.all_prompt_logprobs)
+    return _columns(both, row.answer, count, sequence.params.prompt_logprobs)
 
 
-def _columns(rows: LogprobRows | None, index: int, count: int, top: int) -> LogprobColumns:
+def _columns(
+    both: tuple[LogprobRows | None, LogprobRows | None], index: int, count: int, top: int
+) -> LogprobColumns:
     """Return the first ``count`` logprob entries of row ``index``, cut to ``1 + top`` columns.
 
-    Raises EngineDead if the result lacks the logprobs.
+    ``both``: rows with alternatives, rows of the whole vocabulary (``top`` is ``ALL_LOGPROBS``). Raises
+    EngineDead if the result lacks the logprobs.
     """
-    if rows is None or rows.ids.shape[1] <= top:
+    every = top == ALL_LOGPROBS
+    rows = both[every]
+    if rows is None or (rows.ids.shape[1] <= top and not every):
         raise EngineDead("a step's result lacks logprobs that its sequences asked for")
     begin = int(rows.offsets[index])
     part = slice(begin, begin + count)
     ids = rows.ids[part, : top + 1]
     values = rows.values[part, : top + 1]
     return LogprobColumns(
-        width=ids.shape[1],
+        width=values.shape[1],
         ids=np.ascontiguousarray(ids, "<i4").tobytes(),
         values=np.ascontiguousarray(values, "<f4").tobytes(),
         rank=np.ascontiguousarray(rows.rank[part], "<i4").tobytes(),

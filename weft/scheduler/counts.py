@@ -26,6 +26,8 @@ class Counts:
     prefix_resets: int = 0
     forgotten_blocks: int = 0
     constrained_steps: int = 0
+    routed_tokens: int = 0
+    """Computed tokens whose experts were recorded for a request."""
     grammar_errors: int = 0
     drafts: list[int] = field(default_factory=list)
     """Number of verified drafts by draft position in the row."""

@@ -153,7 +153,7 @@ class PlanBuilder:
     def add_prefill(self, row: Row) -> None:
         self.chunks[row.sequence.id] = row
         self.budget -= row.count
-        self.prompt_logits -= row.logits - row.sample
+        self.prompt_logits -= (row.logits - row.sample) * row.sequence.logit_cost
 
     def grow(self, ops: Iterable[SlotUpdate]) -> None:
         """Add slot updates for decode rows. Each named slot must have a row or get a row."""
@@ -170,7 +170,7 @@ class PlanBuilder:
         row = self.chunks.pop(sequence.id, None)
         if row is not None:
             self.budget += row.count
-            self.prompt_logits += row.logits - row.sample
+            self.prompt_logits += (row.logits - row.sample) * row.sequence.logit_cost
             return
         keep = self.decodes.slots != run.slot
         self.budget += int(self.decodes.counts[~keep].sum())

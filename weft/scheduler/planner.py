@@ -302,8 +302,9 @@ class Planner:
         logits, sample = sequence.prefill_logits(start, end)
         # Prompt logprobs cost as much as the rest of a step, so the positions with prompt logprobs are
         # limited.
-        if logits - sample > builder.prompt_logits:
-            end = min(end, max(start, sequence.delivered) + builder.prompt_logits)
+        room = max(0, -(-builder.prompt_logits // sequence.logit_cost))
+        if logits - sample > room:
+            end = min(end, max(start, sequence.delivered) + room)
         if end <= start:
             return start
         end = self._state.caches.cut(start, self._state.media.reach(sequence, start, end, builder.step))

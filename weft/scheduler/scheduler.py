@@ -40,7 +40,9 @@ from weft.scheduler.transfers.media_transfers import MediaTransfers
 from weft.scheduler.transfers.scheduler_transfers import SchedulerTransfers
 from weft.scheduler.validate import check_submit
 from weft.types.messages import EngineStats, Submit, TokenEvent, TransferStats
-from weft.types.plan import AllocSlot, SlotUpdate, StepPlan, StepResult, TokenMasks
+from weft.types.plan import MAX_PROMPT_LOGITS, AllocSlot, SlotUpdate, StepPlan, StepResult, TokenMasks
+from weft.types.routes import RouteShape
+from weft.types.sampling import ALL_LOGPROBS
 from weft.types.tiers import StoreMode
 from weft.types.transfer import Blocks, TransferEvent, TransferKey, TransferRequest
 
@@ -48,6 +50,8 @@ _log = get_logger(__name__)
 
 
 MAX_IN_FLIGHT = 2
+ALL_LOGPROBS_BYTES = 16 << 20
+"""Bytes of prompt logprobs of whole vocabularies that one step makes; at least one position."""
 MAX_EMPTY_PLANS = 64
 """Maximum consecutive plans without rows while work waits and no row is in flight. Then the group fails."""
 BLOCKED_S = 600.0
@@ -75,19 +79,20 @@ class Scheduler:
         generates: bool = True,
         places: int = 0,
         classifies: bool = False,
+        routes: RouteShape | None = None,
     ) -> None:
         """Create the scheduler with an empty queue and empty caches.
 
         ``kv``: cache sizes and the maximum number of drafts. ``speculation``: adaptive or fixed draft counts.
         ``transfer``: the role of the group. ``remembered_bytes``: memory for earlier prompts, used to explain
         cache misses. ``retention``: seconds for which the blocks of a session are evicted after all others.
-        ``generates``: False for an embedding model; ``classifies``: see ``check_submit``. ``places``: places
-        for LoRA adapters.
+        ``generates``: False for an embedding model; ``classifies`` and ``routes``: see ``check_submit``.
+        ``places``: places for LoRA adapters.
         """
         check_budget(section, kv.block_size, kv.drafts)
         self._section = section
         self._vocab_size = vocab_size
-        self._generates, self._classifies = generates, classifies
+        self._generates, self._classifies, self._routes = generates, classifies, routes
         threshold = section.long_prefill_token_threshold or section.max_num_batched_tokens
         # A decode row with drafts counts as a chunk. Blocks for the drafts to propose are reserved with the
         # row.
@@ -136,6 +141,7 @@ class Scheduler:
             state.kv.media,
             generates=self._generates,
             classifies=self._classifies,
+            routes=self._routes,
         )
         if submit.sequence in state.live:
             raise InvalidRequest("a sequence with this id is running", param="sequence")
@@ -152,6 +158,8 @@ class Scheduler:
         most = 0 if submit.pooling else submit.params.max_tokens
         limit = min(num_prompt + most, state.kv.max_model_len)
         sequence = Sequence(submit, tokens, num_prompt, limit, self._arrivals)
+        if sequence.params.prompt_logprobs == ALL_LOGPROBS:
+            sequence.logit_cost = max(1, MAX_PROMPT_LOGITS * 4 * self._vocab_size // ALL_LOGPROBS_BYTES)
         sequence.blocked = blocked = blocked or submit.grammar is not None
         self._arrivals += 1
         if sequence.transfer is not None:
@@ -594,6 +602,7 @@ def engine_stats(state: SchedulerState, waiting: int, transfers: TransferStats |
         prefix_resets=counts.prefix_resets,
         forgotten_blocks=counts.forgotten_blocks,
         constrained_steps=counts.constrained_steps,
+        routed_tokens=counts.routed_tokens,
         prefill_rows=counts.prefill_rows,
         prefill_tokens=counts.prefill_tokens,
         decode_rows=counts.decode_rows,

@@ -24,6 +24,7 @@ from weft.kv.snapshots import SnapshotMarks
 from weft.scheduler.constraints import Constraint
 from weft.types.messages import CacheMiss, Submit
 from weft.types.plan import EMPTY, AllocSlot, column
+from weft.types.routes import Routes, joined
 from weft.types.sampling import TokenParams
 
 PROTECT_AFTER = 2
@@ -123,10 +124,12 @@ class Sequence:
         "constraint",
         "delivered",
         "explains",
+        "forced",
         "id",
         "key",
         "limit",
         "loading",
+        "logit_cost",
         "losses",
         "media",
         "miss",
@@ -141,6 +144,8 @@ class Sequence:
         "prompt_logprobs",
         "relies",
         "request",
+        "route_pieces",
+        "routed",
         "salt",
         "seed",
         "session",
@@ -173,8 +178,7 @@ class Sequence:
         """Images of the prompt. The pixels are retained to the end, because an image may be encoded again."""
         self.spans = EMPTY
         """Positions of the images, as in ``AllocSlot``."""
-        self.tokens = tokens
-        self.num_prompt = num_prompt
+        self.tokens, self.num_prompt = tokens, num_prompt
         self.transfer = submit.transfer
         """Transfer parameters if one group prefills the sequence and another group decodes the sequence."""
         self.limit = limit
@@ -185,12 +189,10 @@ class Sequence:
         the position."""
         self.share: OwnerShare | None = None
         """Fair share of the client request; None before arrival and after the end."""
-        # Parallel samples have the same prompt logprobs, so only choice 0 computes prompt logprobs.
-        wanted = submit.params.prompt_logprobs >= 0 and submit.choice == 0 and len(tokens) == num_prompt
-        wanted = wanted and not submit.pooling
-        self.prompt_logprobs = num_prompt - 1 if wanted else 0
+        self.prompt_logprobs = num_prompt - 1 if _wants_prompt(submit, num_prompt, len(tokens)) else 0
         """Number of leading positions with prompt logprobs to compute. 0 if output exists: delivered by an
         earlier attempt."""
+        self.logit_cost = 1  # part of a step's budget for prompt logprobs that one position takes
         self.delivered = 0
         """Number of positions already sent."""
         self.weights = 0  # version of the weights in the names of ``chain``
@@ -200,6 +202,9 @@ class Sequence:
         admission."""
         self.preemptions = self.yielded = 0
         """Number of preemptions; number of preemptions in favor of another sequence."""
+        self.forced = submit.forced  # experts that replace the choice of the router
+        self.routed = _first_route(submit, num_prompt, len(tokens))  # first position without known routes
+        self.route_pieces: list[Routes] = []  # computed and not yet reported
         self.explains = submit.explain
         self.miss: CacheMiss | None = None
         """Why the prompt was not cached further; None once reported."""
@@ -273,10 +278,25 @@ class Sequence:
         """Return how many leading positions need no computing if cached.
 
         The last known id is always computed. Pooling by mean or cls needs all positions. Prompt logprobs
-        need all positions not delivered yet.
+        need all positions not delivered yet, and routes all positions whose routes are not known yet.
         """
         most = 0 if self.pooling in ("mean", "cls") else len(self.tokens) - 1
+        if self.routed >= 0:
+            most = min(most, self.routed)
         return min(most, self.delivered) if self.delivered < self.prompt_logprobs else most
+
+    def keep_routes(self, start: int, ids: np.ndarray) -> None:
+        """Keep the routes of committed positions from ``start`` on, uint16 [positions, layers, top_k], for
+        the next event. Positions known before a preemption are dropped."""
+        new = Routes(start=start, layers=ids.shape[1], top_k=ids.shape[2], ids=ids.tobytes())
+        if self.routed >= 0 and (fresh := new.part(self.routed, new.end)) is not None:
+            self.route_pieces.append(fresh)
+            self.routed = fresh.end
+
+    def take_routes(self) -> Routes | None:
+        """Return the kept routes and forget them; None without."""
+        pieces, self.route_pieces = self.route_pieces, []
+        return joined(pieces)
 
     def take(self, token: int) -> None:
         """Append the next output token and advance the grammar."""
@@ -312,6 +332,8 @@ class Sequence:
             adapter=self.place,
             token_ids=column(np.array(self.tokens, np.int32)),  # a copy: the array keeps growing
             pooling=self.pooling,
+            routes=self.routed >= 0,
+            forced=self.forced,
             spans=self.spans,
         )
 
@@ -322,6 +344,24 @@ class Sequence:
         if self.delivered < self.prompt_logprobs:
             return max(end - max(start, self.delivered), 0), sample
         return sample, sample
+
+
+def _wants_prompt(submit: Submit, num_prompt: int, known: int) -> bool:
+    """Return True if the sequence computes prompt logprobs. ``known``: prompt and emitted tokens."""
+    # Parallel samples have the same prompt logprobs, so only choice 0 computes prompt logprobs.
+    wanted = submit.params.prompt_logprobs >= 0 and submit.choice == 0 and known == num_prompt
+    return wanted and not submit.pooling
+
+
+def _first_route(submit: Submit, num_prompt: int, known: int) -> int:
+    """Return the first position whose routes this group reports; -1 for none. ``known``: prompt and emitted
+    tokens."""
+    if submit.routes < 0:
+        return -1
+    if submit.transfer is not None and not submit.transfer.sends:
+        return known  # the other group reports the positions that it computes
+    # The first sample reports the shared prompt.
+    return max(submit.routes, num_prompt - 1) if submit.choice else submit.routes
 
 
 @dataclass(slots=True, eq=False)

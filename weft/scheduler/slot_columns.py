@@ -77,7 +77,8 @@ class SlotColumns:
         self.num_computed[slot] = self.num_scheduled[slot] = self.snapshot[slot] = num_computed
         self.reserved[slot] = reserved
         self.constrained[slot] = sequence.constraint is not None
-        self.set_stops(slot, sequence.stop_ids, quiet=sequence.params.logprobs < 0)
+        quiet = sequence.params.logprobs < 0 and sequence.routed < 0
+        self.set_stops(slot, sequence.stop_ids, quiet=quiet)
         self.last_step[slot] = -1
         self.drafts[slot] = 0
         self.exact[slot] = 0

@@ -12,7 +12,14 @@ from weft.common.errors import ContextLength, InvalidRequest
 from weft.config.resolved import MediaLimits
 from weft.scheduler.images.media_book import check_media
 from weft.types.messages import Submit
-from weft.types.sampling import MAX_TOP_LOGPROBS, REPETITION_PENALTY_RANGE, SEED_MASK, TokenParams
+from weft.types.routes import RouteShape, check_routes
+from weft.types.sampling import (
+    ALL_LOGPROBS,
+    MOST_TOP_LOGPROBS,
+    REPETITION_PENALTY_RANGE,
+    SEED_MASK,
+    TokenParams,
+)
 
 MAX_SESSION = 64
 _U32 = (1 << 32) - 1
@@ -27,12 +34,14 @@ def check_submit(
     *,
     generates: bool = True,
     classifies: bool = False,
+    routes: RouteShape | None = None,
 ) -> tuple[array[int], int]:
     """Return (prompt and emitted ids, number of prompt ids) of a valid Submit.
 
     ``limits``: limits of images; None if the model takes no images. ``generates``: False for a model without
-    an output head. ``classifies``: True for a model with classes. Raises ContextLength when no token fits
-    after the prompt, and InvalidRequest with the name of the parameter for every other unsupported request.
+    an output head. ``classifies``: True for a model with classes. ``routes``: of the model's experts.
+    Raises ContextLength when no token fits after the prompt, and InvalidRequest with the name of the
+    parameter for every other unsupported request.
     """
     tokens = _ids("prompt", submit.prompt_ids)
     num_prompt = len(tokens)
@@ -74,6 +83,7 @@ def check_submit(
         raise InvalidRequest(f"a session's name has at most {MAX_SESSION} characters", param="session")
     _integer("priority", submit.priority, -_I64, _I64)
     _check_params(submit.params, vocab_size)
+    check_routes(submit.routes, submit.forced, num_prompt, routes, max_model_len)
     if submit.media:
         check_media(submit.media, num_prompt, limits, submit.transfer is None or submit.transfer.sends)
     return tokens + emitted, num_prompt
@@ -127,8 +137,9 @@ def _check_params(p: TokenParams, vocab_size: int) -> None:
     _integer("top_k", p.top_k, -1, 1 << 31)
     _integer("max_tokens", p.max_tokens, 1, _I64)
     _integer("min_tokens", p.min_tokens, 0, p.max_tokens)
-    _integer("logprobs", p.logprobs, -1, MAX_TOP_LOGPROBS)
-    _integer("prompt_logprobs", p.prompt_logprobs, -1, MAX_TOP_LOGPROBS)
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(p, name) != ALL_LOGPROBS:
+            _integer(name, getattr(p, name), -1, MOST_TOP_LOGPROBS)
     _within("logit_bias", [token for token, _ in p.logit_bias], vocab_size)
     for _, bias in p.logit_bias:
         _number("logit_bias", bias, -100.0, 100.0)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
+import numpy as np
 
 from weft.common.errors import ErrorInfo
 from weft.text.detokenizer import Detokenizer, StopFinder, StopMatch, Stops
@@ -17,6 +18,7 @@ from weft.text.logprobs import Logprobs
 from weft.text.parsing.scope import ContentScope
 from weft.text.tokenizer import Tokenizer
 from weft.types.messages import CacheMiss, LogprobColumns, TokenEvent
+from weft.types.routes import Routes, RouteShape, joined
 from weft.types.sampling import SamplingParams
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
@@ -74,8 +76,7 @@ class Choice:
         ``text``.
         """
         self.sequence, self.index = sequence, index
-        self.text = ""
-        self.token_ids: list[int] = []
+        self.text, self.token_ids = "", list[int]()
         self.logprobs: Logprobs | None = None if params.logprobs is None else Logprobs(tokenizer)
         self.prompt_logprobs: Logprobs | None = None
         """One entry per prompt token except the first; None before the first entry."""
@@ -91,6 +92,7 @@ class Choice:
         self.weights: list[tuple[int, int]] = []  # (position, version of the weights) of each change
         self.embedding = b""
         """Embedding of a pooling sequence: float32, little-endian, not normalized."""
+        self.routes: list[Routes] = []  # of consecutive positions, if requested
         self.cache_miss: CacheMiss | None = None
         """The reason why the prompt was not cached further, if requested."""
         self._tokenizer = tokenizer
@@ -144,6 +146,8 @@ class Choice:
         self.num_cached = max(self.num_cached, event.num_cached)
         self.embedding = event.embedding or self.embedding
         self.cache_miss = self.cache_miss or event.cache_miss
+        if event.routes is not None:
+            self.routes.append(event.routes)
         if event.prompt_logprobs is not None:
             if self.prompt_logprobs is None:
                 self.prompt_logprobs = Logprobs(self._tokenizer)
@@ -314,6 +318,26 @@ class Choice:
         self.error = error
         fresh.send_finish = send_finish
         return self._delta(fresh)
+
+
+def routed_experts(first: Choice, own: Choice, num_prompt: int, shape: RouteShape) -> np.ndarray | None:
+    """Return the experts of ``own``, uint8 or uint16 [tokens, layers, top_k]; None without routes.
+
+    The tokens are prompt and output without the last token, which was never computed. ``first``: the first
+    sample, which has the routes of the shared prompt.
+    """
+    made = joined(own.routes)
+    if made is None:
+        return None
+    shared = joined(first.routes)
+    pieces = [made]
+    if shared is not None and shared.start < made.start and (part := shared.part(shared.start, made.start)):
+        pieces.insert(0, part)
+    whole = joined(pieces)
+    assert whole is not None
+    # Tokens behind a stop string do not count.
+    cut = whole.part(whole.start, num_prompt + len(own.token_ids) - 1)
+    return None if cut is None else cut.array().astype(shape.dtype)
 
 
 class _Fresh:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias, overload
 
 import msgspec
+import numpy as np
 
 from weft.text.tokenizer import Tokenizer
 from weft.types.messages import LogprobColumns
@@ -53,6 +54,20 @@ class Logprobs(Sequence[PositionLogprobs]):
     def candidates(self) -> int:
         """Number of tokens at all positions together."""
         return sum(columns.positions * columns.width for columns in self._columns)
+
+    @property
+    def every(self) -> bool:
+        """True for logprobs of the whole vocabulary, which are not converted: see ``rows``."""
+        return bool(self._columns) and self._columns[0].every
+
+    @property
+    def columns(self) -> Sequence[LogprobColumns]:
+        """The logprobs as arrays, in order."""
+        return self._columns
+
+    def rows(self) -> np.ndarray:
+        """Return the logprobs of the whole vocabulary, float32 [positions, vocabulary]."""
+        return np.concatenate([columns.arrays()[1][:, 1:] for columns in self._columns])
 
     def __len__(self) -> int:
         return self._length

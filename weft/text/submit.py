@@ -17,9 +17,12 @@ from weft.text.tokenizer import Tokenizer
 from weft.types.grammar import Grammar
 from weft.types.media_item import MediaItem
 from weft.types.messages import Pooling, Submit
+from weft.types.routes import Routes, RouteShape, check_routes
 from weft.types.sampling import (
+    ALL_LOGPROBS,
     MAX_BAD_TOKENS,
     MAX_BAD_WORD_TOKENS,
+    MAX_TOP_LOGPROBS,
     SEED_MASK,
     SamplingParams,
     TokenParams,
@@ -35,6 +38,10 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum tokens of prompt and output together."""
     end_ids: tuple[int, ...]
     """Ids that end a sequence unless ``ignore_eos``."""
+    max_logprobs: int = MAX_TOP_LOGPROBS
+    """Largest ``logprobs`` and ``prompt_logprobs``; -1 for the whole vocabulary."""
+    routes: RouteShape | None = None
+    """Size of the model's routes; None without routed experts."""
 
 
 class IdMint:
@@ -103,8 +110,30 @@ def build_submits(
         resolve_params(params, limits, tokenizer),
         max_tokens=max_tokens_for(len(prompt_ids), params, limits, prompt_param),
     )
+    check_routed(params, len(prompt_ids), limits)
     seed = seed if params.seed is None else params.seed & SEED_MASK
-    return submits_of(data, token_params, params.n, ids=ids, seed=seed, priority=priority, salt=salt)
+    return submits_of(
+        data,
+        token_params,
+        params.n,
+        ids=ids,
+        seed=seed,
+        priority=priority,
+        salt=salt,
+        routes=first_route(params),
+        forced=params.force_routed_experts,
+    )
+
+
+def first_route(params: SamplingParams) -> int:
+    """Return ``Submit.routes`` of a request."""
+    return params.routed_experts_prompt_start if params.return_routed_experts else -1
+
+
+def check_routed(params: SamplingParams, num_prompt: int, limits: ModelLimits) -> None:
+    """Raise InvalidRequest if the model cannot report or force the routes of a request."""
+    start, forced = first_route(params), params.force_routed_experts
+    check_routes(start, forced, num_prompt, limits.routes, limits.max_model_len)
 
 
 def submits_of(
@@ -125,17 +154,21 @@ def submits_of(
     media: tuple[MediaItem, ...] = (),
     adapter: str = "",
     payer: str = "",
+    routes: int = -1,
+    forced: Routes | None = None,
 ) -> list[Submit]:
     """Return one Submit per choice, in order.
 
     All share ``request``, the seed and the bytes of the prompt.
 
     ``prompt`` is int32, little-endian. ``params`` must be complete: nothing is checked or resolved here. See
-    ``Submit`` for ``owner``, ``client``, ``grammar``, ``pooling``, ``session``, ``media``, ``adapter`` and
-    ``payer``.
+    ``Submit`` for ``owner``, ``client``, ``grammar``, ``pooling``, ``session``, ``media``, ``adapter``,
+    ``payer``, ``routes`` and ``forced``.
     ``explain`` and prompt logprobs apply to the first choice only. All ids are minted here; the caller
     releases the ids.
     """
+    if forced is not None:  # other experts make other caches
+        salt = f"{salt}/{hashlib.blake2b(forced.ids, digest_size=16).hexdigest()}"
     first = Submit(
         sequence=ids.mint(),
         request=ids.mint(),
@@ -152,6 +185,8 @@ def submits_of(
         media=salted_media(media, salt),
         adapter=adapter,
         payer=payer,
+        routes=routes,
+        forced=forced,
     )
     # Only choice 0 computes prompt logprobs: the parallel samples share the prompt.
     parallel_sample = msgspec.structs.replace(params, prompt_logprobs=-1)
@@ -213,9 +248,22 @@ def resolve_params(params: SamplingParams, limits: ModelLimits, tokenizer: Token
         bad=bad,
         min_tokens=params.min_tokens,
         stop_ids=stop_ids,
-        logprobs=-1 if params.logprobs is None else params.logprobs,
-        prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        logprobs=_logprobs("logprobs", params.logprobs, limits),
+        prompt_logprobs=_logprobs("prompt_logprobs", params.prompt_logprobs, limits),
     )
+
+
+def _logprobs(name: str, wanted: int | None, limits: ModelLimits) -> int:
+    """Return the field ``name`` of TokenParams. Raises InvalidRequest above the server's limit."""
+    if wanted is None:
+        return -1
+    most = limits.max_logprobs
+    if most >= 0 and not 0 <= wanted <= most:
+        raise InvalidRequest(
+            f"{name} must be 0 to {most} on this server (--max-logprobs; -1 allows the whole vocabulary)",
+            param=name,
+        )
+    return ALL_LOGPROBS if wanted < 0 else wanted
 
 
 def max_tokens_for(

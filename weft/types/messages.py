@@ -26,6 +26,7 @@ from weft.types.adapters import AdapterChanged, DropAdapter, LoadAdapter
 from weft.types.grammar import Grammar
 from weft.types.handshake import EngineIdentity
 from weft.types.media_item import MediaItem
+from weft.types.routes import Routes
 from weft.types.sampling import TokenParams
 from weft.types.tier_flush import FlushTier
 from weft.types.tiers import TierStats
@@ -69,15 +70,17 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
 
-VERSION = 3
+VERSION = 4
 """The newest version of these messages. Version 2 added ``Hello.engine``, ``Welcome.engine`` and
-``TransferStats.sent``, version 3 ``Submit.payer``."""
+``TransferStats.sent``, version 3 ``Submit.payer``, version 4 ``Submit.routes`` and ``Submit.forced``."""
 OLDEST = 1
 """The oldest version understood. A sender uses only the fields of the newest common version."""
 SENT_SINCE = 2
 """Version that added ``TransferStats.sent``."""
 TIER_SINCE = 3
 """Version that added ``EngineStats.tier`` and ``FlushTier``."""
+ROUTES_SINCE = 4
+"""Version that added ``Submit.routes`` and ``Submit.forced``."""
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
 """Salt of probe sequences. API servers send probe sequences to check if an engine process produces tokens."""
@@ -197,6 +200,12 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Digest of the LoRA adapter; "" for the model alone. An unknown digest fails the request."""
     payer: str = ""
     """Hash of the API key; "" without keys. Blocks on disk count for the payer. Since version 3."""
+    routes: int = -1
+    """First position whose experts are reported (``TokenEvent.routes``); -1 for none. Since version 4."""
+    forced: Routes | None = None
+    """Experts that replace the choice of the router, from position 0 on. ``salt`` must depend on the experts,
+    because the caches do. Since version 4.
+    """
 
 
 class Finish(_Message, frozen=True, kw_only=True):
@@ -239,9 +248,10 @@ class LogprobColumns(_Message, frozen=True, kw_only=True):
     """Logprobs of consecutive positions of one sequence; arrays as little-endian bytes."""
 
     width: int
-    """1 + number of top alternatives."""
+    """1 + number of top alternatives; 1 + vocabulary for the whole vocabulary."""
     ids: bytes
-    """int32 [positions, width], padded with -1."""
+    """int32 [positions, width], padded with -1. For the whole vocabulary [positions, 1]: column 0 of
+    ``values`` is this token, column 1 + i is token i."""
     values: bytes
     """float32 [positions, width]."""
     rank: bytes
@@ -255,6 +265,20 @@ class LogprobColumns(_Message, frozen=True, kw_only=True):
     def nbytes(self) -> int:
         return len(self.ids) + len(self.values) + len(self.rank)
 
+    @property
+    def every(self) -> bool:
+        """True for the whole vocabulary."""
+        return self.width > 1 and len(self.ids) == len(self.rank)
+
+    def without(self, count: int) -> LogprobColumns:
+        """Return the logprobs without the first ``count`` positions."""
+        return LogprobColumns(
+            width=self.width,
+            ids=self.ids[4 * count * (1 if self.every else self.width) :],
+            values=self.values[4 * count * self.width :],
+            rank=self.rank[4 * count :],
+        )
+
     def first(self, count: int) -> LogprobColumns:
         """Return the first ``count`` positions, or all positions if there are fewer."""
         if count >= self.positions:
@@ -262,17 +286,17 @@ class LogprobColumns(_Message, frozen=True, kw_only=True):
         size = 4 * count
         return LogprobColumns(
             width=self.width,
-            ids=self.ids[: size * self.width],
+            ids=self.ids[: size * (1 if self.every else self.width)],
             values=self.values[: size * self.width],
             rank=self.rank[:size],
         )
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (ids int32 [n, width], values float32 [n, width], rank int32 [n])."""
-        shape = (-1, self.width)
+        """Return (ids int32 [n, width], values float32 [n, width], rank int32 [n]); for the whole vocabulary
+        ids [n, 1]."""
         return (
-            np.frombuffer(self.ids, "<i4").reshape(shape),
-            np.frombuffer(self.values, "<f4").reshape(shape),
+            np.frombuffer(self.ids, "<i4").reshape(self.positions, -1),
+            np.frombuffer(self.values, "<f4").reshape(self.positions, -1),
             np.frombuffer(self.rank, "<i4"),
         )
 
@@ -338,6 +362,9 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     """For a Submit with ``explain``: sent once, with ``num_cached``."""
     weights: int = 0
     """Version of the weights of ``token_ids``. Set by the API server, never sent."""
+    routes: Routes | None = None
+    """For a Submit with ``routes``: the experts of all positions computed since the last event with tokens.
+    Parallel samples report no position before the last prompt token."""
 
 
 class Tokens(_Message, frozen=True, kw_only=True):
@@ -459,6 +486,8 @@ class EngineStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Times that ``FlushTier`` emptied the prefix cache. Since version 3."""
     forgotten_blocks: int = 0
     """Blocks removed from the prefix cache by ``FlushTier``. Since version 3."""
+    routed_tokens: int = 0
+    """Computed tokens whose experts were recorded for a request. Since version 4."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
@@ -513,6 +542,8 @@ def stats_in(version: int, stats: EngineStats) -> EngineStats:
     """Return ``stats`` with only the fields of ``version``."""
     if version < TIER_SINCE:
         stats = msgspec.structs.replace(stats, tier=None, prefix_resets=0, forgotten_blocks=0)
+    if version < ROUTES_SINCE:
+        stats = msgspec.structs.replace(stats, routed_tokens=0)
     if version >= SENT_SINCE:
         return stats
     moves = {

@@ -21,6 +21,7 @@ import numpy as np
 
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.common.shared_bytes import SharedName
+from weft.types.routes import Routes
 from weft.types.sampling import TokenParams
 from weft.types.transfer import Blocks, TransferKey
 
@@ -65,6 +66,10 @@ class AllocSlot(_SlotUpdate, frozen=True, kw_only=True):
     """Place of the LoRA adapter, filled by an earlier ``PlaceAdapter``; -1 for the model alone."""
     pooling: str = ""
     """Pooling of a sequence that ends with an embedding and no token (``messages.Pooling``); else ""."""
+    routes: bool = False
+    """True to report the experts of each computed position."""
+    forced: Routes | None = None
+    """Experts that replace the choice of the router at the positions of ``forced``."""
     spans: np.ndarray = EMPTY
     """int32 [items * 6], for models with rope sections: the image spans of the prompt, cached images
     included, row by row as ``weft.types.media_item.spans_of`` returns the spans.
@@ -435,6 +440,9 @@ class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
     """Logprobs of many positions: log_softmax of the raw logits, or of the logits used for sampling
     (``--logprobs-mode``).
 
+    Rows of the whole vocabulary have one id, of the position's own token, and values for this token and then
+    for each token of the vocabulary.
+
     ``ids[i, 0]`` is the position's own token (sampled, or of the prompt). The other ids are the ``top``
     likeliest tokens in order (logit descending, id ascending), padded with -1 if a row asked for fewer.
     """
@@ -460,6 +468,17 @@ class EmbeddingRows(msgspec.Struct, frozen=True, kw_only=True):
     """int32 [n]: numbers of each row; further numbers are padding."""
 
 
+class RouteRows(msgspec.Struct, frozen=True, kw_only=True):
+    """Routes of the rows of a step whose requests ask for routes."""
+
+    rows: np.ndarray
+    """int32 [n], ascending: rows of the plan."""
+    offsets: np.ndarray
+    """int32 [n + 1]: tokens of row i are ``offsets[i] .. offsets[i + 1]``."""
+    ids: np.ndarray
+    """uint16 [tokens, layers, top_k]: experts of each token of a row, rejected drafts included."""
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a step. Row r of the result is row ``rows[r]`` of the plan (prefill rows first)."""
 
@@ -483,4 +502,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Entries by ``sample``, for the sampled tokens."""
     prompt_logprobs: LogprobRows | None = None
     """Entries by ``logits - sample``: for token ``position + 1`` of each leading logits position."""
+    all_logprobs: LogprobRows | None = None
+    """As ``logprobs``, for rows that want the whole vocabulary."""
+    all_prompt_logprobs: LogprobRows | None = None
+    """As ``prompt_logprobs``, for rows that want the whole vocabulary."""
     embeddings: EmbeddingRows | None = None
+    routes: RouteRows | None = None

@@ -11,12 +11,19 @@ import math
 from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
+import numpy as np
 
 from weft.common.errors import InvalidRequest
+from weft.types.routes import Routes
 
 StopIn: TypeAlias = Literal["content", "everything"]
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
+"""Maximum alternatives per token in JSON, and the default of ``--max-logprobs``."""
+MOST_TOP_LOGPROBS = 1024
+"""Maximum alternatives per token in binary form, below the whole vocabulary."""
+ALL_LOGPROBS = 1 << 30
+"""``TokenParams.logprobs`` for the logprobs of the whole vocabulary."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_BAD_TOKENS = 4096
@@ -80,9 +87,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: int | None = None
     """Any int64 or uint64, taken modulo 2^64; None generates a seed."""
     logprobs: int | None = None
-    """Number of top alternatives to report with each sampled token; 0 reports the sampled token alone."""
+    """Number of top alternatives to report with each sampled token; 0 reports the sampled token alone, -1 the
+    whole vocabulary.
+    """
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    return_routed_experts: bool = False
+    """Report the experts that each routed layer chose for each token: ``CompletionOutput.routed_experts``."""
+    routed_experts_prompt_start: int = 0
+    """First prompt token with reported experts. Earlier tokens may come from the prefix cache."""
+    force_routed_experts: Routes | None = None
+    """Experts that replace the choice of the router for the first tokens of prompt and output; also an
+    integer array [tokens, layers, experts per token]. The weights of the experts still come from the router's
+    scores.
+    """
 
     def __post_init__(self) -> None:
         """Turn lists into tuples, and a single stop string into a tuple. Raises InvalidRequest."""
@@ -93,6 +111,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             value = getattr(self, name)
             if isinstance(value, list):
                 msgspec.structs.force_setattr(self, name, tuple(value))
+        if isinstance(self.force_routed_experts, np.ndarray):
+            msgspec.structs.force_setattr(self, "force_routed_experts", Routes.of(self.force_routed_experts))
         _check_ranges(self)
         _check_lists(self)
 
@@ -164,9 +184,10 @@ def _check_ranges(p: SamplingParams) -> None:
         _fail("min_tokens", "must not be greater than max_tokens")
     if p.seed is not None:
         _integer("seed", p.seed, -(1 << 63), SEED_MASK)
+    _integer("routed_experts_prompt_start", p.routed_experts_prompt_start, 0, 1 << 31)
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(p, name) is not None:
-            _integer(name, getattr(p, name), 0, MAX_TOP_LOGPROBS)
+            _integer(name, getattr(p, name), -1, MOST_TOP_LOGPROBS)
 
 
 def _check_lists(p: SamplingParams) -> None:

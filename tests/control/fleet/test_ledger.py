@@ -36,6 +36,7 @@ from weft.types.messages import (
     ids_from_bytes,
     ids_to_bytes,
 )
+from weft.types.routes import Routes
 from weft.types.sampling import TokenParams
 
 
@@ -296,6 +297,33 @@ def columns(first: int, count: int) -> LogprobColumns:
         values=ids.astype("<f4").tobytes(),
         rank=ids[::2].tobytes(),
     )
+
+
+def routes(start: int, count: int) -> Routes:
+    return Routes(
+        start=start, layers=1, top_k=2, ids=np.arange(2 * start, 2 * (start + count), dtype="<u2").tobytes()
+    )
+
+
+def test_routes_that_came_before_are_dropped() -> None:
+    """An engine died. The next engine begins at the first missing position, or earlier."""
+    entry = LedgerEntry(submit(1, list(range(8)), routes=2))
+    assert entry.again().routes == 2
+    entry.take(TokenEvent(sequence=1, token_ids=(20,), routes=routes(2, 6)))
+    again = entry.again()
+    assert (again.routes, len(again.emitted_ids)) == (8, 4)
+    shown = entry.take(TokenEvent(sequence=1, token_ids=(21,), routes=routes(5, 4)))
+    assert shown is not None
+    assert shown.routes == routes(8, 1)
+
+
+def test_a_prefill_engine_is_needed_until_the_routes_of_the_prompt_are_there() -> None:
+    entry = LedgerEntry(submit(1, list(range(8)), routes=0))
+    entry.again()
+    entry.held = [TokenEvent(sequence=1, token_ids=(20,))]
+    assert entry.needs_sender
+    entry.take(TokenEvent(sequence=1, token_ids=(20,), routes=routes(0, 8)))
+    assert not entry.needs_sender
 
 
 def test_why_a_prompt_was_not_cached_is_asked_until_it_was_told() -> None:

@@ -20,6 +20,7 @@ from weft.config.sections.media_section import MediaSection
 from weft.config.sections.parallel_section import ParallelSection, Section
 from weft.config.sections.speculation_section import SpeculationSection
 from weft.config.sections.tier_section import TierSection
+from weft.types.sampling import MAX_TOP_LOGPROBS, MOST_TOP_LOGPROBS
 
 __all__ = [
     "CacheSection",
@@ -254,6 +255,15 @@ class RunnerSection(Section, frozen=True, kw_only=True):
             "Prompt logprobs are always raw."
         ),
     ] = "raw_logprobs"
+    max_logprobs: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=MOST_TOP_LOGPROBS,
+            description="Maximum logprobs and prompt_logprobs of a request. Values above 20 are answered in "
+            "binary form only. -1: up to the whole vocabulary.",
+        ),
+    ] = MAX_TOP_LOGPROBS
     decode_graphs: Annotated[
         bool,
         Meta(

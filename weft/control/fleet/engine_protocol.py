@@ -6,7 +6,7 @@ server that is gone, or does not read, loses its own sequences and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -85,6 +85,25 @@ class _Front(NamedTuple):
 class _Owner(NamedTuple):
     front: bytes
     attempt: int
+
+
+FRAME_BYTES = 16 << 20
+"""Bytes of logprobs and routes above which the events of one step are sent as several messages."""
+
+
+def _frames(events: list[m.TokenEvent]) -> Iterator[tuple[m.TokenEvent, ...]]:
+    """Yield ``events`` in order, in parts with about ``FRAME_BYTES`` of logprobs and routes."""
+    part, size = list[m.TokenEvent](), 0
+    for event in events:
+        part.append(event)
+        columns = (event.logprobs, event.prompt_logprobs)
+        size += sum(one.nbytes for one in columns if one is not None)
+        size += 0 if event.routes is None else len(event.routes.ids)
+        if size > FRAME_BYTES:
+            yield tuple(part)
+            part, size = [], 0
+    if part:
+        yield tuple(part)
 
 
 class EngineProtocol:
@@ -181,7 +200,11 @@ class EngineProtocol:
             by_front.setdefault(owner.front, []).append(event)
             if event.finish is not None:
                 del self._owners[event.sequence]
-        return [(front, m.Tokens(step=step, events=tuple(each))) for front, each in by_front.items()]
+        return [
+            (front, m.Tokens(step=step, events=part))
+            for front, each in by_front.items()
+            for part in _frames(each)
+        ]
 
     def heartbeats(self) -> Outgoing:
         """Return a heartbeat for each API server, and the changes of the prefix cache.

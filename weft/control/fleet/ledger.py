@@ -23,7 +23,7 @@ import numpy as np
 
 from weft.common.errors import EndedElsewhere, ImageFailed, NotGreeted, NoWay
 from weft.control.fleet.policy import PromptHashes
-from weft.types.messages import LogprobColumns, Submit, TokenEvent, ids_to_bytes
+from weft.types.messages import Submit, TokenEvent, ids_to_bytes
 
 
 class LedgerEntry:
@@ -45,6 +45,7 @@ class LedgerEntry:
         "prompt_logprobs",
         "received",
         "refused",
+        "routed",
         "skip",
         "submit",
         "tokens",
@@ -88,6 +89,8 @@ class LedgerEntry:
         """Positions of prompt logprobs received."""
         self.skip = 0
         """Positions of prompt logprobs still to be dropped from the present attempt as repetitions."""
+        self.routed = submit.routes
+        """First position whose routes have not arrived; -1 without routes."""
         self.cached = 0
         """Prompt tokens found in the prefix cache of the first instance."""
         self.continued = False
@@ -145,6 +148,8 @@ class LedgerEntry:
         # Prompt logprobs come only from the prefill instance, and only for choice 0.
         params, prompt = self.submit.params, len(self.submit.prompt_ids) // 4
         asked = params.prompt_logprobs >= 0 and self.submit.choice == 0 and not self.position
+        if 0 <= self.routed < prompt:  # likewise the routes of the prompt
+            return True
         return asked and self.prompt_logprobs < prompt - 1
 
     def refuse(self, name: str, why: str = "") -> int:
@@ -173,10 +178,12 @@ class LedgerEntry:
         self.attempt += 1
         self.skip = self.prompt_logprobs
         if not self.tokens:
-            return msgspec.structs.replace(self.submit, attempt=self.attempt)
+            return msgspec.structs.replace(self.submit, attempt=self.attempt, routes=self.routed)
         self.continued = True
         emitted = self.submit.emitted_ids + ids_to_bytes(np.asarray(self.tokens, np.int32))
-        return msgspec.structs.replace(self.submit, attempt=self.attempt, emitted_ids=emitted)
+        return msgspec.structs.replace(
+            self.submit, attempt=self.attempt, emitted_ids=emitted, routes=self.routed
+        )
 
     def in_turn(self, name: str, event: TokenEvent) -> TokenEvent | None:
         """Return the event to apply for ``event`` of ``name``; None if held in ``held`` until the prefill
@@ -194,7 +201,7 @@ class LedgerEntry:
         elif event.position <= self.position:
             return event
         finish = "evicted" if goes_on else event.finish
-        return msgspec.structs.replace(event, token_ids=(), logprobs=None, finish=finish)
+        return msgspec.structs.replace(event, token_ids=(), logprobs=None, routes=None, finish=finish)
 
     def take(self, event: TokenEvent, receives: bool = False) -> TokenEvent | None:
         """Record an event of the present attempt: tokens, cache hits and prompt logprobs.
@@ -222,6 +229,10 @@ class LedgerEntry:
             event = msgspec.structs.replace(event, num_cached=self.cached)
         if told:
             event = self._fresh_prompt(event, receives)
+        if event.routes is not None:
+            fresh = event.routes.part(self.routed, event.routes.end)
+            self.routed = max(self.routed, event.routes.end)
+            event = msgspec.structs.replace(event, routes=fresh)
         nothing = not event.token_ids and event.finish is None and event.prompt_logprobs is None
         return None if nothing and (known > 0 or told) else event
 
@@ -240,7 +251,7 @@ class LedgerEntry:
             self.prompt_logprobs += count - dropped
         if not dropped:
             return event
-        fresh = _without_first(columns, dropped) if dropped < count else None
+        fresh = columns.without(dropped) if dropped < count else None
         return msgspec.structs.replace(event, prompt_logprobs=fresh)
 
 
@@ -325,22 +336,11 @@ def _after(event: TokenEvent, count: int) -> TokenEvent:
     left = event.token_ids[count:]
     columns = event.logprobs
     if columns is not None:
-        columns = _without_first(columns, count) if count < columns.positions else None
+        columns = columns.without(count) if count < columns.positions else None
     return msgspec.structs.replace(
         event,
         token_ids=left,
         logprobs=columns,
         position=event.position + count,
         accepted=min(event.accepted, len(left)),
-    )
-
-
-def _without_first(columns: LogprobColumns, count: int) -> LogprobColumns:
-    """Return the logprobs without the first ``count`` positions."""
-    wide = 4 * columns.width * count
-    return LogprobColumns(
-        width=columns.width,
-        ids=columns.ids[wide:],
-        values=columns.values[wide:],
-        rank=columns.rank[4 * count :],
     )

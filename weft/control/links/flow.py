@@ -14,6 +14,7 @@ import msgspec
 
 from weft.common.errors import WeftError
 from weft.types.messages import LogprobColumns, TokenEvent
+from weft.types.routes import joined
 
 MERGE_AT = 32
 """Number of unread events of one sequence at which the events are merged."""
@@ -125,6 +126,7 @@ def _join(run: list[TokenEvent]) -> TokenEvent:
         num_cached=max(event.num_cached for event in run),
         accepted=sum(event.accepted for event in run),
         rejected=sum(event.rejected for event in run),
+        routes=joined([event.routes for event in run if event.routes is not None]),
         cache_miss=next((event.cache_miss for event in run if event.cache_miss is not None), None),
     )
 

@@ -330,14 +330,14 @@ def to_json(value: Any) -> bytes:
 def with_choices(answer: msgspec.Struct, choices: Iterable[Any]) -> Iterator[bytes]:
     """Yield the JSON of ``answer``, which must have an empty list of choices, with ``choices`` in its
     place: one piece per choice. ``choices`` is read one item at a time."""
-    before, after = to_json(answer).split(_NO_CHOICES, 1)
-    yield before + _NO_CHOICES[:-1]
+    before, after = to_json(answer).split(NO_CHOICES, 1)
+    yield before + NO_CHOICES[:-1]
     for number, choice in enumerate(choices):
         yield (b"," if number else b"") + to_json(choice)
-    yield _NO_CHOICES[-1:] + after
+    yield NO_CHOICES[-1:] + after
 
 
-_NO_CHOICES = b'"choices":[]'
+NO_CHOICES = b'"choices":[]'
 """The bytes occur in no text of an answer: quotation marks in a JSON string are escaped."""
 
 

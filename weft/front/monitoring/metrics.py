@@ -74,6 +74,10 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "Forward passes in which a grammar constrained at least one row.",
         lambda s: s.constrained_steps,
     ),
+    "routed_experts_tokens": (
+        "Computed tokens whose experts were recorded, because a request returns its routed experts.",
+        lambda s: s.routed_tokens,
+    ),
     "grammar_mask_seconds": (
         "Seconds spent on computing grammar masks, mostly while the device computed.",
         lambda s: s.mask_seconds,

@@ -33,6 +33,9 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     encoding: Literal["", "float", "base64"] = ""
     """For embeddings: encoding of the vectors. No output; one vector per prompt."""
 
+    binary: Literal["", "float32", "float16"] = ""
+    """Dtype of logprobs as arrays; "" for logprobs in JSON."""
+
     @property
     def heavy(self) -> bool:
         """True if an answer may be much larger than its text."""

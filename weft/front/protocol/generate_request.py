@@ -15,7 +15,7 @@ from weft.front.protocol.conversation import AnswerOptions, OutputConstraint, Sh
 from weft.front.protocol.fields import HINTS, INSTEAD, NEUTRAL, UNSUPPORTED
 from weft.front.protocol.parse import between, short
 from weft.front.protocol.response_formats import Constrained, constraint_of
-from weft.types.sampling import SamplingParams
+from weft.types.sampling import MAX_TOP_LOGPROBS, SamplingParams
 
 MAX_PRIORITY = 1 << 31
 _SALT = re.compile(r"[A-Za-z0-9._~+/=\-]{1,256}")
@@ -47,6 +47,7 @@ class Generate(Constrained, frozen=True, kw_only=True):
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED
     instead: ClassVar[Mapping[str, str]] = INSTEAD
     hints: ClassVar[Mapping[str, Any]] = HINTS
+    prompt_logprobs_range: ClassVar[tuple[int, int]] = (0, MAX_TOP_LOGPROBS)
 
     model: str | None = None
     """Model name; default: the server's model."""
@@ -100,6 +101,8 @@ class Generate(Constrained, frozen=True, kw_only=True):
             self.stream_options.check()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+        if self.prompt_logprobs is not None:
+            between("prompt_logprobs", self.prompt_logprobs, *self.prompt_logprobs_range)
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest(
                 "prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs"

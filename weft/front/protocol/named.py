@@ -10,6 +10,7 @@ from weft.front.protocol.embeddings_request import EmbeddingRequest
 from weft.front.protocol.messages.messages_request import CountRequest
 from weft.front.protocol.responses.protocol import TokensRequest
 from weft.front.protocol.scoring_request import ClassifyRequest, RerankRequest, ScoreRequest
+from weft.front.protocol.sequence_request import SequenceRequest
 from weft.front.protocol.tokens_request import GenerateRequest
 
 Named: TypeAlias = (
@@ -22,4 +23,5 @@ Named: TypeAlias = (
     | CountRequest
     | TokensRequest
     | GenerateRequest
+    | SequenceRequest
 )

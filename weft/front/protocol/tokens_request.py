@@ -12,8 +12,10 @@ from weft.common.errors import InvalidRequest
 from weft.front.protocol.conversation import AnswerOptions, Conversation, OutputConstraint, Sharing
 from weft.front.protocol.fields import INSTEAD, NEUTRAL, UNSUPPORTED, asks_no_transfer, is_one_of
 from weft.front.protocol.generate_request import Generate, StreamOptions, sharing_of
+from weft.front.protocol.npy import from_npy
 from weft.front.protocol.parse import Body, between, make, short
-from weft.types.sampling import SamplingParams, StopIn
+from weft.types.routes import Routes
+from weft.types.sampling import MAX_TOP_LOGPROBS, MOST_TOP_LOGPROBS, SamplingParams, StopIn
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
 _OUTSIDE = (
@@ -40,11 +42,10 @@ class TokenSampling(Generate, frozen=True, kw_only=True):
         "extra_args": is_one_of({}),
         "flat_logprobs": is_one_of(False),
         "skip_reading_prefix_cache": is_one_of(False),
-        "routed_experts_prompt_start": is_one_of(0),
         "thinking_token_budget": is_one_of(-1),
     }
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED | {
-        *("extra_args", "flat_logprobs", "skip_reading_prefix_cache", "routed_experts_prompt_start"),
+        *("extra_args", "flat_logprobs", "skip_reading_prefix_cache"),
         *("prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "stream_interval"),
         *("repetition_detection", "trace_decode_token_ids"),
     }
@@ -57,11 +58,20 @@ class TokenSampling(Generate, frozen=True, kw_only=True):
     }
     """Parts of vLLM's own parameters that follow from other fields."""
 
+    prompt_logprobs_range: ClassVar[tuple[int, int]] = (-1, MOST_TOP_LOGPROBS)
+
     logprobs: int | None = None
     detokenize: bool | None = None
     """False: no text is needed, so no stop strings."""
     thinking_token_budget: int | None = None
     """Maximum tokens of reasoning; then the reasoning is ended."""
+    return_routed_experts: bool | None = None
+    """True to return the experts of each token."""
+    routed_experts_prompt_start: int | None = None
+    """First prompt token with returned experts."""
+    force_routed_experts: str | None = None
+    """Experts to use for the first tokens: base64 of a .npy file of integers [tokens, layers, experts per
+    token]."""
     stop_in: StopIn | None = None
     """Scope of stop strings: the whole output (the default), or content only."""
 
@@ -75,13 +85,42 @@ class TokenSampling(Generate, frozen=True, kw_only=True):
             raise InvalidRequest("stop needs detokenize to be true", param="stop")
         if self.thinking_token_budget is not None:
             between("thinking_token_budget", self.thinking_token_budget, 0, MAX_BUDGET)
+            if self.return_routed_experts:
+                raise InvalidRequest(
+                    "return_routed_experts cannot be combined with thinking_token_budget; send only one of "
+                    "the two",
+                    param="return_routed_experts",
+                )
 
     def sampling(self) -> SamplingParams:
         """Return the sampling parameters. Raises InvalidRequest for a value out of range."""
         more: dict[str, Any] = {"stop_in": self.stop_in or "everything"}
-        if self.logprobs is not None:
-            more["logprobs"] = self.logprobs
+        for name in ("logprobs", "return_routed_experts", "routed_experts_prompt_start"):
+            if getattr(self, name) is not None:
+                more[name] = getattr(self, name)
+        if self.force_routed_experts is not None:
+            name = "force_routed_experts"
+            more[name] = Routes.of(from_npy(self.force_routed_experts, name))
         return self.sampling_with(**more)
+
+    def check_form(self, *, binary: bool, stream: bool) -> None:
+        """Raise InvalidRequest for output that the form of the answer cannot have."""
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, name)
+            if wanted is not None and not (binary or 0 <= wanted <= MAX_TOP_LOGPROBS):
+                raise InvalidRequest(
+                    f"{name} must be 0 to {MAX_TOP_LOGPROBS} in JSON; for more, or -1 for the whole "
+                    "vocabulary, set return_binary to float32 or float16",
+                    param=name,
+                )
+        whole = {
+            "prompt_logprobs": self.prompt_logprobs is not None,
+            "return_routed_experts": bool(self.return_routed_experts),
+            "return_binary": binary,
+        }
+        for name, asks in whole.items():
+            if asks and stream:
+                raise InvalidRequest(f"{name} cannot be streamed; set stream to false", param=name)
 
 
 class GenerateRequest(Body, frozen=True, kw_only=True):
@@ -119,6 +158,8 @@ class GenerateRequest(Body, frozen=True, kw_only=True):
     """True to repeat the prompt's token ids in the answer."""
     output_mode: Literal["tokens", "text"] | None = None
     """text: the answer also has the text."""
+    return_binary: Literal["float32", "float16"] | None = None
+    """Return logprobs as arrays (``BinaryLogprobs``), in this dtype."""
     reasoning_ended: bool | None = None
     """True: an output format applies from the first token. Otherwise the format applies after the reasoning,
     and the prompt's end decides whether the output begins inside reasoning."""
@@ -143,10 +184,7 @@ class GenerateRequest(Body, frozen=True, kw_only=True):
                 raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
         # Errors of nested fields come here, before any work on the prompt.
         sampling = self.sampling()
-        if sampling.prompt_logprobs is not None and self.stream:
-            raise InvalidRequest(
-                "prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs"
-            )
+        sampling.check_form(binary=self.return_binary is not None, stream=bool(self.stream))
         if self.output_mode == "text" and sampling.detokenize is False:
             raise InvalidRequest("output_mode text needs detokenize to be true", param="output_mode")
         self.sharing()
@@ -194,6 +232,7 @@ def conversation_of(
         skip_special_tokens=sampling.skip_special_tokens is not False,
         top=params.logprobs,
         prompt_logprobs=sampling.prompt_logprobs is not None,
+        binary=asked.return_binary or "",
     )
     return Conversation(
         messages=None,

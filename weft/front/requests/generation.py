@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 from msgspec import UnsetType
 
-from weft.common.errors import EngineDead, InvalidRequest, ReportedError, WeftError
+from weft.common.errors import EngineDead, InvalidRequest, ReportedError, Unavailable, WeftError
 from weft.control.fleet.policy import PromptHashes
 from weft.control.links.flow import Flow
 from weft.front.http.access import session_of
@@ -26,8 +26,16 @@ from weft.text.detokenizer import Stops
 from weft.text.parsing.parser import OutputParser
 from weft.text.parsing.parsing_engine import OutputEngine
 from weft.text.parsing.scope import ContentScope
-from weft.text.submit import minted_seed, submits_of
-from weft.types.messages import READINESS_SALT, Pooling, Submit, TokenEvent, ids_to_bytes
+from weft.text.submit import first_route, minted_seed, submits_of
+from weft.types.messages import (
+    READINESS_SALT,
+    ROUTES_SINCE,
+    Pooling,
+    Submit,
+    TokenEvent,
+    common_version,
+    ids_to_bytes,
+)
 from weft.types.sampling import SEED_MASK, TokenParams
 
 MAX_SUBMITTED = 128 << 20
@@ -161,6 +169,8 @@ class Generation:
                 media=job.media,
                 adapter=adapter,
                 payer=self.front.access.payer_of(self.client),
+                routes=first_route(job.params),
+                forced=job.params.force_routed_experts,
             )
             self._ids += [made[0].request, *(submit.sequence for submit in made)]
             self._submits += made
@@ -209,6 +219,7 @@ class Generation:
         links = self.front.links
         submits = self._submits
         self._submits = []
+        self._check_versions(submits)
         # The engines would refuse these sequences, too.
         if links.open_sequences + len(submits) > self.front.lifecycle.capacity:
             raise self.front.lifecycle.full()
@@ -221,6 +232,18 @@ class Generation:
         self._timer = asyncio.get_running_loop().call_at(self._deadline, self._late)
         if self._early:
             self._flow.wake()
+
+    def _check_versions(self, submits: list[Submit]) -> None:
+        """Raise Unavailable if routes are requested while an engine process of an earlier release serves."""
+        if all(submit.routes < 0 and submit.forced is None for submit in submits):
+            return
+        for instance in self.front.links.instances:
+            welcome = instance.welcome
+            if welcome is not None and (common_version(welcome.versions) or 0) < ROUTES_SINCE:
+                raise Unavailable(
+                    "an engine process of an earlier release knows no routed experts; try again after the "
+                    "restart of all groups"
+                )
 
     def _late(self) -> None:
         """Fail the flow with DeadlineExceeded, unless all tokens have arrived."""
@@ -291,7 +314,7 @@ class Generation:
             raise ReportedError(delta.error)
         if delta.finish_reason == "abort":
             raise EngineDead("the engine aborted the request")
-        self._hold(delta)
+        self._hold(delta, 0 if event.routes is None else len(event.routes.ids))
         return [delta, *self._watch_reasoning(choice, delta)]
 
     def _watch_reasoning(self, choice: Choice, delta: TextDelta) -> list[TextDelta]:
@@ -355,16 +378,17 @@ class Generation:
         """Return the number of tokens processed by the engine for the request."""
         return 0 if self._flow is None else self.usage().total_tokens
 
-    def _hold(self, delta: TextDelta) -> None:
-        """Count the logprobs collected for an answer that is not streamed. Raises InvalidRequest over the
-        limit."""
-        if delta.logprobs is None or self.job.asked.stream:
+    def _hold(self, delta: TextDelta, routes: int) -> None:
+        """Count the logprobs and ``routes`` bytes of routes collected for an answer that is not streamed.
+        Raises InvalidRequest over the limit."""
+        if self.job.asked.stream:
             return
-        self._held_bytes += delta.logprobs.nbytes
+        self._held_bytes += routes + (0 if delta.logprobs is None else delta.logprobs.nbytes)
         if self._held_bytes > (most := self.front.section.max_response_bytes):
             raise InvalidRequest(
-                f"the answer's logprobs have more than {most} bytes (--max-response-bytes); request fewer "
-                "tokens or fewer logprobs per token, or stream the answer",
+                f"the answer's logprobs and routed experts have more than {most} bytes "
+                "(--max-response-bytes); request fewer tokens or fewer logprobs per token"
+                + ("" if self.job.asked.binary else ", or stream the answer"),
                 param="logprobs",
                 code="response_too_large",
             )

@@ -25,6 +25,7 @@ from weft.front.requests.read_ollama import (
     read_ollama_generate,
 )
 from weft.front.requests.read_pooled import read_classify, read_embeddings, read_rerank, read_score
+from weft.front.requests.read_sequences import read_sequences
 from weft.front.requests.read_tokens import read_generate, render_chat, render_completions
 from weft.front.requests.reading import Job, Reader
 from weft.front.requests.setup import Setup
@@ -49,6 +50,7 @@ BODY_READERS: dict[str, Callable[[Reader, bytes], Job]] = {
     "responses": read_response,
     "response_tokens": read_tokens,
     "generate": read_generate,
+    "sequence_logprobs": read_sequences,
     "ollama_chat": read_ollama_chat,
     "ollama_generate": read_ollama_generate,
     "ollama_embed": read_ollama_embed,

@@ -36,7 +36,7 @@ from weft.text.model import TextModel
 from weft.text.parsing.output import ModelOutput
 from weft.text.parsing.parser import OutputSpec, Tool
 from weft.text.scoring import Tasks
-from weft.text.submit import ModelLimits, max_tokens_for, prompt_bytes, resolve_params
+from weft.text.submit import ModelLimits, check_routed, max_tokens_for, prompt_bytes, resolve_params
 from weft.text.tokenizer import TooManyTokens, check_text
 from weft.types.grammar import Grammar, JsonSchema, OneOf
 from weft.types.media_item import MediaItem
@@ -354,6 +354,8 @@ class Reader:
             )
             for ids, text in prompts
         ]
+        for prompt in made:
+            check_routed(params, prompt.count, limits)
         token_params = resolve_params(params, limits, self.text.tokenizer)
         self._check_answer(made, params, asked, param)
         rest = msgspec.structs.replace(params, bad_words=(), logit_bias=None, allowed_token_ids=None)
@@ -370,6 +372,14 @@ class Reader:
             thinking_budget=thinking_budget,
             pictures=pictures,
         )
+
+    def scored(
+        self, prompts: Sequence[list[int]], params: SamplingParams, form: AnswerOptions, param: str
+    ) -> Job:
+        """Return the job of prompts of token ids whose logprobs are the answer. Raises InvalidRequest or
+        ContextLength."""
+        made = [self._prompt(ids, param, echo=False) for ids in prompts]
+        return self._job(made, params, form, continues=True, param=param)
 
     def check_grammar(self, grammar: Grammar, param: str) -> None:
         """Raise InvalidRequest, with ``param``, for a grammar that fails or takes too long to compile, and
@@ -399,7 +409,9 @@ class Reader:
         width = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
         tokens = sum(prompt.count for prompt in prompts)
         size = tokens * COLUMN_BYTES * width  # held until the end of the last choice that shows the prompt
-        if not asked.stream:
+        if params.prompt_logprobs == -1:  # the whole vocabulary: values without ids
+            size = tokens * 4 * (1 + self.limits.vocab_size)
+        if not asked.stream and not asked.binary:
             shown = 4 * tokens if asked.return_token_ids else 0
             shown += tokens * PROMPT_LOGPROB_BYTES * width if asked.prompt_logprobs else 0
             if asked.echo:

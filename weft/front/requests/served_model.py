@@ -127,7 +127,11 @@ class ServedModel:
         # --tokenizer may name a folder without the model's own end tokens.
         ends = tuple(sorted({*text.end_ids, *config.spec.eos_ids}))
         self.limits = ModelLimits(
-            vocab_size=welcome.vocab_size, max_model_len=welcome.max_model_len, end_ids=ends
+            vocab_size=welcome.vocab_size,
+            max_model_len=welcome.max_model_len,
+            end_ids=ends,
+            max_logprobs=config.runner.max_logprobs,
+            routes=config.spec.routes,
         )
         setup = Setup(
             text=files,

@@ -10,11 +10,13 @@ from starlette.responses import Response
 from weft.front.http import openapi
 from weft.front.protocol.chat_request import ChatRequest
 from weft.front.protocol.completions_request import CompletionRequest
+from weft.front.protocol.sequence_request import SequenceRequest
 from weft.front.protocol.tokens_request import GenerateRequest
 from weft.front.requests.context import Front
 from weft.front.requests.read_tokens import Rendered
 from weft.front.requests.serving import handle
 from weft.front.small_routes import made
+from weft.front.tokens.sequence_shape import SequenceLogprobs, SequenceShape
 from weft.front.tokens.tokens_shape import TokensAnswer, TokensChunk, TokensShape
 
 
@@ -28,6 +30,12 @@ def add_tokens(app: FastAPI, front: Front) -> None:
     async def generate(request: Request) -> Response:
         """Continue a prompt of token ids, and answer with token ids."""
         return await handle(front, request, "generate", TokensShape)
+
+    @app.post("/get_sequence_logprobs", openapi_extra=openapi.answers_of(SequenceRequest, SequenceLogprobs))
+    @app.post("/get_sequence_logprobs/", openapi_extra=openapi.answers_of(SequenceRequest, SequenceLogprobs))
+    async def get_sequence_logprobs(request: Request) -> Response:
+        """Return the logprobs of the tokens behind each prompt. Nothing is generated."""
+        return await handle(front, request, "sequence_logprobs", SequenceShape)
 
     @app.post("/v1/chat/completions/render", openapi_extra=openapi.answers_of(ChatRequest, Rendered))
     async def render_chat(request: Request) -> Response:

@@ -12,11 +12,13 @@ from msgspec import UNSET, UnsetType
 from weft.common.errors import ErrorInfo
 from weft.front.http import answers as r
 from weft.front.http.streaming import StreamForm
+from weft.front.protocol.npy import to_npy
 from weft.front.protocol.tokens_request import TokensFacts
 from weft.front.requests.answer_logprobs import bounded, json_array, prompt_logprobs
+from weft.front.requests.binary_logprobs import BinaryLogprobs, binary_pieces
 from weft.front.requests.generation import Generation
-from weft.text.choice import Choice, TextDelta
-from weft.text.logprobs import PositionLogprobs
+from weft.text.choice import Choice, TextDelta, routed_experts
+from weft.text.logprobs import Logprobs, PositionLogprobs
 
 Mode = Literal["tokens", "text"]
 
@@ -53,6 +55,11 @@ class TokensChoice(msgspec.Struct, kw_only=True):
     """The stop string, or the stop token of the request, which ended the choice."""
     text: str | UnsetType = UNSET
     logprobs: TokenIdLogprobs | None = None
+    binary_logprobs: BinaryLogprobs | UnsetType = UNSET
+    """Logprobs of the output, with ``return_binary``."""
+    routed_experts: str | UnsetType = UNSET
+    """Experts of each token in each routed layer, if requested: base64 of a .npy file, uint8 or uint16
+    [tokens, layers, experts per token]. The tokens are prompt and output, without the last token."""
 
 
 class TokensAnswer(msgspec.Struct, kw_only=True):
@@ -66,6 +73,8 @@ class TokensAnswer(msgspec.Struct, kw_only=True):
     usage: r.Usage | UnsetType = UNSET
     prompt_logprobs: r.PromptLogprobs | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
+    binary_prompt_logprobs: BinaryLogprobs | UnsetType = UNSET
+    """Logprobs of the prompt from the second token on, with ``return_binary``."""
     kv_transfer_params: None = None
     """Always null: KV caches move only between groups of one server."""
 
@@ -136,8 +145,10 @@ class TokensShape:
         return [chunk]
 
     def whole(self, usage: r.Usage) -> Iterator[bytes]:
-        """Yield the answer's JSON: a head with the usage, then one piece per choice."""
+        """Yield the answer's JSON: a head with the usage, then one piece per choice, arrays in smaller
+        pieces."""
         first = self._generation.choices[0]
+        binary = self._asked.binary
         answer = TokensAnswer(
             request_id=self._id,
             output_mode=self._mode,
@@ -145,17 +156,47 @@ class TokensShape:
             created=self._created,
             choices=[],
             usage=usage,
-            prompt_logprobs=prompt_logprobs(first.prompt_logprobs) if self._asked.prompt_logprobs else None,
+            prompt_logprobs=prompt_logprobs(first.prompt_logprobs)
+            if self._asked.prompt_logprobs and not binary
+            else None,
             prompt_token_ids=self._generation.job.prompts[0].ids if self._asked.return_token_ids else UNSET,
         )
-        yield from r.with_choices(answer, map(self._whole_choice, self._generation.choices))
+        if not binary:
+            yield from r.with_choices(answer, map(self._whole_choice, self._generation.choices))
+            return
+        before, after = r.to_json(answer).split(r.NO_CHOICES, 1)
+        yield before + r.NO_CHOICES[:-1]
+        for number, found in enumerate(self._generation.choices):
+            yield b"," if number else b""
+            yield from self._with_arrays(self._whole_choice(found), "binary_logprobs", found.logprobs)
+        yield r.NO_CHOICES[-1:] + after[:-1]
+        if self._asked.prompt_logprobs:
+            yield from self._arrays("binary_prompt_logprobs", first.prompt_logprobs)
+        yield b"}"
+
+    def _with_arrays(self, made: msgspec.Struct, name: str, found: Logprobs | None) -> Iterator[bytes]:
+        """Yield the JSON of ``made`` with the field ``name``, the arrays of ``found``, if there are any."""
+        yield r.to_json(made)[:-1]
+        if found is not None:
+            yield from self._arrays(name, found)
+        yield b"}"
+
+    def _arrays(self, name: str, found: Logprobs | None) -> Iterator[bytes]:
+        """Yield one more field of an object: the arrays of ``found``."""
+        yield b"," + r.to_json(name) + b":"
+        yield from binary_pieces(() if found is None else found.columns, self._asked.binary)
 
     def _whole_choice(self, found: Choice) -> TokensChoice:
         choice = self._choice(found.index, found.token_ids, found.text)
         choice.finish_reason = found.finish_reason
         choice.stop_reason = found.stop_reason
-        if found.logprobs is not None:
+        if found.logprobs is not None and not self._asked.binary:
             choice.logprobs = self._logprobs(found.token_ids, found.logprobs)
+        generation = self._generation
+        shape, prompt = generation.front.config.spec.routes, generation.job.prompts[0]
+        if shape is not None:
+            routed = routed_experts(generation.choices[0], found, prompt.count, shape)
+            choice.routed_experts = UNSET if routed is None else to_npy(routed)
         return choice
 
     def _choice(self, index: int, ids: Sequence[int], text: str) -> TokensChoice:

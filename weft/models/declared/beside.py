@@ -20,9 +20,10 @@ from weft.config.spec import ModelSpec
 from weft.layers.build import Build
 from weft.layers.dense import GatedMLP, RMSNorm
 from weft.moe.block import RoutedMLP
-from weft.moe.experts import RankExperts, rank_experts
+from weft.moe.experts import RankExperts, rank_experts, settled
 from weft.moe.products import Products
 from weft.ops.low_rank import AdapterRows
+from weft.ops.row_routes import RowRoutes
 from weft.parallel.comm import Comm, Pending, reduced
 from weft.types.exchange import UNAGREED, Exchange
 
@@ -39,6 +40,9 @@ class FactorExperts:
         """Return (experts, weights with the factors, factor of the shared expert); see ``RankExperts``."""
         experts, scales, share = self._inner.route(x, ids, weights)
         return experts, scales * self._factors.to(scales.dtype)[experts], share
+
+    def with_table(self, weights: Any, table: Tensor) -> Any:
+        return self._inner.with_table(weights, table)
 
     def answer(self, x: Tensor, places: Tensor, scales: Tensor | None, weights: Any, exact: bool) -> Tensor:
         return self._inner.answer(x, places, scales, weights, exact)
@@ -93,12 +97,16 @@ class InputWeightedMLP(RoutedMLP):
         ids: Tensor | None,
         exchange: Exchange = UNAGREED,
         adapters: AdapterRows | None = None,
+        routes: RowRoutes | None = None,
     ) -> Generator[Pending, None, Tensor]:
         shared = yield from self.beside.steps(comm, x, None, exchange, adapters)
-        experts, scales, _ = self._inner.route(x, None, self._packed)
+        packed = self._packed
+        if routes is not None and self.number is not None:
+            ids, packed = settled(self._inner, x, ids, packed, self.number, routes)
+        experts, scales, _ = self._inner.route(x, ids, packed)
         weighted = (x.to(scales.dtype) * scales).to(x.dtype)
         if self.divided is not None:
-            return shared + (yield from self.divided.steps(weighted, None, exchange, adapters))
+            return shared + (yield from self.divided.steps(weighted, ids, exchange, adapters, packed))
         ones = torch.ones_like(scales)
         total = self._answers(self._parts, weighted, experts, ones, adapters)
         partial = self._parts.finish(total, ones, None, x.dtype, False)
@@ -133,9 +141,9 @@ class FactorMLP(RoutedMLP):
         self.router.weight.data.mul_(self.router_scale.data * size**-0.5 / weight)
         super().pack()
 
-    def forward(self, x: Tensor, ids: Tensor | None = None, adapters: AdapterRows | None = None) -> Tensor:
+    def _whole(self, x: Tensor, ids: Tensor | None, packed: Any, adapters: AdapterRows | None) -> Tensor:
         """Return a partial result, for a rank with a part of every expert. x: [T, hidden]."""
-        experts, scales, _ = self._parts.route(x, ids, self._packed)
+        experts, scales, _ = self._parts.route(x, ids, packed)
         total = self._answers(self._parts, x, experts, scales, adapters)
         return self._parts.finish(total, scales, None, x.dtype, False)
 
@@ -151,8 +159,14 @@ class BesideExperts(nn.Module):
         self.experts_out_norm = RMSNorm(spec.hidden, spec.norm_eps, build)
 
     def steps(
-        self, comm: Comm, x: Tensor, dense: Tensor, exchange: Exchange, adapters: AdapterRows | None
+        self,
+        comm: Comm,
+        x: Tensor,
+        dense: Tensor,
+        exchange: Exchange,
+        adapters: AdapterRows | None,
+        routes: RowRoutes | None,
     ) -> Generator[Pending, None, Tensor]:
         """Return [T, hidden] for the stream x and the output of the dense feed-forward, [T, hidden] each."""
-        routed = yield from self.experts.steps(comm, self.norm(x), None, exchange, adapters)
+        routed = yield from self.experts.steps(comm, self.norm(x), None, exchange, adapters, routes)
         return self.dense_out_norm(dense) + self.experts_out_norm(routed)

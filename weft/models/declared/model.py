@@ -92,10 +92,10 @@ class TraitBlock(Block):
         else:
             x, rows = _added(x, attended, self.feed_forward_norm)
         adapters = shared.step.adapters_at(logits_indices)
-        exchange = shared.step.exchange
-        made = yield from self.feed_forward.steps(self._comm, rows, None, exchange, adapters)
+        exchange, routes = shared.step.exchange, shared.step.routes
+        made = yield from self.feed_forward.steps(self._comm, rows, None, exchange, adapters, routes)
         if self.beside is not None:
-            made = yield from self.beside.steps(self._comm, x, made, exchange, adapters)
+            made = yield from self.beside.steps(self._comm, x, made, exchange, adapters, routes)
         made = self._out(made, self.feed_forward_out_norm)
         made = attended + made if self._parallel else made
         if self.inputs is None and self.scalar is None:

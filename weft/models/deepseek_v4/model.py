@@ -65,7 +65,10 @@ class StreamsBlock(Block):
             ids = shared.step.ids if logits_indices is None else shared.step.ids[logits_indices]
         normed = self.feed_forward_norm(one)
         adapters = shared.step.adapters_at(logits_indices)
-        made = yield from self.feed_forward.steps(self._comm, normed, ids, shared.step.exchange, adapters)
+        step = shared.step
+        made = yield from self.feed_forward.steps(
+            self._comm, normed, ids, step.exchange, adapters, step.routes
+        )
         return self.feed_forward_streams.add(x, made, out, mix), None
 
 

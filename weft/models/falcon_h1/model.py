@@ -112,7 +112,10 @@ class ParallelBlock(Block):
         delta = yield from reduced(self._comm, partial)
         x, normed = self.feed_forward_norm.add(x, delta)
         adapters = shared.step.adapters_at(logits_indices)
-        made = yield from self.feed_forward.steps(self._comm, normed, None, shared.step.exchange, adapters)
+        step = shared.step
+        made = yield from self.feed_forward.steps(
+            self._comm, normed, None, step.exchange, adapters, step.routes
+        )
         return x, made
 
 

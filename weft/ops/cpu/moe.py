@@ -8,7 +8,7 @@ chosen where the extension is built and the CPU has AVX2 or AVX-512.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -59,6 +59,8 @@ class Packed:
 
     block: Any
     """Object of the extension, which shares the memory of the tensors."""
+    given: dict[str, Any]
+    """Arguments that made ``block``, for blocks with another table."""
     experts: int
     """Number of experts of the router."""
     device: torch.device
@@ -136,20 +138,21 @@ def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
         down_bias=down_bias,
     )
     correction, table = _plain(weights.correction), _plain(weights.table)
-    block = torch.classes.weft_cpu.Moe(
-        spec=spec,
-        router=_Matrix(router).struct(bias),
-        up=up.struct(up_bias),
-        down=down.struct(down_bias),
-        shared_up=shared_up.struct(),
-        shared_down=shared_down.struct(),
-        correction=correction,
-        table=table,
-    )
+    given = {
+        "spec": spec,
+        "router": _Matrix(router).struct(bias),
+        "up": up.struct(up_bias),
+        "down": down.struct(down_bias),
+        "shared_up": shared_up.struct(),
+        "shared_down": shared_down.struct(),
+        "correction": correction,
+        "table": table,
+    }
     others = (router, bias, shared_up.packed, shared_up.scales, shared_down.packed, shared_down.scales)
     of_experts = (up.packed, up.scales, up_bias, down.packed, down.scales, down_bias)
     return Packed(
-        block=block,
+        block=torch.classes.weft_cpu.Moe(**given),
+        given=given,
         experts=len(weights.router),
         device=weights.router.device,
         shared=weights.shared_down is not None,
@@ -285,6 +288,11 @@ class Parts:
         """Return (experts, weights, shared factor). The last is [T, 0] if the shared expert has no gate."""
         result: tuple[Tensor, Tensor, Tensor] = torch.ops.weft_cpu.moe_route.default(x, ids, weights.block)
         return result
+
+    def with_table(self, weights: Packed, table: Tensor) -> Packed:
+        """Return ``weights`` with experts from ``table``. Shares all other memory."""
+        given = {**weights.given, "table": table.contiguous()}
+        return replace(weights, block=torch.classes.weft_cpu.Moe(**given), given=given)
 
     def answer(
         self, x: Tensor, places: Tensor, scales: Tensor | None, weights: Packed, exact: bool

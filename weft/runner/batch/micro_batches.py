@@ -10,13 +10,16 @@ Work per plan stays undivided: the head over all rows with logits, sampling, and
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 
-from weft.attention.base import Backends, LayerCache
+from weft.attention.base import Backends, LayerCache, StepInput
 from weft.common.errors import EngineDead
 from weft.models.decoder import Model
+from weft.ops.row_routes import RowRoutes
 from weft.overlap.interleave import interleave
 from weft.overlap.split import MicroBatches, split
 from weft.overlap.times import Stretch
@@ -25,9 +28,11 @@ from weft.runner.batch.batch import BatchBuilder
 from weft.runner.batch.staging import StagingBuffer, StagingRing
 from weft.runner.exports import LayerDone
 from weft.types.exchange import Exchange
-from weft.types.plan import StepPlan
+from weft.types.plan import PlannedRows, StepPlan
 
 Tensor = torch.Tensor
+BeginRoutes: TypeAlias = Callable[[PlannedRows, Tensor], RowRoutes | None]
+"""Function from the rows of a micro-batch and their positions to their routes."""
 
 
 class MicroBatchedSteps:
@@ -52,14 +57,22 @@ class MicroBatchedSteps:
         self._turns: list[tuple[int, float]] = []
 
     def hidden(
-        self, plan: StepPlan, buffers: list[StagingBuffer], *, whole: bool, done: LayerDone | None = None
-    ) -> tuple[Tensor, list[Stretch]]:
-        """Compute the hidden states of a plan. Return the states and the time of each stretch of compute.
+        self,
+        plan: StepPlan,
+        buffers: list[StagingBuffer],
+        begin: BeginRoutes,
+        *,
+        whole: bool,
+        done: LayerDone | None = None,
+    ) -> tuple[Tensor, list[Stretch], Tensor | None]:
+        """Compute the hidden states of a plan. Return the states, the time of each stretch of compute, and
+        the routes of all tokens, int64 [T, layers, k] (None without).
 
         States are [T, hidden] of all tokens if ``whole``, else [L, hidden] of the rows with logits, in plan
-        order. ``buffers`` receives the two staging buffers of the step; return the buffers with ``release``.
-        ``done(layer)`` is called when the second micro-batch has passed the layer: the first micro-batch
-        always passes earlier. Raises EngineDead if the plan cannot be split.
+        order. ``begin`` returns the routes of a micro-batch. ``buffers`` receives the two staging buffers of
+        the step; return the buffers with ``release``. ``done(layer)`` is called when the second micro-batch
+        has passed the layer: the first micro-batch always passes earlier. Raises EngineDead if the plan
+        cannot be split.
         """
         micro_batches = split(plan)
         if micro_batches is None:
@@ -68,7 +81,8 @@ class MicroBatchedSteps:
         exchange = exchange_of(plan, micro_batches)
         for micro_batch, cut in ((micro_batches.first, 0), (micro_batches.second, micro_batches.cut)):
             buffers.append(self._ring.acquire())
-            steps.append(self._builder.micro_batch(micro_batch, cut, exchange, buffers[-1]))
+            step = self._builder.micro_batch(micro_batch, cut, exchange, buffers[-1])
+            steps.append(replace(step, routes=begin(micro_batch, step.positions)))
         self._turns = []
         first, second = (
             self._model.hidden(step, self._cache, self._backends, None if whole else step.logits_index, hook)
@@ -81,7 +95,7 @@ class MicroBatchedSteps:
         finally:
             self._launcher.threaded(False)
             self._launcher.micro_batch = 0
-        return merged(made, micro_batches, whole=whole), self._stretches()
+        return merged(made, micro_batches, whole=whole), self._stretches(), _routes(steps, micro_batches)
 
     def release(self, buffers: list[StagingBuffer]) -> None:
         """Return the buffers of a step to the ring after its result was read. Empties ``buffers``."""
@@ -102,6 +116,20 @@ class MicroBatchedSteps:
             Stretch(micro_batch, began, end)
             for (micro_batch, began), end in zip(self._turns, ends, strict=True)
         ]
+
+
+def _routes(steps: Sequence[StepInput], micro_batches: MicroBatches) -> Tensor | None:
+    """Return the routes of all tokens of both micro-batches in plan order; None without routes."""
+    of = [step.routes for step in steps]
+    if all(routes is None for routes in of):
+        return None
+    known = next(routes.made() for routes in of if routes is not None)
+    # The rows of a micro-batch without routes ask for none.
+    made = [
+        known.new_zeros(len(step.positions), *known.shape[1:]) if routes is None else routes.made()
+        for step, routes in zip(steps, of, strict=True)
+    ]
+    return merged(made, micro_batches, whole=True)
 
 
 def exchange_of(plan: StepPlan, micro_batches: MicroBatches) -> Exchange:

@@ -42,6 +42,7 @@ from weft.runner.sampling.slot_params import (
 from weft.runner.sampling.token_logprobs import LogprobTensors, assembled
 from weft.runner.slot_state import SlotState
 from weft.types.plan import TokenMasks
+from weft.types.sampling import ALL_LOGPROBS
 
 Tensor = torch.Tensor
 
@@ -87,6 +88,10 @@ class SampleOutput:
     """Entries of slots with logprobs enabled; None without such entries."""
     prompt_logprobs: LogprobTensors | None
     """The P entries; None without such entries."""
+    all_logprobs: LogprobTensors | None = None
+    """As ``logprobs``, for slots that want the whole vocabulary."""
+    all_prompt_logprobs: LogprobTensors | None = None
+    """As ``prompt_logprobs``, for slots that want the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +165,15 @@ class Sampler:
         ``processed``.
         """
         tokens, error = self._draw_all(logits, rows, history, num_prompt, masks)
+        sampled = (logits, rows, tokens, history, num_prompt, masks)
+        prompt = (logits, rows, history)
         return SampleOutput(
             tokens=tokens,
             error=error,
-            logprobs=self._sampled_logprobs(logits, rows, tokens, history, num_prompt, masks),
-            prompt_logprobs=self._prompt_logprobs(logits, rows, history),
+            logprobs=self._sampled_logprobs(*sampled, False),
+            prompt_logprobs=self._prompt_logprobs(*prompt, False),
+            all_logprobs=self._sampled_logprobs(*sampled, True),
+            all_prompt_logprobs=self._prompt_logprobs(*prompt, True),
         )
 
     def end(self, state: SlotState, moves: bool, logits: Tensor) -> End | None:
@@ -448,22 +457,26 @@ class Sampler:
         history: Tensor,
         num_prompt: Tensor,
         masks: TokenMasks,
+        whole: bool,
     ) -> LogprobTensors | None:
-        """Return logprobs of the sampled tokens of the entries that want logprobs; None if no entry does."""
+        """Return logprobs of the sampled tokens of the entries that want logprobs; None if no entry does.
+
+        ``whole``: of the entries that want the whole vocabulary, else of the other entries.
+        """
         asked = self.slots.ints[rows.slot_host, INTS.index("logprobs")]
-        entries = np.flatnonzero(asked >= 0)
+        entries = np.flatnonzero((asked >= 0) & ((asked == ALL_LOGPROBS) == whole))
         if not len(entries):
             return None
         # Processed logprobs depend on the class of a row, so rows are sorted by class, as in ``_draw_all``.
         if self._processed:
             classes = self._classes_of(rows, masks)[entries]
             by_class = np.argsort(classes, kind="stable")
-            order = entries[by_class]
+            order, top = entries[by_class], int(asked[entries].max())
             place = upload(order, self._device)
             step = self._rows_of(rows, order, place, masks)
             parts = [
                 self._processed_logprobs(
-                    logits, step.at(part), kind, tokens[place[part]], int(asked.max()), history, num_prompt
+                    logits, step.at(part), kind, tokens[place[part]], top, history, num_prompt
                 )
                 for kind, part in self._parts(classes[by_class], ())
             ]
@@ -492,30 +505,40 @@ class Sampler:
             x = x / rows.real("temperature").to(x.dtype).unsqueeze(1)
             if kind & (TOP_K | TOP_P | MIN_P):
                 x = ops.only_kept(x, self._filters(rows, kind))
-        return *ops.logprobs_of(x, tokens, top), ops.broken(x)
+        made = ops.all_logprobs_of(x, tokens) if top == ALL_LOGPROBS else ops.logprobs_of(x, tokens, top)
+        return *made, ops.broken(x)
 
-    def _prompt_logprobs(self, logits: Tensor, rows: SampleRows, history: Tensor) -> LogprobTensors | None:
+    def _prompt_logprobs(
+        self, logits: Tensor, rows: SampleRows, history: Tensor, whole: bool
+    ) -> LogprobTensors | None:
         """Return logprobs of prompt tokens under the logits of the preceding positions; None without such
-        rows."""
-        count = len(rows.prompt_slot_host)
-        if not count:
+        rows. ``whole``: see ``_sampled_logprobs``."""
+        asked = self.slots.ints[rows.prompt_slot_host, INTS.index("prompt_logprobs")].clip(min=0)
+        entries = np.flatnonzero((asked == ALL_LOGPROBS) == whole)
+        if not len(entries):
             return None
         # A placeholder id lies outside the vocabulary and has no logprob. Any valid id may replace the
         # placeholder.
         tokens = history[rows.prompt_slot, rows.prompt_position].long().clamp(0, self._vocab - 1)
-        asked = self.slots.ints[rows.prompt_slot_host, INTS.index("prompt_logprobs")].clip(min=0)
-        return self._logprobs(logits, rows.prompt_logits_row, tokens, np.arange(count), asked)
+        at = rows.prompt_logits_row
+        if len(entries) < len(asked):
+            index = upload(entries, self._device)
+            at, tokens, asked = at[index], tokens[index], asked[entries]
+        return self._logprobs(logits, at, tokens, entries, asked)
 
     def _logprobs(
         self, logits: Tensor, logits_rows: Tensor, tokens: Tensor, entries: np.ndarray, asked: np.ndarray
     ) -> LogprobTensors:
         """Return logprobs of ``tokens`` under the unchanged logits, with ``max(asked)`` alternatives per
-        entry, in chunks. ``asked``: int [entries], number of alternatives; entries with fewer get padding."""
+        entry, in chunks. ``asked``: int [entries], number of alternatives; entries with fewer get padding. If
+        all are ``ALL_LOGPROBS``, the values are of the whole vocabulary."""
         top = int(asked.max())
         parts = []
         for begin in range(0, len(entries), self._chunk()):
             part = slice(begin, begin + self._chunk())
             untouched = ops.to_x(self._take(logits, logits_rows[part]), self._vocab)
-            made = ops.logprobs_of(untouched, tokens[part], top)
+            own = tokens[part]
+            every = top == ALL_LOGPROBS
+            made = ops.all_logprobs_of(untouched, own) if every else ops.logprobs_of(untouched, own, top)
             parts.append((*made, ops.broken(untouched)))
         return assembled(parts, entries, asked)

@@ -25,7 +25,8 @@ class LogprobTensors:
     entries: np.ndarray
     """int64 [n], on the host, ascending: indices among the S (or P) entries."""
     ids: Tensor
-    """int64 [n, 1 + top]: the token of the entry, then the likeliest tokens in order."""
+    """int64 [n, 1 + top]: the token of the entry, then the likeliest tokens in order. [n, 1] for the whole
+    vocabulary."""
     values: Tensor
     """float32 [n, 1 + top]; float64 if the logits are float64. -inf for padding."""
     rank: Tensor
@@ -53,6 +54,8 @@ def assembled(
     if order is not None:
         place = upload(np.argsort(order), device)
         ids, values, rank, error = ids[place], values[place], rank[place], error[place]
+    # The whole vocabulary keeps its order, so no token is left out.
+    if order is not None and ids.shape == values.shape:
         never = (values == ops.NEG_INF) & (torch.arange(ids.shape[1], device=device) > 0)
         beyond = never if beyond is None else never | beyond
     if beyond is not None:
