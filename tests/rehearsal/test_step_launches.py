@@ -40,7 +40,8 @@ class Step:
 
     @property
     def launches(self) -> int:
-        return self.labels.total()
+        """Launches without the copy of drawn tokens to the host."""
+        return self.labels.total() - self.labels["copy to the host"]
 
     @property
     def appends(self) -> bool:

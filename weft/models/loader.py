@@ -100,7 +100,7 @@ def load_plain(
         )
     model = assemble(spec, build)
     files = weight_files(Path(folder), load_format)
-    filled = _filled(model, folder, files, load_format, progress, held=False, changed=None)
+    filled = _filled(model, spec, folder, files, load_format, progress, held=False, changed=None)
     return model, filled.weights, files
 
 
@@ -152,7 +152,7 @@ def load_model(
     if load_format in ("partial", "dummy"):
         fill_randomly(model, seed)
     if load_format != "dummy":
-        filled = _filled(model, folder, files, load_format, progress, held, changed)
+        filled = _filled(model, spec, folder, files, load_format, progress, held, changed)
     if adapters is not None and adapters.places:  # in the names of the checkpoint, before notes end
         named = WEIGHTS.get(spec.family)(spec) if filled is None else filled.weights
         model.adapters = Adapters(model, named, adapters)
@@ -176,6 +176,7 @@ def _place_experts(model: Model, placements: Sequence[ExpertPlacement]) -> None:
 
 def _filled(
     model: Model,
+    spec: ModelSpec,
     folder: str,
     files: Sequence[Path] | None,
     load_format: str,
@@ -185,9 +186,10 @@ def _filled(
 ) -> FillTarget:
     """Fill ``model`` with the weights in ``files`` (default: of ``folder``), named as the family says.
 
-    ``held``: keep codes. For the other parameters see ``load_model``.
+    ``spec``: of the whole model; ``model.spec`` may be one rank's part. ``held``: keep codes. For the other
+    parameters see ``load_model``.
     """
-    spec, partial = model.spec, load_format == "partial"
+    partial = load_format == "partial"
     files = weight_files(Path(folder), load_format) if files is None else files
     weights = add_score(WEIGHTS.get(spec.family)(spec), spec)
     layers = _saved_layers(Path(folder), spec)
