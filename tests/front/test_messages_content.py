@@ -21,9 +21,9 @@ from weft.front.http.answers import to_json
 from weft.front.messages.messages_content import ContentBlocks
 from weft.front.messages.messages_errors import error_body, translated
 from weft.front.middleware import has_messages_shape
-from weft.front.requests.token_counts import cache_creation
 from weft.front.sealed_reasoning import unsealed
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
+from weft.text.token_counts import cache_creation
 
 CALL: list[OutputEvent] = [
     CallBegin(call=0, name="f", id="c0"),

@@ -14,9 +14,9 @@ from tests.support.routed import KINDS, VOCAB, chosen, doubled, routed, tokens
 from tests.support.slow import mostly_slow
 from weft.ops import moe, torch_ops
 from weft.ops.coded import dequantize
-from weft.ops.coding import Coding
 from weft.ops.cpu import moe as ops
 from weft.ops.cpu.structs import coding_struct, struct
+from weft.ops.ggml import Coding
 from weft.ops.moe import Routed
 
 Tensor = torch.Tensor

@@ -15,6 +15,7 @@ from torch import nn
 from weft.layers.build import FeedForward
 from weft.models.decoder import Block, Decoder
 from weft.ops.low_rank import AdapterRows
+from weft.ops.row_routes import RowRoutes
 from weft.parallel.comm import Comm, Pending
 from weft.types.exchange import UNAGREED, Exchange
 
@@ -37,6 +38,7 @@ class Elsewhere(FeedForward):
         ids: Tensor | None,
         exchange: Exchange = UNAGREED,
         adapters: AdapterRows | None = None,
+        routes: RowRoutes | None = None,
     ) -> Generator[Pending, None, Tensor]:
         self.calls += 1
         self.empty += not len(x)

@@ -123,13 +123,11 @@ def test_modules_draft_after_replayed_steps(tmp_path: Path) -> None:
         {number: answer.tokens for number, answer in run(core, repeating()).items()}
         for core in (captured, plain)
     ]
-    stats = captured.scheduler.stats()
     captured.close()
     plain.close()
     same = sum(x == y for i in made[0] for x, y in zip(made[0][i], made[1][i], strict=False))
     assert same > 0.6 * sum(map(len, made[1].values()))
     assert sum(key.each > 1 for key in keys) > 10
-    assert sum(stats.drafts_accepted) > 0
 
 
 def test_fast_kernels_with_graphs(folder: Path) -> None:

@@ -178,6 +178,7 @@ def test_unknown_fields_and_tags_are_named(frame: Any, decode: Callable[[bytes],
     with pytest.raises(f.FrameError, match="Sneaky"):
         decode(msgspec.msgpack.encode({**fields, "type": "Sneaky"}))
     optional = {"type", "comm", "aborted", "peer", "given_up", "version", "endpoint", "embeddings", "cache"}
+    optional |= {"updates", "weights"}
     for name in fields:
         if name not in optional | ({"error"} if isinstance(frame, f.TransferReport) else set()):
             with pytest.raises(f.FrameError):

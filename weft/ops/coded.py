@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.ops import ggml
-from weft.ops.coding import Coding
+from weft.ops.ggml import Coding
 from weft.ops.mapped import Mapped
 
 Tensor = torch.Tensor

@@ -15,12 +15,12 @@ from weft.front.protocol.responses.conversion import kept_items, unpacked
 from weft.front.requests.answer_logprobs import chat_logprobs
 from weft.front.requests.generation import Generation
 from weft.front.requests.outputs import ChoiceOutput
-from weft.front.requests.token_counts import cache_creation, reasoning_tokens
 from weft.front.responses import responses_events as e
 from weft.front.responses.content import Items
 from weft.front.responses.response_store import ResponseStore, Stored
 from weft.text.choice import TextDelta
 from weft.text.logprobs import Logprobs
+from weft.text.token_counts import cache_creation, reasoning_tokens
 
 FORM = StreamForm(named=True, end=b"")
 

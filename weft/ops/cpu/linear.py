@@ -12,8 +12,8 @@ import torch
 
 from weft.ops import coded, cpu
 from weft.ops.coded import Codes, MixedCodes
-from weft.ops.coding import Coding
 from weft.ops.cpu.served import ACTIVATIONS, serve
+from weft.ops.ggml import Coding
 from weft.ops.torch_ops import to_int8
 
 Tensor = torch.Tensor

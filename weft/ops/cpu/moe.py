@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from weft.ops.coded import Codes
-from weft.ops.coding import Coding
 from weft.ops.cpu import linear
 from weft.ops.cpu.expert_products import Matrices, PackedProducts
 from weft.ops.cpu.served import ACTIVATIONS, serve
 from weft.ops.cpu.structs import coding_struct, struct
+from weft.ops.ggml import Coding
 from weft.ops.moe import Routed, in_fp8, in_int4, in_w4a8
 from weft.ops.routing import SCORINGS
 from weft.ops.stacks import Unstacked

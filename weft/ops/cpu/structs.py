@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weft.ops.coding import Coding
+from weft.ops.ggml import Coding
 
 
 def struct(name: str, **fields: object) -> Any:
