@@ -134,6 +134,23 @@ def test_a_loader_of_the_published_tensors_gets_the_weights_of_the_policy(tmp_pa
         assert (master.plain.float() - master.value).abs().max() < 0.05
 
 
+@pytest.mark.parametrize(
+    ("name", "gate"), [("glm4-moe", "feed_forward.router"), ("qwen2-moe", "feed_forward.shared_gate")]
+)
+def test_scores_that_underflow_have_finite_gradients(tmp_path: Path, name: str, gate: str) -> None:
+    policy = policy_of(make_checkpoint(name, tmp_path / "model").folder, dtype="float32")
+    changed = [one for key, one in policy.parameters.items() if gate in key]
+    assert changed, list(policy.parameters)
+    with torch.no_grad():
+        for one in changed:
+            one.mul_(1e4)  # exp(-logit) of many experts is infinite
+    policy.settle()
+    weighted(policy.logprobs(some_sequences())).backward()
+    policy.gather()
+    for key, one in policy.parameters.items():
+        assert one.grad.isfinite().all(), key
+
+
 def test_a_parameter_without_gradient_is_named(tmp_path: Path) -> None:
     policy = policy_of(make_checkpoint("llama", tmp_path / "model").folder)
     with pytest.raises(EngineDead, match=r"no gradient reached embedding\.weight"):

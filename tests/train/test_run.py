@@ -14,7 +14,6 @@ from training.grpo import start
 from weft import LLM, SamplingParams
 from weft.cli.main import cli
 from weft.common.errors import ConfigError
-from weft.train.grpo import Rollout, advantages, batches
 from weft.train.policy import Policy, Scored
 from weft.train.run import Run, Settings, train
 
@@ -108,32 +107,3 @@ def mismatches(llm: LLM, policy: Policy) -> int:
     with torch.no_grad():
         (own,) = policy.logprobs([Scored(made.prompt_token_ids + one.token_ids, len(made.prompt_token_ids))])
     return int((own != rollout).sum())
-
-
-def test_advantages_compare_within_a_group() -> None:
-    assert advantages([1.0, 1.0, 1.0]) == [0.0, 0.0, 0.0]
-    made = advantages([1.0, 0.0, 0.0, 0.0])
-    assert made == pytest.approx([3**0.5, *[-(3**-0.5)] * 3], rel=1e-5)
-
-
-def test_batches_keep_order_and_bound() -> None:
-    rollouts = [
-        Rollout(prompt=[1] * 3, answer=[2] * length, logprobs=[0.0] * length, reward=0.0)
-        for length in (5, 1, 9, 30, 2)
-    ]
-    parts = list(batches(rollouts, 20))
-    assert [[len(one.answer) for one in part] for part in parts] == [[5, 1], [9], [30], [2]]
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"group": 1}, "--group must be at least 2"),
-        ({"reward": "gsm"}, "gsm-mini"),
-        ({"minibatches": 1000}, "--minibatches exceeds"),
-        ({"lr": 0.0}, "--lr"),
-    ],
-)
-def test_settings_out_of_range_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Settings(**values)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from weft.common.errors import ConfigError
@@ -43,23 +44,57 @@ def save(
 ) -> Path:
     """Write the checkpoint after ``step`` and return its folder. A broken write leaves no checkpoint.
 
-    ``about``: settings of the run, as JSON.
+    ``about``: settings of the run, as JSON. Raises ConfigError for a folder that cannot be written.
     """
     target = out / f"checkpoint-{step:06d}"
     partial = out / f".checkpoint-{step:06d}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    write_model(partial, source, policy.tensors())
+    remove_partial(out)
+    try:
+        write_model(partial, source, policy.tensors())
+        _write_state(partial / "trainer", step, policy, optimizer, about)
+        for path in partial.rglob("*"):
+            # After a crash of the machine, a renamed folder without contents would be the last checkpoint.
+            if path.is_file():
+                _flush(path)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(partial, target)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"checkpoint {step} cannot be written to {out} ({error}); make room, then the same command "
+            "continues from the last checkpoint",
+            param="--out",
+        ) from error
+    finally:
+        remove_partial(out)
+    return target
+
+
+def remove_partial(out: Path) -> None:
+    """Delete checkpoints that a stopped process left incomplete."""
+    for partial in out.glob(".checkpoint-*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file is on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_state(
+    folder: Path, step: int, policy: Policy, optimizer: torch.optim.Optimizer, about: Any
+) -> None:
     state = {f"master.{name}": one.detach() for name, one in policy.parameters.items()}
     for name, one in policy.parameters.items():
         for moment, value in optimizer.state.get(one, {}).items():
             state[f"{moment}.{name}"] = torch.as_tensor(value)
-    (partial / "trainer").mkdir()
-    save_file(state, partial / "trainer" / "state.safetensors")
+    folder.mkdir()
+    save_file(state, folder / "state.safetensors")
     text = json.dumps({"step": step, "settings": about}, indent=1)
-    (partial / "trainer" / "state.json").write_text(text + "\n", encoding="utf-8")
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(partial, target)
-    return target
+    (folder / "state.json").write_text(text + "\n", encoding="utf-8")
 
 
 def latest(out: Path) -> Path | None:
@@ -71,9 +106,18 @@ def latest(out: Path) -> Path | None:
 def restore(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, about: Any) -> int:
     """Load the state of the trainer from a checkpoint. Return its step.
 
-    Raises ConfigError for settings other than ``about``, or for a checkpoint of another model.
+    Raises ConfigError for settings other than ``about``, for a checkpoint of another model, and for a missing
+    or damaged state.
     """
-    saved = json.loads((folder / "trainer" / "state.json").read_text(encoding="utf-8"))
+    try:
+        saved = json.loads((folder / "trainer" / "state.json").read_text(encoding="utf-8"))
+        state = load_file(folder / "trainer" / "state.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(
+            f"the state of the trainer in {folder} cannot be read ({error}); delete this checkpoint to "
+            "continue from the checkpoint before, or give another --out",
+            param="--out",
+        ) from error
     # JSON turns tuples into lists, so both sides are compared as JSON.
     now = json.loads(json.dumps(about))
     changed = sorted(name for name, value in now.items() if saved["settings"].get(name) != value)
@@ -83,7 +127,6 @@ def restore(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, abou
             "or another --out",
             param="--out",
         )
-    state = load_file(folder / "trainer" / "state.safetensors")
     for name, one in policy.parameters.items():
         master = state.get(f"master.{name}")
         if master is None or master.shape != one.shape:
@@ -91,7 +134,11 @@ def restore(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, abou
         with torch.no_grad():
             one.copy_(master)
         moments = {moment: state.get(f"{moment}.{name}") for moment in _MOMENTS}
-        if moments["step"] is not None:
-            optimizer.state[one] = {moment: value for moment, value in moments.items() if value is not None}
+        # AdamW counts steps on the CPU, and keeps the other moments beside the parameter.
+        optimizer.state[one] = {
+            moment: value if moment == "step" else value.to(one.device)
+            for moment, value in moments.items()
+            if value is not None
+        }
     policy.settle()
     return int(saved["step"])

@@ -6,12 +6,14 @@ without a term for a reference model.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from weft.common.errors import EngineDead
 from weft.train.policy import Policy, Scored
 
 Tensor = torch.Tensor
@@ -101,6 +103,13 @@ def batches(rollouts: Sequence[Rollout], most: int) -> Iterator[list[Rollout]]:
         yield part
 
 
+def split(rollouts: Sequence[Rollout], minibatches: int) -> Iterator[Sequence[Rollout]]:
+    """Yield ``minibatches`` parts in order, at most one per rollout. Sizes differ by at most 1."""
+    for number in range(minibatches):
+        begin, end = (len(rollouts) * at // minibatches for at in (number, number + 1))
+        yield rollouts[begin:end]
+
+
 def update(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
@@ -113,14 +122,13 @@ def update(
 ) -> Update:
     """Change the policy by one optimizer step per minibatch. Return the report.
 
-    ``tokens``: maximum tokens of a packed forward pass.
+    ``tokens``: maximum tokens of a packed forward pass. A minibatch without an advantage changes nothing.
+    Raises EngineDead for a gradient that is not finite, before this gradient changes the policy.
     """
     made = Update()
-    size = -(-len(rollouts) // minibatches)
     parameters = list(policy.parameters.values())
-    for begin in range(0, len(rollouts), size):
-        own = rollouts[begin : begin + size]
-        mismatch = Mismatch() if begin == 0 else None
+    for number, own in enumerate(split(rollouts, minibatches)):
+        mismatch = Mismatch() if number == 0 else None
         optimizer.zero_grad(set_to_none=True)
         answered = sum(len(one.answer) for one in own)
         loss = 0.0
@@ -138,6 +146,11 @@ def update(
         if learning:
             policy.gather()
             made.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, grad_norm).item()
+            if not math.isfinite(made.grad_norm):
+                raise EngineDead(
+                    "the gradient is not finite: train the last checkpoint with a smaller --lr and another "
+                    "--out"
+                )
             optimizer.step()
             policy.settle()
     return made

@@ -23,6 +23,7 @@ from weft.moe.experts import rank_experts
 from weft.ops import torch_ops
 from weft.ops.moe import Pieces, Routed, block, by_expert
 from weft.ops.registry import Implementation, reference
+from weft.ops.routing import Rule
 from weft.train.masters import Master, Masters
 
 Tensor = torch.Tensor
@@ -68,6 +69,20 @@ _AGAIN: dict[str, Callable[..., Tensor]] = {
     "sigmoid_gate": lambda x, gate: x * torch.sigmoid(gate),
     "softcap": lambda x, cap: cap * torch.tanh(x / cap),
 }
+
+
+_LOWEST = -80.0
+"""Bound of logits before a sigmoid: the sigmoid is 2e-35, and exp(80) fits float32."""
+
+
+def _product(rule: Rule, router: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the logits of the router or of the shared expert's gate, so that each score has a derivative.
+
+    ``route`` computes sigmoids by exp. Where exp overflows, the derivative is 0 * inf, also for an expert
+    that was not chosen.
+    """
+    logits = F.linear(x, weight, bias)
+    return logits if weight is router and rule.scoring == "softmax" else logits.clamp(min=_LOWEST)
 
 
 class _Recorded(torch.autograd.Function):
@@ -281,12 +296,13 @@ def _experts(
     names = list(held.of_experts)
     alpha = weights.gate.alpha
     gated = functools.partial(_swiglu, alpha=alpha) if alpha else torch_ops.gated
-    pieces = Pieces(F.linear, torch_ops.linear, gated, functools.partial(by_expert, gated=gated))
     fixed = replace(weights, table=chosen, gate=weights.gate._replace(alpha=0.0))
 
     def again(x: Tensor, *values: Tensor) -> Tensor:
         changes: dict[str, Any] = dict(zip(names, values, strict=True))
         own = replace(fixed, **changes)
+        product = functools.partial(_product, own.rule, own.router)
+        pieces = Pieces(product, torch_ops.linear, gated, functools.partial(by_expert, gated=gated))
         return block(x, torch.arange(len(x), device=x.device), own, pieces)
 
     owners = [held.of_experts[name] for name in names]

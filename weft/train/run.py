@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ import msgspec
 import torch
 
 from weft.api.llm import LLM
-from weft.common.errors import ConfigError, EngineDead
+from weft.common.errors import ConfigError, ContextLength, EngineDead
 from weft.common.log import get_logger
 from weft.common.progress import progress_bar
 from weft.train import checkpoints
 from weft.train.grpo import Rollout, Update, advantages, update
+from weft.train.log_file import LogFile
 from weft.train.policy import Policy
 from weft.train.tasks import TASKS, Question
 from weft.types.sampling import SamplingParams
@@ -56,12 +58,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("steps", "prompts", "minibatches", "max_tokens", "pack", "eval_problems", "save_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1", param=name)
+        for name in ("lr", "clip", "grad_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} must be a number above 0", param=name)
+        if self.eval_every < 0:
+            raise ConfigError("--eval-every must be at least 0", param="eval_every")
         if self.group < 2:
             raise ConfigError("--group must be at least 2: advantages compare answers", param="group")
         if self.minibatches > self.prompts * self.group:
-            raise ConfigError("--minibatches exceeds the answers of a step", param="minibatches")
-        if not (self.lr > 0 and self.clip > 0 and self.grad_norm > 0 and self.eval_every >= 0):
-            raise ConfigError("--lr, --clip and --grad-norm must be above 0, --eval-every at least 0")
+            raise ConfigError(
+                "--minibatches exceeds the answers of a step, --prompts times --group", param="minibatches"
+            )
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -86,25 +93,32 @@ class Run:
         self._optimizer = torch.optim.AdamW(
             self.policy.parameters.values(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0
         )
-        out.mkdir(parents=True, exist_ok=True)
         self.step = 0
         """Number of finished steps."""
-        last = checkpoints.latest(out)
-        if last is not None:
-            self.step = checkpoints.restore(last, self.policy, self._optimizer, self._about)
-            self._send()
-        self._cut_log()
+        self._log = LogFile(out)
+        try:
+            checkpoints.remove_partial(out)
+            last = checkpoints.latest(out)
+            if last is not None:
+                self.step = checkpoints.restore(last, self.policy, self._optimizer, self._about)
+                self._send()
+            self._log.cut(self.step)
+            if self.step:
+                log.info("%s: %d of %d steps are done", last, self.step, settings.steps)
+        except BaseException:
+            self._log.close()
+            raise
 
     def steps(self) -> Iterator[dict[str, Any]]:
-        """Run the steps that are left. Yield the log line of each step."""
+        """Run the steps that are left. Yield the log line of each step. Then the folder is free for another
+        run."""
         settings = self._settings
         questions = self._task.training(settings.seed)
         questions = itertools.islice(questions, self.step * settings.prompts, None)
-        with (self._out / "log.jsonl").open("a", encoding="utf-8") as file:
+        with contextlib.closing(self._log):
             while self.step < settings.steps:
                 line = self._step(list(itertools.islice(questions, settings.prompts)))
-                file.write(json.dumps(line) + "\n")
-                file.flush()
+                self._log.add(line)
                 if self.step % settings.save_every == 0 or self.step == settings.steps:
                     self._save()
                 yield line
@@ -138,7 +152,7 @@ class Run:
         return line
 
     def _rollouts(self, questions: list[Question]) -> list[Rollout]:
-        """Sample a group of answers for each question. Raises EngineDead if an answer fails."""
+        """Sample a group of answers for each question. Raises the errors of ``_ask`` and ``_reward``."""
         settings = self._settings
         first = (settings.seed << 32) + self.step * settings.prompts
         params = [
@@ -154,16 +168,14 @@ class Run:
         for question, request in zip(questions, self._ask(questions, params), strict=True):
             group = []
             for one in request.outputs:
-                if one.error is not None or one.logprobs is None:
-                    message = "no logprobs" if one.error is None else one.error.message
-                    raise EngineDead(f"a rollout failed: {message}")
+                assert one.logprobs is not None
                 group.append(
                     Rollout(
                         prompt=request.prompt_token_ids,
                         answer=one.token_ids,
                         # The first entry of a position is the sampled token.
                         logprobs=[next(iter(position.values())).logprob for position in one.logprobs],
-                        reward=self._task.reward(question, one.text),
+                        reward=self._reward(question, one.text),
                     )
                 )
             gains = advantages([one.reward for one in group])
@@ -176,13 +188,36 @@ class Run:
         greedy = SamplingParams(temperature=0.0, max_tokens=self._settings.max_tokens)
         answers = self._ask(questions, [greedy] * len(questions))
         return statistics.fmean(
-            self._task.reward(question, one.outputs[0].text)
+            self._reward(question, one.outputs[0].text)
             for question, one in zip(questions, answers, strict=True)
         )
 
     def _ask(self, questions: list[Question], params: list[SamplingParams]) -> list[Any]:
+        """Return the answers of the engine. Raises EngineDead if an answer fails, and ConfigError for a
+        question without room for its answer."""
         chats = [[{"role": "user", "content": question.text}] for question in questions]
-        return self._llm.chat(chats, params, use_tqdm=False)
+        try:
+            answers = self._llm.chat(chats, params, use_tqdm=False)
+        except ContextLength as error:
+            raise ConfigError(
+                f"{error.message}: raise --max-model-len, or lower --max-tokens", param="--max-model-len"
+            ) from error
+        for answer in answers:
+            for one in answer.outputs:
+                if one.error is not None:
+                    raise EngineDead(f"a rollout failed: {one.error.message}")
+        return answers
+
+    def _reward(self, question: Question, answer: str) -> float:
+        """Return the reward of an answer. Raises EngineDead for a task that raises or returns no number."""
+        name = self._settings.reward
+        try:
+            reward = float(self._task.reward(question, answer))
+        except Exception as error:
+            raise EngineDead(f"the reward {name} raised {type(error).__name__}: {error}") from error
+        if not math.isfinite(reward):
+            raise EngineDead(f"the reward {name} returned {reward}: a reward is a finite number")
+        return reward
 
     def _send(self) -> None:
         """Give the weights of the policy to the engine."""
@@ -190,14 +225,6 @@ class Run:
 
     def _save(self) -> None:
         checkpoints.save(self._out, self.step, self._source, self.policy, self._optimizer, self._about)
-
-    def _cut_log(self) -> None:
-        """Drop the lines of steps behind the checkpoint, which the run computes again."""
-        path = self._out / "log.jsonl"
-        if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if json.loads(line)["step"] <= self.step]
-            path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
 
 def _numbers(rollouts: list[Rollout], made: Update) -> dict[str, Any]:
