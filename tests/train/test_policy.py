@@ -134,9 +134,7 @@ def test_a_loader_of_the_published_tensors_gets_the_weights_of_the_policy(tmp_pa
         assert (master.plain.float() - master.value).abs().max() < 0.05
 
 
-@pytest.mark.parametrize(
-    ("name", "gate"), [("glm4-moe", "feed_forward.router"), ("qwen2-moe", "feed_forward.shared_gate")]
-)
+@mostly_slow("name, gate", [("glm4-moe", ".router."), ("qwen2-moe", ".shared.gate")], 1)
 def test_scores_that_underflow_have_finite_gradients(tmp_path: Path, name: str, gate: str) -> None:
     policy = policy_of(make_checkpoint(name, tmp_path / "model").folder, dtype="float32")
     changed = [one for key, one in policy.parameters.items() if gate in key]
@@ -148,6 +146,7 @@ def test_scores_that_underflow_have_finite_gradients(tmp_path: Path, name: str, 
     weighted(policy.logprobs(some_sequences())).backward()
     policy.gather()
     for key, one in policy.parameters.items():
+        assert one.grad is not None
         assert one.grad.isfinite().all(), key
 
 
