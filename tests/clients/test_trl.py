@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
+import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +33,7 @@ def short(completions: list[Any], **more: Any) -> list[float]:
 def trl() -> Any:
     for package in ("trl", "datasets", "aiohttp", "peft"):
         pytest.importorskip(package, reason=f"{package} is not installed: make test-clients")
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     from accelerate import PartialState
     from trl.experimental import async_grpo  # type: ignore[import-not-found]
 
@@ -43,7 +44,6 @@ def trl() -> Any:
 @pytest.fixture(autouse=True)
 def without_vllm(trl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker refuses to start where the package vllm is not installed, which it does not use."""
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     monkeypatch.setattr("trl.experimental.async_grpo.async_rollout_worker.is_vllm_available", lambda: True)
 
 
@@ -63,10 +63,9 @@ def with_keys(server: Running, keys: str = "user:admin") -> str:
 def transfer(url: str) -> Any:
     """Return the transfer of the guide."""
     section = GUIDE.read_text().split("## TRL")[1].split("\n## ")[0]
-    code = re.search(r"```python\n(class .*?|.*?\nclass .*?)```", section, re.DOTALL)
-    assert code is not None
+    code = section.split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {}
-    exec(textwrap.dedent(code[1]), names)
+    exec(code, names)
     return names["SharedMemoryTransfer"](url)
 
 
@@ -120,12 +119,14 @@ def own_logprobs(model: Any, sample: Any) -> torch.Tensor:
     return found[torch.as_tensor(sample.completion_mask[1:]).bool()]
 
 
+def rolled_out(sample: Any) -> torch.Tensor:
+    """Return the logprobs of the server of the completion."""
+    return torch.as_tensor(sample.old_log_probs)[torch.as_tensor(sample.completion_mask).bool()].double()
+
+
 def check(model: Any, sample: Any) -> None:
-    mask = torch.as_tensor(sample.completion_mask).bool()
-    assert 0 < int(mask.sum()) <= TOKENS
-    torch.testing.assert_close(
-        torch.as_tensor(sample.old_log_probs)[mask].double(), own_logprobs(model, sample), atol=2e-3, rtol=0
-    )
+    assert 0 < sample.completion_mask.sum() <= TOKENS
+    torch.testing.assert_close(rolled_out(sample), own_logprobs(model, sample), atol=2e-3, rtol=0)
 
 
 def test_adapters_of_a_trainer(server: Running, tmp_path: Path) -> None:
@@ -157,7 +158,10 @@ def test_adapters_of_a_trainer(server: Running, tmp_path: Path) -> None:
     with rollouts(server, lora_name="trl-policy") as worker:
         worker.update_model_version(1)
         worker.start()
-        check(model, next_of(worker, 1))
+        sample = next_of(worker, 1)
+    check(model, sample)
+    with model.disable_adapter():
+        assert (own_logprobs(model, sample) - rolled_out(sample)).abs().max() > 0.05
     client.unload_lora_adapter("trl-policy-v1")
     client.unload_lora_adapter("trl-policy-v0")  # an unknown name is no error for TRL
 
@@ -188,11 +192,14 @@ def test_rollouts_follow_new_weights(server: Running) -> None:
         worker.start()
         check(model, next_of(worker, 0))
         sync.pause()
+        old = copy.deepcopy(model)
         change(model)
         sync.send_weights(iter(model.named_parameters()))
         sync.resume()
         worker.update_model_version(1)
-        check(model, next_of(worker, 1))
+        sample = next_of(worker, 1)
+    check(model, sample)
+    assert (own_logprobs(old, sample) - rolled_out(sample)).abs().max() > 0.05
     sync.destroy()
 
 
