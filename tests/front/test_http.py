@@ -228,6 +228,10 @@ def test_a_key_on_every_route(locked: Any) -> None:
         headers = {"authorization": f"Bearer {key}"}
         assert locked.http.get("/v1/models", headers=headers).status_code == 200
         assert locked.http.get("/v1/models", headers={"X-API-Key": key}).status_code == 200
+        assert locked.http.get("/v1/models", auth=(key, "other")).status_code == 200
+        page = {"origin": "https://example.org"}
+        assert locked.http.get("/v1/models", auth=(key, ""), headers=page).status_code == 401
+        assert locked.http.get("/v1/models", auth=("", key)).status_code == 401
     wrong = {"authorization": "Bearer wrong", "x-api-key": "sesame"}
     assert locked.http.get("/v1/models", headers=wrong).status_code == 401, "Authorization counts"
     assert locked.http.get("/v1/models", headers={"x-api-key": "wrong"}).status_code == 401

@@ -130,6 +130,11 @@ def test_control_routes_want_the_admin_key_and_no_browser(guarded: Any) -> None:
         assert (answer.status_code, error_of(answer)["code"]) == (403, "forbidden")
     answer = guarded.http.post("/v1/completions", json={"model": "fake", "prompt": "x"}, headers=ADMIN)
     assert answer.status_code == 401, "the admin key opens what it is for, and nothing else"
+    # Keys of a URL: the user name is the API key, the password is the admin key.
+    assert guarded.http.get("/server_info", auth=("user", "admin")).status_code == 200
+    assert guarded.http.get("/server_info", auth=("admin", "user")).status_code == 401
+    page = {"origin": guarded.url}
+    assert guarded.http.get("/server_info", auth=("user", "admin"), headers=page).status_code == 401
     assert guarded.http.get("/ready").status_code == 200
 
 

@@ -71,6 +71,10 @@ def test_one_engine(servers: Servers, tmp_path: Path) -> None:
     info = httpx.get(server.url + "/weight_info", headers=ADMIN).json()
     assert info == {"weight_version": "default", "version": 0}
     assert httpx.get(server.url + "/get_world_size", headers=ADMIN).json() == {"world_size": 1}
+    known = httpx.get(server.url + "/server_info?config_format=json", headers=ADMIN).json()["vllm_config"]
+    assert known["model_config"]["dtype"] == "torch.bfloat16"
+    assert known["parallel_config"] == {"tensor_parallel_size": 1, "data_parallel_size": 1}
+    assert known["lora_config"] is None
     assert post(server, "/init_weight_transfer_engine", {"init_info": {"backend": "nccl"}}).status_code == 400
     assert post(server, "/finish_weight_update").status_code == 400  # without a start
     refused = update(server, bad, "bad")

@@ -86,6 +86,45 @@ class WorldSize(msgspec.Struct, kw_only=True):
     world_size: int
 
 
+class ServedModel(msgspec.Struct, kw_only=True):
+    """The model of a server."""
+
+    model: str
+    """Folder of the checkpoint."""
+    dtype: str
+    """dtype of activations and plain weights, as torch prints the dtype: "torch.bfloat16"."""
+    max_model_len: int
+
+
+class ServedParallel(msgspec.Struct, kw_only=True):
+    """Sizes of the parallel groups."""
+
+    tensor_parallel_size: int
+    data_parallel_size: int
+
+
+class ServedLora(msgspec.Struct, kw_only=True):
+    """Places for adapters."""
+
+    max_lora_rank: int
+    max_loras: int
+
+
+class ServerConfig(msgspec.Struct, kw_only=True):
+    """Settings of a server that trainers read."""
+
+    model_config: ServedModel
+    parallel_config: ServedParallel
+    lora_config: ServedLora | None
+    """null for a server that takes no adapters over HTTP."""
+
+
+class ServerInfo(msgspec.Struct, kw_only=True):
+    """Answer of GET /server_info."""
+
+    vllm_config: ServerConfig
+
+
 def add_weight_routes(app: FastAPI, front: Front) -> None:
     """Add the routes."""
     _add_facts(app, front)
@@ -95,7 +134,8 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
         """Check the way of new weights. Files and shared memory need no set-up."""
         _updates(front)
         info = (await read_body(front, request, InitRequest)).init_info
-        backend = info.get("backend", "file")
+        # Trainers of vLLM name no backend: the address of a rendezvous means NCCL.
+        backend = info.get("backend", "nccl" if "master_address" in info else "file")
         if backend not in BACKENDS:
             raise InvalidRequest(
                 f"backend must be one of {', '.join(BACKENDS)}; nccl and ipc are not supported",
@@ -144,6 +184,11 @@ def _add_facts(app: FastAPI, front: Front) -> None:
         engines = 1 if one else sum(instance.alive for instance in front.links.instances)
         return _json(WorldSize(world_size=parallel.tensor_parallel_size * max(1, engines)))
 
+    @app.get("/server_info", openapi_extra=openapi.returns(ServerInfo))
+    async def server_info() -> Response:
+        """Return the settings that trainers read, in the form of vLLM. The query has no effect."""
+        return _json(ServerInfo(vllm_config=_config(chosen(front, ""))))
+
     @app.post("/update_weight_version", openapi_extra=openapi.answers_of(VersionRequest, Named))
     async def rename(request: Request) -> Response:
         """Change the label of the weights in use."""
@@ -157,6 +202,22 @@ def _add_facts(app: FastAPI, front: Front) -> None:
         """Return the label of the weights of new requests."""
         updates = _updates(front)
         return _json(WeightInfo(weight_version=updates.label, version=updates.number))
+
+
+def _config(front: Front) -> ServerConfig:
+    config = front.config
+    parallel, lora = config.parallel, config.lora
+    limit = front.card(front.names[0]).max_model_len
+    return ServerConfig(
+        model_config=ServedModel(model=config.model_path, dtype=f"torch.{config.dtype}", max_model_len=limit),
+        parallel_config=ServedParallel(
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            data_parallel_size=parallel.data_parallel_size,
+        ),
+        lora_config=ServedLora(max_lora_rank=lora.max_lora_rank, max_loras=lora.max_loras)
+        if lora.allow_lora_updates
+        else None,
+    )
 
 
 async def _body(front: Front, request: Request, form: Any) -> Any:

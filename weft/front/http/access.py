@@ -7,6 +7,8 @@ page's name, so a server for the local machine accepts only its own names.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 import ipaddress
@@ -148,6 +150,7 @@ ADMIN_PATHS = frozenset(
         "/abort_request",
         "/finish_weight_update",
         "/get_world_size",
+        "/server_info",
         "/init_weight_transfer_engine",
         "/start_weight_update",
         "/update_weight_version",
@@ -271,8 +274,9 @@ class AccessControl:
         path = scope["path"]
         if path in self.open_paths:
             return []
-        given = headers.get(b"authorization"), headers.get(b"x-api-key")
-        if path in ADMIN_PATHS or (path in ADAPTER_PATHS and self._admin_keys):
+        admin = path in ADMIN_PATHS or (path in ADAPTER_PATHS and bool(self._admin_keys))
+        given = _authorization(headers, admin=admin), headers.get(b"x-api-key")
+        if admin:
             self._admit_admin(given, headers)
             return []
         key = self._keys.find(*given)
@@ -319,6 +323,24 @@ class AccessControl:
         if isinstance(verdict, RateRefused):
             raise RateLimited(verdict.what, verdict.wait, headers)
         return headers
+
+
+def _authorization(headers: Headers, *, admin: bool) -> bytes | None:
+    """Return the header Authorization, with the keys of a URL as a bearer token.
+
+    A client that takes only a URL sends the keys of ``http://API_KEY:ADMIN_KEY@host`` as Basic
+    authentication. ``admin``: take the admin key.
+    """
+    given = headers.get(b"authorization")
+    scheme, _, encoded = (given or b"").partition(b" ")
+    # A browser adds the keys of a URL to requests of every page, and sends Origin with those that act.
+    if scheme.lower() != b"basic" or b"origin" in headers:
+        return given
+    try:
+        user, _, password = base64.b64decode(encoded.strip(), validate=True).partition(b":")
+    except binascii.Error:
+        return given
+    return b"Bearer " + (password if admin else user)
 
 
 def _same_origin(headers: Headers) -> bool:

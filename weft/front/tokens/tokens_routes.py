@@ -31,7 +31,7 @@ def add_tokens(app: FastAPI, front: Front) -> None:
         """Continue a prompt of token ids, and answer with token ids."""
         return await handle(front, request, "generate", TokensShape)
 
-    @app.post("/get_sequence_logprobs", openapi_extra=openapi.answers_of(SequenceRequest, SequenceLogprobs))
+    @app.post("/get_sequence_logprobs", include_in_schema=False)
     @app.post("/get_sequence_logprobs/", openapi_extra=openapi.answers_of(SequenceRequest, SequenceLogprobs))
     async def get_sequence_logprobs(request: Request) -> Response:
         """Return the logprobs of the tokens behind each prompt. Nothing is generated."""
