@@ -55,9 +55,11 @@ class OneByte:
         raise AssertionError("a block was filled")
 
 
-def tier_of(opened: Callable[[], SegmentStore], *, leads: bool = True) -> RankTier:
-    copies = cast(BlockCopies, OneByte())
-    return RankTier(copies, opened, lambda work, *args: work(*args), leads=leads)
+def tier_of(
+    opened: Callable[[], SegmentStore], *, copies: OneByte | None = None, leads: bool = True, **more: Any
+) -> RankTier:
+    made = cast(BlockCopies, copies or OneByte())
+    return RankTier(made, opened, lambda work, *args: work(*args), leads=leads, **more)
 
 
 class Pages(OneByte):
@@ -85,14 +87,7 @@ class Pages(OneByte):
 
 def by_hand(copies: Pages, store: Any, host: HostLevel | None = None) -> RankTier:
     """Return a tier without a thread: ``turn`` executes one command."""
-    tier = RankTier(
-        cast(BlockCopies, copies),
-        lambda: store,
-        lambda work, *args: work(*args),
-        leads=True,
-        start=False,
-        host=host,
-    )
+    tier = tier_of(lambda: store, copies=copies, start=False, host=host)
     tier.store = store
     return tier
 
@@ -238,9 +233,7 @@ def test_the_end_waits_for_a_load_of_several_reads(tmp_path: Path) -> None:
         assert ends.wait(30)
 
     copies.into = into  # type: ignore[method-assign]
-    tier = RankTier(
-        cast(BlockCopies, copies), lambda: open_store(tmp_path), lambda work, *args: work(*args), leads=True
-    )
+    tier = tier_of(lambda: open_store(tmp_path), copies=copies)
     tier.put(copy_of(1, True, blocks(12)))
     assert begun.wait(30)
     closing = threading.Thread(target=tier.close)
@@ -252,9 +245,7 @@ def test_the_end_waits_for_a_load_of_several_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settles", [True, False])
-def test_a_load_that_fails_unexpectedly_reserves_no_blocks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, settles: bool
-) -> None:
+def test_a_load_that_fails_unexpectedly_reserves_no_blocks(tmp_path: Path, settles: bool) -> None:
     """The command under way is answered, too, unless the device may still write to its blocks."""
     store = open_store(tmp_path)
 
@@ -262,27 +253,28 @@ def test_a_load_that_fails_unexpectedly_reserves_no_blocks(
         raise ValueError("unexpected")
 
     store.check_run = broken  # type: ignore[method-assign]
-    copies = Pages()
-    copies.settled = 0
+    copies, calls = Pages(), list[int]()
 
     def settle() -> None:
-        copies.settled += 1
-        if copies.settled > 1 and not settles:
+        calls.append(1)
+        if len(calls) > 1 and not settles:
             raise EngineDead("a GPU did not finish")
 
     copies.settle = settle  # type: ignore[method-assign]
-    tier = RankTier(cast(BlockCopies, copies), lambda: store, lambda work, *args: work(*args), leads=True)
+    tier = tier_of(lambda: store, copies=copies)
     try:
         assert tier.wait(30)
         tier.put(copy_of(1, True, blocks(2)))
         tier.put(copy_of(2, True, blocks(2)))
         found = dict[int, list[int]]()
-        until(
-            lambda: (
-                found.update((r.job, list(r.outcomes)) for r in tier.take() if isinstance(r, BlocksCopied))
-                or 2 in found
+
+        def answered() -> bool:
+            found.update(
+                (one.job, list(one.outcomes)) for one in tier.take() if isinstance(one, BlocksCopied)
             )
-        )
+            return 2 in found
+
+        until(answered)
         off = 2 * [BlockOutcome.OFF]
         assert found == ({1: off, 2: off} if settles else {2: off})
     finally:

@@ -16,6 +16,8 @@ from tests.scheduler.tier_rig import TierRig
 from tests.support.slow import mostly_slow
 from weft.scheduler import commit as commit_module
 from weft.scheduler import scheduler as scheduler_module
+from weft.scheduler.plan_builder import DecodeRows
+from weft.scheduler.reserve import Reserver
 from weft.scheduler.sequence import Running
 from weft.scheduler.state import SchedulerState
 from weft.scheduler.steady import SteadyRows
@@ -257,6 +259,32 @@ def test_a_sequence_that_comes_back_from_a_load_has_new_rows(monkeypatch: pytest
         rig.settle()
         rig.check_told()
         assert rig.scheduler.stats().preemptions
+
+    made, plans, commits = recorded(run, monkeypatch, True)
+    assert min(plans, commits) > 3
+    assert made == recorded(run, monkeypatch, False)[0]
+
+
+def test_a_step_with_fewer_rows_ends_steady_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row without blocks is left out, and all sequences go on running in the same slots."""
+    grow, calls = Reserver.grow, list[int]()
+
+    def short(self: Reserver, rows: DecodeRows, *given: Any) -> DecodeRows:
+        made = grow(self, rows, *given)
+        calls.append(1)
+        return made.where(np.arange(len(made.slots)) > 0) if len(calls) % 3 == 2 else made
+
+    monkeypatch.setattr(Reserver, "grow", short)
+
+    def run() -> None:
+        calls.clear()
+        rig = Rig(kv_config(), 1)
+        for number in range(3):
+            rig.submit(submit(number, [1, 2, 3 + number], max_tokens=24))
+        rig.drain()
+        rig.check_told()
+        rig.check_idle()
+        assert len(calls) > 2
 
     made, plans, commits = recorded(run, monkeypatch, True)
     assert min(plans, commits) > 3
