@@ -15,7 +15,7 @@ from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.tier_rig import TierRig
 from tests.store.stores import open_store
 from weft.common.clock import VirtualClock
-from weft.common.errors import EngineDead
+from weft.common.errors import ConfigError, EngineDead
 from weft.engine.tiers import engine_tier, rank_tier
 from weft.engine.tiers.block_copies import BlockCopies
 from weft.engine.tiers.engine_tier import EngineTier
@@ -32,6 +32,7 @@ class OneByte:
     """Copies of blocks of one byte."""
 
     most_bytes = 1
+    closed = False
 
     def record(self, kind: int, key: bytes) -> RecordId:
         return RecordId(kind, key)
@@ -42,11 +43,14 @@ class OneByte:
     def mark(self) -> None:
         return
 
+    def pin(self, memory: np.ndarray) -> None:
+        return
+
     def settle(self) -> None:
         return
 
     def close(self) -> None:
-        return
+        self.closed = True
 
     def out(self, kind: int, block: int, buffer: RecordBuffer, ready: object) -> int:
         return 1
@@ -139,6 +143,17 @@ def test_a_store_that_opens_slowly_does_not_stop_another_engine(
     finally:
         ready.set()
         tier.close()
+
+
+def test_a_store_that_cannot_be_opened_leaves_no_memory_pinned() -> None:
+    def refused() -> SegmentStore:
+        raise ConfigError("no such folder")
+
+    copies = OneByte()
+    tier = tier_of(refused, copies=copies)
+    assert tier.wait(30)
+    tier.close()
+    assert copies.closed
 
 
 def test_a_copy_that_does_not_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

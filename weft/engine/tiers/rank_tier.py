@@ -90,6 +90,8 @@ class RankTier:
         self._told = StoreState()
         self._buffer = RecordBuffer(copies.most_bytes)
         self._reads = ReadAhead(copies.most_bytes)
+        for buffer in (self._buffer, *self._reads.buffers):
+            copies.pin(buffer.memory)
         self.store: SegmentStore | None = None
         """The store, once open."""
         self._thread = threading.Thread(target=self._run, name="weft-tier", daemon=True)
@@ -148,6 +150,12 @@ class RankTier:
 
     def _run(self) -> None:
         try:
+            self._work()
+        finally:
+            self._copies.close()
+
+    def _work(self) -> None:
+        try:
             self.store = self._open()
         except (ConfigError, OSError) as error:
             self._fail(error)
@@ -166,7 +174,6 @@ class RankTier:
             self._fail(error)
         finally:
             self.store.close()
-            self._copies.close()
 
     def _fail(self, error: Exception) -> None:
         """Answer every command with ``OFF``, and report why."""
