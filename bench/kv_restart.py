@@ -20,6 +20,7 @@ from typing import Any
 
 from weft import LLM, SamplingParams
 from weft.bench.checkpoints import make
+from weft.common.folder import cache_folder
 from weft.engine.tiers.read_ahead import RUN_BYTES
 from weft.store.records import RecordBuffer
 
@@ -56,7 +57,9 @@ def main() -> None:
         "--folder", type=Path, help="folder on the disk to measure; default: the cache folder"
     )
     given = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="weft-kv-", dir=given.folder or Path.home() / ".cache"))
+    root = given.folder or cache_folder("bench")
+    root.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="weft-kv-", dir=root))
     try:
         model = make(given.checkpoint, folder / "model")
         rng = random.Random(0)

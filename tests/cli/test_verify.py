@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from weft.cli.main import main
-from weft.cli.verify import verify_run
+from weft.cli.verify import verify_run, verify_tier
+from weft.common.errors import ConfigError
+from weft.config.flags import from_keywords
 
 FEW = ["--prompts", "4", "--tokens", "8", "--block-size", "4"]
 
@@ -77,6 +79,17 @@ def test_a_disk_tier_is_compared(checkpoint: str, tmp_path: Path, capsys: pytest
         assert f"{name} on disk: 6 of 6" in out or f"{name} from disk: 6 of 6" in out
     assert " corrupt" in out
     assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_an_engine_is_not_an_error_of_the_folder(tmp_path: Path) -> None:
+    config = from_keywords({"kv_disk": "64M", "kv_disk_dir": str(tmp_path)})
+    with pytest.raises(OSError, match="no space"), verify_tier.new_folder(config):
+        raise OSError("no space")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    config = from_keywords({"kv_disk": "64M", "kv_disk_dir": str(tmp_path / "file")})
+    with pytest.raises(ConfigError, match="no folder can be made"), verify_tier.new_folder(config):
+        pass
 
 
 def test_a_tie_is_not_a_defect() -> None:

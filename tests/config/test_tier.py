@@ -22,6 +22,7 @@ from weft.types.tiers import TierStats
         ({"kv_disk": "20X"}, "cpu", "neither a size such as 20G nor auto"),
         ({"kv_disk": "1M"}, "cpu", "at least 16M"),
         ({"kv_host": "1G"}, "cpu", "--kv-cache-memory"),
+        ({"kv_host": "1M"}, "cuda", "--kv-host must be at least 16M"),
         ({"kv_host": "1G", "role": "decode"}, "cuda", "set kv-host for the prefill groups"),
         ({"kv_host": "1G", "kv_disk_ttl": 5.0}, "cuda", "--kv-disk-ttl requires --kv-disk"),
         ({"kv_disk": "1G", "enable_prefix_caching": False}, "cpu", "requires the prefix cache"),

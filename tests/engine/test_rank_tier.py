@@ -15,21 +15,24 @@ from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.tier_rig import TierRig
 from tests.store.stores import open_store
 from weft.common.clock import VirtualClock
-from weft.common.errors import EngineDead
+from weft.common.errors import ConfigError, EngineDead
 from weft.engine.tiers import engine_tier, rank_tier
 from weft.engine.tiers.block_copies import BlockCopies
 from weft.engine.tiers.engine_tier import EngineTier
 from weft.engine.tiers.group_tier import GroupTier
 from weft.engine.tiers.rank_tier import RankTier
-from weft.store.records import RecordBuffer, RecordId
+from weft.store.errors import RecordError
+from weft.store.host import HostLevel, NoDisk
+from weft.store.records import Owner, RecordBuffer, RecordId
 from weft.store.segments import SegmentStore
-from weft.types.tiers import BlocksCopied, copy_of
+from weft.types.tiers import BlockOutcome, BlocksCopied, CopyBlocks, FlushStore, copy_of
 
 
 class OneByte:
     """Copies of blocks of one byte."""
 
     most_bytes = 1
+    closed = False
 
     def record(self, kind: int, key: bytes) -> RecordId:
         return RecordId(kind, key)
@@ -40,11 +43,14 @@ class OneByte:
     def mark(self) -> None:
         return
 
+    def pin(self, memory: np.ndarray) -> None:
+        return
+
     def settle(self) -> None:
         return
 
     def close(self) -> None:
-        return
+        self.closed = True
 
     def out(self, kind: int, block: int, buffer: RecordBuffer, ready: object) -> int:
         return 1
@@ -53,9 +59,57 @@ class OneByte:
         raise AssertionError("a block was filled")
 
 
-def tier_of(opened: Callable[[], SegmentStore], *, leads: bool = True) -> RankTier:
-    copies = cast(BlockCopies, OneByte())
-    return RankTier(copies, opened, lambda work, *args: work(*args), leads=leads)
+def tier_of(
+    opened: Callable[[], SegmentStore], *, copies: OneByte | None = None, leads: bool = True, **more: Any
+) -> RankTier:
+    made = cast(BlockCopies, copies or OneByte())
+    return RankTier(made, opened, lambda work, *args: work(*args), leads=leads, **more)
+
+
+class Pages(OneByte):
+    """Copies of blocks of ``SIZE`` bytes, all equal to the number of the block."""
+
+    SIZE = most_bytes = 1 << 18
+
+    def __init__(self, *, writes: bool = True) -> None:
+        self._writes = writes
+        self.filled: dict[int, int] = {}
+
+    def writes(self, kind: int) -> bool:
+        return self._writes
+
+    def parts_of(self, kind: int, parts: int) -> list[int]:
+        return []
+
+    def out(self, kind: int, block: int, buffer: RecordBuffer, ready: object) -> int:
+        buffer.payload[: self.SIZE] = block
+        return self.SIZE
+
+    def into(self, record: RecordId, block: int, payload: np.ndarray) -> None:
+        self.filled[block] = int(payload[0])
+
+
+def by_hand(copies: Pages, store: Any, host: HostLevel | None = None) -> RankTier:
+    """Return a tier without a thread: ``turn`` executes one command."""
+    tier = tier_of(lambda: store, copies=copies, start=False, host=host)
+    tier.store = store
+    return tier
+
+
+def outcomes(tier: RankTier, command: CopyBlocks) -> list[int]:
+    """Execute a command. Return the outcome of each block."""
+    tier.put(command)
+    tier.turn(0.0)
+    (done,) = [one for one in tier.take() if isinstance(one, BlocksCopied)]
+    return list(done.outcomes)
+
+
+def memory() -> HostLevel:
+    return HostLevel(np.zeros(8 * Pages.SIZE, np.uint8), [Pages.SIZE], [1])
+
+
+def blocks(count: int) -> list[tuple[int, int, bytes]]:
+    return [(0, block, bytes([block]) * 16) for block in range(1, 1 + count)]
 
 
 def until(found: Callable[[], Any]) -> None:
@@ -89,6 +143,17 @@ def test_a_store_that_opens_slowly_does_not_stop_another_engine(
     finally:
         ready.set()
         tier.close()
+
+
+def test_a_store_that_cannot_be_opened_leaves_no_memory_pinned() -> None:
+    def refused() -> SegmentStore:
+        raise ConfigError("no such folder")
+
+    copies = OneByte()
+    tier = tier_of(refused, copies=copies)
+    assert tier.wait(30)
+    tier.close()
+    assert copies.closed
 
 
 def test_a_copy_that_does_not_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,3 +199,98 @@ def test_a_slow_disk_holds_the_end_for_a_limited_time() -> None:
     clock.advance_to(engine_tier.FLUSH_S + 1.0)
     assert not tier.moving
     tier.finish()
+
+
+def test_a_flush_also_removes_blocks_that_came_to_host_memory_from_the_disk(tmp_path: Path) -> None:
+    """The owner of a block goes along: a later flush by the salt leaves nothing in host memory."""
+    first = by_hand(Pages(), open_store(tmp_path))
+    for number, salt in enumerate(("tenant-7", "other")):
+        assert outcomes(first, copy_of(1, False, [blocks(2)[number]], Owner(salt=salt))) == [
+            BlockOutcome.DONE
+        ]
+    first.close()
+    first.store.close()  # type: ignore[union-attr]
+    copies, host = Pages(), memory()
+    second = by_hand(copies, open_store(tmp_path), host)
+    assert outcomes(second, copy_of(1, True, blocks(2))) == 2 * [BlockOutcome.DONE]
+    assert copies.filled == {1: 1, 2: 2}
+    assert host.num_records == 2
+    second.put(FlushStore(salt="tenant-7"))
+    second.turn(0.0)
+    assert [host.has(0, name) for _, _, name in blocks(2)] == [False, True]
+    found = outcomes(second, copy_of(2, True, blocks(2)))
+    assert found == [BlockOutcome.GONE, BlockOutcome.DONE]
+    second.close()
+
+
+def test_a_rank_whose_bytes_another_rank_writes_has_a_host_level_of_its_own() -> None:
+    """Latents are equal on all ranks, and one rank writes the record. Without a disk, every rank must have
+    the bytes in its host memory."""
+    copies, host = Pages(writes=False), memory()
+    tier = by_hand(copies, NoDisk(), host)
+    assert outcomes(tier, copy_of(1, False, blocks(2))) == 2 * [BlockOutcome.DONE]
+    assert host.num_records == 2
+    assert outcomes(tier, copy_of(2, True, blocks(2))) == 2 * [BlockOutcome.DONE]
+    assert copies.filled == {1: 1, 2: 2}
+    tier.close()
+
+
+def test_the_end_waits_for_a_load_of_several_reads(tmp_path: Path) -> None:
+    """``close`` must not end the reading thread while a load still has reads to begin."""
+    first = by_hand(Pages(), open_store(tmp_path))
+    assert set(outcomes(first, copy_of(1, False, blocks(12)))) == {BlockOutcome.DONE}
+    first.close()
+    first.store.close()  # type: ignore[union-attr]
+    copies, begun, ends = Pages(), threading.Event(), threading.Event()
+
+    def into(record: RecordId, block: int, payload: np.ndarray) -> None:
+        begun.set()
+        assert ends.wait(30)
+
+    copies.into = into  # type: ignore[method-assign]
+    tier = tier_of(lambda: open_store(tmp_path), copies=copies)
+    tier.put(copy_of(1, True, blocks(12)))
+    assert begun.wait(30)
+    closing = threading.Thread(target=tier.close)
+    closing.start()
+    until(lambda: not tier._commands.empty())
+    ends.set()
+    closing.join(30)
+    assert not tier._thread.is_alive(), "the load waits for a thread that has ended"
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_a_load_that_fails_unexpectedly_reserves_no_blocks(tmp_path: Path, settles: bool) -> None:
+    """The command under way is answered, too, unless the device may still write to its blocks."""
+    store = open_store(tmp_path)
+
+    def broken(*_: object) -> list[np.ndarray | RecordError]:
+        raise ValueError("unexpected")
+
+    store.check_run = broken  # type: ignore[method-assign]
+    copies, calls = Pages(), list[int]()
+
+    def settle() -> None:
+        calls.append(1)
+        if len(calls) > 1 and not settles:
+            raise EngineDead("a GPU did not finish")
+
+    copies.settle = settle  # type: ignore[method-assign]
+    tier = tier_of(lambda: store, copies=copies)
+    try:
+        assert tier.wait(30)
+        tier.put(copy_of(1, True, blocks(2)))
+        tier.put(copy_of(2, True, blocks(2)))
+        found = dict[int, list[int]]()
+
+        def answered() -> bool:
+            found.update(
+                (one.job, list(one.outcomes)) for one in tier.take() if isinstance(one, BlocksCopied)
+            )
+            return 2 in found
+
+        until(answered)
+        off = 2 * [BlockOutcome.OFF]
+        assert found == ({1: off, 2: off} if settles else {2: off})
+    finally:
+        tier.close()

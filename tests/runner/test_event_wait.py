@@ -38,6 +38,13 @@ def test_a_wait_ends_at_the_deadline_and_restores_the_slack() -> None:
     assert not before or slack() == before
 
 
+def test_a_sandbox_without_timer_slack_waits_with_plain_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, until = list[tuple[int, ...]](), time.monotonic() + 0.001
+    monkeypatch.setattr(event_wait, "_prctl", lambda *given: calls.append(given) or -1)
+    wait_until(lambda: time.monotonic() > until, time.monotonic() + deadline(30), "late")
+    assert calls == [(event_wait._GET, 0, 0, 0, 0)]
+
+
 def test_sleeps_grow_with_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long wait asks rarely, and a result that is nearly there is found without a sleep."""
     now, naps = [0.0], []

@@ -207,6 +207,50 @@ def test_the_first_load_measures_a_slow_disk(monkeypatch: pytest.MonkeyPatch) ->
     assert rig.loads.stats().loads == {"cut": 1, "slower": 1}
 
 
+@pytest.mark.parametrize("end", ["cut", "abort", "preempt", "late", "lost", "flush"])
+def test_a_load_that_ends_early_leaves_no_block_on_hold(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands are under way when the wait of the sequence ends. The blocks are free after the reports, also
+    when a sequence has computed the same blocks meanwhile."""
+    monkeypatch.setattr(tiers, "LOAD_BYTES", 1)  # one block for each command
+    _, rig = stored(PROMPT, OTHER)
+    rig.submit(submit(0, PROMPT))
+    rig.submit(submit(1, PROMPT))
+    rig.ask()
+    assert [command.load for command, _ in rig.under_way] == [True, True]
+    assert rig.loads.stats().pinned == 2
+    if end == "cut":
+        rig.seconds = 60.0
+        rig.serve()
+        assert rig.loads.stats().loads == {"cut": 2}
+        assert rig.under_way
+    elif end == "abort":
+        rig.finish(0)
+        rig.finish(1)
+    elif end == "lost":
+        rig.lose()
+    elif end == "flush":
+        rig.loads.on(Flushed(), rig.now)
+    else:
+        rig.now += 1.0
+        rig.hear(rig.scheduler.expire(rig.now))
+        rig.step()
+        if end == "preempt":
+            (sequence, *_) = rig.scheduler._state.running
+            rig.scheduler._state.preempt(sequence, sequence.state)  # type: ignore[arg-type]
+        while rig.scheduler.has_work():
+            rig.step()
+    rig.audit()
+    rig.settle()
+    rig.check_told()
+    rig.audit()
+    rig.check_idle()
+    found = rig.loads.stats()
+    assert (found.pinned, found.waiting) == (0, 0)
+    book = rig.loads.book
+    assert not any((book._jobs, book._loading, book._storing, book._reasons))
+    assert not any(kind.pool._pins for kind in rig.scheduler._state.caches.kinds)
+
+
 def test_a_block_that_left_the_store_is_not_asked_for() -> None:
     kv, disk = kv_config(), FakeDisk()
     ask(TierRig(kv, disk=disk), submit(0, PROMPT))

@@ -44,9 +44,9 @@ def add_tier_routes(app: FastAPI, front: Front) -> None:
 
     @app.post("/admin/cache/flush", openapi_extra=openapi.answers_of(FlushRequest, Acted))
     async def flush(request: Request) -> Response:
-        """Empty the prefix cache in memory, and remove blocks from the KV disk tier.
+        """Empty the prefix cache in memory, and remove blocks from the KV tier: disk and host memory.
 
-        The engines act after the answer. 400 if no engine process has a disk tier.
+        The engines act after the answer. 400 if no engine process has a KV tier.
         """
         asked = await read_body(front, request, FlushRequest)
         asked.check()
@@ -58,7 +58,9 @@ def add_tier_routes(app: FastAPI, front: Front) -> None:
             if one.alive and one.stats.tier is not None
         ]
         if not engines:
-            raise InvalidRequest("no engine process has a KV disk tier: start the server with --kv-disk")
+            raise InvalidRequest(
+                "no engine process has a KV tier: start the server with --kv-disk or --kv-host"
+            )
         for message in _messages(front, asked):
             for own, name in engines:
                 own.tell(name, message)

@@ -53,6 +53,9 @@ def _exact_sleeps() -> Iterator[None]:
         yield
         return
     before = _prctl(_GET, 0, 0, 0, 0)
+    if before < 0:  # a sandbox without this call: the same number would set the longest slack
+        yield
+        return
     _prctl(_SET, TIMER_SLACK_NS, 0, 0, 0)
     try:
         yield

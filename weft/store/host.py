@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from weft.store import layout
 from weft.store.errors import RecordGone
 from weft.store.reading import Run
 from weft.store.records import BlockChanges, Owner, RecordBuffer, RecordId, Stored
@@ -23,7 +24,11 @@ from weft.types.tiers import Entry
 class _Record(NamedTuple):
     slot: int
     nbytes: int
-    owner: Owner
+    owner: layout.OwnerHashes
+    """Hashes, as on the disk: a record that comes from the disk has no other names."""
+
+
+_NOBODY = layout.owner_hashes(Owner())
 
 
 class HostLevel:
@@ -42,6 +47,8 @@ class HostLevel:
         self._records = [OrderedDict[bytes, _Record]() for _ in sizes]
         self._gone = list[Entry]()
         self.evicted = 0
+        self.nbytes = 0
+        """Bytes of all records."""
 
     def has(self, kind: int, key: bytes) -> bool:
         """Return True if the block is there."""
@@ -56,8 +63,9 @@ class HostLevel:
         self._records[kind].move_to_end(key)
         return self._parts[kind][found.slot, : found.nbytes]
 
-    def put(self, kind: int, key: bytes, payload: np.ndarray, owner: Owner = Owner()) -> bool:
-        """Copy a block, uint8 [bytes], unless the block is there. May evict. Return False without room."""
+    def put(self, kind: int, key: bytes, payload: np.ndarray, owner: layout.OwnerHashes = _NOBODY) -> bool:
+        """Copy a block, uint8 [bytes], unless the block is there. May evict. Return False without room.
+        ``owner``: see ``layout.owner_hashes``."""
         records, free = self._records[kind], self._free[kind]
         if key in records:
             records.move_to_end(key)
@@ -67,21 +75,26 @@ class HostLevel:
         if not free:
             lost, record = records.popitem(last=False)
             free.append(record.slot)
+            self.nbytes -= record.nbytes
             self._gone.append((kind, lost))
             self.evicted += 1
         slot = free.pop()
         self._parts[kind][slot, : len(payload)] = payload
         records[key] = _Record(slot, len(payload), owner)
+        self.nbytes += len(payload)
         return True
 
     def flush(self, payer: str | None, salt: str | None, session: str | None) -> int:
         """Remove the records whose owner has all given fields; without fields, all. Return the number."""
-        wanted, count = (payer, salt, session), 0
+        given = {"payer": payer, "salt": salt, "session": session}
+        wanted = [None if one is None else layout.owner_hash(name, one) for name, one in given.items()]
+        count = 0
         for kind, records in enumerate(self._records):
             for key, record in list(records.items()):
                 if all(want is None or want == has for want, has in zip(wanted, record.owner, strict=True)):
                     del records[key]
                     self._parts[kind][record.slot] = 0
+                    self.nbytes -= record.nbytes
                     self._free[kind].append(record.slot)
                     self._gone.append((kind, key))
                     count += 1
@@ -93,11 +106,6 @@ class HostLevel:
         return [(kind, key) for kind, key in dict.fromkeys(gone) if not self.has(kind, key)]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all records."""
-        return sum(record.nbytes for records in self._records for record in records.values())
-
-    @property
     def num_records(self) -> int:
         return sum(map(len, self._records))
 
@@ -106,9 +114,6 @@ class NoDisk:
     """The place of the disk under a host level alone. Has no records and takes none."""
 
     off = ""
-
-    def has(self, record: RecordId) -> bool:
-        return False
 
     def find(self, kind: int, key: bytes) -> Stored | None:
         return None

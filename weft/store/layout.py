@@ -105,7 +105,10 @@ def record_of(name: bytes) -> RecordId:
     return RecordId(kind, key, part, parts)
 
 
-def owner_hashes(owner: Owner) -> tuple[bytes, bytes, bytes]:
+OwnerHashes = tuple[bytes, bytes, bytes]
+
+
+def owner_hashes(owner: Owner) -> OwnerHashes:
     """Return 16 bytes each for payer, salt and session; zeros for an absent one."""
     payer, salt, session = (owner_hash(*pair) for pair in zip(Owner._fields, owner, strict=True))
     return payer, salt, session

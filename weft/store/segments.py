@@ -110,6 +110,14 @@ class SegmentStore:
         """Return True if the record is there. Without I/O."""
         return not self.off and self._index.place(record) is not None
 
+    def owner(self, record: RecordId) -> layout.OwnerHashes | None:
+        """Return the hashes of the owner of a record; None if there is no such record. Without I/O."""
+        found = self._index.place(record)
+        if found is None:
+            return None
+        payer, salt, session = (found.entry[name].tobytes() for name in Owner._fields)
+        return payer, salt, session
+
     def write(self, record: RecordId, buffer: RecordBuffer, nbytes: int, owner: Owner = _NOBODY) -> str:
         """Store ``buffer.payload[:nbytes]``.
 

@@ -35,15 +35,16 @@ def new_folder(config: Config) -> Iterator[Config]:
     root = disk_folder(config.tier)
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="verify-", dir=root) as folder:
-            tier = msgspec.structs.replace(config.tier, kv_disk_dir=folder, kv_store="all")
-            model = msgspec.structs.replace(config.model, dtype="float64")
-            cache = msgspec.structs.replace(config.cache, enable_prefix_caching=True)
-            yield msgspec.structs.replace(config, tier=tier, model=model, cache=cache)
+        made = tempfile.TemporaryDirectory(prefix="verify-", dir=root)
     except OSError as error:
         raise ConfigError(
             f"--kv-disk-dir {root}: no folder can be made ({error.strerror})", param="--kv-disk-dir"
         ) from error
+    with made as folder:
+        tier = msgspec.structs.replace(config.tier, kv_disk_dir=folder, kv_store="all")
+        model = msgspec.structs.replace(config.model, dtype="float64")
+        cache = msgspec.structs.replace(config.cache, enable_prefix_caching=True)
+        yield msgspec.structs.replace(config, tier=tier, model=model, cache=cache)
 
 
 def damage(folder: Path) -> int:

@@ -23,6 +23,8 @@ def check_tier(config: Config, device: str) -> TierSection:
             "and enlarge --kv-cache-memory or set --kv-disk",
             param="--kv-host",
         )
+    if tier.kv_host is not None and host_bytes(tier) < _LEAST:
+        raise ConfigError(f"--kv-host must be at least {_LEAST >> 20}M", param="--kv-host")
     if tier.kv_disk is None and tier.kv_host is None:
         return tier
     flag = "--kv-disk" if tier.kv_host is None else "--kv-host"

@@ -29,6 +29,7 @@ from weft.engine.tiers.read_ahead import ReadAhead
 from weft.runner.tier_thread import TierReport
 from weft.store.errors import RecordCorrupt, RecordError, RecordGone, StoreOff
 from weft.store.host import HostLevel
+from weft.store.layout import owner_hashes
 from weft.store.records import Owner, RecordBuffer, RecordId
 from weft.store.segments import SegmentStore
 from weft.types.tiers import (
@@ -89,6 +90,8 @@ class RankTier:
         self._told = StoreState()
         self._buffer = RecordBuffer(copies.most_bytes)
         self._reads = ReadAhead(copies.most_bytes)
+        for buffer in (self._buffer, *self._reads.buffers):
+            copies.pin(buffer.memory)
         self.store: SegmentStore | None = None
         """The store, once open."""
         self._thread = threading.Thread(target=self._run, name="weft-tier", daemon=True)
@@ -129,11 +132,12 @@ class RankTier:
     def close(self) -> None:
         self._cancel()
         self._commands.put(None)
-        self._reads.close()
         if self._thread.is_alive():
             self._thread.join(_END_S)
-            if self._thread.is_alive():
-                log.warning("the disk of the KV tier does not answer; blocks not yet written are lost")
+        if self._thread.is_alive():
+            log.warning("the disk of the KV tier does not answer; blocks not yet written are lost")
+        else:
+            self._reads.close()  # not earlier: a load under way still reads
         self._reports.close()
 
     def _place(self, command: TierCommand) -> None:
@@ -145,6 +149,12 @@ class RankTier:
     # ---- on the thread
 
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._copies.close()
+
+    def _work(self) -> None:
         try:
             self.store = self._open()
         except (ConfigError, OSError) as error:
@@ -164,7 +174,6 @@ class RankTier:
             self._fail(error)
         finally:
             self.store.close()
-            self._copies.close()
 
     def _fail(self, error: Exception) -> None:
         """Answer every command with ``OFF``, and report why."""
@@ -173,6 +182,14 @@ class RankTier:
         if self._leads:
             self._reports.tell(StoreState(off=why))
         self._opened.set()
+        try:
+            self._copies.settle()
+        except Exception:
+            # The device may still write to the blocks of the load under way: no answer, the blocks stay
+            # reserved.
+            log.exception("the copies of the KV tier do not end")
+            if self._loads:
+                self._loads.popleft()
         for command in (*self._loads, *self._others):
             self._refuse(command)
         for event in self._stops:
@@ -204,10 +221,13 @@ class RankTier:
                 self._sort(self._commands.get_nowait())
         except queue.Empty:
             pass
+        # A command leaves the queue at the end of the command: after an error, ``_fail`` answers the command.
         if self._loads:
-            self._load(store, self._loads.popleft())
+            self._load(store, self._loads[0])
+            self._loads.popleft()
         elif self._others:
-            self._other(store, self._others.popleft())
+            self._other(store, self._others[0])
+            self._others.popleft()
         else:
             for event in self._stops:
                 event.set()
@@ -270,8 +290,9 @@ class RankTier:
                     nbytes += self._gather(store, items[number], outcomes, number)
                 else:
                     nbytes += self._fill(own[done], block, payload, outcomes, number)
-                    if self._host is not None and not isinstance(payload, RecordError):
-                        self._host.put(kind, key, payload)
+                    owner = None if self._host is None else store.owner(own[done])
+                    if self._host is not None and owner is not None and not isinstance(payload, RecordError):
+                        self._host.put(kind, key, payload, owner)
                 done += 1
             self._copies.settle()  # the next run overwrites the payloads
         self._copies.settle()
@@ -318,14 +339,18 @@ class RankTier:
         """Write the blocks of a command to the store."""
         began, outcomes, nbytes = time.monotonic(), bytearray(), 0
         owner, ready = Owner(*command.owner), self._marks.pop(command.job, None)
+        names = owner_hashes(owner)
         for kind, block, key in command.items():
-            if not self._copies.writes(kind):
+            writes = self._copies.writes(kind)
+            if not writes and self._host is None:
                 outcomes.append(BlockOutcome.DONE)
                 continue
-            size = self._copies.out(kind, block, self._buffer, ready)
-            result = store.write(self._copies.record(kind, key), self._buffer, size, owner)
-            outcome = _WROTE.get(result, BlockOutcome.SKIPPED)
-            if self._host is not None and self._host.put(kind, key, self._buffer.payload[:size], owner):
+            size, outcome = self._copies.out(kind, block, self._buffer, ready), BlockOutcome.DONE
+            if writes:
+                result = store.write(self._copies.record(kind, key), self._buffer, size, owner)
+                outcome = _WROTE.get(result, BlockOutcome.SKIPPED)
+            # Each rank has host memory of its own, also for bytes that another rank writes to the disk.
+            if self._host is not None and self._host.put(kind, key, self._buffer.payload[:size], names):
                 outcome = BlockOutcome.DONE
             outcomes.append(outcome)
             nbytes += size * (outcome == BlockOutcome.DONE)

@@ -25,7 +25,7 @@ class ReadAhead:
     def __init__(self, most_bytes: int) -> None:
         """``most_bytes``: of the largest payload."""
         size = max(most_bytes, RUN_BYTES + _HEADERS)
-        self._buffers = (RecordBuffer(size), RecordBuffer(size))
+        self.buffers = (RecordBuffer(size), RecordBuffer(size))
         self._wanted: queue.SimpleQueue[tuple[SegmentStore, Sequence[RecordId], RecordBuffer] | None]
         self._wanted = queue.SimpleQueue()
         self._read: queue.SimpleQueue[Run | Exception] = queue.SimpleQueue()
@@ -37,12 +37,12 @@ class ReadAhead:
         """Yield the results of ``SegmentStore.check_run`` for one run after the other, until all ``records``
         are read. A result is valid until the next. Raises the errors of the reading thread."""
         at, side = 0, 0
-        run = store.read_run(records, self._buffers[0])
+        run = store.read_run(records, self.buffers[0])
         while True:
             at, side = at + len(run.records), 1 - side
             more = at < len(records)
             if more:
-                self._begin(store, records[at:], self._buffers[side])
+                self._begin(store, records[at:], self.buffers[side])
             try:
                 yield store.check_run(run)
             finally:
