@@ -66,7 +66,7 @@ def captured(name: str, folder_of: Callable[[str], Path], patch: pytest.MonkeyPa
 DRAW = 5
 """Kernels of the draw and the copy of the tokens. Every captured step with one token per row draws."""
 STEP = 25 + DRAW
-"""Kernels outside of the layers: positions, angles, embedding, last norm, head, copies of the result, draw."""
+"""Kernels outside of the layers: positions, angles, embedding, last norm, head, copies, draw."""
 LIMITS = {"llama": 9, "qwen3_moe": 12, "deepseek_v3": 13.5, "gpt-oss": 15, "qwen3_next": 15}
 """Kernels of a layer, on average over the layers. The merge of splits, for longer contexts, is one more."""
 
