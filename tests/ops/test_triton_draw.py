@@ -111,7 +111,8 @@ CASES = [
 COUNT = 12 if THERE else 3
 
 
-@mostly_slow(("vocab", "dtype", "spread"), CASES, [(LARGE, torch.bfloat16, 3.0)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("vocab", "dtype", "spread"), CASES)
 def test_tokens_are_those_of_the_rule(vocab: int, dtype: torch.dtype, spread: float) -> None:
     """Temperatures and min_p of all sizes, padded columns, rows with few finite logits."""
     count = COUNT
@@ -127,7 +128,8 @@ def test_tokens_are_those_of_the_rule(vocab: int, dtype: torch.dtype, spread: fl
     assert (check(logits, vocab, slots) >= 0).all()
 
 
-@mostly_slow(("vocab", "dtype", "spread"), [c for c in CASES if c[2]], [(LARGE, torch.bfloat16, 1.0)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("vocab", "dtype", "spread"), [c for c in CASES if c[2]])
 def test_filters_cut_where_the_rule_cuts(vocab: int, dtype: torch.dtype, spread: float) -> None:
     """top_k, top_p and min_p together, with many equal logits at the cuts."""
     count = COUNT
@@ -142,10 +144,10 @@ def test_filters_cut_where_the_rule_cuts(vocab: int, dtype: torch.dtype, spread:
     check(logits, vocab, slots)
 
 
-@mostly_slow(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("dtype", "temperature"),
     [(torch.float32, 0.1), (torch.float32, 0.0), (torch.bfloat16, 0.1), (torch.bfloat16, 0.0)],
-    1,
 )
 def test_broken_rows_are_errors(dtype: torch.dtype, temperature: float) -> None:
     """NaN, +inf, nothing finite, and a division that overflows, for greedy rows and others."""

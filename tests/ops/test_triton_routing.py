@@ -71,7 +71,7 @@ def chosen(logits: Tensor, weights: Routed) -> tuple[Tensor, Tensor]:
 
 
 @mostly_slow("kind", ["random", "ties", "infinite"], ["ties"])
-@pytest.mark.parametrize("name", RULES)
+@mostly_slow("name", [*RULES], ["odd groups"])
 def test_choice_equals_the_reference(name: str, kind: str) -> None:
     logits, weights = given(*RULES[name], kind)
     wanted, by = route(logits, weights.rule, weights.correction)
@@ -81,6 +81,7 @@ def test_choice_equals_the_reference(name: str, kind: str) -> None:
     assert torch.allclose(scales, by, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_a_row_of_nan_has_valid_experts_and_changes_no_other_row() -> None:
     logits, weights = given(*RULES["deepseek_v3"], "random")
     found, scales = chosen(logits, weights)
@@ -100,7 +101,7 @@ def test_a_row_of_nan_has_valid_experts_and_changes_no_other_row() -> None:
 @mostly_slow(
     ("kind", "dtype"),
     [("gated_shared", torch.bfloat16), ("biased", torch.float32), ("plain", torch.float16)],
-    1,
+    [("plain", torch.float16)],
 )
 def test_logits_of_few_tokens(kind: str, dtype: torch.dtype) -> None:
     """Logits and the shared gate equal the product in float64; a row does not depend on other rows."""
@@ -124,6 +125,7 @@ def test_logits_of_few_tokens(kind: str, dtype: torch.dtype) -> None:
     assert torch.equal(alone[0], logits[9])
 
 
+@pytest.mark.slow
 def test_a_shared_expert_is_one_more_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     """With as many columns as the experts; the result equals the block with a separate shared expert."""
     from weft.ops.triton import moe

@@ -184,13 +184,14 @@ def test_ptx_multiplies_every_code_by_every_scale(kind: torch.dtype) -> None:
 
 
 @interprets
-@mostly_slow("form", WORDED, ["nvfp4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", WORDED)
 def test_products(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In narrow and wide tiles, with one part of the inputs and with several."""
     from weft.ops.triton import words as kernel
 
     monkeypatch.setattr(kernel, "LEAST_STEPS", 1)
-    for shape in SHAPES[1:2] if form == "nvfp4" else SHAPES:
+    for shape in SHAPES:
         codes, made = worded(form, shape)
         x, bias = given(3, shape[1]), given(1, shape[0], 1)[0]
         for tile, many in ((kernel.FORMS[0], False), (kernel.FORMS[1], True)):

@@ -294,3 +294,28 @@ def test_cuda_draws_what_the_cpu_draws(make: SimpleNamespace, dtype: torch.dtype
         assert other.ids.cpu()[good].equal(mine.ids[good])
         assert other.rank.cpu()[good].equal(mine.rank[good])
         assert torch.allclose(other.values.cpu()[good], mine.values[good], atol=1e-5)
+
+
+def test_long_histories_are_penalised_in_chunks(
+    make: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A history longer than the vocabulary bounds the rows of a chunk."""
+    count, vocab = 9, 8
+    of = make.scene(count, vocab, seed=4)
+    params = [TokenParams(repetition_penalty=1.0 + row / 4, frequency_penalty=0.5) for row in range(count)]
+    rows = make.rows(range(count), range(count), of.positions)
+
+    def drawn() -> list[int]:
+        sampler = build(make, of, params, vocab)
+        return sampler.sample(of.logits, rows, of.history, of.num_prompt).tokens.tolist()
+
+    expected, penalise, sizes = drawn(), module.ops.penalise_, []
+
+    def watched(x: Any, penalties: Any, history: torch.Tensor, *rest: Any) -> None:
+        sizes.append(history.numel())
+        penalise(x, penalties, history, *rest)
+
+    monkeypatch.setitem(module.CHUNK, "cpu", 80)
+    monkeypatch.setattr(module.ops, "penalise_", watched)
+    assert drawn() == expected
+    assert max(sizes) <= 80

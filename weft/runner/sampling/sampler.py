@@ -53,7 +53,8 @@ int64 [rows]: tokens, -1 for a row with an error. See ``Sampler.end``."""
 NO_MASKS = TokenMasks()
 _WHOLE = tuple(kind | mask for kind in DIRECT for mask in (0, MASK))
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Logits processed at once (rows * vocabulary). Bounds the memory of a step with many rows."""
+"""Elements processed at once: rows * vocabulary, and with penalties rows * history. Bounds the memory of a
+step with many rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,8 +286,10 @@ class Sampler:
 
     # --- one class of rows ---
 
-    def _chunk(self) -> int:
-        return max(1, CHUNK.get(self._device.type, CHUNK["cuda"]) // self._vocab)
+    def _chunk(self, length: int = 0) -> int:
+        """Return the rows to process at once, for rows of the vocabulary or of ``length``, whichever is
+        longer."""
+        return max(1, CHUNK.get(self._device.type, CHUNK["cuda"]) // max(self._vocab, length))
 
     def _parts(self, classes: np.ndarray, whole: Sequence[int]) -> Iterator[tuple[int, slice]]:
         """Yield (class, slice) for runs of equal classes, cut into chunks. ``classes`` must be sorted.
@@ -411,12 +414,18 @@ class Sampler:
         # the device
         if self._device.type == "cpu":
             longest = int(rows.position.max())
-        penalties = ops.Penalties(
-            repetition=rows.real("repetition_penalty"),
-            frequency=rows.real("frequency_penalty"),
-            presence=rows.real("presence_penalty"),
-        )
-        ops.penalise_(x, penalties, history[rows.slot, :longest], num_prompt[rows.slot], rows.position)
+        # Chunks bound rows * vocabulary only. A history may be longer than the vocabulary.
+        size = self._chunk(longest)
+        for begin in range(0, len(x), size):
+            part = slice(begin, begin + size)
+            some = rows.at(part)
+            penalties = ops.Penalties(
+                repetition=some.real("repetition_penalty"),
+                frequency=some.real("frequency_penalty"),
+                presence=some.real("presence_penalty"),
+            )
+            ids = history[some.slot, :longest]
+            ops.penalise_(x[part], penalties, ids, num_prompt[some.slot], some.position)
 
     def _apply_lists(self, x: Tensor, rows: _Rows, history: Tensor, num_prompt: Tensor) -> None:
         """Apply allowed ids, banned ids, stop ids, bad words and biases of the rows to ``x`` [R, V] in place.
