@@ -21,6 +21,7 @@ from tests.support.expert_groups import on_layout
 from tests.support.slow import mostly_slow
 from weft.common.errors import InvalidRequest
 from weft.config.sections.all import SpeculationSection
+from weft.scheduler import planner
 from weft.types.layout import Layout
 from weft.types.messages import Submit, TokenEvent
 from weft.types.routes import Routes, joined
@@ -190,6 +191,37 @@ def test_a_later_start_uses_the_prefix_cache(checkpoint: Path) -> None:
     part: Any = rig.run(engine, [[later]])[1]
     assert 0 < part.num_cached <= 30
     assert part.routes.tolist() == whole.routes[30:].tolist()  # type: ignore[attr-defined]
+
+
+def test_routes_go_on_behind_output_of_another_engine(checkpoint: Path) -> None:
+    """A Submit that continues names a position in the output."""
+    whole = alone(checkpoint, asked(1, PROMPT))
+    emitted = np.array(whole.tokens[:4], "<i4").tobytes()
+    first = len(PROMPT) + 3
+    rest = rig.submit(1, PROMPT, SAMPLED, request=1, routes=first, emitted_ids=emitted)
+    part = alone(checkpoint, rest)
+    assert part.tokens == whole.tokens[4:]
+    assert part.routes.tolist() == whole.routes[first:].tolist()
+
+
+def test_routes_of_each_chunk_are_sent_at_once(checkpoint: Path) -> None:
+    """The routes of a whole prompt may be larger than a message."""
+    answer = alone(checkpoint, asked(1, PROMPT), chunk=8)
+    assert max(piece.positions for piece in answer.pieces) <= 8
+
+
+def test_forced_routes_of_running_sequences_are_bounded(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks hold the routes of few sequences at once. The other sequences wait."""
+    one = alone(checkpoint, asked(1, PROMPT))
+    forced = Routes.of(one.routes)
+    monkeypatch.setattr(planner, "SIDE_BYTES", 2 * len(forced.ids))
+    engine, runner = rig.make_engine(checkpoint)
+    many = [asked(number, PROMPT, forced=forced) for number in range(1, 7)]
+    answers = rig.run(engine, [many])
+    assert max(plan.prefill.rows + plan.decode.rows for plan in runner.plans) == 2
+    assert all(answers[number].routes.tolist() == one.routes.tolist() for number in range(1, 7))
 
 
 def test_wrong_routes_are_refused(checkpoint: Path) -> None:

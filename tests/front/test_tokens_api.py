@@ -339,3 +339,22 @@ def test_arrays_in_a_request_take_no_more_memory_than_the_request() -> None:
     for wrong in ("", "AAAA", "*", json.dumps([1]), floats, base64.b64encode(file.getvalue()).decode()):
         with pytest.raises(InvalidRequest, match="x must be base64 of a"):
             from_npy(wrong, "x")
+
+
+@pytest.mark.parametrize(
+    "header", ["(((", "{'descr': '<i4'", '"""', "-" * 9000, "{'descr': ((((((),),),),),)}", "{'shape': (1,)}"]
+)
+def test_a_header_of_an_array_is_not_run(header: str) -> None:
+    data = header.encode() + b"\n"
+    file = b"\x93NUMPY\x01\x00" + len(data).to_bytes(2, "little") + data
+    with pytest.raises(InvalidRequest, match="x must be base64 of a"):
+        from_npy(base64.b64encode(file).decode(), "x")
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 2, 3), ()])
+@pytest.mark.parametrize("dtype", ["u1", "<u2", ">i4", "<i8"])
+def test_arrays_as_numpy_saves_them(shape: tuple[int, ...], dtype: str) -> None:
+    file = io.BytesIO()
+    made = np.ones(shape, dtype)
+    np.save(file, made)
+    assert from_npy(base64.b64encode(file.getvalue()).decode(), "x").tolist() == made.tolist()

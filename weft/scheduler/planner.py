@@ -25,6 +25,11 @@ NO_SLOT = -1
 """Slot number for cache queries about a sequence without a slot."""
 
 
+SIDE_BYTES = 64 << 20
+"""Maximum ``Sequence.side_bytes`` of all running sequences together; a single sequence may take more. The limit
+also keeps the frame of a step, which brings forced experts to the ranks, below its size limit."""
+
+
 class Planner:
     """Fills the steps of one scheduler. Admission and preemption change ``state``."""
 
@@ -169,8 +174,10 @@ class Planner:
         """Give slots to the leading sequences of the queue with received KV. The sequences decode in the same
         step."""
         waiting = self._state.waiting
-        while waiting and (tables := waiting.first().tables) is not None and self._has_slot():
-            self._adopt(waiting.first(), tables)
+        while waiting and (tables := (first := waiting.first()).tables) is not None and self._has_slot():
+            if not self._has_room(first):
+                return
+            self._adopt(first, tables)
 
     def _adopt_behind(self) -> None:
         """Give slots to all waiting sequences with received KV, because the first of the queue lacks blocks.
@@ -178,13 +185,19 @@ class Planner:
         A sequence with received KV already owns blocks, and releases the blocks only by running.
         """
         for sequence in list(self._state.waiting) if self._state.transfers.decodes else ():
-            if sequence.tables is not None and self._has_slot():
+            if sequence.tables is not None and self._has_slot() and self._has_room(sequence):
                 self._adopt(sequence, sequence.tables)
 
     def _adopt(self, sequence: Sequence, tables: FetchedTables) -> None:
         run = self._state.adopt(sequence, tables)
         if self.drafts is not None:
             self.drafts.enter(run.slot)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Return True if the side memory of ``sequence`` fits beside the running sequences, or is the only
+        one."""
+        taken = sum(other.side_bytes for other in self._state.running) if sequence.side_bytes else 0
+        return not taken or taken + sequence.side_bytes <= SIDE_BYTES
 
     def _has_slot(self) -> bool:
         return len(self._state.running) < self._most_running and self._state.slots.available() > 0
@@ -204,6 +217,8 @@ class Planner:
         while state.waiting and builder.budget >= 1:
             sequence = state.waiting.first()
             yielding = None
+            if not self._has_room(sequence):
+                return
             if len(state.running) >= self._most_running:
                 yielding = crowding(state, sequence)
                 if yielding is None:

@@ -160,6 +160,10 @@ class Scheduler:
         sequence = Sequence(submit, tokens, num_prompt, limit, self._arrivals)
         if sequence.params.prompt_logprobs == ALL_LOGPROBS:
             sequence.logit_cost = max(1, MAX_PROMPT_LOGITS * 4 * self._vocab_size // ALL_LOGPROBS_BYTES)
+        if sequence.params.logprobs == ALL_LOGPROBS:
+            sequence.side_bytes = 4 * (1 + self._vocab_size) * (1 + state.kv.drafts)
+        if submit.forced is not None:
+            sequence.side_bytes += len(submit.forced.ids)
         sequence.blocked = blocked = blocked or submit.grammar is not None
         self._arrivals += 1
         if sequence.transfer is not None:
