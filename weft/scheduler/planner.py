@@ -26,8 +26,8 @@ NO_SLOT = -1
 
 
 SIDE_BYTES = 64 << 20
-"""Maximum ``Sequence.side_bytes`` of all running sequences together; a single sequence may take more. The limit
-also keeps the frame of a step, which brings forced experts to the ranks, below its size limit."""
+"""Maximum ``Sequence.side_bytes`` of all running sequences together; a single sequence may take more. So the
+frame of a step, which brings forced experts to the ranks, also stays below the frame's size limit."""
 
 
 class Planner:

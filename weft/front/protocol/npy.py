@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -21,14 +22,19 @@ _FILE = re.compile(
 
 
 def npy_pieces(shape: tuple[int, ...], dtype: str, data: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield base64 of the .npy file of an array, piece by piece.
+    """Return base64 of the .npy file of an array, piece by piece.
 
     ``dtype``: little-endian, e.g. ``<f4``. ``data``: the bytes of the array in order.
     """
     head = io.BytesIO()
     described = {"descr": dtype, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(head, described)
-    rest = head.getvalue()
+    return base64_pieces(itertools.chain((head.getvalue(),), data))
+
+
+def base64_pieces(data: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield base64 of all ``data`` together, piece by piece."""
+    rest = b""
     for piece in data:
         rest += piece
         whole = len(rest) - len(rest) % 3  # three bytes are four characters

@@ -125,8 +125,8 @@ class Generation:
         forced = job.params.force_routed_experts
         if forced is not None and len(forced.ids) * len(job.prompts) * job.params.n > MAX_SUBMITTED:
             raise InvalidRequest(
-                f"the bytes of force_routed_experts (2 per expert) times n must be at most {MAX_SUBMITTED}; use "
-                "a smaller n",
+                f"the bytes of force_routed_experts (2 per expert) times n must be at most {MAX_SUBMITTED}; "
+                "use a smaller n",
                 param="n",
             )
         size = sum(prompt.count for prompt in job.prompts) * 4 * job.params.n
