@@ -210,18 +210,28 @@ def test_routes_of_each_chunk_are_sent_at_once(checkpoint: Path) -> None:
     assert max(piece.positions for piece in answer.pieces) <= 8
 
 
-def test_forced_routes_of_running_sequences_are_bounded(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("form", ["forced", "vocabulary"])
+def test_the_side_memory_of_running_sequences_is_bounded(
+    form: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ranks hold the routes of few sequences at once. The other sequences wait."""
-    one = alone(checkpoint, asked(1, PROMPT))
-    forced = Routes.of(one.routes)
-    monkeypatch.setattr(planner, "SIDE_BYTES", 2 * len(forced.ids))
+    """Forced routes, or logprobs of the whole vocabulary, of few sequences at once. The other sequences
+    wait."""
+    params = SAMPLED if form == "forced" else TokenParams(max_tokens=4, logprobs=ALL_LOGPROBS)
+    one = alone(checkpoint, asked(1, PROMPT, params))
+    forced = Routes.of(one.routes) if form == "forced" else None
+    monkeypatch.setattr(planner, "SIDE_BYTES", 2 * len(forced.ids) if forced else 2 * 4 * 68)
     engine, runner = rig.make_engine(checkpoint)
-    many = [asked(number, PROMPT, forced=forced) for number in range(1, 7)]
+    many = [asked(number, PROMPT, params, forced=forced) for number in range(1, 6)]
     answers = rig.run(engine, [many])
     assert max(plan.prefill.rows + plan.decode.rows for plan in runner.plans) == 2
-    assert all(answers[number].routes.tolist() == one.routes.tolist() for number in range(1, 7))
+    if forced is not None:
+        assert all(answers[one.sequence].routes.tolist() == forced.array().tolist() for one in many)
+    # sequences without side memory do not count
+    engine, runner = rig.make_engine(checkpoint)
+    rig.run(
+        engine, [[*many[:2], *(rig.submit(number, PROMPT, SAMPLED, request=number) for number in (7, 8))]]
+    )
+    assert max(plan.prefill.rows + plan.decode.rows for plan in runner.plans) == 4
 
 
 def test_wrong_routes_are_refused(checkpoint: Path) -> None:

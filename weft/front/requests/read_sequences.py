@@ -20,8 +20,8 @@ def read_sequences(reader: Reader, body: bytes) -> Job:
         if size > reader.max_response_bytes:
             raise InvalidRequest(
                 f"the arrays would have about {size} bytes, padded to the longest completion; this server's "
-                f"limit is {reader.max_response_bytes} (--max-response-bytes): send fewer sequences, sequences of "
-                "similar lengths, or fewer top_logprobs",
+                f"limit is {reader.max_response_bytes} (--max-response-bytes): send fewer sequences, "
+                "sequences of similar lengths, or fewer top_logprobs",
                 param="sequences",
                 code="response_too_large",
             )
