@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from weft.common.errors import InvalidRequest
+from weft.front.protocol.conversation import AnswerOptions
 from weft.front.protocol.npy import from_npy, to_npy
 from weft.front.requests import serving
 from weft.front.requests.read_sequences import read_sequences
-from weft.front.requests.reading import Job
+from weft.front.requests.reading import Job, Reader
+from weft.types.routes import RouteShape
 from weft.types.sampling import SamplingParams, TokenParams
 
 ROUTE = "/inference/v1/generate"
@@ -414,3 +416,21 @@ def test_sequences_of_unequal_lengths_do_not_pad_without_bound() -> None:
     read_sequences(reader, json.dumps(unequal).encode())
     with pytest.raises(InvalidRequest, match="similar lengths"):
         read_sequences(reader, json.dumps({**unequal, "response_format": "binary"}).encode())
+
+
+def test_routes_of_prompts_count_before_any_computation() -> None:
+    """Every choice shows the routes of the prompt."""
+    shape = RouteShape(layers=4, top_k=2, experts=8)
+    reader: Any = SimpleNamespace(limits=SimpleNamespace(routes=shape), max_response_bytes=16 * 100 * 2)
+    prompts: Any = [SimpleNamespace(count=100)]
+    asked = AnswerOptions(model="", stream=False)
+
+    def check(**more: Any) -> None:
+        params = SamplingParams(return_routed_experts=True, **more)
+        Reader._check_answer(reader, prompts, params, asked, "prompt")
+
+    check(n=2)
+    check(n=3, routed_experts_prompt_start=50)
+    with pytest.raises(InvalidRequest, match="max-response-bytes") as caught:
+        check(n=3)
+    assert caught.value.param == "return_routed_experts"
