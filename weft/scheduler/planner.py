@@ -26,8 +26,9 @@ NO_SLOT = -1
 
 
 SIDE_BYTES = 64 << 20
-"""Maximum ``Sequence.side_bytes`` of all running sequences together; a single sequence may take more. So the
-frame of a step, which brings forced experts to the ranks, also stays below the frame's size limit."""
+"""Maximum bytes beside KV (``Sequence.side_bytes``) of all running sequences together: forced experts, and
+logprobs of the whole vocabulary of one step. A single sequence may take more. The frame of a step brings
+forced experts to the ranks, so the limit also bounds the frame."""
 
 
 class Planner:
@@ -214,11 +215,9 @@ class Planner:
         if builder.lacking is not None or builder.preempted or not state.waiting:
             return
         promised = self.promised()
-        while state.waiting and builder.budget >= 1:
+        while state.waiting and builder.budget >= 1 and self._has_room(state.waiting.first()):
             sequence = state.waiting.first()
             yielding = None
-            if not self._has_room(sequence):
-                return
             if len(state.running) >= self._most_running:
                 yielding = crowding(state, sequence)
                 if yielding is None:

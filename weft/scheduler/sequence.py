@@ -193,9 +193,7 @@ class Sequence:
         """Number of leading positions with prompt logprobs to compute. 0 if output exists: delivered by an
         earlier attempt."""
         self.logit_cost = 1  # part of a step's budget for prompt logprobs that one position takes
-        self.side_bytes = 0
-        """Bytes beside KV that the sequence takes on each rank while the sequence runs: forced experts, and
-        the logprobs of the whole vocabulary of one step. See ``planner.SIDE_BYTES``."""
+        self.side_bytes = 0  # beside KV on each rank while the sequence runs, see ``planner.SIDE_BYTES``
         self.delivered = 0
         """Number of positions already sent."""
         self.weights = 0  # version of the weights in the names of ``chain``

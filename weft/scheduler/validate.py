@@ -83,7 +83,6 @@ def check_submit(
         raise InvalidRequest(f"a session's name has at most {MAX_SESSION} characters", param="session")
     _integer("priority", submit.priority, -_I64, _I64)
     _check_params(submit.params, vocab_size)
-    # A Submit that continues names the first missing position, which may lie in the output.
     check_routes(submit.routes, submit.forced, num_prompt + len(emitted), routes, max_model_len)
     if submit.media:
         check_media(submit.media, num_prompt, limits, submit.transfer is None or submit.transfer.sends)

@@ -119,8 +119,8 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def check_routes(start: int, forced: Routes | None, known: int, shape: RouteShape | None, most: int) -> None:
     """Raise InvalidRequest, with the name of the parameter, if a model cannot report or force the routes.
 
-    ``start``: first reported position, -1 for none. ``known``: tokens of the prompt and of the output so
-    far. ``shape``: of the model, None without routed experts. ``most``: the longest sequence.
+    ``start``: first reported position, -1 for none; also in the output if the sequence continues. ``known``:
+    tokens of the prompt and of the output so far. ``shape``: of the model, None without routed experts. ``most``: the longest sequence.
     """
     if start >= 0 and shape is None:
         raise InvalidRequest(
