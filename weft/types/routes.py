@@ -120,7 +120,8 @@ def check_routes(start: int, forced: Routes | None, known: int, shape: RouteShap
     """Raise InvalidRequest, with the name of the parameter, if a model cannot report or force the routes.
 
     ``start``: first reported position, -1 for none; also in the output if the sequence continues. ``known``:
-    tokens of the prompt and of the output so far. ``shape``: of the model, None without routed experts. ``most``: the longest sequence.
+    tokens of the prompt and of the output so far. ``shape``: of the model, None without routed experts.
+    ``most``: the longest sequence.
     """
     if start >= 0 and shape is None:
         raise InvalidRequest(
