@@ -58,6 +58,8 @@ ALONE = [
     "| several models behind one server with `--fronts`, `--batch-dir`, `weft front` or Ray | "
     "[several models](guides/several-models.md) |",
     "| the KV cache on disk or in host memory, in a decode group | [KV cache on disk](tiers.md) |",
+    "| `return_routed_experts` with `stream` or `thinking_token_budget`; routed experts of models of the "
+    "generic backend | [training loops](guides/training-loops.md#routed-experts) |",
     "| latent attention, recurrent states, images, quantized weights or several ranks in `weft train` | "
     "[train](guides/train.md) |",
     "",
@@ -71,6 +73,9 @@ ALONE = [
     "",
     "`tests/composition/test_whole_images.py` runs Gemma 3, Gemma 4, Mistral Small 3.x and Ministral 3 with",
     "images and many features at once: in one group, and in prefill, decode and encode groups.",
+    "",
+    "`tests/e0/test_routes.py` runs routed experts and logprobs of the whole vocabulary with chunks, prefix",
+    "hits, preemption, two steps in flight, drafts, overlap and every layout of ranks.",
     "",
     "`pytest tests/composition/test_pairs.py -m grid --write-composition` writes this part.",
 ]

@@ -21,6 +21,7 @@ from tests.support.expert_groups import on_layout
 from tests.support.slow import mostly_slow
 from weft.common.errors import InvalidRequest
 from weft.config.sections.all import SpeculationSection
+from weft.scheduler import planner
 from weft.types.layout import Layout
 from weft.types.messages import Submit, TokenEvent
 from weft.types.routes import Routes, joined
@@ -190,6 +191,47 @@ def test_a_later_start_uses_the_prefix_cache(checkpoint: Path) -> None:
     part: Any = rig.run(engine, [[later]])[1]
     assert 0 < part.num_cached <= 30
     assert part.routes.tolist() == whole.routes[30:].tolist()  # type: ignore[attr-defined]
+
+
+def test_routes_go_on_behind_output_of_another_engine(checkpoint: Path) -> None:
+    """A Submit that continues names a position in the output."""
+    whole = alone(checkpoint, asked(1, PROMPT))
+    emitted = np.array(whole.tokens[:4], "<i4").tobytes()
+    first = len(PROMPT) + 3
+    rest = rig.submit(1, PROMPT, SAMPLED, request=1, routes=first, emitted_ids=emitted)
+    part = alone(checkpoint, rest)
+    assert part.tokens == whole.tokens[4:]
+    assert part.routes.tolist() == whole.routes[first:].tolist()
+
+
+def test_routes_of_each_chunk_are_sent_at_once(checkpoint: Path) -> None:
+    """The routes of a whole prompt may be larger than a message."""
+    answer = alone(checkpoint, asked(1, PROMPT), chunk=8)
+    assert max(piece.positions for piece in answer.pieces) <= 8
+
+
+@pytest.mark.parametrize("form", ["forced", "vocabulary"])
+def test_the_side_memory_of_running_sequences_is_bounded(
+    form: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forced routes, or logprobs of the whole vocabulary, of few sequences at once. The other sequences
+    wait."""
+    params = SAMPLED if form == "forced" else TokenParams(max_tokens=4, logprobs=ALL_LOGPROBS)
+    one = alone(checkpoint, asked(1, PROMPT, params))
+    forced = Routes.of(one.routes) if form == "forced" else None
+    monkeypatch.setattr(planner, "SIDE_BYTES", 2 * len(forced.ids) if forced else 2 * 4 * 68)
+    engine, runner = rig.make_engine(checkpoint)
+    many = [asked(number, PROMPT, params, forced=forced) for number in range(1, 6)]
+    answers = rig.run(engine, [many])
+    assert max(plan.prefill.rows + plan.decode.rows for plan in runner.plans) == 2
+    if forced is not None:
+        assert all(answers[one.sequence].routes.tolist() == forced.array().tolist() for one in many)
+    # sequences without side memory do not count
+    engine, runner = rig.make_engine(checkpoint)
+    rig.run(
+        engine, [[*many[:2], *(rig.submit(number, PROMPT, SAMPLED, request=number) for number in (7, 8))]]
+    )
+    assert max(plan.prefill.rows + plan.decode.rows for plan in runner.plans) == 4
 
 
 def test_wrong_routes_are_refused(checkpoint: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,7 +15,13 @@ import numpy as np
 import pytest
 
 from weft.common.errors import InvalidRequest
+from weft.front.protocol.conversation import AnswerOptions
 from weft.front.protocol.npy import from_npy, to_npy
+from weft.front.requests import serving
+from weft.front.requests.read_sequences import read_sequences
+from weft.front.requests.reading import Job, Reader
+from weft.types.routes import RouteShape
+from weft.types.sampling import SamplingParams, TokenParams
 
 ROUTE = "/inference/v1/generate"
 IDS = [97, 98, 99]
@@ -311,6 +320,23 @@ def test_routed_experts_and_logprobs_as_arrays(weft_server: Any) -> None:
     made = np.frombuffer(base64.b64decode(found["logprobs_b64"]), "<f4").reshape(found["shape"])
     assert found["completion_lengths"] == [6]
     assert made[0].tolist() == arrays["logprobs"].tolist()
+    more = {
+        **whole,
+        "sequences": [IDS, *whole["sequences"]],
+        "prompt_lengths": [0, len(IDS)],
+        "response_format": "binary",
+    }
+    both = weft_server.http.post("/get_sequence_logprobs/", json=more).json()
+    made = np.frombuffer(base64.b64decode(both["logprobs_b64"]), "<f4").reshape(both["shape"])
+    own = np.frombuffer(base64.b64decode(both["actual_token_ids_b64"]), "<i4").reshape(2, 6)
+    assert both["completion_lengths"] == [3, 6]
+    assert made[1].tolist() == arrays["logprobs"].tolist()
+    assert np.isneginf(made[0, [0, 3, 4, 5]]).all()
+    assert np.isfinite(made[0, 1:3]).all()
+    assert own.tolist() == [[0, *IDS[1:], 0, 0, 0], one["token_ids"]]
+    many = weft_server.http.post("/get_sequence_logprobs", json={**whole, "top_logprobs": 21})
+    assert (many.status_code, many.json()["error"]["param"]) == (400, "top_logprobs")
+    made = made[1:]
     listed = weft_server.http.post("/get_sequence_logprobs", json=whole).json()
     assert np.array([row[:4] for row in listed["logprobs"][0]], np.float32).tolist() == made[0].tolist()
     assert [len(row) for row in listed["logprob_token_ids"][0]] == [len(row) for row in listed["logprobs"][0]]
@@ -339,3 +365,72 @@ def test_arrays_in_a_request_take_no_more_memory_than_the_request() -> None:
     for wrong in ("", "AAAA", "*", json.dumps([1]), floats, base64.b64encode(file.getvalue()).decode()):
         with pytest.raises(InvalidRequest, match="x must be base64 of a"):
             from_npy(wrong, "x")
+
+
+@pytest.mark.parametrize(
+    "header", ["(((", "{'descr': '<i4'", '"""', "-" * 9000, "{'descr': ((((((),),),),),)}", "{'shape': (1,)}"]
+)
+def test_a_header_of_an_array_is_not_run(header: str) -> None:
+    data = header.encode() + b"\n"
+    file = b"\x93NUMPY\x01\x00" + len(data).to_bytes(2, "little") + data
+    with pytest.raises(InvalidRequest, match="x must be base64 of a"):
+        from_npy(base64.b64encode(file).decode(), "x")
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 2, 3), ()])
+@pytest.mark.parametrize("dtype", ["u1", "<u2", ">i4", "<i8"])
+def test_arrays_as_numpy_saves_them(shape: tuple[int, ...], dtype: str) -> None:
+    file = io.BytesIO()
+    made = np.ones(shape, dtype)
+    np.save(file, made)
+    assert from_npy(base64.b64encode(file.getvalue()).decode(), "x").tolist() == made.tolist()
+
+
+def test_an_empty_piece_does_not_end_an_answer() -> None:
+    """Base64 of a whole number of three bytes ends with an empty piece."""
+
+    class Front:
+        async def in_thread(self, make: Callable[[], bytes]) -> bytes:
+            return make()
+
+    class Generation:
+        def succeeded(self) -> None:
+            pass
+
+    async def collect() -> list[bytes]:
+        pieces = iter([b"a" * serving.PIECE, b"", b"", b"end"])
+        front: Any = Front()
+        generation: Any = Generation()
+        return [piece async for piece in serving._pieces(front, generation, pieces)]
+
+    assert b"".join(asyncio.run(collect())).endswith(b"end")
+
+
+def test_sequences_of_unequal_lengths_do_not_pad_without_bound() -> None:
+    """Two forms of one request: only arrays are padded to the longest completion."""
+    unequal = {"sequences": [[1] * 900, *[[1]] * 99], "prompt_lengths": [0] * 100, "top_logprobs": 20}
+    reader: Any = SimpleNamespace(named=lambda asked: asked, max_response_bytes=1 << 20)
+    reader.scored = lambda *_: Job(
+        prompts=[], params=SamplingParams(), token_params=TokenParams(), asked=None, continues=True, param=""
+    )
+    read_sequences(reader, json.dumps(unequal).encode())
+    with pytest.raises(InvalidRequest, match="similar lengths"):
+        read_sequences(reader, json.dumps({**unequal, "response_format": "binary"}).encode())
+
+
+def test_routes_of_prompts_count_before_any_computation() -> None:
+    """Every choice shows the routes of the prompt."""
+    shape = RouteShape(layers=4, top_k=2, experts=8)
+    reader: Any = SimpleNamespace(limits=SimpleNamespace(routes=shape), max_response_bytes=16 * 100 * 2)
+    prompts: Any = [SimpleNamespace(count=100)]
+    asked = AnswerOptions(model="", stream=False)
+
+    def check(**more: Any) -> None:
+        params = SamplingParams(return_routed_experts=True, **more)
+        Reader._check_answer(reader, prompts, params, asked, "prompt")
+
+    check(n=2)
+    check(n=3, routed_experts_prompt_start=50)
+    with pytest.raises(InvalidRequest, match="max-response-bytes") as caught:
+        check(n=3)
+    assert caught.value.param == "return_routed_experts"

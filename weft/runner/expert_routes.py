@@ -13,6 +13,7 @@ import torch
 
 from weft.common.errors import EngineDead
 from weft.ops.row_routes import RowRoutes
+from weft.ops.upload import upload
 from weft.runner.batch.staging import offsets_of, ragged
 from weft.types.plan import AllocSlot, FreeSlot, PlannedRows, RouteRows, SlotUpdate, column
 from weft.types.routes import Routes
@@ -48,7 +49,8 @@ class ExpertRoutes:
         self._touched = np.zeros(num_slots, bool)
         """Slots that record or force."""
         self._forced: dict[int, Tensor] = {}
-        """Slot -> int64 [tokens, layers, k]."""
+        """Slot -> int16 [tokens, layers, k], on the device. No model has 32768 experts. The scheduler bounds
+        the bytes of all slots."""
 
     def apply(self, ops: Iterable[SlotUpdate]) -> None:
         """Take the routes of slots that are given and freed. Raises EngineDead for a model without experts,
@@ -66,7 +68,7 @@ class ExpertRoutes:
                     self._forced[op.slot] = self._upload(op.forced)
 
     def _upload(self, forced: Routes) -> Tensor:
-        return torch.from_numpy(forced.array().astype(np.int64)).to(self._device)
+        return upload(forced.array().astype(np.int16), self._device)
 
     def _free(self, slot: int) -> None:
         self._asked[slot] = self._touched[slot] = False
@@ -103,7 +105,7 @@ class ExpertRoutes:
             # The device alone knows the positions of decode rows behind drafts.
             at = positions[part]
             inside = (at < len(given)).view(-1, 1, 1)
-            forced[part] = torch.where(inside, given[at.clamp(max=len(given) - 1)], -1)
+            forced[part] = torch.where(inside, given[at.clamp(max=len(given) - 1)].long(), -1)
         return RowRoutes(self._layers, forced)
 
     def take(self, plan: PlannedRows, made: Tensor) -> StepRoutes | None:
@@ -115,5 +117,5 @@ class ExpertRoutes:
         if not len(rows):
             return None
         index = ragged(offsets_of(counts)[rows], counts[rows])
-        chosen = made[torch.from_numpy(index).to(made.device)].int()
+        chosen = made[upload(index, made.device)].int()
         return StepRoutes(rows, offsets_of(counts[rows]), chosen)

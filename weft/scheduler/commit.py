@@ -17,6 +17,7 @@ from weft.scheduler.sequence import Running, Sequence
 from weft.scheduler.state import SchedulerState
 from weft.types.messages import LogprobColumns, TokenEvent
 from weft.types.plan import LogprobRows, Segment, StepPlan, StepResult
+from weft.types.routes import Routes
 from weft.types.sampling import ALL_LOGPROBS
 
 
@@ -341,11 +342,11 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         if columns.num_scheduled[slot] == row.computed + row.count - rejected:  # no later row was planned
             columns.exact[slot] = row.count - rejected
     made, ending = _append(sequence, tokens)  # first: blocks enter the prefix cache by token ids
-    prompt_logprobs = None
+    prompt_logprobs = routes = None
     if error is None:  # else the blocks must not be found
         _advance(state, row, row.computed + row.count - rejected)
         prompt_logprobs = _deliver_prompt_logprobs(row, result)
-        _keep_routes(state, row, row.count - rejected)
+        routes = _report_routes(state, row, row.count - rejected)
     state.counts.generation_tokens += len(made)
     if ending is None and error is not None:
         ending = ("error", None)
@@ -353,7 +354,8 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         ending = ("stop", None)
     if ending is not None and ending[0] == "error":
         error = _own_error(state, sequence, error)
-    if not made and prompt_logprobs is None and ending is None:
+    # Routes of each chunk go out at once: all routes of a long prompt do not fit into one message.
+    if not made and prompt_logprobs is None and routes is None and ending is None:
         return None
     logprobs = _sampled_logprobs(row, result, len(made))
     # A sender hands the sequence off with the first token instead of continuing here.
@@ -380,16 +382,17 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         position=position,
         embedding=row.embedding if finish == "stop" else b"",
         cache_miss=miss,
-        routes=sequence.take_routes() if made or finish is not None else None,
+        routes=routes,
     )
 
 
-def _keep_routes(state: SchedulerState, row: _Row, count: int) -> None:
-    """Keep the routes of the first ``count`` positions of a row for the next event. The other positions are
+def _report_routes(state: SchedulerState, row: _Row, count: int) -> Routes | None:
+    """Return the new routes of the first ``count`` positions of a row; None without. The other positions are
     of rejected drafts."""
-    if row.routes is not None:
-        row.sequence.keep_routes(row.computed, row.routes[:count])
-        state.counts.routed_tokens += count
+    if row.routes is None:
+        return None
+    state.counts.routed_tokens += count
+    return row.sequence.report_routes(row.computed, row.routes[:count])
 
 
 def _sampled_logprobs(row: _Row, result: StepResult, count: int) -> LogprobColumns | None:

@@ -25,6 +25,12 @@ NO_SLOT = -1
 """Slot number for cache queries about a sequence without a slot."""
 
 
+SIDE_BYTES = 64 << 20
+"""Maximum bytes beside KV (``Sequence.side_bytes``) of all running sequences together: forced experts, and
+logprobs of the whole vocabulary of one step. A single sequence may take more. The frame of a step brings
+forced experts to the ranks, so the limit also bounds the frame."""
+
+
 class Planner:
     """Fills the steps of one scheduler. Admission and preemption change ``state``."""
 
@@ -169,8 +175,10 @@ class Planner:
         """Give slots to the leading sequences of the queue with received KV. The sequences decode in the same
         step."""
         waiting = self._state.waiting
-        while waiting and (tables := waiting.first().tables) is not None and self._has_slot():
-            self._adopt(waiting.first(), tables)
+        while waiting and (tables := (first := waiting.first()).tables) is not None and self._has_slot():
+            if not self._has_room(first):
+                return
+            self._adopt(first, tables)
 
     def _adopt_behind(self) -> None:
         """Give slots to all waiting sequences with received KV, because the first of the queue lacks blocks.
@@ -178,13 +186,19 @@ class Planner:
         A sequence with received KV already owns blocks, and releases the blocks only by running.
         """
         for sequence in list(self._state.waiting) if self._state.transfers.decodes else ():
-            if sequence.tables is not None and self._has_slot():
+            if sequence.tables is not None and self._has_slot() and self._has_room(sequence):
                 self._adopt(sequence, sequence.tables)
 
     def _adopt(self, sequence: Sequence, tables: FetchedTables) -> None:
         run = self._state.adopt(sequence, tables)
         if self.drafts is not None:
             self.drafts.enter(run.slot)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Return True if the side memory of ``sequence`` fits beside the running sequences, or is the only
+        one."""
+        taken = sum(other.side_bytes for other in self._state.running) if sequence.side_bytes else 0
+        return not taken or taken + sequence.side_bytes <= SIDE_BYTES
 
     def _has_slot(self) -> bool:
         return len(self._state.running) < self._most_running and self._state.slots.available() > 0
@@ -201,7 +215,7 @@ class Planner:
         if builder.lacking is not None or builder.preempted or not state.waiting:
             return
         promised = self.promised()
-        while state.waiting and builder.budget >= 1:
+        while state.waiting and builder.budget >= 1 and self._has_room(state.waiting.first()):
             sequence = state.waiting.first()
             yielding = None
             if len(state.running) >= self._most_running:

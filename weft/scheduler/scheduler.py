@@ -158,8 +158,7 @@ class Scheduler:
         most = 0 if submit.pooling else submit.params.max_tokens
         limit = min(num_prompt + most, state.kv.max_model_len)
         sequence = Sequence(submit, tokens, num_prompt, limit, self._arrivals)
-        if sequence.params.prompt_logprobs == ALL_LOGPROBS:
-            sequence.logit_cost = max(1, MAX_PROMPT_LOGITS * 4 * self._vocab_size // ALL_LOGPROBS_BYTES)
+        self._count_cost(sequence)
         sequence.blocked = blocked = blocked or submit.grammar is not None
         self._arrivals += 1
         if sequence.transfer is not None:
@@ -177,6 +176,15 @@ class Scheduler:
             self._blocked_until[sequence.id] = now + BLOCKED_S if until is None else until
         self._blocked = False
         return []
+
+    def _count_cost(self, sequence: Sequence) -> None:
+        """Set ``logit_cost`` and ``side_bytes`` of a new sequence."""
+        if sequence.params.prompt_logprobs == ALL_LOGPROBS:
+            sequence.logit_cost = max(1, MAX_PROMPT_LOGITS * 4 * self._vocab_size // ALL_LOGPROBS_BYTES)
+        if sequence.params.logprobs == ALL_LOGPROBS:
+            sequence.side_bytes = 4 * (1 + self._vocab_size) * (1 + self._state.kv.drafts)
+        if sequence.forced is not None:
+            sequence.side_bytes += len(sequence.forced.ids)
 
     def arrived(self, sequence: int) -> None:
         """Unblock a sequence and drop the deadline: the external input is there. Images or KV still on the

@@ -24,7 +24,7 @@ from weft.kv.snapshots import SnapshotMarks
 from weft.scheduler.constraints import Constraint
 from weft.types.messages import CacheMiss, Submit
 from weft.types.plan import EMPTY, AllocSlot, column
-from weft.types.routes import Routes, joined
+from weft.types.routes import Routes
 from weft.types.sampling import TokenParams
 
 PROTECT_AFTER = 2
@@ -144,12 +144,12 @@ class Sequence:
         "prompt_logprobs",
         "relies",
         "request",
-        "route_pieces",
         "routed",
         "salt",
         "seed",
         "session",
         "share",
+        "side_bytes",
         "spans",
         "state",
         "stop_ids",
@@ -193,6 +193,7 @@ class Sequence:
         """Number of leading positions with prompt logprobs to compute. 0 if output exists: delivered by an
         earlier attempt."""
         self.logit_cost = 1  # part of a step's budget for prompt logprobs that one position takes
+        self.side_bytes = 0  # beside KV on each rank while the sequence runs, see ``planner.SIDE_BYTES``
         self.delivered = 0
         """Number of positions already sent."""
         self.weights = 0  # version of the weights in the names of ``chain``
@@ -204,7 +205,6 @@ class Sequence:
         """Number of preemptions; number of preemptions in favor of another sequence."""
         self.forced = submit.forced  # experts that replace the choice of the router
         self.routed = _first_route(submit, num_prompt, len(tokens))  # first position without known routes
-        self.route_pieces: list[Routes] = []  # computed and not yet reported
         self.explains = submit.explain
         self.miss: CacheMiss | None = None
         """Why the prompt was not cached further; None once reported."""
@@ -285,18 +285,13 @@ class Sequence:
             most = min(most, self.routed)
         return min(most, self.delivered) if self.delivered < self.prompt_logprobs else most
 
-    def keep_routes(self, start: int, ids: np.ndarray) -> None:
-        """Keep the routes of committed positions from ``start`` on, uint16 [positions, layers, top_k], for
-        the next event. Positions known before a preemption are dropped."""
+    def report_routes(self, start: int, ids: np.ndarray) -> Routes | None:
+        """Return the routes to report for committed positions from ``start`` on, uint16 [positions, layers,
+        top_k]. Positions reported before a preemption are dropped; None if no other position is left."""
         new = Routes(start=start, layers=ids.shape[1], top_k=ids.shape[2], ids=ids.tobytes())
-        if self.routed >= 0 and (fresh := new.part(self.routed, new.end)) is not None:
-            self.route_pieces.append(fresh)
-            self.routed = fresh.end
-
-    def take_routes(self) -> Routes | None:
-        """Return the kept routes and forget them; None without."""
-        pieces, self.route_pieces = self.route_pieces, []
-        return joined(pieces)
+        fresh = new.part(self.routed, new.end) if self.routed >= 0 else None
+        self.routed = self.routed if fresh is None else fresh.end
+        return fresh
 
     def take(self, token: int) -> None:
         """Append the next output token and advance the grammar."""

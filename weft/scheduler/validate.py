@@ -83,7 +83,7 @@ def check_submit(
         raise InvalidRequest(f"a session's name has at most {MAX_SESSION} characters", param="session")
     _integer("priority", submit.priority, -_I64, _I64)
     _check_params(submit.params, vocab_size)
-    check_routes(submit.routes, submit.forced, num_prompt, routes, max_model_len)
+    check_routes(submit.routes, submit.forced, num_prompt + len(emitted), routes, max_model_len)
     if submit.media:
         check_media(submit.media, num_prompt, limits, submit.transfer is None or submit.transfer.sends)
     return tokens + emitted, num_prompt

@@ -363,8 +363,9 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     weights: int = 0
     """Version of the weights of ``token_ids``. Set by the API server, never sent."""
     routes: Routes | None = None
-    """For a Submit with ``routes``: the experts of all positions computed since the last event with tokens.
-    Parallel samples report no position before the last prompt token."""
+    """For a Submit with ``routes``: the experts of the positions that the step computed. The event of a part
+    of a prompt may have routes and no tokens. Parallel samples report no position before the last prompt
+    token."""
 
 
 class Tokens(_Message, frozen=True, kw_only=True):

@@ -116,20 +116,19 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
 
 
-def check_routes(
-    start: int, forced: Routes | None, num_prompt: int, shape: RouteShape | None, most: int
-) -> None:
+def check_routes(start: int, forced: Routes | None, known: int, shape: RouteShape | None, most: int) -> None:
     """Raise InvalidRequest, with the name of the parameter, if a model cannot report or force the routes.
 
-    ``start``: first reported position, -1 for none. ``num_prompt``: tokens of the prompt. ``shape``: of the
-    model, None without routed experts. ``most``: the longest sequence.
+    ``start``: first reported position, -1 for none; also in the output if the sequence continues. ``known``:
+    tokens of the prompt and of the output so far. ``shape``: of the model, None without routed experts.
+    ``most``: the longest sequence.
     """
     if start >= 0 and shape is None:
         raise InvalidRequest(
             "this model has no routed experts to report; leave out return_routed_experts",
             param="return_routed_experts",
         )
-    if not -1 <= start < num_prompt:
+    if not -1 <= start < known:
         raise InvalidRequest(
             "routed_experts_prompt_start must be less than the number of prompt tokens",
             param="routed_experts_prompt_start",

@@ -317,6 +317,17 @@ def test_routes_that_came_before_are_dropped() -> None:
     assert shown.routes == routes(8, 1)
 
 
+def test_routes_beside_known_prompt_logprobs_reach_the_client() -> None:
+    """An engine died in a prompt. The next engine sends the same prompt logprobs and more routes."""
+    entry = LedgerEntry(submit(1, list(range(8)), routes=0))
+    entry.again()
+    entry.take(TokenEvent(sequence=1, prompt_logprobs=columns(0, 4), routes=routes(0, 4)))
+    entry.again()
+    shown = entry.take(TokenEvent(sequence=1, prompt_logprobs=columns(0, 4), routes=routes(4, 2)))
+    assert shown is not None
+    assert (shown.prompt_logprobs, shown.routes) == (None, routes(4, 2))
+
+
 def test_a_prefill_engine_is_needed_until_the_routes_of_the_prompt_are_there() -> None:
     entry = LedgerEntry(submit(1, list(range(8)), routes=0))
     entry.again()

@@ -234,6 +234,7 @@ class LedgerEntry:
             self.routed = max(self.routed, event.routes.end)
             event = msgspec.structs.replace(event, routes=fresh)
         nothing = not event.token_ids and event.finish is None and event.prompt_logprobs is None
+        nothing = nothing and event.routes is None
         return None if nothing and (known > 0 or told) else event
 
     def _fresh_prompt(self, event: TokenEvent, receives: bool) -> TokenEvent:

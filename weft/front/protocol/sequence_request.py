@@ -57,6 +57,12 @@ class SequenceRequest(Body, frozen=True, kw_only=True):
     def top(self) -> int:
         return TOP if self.top_logprobs is None else self.top_logprobs
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest completion."""
+        pairs = zip(self.sequences, self.prompt_lengths, strict=True)
+        return max(len(ids) - length for ids, length in pairs)
+
     def params(self) -> SamplingParams:
         """Return the sampling parameters: one token, which the answer leaves out."""
         return SamplingParams(max_tokens=1, prompt_logprobs=self.top)

@@ -39,7 +39,8 @@ from weft.types.messages import (
 from weft.types.sampling import SEED_MASK, TokenParams
 
 MAX_SUBMITTED = 128 << 20
-"""Maximum bytes of prompts in one request's submissions; each choice counts with its own copy."""
+"""Maximum bytes of prompts, and of forced experts, in one request's submissions; each choice counts with its
+own copy."""
 MAX_PIXELS = 1 << 30
 """Maximum bytes of pixels in one request's submissions; each choice counts with its own copy."""
 
@@ -97,7 +98,7 @@ class Generation:
         self._early: list[TextDelta] = []
         """Deltas known before the first event of the engine."""
         self._held_bytes = 0
-        """Bytes of the logprobs collected for an answer that is not streamed."""
+        """Bytes of the logprobs and routes collected for an answer that is not streamed."""
         self._failure: WeftError | None = None
         """Error for the next call of ``next``, found after deltas that the last call returned."""
 
@@ -120,6 +121,13 @@ class Generation:
             raise InvalidRequest(
                 f"the number of prompts times n must be at most {most} on this server",
                 param=job.param if job.pooling else "n",
+            )
+        forced = job.params.force_routed_experts
+        if forced is not None and len(forced.ids) * len(job.prompts) * job.params.n > MAX_SUBMITTED:
+            raise InvalidRequest(
+                f"the bytes of force_routed_experts (2 per expert) times n must be at most {MAX_SUBMITTED}; "
+                "use a smaller n",
+                param="n",
             )
         size = sum(prompt.count for prompt in job.prompts) * 4 * job.params.n
         if size > MAX_SUBMITTED:
@@ -305,6 +313,8 @@ class Generation:
         if choice.index in self._ended_reasoning:
             # The first sequence has counted the cached prompt already.
             event = msgspec.structs.replace(event, num_cached=0)
+        if event.routes is not None and not choice.finished:
+            self._hold(len(event.routes.ids))
         delta = choice.on_event(event)
         if delta is None:
             return []
@@ -314,7 +324,7 @@ class Generation:
             raise ReportedError(delta.error)
         if delta.finish_reason == "abort":
             raise EngineDead("the engine aborted the request")
-        self._hold(delta, 0 if event.routes is None else len(event.routes.ids))
+        self._hold(0 if delta.logprobs is None else delta.logprobs.nbytes)
         return [delta, *self._watch_reasoning(choice, delta)]
 
     def _watch_reasoning(self, choice: Choice, delta: TextDelta) -> list[TextDelta]:
@@ -378,12 +388,12 @@ class Generation:
         """Return the number of tokens processed by the engine for the request."""
         return 0 if self._flow is None else self.usage().total_tokens
 
-    def _hold(self, delta: TextDelta, routes: int) -> None:
-        """Count the logprobs and ``routes`` bytes of routes collected for an answer that is not streamed.
+    def _hold(self, size: int) -> None:
+        """Count ``size`` bytes of logprobs or routes collected for an answer that is not streamed.
         Raises InvalidRequest over the limit."""
         if self.job.asked.stream:
             return
-        self._held_bytes += routes + (0 if delta.logprobs is None else delta.logprobs.nbytes)
+        self._held_bytes += size
         if self._held_bytes > (most := self.front.section.max_response_bytes):
             raise InvalidRequest(
                 f"the answer's logprobs and routed experts have more than {most} bytes "

@@ -411,6 +411,10 @@ class Reader:
         size = tokens * COLUMN_BYTES * width  # held until the end of the last choice that shows the prompt
         if params.prompt_logprobs == -1:  # the whole vocabulary: values without ids
             size = tokens * 4 * (1 + self.limits.vocab_size)
+        routes = self.limits.routes
+        if params.return_routed_experts and routes is not None:  # every choice shows the prompt's
+            first = params.routed_experts_prompt_start
+            size += sum(prompt.count - first for prompt in prompts) * routes.nbytes * params.n
         if not asked.stream and not asked.binary:
             shown = 4 * tokens if asked.return_token_ids else 0
             shown += tokens * PROMPT_LOGPROB_BYTES * width if asked.prompt_logprobs else 0
@@ -421,14 +425,15 @@ class Reader:
             size = max(size, shown * (params.n if param == "prompt" else 1))
         if size > self.max_response_bytes:
             wanted = {
+                "return_routed_experts": params.return_routed_experts and params.prompt_logprobs is None,
                 "prompt_logprobs": asked.prompt_logprobs,
                 "logprobs": bool(width),
                 "return_token_ids": asked.return_token_ids,
             }
             raise InvalidRequest(
-                f"the answer would repeat about {size} bytes of prompts and their logprobs; this server's "
-                f"limit is {self.max_response_bytes} (--max-response-bytes): request fewer prompts, choices "
-                "or logprobs" + ("" if asked.stream else ", or stream the answer"),
+                f"the answer would have about {size} bytes of prompts, their logprobs and experts; this "
+                f"server's limit is {self.max_response_bytes} (--max-response-bytes): request fewer prompts, "
+                "choices or logprobs" + ("" if asked.stream else ", or stream the answer"),
                 param=next((name for name, asks in wanted.items() if asks), "echo"),
                 code="response_too_large",
             )

@@ -226,7 +226,8 @@ async def _pieces(
 
     def take() -> bytes:
         made = bytearray()
-        while len(made) < PIECE and (piece := next(pieces, b"")):
+        # A single piece may be empty. Only the end of the pieces ends the answer.
+        while len(made) < PIECE and (piece := next(pieces, None)) is not None:
             made += piece
         return bytes(made)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
 
 import msgspec
@@ -10,6 +9,7 @@ import numpy as np
 
 from weft.front.http.answers import Usage, to_json
 from weft.front.openai.whole_shape import WholeShape
+from weft.front.protocol.npy import base64_pieces
 from weft.front.protocol.sequence_request import SequenceFacts
 from weft.front.requests.answer_logprobs import bounded
 from weft.front.requests.generation import Generation
@@ -48,7 +48,7 @@ class SequenceShape(WholeShape):
         self._facts = msgspec.json.decode(generation.job.facts, type=SequenceFacts)
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
-        """Yield the answer's JSON: binary as one piece per array, else one piece per sequence."""
+        """Yield the answer's JSON, about one piece per sequence."""
         yield from self._binary() if self._generation.job.asked.binary else self._json()
 
     def _json(self) -> Iterator[bytes]:
@@ -74,27 +74,37 @@ class SequenceShape(WholeShape):
         return ids, scores
 
     def _binary(self) -> Iterator[bytes]:
+        """Yield arrays as base64, one piece per sequence: a whole array may be as large as the limit."""
         lengths, prompts, top = self._facts.lengths, self._generation.job.prompts, self._facts.top
         counts = [prompt.count - length for prompt, length in zip(prompts, lengths, strict=True)]
-        size = (len(counts), max(counts))
-        likely = np.full((*size, top), -np.inf, "<f4"), np.zeros((*size, top), "<i4")
-        own = np.full((*size, 1), -np.inf, "<f4"), np.zeros((*size, 1), "<i4")
-        for number, length in enumerate(lengths):
-            ids, values, _ = (
-                part[max(length - 1, 0) :] for part in _arrays(self._generation.choices[number])
+        longest = max(counts)
+        likely, own = slice(1, None), slice(0, 1)
+        for name, part, columns, width, empty in (
+            ("logprobs_b64", 1, likely, top, np.float32(-np.inf)),
+            ("token_ids_b64", 0, likely, top, np.int32(0)),
+            ("actual_logprobs_b64", 1, own, 1, np.float32(-np.inf)),
+            ("actual_token_ids_b64", 0, own, 1, np.int32(0)),
+        ):
+            yield (b"{" if name == "logprobs_b64" else b",") + to_json(name) + b':"'
+            yield from base64_pieces(
+                self._padded(number, part, columns, (longest, width), empty) for number in range(len(counts))
             )
-            rows = slice(counts[number] - len(ids), counts[number])
-            likely[0][number, rows] = values[:, 1:]
-            likely[1][number, rows] = ids[:, 1:].clip(0)
-            own[0][number, rows] = values[:, :1]
-            own[1][number, rows] = ids[:, :1]
-        names = ("logprobs_b64", "token_ids_b64", "actual_logprobs_b64", "actual_token_ids_b64")
-        for name, array in zip(names, (*likely, *own), strict=True):
-            yield (b"{" if name == names[0] else b",") + to_json(name) + b':"'
-            yield base64.b64encode(array.tobytes())
             yield b'"'
-        rest = {"shape": [*size, top], "completion_lengths": counts}
+        rest = {"shape": [len(counts), longest, top], "completion_lengths": counts}
         yield b"," + to_json(rest)[1:]
+
+    def _padded(
+        self, number: int, part: int, columns: slice, shape: tuple[int, int], empty: np.generic
+    ) -> bytes:
+        """Return ``columns`` of ids (``part`` 0) or logprobs (1) of the completion of a sequence, padded at
+        the end to ``shape`` with ``empty``. An alternative that does not exist has the id 0."""
+        length, prompt = self._facts.lengths[number], self._generation.job.prompts[number]
+        found = _arrays(self._generation.choices[number])[part][max(length - 1, 0) :, columns]
+        made = np.full(shape, empty)
+        end = prompt.count - length
+        # The first token of a sequence has no logprob.
+        made[end - len(found) : end] = found if part else found.clip(0)
+        return made.tobytes()
 
 
 def _arrays(choice: Choice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
