@@ -60,6 +60,9 @@ ALONE = [
     "| the KV cache on disk or in host memory, in a decode group | [KV cache on disk](tiers.md) |",
     "| latent attention, recurrent states, images, quantized weights or several ranks in `weft train` | "
     "[train](guides/train.md) |",
+    "| live weight updates with images, GGUF files, `--kv-disk`, `--eplb-interval`, the generic backend, "
+    "`--fronts` or several models (refused at the first call) | "
+    "[training loops](guides/training-loops.md#what-is-refused) |",
     "",
     "Each cell counts the cases of `tests/composition` in which both features were active. Counters show",
     "the activity; settings alone do not count. In each case every sequence got the same tokens, text and",
