@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.support.new_weights import Tensors, changed, read_tensors, write_checkpoint
-from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft import LLM, SamplingParams
 from weft.common.errors import ConfigError, InvalidRequest
@@ -20,7 +19,7 @@ from weft.config.hub import bundled_models
 from weft.engine.core import EngineCore
 from weft.models.weight_source import write_shared
 from weft.store.new_weights import SHARED, check_source
-from weft.types.weights import StageWeights, WeightsUpdate
+from weft.types.weights import StageWeights, UseWeights, WeightsUpdate
 
 BASE = Path(bundled_models()["spool-text"])
 SETTINGS: dict[str, Any] = {
@@ -65,7 +64,26 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-@mostly_slow("form", FORMS, 1, ids=str)
+def test_an_update_and_the_way_back() -> None:
+    """A warm prefix of the old weights is not used. The first weights give the first tokens again."""
+    short = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+    with LLM("spool-text", **SETTINGS, dtype="bfloat16") as llm:
+
+        def one() -> Any:
+            made = llm.generate(PROMPTS[:1], short, use_tqdm=False)[0].outputs[0]
+            return list(made.token_ids), [str(each) for each in made.logprobs]
+
+        before = one()
+        llm.update_weights(changed(read_tensors(BASE), 1).items(), version="step-1")
+        assert llm.stats().prefix_hits == 0
+        assert one() != before
+        assert llm.stats().prefix_hits == 0
+        assert llm.update_weights(BASE) == llm.weight_version == "2"
+        assert one() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_an_update_equals_a_fresh_start(form: dict[str, Any], tmp_path: Path) -> None:
     """A warm prefix of the old weights is not used. A part of the tensors may change."""
     settings = SETTINGS | form
@@ -156,6 +174,33 @@ def test_scoring_equals_rollouts_over_20_updates() -> None:
                     assert ours[token].logprob == other[token].logprob
                     compared += 1
     assert compared == 20 * 2 * 16
+
+
+@pytest.mark.slow
+def test_a_rank_lost_during_the_copies_comes_back_with_the_new_weights(tmp_path: Path) -> None:
+    """The engine's rank has copied; the other rank dies without a word. The decision stands."""
+    settings = SETTINGS | {"dtype": "bfloat16", "tensor_parallel_size": 2}
+    new = changed(read_tensors(BASE), 1)
+    folder = write_checkpoint(tmp_path / "new", BASE, new)
+    due = fresh(folder, settings)
+    with LLM("spool-text", **settings) as llm:
+        assert outputs(llm) != due
+        core = llm._core
+        assert isinstance(core, EngineCore)
+        files = (str(folder / "model.safetensors"),)
+        core.weights.begin(StageWeights(update=WeightsUpdate(version=1, files=files)))
+        until = time.monotonic() + deadline(60)
+        while not (answers := core.weights.finished()):
+            assert time.monotonic() < until
+            core.hear()
+        assert answers[0].staged == 1
+        _kill(core)
+        core.weights.begin(UseWeights(version=1))
+        core.weights.take(core.scheduler)
+        answers = core.weights.finished()
+        assert (answers[0].version, answers[0].error) == (1, None)
+        assert outputs(llm) == due
+        assert llm.stats().recoveries == 1
 
 
 @pytest.mark.slow
