@@ -98,8 +98,8 @@ class WeightUpdates:
     async def finish(self, label: str | None, paused: Callable[[], bool]) -> None:
         """Stage the sources of the update on all engine processes, then use the weights.
 
-        ``paused``: returns True while the server is paused. Raises InvalidRequest for sources that do not fit, and
-        Unavailable for an engine process that does not answer; the old weights then stay.
+        ``paused``: returns True while the server is paused. Raises InvalidRequest for sources that do not
+        fit, and Unavailable for an engine process that does not answer; the old weights then stay.
         """
         async with self._busy:
             if not self._files:
@@ -141,9 +141,7 @@ class WeightUpdates:
     def _engines(self) -> list[Instance]:
         return [one for one in self._links.instances if one.alive]
 
-    async def _stage(
-        self, able: list[Instance], update: WeightsUpdate, paused: Callable[[], bool]
-    ) -> None:
+    async def _stage(self, able: list[Instance], update: WeightsUpdate, paused: Callable[[], bool]) -> None:
         """Let ``able`` read ``update``. Raises the error of the first process that refuses."""
         try:
             answers = await self._ask(able, StageWeights(update=update), STAGE_S, _is_staged)
