@@ -13,7 +13,7 @@ from typing import Any
 
 from weft.common.errors import InvalidRequest, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
-from weft.config.live_weights import why_fixed
+from weft.config.parts.live_weights import why_fixed
 from weft.config.resolved import EngineConfig
 from weft.engine.weights.group_weights import GroupWeights
 from weft.group.types import GroupLost

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from weft.common.errors import InvalidRequest, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
-from weft.config.live_weights import why_fixed
+from weft.config.parts.live_weights import why_fixed
 from weft.config.resolved import EngineConfig
 from weft.control.fleet.instances import Instance
 from weft.control.links.links import Links
