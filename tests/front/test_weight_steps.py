@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from weft.common.errors import InvalidRequest, Unavailable
-from weft.config.parts.live_weights import why_fixed
 from weft.front.requests.weight_updates import WeightUpdates
+from weft.store.fixed_weights import why_fixed
 from weft.store.new_weights import source_files
 from weft.types.weights import DropWeights, StageWeights, UseWeights, WeightsChanged
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.api.request import client_error
 from weft.common.errors import InvalidRequest, ReportedError
-from weft.config.parts.live_weights import why_fixed
 from weft.engine.core import EngineCore
 from weft.models.weight_source import write_shared
+from weft.store.fixed_weights import why_fixed
 from weft.store.new_weights import SHARED, source_files
 from weft.types.weights import WeightsUpdate
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from weft.common.errors import InvalidRequest, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
-from weft.config.parts.live_weights import why_fixed
 from weft.config.resolved import EngineConfig
 from weft.engine.weights.group_weights import GroupWeights
 from weft.group.types import GroupLost
 from weft.scheduler.scheduler import Scheduler
+from weft.store.fixed_weights import why_fixed
 from weft.types.messages import TokenEvent, ToWeights
 from weft.types.weights import DropWeights, StageWeights, UseWeights, WeightsChanged, WeightsUpdate
 

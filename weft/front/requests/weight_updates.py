@@ -14,10 +14,10 @@ from collections.abc import Callable
 
 from weft.common.errors import InvalidRequest, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
-from weft.config.parts.live_weights import why_fixed
 from weft.config.resolved import EngineConfig
 from weft.control.fleet.instances import Instance
 from weft.control.links.links import Links
+from weft.store.fixed_weights import why_fixed
 from weft.store.new_weights import MOST_FILES
 from weft.types.messages import ToWeights
 from weft.types.weights import DropWeights, StageWeights, UseWeights, WeightsChanged, WeightsUpdate
