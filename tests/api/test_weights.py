@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.support.new_weights import Tensors, changed, read_tensors, write_checkpoint
-from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft import LLM, SamplingParams
 from weft.common.errors import ConfigError, InvalidRequest
@@ -65,7 +64,26 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-@mostly_slow("form", FORMS, 1, ids=str)
+def test_an_update_and_the_way_back() -> None:
+    """A warm prefix of the old weights is not used. The first weights give the first tokens again."""
+    short = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+    with LLM("spool-text", **SETTINGS, dtype="bfloat16") as llm:
+
+        def one() -> Any:
+            made = llm.generate(PROMPTS[:1], short, use_tqdm=False)[0].outputs[0]
+            return list(made.token_ids), [str(each) for each in made.logprobs]
+
+        before = one()
+        llm.update_weights(changed(read_tensors(BASE), 1).items(), version="step-1")
+        assert llm.stats().prefix_hits == 0
+        assert one() != before
+        assert llm.stats().prefix_hits == 0
+        assert llm.update_weights(BASE) == llm.weight_version == "2"
+        assert one() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_an_update_equals_a_fresh_start(form: dict[str, Any], tmp_path: Path) -> None:
     """A warm prefix of the old weights is not used. A part of the tensors may change."""
     settings = SETTINGS | form

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import secrets
+import time
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.api.request import client_error
 from weft.common.errors import InvalidRequest, ReportedError
 from weft.engine.core import EngineCore
 from weft.models.weight_source import write_shared
+from weft.store.fixed_weights import why_fixed
 from weft.store.new_weights import SHARED, source_files
 from weft.types.weights import WeightsUpdate
 
 if TYPE_CHECKING:
     from weft.engine.server.replicas import Replicas
 
+STALE_S = 600.0
+"""Age from which a file of an ``LLM`` that has ended is deleted, in seconds."""
 DEFAULT = "default"
 """Label of the weights of the start."""
+
+
+class _Written(NamedTuple):
+    """A file in shared memory that this process has written."""
+
+    path: Path
+    lock: int
+    """Open descriptor that locks the file until the process ends."""
+
+
+_IS_OURS = re.compile(r"\.?weft-\d+-[0-9a-f]{16}\.safetensors(\.\d+)?$")
 
 
 class Weights:
@@ -28,8 +46,9 @@ class Weights:
     def __init__(self) -> None:
         self.label = DEFAULT
         """Label of the weights in use."""
-        self._kept: list[Path] = []
+        self._kept: list[_Written] = []
         """Files in shared memory that a rank may still need."""
+        weakref.finalize(self, _unlink, self._kept)  # also at the end of the process
 
     def update(
         self,
@@ -41,15 +60,20 @@ class Weights:
         """Stage and use new weights, and return the label. Blocks. See ``LLM.update_weights``."""
         if not isinstance(core, EngineCore):
             raise InvalidRequest("update_weights of an LLM with several replicas is not supported")
+        if why := why_fixed(core.config):
+            raise InvalidRequest(why)
         number = core.weights.version + 1
-        written: list[Path] = []
+        written: list[_Written] = []
         try:
             if isinstance(source, str | Path):
                 files = source_files("file", str(Path(source).resolve()))
             else:
+                delete_stale()
                 name = f"weft-{os.getpid()}-{secrets.token_hex(8)}.safetensors"
-                written.append(SHARED / name)
-                files = (str(SHARED / write_shared(name, source)),)
+                path = SHARED / write_shared(name, source)
+                written.append(_Written(path, os.open(path, os.O_RDONLY)))
+                fcntl.flock(written[0].lock, fcntl.LOCK_EX)
+                files = (str(path),)
             update = WeightsUpdate(version=number, files=files, partial=partial)
             core.weights.update(update, lambda: _turn(core))
         except BaseException as error:
@@ -78,6 +102,27 @@ def _turn(core: EngineCore) -> None:
         core.step()
 
 
-def _unlink(files: list[Path]) -> None:
+def _unlink(files: list[_Written]) -> None:
     while files:
-        files.pop().unlink(missing_ok=True)
+        path, lock = files.pop()
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def delete_stale(folder: Path = SHARED) -> None:
+    """Delete files of processes that were killed: files older than ``STALE_S`` without a lock.
+
+    A lock, unlike a process id, has a meaning also between containers that share /dev/shm.
+    """
+    for path in [*folder.glob("weft-*.safetensors"), *folder.glob(".weft-*.safetensors.*")]:
+        try:
+            if time.time() - path.stat().st_mtime < STALE_S or not _IS_OURS.match(path.name):
+                continue
+            lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+            finally:
+                os.close(lock)
+        except OSError:  # the file is in use, gone, or of another user
+            continue

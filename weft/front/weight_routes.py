@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from weft.common.errors import InvalidRequest
-from weft.front.admin import chosen, read_body
+from weft.front.admin import read_body
 from weft.front.http import openapi
 from weft.front.http.answers import to_json
 from weft.front.http.streaming import JSON
@@ -132,7 +132,7 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
     @app.post("/init_weight_transfer_engine", openapi_extra=openapi.answers_of(InitRequest, Said))
     async def init(request: Request) -> Response:
         """Check the way of new weights. Files and shared memory need no set-up."""
-        _updates(front)
+        _updates(front).check()
         info = (await read_body(front, request, InitRequest)).init_info
         # Trainers of vLLM name no backend: the address of a rendezvous means NCCL.
         backend = info.get("backend", "nccl" if "master_address" in info else "file")
@@ -169,7 +169,7 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
         label = (await _body(front, request, FinishRequest)).weight_version
         if label is not None:
             _check_label(label, "weight_version")
-        await _updates(front).finish(label, front.pausing.paused)
+        await _updates(front).finish(label, lambda: front.pausing.paused)
         return _json(Said(message="Weight update finished"))
 
 
@@ -229,10 +229,12 @@ async def _body(front: Front, request: Request, form: Any) -> Any:
 
 
 def _updates(front: Front) -> WeightUpdates:
-    """Return the weights of the only model. Raises InvalidRequest for several API servers."""
+    """Return the weights of the only model. Raises InvalidRequest for several API servers or models."""
     if front.section.fronts > 1:
         raise InvalidRequest("new weights need a server with one API server: start without --fronts")
-    return chosen(front, "").model.weights
+    if front.several is not None:
+        raise InvalidRequest("new weights need a server with one model: start one server for each model")
+    return front.model.weights
 
 
 def _source(info: dict[str, Any]) -> tuple[tuple[str, ...], bool]:

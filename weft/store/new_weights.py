@@ -41,18 +41,27 @@ def source_files(backend: Backend, place: str) -> tuple[str, ...]:
             raise InvalidRequest(
                 "name must be the name of a file in /dev/shm that ends with .safetensors", param="name"
             )
-        found = [SHARED / place]
+        found = [SHARED / place] if (SHARED / place).is_file() else []
     else:
         path = Path(place)
         if not path.is_absolute() or "\0" in place:
             raise InvalidRequest("path must be an absolute path", param="path")
-        found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        found = [one for one in found if not one.name.startswith("adapter_model")]
-    if not found or len(found) > MOST_FILES or not all(one.is_file() for one in found):
+        found = _found_in(path)
+    if not found or len(found) > MOST_FILES:
         raise InvalidRequest(
             f"{place} holds no safetensors files", param="path" if backend == "file" else "name"
         )
     return tuple(map(str, found))
+
+
+def _found_in(path: Path) -> list[Path]:
+    """Return ``path``, or the safetensors files of the folder ``path``; [] if one can't be read as a file."""
+    try:
+        found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        found = [one for one in found if not one.name.startswith("adapter_model")]
+        return found if all(one.is_file() for one in found) else []
+    except (OSError, ValueError):  # a name that is too long, no permission, text that is no file name
+        return []
 
 
 def check_source(files: Sequence[str]) -> str:

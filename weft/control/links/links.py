@@ -318,6 +318,11 @@ class Links:
         """Continue the sequences that wait since ``hold``. Idempotent."""
         self._feed(e.Released())
 
+    @property
+    def weights(self) -> int:
+        """Version of the weights for new attempts."""
+        return self._fleet.router.weights
+
     def use_version(self, weights: int) -> None:
         """Send new attempts only to engine processes with version ``weights`` of the weights."""
         self._feed(e.Versioned(weights))

@@ -17,8 +17,9 @@ from weft.config.resolved import EngineConfig
 from weft.engine.weights.group_weights import GroupWeights
 from weft.group.types import GroupLost
 from weft.scheduler.scheduler import Scheduler
+from weft.store.fixed_weights import why_fixed
 from weft.types.messages import TokenEvent, ToWeights
-from weft.types.weights import StageWeights, UseWeights, WeightsChanged, WeightsUpdate
+from weft.types.weights import DropWeights, StageWeights, UseWeights, WeightsChanged, WeightsUpdate
 
 log = get_logger(__name__)
 
@@ -28,19 +29,6 @@ STAGE_S = 900.0
 """Maximum seconds until all ranks have read new weights."""
 POLL_S = 0.002
 """Seconds between two looks of ``EngineWeights.update``."""
-
-
-def why_fixed(config: EngineConfig) -> str:
-    """Return the reason why the weights of this engine can't change while the engine runs; "" if they can."""
-    if config.transfer.role == "encode" or config.spec.vision is not None:
-        return "models that see images take no new weights: embeddings of the old tower would stay in use"
-    if config.tier.kv_disk is not None:
-        return "--kv-disk names blocks by the weights of the start: start the server without --kv-disk"
-    if config.parallel.eplb_interval:
-        return "--eplb-interval reads experts from the checkpoint of the start: start without --eplb-interval"
-    if config.loaded.quantized is not None and config.loaded.quantized.method == "gguf":
-        return "the weights of GGUF files are mapped, and can't change"
-    return ""
 
 
 class EngineWeights:
@@ -87,7 +75,7 @@ class EngineWeights:
         elif isinstance(message, UseWeights):
             self._due, self._until = message, time.monotonic() + BUSY_S
         else:
-            self._staging = False
+            self._staging, self._due = False, None
             group.drop()
 
     def finished(self) -> list[WeightsChanged]:
@@ -112,10 +100,13 @@ class EngineWeights:
 
         Raises the error of a refused update.
         """
-        self.begin(StageWeights(update=update))
-        self._answer(hear)
-        self.begin(UseWeights(version=update.version))
-        self._answer(hear)
+        try:
+            self.begin(StageWeights(update=update))
+            self._answer(hear)
+            self.begin(UseWeights(version=update.version))
+            self._answer(hear)
+        finally:
+            self.begin(DropWeights())  # after a failure, ranks would keep a second model
 
     def _answer(self, hear: Callable[[], object]) -> WeightsChanged:
         until = time.monotonic() + STAGE_S
@@ -152,7 +143,8 @@ class EngineWeights:
                 return events  # sequences that a pause has ended may still hold transfers
             self._due = None
             if together:
-                raise InvalidRequest(
+                # Not the client's fault: the API server tries again after the requests.
+                raise Unavailable(
                     "requests run on several groups of this server: POST /pause before the weights change"
                 )
             digest = self._group.swap(due.version)

@@ -64,7 +64,8 @@ class GroupWeights:
         self._own.stage(update)
         data = f.encode(StageWeights(update=update)) if self._others else b""
         sent = [self._send(rank, data) for rank in self._others]
-        self._lost = not all(sent)
+        if not all(sent):  # ``ended`` may have set the flag meanwhile
+            self._lost = True
 
     def staged(self) -> str | None:
         """Return the digest of the staged files once all ranks are done; None before.

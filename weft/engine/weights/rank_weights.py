@@ -57,6 +57,8 @@ class RankWeights:
         self._held: Tensors = {}
         self._staged: _Staged | None = None
         self._thread: threading.Thread | None = None
+        self._reading = threading.Lock()
+        """Held by the only thread that reads: dropped and new weights never take memory together."""
         self._reported = True
 
     def stage(self, update: WeightsUpdate) -> None:
@@ -135,9 +137,17 @@ class RankWeights:
         self.bell.close()
 
     def _fill(self, staged: _Staged) -> None:
-        """Read the update of ``staged``, in a thread."""
+        """Read the update of ``staged``, in a thread. Returns early once ``staged`` is dropped."""
+        with self._reading:
+            if self._staged is staged:
+                self._fill_alone(staged)
+        # A dropped version gives its memory back before the next thread reads.
+
+    def _fill_alone(self, staged: _Staged) -> None:
         try:
             staged.digest = check_source(staged.update.files)
+            if self._staged is not staged:
+                return
             self._held = self._held or self._find()
             tensors = self._read(staged.update)
             check_refill(self._held, tensors)

@@ -17,6 +17,8 @@ from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.control.fleet.instances import Instance
 from weft.control.links.links import Links
+from weft.store.fixed_weights import why_fixed
+from weft.store.new_weights import MOST_FILES
 from weft.types.messages import ToWeights
 from weft.types.weights import DropWeights, StageWeights, UseWeights, WeightsChanged, WeightsUpdate
 
@@ -41,8 +43,6 @@ class WeightUpdates:
     def __init__(self, config: EngineConfig, links: Links) -> None:
         self._config, self._links = config, links
         self._labels: dict[int, str] = {0: DEFAULT}
-        self.number = 0
-        """Version for new requests."""
         self._files: list[str] | None = None
         """Files of the update under way; None without one."""
         self._partial = False
@@ -50,6 +50,11 @@ class WeightUpdates:
         self._history: tuple[WeightsUpdate, ...] = ()
         """Updates since the last complete one, in order."""
         self._following: asyncio.Task[None] | None = None
+
+    @property
+    def number(self) -> int:
+        """Version for new requests. Engine processes that outlived another API server may begin above 0."""
+        return self._links.weights
 
     @property
     def shown(self) -> bool:
@@ -69,43 +74,52 @@ class WeightUpdates:
         """Change the label of the version for new requests."""
         self._labels[self.number] = label
 
+    def check(self) -> None:
+        """Raise InvalidRequest if the weights of this server can't change."""
+        if why := why_fixed(self._config):
+            raise InvalidRequest(why)
+
     def start(self) -> None:
-        """Begin an update. Replaces an update that was not finished."""
+        """Begin an update. Replaces an update that was not finished. Raises InvalidRequest: see ``check``."""
+        self.check()
         self._files, self._partial = [], False
 
     def add(self, files: tuple[str, ...], partial: bool) -> None:
         """Add a source to the update. Raises InvalidRequest without ``start``."""
         if self._files is None:
             raise InvalidRequest("POST /start_weight_update comes first")
-        self._files += [one for one in files if one not in self._files]
+        known = set(self._files)
+        self._files += [one for one in files if one not in known]
+        if len(self._files) > MOST_FILES:
+            self._files = None
+            raise InvalidRequest(f"an update may have at most {MOST_FILES} files: begin again")
         self._partial = self._partial or partial
 
-    async def finish(self, label: str | None, paused: bool) -> None:
+    async def finish(self, label: str | None, paused: Callable[[], bool]) -> None:
         """Stage the sources of the update on all engine processes, then use the weights.
 
-        ``paused``: True while the server is paused. Raises InvalidRequest for sources that do not fit, and
-        Unavailable for an engine process that does not answer; the old weights then stay.
+        ``paused``: returns True while the server is paused. Raises InvalidRequest for sources that do not
+        fit, and Unavailable for an engine process that does not answer; the old weights then stay.
         """
-        if not self._files:
-            raise InvalidRequest("POST /update_weights comes first")
-        self._check_able(paused)
         async with self._busy:
+            if not self._files:
+                raise InvalidRequest("POST /update_weights comes first")
+            self._check_able(paused())
             update = WeightsUpdate(version=self.number + 1, files=tuple(self._files), partial=self._partial)
             self._files = None
             able = [one for one in self._engines() if one.weights == self.number]
             if not able:
                 raise Unavailable("no engine process has the newest weights; try again later")
-            await self._stage(able, update)
-            self.number = update.version
-            self._labels[self.number] = str(self.number) if label is None else label
+            await self._stage(able, update, paused)
+            self._labels[update.version] = str(update.version) if label is None else label
             for old in list(self._labels)[1:-MOST_LABELS]:
                 del self._labels[old]
             self._history = (*self._history, update) if update.partial else (update,)
             # From here on, new attempts wait for the first process that uses the new weights.
-            self._links.use_version(self.number)
+            self._links.use_version(update.version)
+            if self._following is None:
+                self._following = asyncio.create_task(self._follow())
             await self._use(able)
-        if self._following is None:
-            self._following = asyncio.create_task(self._follow())
 
     def close(self) -> None:
         """Stop to look at engine processes."""
@@ -127,13 +141,14 @@ class WeightUpdates:
     def _engines(self) -> list[Instance]:
         return [one for one in self._links.instances if one.alive]
 
-    async def _stage(self, able: list[Instance], update: WeightsUpdate) -> None:
+    async def _stage(self, able: list[Instance], update: WeightsUpdate, paused: Callable[[], bool]) -> None:
         """Let ``able`` read ``update``. Raises the error of the first process that refuses."""
         try:
             answers = await self._ask(able, StageWeights(update=update), STAGE_S, _is_staged)
             if len({one.digest for one in answers}) > 1:
                 raise InvalidRequest("the engine processes read different files", param="update_info")
-        except WeftError:
+            self._check_able(paused())  # the server may have resumed meanwhile
+        except BaseException:  # a client that leaves cancels the handler
             for instance in able:
                 if instance.alive:
                     self._links.tell(instance.name, DropWeights())
@@ -161,7 +176,8 @@ class WeightUpdates:
         incarnations = {one.name: one.incarnation for one in able}
         for instance in able:
             instance.weights_answer = None
-            self._links.tell(instance.name, message)
+            if instance.alive:
+                self._links.tell(instance.name, message)
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
             answers = [one.weights_answer for one in able]

@@ -1,0 +1,198 @@
+"""The steps of an update on scripted engine processes: order, refusals, and two calls at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weft.common.errors import InvalidRequest, Unavailable
+from weft.front.requests.weight_updates import WeightUpdates
+from weft.store.fixed_weights import why_fixed
+from weft.store.new_weights import source_files
+from weft.types.weights import DropWeights, StageWeights, UseWeights, WeightsChanged
+
+
+def config(**more: Any) -> Any:
+    """Return the settings that ``why_fixed`` and ``WeightUpdates`` read."""
+    spec = SimpleNamespace(vision=None, quantized=None, implementation="weft")
+    made = SimpleNamespace(
+        transfer=SimpleNamespace(role="unified"),
+        spec=spec,
+        loaded=spec,
+        tier=SimpleNamespace(kv_disk=None),
+        parallel=SimpleNamespace(eplb_interval=0, enable_expert_parallel=False),
+    )
+    vars(made).update(more)
+    return made
+
+
+class Engines:
+    """Links to engine processes that answer at once, except messages in ``silent``."""
+
+    def __init__(self, weights: int = 0) -> None:
+        self.weights = weights
+        self.silent: type | None = None
+        self.told: list[Any] = []
+        self.instances = [
+            SimpleNamespace(
+                name=name,
+                alive=True,
+                incarnation=1,
+                role="unified",
+                weights=weights,
+                weights_answer=None,
+                welcome=SimpleNamespace(weights=weights),
+            )
+            for name in ("a", "b")
+        ]
+
+    def use_version(self, version: int) -> None:
+        self.weights = version
+
+    def tell(self, name: str, message: Any) -> None:
+        self.told.append(message)
+        if isinstance(message, self.silent or ()):
+            return
+        one = next(each for each in self.instances if each.name == name)
+        if isinstance(message, StageWeights):
+            number = message.update.version
+            one.weights_answer = WeightsChanged(version=one.weights, staged=number, digest="d")
+        elif isinstance(message, UseWeights):
+            one.weights = message.version
+            one.weights_answer = WeightsChanged(version=one.weights)
+
+
+def updates(engines: Engines, **more: Any) -> WeightUpdates:
+    made = WeightUpdates(config(**more), engines)  # type: ignore[arg-type]
+    made.start()
+    made.add(("/x/model.safetensors",), False)
+    return made
+
+
+def never() -> bool:
+    return False
+
+
+def in_loop(engines: Engines, check: Callable[[WeightUpdates], Any], **more: Any) -> None:
+    async def run() -> None:
+        made = updates(engines, **more)
+        try:
+            await check(made)
+        finally:
+            made.close()
+
+    asyncio.run(run())
+
+
+FIXED: list[tuple[dict[str, Any], str]] = [
+    ({"tier": SimpleNamespace(kv_disk="/disk")}, "--kv-disk"),
+    ({"parallel": SimpleNamespace(eplb_interval=9)}, "--eplb-interval"),
+    ({"spec": SimpleNamespace(vision=object())}, "images"),
+    ({"transfer": SimpleNamespace(role="encode")}, "images"),
+    ({"loaded": SimpleNamespace(quantized=SimpleNamespace(method="gguf"))}, "GGUF"),
+    ({"loaded": SimpleNamespace(quantized=None, implementation="transformers")}, "generic backend"),
+]
+
+
+@pytest.mark.parametrize(("settings", "why"), FIXED)
+def test_fixed_weights_are_refused_at_the_start_of_an_update(settings: dict[str, Any], why: str) -> None:
+    assert why_fixed(config()) == ""
+    with pytest.raises(InvalidRequest, match=why):
+        updates(Engines(), **settings)
+
+
+def test_an_api_server_that_starts_later_goes_on_from_the_version_of_the_engines() -> None:
+    engines = Engines(weights=3)
+
+    async def check(made: WeightUpdates) -> None:
+        assert (made.number, made.label) == (3, "3")
+        await made.finish("new", never)
+        assert (made.number, made.label) == (4, "new")
+        assert [one.weights for one in engines.instances] == [4, 4]
+
+    in_loop(engines, check)
+
+
+def test_of_two_calls_at_once_one_is_refused() -> None:
+    engines = Engines()
+
+    async def check(made: WeightUpdates) -> None:
+        both = await asyncio.gather(made.finish("a", never), made.finish("b", never), return_exceptions=True)
+        assert both[0] is None
+        assert isinstance(both[1], InvalidRequest)
+        assert made.label == "a"
+
+    in_loop(engines, check)
+
+
+def test_a_call_that_is_cancelled_frees_staged_weights() -> None:
+    engines = Engines()
+    engines.silent = StageWeights
+
+    async def check(made: WeightUpdates) -> None:
+        call = asyncio.create_task(made.finish(None, never))
+        while len(engines.told) < 2:
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert [type(one) for one in engines.told[2:]] == [DropWeights, DropWeights]
+        assert made.number == 0
+
+    in_loop(engines, check)
+
+
+def test_a_cancelled_call_after_the_decision_is_carried_on() -> None:
+    engines = Engines()
+    engines.silent = UseWeights
+
+    async def check(made: WeightUpdates) -> None:
+        call = asyncio.create_task(made.finish(None, never))
+        while len(engines.told) < 4:
+            await asyncio.sleep(0.001)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert made.number == 1
+        assert made._following is not None
+
+    in_loop(engines, check)
+
+
+def test_a_server_that_resumes_during_the_update_keeps_the_old_weights() -> None:
+    engines = Engines()
+    parallel = SimpleNamespace(eplb_interval=0, enable_expert_parallel=True)
+
+    async def check(made: WeightUpdates) -> None:
+        states = iter((True, False))
+        with pytest.raises(InvalidRequest, match="during a pause"):
+            await made.finish(None, lambda: next(states))
+        assert made.number == 0
+        assert not any(isinstance(one, UseWeights) for one in engines.told)
+
+    in_loop(engines, check, parallel=parallel)
+
+
+def test_an_engine_that_ends_is_no_refusal_of_the_client() -> None:
+    engines = Engines()
+    engines.silent = StageWeights
+
+    async def check(made: WeightUpdates) -> None:
+        call = asyncio.create_task(made.finish(None, never))
+        while len(engines.told) < 2:
+            await asyncio.sleep(0)
+        engines.instances[1].alive = False
+        with pytest.raises(Unavailable):
+            await call
+
+    in_loop(engines, check)
+
+
+@pytest.mark.parametrize("place", ["/" + "a" * 300, "/\udc80", "/dev/null", "relative"])
+def test_a_path_that_names_no_files_is_refused(place: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest):
+        source_files("file", place)
