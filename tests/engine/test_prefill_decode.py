@@ -262,7 +262,7 @@ def test_a_role_takes_no_part_in_the_other_one(pairs: Callable[..., EnginePair],
     core = EngineCore(config_of(tmp_path, "llama", 8, "unified"), progress=False)
     try:
         assert core.transfers is None
-        assert core.sources == [core.grammars]
+        assert core.sources == [core.grammars, core.weights]
         assert core.stats().transfers is None
         with pytest.raises(InvalidRequest):
             core.submit(msgspec.structs.replace(one, transfer=pair.parameters(1, 0, True)))

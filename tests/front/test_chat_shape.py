@@ -51,6 +51,7 @@ def shape(choices: list[Choice] | None = None, **fields: Any) -> ChatShape:
     asked = AnswerOptions(model="m", stream=choices is None, **fields)
     job = SimpleNamespace(asked=asked, prompts=[])
     made = SimpleNamespace(job=job, tokenizer=None, choices=choices or [], parser=parser, named=str)
+    made.show_weights = lambda *_: None
     return ChatShape(made)  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from weft.common.errors import InvalidRequest
-from weft.front.admin import read_body
+from weft.front.admin import chosen, read_body
 from weft.front.http import openapi
 from weft.front.http.answers import to_json
 from weft.front.http.streaming import JSON

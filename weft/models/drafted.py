@@ -32,7 +32,7 @@ class DraftedModel(Model):
         # Drafts change no output, so only the model's own ops decide about invariance.
         self._ops = target._ops
         self.experts, self.vision, self.score = target.experts, target.vision, target.score
-        self.adapters = target.adapters
+        self.adapters, self.routed_layers = target.adapters, target.routed_layers
         self._first = self.spec.layers + self.spec.mtp_layers
 
     @property
@@ -64,7 +64,7 @@ class DraftedModel(Model):
         # The draft model has no adapters, and sees the placeholders of images instead of images. Its table
         # may have fewer padded rows.
         ids = step.ids.clamp(max=self.draft.spec.vocab_size - 1)
-        own = replace(step, ids=ids, media=None, rope_positions=None, adapters=None)
+        own = replace(step, ids=ids, media=None, rope_positions=None, adapters=None, routes=None)
         return (yield from self.draft.hidden(own, kv[self._first :], backends, wanted))
 
     def logits(self, hidden: Tensor, adapters: AdapterRows | None = None) -> Generator[Pending, None, Tensor]:

@@ -129,7 +129,7 @@ class EagleModel(Model):
         # Drafts change no output, so only the model's own ops decide about invariance.
         self._ops = target._ops
         self.experts, self.vision, self.score = target.experts, target.vision, target.score
-        self.adapters = target.adapters
+        self.adapters, self.routed_layers = target.adapters, target.routed_layers
         self._taps = head.spec.eagle.layers
         self._own = self.spec.hidden
 
