@@ -69,7 +69,7 @@ def test_tokens_with_loaded_blocks_are_those_of_each_sequence_alone(
         disk["kv_cache_memory"] = str(3 * tight(folder, case, BLOCK))
     first, seen = run(folder, {**case, "disk": disk}, stop)
     check_answers(case, first, expected)
-    assert not seen.stats.tier.saved_tokens
+    assert case["preempt"] or not seen.stats.tier.saved_tokens  # preempted sequences load their own blocks
     made, seen = run(folder, {**case, "disk": disk}, stop)
     check_answers(case, made, expected)
     tier = seen.stats.tier
