@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.latent import NAN, Scene, Shape
+from tests.support.latent import NAN, Scene, Shape, on_device
 from tests.support.specs import model_spec
 from weft.attention.base import CoreInput
 from weft.attention.gqa import triton_backend
@@ -33,13 +33,7 @@ ROWS = [[(0, 1)], [(70, 1), (0, 1), (290, 1)], [(64, 4), (3, 2), (0, 3)]]
 
 
 def attend(scene: Scene) -> Tensor:
-    segment, _ = scene.segment()
-    segment = replace(
-        segment,
-        q_offsets=segment.q_offsets.to(DEVICE),
-        starts=segment.starts.to(DEVICE),
-        tables=tuple(table.to(DEVICE) for table in segment.tables),
-    )
+    segment = on_device(scene.segment()[0], DEVICE)
     q, up = scene.q.to(DEVICE), replace(scene.up, keys=scene.keys.to(DEVICE), values=scene.values.to(DEVICE))
     out = q.new_full((len(q), scene.shape.heads, scene.shape.v), NAN)
     angles = (scene.cos.to(DEVICE), scene.sin.to(DEVICE))

@@ -78,6 +78,14 @@ def never() -> bool:
     return False
 
 
+async def begun(made: WeightUpdates, engines: Engines) -> asyncio.Task[None]:
+    """Start an update, and return its call once both engines have been told to stage."""
+    call = asyncio.create_task(made.finish(None, never))
+    while len(engines.told) < 2:
+        await asyncio.sleep(0)
+    return call
+
+
 def in_loop(engines: Engines, check: Callable[[WeightUpdates], Any], **more: Any) -> None:
     async def run() -> None:
         made = updates(engines, **more)
@@ -135,9 +143,7 @@ def test_a_call_that_is_cancelled_frees_staged_weights() -> None:
     engines.silent = StageWeights
 
     async def check(made: WeightUpdates) -> None:
-        call = asyncio.create_task(made.finish(None, never))
-        while len(engines.told) < 2:
-            await asyncio.sleep(0)
+        call = await begun(made, engines)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
@@ -182,9 +188,7 @@ def test_an_engine_that_ends_is_no_refusal_of_the_client() -> None:
     engines.silent = StageWeights
 
     async def check(made: WeightUpdates) -> None:
-        call = asyncio.create_task(made.finish(None, never))
-        while len(engines.told) < 2:
-            await asyncio.sleep(0)
+        call = await begun(made, engines)
         engines.instances[1].alive = False
         with pytest.raises(Unavailable):
             await call

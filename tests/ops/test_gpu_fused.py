@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.latent import Scene, Shape
+from tests.support.latent import Scene, Shape, on_device
 from tests.support.routed import routed
 from weft.attention.base import CoreInput
 from weft.attention.mla.latent import LatentInput
@@ -231,13 +231,7 @@ def test_absorbed_attention(interleaved: bool) -> None:
     """Queries rotate inside the kernel. DeepSeek-V3's sizes with 32 heads; short and split rows."""
     shape = Shape(heads=32, nope=128, rope=64, v=128, lora=512, block=64)
     scene = Scene([(700, 1), (0, 1), (64, 2)], shape, dtype=HALF, interleaved=interleaved)
-    segment, _ = scene.segment()
-    segment = replace(
-        segment,
-        q_offsets=segment.q_offsets.to(DEVICE),
-        starts=segment.starts.to(DEVICE),
-        tables=tuple(table.to(DEVICE) for table in segment.tables),
-    )
+    segment = on_device(scene.segment()[0], DEVICE)
     up = replace(scene.up, keys=scene.keys.to(DEVICE), values=scene.values.to(DEVICE), packed=None)
     latent = LatentInput(
         (scene.cos.to(DEVICE), scene.sin.to(DEVICE)), 0, scene.spec, scene.mla, up, "absorbed"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -155,3 +155,13 @@ class Scene:
 def bits(x: Tensor) -> Tensor:
     """Return the same memory as integers."""
     return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def on_device(segment: SegmentInput, device: torch.device | str) -> SegmentInput:
+    """Return ``segment`` with offsets, starts and tables on ``device``."""
+    return replace(
+        segment,
+        q_offsets=segment.q_offsets.to(device),
+        starts=segment.starts.to(device),
+        tables=tuple(table.to(device) for table in segment.tables),
+    )

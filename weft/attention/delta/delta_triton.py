@@ -32,13 +32,7 @@ class TritonDelta(TorchDelta):
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Raise ConfigError without Triton, and for a model, dtype or device without support."""
-        if device.type != "cuda" and not kernels.interpreting():
-            raise ConfigError(f"delta net backend 'triton' does not run on {device.type}", param="--device")
-        if not kernels.available():
-            raise ConfigError(
-                "delta net backend 'triton' needs Triton: pip install 'weft[cuda]'",
-                param="--attention-backend",
-            )
+        kernels.check_there("delta net backend 'triton'", device)
         if dtype not in kernels.DTYPES:
             raise ConfigError(f"delta net backend 'triton' has no {dtype}", param="--dtype")
         from weft.ops.triton.delta import fits

@@ -80,13 +80,7 @@ class TritonAttention(AttentionBackend):
     ) -> None:
         """Raise ConfigError without Triton, and for a model, dtype or device without support."""
         name = self._name
-        if device.type != "cuda" and not kernels.interpreting():
-            raise ConfigError(f"attention backend {name!r} does not run on {device.type}", param="--device")
-        if not kernels.available():
-            raise ConfigError(
-                f"attention backend {name!r} needs Triton: pip install 'weft[cuda]'",
-                param="--attention-backend",
-            )
+        kernels.check_there(f"attention backend {name!r}", device)
         refuse_fp8(name, cache)
         if dtype not in kernels.DTYPES:
             raise ConfigError(f"attention backend {name!r} has no {dtype}", param="--dtype")

@@ -45,13 +45,7 @@ class TritonLatent(TorchLatent):
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Raise ConfigError without Triton, and for a model, dtype or device without support."""
-        if device.type != "cuda" and not kernels.interpreting():
-            raise ConfigError(f"attention backend 'triton' does not run on {device.type}", param="--device")
-        if not kernels.available():
-            raise ConfigError(
-                "attention backend 'triton' needs Triton: pip install 'weft[cuda]'",
-                param="--attention-backend",
-            )
+        kernels.check_there("attention backend 'triton'", device)
         if dtype not in kernels.DTYPES:
             raise ConfigError(f"attention backend 'triton' has no {dtype}", param="--dtype")
         refuse_fp8("triton", cache)

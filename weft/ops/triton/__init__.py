@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from weft.common.errors import ConfigError
 from weft.ops.registry import Implementation, register
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,6 +50,14 @@ def available() -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     return torch.cuda.is_available() or interpreting()
+
+
+def check_there(backend: str, device: torch.device) -> None:
+    """Raise ConfigError if kernels cannot run on ``device``. ``backend``: kind and name for messages."""
+    if device.type != "cuda" and not interpreting():
+        raise ConfigError(f"{backend} does not run on {device.type}", param="--device")
+    if not available():
+        raise ConfigError(f"{backend} needs Triton: pip install 'weft[cuda]'", param="--attention-backend")
 
 
 def takes_codes(dtype: torch.dtype, device: torch.device) -> bool:
