@@ -1,6 +1,6 @@
 """Measure the bandwidth of every transport between two processes of one host, with digests.
 
-    python -m bench.transports [--megabytes 64] [--rounds 9] [--spread 1] [--json FILE]
+    python -m bench.transports [--device cuda] [--megabytes 64] [--rounds 9] [--spread 1] [--json FILE]
 
 One transfer moves a cache of one KV cache group (16 layers, bfloat16) from a sending to a receiving process.
 Everything except the engines takes part: spans, digests, frames, copies, answers. Blocks of 64 positions make
@@ -13,6 +13,9 @@ the time of the receiving process per transfer, which depends less on other work
     tcp               a stream over loopback
     nixl              NIXL over UCX, as UCX chooses on one host: cross-memory attach (cma)
     nixl over tcp     NIXL over UCX with UCX_TLS=tcp
+
+With ``--device cuda`` both caches are on the first GPU. shm and tcp copy through pinned host memory. NIXL
+reads the sender's caches directly. UCX chooses how, between processes of one host with the IPC of CUDA.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import queue
 import statistics
 import tempfile
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,11 +41,14 @@ from weft.config.cache_layout import pool_tensors
 from weft.config.spec import CacheSpec
 from weft.disagg.protocol.group_layout import blocks_of
 from weft.disagg.protocol.transfer_events import RankReport, RankStopped
+from weft.disagg.transport.copies import copies_of
+from weft.disagg.transport.device_memory import DeviceWork
 from weft.disagg.transport.nixl_transport import NixlTransport
 from weft.disagg.transport.private_memory import huge_memory
 from weft.disagg.transport.read_engine import module_name
 from weft.disagg.transport.shared_memory import SharedMemory
 from weft.disagg.transport.shm import ShmTransport
+from weft.disagg.transport.staging_memory import Sizes, Staged
 from weft.disagg.transport.tcp import TcpTransport
 from weft.disagg.transport.transfer_thread import RankTransfer
 from weft.disagg.transport.transport_registry import transport_kind
@@ -59,10 +66,11 @@ HOST = "127.0.0.1"
 
 
 class Case(NamedTuple):
-    """A transport and the number of positions per block."""
+    """A transport, the number of positions per block, and the device of the caches."""
 
     kind: str
     block: int
+    device: str = "cpu"
 
     @property
     def span_kib(self) -> int:
@@ -90,17 +98,32 @@ class Side:
         )
         self.dims = r.GroupDims(ranks=1, kinds=(kind,))
         nbytes = (1 + spread * blocks) * case.block * POSITION_BYTES * LAYERS
-        own = transport_kind(case.kind.partition(" ")[0])
-        shared = SharedMemory(nbytes) if own.shared else None
-        self.memory = huge_memory(nbytes) if shared is None else shared.tensor
+        self.transport: Any = opened(case, folder, incarnation)
+        self.memory = self._placed(nbytes)
         self.memory.fill_(value)  # every page is there
-        self.transport: Any = opened(case.kind, folder, incarnation)
-        if case.kind == "shm":
-            self.transport.share([shared])
-        else:
-            self.transport.register([self.memory])
         self.told: queue.SimpleQueue[RankReport | RankStopped] = queue.SimpleQueue()
         self.transfer = RankTransfer(0, self.dims, self.transport, self.told.put)
+
+    def _placed(self, nbytes: int) -> torch.Tensor:
+        """Return memory for the caches, uint8 [nbytes], that the transport can use."""
+        kind = transport_kind(self.case.kind.partition(" ")[0])
+        if self.case.device == "cuda":
+            device = torch.device("cuda", 0)
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            if kind.device:
+                self.transport.place([memory], DeviceWork(device, kind.slot_bytes))
+            else:
+                sizes = Sizes(slot=kind.slot_bytes)
+                copies = copies_of(device, max(sizes.slot, sizes.inbox))
+                self.transport.stage(Staged([memory], copies, sizes, sends=True, takes=True))
+            return memory
+        shared = SharedMemory(nbytes) if kind.shared else None
+        memory = huge_memory(nbytes) if shared is None else shared.tensor
+        if self.case.kind == "shm":
+            self.transport.share([shared])
+        else:
+            self.transport.register([memory])
+        return memory
 
     @property
     def nbytes(self) -> int:
@@ -123,8 +146,9 @@ class Side:
             pass
 
 
-def opened(kind: str, folder: str, incarnation: int) -> Any:
-    """Return the transport ``kind``. UCX reads its variable at the start of an engine."""
+def opened(case: Case, folder: str, incarnation: int) -> Any:
+    """Return the transport of ``case``. UCX reads its variable at the start of an engine."""
+    kind = case.kind
     if kind == "shm":
         return ShmTransport(folder, 0, incarnation)
     if kind == "tcp":
@@ -132,8 +156,9 @@ def opened(kind: str, folder: str, incarnation: int) -> Any:
     before = os.environ.pop("UCX_TLS", None)
     if kind.endswith("tcp"):
         os.environ["UCX_TLS"] = "tcp"
+    place = partial(torch.empty, dtype=torch.uint8, device="cuda:0") if case.device == "cuda" else huge_memory
     try:
-        return NixlTransport(HOST, 0, incarnation, SECRET)
+        return NixlTransport(HOST, 0, incarnation, SECRET, landing=place)
     finally:
         os.environ.pop("UCX_TLS", None)
         if before is not None:
@@ -221,7 +246,7 @@ def table_of(rates: dict[Case, list[Rate]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for case, each in rates.items():
-        base = rates[Case("shm", case.block)]
+        base = rates[case._replace(kind="shm")]
         ratio = statistics.median(one.gb_s / other.gb_s for one, other in zip(each, base, strict=True))
         gb_s = [one.gb_s for one in each]
         cpu_ms = statistics.median(one.cpu_ms for one in each)
@@ -236,6 +261,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="place of both caches")
     parser.add_argument("--megabytes", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--spread", type=int, default=1)
@@ -244,17 +270,22 @@ def main() -> None:
     if not cpu.load():
         print("without the C++ operations digests run in numpy: these are not the numbers to publish")
     kinds = [kind for kind in KINDS if module_name() is not None or not kind.startswith("nixl")]
-    cases = [Case(kind, block) for block in (64, 8) for kind in kinds]
+    if args.device == "cuda":
+        kinds = [kind for kind in kinds if kind != "nixl over tcp"]
+    cases = [Case(kind, block, args.device) for block in (64, 8) for kind in kinds]
     machine = describe()
     rates = measure(cases, args.megabytes << 20, args.rounds, args.spread)
-    print(f"{args.megabytes << 20} bytes per transfer, {args.rounds} rounds, {machine['cpu']['model']}\n")
+    where = torch.cuda.get_device_name(0) if args.device == "cuda" else machine["cpu"]["model"]
+    print(f"{args.megabytes << 20} bytes per transfer, {args.rounds} rounds, {where}\n")
     print(table_of(rates))
     if args.json is not None:
         samples = [
             {"transport": case.kind, "span_kib": case.span_kib, "gb_s": [one.gb_s for one in each]}
             for case, each in rates.items()
         ]
-        args.json.write_text(json.dumps({"machine": machine, "samples": samples}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"machine": machine, "device": where, "samples": samples}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":
