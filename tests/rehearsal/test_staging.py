@@ -17,7 +17,6 @@ from tests.engine.pair_rig import EnginePair, submit, unified
 from tests.rehearsal.device import COMPUTE, Races, Rehearsal, current, running
 from tests.rehearsal.rig import Answers, rehearsed
 from tests.rehearsal.streams import MOVES, names_of
-from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
@@ -195,8 +194,9 @@ def without_threads(patch: Patch) -> list[RankTransfer]:
     return transfers
 
 
-@mostly_slow(
-    "family", ["llama", "qwen3_next", pytest.param("deepseek_v3", marks=pytest.mark.grid)], ["llama"]
+@pytest.mark.slow  # ``test_device_memory`` runs two engines by default
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3_next", pytest.param("deepseek_v3", marks=pytest.mark.grid)]
 )
 def test_engines_of_two_groups_give_the_tokens_of_one(
     family: str, folder_of: Callable[[str], Path], monkeypatch: Patch
