@@ -268,8 +268,7 @@ class SocketTransport:
     # ---- writes
 
     def _send_staged(self) -> None:
-        """Send staged writes with finished copies. Digests come from the bytes in host memory or from sums of a
-        device."""
+        """Send staged writes with finished copies, with digests of the bytes in host memory, or from sums."""
         for write in self._memory.ready():
             seed = ranks_seed(write.key, self.rank, self._peers[write.peer].rank)
             if len(write.digests):
