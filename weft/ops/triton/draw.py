@@ -604,8 +604,7 @@ def draw(
     assert logits.stride(1) == 1, "rows of logits are contiguous"
     assert table.is_contiguous(), "rows of the table are contiguous"
     flag, spare, history, positions, live = advance or (slots, 0, out, positions, None)
-    blocks = -(-vocab_size // BLOCK)
-    own = _scratch(count, blocks, logits.device)
+    own = _scratch(count, blocks := -(-vocab_size // BLOCK), logits.device)
     where = (logits, slots if rows is None else rows, slots, flag)
     floats, tail = table.view(torch.float64), (logits.stride(0), spare)
     of_row = {
