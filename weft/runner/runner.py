@@ -310,24 +310,7 @@ class Runner:
         # The drafter looks at the slots and blocks before any slot update changes them.
         if self.drafter is not None:
             self.drafter.prepare(plan.ops)
-        for op in plan.ops:
-            self._state.apply(op)
-            if isinstance(op, AllocSlot):
-                self._sampler.slots.alloc(op)
-                if self.drafter is not None:
-                    self.drafter.enter(op.slot)
-            elif isinstance(op, FreeSlot):
-                self._sampler.slots.free(op.slot)
-            elif isinstance(op, Rebalance) and self._model.experts is not None:
-                drive(self._model.experts.rebalance())
-        if self.adapters is not None:
-            self.adapters.apply(plan.ops)
-        # Only SaveState and LoadState change recurrent states, so the other slot updates may run first.
-        self._states.apply(plan.ops)
-        self._pooler.apply(plan.ops)
-        self._routes.apply(plan.ops)
-        handle.encode_seconds = self._media.apply(plan.ops)
-        done = self._export(plan)
+        done = self._apply(plan, handle)
         self._state.validate(plan.prefill)
         self._state.validate(plan.decode)
         handle.buffer = self._ring.acquire()
@@ -348,6 +331,29 @@ class Runner:
                 flights=self._launcher.take(),
             )
         return rows, logits
+
+    def _apply(self, plan: StepPlan, handle: StepHandle) -> LayerDone | None:
+        """Apply the slot updates of a plan. Sets ``encode_seconds`` of ``handle``. For the result and the
+        errors see ``_export``."""
+        for op in plan.ops:
+            self._state.apply(op)
+            if isinstance(op, AllocSlot):
+                self._sampler.slots.alloc(op)
+                if self.drafter is not None:
+                    self.drafter.enter(op.slot)
+            elif isinstance(op, FreeSlot):
+                self._sampler.slots.free(op.slot)
+            elif isinstance(op, Rebalance) and self._model.experts is not None:
+                drive(self._model.experts.rebalance())
+        if plan.ops:
+            if self.adapters is not None:
+                self.adapters.apply(plan.ops)
+            # Only SaveState and LoadState change recurrent states, so other slot updates may run first.
+            self._states.apply(plan.ops)
+            self._pooler.apply(plan.ops)
+            self._routes.apply(plan.ops)
+        handle.encode_seconds = self._media.apply(plan.ops)
+        return self._export(plan)
 
     def _export(self, plan: StepPlan) -> LayerDone | None:
         """Return the hook to call after each layer of a plan with exported rows; None if no row is exported.
@@ -371,10 +377,9 @@ class Runner:
         adapts = bool(present)
         if self.graphs is None or (adapts and (self.adapters is None or not self.adapters.captures(present))):
             return None
-        direct = self._sampler.slots.direct
         # A captured step may also sample, if no row needs drafts, masks or anything beyond a plain draw.
         rests = self.drafter is None or (self.drafter.rests and not plan.decode.next_k.any())
-        draws = rests and not plan.constrained and bool(direct[plan.decode.slot].all())
+        draws = rests and not plan.constrained and self._sampler.slots.draws(plan.decode.slot)
         key = self.graphs.find(plan, draws, adapts)
         if key is None:
             handle.uncaptured = self.graphs.uncaptured

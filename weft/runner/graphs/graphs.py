@@ -44,6 +44,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from weft.attention.base import Backends, LayerCache, StepInput
@@ -259,8 +260,10 @@ class DecodeGraphs:
         self._flagged = device.type != "cpu"  # such an end skips padding rows, and steps without the flag
         self._end = end if options.exact or self._flagged else None
         self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
-        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        """Views by (rows, tokens per row): slots and logits."""
+        self._views: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        """Views by (rows, tokens per row): slots, logits and drawn tokens."""
+        self._written: tuple[np.ndarray, int] | None = None
+        """Slots and number of rows in ``_columns``, on a CPU; None after other columns."""
         # On a GPU an evicted graph could still be running, so GPU graphs are dropped only with the epoch.
         kept = MOST_KEPT if device.type == "cpu" else sys.maxsize
         self._replays: Recent[Key, Callable[[], None]] = Recent(kept)
@@ -402,15 +405,16 @@ class DecodeGraphs:
         rows = plan.decode.rows
         each = key.each
         if (views := self._views.get((rows, each))) is None:
-            self._views[rows, each] = views = self._columns[:rows], self._logits[: rows * each]
-        slots, logits = views
+            views = self._columns[:rows], self._logits[: rows * each], self._drawn[:rows]
+            self._views[rows, each] = views
+        slots, logits, drawn = views
         draws = draws and key.ends
         # One token per row on a CPU: write the slots in place. Otherwise stage columns through ``buffer``.
         if self._on_host is not None and each == 1:
-            self._on_host[:rows] = plan.decode.slot
-            self._on_host[rows : key.rows] = self._spare
+            self._write(self._on_host, plan.decode.slot, key.rows)
             staged = [slots]
         else:
+            self._written = None
             padded, flag = 0 if even(plan, each) else each, DRAWS if draws else self._spare
             staged = self._builder.stage_decode(plan, padded, buffer, key.rows, flag, self._columns)
         # Every branch below launches the same calls in the same order, so ranks may take different branches.
@@ -426,7 +430,15 @@ class DecodeGraphs:
             ids, positions = self._ids[: rows * each], self._positions[: rows * each]
             return StepRows(**self._builder.decode_rows(plan, staged, ids, positions))
 
-        return Replayed(logits, left, Drawn(self._drawn[:rows]) if draws else None)
+        return Replayed(logits, left, Drawn(drawn) if draws else None)
+
+    def _write(self, on_host: np.ndarray, slots: np.ndarray, rows: int) -> None:
+        """Write ``slots`` and spare slots up to ``rows`` rows. Steps that repeat the rows of the last step
+        bring the same array."""
+        if self._written is None or self._written[0] is not slots or self._written[1] != rows:
+            on_host[: len(slots)] = slots
+            on_host[len(slots) : rows] = self._spare
+            self._written = slots, rows
 
     def hidden(self, key: Key, rows: int) -> Tensor:
         """Return hidden states [rows * tokens per row, hidden] of the last replayed step, valid until the
