@@ -56,10 +56,12 @@ class Drawn(_Copies):
 
     accepted: None = None
 
-    def __init__(self, drawn: torch.Tensor) -> None:
-        """``drawn``: int64 [rows], tokens and -1 for errors, see ``End``. One copy starts on a GPU. On a CPU
-        the tensor may be written again after this call."""
+    def __init__(self, drawn: torch.Tensor, at: np.ndarray | None = None) -> None:
+        """``drawn``: int64 [entries], tokens and -1 for errors, see ``End``. One copy starts on a GPU. On a
+        CPU the tensor may be written again after this call. ``at``: entry of each row of the result; None:
+        one entry per row."""
         super().__init__(drawn.is_cuda)
+        self._at = at
         self.drawn = self._start(drawn)
         self._values = None if self._cuda else drawn.numpy().copy()
         if self._event is not None:
@@ -69,7 +71,7 @@ class Drawn(_Copies):
     def values(self) -> np.ndarray:
         """int64 [rows]: tokens, -1 for a row with an error."""
         values: np.ndarray = self.drawn.numpy() if self._values is None else self._values
-        return values
+        return values if self._at is None else values[self._at]
 
 
 class HostCopy(_Copies):
@@ -177,12 +179,14 @@ def _embeddings(pooled: Pooled | None) -> EmbeddingRows | None:
 
 
 def _plain(plan: StepPlan, tokens: np.ndarray, wrong: np.ndarray, drafts: np.ndarray) -> StepResult:
-    """Build the result of a step with one token per row and no logprobs, the common case. ``wrong``: int
+    """Build the result of a step with at most one token per row and no logprobs, the common case. ``wrong``: int
     [n], rows with an error."""
-    counted, before, none = _counts(plan.decode.rows)
+    counted, rows, none = _counts(len(tokens))
+    if plan.prefill.rows:  # unfinished prompts have no token
+        rows = column(np.flatnonzero(np.concatenate([plan.prefill.sample, plan.decode.sample])))
     return StepResult(
         step=plan.step,
-        rows=before,
+        rows=rows,
         offsets=counted,
         tokens=column(tokens),
         accepted=none,

@@ -30,17 +30,18 @@ from weft.parallel.comm import drive
 from weft.parallel.launcher import Launcher
 from weft.runner.batch.batch import BatchBuilder, StepRows
 from weft.runner.batch.micro_batches import MicroBatchedSteps
-from weft.runner.batch.staging import StagingRing, even, most_each
+from weft.runner.batch.staging import StagingBuffer, StagingRing, even, most_each
 from weft.runner.device_queue import DeviceQueue, result_of
 from weft.runner.drafting import DraftedParts, make_drafter
 from weft.runner.expert_routes import ExpertRoutes
 from weft.runner.exports import Exports, LayerDone, RankTransfers, Reports, TransferThread, is_heard
 from weft.runner.graphs.graphs import DecodeGraphs, GraphOptions
+from weft.runner.graphs.mixed import MixedGraphs
 from weft.runner.images.media_departures import media_store
 from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.pooling import Pooler, classifier
 from weft.runner.result import Drawn, HostCopy, synchronize, to_result
-from weft.runner.sampling.sampler import NO_MASKS, Sampler
+from weft.runner.sampling.sampler import NO_MASKS, End, Sampler
 from weft.runner.slot_state import SlotState, States
 from weft.runner.step_handle import NOT_YET, StepHandle
 from weft.runner.step_trace import StepTrace
@@ -124,6 +125,7 @@ class Runner:
         )
         self._queue = DeviceQueue(threaded=device.type == "cpu" and (depth > 1 or is_heard(transfers)))
         self._trace, self._timeout, self._next_step = trace, step_timeout, -1  # -1: any step
+        self._nothing = torch.empty(0, device=device)
         self._failed = False
         """True while a step is launched, and after a failed step until ``reset``."""
         self._has_state = any(pool.cache.kind == "state" for pool in kv.pools)
@@ -131,6 +133,8 @@ class Runner:
         """Proposes drafts; None without speculation."""
         self.graphs = None if graphs is None else self._make_graphs(graphs)
         """Captured decode steps; None if decode steps are not captured."""
+        self.mixed = None if graphs is None else self._make_mixed(graphs)
+        """Captured steps with prompts; None if such steps are not captured."""
 
     @property
     def cache(self) -> Sequence[LayerCache]:
@@ -373,6 +377,8 @@ class Runner:
         Sets ``uncaptured`` of ``handle``, and after a replay ``hidden``, ``each`` and ``drawn``.
         """
         assert handle.buffer is not None
+        if plan.prefill.rows:
+            return self._replay_mixed(plan, handle, handle.buffer)
         present = self._state.adapters(plan.decode.slot)
         adapts = bool(present)
         if self.graphs is None or (adapts and (self.adapters is None or not self.adapters.captures(present))):
@@ -391,6 +397,24 @@ class Runner:
         handle.each = key.each
         handle.uncaptured = self.graphs.uncaptured
         return made.rows, made.logits
+
+    def _replay_mixed(
+        self, plan: StepPlan, handle: StepHandle, buffer: StagingBuffer
+    ) -> tuple[RowsLeft, Tensor] | None:
+        """Run a step with prompts as a captured graph, which draws the tokens, and set ``drawn`` of
+        ``handle``; None if the step must run op by op."""
+        prefill, decode, slots = plan.prefill, plan.decode, self._sampler.slots
+        if self.mixed is None or plan.constrained or self._pooler.wants(plan):
+            return None
+        if prefill.next_k.any() or decode.next_k.any() or self._state.adapters(prefill.slot, decode.slot):
+            return None
+        if not (slots.draws(prefill.slot) and slots.draws(decode.slot)):
+            return None
+        key = self.mixed.find(plan)
+        if key is None:
+            return None
+        handle.drawn = self.mixed.run(key, plan, buffer)
+        return _drawn_already, self._nothing
 
     def _compute_micro_batches(
         self, plan: StepPlan, handle: StepHandle, done: LayerDone | None
@@ -521,11 +545,26 @@ class Runner:
         parts = (self._model, self._cache, self._backends, self._builder, self._state)
         drafter = self.drafter if self._device.type == "cpu" else None
         hidden_sink = None if drafter is None else drafter.hidden_sink()
-        end = None
-        if self.drafter is None or self.drafter.rests:
-            like = torch.empty(1, 1, dtype=self._model.dtype, device=self._device)
-            end = self._sampler.end(self._state, self._has_state, like)
+        end = self._make_end()
         return DecodeGraphs(*parts, self.kv.max_model_len, options, self._launcher, hidden_sink, end)
+
+    def _make_end(self) -> End | None:
+        """Return the function that ends a captured step; None if the drafter needs every step, or if neither
+        the CPU extension nor the kernels can draw from the logits of the model."""
+        if self.drafter is not None and not self.drafter.rests:
+            return None
+        like = torch.empty(1, 1, dtype=self._model.dtype, device=self._device)
+        return self._sampler.end(self._state, self._has_state, like)
+
+    def _make_mixed(self, options: GraphOptions) -> MixedGraphs | None:
+        """Return the captured steps with prompts; None if there are none, see ``MixedGraphs``."""
+        if not options.prompt_tokens or not self._backends.ragged_context(self._model.spec, 1):
+            return None
+        end = self._make_end()
+        if end is None:
+            return None
+        parts = (self._model, self._cache, self._backends, self._builder, self._state)
+        return MixedGraphs(*parts, self.kv.max_model_len, options, end)
 
     def _make_drafter(
         self, speculation: SpeculationSection | None, graphs: GraphOptions | None
@@ -540,3 +579,8 @@ class Runner:
             self.kv,
         )
         return make_drafter(parts, speculation, graphs)
+
+
+def _drawn_already() -> StepRows:
+    """Stand for the rows of a step whose capture has drawn the tokens."""
+    raise EngineDead("the tokens of the step are drawn already")

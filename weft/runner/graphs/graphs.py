@@ -11,8 +11,8 @@ a graph reads one external column, at a fixed address:
                read before the next replay
 
 The stream orders everything: a replay follows the sampling of the previous step. Graphs are captured at start
-for buckets of rows and of context; both bound the launch grids. Other steps, and all steps with prompt rows,
-are launched op by op.
+for buckets of rows and of context; both bound the launch grids. Small steps with prompts
+are captured by ``weft/runner/graphs/mixed.py``. Other steps are launched op by op.
 
 With NCCL collectives, a graph holds the communicator of one epoch. All ranks capture such a graph in the same
 step, when a step first needs the graph. The graph is dropped with the epoch, before the communicator ends.
@@ -203,6 +203,8 @@ class GraphOptions:
     capture fails with CannotCapture."""
     exact: bool = False
     """True to capture for exact row counts instead of buckets (CPU)."""
+    prompt_tokens: int = 0
+    """Most prompt tokens of captured steps with prompts (``weft.runner.graphs.mixed``); 0: none."""
 
 
 class DecodeGraphs:
@@ -282,7 +284,7 @@ class DecodeGraphs:
     def _capture(self, options: GraphOptions) -> None:
         """Capture every bucket with the spare slot, and log the time and the memory."""
         began = time.monotonic()
-        before = _reserved(self._columns.device)
+        before = reserved(self._columns.device)
         micro_batches = (1, 2) if options.micro_batches else (1,)
         buckets = itertools.product(self._rows, self._each, reversed(self._contexts), micro_batches)
         adapts = (False, True) if self.adapts else (False,)
@@ -303,7 +305,7 @@ class DecodeGraphs:
             len(keys),
             self._rows[-1],
             time.monotonic() - began,
-            (_reserved(self._columns.device) - before) >> 20,
+            (reserved(self._columns.device) - before) >> 20,
         )
 
     def _closure(self, key: Key) -> Callable[[], None]:
@@ -320,7 +322,7 @@ class DecodeGraphs:
         parts = slots.chunk(
             micro_batches
         )  # micro-batches split rows by number, as ``split`` does; filler rows come last
-        bounds = [_bound(len(part), each, context) for part in parts]
+        bounds = [bound(len(part), each, context) for part in parts]
         exchange = Exchange(rows=padded) if padded else UNAGREED
 
         def run() -> None:
@@ -493,7 +495,7 @@ def _width(rows: int, tokens: int, options: GraphOptions) -> int:
     return rows + (6 * tokens if options.most_each > 1 else 0)
 
 
-def _bound(rows: int, each: int, context: int) -> Segment:
+def bound(rows: int, each: int, context: int) -> Segment:
     """Return ``rows`` rows of ``each`` tokens that end at ``context``: upper bounds for shapes."""
     zero = column([0] * rows)
     count = column([each] * rows)
@@ -505,6 +507,6 @@ def _bucket(buckets: list[int], size: int) -> int:
     return buckets[bisect_left(buckets, size)]
 
 
-def _reserved(device: torch.device) -> int:
+def reserved(device: torch.device) -> int:
     """Return the bytes of GPU memory reserved by torch; 0 on a CPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
