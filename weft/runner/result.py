@@ -179,8 +179,8 @@ def _embeddings(pooled: Pooled | None) -> EmbeddingRows | None:
 
 
 def _plain(plan: StepPlan, tokens: np.ndarray, wrong: np.ndarray, drafts: np.ndarray) -> StepResult:
-    """Build the result of a step with at most one token per row and no logprobs, the common case. ``wrong``: int
-    [n], rows with an error."""
+    """Build the result of a step with at most one token per row and no logprobs, the common case. ``wrong``:
+    int [n], rows with an error."""
     counted, rows, none = _counts(len(tokens))
     if plan.prefill.rows:  # unfinished prompts have no token
         rows = column(np.flatnonzero(np.concatenate([plan.prefill.sample, plan.decode.sample])))

@@ -44,7 +44,7 @@ from weft.runner.result import Drawn, HostCopy, synchronize, to_result
 from weft.runner.sampling.sampler import NO_MASKS, End, Sampler
 from weft.runner.slot_state import SlotState, States
 from weft.runner.step_handle import NOT_YET, StepHandle
-from weft.runner.step_trace import StepTrace
+from weft.runner.step_trace import StepTrace, labelled
 from weft.runner.tier_thread import TierThread
 from weft.runner.verify import accept
 from weft.runner.warm_up import plans
@@ -294,7 +294,8 @@ class Runner:
         if self._failed:
             raise EngineDead("a step before it failed")
         self._failed = True
-        result = self._forward_whole(handle)
+        with labelled(handle.plan):
+            result = self._forward_whole(handle)
         self._failed = False
         return result
 

@@ -41,7 +41,7 @@ from weft.runner.graphs.graphs import GraphOptions, bound, context_buckets, rese
 from weft.runner.result import Drawn
 from weft.runner.sampling.sampler import End
 from weft.runner.slot_state import SlotState
-from weft.types.plan import BindMedia, StepPlan
+from weft.types.plan import EMPTY_SEGMENT, BindMedia, Segment, StepPlan
 
 log = get_logger(__name__)
 
@@ -109,8 +109,9 @@ class MixedGraphs:
         # Smaller graphs then fit into the memory of the largest.
         keys.sort(key=lambda key: (key.tokens + key.decodes, key.context), reverse=True)
         for key in progress_bar(keys, title="capturing prompts", unit="graph", shown=options.progress):
-            none = np.empty(0, np.int32)
-            columns = np.concatenate(self._columns_of(key, none, none, none, none))
+            columns = np.concatenate(
+                columns_of(key, EMPTY_SEGMENT, EMPTY_SEGMENT, self._prompts, self._spare)
+            )
             columns[-1] = self._spare  # the flag: nothing is drawn
             self._columns[: len(columns)].copy_(upload(columns, self._columns.device))
             self._replays[key] = options.capture(self._closure(key))
@@ -141,24 +142,6 @@ class MixedGraphs:
 
         return run
 
-    def _columns_of(
-        self, key: MixedKey, slot: np.ndarray, count: np.ndarray, sample: np.ndarray, decode: np.ndarray
-    ) -> list[np.ndarray]:
-        """Return the columns of a step of bucket ``key``. slot, count, sample: of the prompt rows; decode:
-        slots of the decode rows."""
-        prompts, rows = self._prompts, len(slot)
-        slots = np.full(prompts + key.decodes, self._spare)
-        slots[:rows] = slot
-        slots[prompts : prompts + len(decode)] = decode
-        offsets = np.full(prompts + 1, key.tokens)
-        offsets[0] = 0
-        np.cumsum(count, out=offsets[1 : rows + 1])
-        moved = np.zeros(prompts, np.int64)
-        moved[:rows] = count - sample
-        drawn = slots.copy()
-        drawn[:rows][sample == 0] = self._spare
-        return [slots, offsets, moved, drawn, np.array([DRAWS])]
-
     def find(self, plan: StepPlan) -> MixedKey | None:
         """Return the bucket for the step of ``plan``; None if the step must be launched op by op.
 
@@ -184,13 +167,32 @@ class MixedGraphs:
     def run(self, key: MixedKey, plan: StepPlan, buffer: StagingBuffer) -> Drawn:
         """Replay the step of ``plan`` and return its tokens. The slots advance."""
         prefill, decode = plan.prefill, plan.decode
-        columns = self._columns_of(key, prefill.slot, prefill.count, prefill.sample, decode.slot)
+        columns = columns_of(key, prefill, decode, self._prompts, self._spare)
         self._builder.stage_mixed(columns, buffer, self._columns)
         self._replays[key]()
         self.replayed += 1
         sampled = np.flatnonzero(prefill.sample)
         at = np.concatenate([sampled, np.arange(self._prompts, self._prompts + decode.rows)])
         return Drawn(self._drawn[: self._prompts + decode.rows], at)
+
+
+def columns_of(
+    key: MixedKey, prefill: Segment, decode: Segment, prompts: int, spare: int
+) -> list[np.ndarray]:
+    """Return the columns of a step of bucket ``key``, int64: see the head of the module. ``prompts``: prompt
+    rows of a capture, more than ``prefill`` has."""
+    rows = prefill.rows
+    slots = np.full(prompts + key.decodes, spare, np.int64)
+    slots[:rows] = prefill.slot
+    slots[prompts : prompts + decode.rows] = decode.slot
+    offsets = np.full(prompts + 1, key.tokens, np.int64)
+    offsets[0] = 0
+    np.cumsum(prefill.count, out=offsets[1 : rows + 1])
+    moved = np.zeros(prompts, np.int64)
+    moved[:rows] = prefill.count - prefill.sample
+    drawn = slots.copy()
+    drawn[:rows][prefill.sample == 0] = spare
+    return [slots, offsets, moved, drawn, np.array([DRAWS])]
 
 
 def _up_to(buckets: Sequence[int], most: int) -> list[int]:
