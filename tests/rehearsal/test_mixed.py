@@ -136,6 +136,7 @@ def test_other_attention_and_drafters_that_never_rest_capture_no_prompts(
     assert core.runner.runner.mixed is None
 
 
+@pytest.mark.slow
 def test_captures_with_prompts_are_few_and_reported(
     folder_of: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

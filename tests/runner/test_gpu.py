@@ -80,7 +80,12 @@ def with_prompts(vocab: int) -> list[list[Any]]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_with_prompts_are_replayed(folder: Path, dtype: str) -> None:
     """Padding, empty rows and unfinished prompts change no bit, so the tokens are those of launches."""
-    settings: dict[str, Any] = {"dtype": dtype, "deterministic": True, "max_num_batched_tokens": 64, "max_model_len": 256}
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "deterministic": True,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 256,
+    }
     made: list[dict[int, list[int]]] = []
     replayed: list[int] = []
     for more in ({}, {"decode_graphs": False}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.e0.rig import run, submit
@@ -12,10 +13,25 @@ from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.engine.core import EngineCore
 from weft.runner.step_trace import labelled
-from weft.types.plan import StepPlan
+from weft.types.plan import Segment, StepPlan, column
 from weft.types.sampling import TokenParams
 
 
+def test_a_label_counts_tokens_rows_and_drafts() -> None:
+    """Without a profiler there is no label."""
+    count = column([3, 1])
+    plan = StepPlan(
+        step=0, prefill=Segment(slot=column([4]), count=column([9])), decode=Segment(slot=count, count=count)
+    )
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, labelled(plan):
+        pass
+    assert [event.name for event in profile.events()] == [
+        "weft step: prefill 9 tokens, decode 2 rows, 2 drafts"
+    ]
+    assert labelled(plan) is labelled(StepPlan(step=1))
+
+
+@pytest.mark.slow
 def test_a_profile_names_the_rows_of_each_step(tmp_path: Path) -> None:
     """A profiler sees the thread of the steps if one step is in flight."""
     settings = {"device": "cpu", "steps_in_flight": 1, "max_num_seqs": 2, "kv_cache_memory": "4M"}
@@ -33,4 +49,3 @@ def test_a_profile_names_the_rows_of_each_step(tmp_path: Path) -> None:
         "weft step: prefill 0 tokens, decode 2 rows, 0 drafts",
         "weft step: prefill 0 tokens, decode 1 rows, 0 drafts",
     }
-    assert labelled(StepPlan(step=0)) is labelled(StepPlan(step=1)), "a label without a profiler"

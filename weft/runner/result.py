@@ -129,12 +129,12 @@ def to_result(plan: StepPlan, copy: HostCopy | Drawn) -> StepResult:
     """Build the result of ``plan`` from rows with logits, in plan order. ``copy`` must be complete."""
     if isinstance(copy, Drawn):
         values = copy.values
-        wrong = np.flatnonzero(values < 0) if len(values) and values.min() < 0 else EMPTY
-        return _plain(plan, np.maximum(values, 0) if len(wrong) else values, wrong, EMPTY)
+        failed = np.flatnonzero(values < 0) if len(values) and values.min() < 0 else EMPTY
+        return _plain(plan, np.maximum(values, 0) if len(failed) else values, failed, EMPTY)
     more = (copy.logprobs, copy.all_logprobs, copy.routes)
     if most_each(plan) == 1 and all(part is None for part in more):
-        wrong = np.flatnonzero(copy.error.numpy())
-        return _plain(plan, copy.tokens.numpy(), wrong, _drafts(plan, copy.drafts))
+        failed = np.flatnonzero(copy.error.numpy())
+        return _plain(plan, copy.tokens.numpy(), failed, _drafts(plan, copy.drafts))
     both = (plan.prefill, plan.decode)
     logits = np.concatenate([s.logits for s in both]).astype(np.int64)
     sample = np.concatenate([s.sample for s in both]).astype(np.int64)
