@@ -71,6 +71,9 @@ class Runner:
     """Weights that updates fill (``weft.engine.weights.rank_weights``). Set before the first step, and closed
     by ``close``."""
 
+    _failed = False
+    """True while a step is launched, and after a failed step until ``reset``."""
+
     def __init__(
         self,
         model: Model,
@@ -125,15 +128,12 @@ class Runner:
         )
         self._queue = DeviceQueue(threaded=device.type == "cpu" and (depth > 1 or is_heard(transfers)))
         self._trace, self._timeout, self._next_step = trace, step_timeout, -1  # -1: any step
-        self._nothing = torch.empty(0, device=device)
-        self._failed = False
-        """True while a step is launched, and after a failed step until ``reset``."""
         self._has_state = any(pool.cache.kind == "state" for pool in kv.pools)
         self.drafter = self._make_drafter(speculation, graphs)
         """Proposes drafts; None without speculation."""
         self.graphs = None if graphs is None else self._make_graphs(graphs)
         """Captured decode steps; None if decode steps are not captured."""
-        self.mixed = None if graphs is None else self._make_mixed(graphs)
+        self.mixed = self._make_mixed(graphs)
         """Captured steps with prompts; None if such steps are not captured."""
 
     @property
@@ -415,7 +415,7 @@ class Runner:
         if key is None:
             return None
         handle.drawn = self.mixed.run(key, plan, buffer)
-        return _drawn_already, self._nothing
+        return _drawn_already, handle.drawn.drawn
 
     def _compute_micro_batches(
         self, plan: StepPlan, handle: StepHandle, done: LayerDone | None
@@ -557,9 +557,13 @@ class Runner:
         like = torch.empty(1, 1, dtype=self._model.dtype, device=self._device)
         return self._sampler.end(self._state, self._has_state, like)
 
-    def _make_mixed(self, options: GraphOptions) -> MixedGraphs | None:
+    def _make_mixed(self, options: GraphOptions | None) -> MixedGraphs | None:
         """Return the captured steps with prompts; None if there are none, see ``MixedGraphs``."""
-        if not options.prompt_tokens or not self._backends.ragged_context(self._model.spec, 1):
+        if (
+            options is None
+            or not options.prompt_tokens
+            or not self._backends.ragged_context(self._model.spec, 1)
+        ):
             return None
         end = self._make_end()
         if end is None:

@@ -237,10 +237,7 @@ class DecodeGraphs:
         self.uncaptured = False
         """True if the last step was slower than later steps of the same bucket will be: the later steps are
         replayed."""
-        self._model = model
-        self._cache = cache
-        self._backends = backends
-        self._builder = builder
+        self._model, self._cache, self._backends, self._builder = model, cache, backends, builder
         self._rows, self._drafted, self._each = _buckets(options)
         self._launcher = launcher or Launcher()
         self._contexts = context_buckets(max_len)
