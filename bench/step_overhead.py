@@ -6,6 +6,9 @@ One step is in flight, so all parts run in sequence. With two steps in flight th
 model on a CPU, so the printed share is an upper bound. The model is ``model.steps``. Everything else in
 ``EngineCore.step``, and the encoding of its events, counts as overhead.
 
+With --host-alone the replay of a captured step does nothing, so that the control thread alone is timed, by
+CPU time: busy machines disturb CPU time less. Caches are then warm, which a model does not leave them.
+
 With --waits the script prints how often the threads of a decode step meet and how long they wait: with one
 region per step (csrc/crew.h) and with one region per operation, a few steps each in turn. Set
 GOMP_SPINCOUNT=1000, as ``weft serve`` does on AMD CPUs (docs/adr/0007): torch is loaded first here.
@@ -132,6 +135,30 @@ def measure(core: EngineCore, batch: int, steps: int) -> list[dict[str, float]]:
     return rows[2:]  # the first ones warm up
 
 
+def measure_alone(core: EngineCore, batch: int, steps: int) -> np.ndarray:
+    """Return the milliseconds of CPU time of steps that decode the whole batch, [steps], without the
+    replay."""
+    graphs, spent = core.runner.graphs, list[float]()
+    assert graphs is not None, "decode steps are not captured: build the C++ operations"
+    for _ in range(10):
+        core.step()  # prompts, and the capture
+    graphs.replay = lambda key: None  # type: ignore[method-assign]
+    while len(spent) < steps and core.has_work():
+        began = time.thread_time()
+        events = core.step()
+        encode(Tokens(step=1, events=tuple(events)))
+        if len(events) == batch:
+            spent.append(1e3 * (time.thread_time() - began))
+    return np.array(spent)
+
+
+def report_alone(spent: np.ndarray) -> dict[str, Any]:
+    """Print and return the median and the tenth percentile of the milliseconds ``spent``."""
+    middle, tenth = float(np.median(spent)), float(np.percentile(spent, 10))
+    print(f"{len(spent)} steps, host alone: median {middle:.4f} ms, a tenth below {tenth:.4f} ms")
+    return {"steps": len(spent), "host_ms": [middle, tenth]}
+
+
 def measure_waits(core: EngineCore, batch: int, turn: int = 5) -> dict[str, list[tuple[float, ...]]]:
     """Return (ms of a step, meetings, ms waited by all threads) of steps that decode the whole batch, in both
     ways.
@@ -217,11 +244,14 @@ def main() -> None:
         "--threads", type=int, default=0, help="CPU threads of the model; 0 leaves it to torch"
     )
     parser.add_argument("--waits", action="store_true", help="count meetings of threads, and what they wait")
+    parser.add_argument("--host-alone", action="store_true", help="time the control thread without the model")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     args = parser.parse_args()
     core = make_core(args)
     submit_all(core, args)
-    if args.waits:
+    if args.host_alone:
+        made = report_alone(measure_alone(core, args.batch, args.steps))
+    elif args.waits:
         made = report_waits(measure_waits(core, args.batch))
     else:
         made = report(measure(core, args.batch, args.steps))

@@ -62,6 +62,44 @@ def test_graphs_give_the_tokens_of_launches(folder: Path, dtype: str) -> None:
     launched.close()
 
 
+def with_prompts(vocab: int) -> list[list[Any]]:
+    """Return short prompts beside rows that decode, several in one step, in chunks, and with cached
+    prefixes. The kernels can draw all rows."""
+    rng = np.random.default_rng(4)
+    shared = rng.integers(1, vocab, 60).tolist()
+    made: list[list[Any]] = [[] for _ in range(24)]
+    for number in range(18):
+        own = rng.integers(1, vocab, (3, 17, 45, 130)[number % 4]).tolist()
+        sampled: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9} if number % 3 else {"temperature": 0.0}
+        params = TokenParams(max_tokens=8 + number, **sampled)
+        prompt = [*shared, *own] if number % 5 == 4 else own
+        made[number // 2 * 2].append(submit(number, prompt, params, request=number))
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_with_prompts_are_replayed(folder: Path, dtype: str) -> None:
+    """Padding, empty rows and unfinished prompts change no bit, so the tokens are those of launches."""
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "deterministic": True,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 256,
+    }
+    made: list[dict[int, list[int]]] = []
+    replayed: list[int] = []
+    for more in ({}, {"decode_graphs": False}):
+        core = engine(folder, **settings, **more)
+        found = run(core, with_prompts(VOCAB))
+        made.append({number: answer.tokens for number, answer in found.items()})
+        mixed = core.runner.runner.mixed  # type: ignore[attr-defined]
+        replayed.append(0 if mixed is None else mixed.replayed)
+        core.close()
+    assert replayed[0] > 10
+    assert replayed[1] == 0
+    assert made[0] == made[1]
+
+
 DRAFTS: dict[str, Any] = {
     "speculative_method": "ngram",
     "num_speculative_tokens": 4,
@@ -123,8 +161,10 @@ def test_modules_draft_after_replayed_steps(tmp_path: Path) -> None:
         {number: answer.tokens for number, answer in run(core, repeating()).items()}
         for core in (captured, plain)
     ]
+    replayed = captured.runner.drafter.captured.replayed  # type: ignore[union-attr]
     captured.close()
     plain.close()
+    assert replayed > 5
     same = sum(x == y for i in made[0] for x, y in zip(made[0][i], made[1][i], strict=False))
     assert same > 0.6 * sum(map(len, made[1].values()))
     assert sum(key.each > 1 for key in keys) > 10

@@ -46,9 +46,12 @@ def fresh(rows: SteadyRows, state: SchedulerState) -> None:
     assert [s.id for s in rows.sequences] == columns.sequence[slots].tolist()
     assert rows.sequences == state.in_slot[slots].tolist()
     assert rows.named == list(zip(columns.sequence[slots], columns.num_cached[slots], strict=True))
-    assert rows._limit.tolist() == columns.limit[slots].tolist() == [s.limit for s in rows.sequences]
+    limit = columns.limit[slots]
+    assert limit.tolist() == [s.limit for s in rows.sequences]
+    assert rows.left == (limit - 1 - rows._start).min() == rows._limit_start - rows._start[0] + 1
     assert rows._quiet == bool(columns.quiet[slots].all())
     assert rows._reserved.tolist() == columns.reserved[slots].tolist()
+    assert rows._covered == (rows._reserved - rows._start).min()
     stops = set() if rows._stops is None else {*rows._stops.ravel().tolist()}
     assert stops - {-1} == {*columns.stops[slots].ravel().tolist()} - {-1}
 

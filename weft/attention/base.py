@@ -67,6 +67,9 @@ class SegmentInput:
     tables: tuple[Tensor, ...]
     """Per KV cache group, int64 [R, W]: block ids, padded with 0. Entry i covers the ``block`` positions from
     i * block on. W is 0 for ``state``."""
+    ragged: bool = False
+    """True if the host does not know the tokens of each row, as in captured steps with prompts: a row may be
+    empty, and ``host_counts`` are upper bounds. ``tokens`` is exact."""
     ends: tuple[Tensor | None, ...] = ()
     """Per KV cache group, int64 [T]: end of the positions that a token reads, if behind the token itself
     (tokens of an image); at most the end of the row, and never decreasing within a row. None, and the empty
@@ -162,6 +165,11 @@ class Backend(ABC):
         """Raise ConfigError unless the backend can serve such layers of the model. Called when the model is
         loaded."""
 
+    def ragged_context(self, spec: ModelSpec, tokens: int) -> int:
+        """Return the longest context of a ``ragged`` segment of ``tokens`` tokens that can be captured in a
+        CUDA graph; 0, the default: none."""
+        return 0
+
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
     ) -> object:
@@ -204,6 +212,10 @@ class Backends:
     def capturable(self) -> bool:
         """True if all backends are capturable."""
         return all(backend.capturable for backend in self)
+
+    def ragged_context(self, spec: ModelSpec, tokens: int) -> int:
+        """Return the longest context that all backends can capture: see ``Backend.ragged_context``."""
+        return min((backend.ragged_context(spec, tokens) for backend in self), default=0)
 
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype

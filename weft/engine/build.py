@@ -323,6 +323,7 @@ def graph_options(
         lazy=meets,
         most_each=config.kv.copies,
         micro_batches=meets,
+        prompt_tokens=0 if meets else config.scheduler.max_num_batched_tokens,
         keeps_hidden=config.speculation.speculative_method in ("mtp", "eagle3"),
     )
 

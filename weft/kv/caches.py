@@ -47,6 +47,8 @@ class Caches:
         self._states = tuple(kind for kind in kinds if isinstance(kind, StateGroup))
         self._tabled = tuple(kind for kind in kinds if not isinstance(kind, StateGroup))
         self._sliding = tuple(kind for kind in kinds if kind.slides)
+        self.slides = bool(self._sliding)
+        """True if a group releases blocks behind a window or chunk."""
         self._log: PrefixLog | None = None
         self._snapshots = bool(self._states) and all(kind.num_blocks for kind in self._states)
         self.unit = math.lcm(*(kind.block_size for kind in kinds))

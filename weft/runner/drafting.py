@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,15 @@ from weft.config.sections.all import SpeculationSection
 from weft.models.decoder import Model
 from weft.models.drafted import DraftedModel
 from weft.runner.batch.batch import BatchBuilder
-from weft.runner.graphs.graphs import MOST_EXACT, MOST_KEPT, WORTH_CAPTURING, GraphOptions, context_buckets
+from weft.runner.graphs.graphs import (
+    MOST_DRAFTED,
+    MOST_EXACT,
+    MOST_KEPT,
+    WORTH_CAPTURING,
+    GraphOptions,
+    context_buckets,
+    row_buckets,
+)
 from weft.runner.slot_state import SlotState
 from weft.speculation.base import Drafter
 from weft.speculation.chain import CaptureOptions
@@ -63,14 +72,17 @@ def make_drafter(
 
 def _capturing(parts: DraftedParts, graphs: GraphOptions | None) -> CaptureOptions | None:
     """Return capture options for the passes of a drafter, derived from ``graphs``, the options of decode
-    steps. Return None unless captures are lazy and on a CPU."""
-    if graphs is None or not graphs.lazy or parts.model.device.type != "cpu":
+    steps. Return None on a GPU whose steps have collectives: the captures of steps are then lazy."""
+    cpu = parts.model.device.type == "cpu"
+    if graphs is None or graphs.lazy != cpu:
         return None
+    exact = range(1, min(graphs.max_rows, MOST_EXACT) + 1)
     return CaptureOptions(
         capture=graphs.capture,
         contexts=context_buckets(parts.kv.max_model_len + parts.kv.copies),
-        most_rows=min(graphs.max_rows, MOST_EXACT),
+        rows=exact if cpu else row_buckets(min(graphs.max_rows, MOST_DRAFTED)),
         most_each=graphs.most_each,
         after=WORTH_CAPTURING,
-        most_kept=MOST_KEPT,
+        most_kept=MOST_KEPT if cpu else sys.maxsize,
+        spare=parts.state.spare,
     )

@@ -48,6 +48,8 @@ class ExpertRoutes:
         self._asked = np.zeros(num_slots, bool)
         self._touched = np.zeros(num_slots, bool)
         """Slots that record or force."""
+        self._any = False
+        """True if there is such a slot."""
         self._forced: dict[int, Tensor] = {}
         """Slot -> int16 [tokens, layers, k], on the device. No model has 32768 experts. The scheduler bounds
         the bytes of all slots."""
@@ -63,7 +65,7 @@ class ExpertRoutes:
                 if not layers or layers != self._layers:
                     raise EngineDead(f"slot {op.slot} is allocated with routes that the model does not have")
                 self._asked[op.slot] = op.routes
-                self._touched[op.slot] = True
+                self._touched[op.slot] = self._any = True
                 if op.forced is not None:
                     self._forced[op.slot] = self._upload(op.forced)
 
@@ -71,17 +73,23 @@ class ExpertRoutes:
         return upload(forced.array().astype(np.int16), self._device)
 
     def _free(self, slot: int) -> None:
-        self._asked[slot] = self._touched[slot] = False
+        self._asked[slot] = False
+        if self._touched[slot]:
+            self._touched[slot] = False
+            self._any = bool(self._touched.any())
         self._forced.pop(slot, None)
 
     def clear(self) -> None:
         """Mark all slots as free."""
         self._asked.fill(False)
         self._touched.fill(False)
+        self._any = False
         self._forced.clear()
 
     def wants(self, plan: PlannedRows) -> bool:
         """Return True if a row of ``plan`` records or forces routes."""
+        if not self._any:
+            return False
         touched = self._touched
         return bool(touched[plan.prefill.slot].any() or touched[plan.decode.slot].any())
 

@@ -56,25 +56,22 @@ class Drawn(_Copies):
 
     accepted: None = None
 
-    def __init__(self, drawn: torch.Tensor) -> None:
-        """``drawn``: int64 [rows], tokens and -1 for errors, see ``End``. One copy starts on a GPU. On a CPU
-        the tensor may be written again after this call."""
+    def __init__(self, drawn: torch.Tensor, at: np.ndarray | None = None) -> None:
+        """``drawn``: int64 [entries], tokens and -1 for errors, see ``End``. One copy starts on a GPU. On a
+        CPU the tensor may be written again after this call. ``at``: entry of each row of the result; None:
+        one entry per row."""
         super().__init__(drawn.is_cuda)
-        self.drawn = self._start(drawn) if drawn.is_cuda else drawn.clone()
+        self._at = at
+        self.drawn = self._start(drawn)
+        self._values = None if self._cuda else drawn.numpy().copy()
         if self._event is not None:
             self._event.record()
 
     @property
-    def tokens(self) -> np.ndarray:
-        """int64 [rows]; 0 where ``error``."""
-        values: np.ndarray = self.drawn.numpy()
-        return np.maximum(values, 0)
-
-    @property
-    def error(self) -> np.ndarray:
-        """bool [rows]."""
-        wrong: np.ndarray = self.drawn.numpy() < 0
-        return wrong
+    def values(self) -> np.ndarray:
+        """int64 [rows]: tokens, -1 for a row with an error."""
+        values: np.ndarray = self.drawn.numpy() if self._values is None else self._values
+        return values if self._at is None else values[self._at]
 
 
 class HostCopy(_Copies):
@@ -131,10 +128,13 @@ def synchronize(device: torch.device, timeout: float) -> None:
 def to_result(plan: StepPlan, copy: HostCopy | Drawn) -> StepResult:
     """Build the result of ``plan`` from rows with logits, in plan order. ``copy`` must be complete."""
     if isinstance(copy, Drawn):
-        return _plain(plan, copy.tokens, copy.error, EMPTY)
+        values = copy.values
+        failed = np.flatnonzero(values < 0) if len(values) and values.min() < 0 else EMPTY
+        return _plain(plan, np.maximum(values, 0) if len(failed) else values, failed, EMPTY)
     more = (copy.logprobs, copy.all_logprobs, copy.routes)
     if most_each(plan) == 1 and all(part is None for part in more):
-        return _plain(plan, copy.tokens.numpy(), copy.error.numpy(), _drafts(plan, copy.drafts))
+        failed = np.flatnonzero(copy.error.numpy())
+        return _plain(plan, copy.tokens.numpy(), failed, _drafts(plan, copy.drafts))
     both = (plan.prefill, plan.decode)
     logits = np.concatenate([s.logits for s in both]).astype(np.int64)
     sample = np.concatenate([s.sample for s in both]).astype(np.int64)
@@ -179,16 +179,19 @@ def _embeddings(pooled: Pooled | None) -> EmbeddingRows | None:
 
 
 def _plain(plan: StepPlan, tokens: np.ndarray, wrong: np.ndarray, drafts: np.ndarray) -> StepResult:
-    """Build the result of a step with one token per row and no logprobs, the common case."""
-    counted, before, none = _counts(plan.decode.rows)
+    """Build the result of a step with at most one token per row and no logprobs, the common case. ``wrong``:
+    int [n], rows with an error."""
+    counted, rows, none = _counts(len(tokens))
+    if plan.prefill.rows:  # unfinished prompts have no token
+        rows = column(np.flatnonzero(np.concatenate([plan.prefill.sample, plan.decode.sample])))
     return StepResult(
         step=plan.step,
-        rows=before,
+        rows=rows,
         offsets=counted,
         tokens=column(tokens),
         accepted=none,
         drafts=drafts,
-        row_error=_errors(np.flatnonzero(wrong)) if wrong.any() else (),
+        row_error=_errors(wrong),
     )
 
 

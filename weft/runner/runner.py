@@ -30,20 +30,21 @@ from weft.parallel.comm import drive
 from weft.parallel.launcher import Launcher
 from weft.runner.batch.batch import BatchBuilder, StepRows
 from weft.runner.batch.micro_batches import MicroBatchedSteps
-from weft.runner.batch.staging import StagingRing, even, most_each
+from weft.runner.batch.staging import StagingBuffer, StagingRing, even, most_each
 from weft.runner.device_queue import DeviceQueue, result_of
 from weft.runner.drafting import DraftedParts, make_drafter
 from weft.runner.expert_routes import ExpertRoutes
 from weft.runner.exports import Exports, LayerDone, RankTransfers, Reports, TransferThread, is_heard
 from weft.runner.graphs.graphs import DecodeGraphs, GraphOptions
+from weft.runner.graphs.mixed import MixedGraphs
 from weft.runner.images.media_departures import media_store
 from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.pooling import Pooler, classifier
 from weft.runner.result import Drawn, HostCopy, synchronize, to_result
-from weft.runner.sampling.sampler import NO_MASKS, Sampler
+from weft.runner.sampling.sampler import NO_MASKS, End, Sampler
 from weft.runner.slot_state import SlotState, States
 from weft.runner.step_handle import NOT_YET, StepHandle
-from weft.runner.step_trace import StepTrace
+from weft.runner.step_trace import StepTrace, labelled
 from weft.runner.tier_thread import TierThread
 from weft.runner.verify import accept
 from weft.runner.warm_up import plans
@@ -69,6 +70,9 @@ class Runner:
     weights: Any = None
     """Weights that updates fill (``weft.engine.weights.rank_weights``). Set before the first step, and closed
     by ``close``."""
+
+    _failed = False
+    """True while a step is launched, and after a failed step until ``reset``."""
 
     def __init__(
         self,
@@ -124,13 +128,13 @@ class Runner:
         )
         self._queue = DeviceQueue(threaded=device.type == "cpu" and (depth > 1 or is_heard(transfers)))
         self._trace, self._timeout, self._next_step = trace, step_timeout, -1  # -1: any step
-        self._failed = False
-        """True while a step is launched, and after a failed step until ``reset``."""
         self._has_state = any(pool.cache.kind == "state" for pool in kv.pools)
         self.drafter = self._make_drafter(speculation, graphs)
         """Proposes drafts; None without speculation."""
         self.graphs = None if graphs is None else self._make_graphs(graphs)
         """Captured decode steps; None if decode steps are not captured."""
+        self.mixed = self._make_mixed(graphs)
+        """Captured steps with prompts; None if such steps are not captured."""
 
     @property
     def cache(self) -> Sequence[LayerCache]:
@@ -290,7 +294,8 @@ class Runner:
         if self._failed:
             raise EngineDead("a step before it failed")
         self._failed = True
-        result = self._forward_whole(handle)
+        with labelled(handle.plan):
+            result = self._forward_whole(handle)
         self._failed = False
         return result
 
@@ -310,24 +315,7 @@ class Runner:
         # The drafter looks at the slots and blocks before any slot update changes them.
         if self.drafter is not None:
             self.drafter.prepare(plan.ops)
-        for op in plan.ops:
-            self._state.apply(op)
-            if isinstance(op, AllocSlot):
-                self._sampler.slots.alloc(op)
-                if self.drafter is not None:
-                    self.drafter.enter(op.slot)
-            elif isinstance(op, FreeSlot):
-                self._sampler.slots.free(op.slot)
-            elif isinstance(op, Rebalance) and self._model.experts is not None:
-                drive(self._model.experts.rebalance())
-        if self.adapters is not None:
-            self.adapters.apply(plan.ops)
-        # Only SaveState and LoadState change recurrent states, so the other slot updates may run first.
-        self._states.apply(plan.ops)
-        self._pooler.apply(plan.ops)
-        self._routes.apply(plan.ops)
-        handle.encode_seconds = self._media.apply(plan.ops)
-        done = self._export(plan)
+        done = self._apply(plan, handle)
         self._state.validate(plan.prefill)
         self._state.validate(plan.decode)
         handle.buffer = self._ring.acquire()
@@ -349,6 +337,29 @@ class Runner:
             )
         return rows, logits
 
+    def _apply(self, plan: StepPlan, handle: StepHandle) -> LayerDone | None:
+        """Apply the slot updates of a plan. Sets ``encode_seconds`` of ``handle``. For the result and the
+        errors see ``_export``."""
+        for op in plan.ops:
+            self._state.apply(op)
+            if isinstance(op, AllocSlot):
+                self._sampler.slots.alloc(op)
+                if self.drafter is not None:
+                    self.drafter.enter(op.slot)
+            elif isinstance(op, FreeSlot):
+                self._sampler.slots.free(op.slot)
+            elif isinstance(op, Rebalance) and self._model.experts is not None:
+                drive(self._model.experts.rebalance())
+        if plan.ops:
+            if self.adapters is not None:
+                self.adapters.apply(plan.ops)
+            # Only SaveState and LoadState change recurrent states, so other slot updates may run first.
+            self._states.apply(plan.ops)
+            self._pooler.apply(plan.ops)
+            self._routes.apply(plan.ops)
+        handle.encode_seconds = self._media.apply(plan.ops)
+        return self._export(plan)
+
     def _export(self, plan: StepPlan) -> LayerDone | None:
         """Return the hook to call after each layer of a plan with exported rows; None if no row is exported.
 
@@ -367,14 +378,15 @@ class Runner:
         Sets ``uncaptured`` of ``handle``, and after a replay ``hidden``, ``each`` and ``drawn``.
         """
         assert handle.buffer is not None
+        if plan.prefill.rows:
+            return self._replay_mixed(plan, handle, handle.buffer)
         present = self._state.adapters(plan.decode.slot)
         adapts = bool(present)
         if self.graphs is None or (adapts and (self.adapters is None or not self.adapters.captures(present))):
             return None
-        direct = self._sampler.slots.direct
         # A captured step may also sample, if no row needs drafts, masks or anything beyond a plain draw.
         rests = self.drafter is None or (self.drafter.rests and not plan.decode.next_k.any())
-        draws = rests and not plan.constrained and bool(direct[plan.decode.slot].all())
+        draws = rests and not plan.constrained and self._sampler.slots.draws(plan.decode.slot)
         key = self.graphs.find(plan, draws, adapts)
         if key is None:
             handle.uncaptured = self.graphs.uncaptured
@@ -386,6 +398,24 @@ class Runner:
         handle.each = key.each
         handle.uncaptured = self.graphs.uncaptured
         return made.rows, made.logits
+
+    def _replay_mixed(
+        self, plan: StepPlan, handle: StepHandle, buffer: StagingBuffer
+    ) -> tuple[RowsLeft, Tensor] | None:
+        """Run a step with prompts as a captured graph, which draws the tokens, and set ``drawn`` of
+        ``handle``; None if the step must run op by op."""
+        prefill, decode, slots = plan.prefill, plan.decode, self._sampler.slots
+        if self.mixed is None or plan.constrained or self._pooler.wants(plan):
+            return None
+        if prefill.next_k.any() or decode.next_k.any() or self._state.adapters(prefill.slot, decode.slot):
+            return None
+        if not (slots.draws(prefill.slot) and slots.draws(decode.slot)):
+            return None
+        key = self.mixed.find(plan)
+        if key is None:
+            return None
+        handle.drawn = self.mixed.run(key, plan, buffer)
+        return _drawn_already, handle.drawn.drawn
 
     def _compute_micro_batches(
         self, plan: StepPlan, handle: StepHandle, done: LayerDone | None
@@ -516,11 +546,30 @@ class Runner:
         parts = (self._model, self._cache, self._backends, self._builder, self._state)
         drafter = self.drafter if self._device.type == "cpu" else None
         hidden_sink = None if drafter is None else drafter.hidden_sink()
-        end = None
-        if self.drafter is None or self.drafter.rests:
-            like = torch.empty(1, 1, dtype=self._model.dtype, device=self._device)
-            end = self._sampler.end(self._state, self._has_state, like)
+        end = self._make_end()
         return DecodeGraphs(*parts, self.kv.max_model_len, options, self._launcher, hidden_sink, end)
+
+    def _make_end(self) -> End | None:
+        """Return the function that ends a captured step; None if the drafter needs every step, or if neither
+        the CPU extension nor the kernels can draw from the logits of the model."""
+        if self.drafter is not None and not self.drafter.rests:
+            return None
+        like = torch.empty(1, 1, dtype=self._model.dtype, device=self._device)
+        return self._sampler.end(self._state, self._has_state, like)
+
+    def _make_mixed(self, options: GraphOptions | None) -> MixedGraphs | None:
+        """Return the captured steps with prompts; None if there are none, see ``MixedGraphs``."""
+        if (
+            options is None
+            or not options.prompt_tokens
+            or not self._backends.ragged_context(self._model.spec, 1)
+        ):
+            return None
+        end = self._make_end()
+        if end is None:
+            return None
+        parts = (self._model, self._cache, self._backends, self._builder, self._state)
+        return MixedGraphs(*parts, self.kv.max_model_len, options, end)
 
     def _make_drafter(
         self, speculation: SpeculationSection | None, graphs: GraphOptions | None
@@ -535,3 +584,8 @@ class Runner:
             self.kv,
         )
         return make_drafter(parts, speculation, graphs)
+
+
+def _drawn_already() -> StepRows:
+    """Stand for the rows of a step whose capture has drawn the tokens."""
+    raise EngineDead("the tokens of the step are drawn already")

@@ -79,6 +79,8 @@ class SlotState:
         self._block_sizes = tuple(pool.block_size for pool in kv.pools)
         # Host mirrors for checks and offsets: place, generation and table length of each slot.
         self._places = np.full(slots, -1, np.int32)
+        self._adapts = False
+        """True if a slot has the place of an adapter."""
         self._gen = np.zeros(kv.num_slots, np.int64)
         self._live = np.zeros(kv.num_slots, bool)
         self._entries = np.zeros((len(kv.pools), kv.num_slots), np.int64)
@@ -86,9 +88,9 @@ class SlotState:
         """By KV cache group: int64 [2, n], flat indices of the group's table and block ids, of updates that
         the next upload of the step carries to a GPU."""
         self._defers = device.type == "cuda"
-        self._covered: tuple[bytes, bytes, np.ndarray] | None = None
-        """Slots, generations, and positions covered by the block tables of each row, for the last validated
-        segment. None after any slot update."""
+        self._covered: tuple[tuple[np.ndarray, ...], np.ndarray] | None = None
+        """Columns of the last validated segment except the starts, and the largest valid start of each row.
+        None after any slot update."""
 
     @property
     def num_slots(self) -> int:
@@ -145,6 +147,7 @@ class SlotState:
         self._live[op.slot], self._gen[op.slot] = True, op.gen
         if self._places[op.slot] != op.adapter:
             self._places[op.slot] = op.adapter
+            self._adapts = bool((self._places >= 0).any())
             self.places[op.slot].fill_(op.adapter)
         self._entries[:, op.slot] = 0
         self.history[op.slot, :known] = self._upload(op.token_ids)
@@ -163,8 +166,10 @@ class SlotState:
 
     def adapters(self, *slots: np.ndarray) -> tuple[int, ...]:
         """Return the different places of the adapters of ``slots``, ascending. () for the model alone."""
+        if not self._adapts:
+            return ()
         found = [self._places[some] for some in slots if len(some)]
-        if not found or max(int(some.max()) for some in found) < 0:
+        if not found:
             return ()
         return tuple(int(place) for place in np.unique(np.concatenate(found)) if place >= 0)
 
@@ -270,20 +275,17 @@ class SlotState:
     def validate(self, segment: Segment) -> None:
         """Check a segment before anything is launched. Raises EngineDead unless every row names a live
         sequence and the block tables cover the positions of the row and of its next drafts."""
-        if not segment.rows:
-            return
-        ends = segment.start.astype(np.int64) + segment.count + segment.next_k
-        if (ends > self._covers(segment)).any():
+        if segment.rows and (segment.start > self._last_starts(segment)).any():
             raise EngineDead("a row's positions lie beyond its block table")
 
-    def _covers(self, segment: Segment) -> np.ndarray:
-        """Return int64 [rows]: positions covered by the block tables of each row. Raises EngineDead unless
-        every row names a live sequence."""
+    def _last_starts(self, segment: Segment) -> np.ndarray:
+        """Return int64 [rows]: the largest start of each row at which the block tables cover the row and its
+        next drafts. Raises EngineDead unless every row names a live sequence."""
         # Decode steps often repeat the rows of the previous step; without slot updates between, the answer is
         # the same.
-        names = segment.slot.tobytes(), segment.gen.tobytes()
-        if self._covered is not None and self._covered[:2] == names:
-            return self._covered[2]
+        columns = segment.slot, segment.gen, segment.count, segment.next_k
+        if self._covered is not None and all(map(_equal, self._covered[0], columns)):
+            return self._covered[1]
         slots = segment.slot
         if slots.min() < 0 or slots.max() >= self.num_slots:
             raise EngineDead("a row names a slot outside the table")
@@ -293,8 +295,13 @@ class SlotState:
         for table, entries, size in zip(self.tables, self._entries, self._block_sizes, strict=True):
             if table.shape[1]:
                 covers = np.minimum(covers, entries[slots] * size)
-        self._covered = *names, covers
-        return covers
+        starts = covers - segment.count - segment.next_k
+        self._covered = columns, starts
+        return starts
+
+
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+    return one is other or one.tobytes() == other.tobytes()
 
 
 PASSING_BYTES = 64 << 20

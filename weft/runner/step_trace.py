@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+import torch
 
 from weft.common.errors import ConfigError
 from weft.common.folder import open_private
@@ -41,6 +43,20 @@ def composition(plan: StepPlan) -> str:
     prefill = plan.prefill
     decode = plan.decode
     return f"{prefill.rows}/{prefill.tokens} + {decode.rows}/{decode.tokens}"
+
+
+def labelled(plan: StepPlan) -> AbstractContextManager[object]:
+    """Return a context that names the work of a step in the trace of a torch profiler: the tokens of
+    prompts, the rows that decode and the drafts to verify. Without a profiler the context does nothing."""
+    if not torch.autograd._profiler_enabled():
+        return _NO_LABEL
+    drafts = plan.decode.tokens - plan.decode.rows
+    return torch.profiler.record_function(
+        f"weft step: prefill {plan.prefill.tokens} tokens, decode {plan.decode.rows} rows, {drafts} drafts"
+    )
+
+
+_NO_LABEL = contextlib.nullcontext()
 
 
 class StepTrace:

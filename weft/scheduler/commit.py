@@ -139,9 +139,9 @@ def _commit_steady(state: SchedulerState, plan: StepPlan, result: StepResult) ->
     steady = state.unchanged()
     if steady is None or state.transfers.decodes:
         return None
-    committed = state.columns.num_computed[steady.slots] + 1
-    if not steady.plain(plan, result, committed):
+    if not steady.plain(plan, result):
         return None
+    committed = state.columns.num_computed[steady.slots] + 1
     tokens = result.tokens.tolist()
     _advance_quiet(state, steady.slots, committed, steady.sequences, tokens)
     _end(state, plan)
@@ -225,7 +225,8 @@ def _advance_quiet(
     state.columns.num_computed[slots] = committed
     for row in (committed % state.kv.block_size == 0).nonzero()[0].tolist():
         state.insert(sequences[row], int(slots[row]), int(committed[row]))
-    state.caches.slide_each(slots, committed, state.columns.last_step[slots])
+    if state.caches.slides:
+        state.caches.slide_each(slots, committed, state.columns.last_step[slots])
     for sequence, token in zip(sequences, told, strict=True):
         sequence.tokens.append(token)
     state.counts.generation_tokens += len(told)

@@ -162,7 +162,8 @@ class PlanBuilder:
     def add_decode(self, rows: DecodeRows) -> None:
         """Set all decode rows at once."""
         self.decodes = rows
-        self.budget -= int(rows.counts.sum())
+        steady = self.steady is not None and rows is self.steady.rows  # such rows have one token each
+        self.budget -= len(rows.slots) if steady else int(rows.counts.sum())
 
     def drop(self, sequence: Sequence, run: Running) -> None:
         """Remove the row of a sequence, if any, with its slot updates. The budget of the row is free

@@ -120,7 +120,7 @@ class Planner:
     def _decode_steady(self, steady: SteadyRows, builder: PlanBuilder) -> None:
         """Add the rows of the last step again. May preempt sequences for blocks, as ``_decode``."""
         rows, short = steady.rows, steady.short
-        if short.any():
+        if short is not None:
             rows = self._reserver.grow(rows, short, builder)
             steady.grown()
         builder.steady = steady

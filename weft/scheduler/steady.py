@@ -21,7 +21,7 @@ import numpy as np
 from weft.scheduler.plan_builder import DecodeRows
 from weft.scheduler.sequence import Sequence
 from weft.scheduler.slot_columns import SlotColumns
-from weft.types.plan import Segment, StepPlan, StepResult, column
+from weft.types.plan import EMPTY, Segment, StepPlan, StepResult, column
 
 
 class SteadyRows:
@@ -50,20 +50,26 @@ class SteadyRows:
         self._ones = column(self.rows.counts)
         self._none = column(self.rows.next_k)
         self._start = column(start)
-        self._reserved = columns.reserved[slots]
+        self._limit_start = int(start[0]) + left - 1
+        """Start of the first row in the first step that may end a sequence by its limit."""
         self._planned: Segment | None = None
+        self._answers = EMPTY
+        """The rows of the last result that named all rows."""
+        self.grown()
 
     # ---- planning
 
     @property
-    def short(self) -> np.ndarray:
-        """Return bool [rows]: True for rows whose block tables do not cover the next position."""
-        short: np.ndarray = self._start >= self._reserved
+    def short(self) -> np.ndarray | None:
+        """Bool [rows]: True for rows whose block tables do not cover the next position; None without such
+        rows."""
+        short: np.ndarray | None = None if self._covered > 0 else self._start >= self._reserved
         return short
 
     def grown(self) -> None:
         """Note that block tables of the rows have grown."""
         self._reserved = self._columns.reserved[self.slots]
+        self._covered = int((self._reserved - self._start).min())  # further steps that no row is short in
 
     def segment(self) -> Segment:
         """Return the decode rows of the next plan."""
@@ -87,24 +93,33 @@ class SteadyRows:
         self._columns.num_scheduled[self.slots] = self._start
         self._columns.last_step[self.slots] = plan.step
         self.left -= 1
+        self._covered -= 1
         return True
 
     # ---- the commit
 
-    def plain(self, plan: StepPlan, result: StepResult, committed: np.ndarray) -> bool:
+    def plain(self, plan: StepPlan, result: StepResult) -> bool:
         """Return True if ``plan`` has these rows alone, and every token of ``result`` extends its sequence
-        and needs nothing else. ``committed``: positions of the rows with this step, [rows].
+        and needs nothing else.
 
         False for any other result, also for a wrong result: the caller then handles the rows one by one.
         """
         if plan.decode.slot is not self._slot or plan.constrained or plan.prefill.rows or result.row_error:
             return False
-        rows = len(self.slots)
-        if not len(result.tokens) == len(result.rows) == rows or not self._quiet:
+        if len(result.tokens) != len(self.slots) or not self._quiet:
             return False
-        if (result.rows != self._numbers).any() or (committed + 1 >= self._limit).any():
+        if plan.decode.start[0] >= self._limit_start or not self._all_rows(result.rows):
             return False
         return self._stops is None or not (self._stops == result.tokens).any()
+
+    def _all_rows(self, rows: np.ndarray) -> bool:
+        """Return True if a result with ``rows`` has all rows. Most steps have the same array as the step
+        before."""
+        if rows is not self._answers:
+            if not np.array_equal(rows, np.arange(len(self.slots))):
+                return False
+            self._answers = rows
+        return True
 
     @cached_property
     def sequences(self) -> list[Sequence]:
@@ -118,15 +133,6 @@ class SteadyRows:
         columns = self._columns
         ids, cached = columns.sequence[self.slots].tolist(), columns.num_cached[self.slots].tolist()
         return list(zip(ids, cached, strict=True))
-
-    @cached_property
-    def _numbers(self) -> np.ndarray:
-        return np.arange(len(self.slots), dtype=np.int32)
-
-    @cached_property
-    def _limit(self) -> np.ndarray:
-        limit: np.ndarray = self._columns.limit[self.slots]
-        return limit
 
     @cached_property
     def _quiet(self) -> bool:

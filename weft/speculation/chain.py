@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -62,8 +63,8 @@ class Chain:
         """Number of passes of the module so far."""
 
     def capturable(self, *tokens: int) -> bool:
-        """Return ``Model.capturable(*tokens)``."""
-        return self._model.capturable(*tokens)
+        """Return ``Model.capturable(*tokens)``; True on a GPU, where only a rank alone captures drafts."""
+        return self._model.device.type != "cpu" or self._model.capturable(*tokens)
 
     @property
     def direct(self) -> bool:
@@ -141,12 +142,17 @@ class CaptureOptions:
     after the run, if a repetition is impossible."""
     contexts: Sequence[int]
     """Bounds of a row's positions, one capture each, in ascending order. Longer rows are not captured."""
-    most_rows: int
+    rows: Sequence[int]
+    """Numbers of rows that are captured, ascending. A step with another number is padded with rows of the
+    spare slot."""
     most_each: int
     after: int
     """Number of equal steps after which a step is captured."""
     most_kept: int
-    """Maximum number of stored captures."""
+    """Maximum number of stored captures. On a GPU a dropped capture may still run: no capture may be
+    dropped."""
+    spare: int
+    """Slot without a sequence."""
 
 
 class CapturedChains:
@@ -155,13 +161,14 @@ class CapturedChains:
 
         slots, starts, ends [rows]; hidden [rows * each, hidden]
 
-    All four are copied into fixed buffers, read by the capture. As with steps (weft/runner/graphs/graphs.py),
+    All four are copied into fixed buffers, read by the capture. Padding rows follow the rows of the step: a
+    padding row drafts for the spare slot, into the null block. As with steps (weft/runner/graphs/graphs.py),
     the result follows from plans alone; each rank decides alone about replaying.
     """
 
     def __init__(self, chain: Chain, capturing: CaptureOptions) -> None:
         hidden, dtype, device = chain.sizes
-        rows = capturing.most_rows
+        rows = capturing.rows[-1]
         self.replayed = 0
         """Number of replays."""
         self.uncaptured = False
@@ -219,9 +226,10 @@ class CapturedChains:
         rows = len(slots)
         longest = int(bounds.max()) + each + count
         context = next((bound for bound in self._capturing.contexts if bound >= longest), None)
-        if context is None or rows > self._capturing.most_rows or each > self._capturing.most_each:
+        if context is None or rows > self._capturing.rows[-1] or each > self._capturing.most_each:
             return None
-        if not self._chain.capturable(*([rows * each, rows] if each else [rows])):
+        padded = self._capturing.rows[bisect_left(self._capturing.rows, rows)]
+        if not self._chain.capturable(*([padded * each, padded] if each else [padded])):
             return None
         # Fill the fixed input buffers before every path: a replay, a capture and a plain run all read the
         # buffers.
@@ -230,8 +238,12 @@ class CapturedChains:
         self._hidden[: len(hidden)].copy_(hidden)
         if starts is not None:
             self._starts[:rows].copy_(starts)
+        if padded > rows:
+            self._slots[rows:padded].fill_(self._capturing.spare)
+            self._ends[rows:padded].fill_(each)
+            self._starts[rows:padded].zero_()
         # A capture has fixed shapes: rows, tokens per row, drafts, and a bound of positions.
-        key = (rows, each, count, context)
+        key = (padded, each, count, context)
         self._met[key] = met = self._met.get(key, 0) + 1
         works = self._works and self._chain.direct
         self.uncaptured = works and key not in self._replays

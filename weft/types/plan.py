@@ -311,7 +311,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def tokens(self) -> int:
-        return int(self.count.sum())
+        return int(self.count.sum()) if len(self.count) else 0
 
 
 EMPTY_SEGMENT = Segment()

@@ -7,11 +7,13 @@
                       step masked. The bits of a query depend on its own row alone.
 
 Neither form reads values from the device. With one tile per row no host column is uploaded either, so a
-decode segment can be captured in a CUDA graph. Triton is imported at the first segment.
+decode segment can be captured in a CUDA graph. In a ragged segment the device derives the tiles from the
+lengths of the rows, so prompts can be captured, too. Triton is imported at the first segment.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -93,6 +95,9 @@ class TritonAttention(AttentionBackend):
                 f"attention backend {name!r} has no heads of more than 256 dims", param="--attention-backend"
             )
 
+    def ragged_context(self, spec: ModelSpec, tokens: int) -> int:
+        return sys.maxsize
+
     def prepare(
         self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
     ) -> _TritonPrepared:
@@ -148,8 +153,9 @@ class TritonAttention(AttentionBackend):
             split = max(SHORT_SPLIT, forms.power(-(-most // MOST_SPLITS)))
         else:
             form = forms.wide(group, spec.head_dim, dtype)
-            tiles = int((-(-segment.host_counts // (form.tile_m // group))).sum())
-            split = LONG_SPLIT if tiles * spec.kv_heads < FEW_TILES else 0
+            split = LONG_SPLIT if most_tiles(segment, form.tile_m // group) * spec.kv_heads < FEW_TILES else 0
+        if segment.ragged and split and segment.tokens > _most_tokens(heads, spec, -(-most // split)):
+            split = 0
         return make_cut(segment, heads, spec, form, split if most > split else 0)
 
 
@@ -158,6 +164,11 @@ class TritonInvariant(TritonAttention):
 
     invariant = True
     _name = "triton-invariant"
+
+    def ragged_context(self, spec: ModelSpec, tokens: int) -> int:
+        # Splits are fixed, and the states of all splits of a captured segment are in memory at once.
+        widest = max(cache.head_dim for cache in spec.caches)
+        return STATES // (spec.heads * widest * tokens) * LONG_SPLIT
 
     def _cut(self, segment: SegmentInput, heads: int, spec: CacheSpec, dtype: torch.dtype) -> Cut:
         form = forms.invariant(heads // spec.kv_heads, spec.head_dim, dtype)
@@ -169,6 +180,29 @@ def longest(segment: SegmentInput) -> int:
     return int((segment.host_starts.astype(np.int64) + segment.host_counts).max())
 
 
+def most_tiles(segment: SegmentInput, queries: int) -> int:
+    """Return the number of tiles of ``queries`` queries; an upper bound for a ragged segment."""
+    if segment.ragged:
+        return (segment.tokens + segment.rows * (queries - 1)) // queries
+    return int((-(-segment.host_counts // queries)).sum())
+
+
+def _most_tokens(heads: int, spec: CacheSpec, splits: int) -> int:
+    """Return the maximum tokens of a launch with ``splits`` split states per token and head."""
+    return max(1, STATES // (heads * spec.head_dim * splits))
+
+
+def _ragged_tiles(segment: SegmentInput, queries: int) -> Tensor:
+    """Return the tiles of a ragged segment in token order, int64 [``most_tiles``], made on the device. Tiles
+    behind the last one are in the last row, behind its queries: nothing is computed for these tiles."""
+    counts = segment.q_offsets.diff().long()
+    each = (counts + (queries - 1)).div(queries, rounding_mode="floor")  # [rows], tiles of each row
+    ends = each.cumsum(0)
+    tile = torch.arange(most_tiles(segment, queries), device=ends.device)
+    row = torch.searchsorted(ends, tile, right=True).clamp(max=segment.rows - 1)
+    return (row << 32) + (tile - (ends - each)[row]) * queries
+
+
 def make_cut(segment: SegmentInput, heads: int, spec: CacheSpec, form: forms.KernelForm, split: int) -> Cut:
     """Build the tiles in token order. Without splits, tiles with the most keys come first.
 
@@ -177,7 +211,10 @@ def make_cut(segment: SegmentInput, heads: int, spec: CacheSpec, form: forms.Ker
     queries = form.tile_m // (heads // spec.kv_heads)
     device = segment.starts.device
     splits = -(-longest(segment) // split) if split else 1
-    limit = max(1, STATES // (heads * spec.head_dim * splits)) if split else segment.tokens
+    if segment.ragged:
+        part = _TritonPart(_ragged_tiles(segment, queries), 0, segment.tokens)
+        return Cut(form=form, split=split, splits=splits, parts=(part,))
+    limit = _most_tokens(heads, spec, splits) if split else segment.tokens
     counts = segment.host_counts.astype(np.int64)
     if int(counts.max()) <= queries:
         # Made on the device without a host copy, so that a captured graph may contain the tiles.

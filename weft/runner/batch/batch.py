@@ -392,6 +392,47 @@ class BatchBuilder:
             adapters=AdapterRows(self._state.places[token_slots], ()) if adapts else None,
         )
 
+    def mixed(self, slots: Tensor, offsets: Tensor, prompts: Segment, decodes: Segment) -> StepInput:
+        """Build a step of ``prompts.rows`` prompt rows and then decode rows with one token each.
+
+        slots: int64 [all rows]. offsets: int64 [prompt rows + 1], first token of each prompt row and the
+        number of tokens T of all of them; rows may be empty. The device derives all columns from these two,
+        so the step can be captured. ``prompts``: each row has T tokens, and its end bounds the context.
+        ``decodes``: as ``bound`` of ``decode``. The last tokens of all rows have logits.
+        """
+        first, tokens = prompts.rows, int(prompts.count[0])
+        starts, live = self._state.num_computed[slots], self._state.live[slots]
+        place = torch.arange(tokens, device=slots.device)
+        row = torch.searchsorted(offsets[1:], place, right=True)  # [T]
+        positions = torch.cat([starts[row] + place - offsets[row], starts[first:]])
+        token_slots = torch.cat([slots[row], slots[first:]])
+        # An empty row behind the last token repeats that token.
+        ends = offsets[1:] - 1
+        behind = self._segment(
+            decodes, tokens, slots[first:], starts[first:], self._offsets[: decodes.rows + 1], live[first:]
+        )
+        segments = (
+            replace(
+                self._segment(prompts, 0, slots[:first], starts[:first], offsets.int(), live[:first]),
+                tokens=tokens,
+                ragged=True,
+            ),
+            behind,
+        )
+        return StepInput(
+            ids=self._state.history[token_slots, positions].long(),
+            positions=positions,
+            writes=self._writes(token_slots, positions),
+            segments=segments,
+            prepared=(self._prepare(segments[0]), self._prepare(segments[1])),
+            logits_index=torch.cat([ends, torch.arange(tokens, tokens + decodes.rows, device=ends.device)]),
+            rope_positions=self._state.rope_positions(token_slots, positions),
+        )
+
+    def stage_mixed(self, columns: Sequence[np.ndarray], buffer: StagingBuffer, to: Tensor) -> None:
+        """Upload ``columns``, one behind the other, through ``buffer`` to the first places of ``to``."""
+        self._upload(buffer, columns, to=to)
+
     def _writes(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """Return, for each KV cache group, int64 [T]: flat index of the cache entry of each token; empty for
         states."""

@@ -11,8 +11,8 @@ a graph reads one external column, at a fixed address:
                read before the next replay
 
 The stream orders everything: a replay follows the sampling of the previous step. Graphs are captured at start
-for buckets of rows and of context; both bound the launch grids. Other steps, and all steps with prompt rows,
-are launched op by op.
+for buckets of rows and of context; both bound the launch grids. Small steps with prompts
+are captured by ``weft/runner/graphs/mixed.py``. Other steps are launched op by op.
 
 With NCCL collectives, a graph holds the communicator of one epoch. All ranks capture such a graph in the same
 step, when a step first needs the graph. The graph is dropped with the epoch, before the communicator ends.
@@ -44,6 +44,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from weft.attention.base import Backends, LayerCache, StepInput
@@ -202,6 +203,8 @@ class GraphOptions:
     capture fails with CannotCapture."""
     exact: bool = False
     """True to capture for exact row counts instead of buckets (CPU)."""
+    prompt_tokens: int = 0
+    """Most prompt tokens of captured steps with prompts (``weft.runner.graphs.mixed``); 0: none."""
 
 
 class DecodeGraphs:
@@ -234,10 +237,7 @@ class DecodeGraphs:
         self.uncaptured = False
         """True if the last step was slower than later steps of the same bucket will be: the later steps are
         replayed."""
-        self._model = model
-        self._cache = cache
-        self._backends = backends
-        self._builder = builder
+        self._model, self._cache, self._backends, self._builder = model, cache, backends, builder
         self._rows, self._drafted, self._each = _buckets(options)
         self._launcher = launcher or Launcher()
         self._contexts = context_buckets(max_len)
@@ -259,8 +259,10 @@ class DecodeGraphs:
         self._flagged = device.type != "cpu"  # such an end skips padding rows, and steps without the flag
         self._end = end if options.exact or self._flagged else None
         self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
-        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        """Views by (rows, tokens per row): slots and logits."""
+        self._views: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        """Views by (rows, tokens per row): slots, logits and drawn tokens."""
+        self._written: tuple[np.ndarray, int] | None = None
+        """Slots and number of rows in ``_columns``, on a CPU; None after other columns."""
         # On a GPU an evicted graph could still be running, so GPU graphs are dropped only with the epoch.
         kept = MOST_KEPT if device.type == "cpu" else sys.maxsize
         self._replays: Recent[Key, Callable[[], None]] = Recent(kept)
@@ -279,7 +281,7 @@ class DecodeGraphs:
     def _capture(self, options: GraphOptions) -> None:
         """Capture every bucket with the spare slot, and log the time and the memory."""
         began = time.monotonic()
-        before = _reserved(self._columns.device)
+        before = reserved(self._columns.device)
         micro_batches = (1, 2) if options.micro_batches else (1,)
         buckets = itertools.product(self._rows, self._each, reversed(self._contexts), micro_batches)
         adapts = (False, True) if self.adapts else (False,)
@@ -300,7 +302,7 @@ class DecodeGraphs:
             len(keys),
             self._rows[-1],
             time.monotonic() - began,
-            (_reserved(self._columns.device) - before) >> 20,
+            (reserved(self._columns.device) - before) >> 20,
         )
 
     def _closure(self, key: Key) -> Callable[[], None]:
@@ -317,7 +319,7 @@ class DecodeGraphs:
         parts = slots.chunk(
             micro_batches
         )  # micro-batches split rows by number, as ``split`` does; filler rows come last
-        bounds = [_bound(len(part), each, context) for part in parts]
+        bounds = [bound(len(part), each, context) for part in parts]
         exchange = Exchange(rows=padded) if padded else UNAGREED
 
         def run() -> None:
@@ -402,15 +404,16 @@ class DecodeGraphs:
         rows = plan.decode.rows
         each = key.each
         if (views := self._views.get((rows, each))) is None:
-            self._views[rows, each] = views = self._columns[:rows], self._logits[: rows * each]
-        slots, logits = views
+            views = self._columns[:rows], self._logits[: rows * each], self._drawn[:rows]
+            self._views[rows, each] = views
+        slots, logits, drawn = views
         draws = draws and key.ends
         # One token per row on a CPU: write the slots in place. Otherwise stage columns through ``buffer``.
         if self._on_host is not None and each == 1:
-            self._on_host[:rows] = plan.decode.slot
-            self._on_host[rows : key.rows] = self._spare
+            self._write(self._on_host, plan.decode.slot, key.rows)
             staged = [slots]
         else:
+            self._written = None
             padded, flag = 0 if even(plan, each) else each, DRAWS if draws else self._spare
             staged = self._builder.stage_decode(plan, padded, buffer, key.rows, flag, self._columns)
         # Every branch below launches the same calls in the same order, so ranks may take different branches.
@@ -426,7 +429,15 @@ class DecodeGraphs:
             ids, positions = self._ids[: rows * each], self._positions[: rows * each]
             return StepRows(**self._builder.decode_rows(plan, staged, ids, positions))
 
-        return Replayed(logits, left, Drawn(self._drawn[:rows]) if draws else None)
+        return Replayed(logits, left, Drawn(drawn) if draws else None)
+
+    def _write(self, on_host: np.ndarray, slots: np.ndarray, rows: int) -> None:
+        """Write ``slots`` and spare slots up to ``rows`` rows. Steps that repeat the rows of the last step
+        bring the same array."""
+        if self._written is None or self._written[0] is not slots or self._written[1] != rows:
+            on_host[: len(slots)] = slots
+            on_host[len(slots) : rows] = self._spare
+            self._written = slots, rows
 
     def hidden(self, key: Key, rows: int) -> Tensor:
         """Return hidden states [rows * tokens per row, hidden] of the last replayed step, valid until the
@@ -481,7 +492,7 @@ def _width(rows: int, tokens: int, options: GraphOptions) -> int:
     return rows + (6 * tokens if options.most_each > 1 else 0)
 
 
-def _bound(rows: int, each: int, context: int) -> Segment:
+def bound(rows: int, each: int, context: int) -> Segment:
     """Return ``rows`` rows of ``each`` tokens that end at ``context``: upper bounds for shapes."""
     zero = column([0] * rows)
     count = column([each] * rows)
@@ -493,6 +504,6 @@ def _bucket(buckets: list[int], size: int) -> int:
     return buckets[bisect_left(buckets, size)]
 
 
-def _reserved(device: torch.device) -> int:
+def reserved(device: torch.device) -> int:
     """Return the bytes of GPU memory reserved by torch; 0 on a CPU."""
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

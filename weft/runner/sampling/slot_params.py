@@ -130,7 +130,7 @@ class SlotParams:
     table     int64 [slots, FLOATS and INTS], on the device: the same values, floats as bit patterns
     classes   int64 [slots]
     direct    bool [slots]: True if a captured step can draw the row: on a CPU a class in ``DIRECT`` without
-              logprobs, on a GPU any class without changed logits and without logprobs
+              logprobs, on a GPU any class without changed logits and without logprobs. True for a free slot
     lists     token lists per slot; None for a slot without lists
     """
 
@@ -145,7 +145,9 @@ class SlotParams:
         # On a CPU the memory of ``floats`` and ``ints``; on a GPU a copy, updated for each new sequence.
         self.table = torch.from_numpy(rows).to(device)
         self.classes = np.zeros(num_slots, dtype=np.int64)
-        self.direct = np.zeros(num_slots, dtype=bool)
+        self.direct = np.ones(num_slots, dtype=bool)
+        self.all_direct = True
+        """True if ``direct`` is True for all slots."""
         self.lists: list[Lists | None] = [None] * num_slots
 
     def alloc(self, op: AllocSlot) -> None:
@@ -163,7 +165,7 @@ class SlotParams:
         self.lists[op.slot] = lists
         self.classes[op.slot] = kind = self._class(params, top_k, lists)
         drawn = kind in DIRECT if self._device.type == "cpu" else not kind & CHANGED
-        self.direct[op.slot] = drawn and params.logprobs < 0
+        self._set_direct(op.slot, drawn and params.logprobs < 0)
         if self._device.type == "cuda":
             row = torch.from_numpy(self._rows[op.slot]).pin_memory()
             self.table[op.slot].copy_(row, non_blocking=True)
@@ -174,10 +176,22 @@ class SlotParams:
             raise EngineDead(f"sampler: slot {slot} is freed and has no sequence")
         self._taken[slot] = False
         self.lists[slot] = None
+        self._set_direct(slot, True)
+
+    def _set_direct(self, slot: int, direct: bool) -> None:
+        if self.direct[slot] != direct:
+            self.direct[slot] = direct
+            self.all_direct = bool(self.direct.all())
+
+    def draws(self, slots: np.ndarray) -> bool:
+        """Return True if a captured step can draw the rows of all ``slots``."""
+        return self.all_direct or bool(self.direct[slots].all())
 
     def clear(self) -> None:
         """Free every slot."""
         self._taken.fill(False)
+        self.direct.fill(True)
+        self.all_direct = True
         self.lists = [None] * len(self.lists)
 
     def _class(self, params: TokenParams, top_k: int, lists: Lists | None) -> int:
