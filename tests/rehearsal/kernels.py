@@ -119,6 +119,77 @@ def _attend_latent(given: Given) -> None:
     _outputs(given, q, tokens, given.HEADS * given.LORA)
 
 
+def _rows_of_lists(given: Given) -> int:
+    """Check the row arguments of the kernels of sparse attention. Return the number of rows."""
+    rows = given.offsets_ptr.numel() - 1
+    given.reach("offsets_ptr", rows + 1, torch.int32, aligned=False)
+    given.reach("starts_ptr", rows, torch.int64, aligned=False)
+    given.reach("tiles_ptr", given.grid[0], torch.int64, aligned=False)
+    return rows
+
+
+def _table(given: Given, name: str, stride: int, rows: int) -> None:
+    table = given.values[name]
+    given.need(table.dim() == 2 and table.stride() == (stride, 1), f"{name}: rows lie otherwise")
+    given.reach(name, (rows - 1) * stride + table.shape[1], torch.int64, aligned=False)
+
+
+def _index_scores(given: Given) -> None:
+    q, cache, scores = given.q_ptr, given.cache_ptr, given.scores_ptr
+    rows, tokens = _rows_of_lists(given), q.shape[0]
+    given.powers("HEADS_P2", "DIM_P2", "TILE_N")
+    given.need(given.HEADS <= given.HEADS_P2 and given.DIM <= given.DIM_P2, "elements are left out")
+    given.need(given.DIM <= given.WIDTH, "a key is longer than its line")
+    given.reach("q_ptr", (tokens - 1) * given.q_stride + given.HEADS * given.DIM, *HALF, aligned=False)
+    given.reach(
+        "weights_ptr", (tokens - 1) * given.weights_stride + given.HEADS, torch.float32, aligned=False
+    )
+    given.array("cache_ptr", cache.shape[0] * given.PER_BLOCK * given.WIDTH, q.dtype)
+    _table(given, "table_ptr", given.table_stride, rows)
+    given.need(scores.stride() == (given.scores_stride, 1), "rows of scores lie otherwise")
+    given.array("scores_ptr", scores.numel(), torch.float32)
+    given.need(given.table_ptr.shape[1] * given.PER_BLOCK >= scores.shape[1] - 3, "groups without a block")
+    given.need(given.token_base + scores.shape[0] <= tokens, "scores of tokens that are not there")
+    given.need(given.grid[0] * given.QUERIES >= scores.shape[0], "tokens without a tile")
+
+
+def _choose(given: Given) -> None:
+    scores, tokens = given.scores_ptr, given.chosen_ptr.shape[0]
+    _rows_of_lists(given)
+    given.powers("STEP")
+    given.need(given.STEP < 1 << 15, "two counts of a step share 32 bits")
+    given.array("chosen_ptr", tokens * given.TOP, torch.int64)
+    given.need(scores.stride() == (given.scores_stride, 1), "rows of scores lie otherwise")
+    given.array("scores_ptr", scores.numel(), torch.float32)
+    given.need(given.grid == (scores.shape[0],), "every token with scores has a program")
+    given.need(given.token_base + scores.shape[0] <= tokens, "a choice of tokens that are not there")
+
+
+def _attend_lines(given: Given) -> None:
+    q, rows = given.q_ptr, _rows_of_lists(given)
+    tokens, dim = q.shape[0], given.VALUES + given.REST
+    given.powers("VALUES_P2", "REST_P2", "TILE_M", "TILE_N")
+    given.need(given.VALUES <= given.VALUES_P2 and given.REST <= given.REST_P2, "elements are left out")
+    given.need(given.grid[1] * given.GROUP == given.HEADS, "every part of the heads has a program")
+    given.need(given.GROUP <= given.TILE_M, "heads of a part are left out")
+    given.need(bool(given.WINDOW or given.RATIO), "no entries and no groups")
+    given.array("q_ptr", tokens * given.HEADS * dim, *HALF)
+    for used, name in ((given.WINDOW, "entries"), (given.RATIO, "groups")):
+        if used:
+            width = given.values[f"{name.upper()}_WIDTH"]
+            cache = given.values[f"{name}_ptr"]
+            given.need(dim <= width, f"a key is longer than a line of the {name}")
+            size = cache.shape[0] * given.values[f"{name.upper()}_BLOCK"] * width
+            given.array(f"{name}_ptr", size, q.dtype)
+            _table(given, f"{name}_table_ptr", given.values[f"{name}_stride"], rows)
+    if given.CHOSEN:
+        given.need(given.RATIO > 0, "a choice without groups")
+        given.array("chosen_ptr", tokens * given.TOP, torch.int64)
+    if given.SINKS:
+        given.array("sinks_ptr", given.HEADS)
+    _outputs(given, q, tokens, given.HEADS * given.VALUES)
+
+
 def _latent_rope_cache(given: Given) -> None:
     tokens, width = given.grid[0], given.LORA + given.ROPE
     given.powers("FIRST_P2", "LORA_P2", "ROPE_P2")
@@ -621,6 +692,22 @@ CONTRACTS = (
         (("q_weight_ptr", "Q_NORM"), ("q_ptr", "Q_NORM")),
     ),
     Contract("latent", _attend_latent, ("out_ptr", "lse_ptr"), (("lse_ptr", "SPLIT"),)),
+    Contract("sparse", _index_scores, ("scores_ptr",)),
+    Contract("sparse", _choose, ("chosen_ptr",)),
+    Contract(
+        "sparse",
+        _attend_lines,
+        ("out_ptr", "lse_ptr"),
+        (
+            ("lse_ptr", "SPLIT"),
+            ("entries_ptr", "WINDOW"),
+            ("entries_table_ptr", "WINDOW"),
+            ("groups_ptr", "RATIO"),
+            ("groups_table_ptr", "RATIO"),
+            ("chosen_ptr", "CHOSEN"),
+            ("sinks_ptr", "SINKS"),
+        ),
+    ),
     Contract(
         "fused", _add_rms_norm, ("stream_ptr", "normed_ptr"), (("delta_ptr", "ADD"), ("stream_ptr", "ADD"))
     ),

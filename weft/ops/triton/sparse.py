@@ -1,0 +1,525 @@
+"""Sparse attention: scores of an indexer, the choice of groups, attention to a token's list of entries.
+
+    scores    float32 [T, groups]: sum over heads of ``weight * relu(q . key)``; keys are the last elements of
+              the groups' entries
+    choice    int64 [T, TOP]: the TOP groups of a token with the highest scores, ascending, then -1
+    list      window entries in order, then groups: the chosen ones, or all that are complete at the token
+
+Scores and lists start at absolute places, and every kernel has one form per model. So the bits of a token do
+not depend on other tokens. Grids depend only on numbers that the host bounds; a program returns at the end
+of its row.
+
+Sources: DeepSeek-V3.2 (2025), section 2; Flash-Decoding, pytorch.org/blog/flash-decoding (the splits).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.ops.triton import interpreting
+from weft.ops.triton.attention import merge, padded
+from weft.ops.triton.forms import KernelForm
+
+Tensor = torch.Tensor
+
+_LOG2E = 1.4426950408889634
+SCORED = 64
+"""Keys per step of the scores."""
+WALKED = 4096
+"""Scores per step of the choice; at most 32,767, because two counts share an int32."""
+
+
+@triton.jit
+def _tile(offsets_ptr, starts_ptr, tiles_ptr):
+    """Return (row, first query, first token of the row, tokens of the row, context before the row)."""
+    tile = tl.load(tiles_ptr + tl.program_id(0))
+    row = tile >> 32
+    first = (tile - (row << 32)).to(tl.int32)
+    token = tl.load(offsets_ptr + row)
+    count = tl.load(offsets_ptr + row + 1) - token
+    return row, first, token, count, tl.load(starts_ptr + row).to(tl.int32)
+
+
+# --- scores ---
+
+
+@triton.jit
+def _score_of(
+    q_ptr, weights_ptr, keys, HEADS: tl.constexpr, HEADS_P2: tl.constexpr, DIM: tl.constexpr,
+    DIM_P2: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Return the scores of ``keys`` [N, DIM_P2] for one query, float32 [N]."""
+    heads = tl.arange(0, HEADS_P2)
+    dims = tl.arange(0, DIM_P2)
+    inside = (heads[:, None] < HEADS) & (dims[None, :] < DIM)
+    q = tl.load(q_ptr + heads[:, None] * DIM + dims[None, :], mask=inside, other=0.0)
+    if WIDEN:
+        q = q.to(tl.float32)
+    products = tl.dot(q, tl.trans(keys), input_precision="ieee")
+    weights = tl.load(weights_ptr + heads, mask=heads < HEADS, other=0.0)
+    return tl.sum(tl.maximum(products, 0.0) * weights[:, None], 0)
+
+
+@triton.jit(
+    do_not_specialize=["q_stride", "weights_stride", "table_stride", "scores_stride", "token_base"],
+    do_not_specialize_on_alignment=["weights_ptr", "offsets_ptr", "starts_ptr", "table_ptr", "tiles_ptr"],
+)
+def _index_scores(
+    q_ptr,  # [T, HEADS, DIM]; tokens lie apart
+    weights_ptr,  # float32 [T, HEADS]; tokens lie apart
+    cache_ptr,  # [blocks, PER_BLOCK, WIDTH]; a key is the last DIM elements
+    offsets_ptr,  # int32 [R + 1]
+    starts_ptr,  # int64 [R]
+    table_ptr,  # int64 [R, table_stride]
+    tiles_ptr,  # int64 [tiles]: row << 32 | first query
+    scores_ptr,  # float32 [tokens, scores_stride]
+    q_stride,
+    weights_stride,
+    table_stride,
+    scores_stride,
+    token_base,
+    HEADS: tl.constexpr,
+    HEADS_P2: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_P2: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    RATIO: tl.constexpr,
+    TOP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE_N: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Score some steps of TILE_N groups for QUERIES queries of a row.
+
+    A tile without a query that sees more than TOP groups computes nothing: the choice reads no score then.
+    """
+    row, first, token, count, start = _tile(offsets_ptr, starts_ptr, tiles_ptr)
+    last = tl.minimum(first + QUERIES, count)  # exclusive
+    groups = (start + last) // RATIO  # visible to the last query
+    if groups <= TOP:
+        return
+    steps = tl.arange(0, TILE_N)
+    dims = tl.arange(0, DIM_P2)
+    row_table_ptr = table_ptr + row * table_stride
+    stride = tl.num_programs(1) * TILE_N
+    for n in range(tl.program_id(1) * TILE_N, groups, stride):
+        at = n + steps
+        own = at < groups
+        block = tl.load(row_table_ptr + at // PER_BLOCK, mask=own, other=0).to(tl.int64)
+        line_ptrs = cache_ptr + (block * PER_BLOCK + at % PER_BLOCK) * WIDTH + (WIDTH - DIM)
+        keys = tl.load(
+            line_ptrs[:, None] + dims[None, :], mask=own[:, None] & (dims[None, :] < DIM), other=0.0
+        )
+        if WIDEN:
+            keys = keys.to(tl.float32)
+        for query in range(first, last):
+            place = (token + query).to(tl.int64)
+            made = _score_of(
+                q_ptr + place * q_stride, weights_ptr + place * weights_stride, keys,
+                HEADS, HEADS_P2, DIM, DIM_P2, WIDEN,
+            )  # fmt: skip
+            tl.store(scores_ptr + (place - token_base) * scores_stride + at, made, mask=own)
+
+
+# --- choice ---
+
+
+@triton.jit
+def _keys_of(scores_ptr, at, live):
+    """Return uint32 keys in the order of the scores. Zeros of both signs have one key."""
+    scores = tl.load(scores_ptr + at, mask=live, other=0.0)
+    scores = tl.where(scores == 0.0, 0.0, scores)
+    bits = scores.to(tl.int32, bitcast=True)
+    # Of a negative number all bits turn; of another the sign alone.
+    turned = bits ^ ((bits >> 31) | (-2147483648))
+    return turned.to(tl.uint32, bitcast=True)
+
+
+@triton.jit(
+    do_not_specialize=["scores_stride", "token_base"],
+    do_not_specialize_on_alignment=["offsets_ptr", "starts_ptr", "tiles_ptr"],
+)
+def _choose(
+    scores_ptr,  # float32 [tokens, scores_stride]
+    chosen_ptr,  # int64 [T, TOP]
+    offsets_ptr,  # int32 [R + 1]
+    starts_ptr,  # int64 [R]
+    tiles_ptr,  # int64 [tokens]: row << 32 | query
+    scores_stride,
+    token_base,
+    RATIO: tl.constexpr,
+    TOP: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Write the choice of one token.
+
+    Four passes over the scores find the key of the last chosen score, 8 bits per pass from the highest on.
+    One more pass writes the groups above this key, and of the groups with this key the lowest ones.
+    """
+    _row, query, token, count, start = _tile(offsets_ptr, starts_ptr, tiles_ptr)
+    if query >= count:
+        return
+    place = (token + query).to(tl.int64)
+    groups = (start + query + 1) // RATIO
+    out_ptr = chosen_ptr + place * TOP
+    steps = tl.arange(0, STEP)
+    if groups <= TOP:
+        for n in range(0, TOP, STEP):
+            at = n + steps
+            tl.store(out_ptr + at, tl.where(at < groups, at, -1).to(tl.int64), mask=at < TOP)
+        return
+    row_ptr = scores_ptr + (place - token_base) * scores_stride
+    bins = tl.arange(0, 256)
+    left = TOP  # groups to choose among those with the digits ``found`` so far
+    found = tl.full([], 0, tl.uint32)
+    for shift in tl.static_range(24, -8, -8):
+        counts = tl.zeros([256], dtype=tl.int32)
+        for n in range(0, groups, STEP):
+            at = n + steps
+            live = at < groups
+            keys = _keys_of(row_ptr, at, live)
+            if shift < 24:
+                live = live & ((keys >> (shift + 8)) == found)
+            counts += tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, mask=live)
+        above = tl.cumsum(counts, 0, reverse=True)  # groups with this digit or a higher one
+        digit = tl.sum((above >= left).to(tl.int32), 0) - 1
+        left -= tl.sum(tl.where(bins > digit, counts, 0), 0)
+        found = (found << 8) | digit.to(tl.uint32)
+    higher_before = 0
+    equal_before = 0
+    for n in range(0, groups, STEP):
+        at = n + steps
+        live = at < groups
+        keys = _keys_of(row_ptr, at, live)
+        higher = live & (keys > found)
+        equal = live & (keys == found)
+        # Two counts in one scan: higher keys in the low half, equal keys in the high half.
+        ones = higher.to(tl.int32) + (equal.to(tl.int32) << 16)
+        before = tl.cumsum(ones, 0) - ones
+        rank = equal_before + (before >> 16)
+        target = higher_before + (before & 0xFFFF) + tl.minimum(rank, left)
+        tl.store(out_ptr + target, at.to(tl.int64), mask=higher | (equal & (rank < left)))
+        together = tl.sum(ones, 0)
+        higher_before += together & 0xFFFF
+        equal_before += together >> 16
+
+
+# --- attention ---
+
+
+@triton.jit
+def _walk_lines(
+    acc, total, high, q, rest, cache_ptr, table_ptr, chosen_ptr, base, begin, stop, low, scale,
+    WIDTH: tl.constexpr, PER_BLOCK: tl.constexpr, VALUES: tl.constexpr, VALUES_P2: tl.constexpr,
+    REST: tl.constexpr, REST_P2: tl.constexpr, TILE_N: tl.constexpr, CHOSEN: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Attend to places [begin, stop) of a list and return the new state. Place i below ``low`` is empty;
+    else the entry is ``base + i``, or with CHOSEN element i of ``chosen_ptr``."""
+    steps = tl.arange(0, TILE_N)
+    dims = tl.arange(0, VALUES_P2)
+    more = tl.arange(0, REST_P2)
+    for n in range(begin, stop, TILE_N):
+        at = n + steps
+        own = (at >= low) & (at < stop)
+        entry = base + at
+        if CHOSEN:
+            entry = tl.load(chosen_ptr + at, mask=own, other=0).to(tl.int32)
+        entry = tl.where(own, entry, 0)
+        block = tl.load(table_ptr + entry // PER_BLOCK, mask=own, other=0).to(tl.int64)
+        line_ptrs = cache_ptr + (block * PER_BLOCK + entry % PER_BLOCK) * WIDTH
+        lines = tl.load(
+            line_ptrs[:, None] + dims[None, :], mask=own[:, None] & (dims[None, :] < VALUES), other=0.0
+        )
+        if WIDEN:
+            lines = lines.to(tl.float32)
+        scores = tl.dot(q, tl.trans(lines), input_precision="ieee")
+        if REST > 0:
+            keys = tl.load(
+                line_ptrs[:, None] + VALUES + more[None, :],
+                mask=own[:, None] & (more[None, :] < REST),
+                other=0.0,
+            )
+            if WIDEN:
+                keys = keys.to(tl.float32)
+            scores = tl.dot(rest, tl.trans(keys), scores, input_precision="ieee")
+        scores = tl.where(own[None, :], scores * scale, float("-inf"))
+        higher = tl.maximum(high, tl.max(scores, 1))
+        # Nothing visible so far: any finite base keeps exp2(-inf - base) at 0.
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp2(high - level)
+        weights = tl.exp2(scores - level[:, None])
+        total = total * kept + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(lines.dtype), lines, acc * kept[:, None], input_precision="ieee")
+        high = higher
+    return acc, total, high
+
+
+@triton.jit(
+    do_not_specialize=["entries_stride", "groups_stride", "split", "splits", "token_base"],
+    do_not_specialize_on_alignment=[
+        "offsets_ptr",
+        "starts_ptr",
+        "entries_table_ptr",
+        "groups_table_ptr",
+        "chosen_ptr",
+        "tiles_ptr",
+    ],
+)
+def _attend_lines(
+    q_ptr,  # [T, HEADS, VALUES + REST]
+    out_ptr,  # [T, HEADS, VALUES]; with SPLIT float32 [T - token_base, HEADS, splits, VALUES]
+    lse_ptr,  # with SPLIT float32 [T - token_base, HEADS, splits]
+    entries_ptr,  # with WINDOW: [blocks, ENTRIES_BLOCK, ENTRIES_WIDTH]
+    groups_ptr,  # with RATIO: [blocks, GROUPS_BLOCK, GROUPS_WIDTH]
+    offsets_ptr,  # int32 [R + 1]
+    starts_ptr,  # int64 [R]
+    entries_table_ptr,  # int64 [R, entries_stride]
+    groups_table_ptr,  # int64 [R, groups_stride]
+    chosen_ptr,  # with CHOSEN: int64 [T, TOP]
+    sinks_ptr,  # with SINKS: [HEADS]
+    tiles_ptr,  # int64 [tokens]: row << 32 | query
+    scale,
+    entries_stride,
+    groups_stride,
+    split,
+    splits,
+    token_base,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    VALUES: tl.constexpr,
+    VALUES_P2: tl.constexpr,
+    REST: tl.constexpr,
+    REST_P2: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ENTRIES_BLOCK: tl.constexpr,
+    ENTRIES_WIDTH: tl.constexpr,
+    RATIO: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr,
+    GROUPS_WIDTH: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    TOP: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SINKS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Compute one token, one part of the heads, one split of the list (or all), and write outputs (with
+    SPLIT: states).
+
+    The window takes a whole number of steps at the front of the list, so that no step reads two caches.
+    """
+    FRONT: tl.constexpr = (WINDOW + TILE_N - 1) // TILE_N * TILE_N
+    row, query, token, count, start = _tile(offsets_ptr, starts_ptr, tiles_ptr)
+    if query >= count:
+        return
+    at = start + query
+    place = (token + query).to(tl.int64)
+    lines = tl.arange(0, TILE_M)
+    head = tl.program_id(1) * GROUP + lines
+    live = lines < GROUP
+    dims = tl.arange(0, VALUES_P2)
+    more = tl.arange(0, REST_P2)
+    wanted = live[:, None] & (dims[None, :] < VALUES)
+    line_ptrs = q_ptr + (place * HEADS + head)[:, None] * (VALUES + REST)
+    q = tl.load(line_ptrs + dims[None, :], mask=wanted, other=0.0)
+    rest = q
+    if REST > 0:
+        rest = tl.load(
+            line_ptrs + VALUES + more[None, :], mask=live[:, None] & (more[None, :] < REST), other=0.0
+        )
+    if WIDEN:
+        q = q.to(tl.float32)
+        rest = rest.to(tl.float32)
+    acc = tl.zeros([TILE_M, VALUES_P2], dtype=tl.float32)
+    total = tl.zeros([TILE_M], dtype=tl.float32)
+    high = tl.full([TILE_M], float("-inf"), dtype=tl.float32)
+    groups = 0
+    if RATIO > 0:
+        groups = (at + 1) // RATIO
+        if CHOSEN:
+            groups = tl.minimum(groups, TOP)
+    begin = 0
+    stop = FRONT + groups
+    if SPLIT:
+        begin = tl.program_id(2) * split
+        stop = tl.minimum(stop, begin + split)
+    if WINDOW > 0:
+        # Place i of the front is position at + 1 - FRONT + i.
+        base = at + 1 - FRONT
+        low = tl.maximum(FRONT - WINDOW, -base)
+        acc, total, high = _walk_lines(
+            acc, total, high, q, rest, entries_ptr, entries_table_ptr + row * entries_stride, chosen_ptr,
+            base, tl.maximum(begin, low // TILE_N * TILE_N), tl.minimum(stop, FRONT), low, scale,
+            ENTRIES_WIDTH, ENTRIES_BLOCK, VALUES, VALUES_P2, REST, REST_P2, TILE_N, False, WIDEN,
+        )  # fmt: skip
+    if RATIO > 0:
+        acc, total, high = _walk_lines(
+            acc, total, high, q, rest, groups_ptr, groups_table_ptr + row * groups_stride,
+            chosen_ptr + place * TOP, 0, tl.maximum(begin - FRONT, 0), stop - FRONT, 0, scale,
+            GROUPS_WIDTH, GROUPS_BLOCK, VALUES, VALUES_P2, REST, REST_P2, TILE_N, CHOSEN, WIDEN,
+        )  # fmt: skip
+
+    if SINKS and not SPLIT:
+        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+        total = tl.where(total == 0.0, 1.0, total + tl.exp2(sink - high))
+    empty = total == 0.0
+    acc = acc / tl.where(empty, 1.0, total)[:, None]
+    if SPLIT:
+        # An empty state has log-sum-exp -inf; the merge never reads its output.
+        lse = tl.where(empty, float("-inf"), high + tl.log2(tl.where(empty, 1.0, total)))
+        states = ((place - token_base) * HEADS + head) * splits + tl.program_id(2)
+        tl.store(lse_ptr + states, lse, mask=live)
+        tl.store(out_ptr + states[:, None] * VALUES + dims[None, :], acc, mask=wanted & ~empty[:, None])
+    else:
+        out_ptrs = out_ptr + (place * HEADS + head)[:, None] * VALUES + dims[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=wanted)
+
+
+def index_scores(
+    q: Tensor,
+    weights: Tensor,
+    scores: Tensor,
+    cache: Tensor,
+    offsets: Tensor,
+    starts: Tensor,
+    table: Tensor,
+    tiles: Tensor,
+    *,
+    ratio: int,
+    top: int,
+    queries: int,
+    programs: int,
+    token_base: int = 0,
+) -> None:
+    """Write the scores of the groups that are visible to some query of a tile.
+
+    q: [T, heads, dim] and weights: float32 [T, heads], tokens may lie apart. scores: float32 [tokens, groups]
+    of the tokens from ``token_base`` on. cache: [blocks, per block, width] of q's dtype; a key is the last
+    dim elements of a line. offsets: int32 [R + 1], starts: int64 [R], table: int64 [R, W]. tiles: int64
+    [n], row << 32 | first query, of ``queries`` queries each. Tiles without a query that sees more than
+    ``top`` groups write nothing. ``programs``: programs per tile; any number gives equal bits.
+    """
+    heads, dim = q.shape[1:]
+    assert q.stride(2) == 1 and q.stride(1) == dim, "heads of a query are contiguous"  # noqa: PT018
+    assert weights.stride(1) == 1 and scores.stride(1) == 1, "rows are contiguous"  # noqa: PT018
+    assert cache.is_contiguous(), "attention takes contiguous memory"
+    assert q.dtype == cache.dtype, "queries and cache are of one dtype"
+    _index_scores[(tiles.shape[0], programs)](
+        *(q, weights, cache, offsets, starts, table, tiles, scores),
+        *(q.stride(0), weights.stride(0), table.stride(0), scores.stride(0), token_base),
+        HEADS=heads,
+        HEADS_P2=padded(heads),
+        DIM=dim,
+        DIM_P2=padded(dim),
+        WIDTH=cache.shape[2],
+        PER_BLOCK=cache.shape[1],
+        RATIO=ratio,
+        TOP=top,
+        QUERIES=queries,
+        TILE_N=SCORED if q.dtype != torch.float32 else 16,
+        WIDEN=interpreting(),
+        num_warps=4,
+        num_stages=2 if q.dtype != torch.float32 else 1,
+    )
+
+
+def choose(
+    scores: Tensor,
+    chosen: Tensor,
+    offsets: Tensor,
+    starts: Tensor,
+    tiles: Tensor,
+    *,
+    ratio: int,
+    token_base: int = 0,
+) -> None:
+    """Write the highest groups of each token to ``chosen``, int64 [T, top]: ascending, then -1.
+
+    scores: float32 [tokens, groups] of the tokens from ``token_base`` on; ties go to the lowest group, and
+    zeros of both signs are equal. Scores of tokens that see at most ``top`` groups are not read. tiles:
+    int64 [n], row << 32 | query, one per token.
+    """
+    assert chosen.is_contiguous(), "rows of the choice are contiguous"
+    _choose[(tiles.shape[0],)](
+        *(scores, chosen, offsets, starts, tiles, scores.stride(0), token_base),
+        RATIO=ratio,
+        TOP=chosen.shape[1],
+        STEP=WALKED,
+        num_warps=16,
+    )
+
+
+def attend(
+    q: Tensor,
+    out: Tensor,
+    entries: tuple[Tensor, Tensor] | None,
+    groups: tuple[Tensor, Tensor] | None,
+    chosen: Tensor | None,
+    offsets: Tensor,
+    starts: Tensor,
+    tiles: Tensor,
+    *,
+    form: KernelForm,
+    group: int,
+    window: int,
+    ratio: int,
+    scale: float,
+    sinks: Tensor | None = None,
+    split: int = 0,
+    splits: int = 1,
+    tokens: tuple[int, int] = (0, 0),
+) -> None:
+    """Attend to the lists of the tokens of ``tiles`` (int64 [n]: row << 32 | query, one per token).
+
+    q: [T, heads, dim], out: [T, heads, n], n <= dim: a value is the first n elements of a line. entries and
+    groups: (cache [blocks, per block, width], table int64 [R, W]) or None; a key is the first dim elements of
+    a line. All of one dtype. chosen: int64 [T, top], or None: all complete groups. A program computes
+    ``group`` heads, which divide the heads. sinks: [heads], see ``merge``. split: places of the list per
+    split, a multiple of ``form.tile_n``, or 0. With splits, the tiles are the tokens [tokens[0], tokens[1]).
+    """
+    heads, dim = q.shape[1:]
+    values = out.shape[2]
+    cached = [one for one in (entries, groups) if one is not None]
+    assert all(one.is_contiguous() for one in (q, out, *(cache for cache, _ in cached))), "not contiguous"
+    assert all(cache.dtype == q.dtype for cache, _ in cached), "queries and cache are of one dtype"
+    assert split % form.tile_n == 0, "a split is whole steps"
+    assert heads % group == 0 and group <= form.tile_m, "parts of the heads are equal"  # noqa: PT018
+    begin, end = tokens
+    target = lse = out
+    if split:
+        target = torch.empty((end - begin, heads, splits, values), dtype=torch.float32, device=q.device)
+        lse = torch.empty((end - begin, heads, splits), dtype=torch.float32, device=q.device)
+    (window_cache, window_table), (group_cache, group_table) = entries or cached[0], groups or cached[0]
+    _attend_lines[(tiles.shape[0], heads // group, splits)](
+        *(q, target, lse, window_cache, group_cache, offsets, starts, window_table, group_table),
+        *(starts if chosen is None else chosen, q if sinks is None else sinks, tiles, scale * _LOG2E),
+        *(window_table.stride(0), group_table.stride(0), split, splits, begin),
+        HEADS=heads,
+        GROUP=group,
+        VALUES=values,
+        VALUES_P2=padded(values),
+        REST=dim - values,
+        REST_P2=padded(dim - values),
+        WINDOW=0 if entries is None else window,
+        ENTRIES_BLOCK=window_cache.shape[1],
+        ENTRIES_WIDTH=window_cache.shape[2],
+        RATIO=0 if groups is None else ratio,
+        GROUPS_BLOCK=group_cache.shape[1],
+        GROUPS_WIDTH=group_cache.shape[2],
+        CHOSEN=chosen is not None,
+        TOP=0 if chosen is None else chosen.shape[1],
+        TILE_M=form.tile_m,
+        TILE_N=form.tile_n,
+        SPLIT=split > 0,
+        SINKS=sinks is not None,
+        WIDEN=interpreting(),
+        num_warps=form.warps,
+        num_stages=form.stages,
+    )
+    if split:
+        merge(target, lse, out, token_base=begin, sinks=sinks)
