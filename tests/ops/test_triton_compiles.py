@@ -40,7 +40,10 @@ ROUTING = {"_router", "_route", "_cut"}
 ADAPTERS = {"_low_rank_inner", "_low_rank_outer"}
 PACKED = {"_coded", "_add_parts", "_dequantize", "_grouped_codes"}
 FEW = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_sigmoid_gate", "_attend", "_merge"}
-SPARSE = {"_index_scores", "_choose", "_attend_lines"}
+SPARSE = {
+    *("_index_scores", "_choose", "_attend_lines", "_index_entries", "_head_product"),
+    *("_mix_streams", "_add_streams", "_rotate_neighbours"),
+}
 DRAWS = {"_tops", "_limit", "_score", "_finish"}
 ALL = ATTENTION | LAYERS | ROUTING | ADAPTERS | PACKED | DRAWS | SPARSE
 

@@ -21,7 +21,7 @@ from weft.attention.base import SegmentInput, StepInput
 from weft.attention.sparse.sparse import places
 from weft.layers.build import Build, Packs
 from weft.layers.rope import Rope
-from weft.ops.sparse_ops import pool, rotate_pairs_
+from weft.ops.sparse_ops import pool
 from weft.ops.upload import upload
 
 Tensor = torch.Tensor
@@ -151,6 +151,7 @@ class Compressor(Packs):
         self._overlap = overlap
         self._eps = eps
         self._norm = build.op("rms_norm", wide=True).run
+        self._rotate = build.op("rotate_neighbours", wide=True).run
         self._bias: Tensor = torch.empty(0)
 
     def pack(self) -> None:
@@ -180,7 +181,7 @@ class Compressor(Packs):
             made = []
             for vector, norm in zip(pooled.split(self._dims, dim=1), self.norms, strict=True):
                 normed = self._norm(vector.contiguous(), norm, self._eps).unsqueeze(1)
-                made.append(rotate_pairs_(normed, cos[part], sin[part]).squeeze(1))
+                made.append(self._rotate(normed, cos[part], sin[part]).squeeze(1))
             entry = torch.cat(made, dim=1) if len(made) > 1 else made[0]
             entries.index_copy_(0, completed.writes[part], entry.to(entries.dtype))
 

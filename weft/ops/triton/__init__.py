@@ -6,6 +6,8 @@
     words_linear     faster ones of linear layers on Hopper GPUs
     moe, routing     routed feed-forward blocks
     low_rank         adapters
+    sparse, indexed  sparse attention, and the small work of an indexer
+    streams          hyper-connections, rotation of neighbours
     draw             tokens from logits, for ``weft.ops.draw``
     attention, latent, delta    paged attention, latent attention and the gated delta net
 
@@ -112,6 +114,11 @@ def _offer_words(suffix: str, facts: dict[str, Any]) -> None:
 for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "gated", "sigmoid_gate"):
     _offer(_op, "fused", _op, invariant=True, priority=FAST)
 _offer("latent_rope_cache", "latent", "latent_rope_cache", invariant=True, priority=FAST)
+for _op in ("mix_streams", "add_streams", "rotate_neighbours"):
+    _offer(_op, "streams", _op, invariant=True, priority=FAST)
+_offer("index_entries", "indexed", "kernels_of", invariant=True, priority=FAST)
+for _op in ("head_product", "head_product_into"):
+    _offer(_op, "indexed", _op, invariant=True, priority=FALLBACK)
 _offer("low_rank", "low_rank", "low_rank", invariant=True, priority=FAST)
 _fast: dict[str, Any] = {"priority": FAST}
 _invariant: dict[str, Any] = {"name": "triton-invariant", "invariant": True, "priority": FALLBACK}
