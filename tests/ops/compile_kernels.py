@@ -406,6 +406,14 @@ def words(made: list[dict[str, Any]], *formats: str) -> None:
         kernels.dequantized(matrix, 0, 4, HALF)
 
 
+def scaled(dtype: torch.dtype) -> None:
+    """Rows rounded to FP8."""
+    from weft.ops.triton.scaled import rounded
+
+    for inputs in (4096, 14336):
+        rounded(torch.empty(4, inputs, dtype=dtype))
+
+
 def adapters(dtype: torch.dtype) -> None:
     """Low-rank products: several parts, ranks that are no multiple of a step."""
     from weft.ops import low_rank
@@ -455,6 +463,8 @@ def others() -> None:
     delta(16, 32, 128, 4, HALF)
     packed(HALF, "int4 zeros", "nvfp4")
     draws(HALF)
+    if int(sys.argv[1]) >= 89:
+        scaled(HALF)
     attention(12, 4, 64, 16, 100, HALF)
     latent(128, 512, 64, 64, 0, HALF)
     entries(1536, 512, 64, HALF)

@@ -120,7 +120,8 @@ def test_instructions_by_weight(pytestconfig: pytest.Config) -> None:
 )
 def test_kernels_compile_and_fit(capability: int, few: bool, pytestconfig: pytest.Config) -> None:
     kernels = compiled(capability, "few" if few else "", pytestconfig)
-    assert {kernel["name"] for kernel in kernels} == (FEW if few else ALL)
+    expected = FEW if few else ALL if capability < 89 else ALL | {"_round_rows"}
+    assert {kernel["name"] for kernel in kernels} == expected
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[capability], kernel
         assert kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, kernel

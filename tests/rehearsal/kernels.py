@@ -230,6 +230,16 @@ def _rotate_neighbours(given: Given) -> None:
         given.array(name, tokens * given.HALF, *WIDE)
 
 
+def _round_rows(given: Given) -> None:
+    rows, x = given.grid[0], given.x_ptr
+    given.powers("K_P2")
+    given.need(given.K <= given.K_P2, "elements are left out")
+    given.need(x.stride() == (given.x_stride, 1), "rows of x lie otherwise")
+    given.reach("x_ptr", (rows - 1) * given.x_stride + given.K, *HALF, aligned=False)
+    given.array("values_ptr", rows * given.K, torch.float8_e4m3fn)
+    given.array("scales_ptr", rows, *WIDE)
+
+
 def _choose(given: Given) -> None:
     scores, tokens = given.scores_ptr, given.chosen_ptr.shape[0]
     _rows_of_lists(given)
@@ -279,7 +289,7 @@ def _latent_rope_cache(given: Given) -> None:
     given.array("weight_ptr", given.LORA)
     for name in ("cos_ptr", "sin_ptr"):
         given.array(name, tokens * given.ROPE // 2, *WIDE)
-    given.need(given.WIDTH >= width, "a line is shorter than its entry")
+    given.need(width <= given.WIDTH, "a line is shorter than its entry")
     given.need(given.cache_ptr.numel() % given.WIDTH == 0, "lines of the cache are of another size")
     given.array("cache_ptr", given.cache_ptr.numel(), joined.dtype)
     given.reach("writes_ptr", tokens, torch.int64, aligned=False)
@@ -784,6 +794,7 @@ CONTRACTS = (
     Contract("indexed", _head_product, ("out_ptr",)),
     Contract("streams", _mix_streams, ("one_ptr", "out_ptr", "mix_ptr")),
     Contract("streams", _add_streams, ("to_ptr",)),
+    Contract("scaled", _round_rows, ("values_ptr", "scales_ptr")),
     Contract("streams", _rotate_neighbours, ("x_ptr",)),
     Contract(
         "sparse",

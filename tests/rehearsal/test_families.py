@@ -118,3 +118,21 @@ def test_graphs_of_kernels_give_the_tokens_of_a_cpu(
     expected = e0.run(here, turns)
     here.close()
     assert {n: a.tokens for n, a in there.items()} == {n: a.tokens for n, a in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("llama", {"quantization": "w8a8-fp8"}, {"_round_rows"}),
+        ("deepseek-v32", {"deterministic": True}, {"_attend_lines", "_head_product", "_linear"}),
+        ("deepseek-v4", {"deterministic": True}, {"_attend_lines", "_linear"}),
+    ],
+)
+def test_forms_by_name(
+    name: str, settings: dict[str, Any], expected: set[str], folder_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP8 products, and invariant forms of sparse attention, in captured steps."""
+    made, _, core = rehearse(monkeypatch, folder_of(name), rig.short(), **settings)
+    assert expected <= made.operators
+    assert core.runner.graphs is not None
+    assert core.runner.graphs.replayed > 0

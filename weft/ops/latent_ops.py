@@ -46,7 +46,7 @@ def latent_rope_cache(
 
     joined: [T, first + kv_lora + rope]. q_weight [first]: RMS norm of the queries' part, or None. weight
     [kv_lora]: RMS norm of the latent. cos, sin: [T, rope / 2] (wide). cache: [blocks, block, width] of one
-    layer; on a GPU a line may be longer than the entry, at its end. writes: int64 [T], block id * block + offset.
+    layer; on a GPU a line may be longer than its entry. writes: int64 [T], block id * block + offset.
     """
     q, *entry = _parts(joined, q_weight, weight, eps, cos, sin, interleaved)
     made = torch.cat(entry, dim=1).to(cache.dtype)

@@ -126,11 +126,12 @@ class IndexedAttention(LatentAttention):
             latents = latents[logits_indices]
         up = self.kv_up.matrices
         if self._kernel is None:
-            values = self._product(latents, up.values, None if up.packed is None else up.packed.values)
+            packed = None if up.packed is None else up.packed.values
+            values = self._product(latents, up.values, packed).flatten(1)
         else:
-            values = latents.new_empty(*latents.shape[:2], self._mla.v)
-            self._product_into(latents, up.values, values)
-        return self.out(values.view(len(values), -1), step.adapters_at(logits_indices))
+            values = latents.new_empty(len(latents), self._heads * self._mla.v)
+            self._product_into(latents, up.values, values.view(len(latents), self._heads, -1))
+        return self.out(values, step.adapters_at(logits_indices))
 
     def _op_by_op(self, x: Tensor, shared: IndexedInput, caches: LayerCache, wanted: bool) -> Queries | None:
         """Write the entries of the step, and return (queries, ``index`` of ``_attend``); None unless

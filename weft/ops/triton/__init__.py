@@ -7,6 +7,7 @@
     moe, routing     routed feed-forward blocks
     low_rank         adapters
     sparse, indexed  sparse attention, and the small work of an indexer
+    scaled           products in FP8 by name
     streams          hyper-connections, rotation of neighbours
     draw             tokens from logits, for ``weft.ops.draw``
     attention, latent, delta    paged attention, latent attention and the gated delta net
@@ -75,6 +76,11 @@ def takes_words() -> bool:
     return torch.cuda.get_device_capability()[0] == HOPPER
 
 
+def takes_fp8() -> bool:
+    """Return True if the GPU has FP8 products (compute capability 8.9 or more), and in the interpreter."""
+    return interpreting() or torch.cuda.get_device_capability() >= (8, 9)
+
+
 class _Later:
     """A function of a Triton module, which is imported at the first call."""
 
@@ -138,3 +144,13 @@ for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
         _packs = dict.fromkeys(_packs, _Later("moe", _pack))
         for _op, _run in (("moe", "moe"), ("moe_pieces", "pieces")):
             _offer(f"{_op}_{_form}", "moe", _run + _suffix, **_packs, **_facts)
+# FP8 products by name. Experts, and everything with --deterministic, keep x as it is.
+_scaled: dict[str, Any] = {"pack": _Later("scaled", "pack"), "dtypes": (torch.bfloat16,), "priority": FAST}
+for _op in ("linear", "gated_linear"):
+    _offer(f"{_op}_w8a8-fp8", "scaled", _op, available=lambda: available() and takes_fp8(), **_scaled)
+    _kept: dict[str, Any] = {"pack": _Later("scaled", "pack_invariant"), **_invariant}
+    _offer(f"{_op}_w8a8-fp8", "coded", _op + "_invariant", **_kept)
+for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
+    for _op, _run in (("moe", "moe"), ("moe_pieces", "pieces")):
+        _packs = dict.fromkeys(("pack", "pack_codes"), _Later("moe", "pack_fp8"))
+        _offer(f"{_op}_w8a8-fp8", "moe", _run + _suffix, **_packs, **_facts)

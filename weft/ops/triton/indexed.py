@@ -1,4 +1,4 @@
-"""The small work of latent attention with an indexer: one kernel rotates queries and writes the indexer's key.
+"""The small work of latent attention with an indexer: rotated queries, and the indexer's key.
 
     program 0    rotated part of the queries, behind the absorbed part
     program 1    queries of the indexer: the first ROPE elements of each head are rotated
@@ -132,9 +132,9 @@ def index_entries(
 ) -> tuple[Tensor, Tensor] | None:
     """Write the rotated parts of the queries to ``full``, and with ``index`` the indexer's keys to ``cache``.
 
-    q: [T, heads, line], of which the last rope elements are rotated by ``angles``, float32 [T, rope / 2] each.
-    full: [T, heads, lora + rope]. cache: [blocks, block, width], writes: int64 [T]. Return with ``index``
-    (queries of the indexer [T, heads, dim], weights float32 [T, heads]).
+    q: [T, heads, line], of which the last rope elements are rotated by ``angles``, float32 [T, rope / 2]
+    each. full: [T, heads, lora + rope]. cache: [blocks, block, width], writes: int64 [T]. Return with
+    ``index`` (queries of the indexer [T, heads, dim], weights float32 [T, heads]).
     """
     tokens, heads, line = q.shape
     cos, sin = (one.contiguous() for one in angles)
