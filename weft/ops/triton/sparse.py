@@ -487,39 +487,37 @@ def attend(
     cached = [one for one in (entries, groups) if one is not None]
     assert all(one.is_contiguous() for one in (q, out, *(cache for cache, _ in cached))), "not contiguous"
     assert all(cache.dtype == q.dtype for cache, _ in cached), "queries and cache are of one dtype"
-    assert split % form.tile_n == 0, "a split is whole steps"
-    assert heads % group == 0 and group <= form.tile_m, "parts of the heads are equal"  # noqa: PT018
+    assert split % form.tile_n == heads % group == 0, "splits are whole steps, parts of the heads are equal"
     begin, end = tokens
     target = lse = out
     if split:
         target = torch.empty((end - begin, heads, splits, values), dtype=torch.float32, device=q.device)
         lse = torch.empty((end - begin, heads, splits), dtype=torch.float32, device=q.device)
     (window_cache, window_table), (group_cache, group_table) = entries or cached[0], groups or cached[0]
+    rest = dim - values
+    sizes = {"VALUES": values, "VALUES_P2": padded(values), "REST": rest, "REST_P2": padded(rest)}
+    tiling = {"HEADS": heads, "GROUP": group, "TILE_M": form.tile_m, "TILE_N": form.tile_n}
+    tiling |= {"num_warps": form.warps, "num_stages": form.stages}
     _attend_lines[(tiles.shape[0], heads // group, splits)](
         *(q, target, lse, window_cache, group_cache, offsets, starts, window_table, group_table),
         *(starts if chosen is None else chosen, q if sinks is None else sinks, tiles, scale * _LOG2E),
         *(window_table.stride(0), group_table.stride(0), split, splits, begin),
-        HEADS=heads,
-        GROUP=group,
-        VALUES=values,
-        VALUES_P2=padded(values),
-        REST=dim - values,
-        REST_P2=padded(dim - values),
+        **sizes,
+        **_set_of("ENTRIES", window_cache),
+        **_set_of("GROUPS", group_cache),
         WINDOW=0 if entries is None else window,
-        ENTRIES_BLOCK=window_cache.shape[1],
-        ENTRIES_WIDTH=window_cache.shape[2],
         RATIO=0 if groups is None else ratio,
-        GROUPS_BLOCK=group_cache.shape[1],
-        GROUPS_WIDTH=group_cache.shape[2],
         CHOSEN=chosen is not None,
         TOP=0 if chosen is None else chosen.shape[1],
-        TILE_M=form.tile_m,
-        TILE_N=form.tile_n,
         SPLIT=split > 0,
         SINKS=sinks is not None,
         WIDEN=interpreting(),
-        num_warps=form.warps,
-        num_stages=form.stages,
+        **tiling,
     )
     if split:
         merge(target, lse, out, token_base=begin, sinks=sinks)
+
+
+def _set_of(name: str, cache: Tensor) -> dict[str, int]:
+    """Return the sizes of a set of entries: [blocks, per block, width]."""
+    return {f"{name}_BLOCK": cache.shape[1], f"{name}_WIDTH": cache.shape[2]}
