@@ -488,14 +488,11 @@ def attend(
     assert all(one.is_contiguous() for one in (q, out, *(cache for cache, _ in cached))), "not contiguous"
     assert all(cache.dtype == q.dtype for cache, _ in cached), "queries and cache are of one dtype"
     assert split % form.tile_n == heads % group == 0, "splits are whole steps, parts of the heads are equal"
-    begin, end = tokens
-    target = lse = out
-    if split:
-        target = torch.empty((end - begin, heads, splits, values), dtype=torch.float32, device=q.device)
-        lse = torch.empty((end - begin, heads, splits), dtype=torch.float32, device=q.device)
+    begin = tokens[0]
+    target, lse = _states(out, tokens[1] - begin, splits) if split else (out, out)
     (window_cache, window_table), (group_cache, group_table) = entries or cached[0], groups or cached[0]
-    rest = dim - values
-    sizes = {"VALUES": values, "VALUES_P2": padded(values), "REST": rest, "REST_P2": padded(rest)}
+    sizes = {"VALUES": values, "VALUES_P2": padded(values)}
+    sizes |= {"REST": dim - values, "REST_P2": padded(dim - values)}
     tiling = {"HEADS": heads, "GROUP": group, "TILE_M": form.tile_m, "TILE_N": form.tile_n}
     tiling |= {"num_warps": form.warps, "num_stages": form.stages}
     _attend_lines[(tiles.shape[0], heads // group, splits)](
@@ -521,3 +518,10 @@ def attend(
 def _set_of(name: str, cache: Tensor) -> dict[str, int]:
     """Return the sizes of a set of entries: [blocks, per block, width]."""
     return {f"{name}_BLOCK": cache.shape[1], f"{name}_WIDTH": cache.shape[2]}
+
+
+def _states(out: Tensor, tokens: int, splits: int) -> tuple[Tensor, Tensor]:
+    """Return memory for the states of splits: float32 [tokens, heads, splits, n] and without n."""
+    of_heads = (tokens, out.shape[1], splits)
+    states = torch.empty(*of_heads, out.shape[2], dtype=torch.float32, device=out.device)
+    return states, torch.empty(of_heads, dtype=torch.float32, device=out.device)
