@@ -235,13 +235,13 @@ def _scores(kind: str, count: int) -> Tensor:
 
 def chosen_of(scores: Tensor, counts: list[int], top: int) -> Tensor:
     """Return the choice of rows of one token with these scores. Row i has ``counts[i]`` groups."""
-    from weft.ops.triton import sparse
+    from weft.ops.triton import choice
 
     rows = len(counts)
     segment = segment_of([(count - 1, 1) for count in counts], ())
     chosen = torch.full((rows, top), -7, dtype=torch.int64, device=DEVICE)
     tiles = torch.arange(rows, device=DEVICE) << 32
-    sparse.choose(
+    choice.choose(
         scores.to(DEVICE), chosen, segment.q_offsets.to(DEVICE), segment.starts.to(DEVICE), tiles, ratio=1
     )
     return chosen.cpu()
@@ -276,7 +276,7 @@ def test_scores_that_are_no_numbers_have_a_place() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_equal_float64(dtype: torch.dtype) -> None:
     """The scores of published sizes, for decodes and for a chunk, against float64."""
-    from weft.ops.triton import sparse
+    from weft.ops.triton import choice
 
     sizes = Sizes(heads=2, dim=16, index_heads=64, index_dim=128)
     rows = [(3000, 1), (70, 40)] if THERE else [(130, 1), (90, 1)]
@@ -284,7 +284,7 @@ def test_scores_equal_float64(dtype: torch.dtype) -> None:
     run = Run(found)
     plan: Any = run.core.prepared
     scores = torch.full((run.segment.tokens, plan.groups), torch.nan, device=DEVICE)
-    sparse.index_scores(
+    choice.index_scores(
         run.index_q, run.weights, scores, run.core.caches[1][0], run.segment.q_offsets, run.segment.starts,
         run.segment.tables[1], plan.scored, ratio=1, top=4, queries=plan.queries, programs=2,
     )  # fmt: skip

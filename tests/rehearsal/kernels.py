@@ -780,8 +780,8 @@ CONTRACTS = (
         (("q_weight_ptr", "Q_NORM"), ("q_ptr", "Q_NORM")),
     ),
     Contract("latent", _attend_latent, ("out_ptr", "lse_ptr"), (("lse_ptr", "SPLIT"),)),
-    Contract("sparse", _index_scores, ("scores_ptr",)),
-    Contract("sparse", _choose, ("chosen_ptr",)),
+    Contract("choice", _index_scores, ("scores_ptr",)),
+    Contract("choice", _choose, ("chosen_ptr",)),
     Contract(
         "indexed",
         _index_entries,

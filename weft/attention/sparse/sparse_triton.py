@@ -109,7 +109,7 @@ class TritonSparse(SparseBackend):
         segment = core.segment
         if plan is None or plan.groups <= reads.top:
             return None
-        from weft.ops.triton import sparse
+        from weft.ops.triton import choice
 
         assert reads.groups is not None
         (cache,) = core.caches[reads.groups]
@@ -119,8 +119,8 @@ class TritonSparse(SparseBackend):
         for part in parts_of(plan.scored, plan.ends, max(1, SCORES // width)):
             count = part.end - part.begin
             scores = torch.empty(count, width, dtype=torch.float32, device=q.device)
-            programs = min(-(-plan.groups // sparse.SCORED), max(1, FILL // part.tiles.shape[0]))
-            sparse.index_scores(
+            programs = min(-(-plan.groups // choice.SCORED), max(1, FILL // part.tiles.shape[0]))
+            choice.index_scores(
                 q,
                 weights,
                 scores,
@@ -135,7 +135,7 @@ class TritonSparse(SparseBackend):
                 token_base=part.begin,
             )
             tiles = plan.tokens[part.begin : part.end]
-            sparse.choose(scores, chosen, *rows, tiles, ratio=reads.ratio, token_base=part.begin)
+            choice.choose(scores, chosen, *rows, tiles, ratio=reads.ratio, token_base=part.begin)
         return chosen
 
     def attend(self, q: Tensor, out: Tensor, core: CoreInput, reads: Reads, selected: Tensor | None) -> None:

@@ -6,7 +6,7 @@
     words_linear     faster ones of linear layers on Hopper GPUs
     moe, routing     routed feed-forward blocks
     low_rank         adapters
-    sparse, indexed  sparse attention, and the small work of an indexer
+    choice, sparse, indexed    scores and choice of an indexer, sparse attention, the indexer's small work
     scaled           products in FP8 by name
     streams          hyper-connections, rotation of neighbours
     draw             tokens from logits, for ``weft.ops.draw``
