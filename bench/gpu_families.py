@@ -3,7 +3,8 @@
 python -m bench.gpu_families --json families.json
 
 Each model has random weights and 8 layers of a published shape: Qwen3-30B-A3B, DeepSeek-V3 (1 dense layer
-and 64 of 256 experts, so that the weights fit one GPU), Qwen3-Next. The prompts have ``--context`` tokens.
+and 64 of 256 experts, so that the weights fit one GPU), DeepSeek-V3.2 in the same form (a token chooses among
+more than 2,048: use --context 4096), Qwen3-Next. The prompts have ``--context`` tokens.
 The wall time comes from greedy steps without a profiler. Kernels come from later steps under torch's profiler
 and include sampling.
 """
@@ -100,6 +101,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "rope_theta": 10000000.0,
     },
+}
+SHAPES["deepseek-v32"] = SHAPES["deepseek-v3"] | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
 }
 """Fields of a published config.json that decide the speed of a step."""
 

@@ -133,6 +133,18 @@ def scaled_mm(rounded: bool, matrix: torch.Tensor) -> Callable[[], Call]:
     return again
 
 
+def fp8_by_name(matrix: torch.Tensor) -> Callable[[], Call]:
+    """Weft's products of ``--quantization w8a8-fp8``, with the kernel that rounds x."""
+    from weft.ops.triton import scaled
+
+    weight = scaled.pack(matrix)
+
+    def again() -> Call:
+        return partial(_swapped, scaled.linear, cloned(weight))
+
+    return again
+
+
 def humming(dtype: str, group: int, matrix: torch.Tensor) -> Callable[[], Call]:
     """Products of the package humming-kernels."""
     from humming.layer import HummingLayer
@@ -174,6 +186,7 @@ COLUMNS: dict[str, Callable[[torch.Tensor], Callable[[], Call]]] = {
     **{name: partial(packed, name) for name in PACKED},
     **{f"{name} rows": partial(packed, name, rows=True) for name in PACKED},
     "invariant": invariant,
+    "scaled_mm": fp8_by_name,
     "FP8 rows": partial(scaled_mm, False),
     "FP8 rows, rounding x": partial(scaled_mm, True),
     "humming int4": partial(humming, "int4", 128),

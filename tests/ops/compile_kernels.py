@@ -202,6 +202,64 @@ def latent(heads: int, lora: int, rope: int, block: int, window: int, dtype: tor
             )
 
 
+def sparse(
+    heads: int, values: int, rest: int, index: tuple[int, int], window: int, ratio: int, top: int,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Sparse attention of decodes and of a chunk: scores, choice, lists in one piece and in splits.
+
+    ``index``: heads and size of the indexer; (0, 0): a token reads all groups.
+    """
+    from weft.attention.base import CoreInput
+    from weft.attention.sparse.sparse import Reads
+    from weft.attention.sparse.sparse_triton import TritonInvariantSparse, TritonSparse
+
+    dim = values + rest
+    reads = Reads(
+        entries=0 if window else None, window=window, groups=1, ratio=ratio, top=top, heads=heads, dim=dim,
+        index_heads=index[0],
+    )  # fmt: skip
+    caches = {kind: (torch.empty(2, 64, dim + kind * index[1], dtype=dtype),) for kind in (0, 1)}
+    sinks = torch.empty(heads) if window else None
+    for backend in (TritonSparse(), TritonInvariantSparse()):
+        for counts in ([1] * 4, [200] * 40):
+            segment = _segment(counts)
+            segment = replace(segment, tables=segment.tables * 2)
+            core = CoreInput(segment, caches, 0.1, backend.plan(segment, reads, caches), sinks)
+            chosen = None
+            if top:
+                index_q = torch.empty(segment.tokens, *index, dtype=dtype)
+                chosen = backend.select(index_q, torch.empty(segment.tokens, index[0]), core, reads)
+                assert chosen is not None
+            q = torch.empty(segment.tokens, heads, dim, dtype=dtype)
+            backend.attend(q, q.new_empty(segment.tokens, heads, values), core, reads, chosen)
+
+
+def around_sparse(
+    heads: int, line: int, lora: int, rope: int, index: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Rotations and keys of an indexer, products of heads, hyper-connections, rotation of neighbours."""
+    from weft.ops.latent_ops import IndexParts
+    from weft.ops.triton import indexed, streams
+
+    index_heads, dim = index
+    q, full = torch.empty(4, heads, line, dtype=dtype), torch.empty(4, heads, lora + rope, dtype=dtype)
+    cos, writes = torch.empty(4, rope // 2), torch.zeros(4, dtype=torch.int64)
+    joined, norm = torch.empty(4, dim + index_heads, dtype=dtype), torch.empty(dim, dtype=dtype)
+    cache = torch.empty(2, 16, lora + rope + dim, dtype=dtype)
+    parts = IndexParts(torch.empty(4, index_heads * dim, dtype=dtype), joined, norm, norm, index_heads, False)
+    for one in (parts, None):
+        indexed.index_entries(q, full, (cos, cos), True, one, 1e-6, cache, writes)
+    matrices = torch.empty(heads, lora, line - rope, dtype=dtype)
+    indexed.head_product_into(q[..., : line - rope], matrices, full[..., :lora])
+    indexed.head_product_into(full[..., :lora], matrices.transpose(1, 2), q[..., : line - rope])
+    x, made = torch.empty(4, 4, 7168, dtype=dtype), torch.empty(4, 7168, dtype=dtype)
+    _, out, mix = streams.mix_streams(torch.empty(4, 24), torch.empty(3), torch.empty(24), x, 20, 1e-6)
+    streams.add_streams(x, made, out, mix)
+    for some in (q, q[:, :1]):
+        streams.rotate_neighbours(some, cos, cos)
+
+
 def entries(first: int, lora: int, rope: int, dtype: torch.dtype) -> None:
     """Entries of latent attention, with and without a norm of the queries."""
     from weft.ops.triton.latent import latent_rope_cache
@@ -348,6 +406,14 @@ def words(made: list[dict[str, Any]], *formats: str) -> None:
         kernels.dequantized(matrix, 0, 4, HALF)
 
 
+def scaled(dtype: torch.dtype) -> None:
+    """Rows rounded to FP8."""
+    from weft.ops.triton.scaled import rounded
+
+    for inputs in (4096, 14336):
+        rounded(torch.empty(4, inputs, dtype=dtype))
+
+
 def adapters(dtype: torch.dtype) -> None:
     """Low-rank products: several parts, ranks that are no multiple of a step."""
     from weft.ops import low_rank
@@ -397,10 +463,16 @@ def others() -> None:
     delta(16, 32, 128, 4, HALF)
     packed(HALF, "int4 zeros", "nvfp4")
     draws(HALF)
+    if int(sys.argv[1]) >= 89:
+        scaled(HALF)
     attention(12, 4, 64, 16, 100, HALF)
     latent(128, 512, 64, 64, 0, HALF)
     entries(1536, 512, 64, HALF)
     latent(8, 128, 32, 16, 100, HALF)
+    around_sparse(128, 192, 512, 64, (64, 128), HALF)
+    sparse(128, 512, 64, (64, 128), 0, 1, 2048, HALF)  # DeepSeek V3.2
+    sparse(64, 512, 0, (64, 128), 128, 4, 512, HALF)  # DeepSeek V4: chosen groups
+    sparse(64, 512, 0, (0, 0), 128, 128, 0, HALF)  # all groups
 
 
 def all_forms() -> None:
@@ -418,6 +490,9 @@ def all_forms() -> None:
     attention(32, 8, 128, 64, 0, FULL)
     attention(8, 4, 256, 16, 1024, HALF, ahead=True)
     attention(16, 2, 256, 64, 0, HALF)
+    sparse(16, 512, 64, (32, 128), 0, 1, 2048, HALF)
+    sparse(20, 500, 24, (30, 100), 100, 3, 70, FULL)
+    around_sparse(20, 100, 500, 24, (30, 100), FULL)
     attention(8, 8, 96, 4, 0, torch.float16)
     attention(40, 8, 128, 64, -8192, HALF)
     attention(16, 8, 256, 64, 4096, HALF, 50.0)

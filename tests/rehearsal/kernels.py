@@ -119,6 +119,164 @@ def _attend_latent(given: Given) -> None:
     _outputs(given, q, tokens, given.HEADS * given.LORA)
 
 
+def _rows_of_lists(given: Given) -> int:
+    """Check the row arguments of the kernels of sparse attention. Return the number of rows."""
+    rows = given.offsets_ptr.numel() - 1
+    given.reach("offsets_ptr", rows + 1, torch.int32, aligned=False)
+    given.reach("starts_ptr", rows, torch.int64, aligned=False)
+    given.reach("tiles_ptr", given.grid[0], torch.int64, aligned=False)
+    return rows
+
+
+def _table(given: Given, name: str, stride: int, rows: int) -> None:
+    table = given.values[name]
+    given.need(table.dim() == 2 and table.stride() == (stride, 1), f"{name}: rows lie otherwise")
+    given.reach(name, (rows - 1) * stride + table.shape[1], torch.int64, aligned=False)
+
+
+def _index_scores(given: Given) -> None:
+    q, cache, scores = given.q_ptr, given.cache_ptr, given.scores_ptr
+    rows, tokens = _rows_of_lists(given), q.shape[0]
+    given.powers("HEADS_P2", "DIM_P2", "TILE_N")
+    given.need(given.HEADS <= given.HEADS_P2 and given.DIM <= given.DIM_P2, "elements are left out")
+    given.need(given.DIM <= given.WIDTH, "a key is longer than its line")
+    given.reach("q_ptr", (tokens - 1) * given.q_stride + given.HEADS * given.DIM, *HALF, aligned=False)
+    given.reach(
+        "weights_ptr", (tokens - 1) * given.weights_stride + given.HEADS, torch.float32, aligned=False
+    )
+    given.array("cache_ptr", cache.shape[0] * given.PER_BLOCK * given.WIDTH, q.dtype)
+    _table(given, "table_ptr", given.table_stride, rows)
+    given.need(scores.stride() == (given.scores_stride, 1), "rows of scores lie otherwise")
+    given.array("scores_ptr", scores.numel(), torch.float32)
+    given.need(given.table_ptr.shape[1] * given.PER_BLOCK >= scores.shape[1] - 3, "groups without a block")
+    given.need(given.token_base + scores.shape[0] <= tokens, "scores of tokens that are not there")
+    given.need(given.grid[0] * given.QUERIES >= scores.shape[0], "tokens without a tile")
+
+
+def _index_entries(given: Given) -> None:
+    tokens, heads, full, q = given.grid[0], given.HEADS, given.full_ptr, given.q_ptr
+    given.powers("HEADS_P2", "ROPE_P2", "INDEX_HEADS_P2", "DIM_P2")
+    given.need(given.grid[1] == (3 if given.INDEX else 1), "every part of a token has a program")
+    given.need(given.ROPE <= given.LINE, "no rotated part of a query")
+    given.reach("q_ptr", (tokens - 1) * given.q_stride + heads * given.LINE, *HALF, aligned=False)
+    given.array("full_ptr", tokens * heads * (given.LORA + given.ROPE), q.dtype)
+    given.need(full.shape[2] == given.LORA + given.ROPE, "queries of another size")
+    for name in ("cos_ptr", "sin_ptr"):
+        given.array(name, tokens * given.ROPE // 2, *WIDE)
+    if not given.INDEX:
+        return
+    index_heads, dim = given.INDEX_HEADS, given.DIM
+    given.need(given.ROPE <= dim <= given.WIDTH, "a key is longer than its line")
+    last = (tokens - 1) * given.index_q_stride
+    given.reach("index_q_ptr", last + index_heads * dim, q.dtype, aligned=False)
+    given.reach("joined_ptr", (tokens - 1) * given.joined_stride + dim + index_heads, q.dtype, aligned=False)
+    for name in ("norm_ptr", "bias_ptr"):
+        given.array(name, dim)
+    given.need(given.cache_ptr.numel() % given.WIDTH == 0, "lines of the cache are of another size")
+    given.array("cache_ptr", given.cache_ptr.numel(), q.dtype)
+    given.reach("writes_ptr", tokens, torch.int64, aligned=False)
+    given.array("turned_ptr", tokens * index_heads * dim, q.dtype)
+    given.array("weights_ptr", tokens * index_heads, *WIDE)
+
+
+def _head_product(given: Given) -> None:
+    given.powers("TILE_M", "TILE_N", "TILE_K")
+    x, out, matrices = given.x_ptr, given.out_ptr, given.matrices_ptr
+    given.need(given.grid[0] * given.TILE_M >= given.rows, "rows without a program")
+    given.need(given.grid[1] == x.shape[1] == out.shape[1] == matrices.shape[0], "heads without a program")
+    given.need(given.grid[2] * given.TILE_N >= given.N, "columns without a program")
+    given.need(x.shape == (given.rows, given.grid[1], given.K), "queries of another size")
+    given.need(matrices.shape[1:] == (given.N, given.K), "matrices of another size")
+    given.need(x.stride() == (given.x_token, given.x_head, 1), "rows of x lie otherwise")
+    given.need(matrices.stride() == (given.m_head, given.m_out, given.m_in), "matrices lie otherwise")
+    given.need(out.stride() == (given.out_token, given.out_head, 1), "rows of out lie otherwise")
+    given.need(x.dtype == out.dtype == matrices.dtype, "several dtypes")
+
+
+def _streams(given: Given) -> int:
+    """Check the arguments that both kernels of hyper-connections share. Return the number of tokens."""
+    tokens, lines = given.grid[0], given.N * given.HIDDEN
+    given.powers("N_P2", "COLUMNS")
+    given.need(given.N <= given.N_P2, "streams are left out")
+    given.need(given.grid[1] * given.COLUMNS >= given.HIDDEN, "columns without a program")
+    given.array("x_ptr", tokens * lines, *HALF)
+    given.array("out_ptr", tokens * given.N, *WIDE)
+    given.array("mix_ptr", tokens * given.N**2, *WIDE)
+    return tokens
+
+
+def _mix_streams(given: Given) -> None:
+    tokens, weights = _streams(given), (2 + given.N) * given.N
+    given.array("mixed_ptr", tokens * weights, *WIDE)
+    given.array("base_ptr", weights, *WIDE)
+    given.array("scale_ptr", 3, *WIDE)
+    given.array("one_ptr", tokens * given.HIDDEN, given.x_ptr.dtype)
+
+
+def _add_streams(given: Given) -> None:
+    tokens = _streams(given)
+    given.array("made_ptr", tokens * given.HIDDEN, *HALF)
+    given.array("to_ptr", given.x_ptr.numel(), given.x_ptr.dtype)
+
+
+def _rotate_neighbours(given: Given) -> None:
+    given.powers("HEADS_P2", "HALF_P2")
+    x, tokens, rotated = given.x_ptr, given.grid[0], 2 * given.HALF
+    given.need(given.grid[1] * given.HEADS_P2 >= given.HEADS, "heads without a program")
+    given.need(given.HALF <= given.HALF_P2, "pairs are left out")
+    given.need(x.shape == (tokens, given.HEADS, given.FIRST + rotated), "heads of another size")
+    given.need(x.stride() == (given.token_stride, given.head_stride, 1), "heads lie otherwise")
+    for name in ("cos_ptr", "sin_ptr"):
+        given.array(name, tokens * given.HALF, *WIDE)
+
+
+def _round_rows(given: Given) -> None:
+    rows, x = given.grid[0], given.x_ptr
+    given.powers("K_P2")
+    given.need(given.K <= given.K_P2, "elements are left out")
+    given.need(x.stride() == (given.x_stride, 1), "rows of x lie otherwise")
+    given.reach("x_ptr", (rows - 1) * given.x_stride + given.K, *HALF, aligned=False)
+    given.array("values_ptr", rows * given.K, torch.float8_e4m3fn)
+    given.array("scales_ptr", rows, *WIDE)
+
+
+def _choose(given: Given) -> None:
+    scores, tokens = given.scores_ptr, given.chosen_ptr.shape[0]
+    _rows_of_lists(given)
+    given.powers("STEP")
+    given.need(given.STEP < 1 << 15, "two counts of a step share 32 bits")
+    given.array("chosen_ptr", tokens * given.TOP, torch.int64)
+    given.need(scores.stride() == (given.scores_stride, 1), "rows of scores lie otherwise")
+    given.array("scores_ptr", scores.numel(), torch.float32)
+    given.need(given.grid == (scores.shape[0],), "every token with scores has a program")
+    given.need(given.token_base + scores.shape[0] <= tokens, "a choice of tokens that are not there")
+
+
+def _attend_lines(given: Given) -> None:
+    q, rows = given.q_ptr, _rows_of_lists(given)
+    tokens, dim = q.shape[0], given.VALUES + given.REST
+    given.powers("VALUES_P2", "REST_P2", "TILE_M", "TILE_N")
+    given.need(given.VALUES <= given.VALUES_P2 and given.REST <= given.REST_P2, "elements are left out")
+    given.need(given.grid[1] * given.GROUP == given.HEADS, "every part of the heads has a program")
+    given.need(given.GROUP <= given.TILE_M, "heads of a part are left out")
+    given.need(bool(given.WINDOW or given.RATIO), "no entries and no groups")
+    given.array("q_ptr", tokens * given.HEADS * dim, *HALF)
+    for used, name in ((given.WINDOW, "entries"), (given.RATIO, "groups")):
+        if used:
+            width = given.values[f"{name.upper()}_WIDTH"]
+            cache = given.values[f"{name}_ptr"]
+            given.need(dim <= width, f"a key is longer than a line of the {name}")
+            size = cache.shape[0] * given.values[f"{name.upper()}_BLOCK"] * width
+            given.array(f"{name}_ptr", size, q.dtype)
+            _table(given, f"{name}_table_ptr", given.values[f"{name}_stride"], rows)
+    if given.CHOSEN:
+        given.need(given.RATIO > 0, "a choice without groups")
+        given.array("chosen_ptr", tokens * given.TOP, torch.int64)
+    if given.SINKS:
+        given.array("sinks_ptr", given.HEADS)
+    _outputs(given, q, tokens, given.HEADS * given.VALUES)
+
+
 def _latent_rope_cache(given: Given) -> None:
     tokens, width = given.grid[0], given.LORA + given.ROPE
     given.powers("FIRST_P2", "LORA_P2", "ROPE_P2")
@@ -131,7 +289,8 @@ def _latent_rope_cache(given: Given) -> None:
     given.array("weight_ptr", given.LORA)
     for name in ("cos_ptr", "sin_ptr"):
         given.array(name, tokens * given.ROPE // 2, *WIDE)
-    given.need(given.cache_ptr.numel() % width == 0, "lines of the cache are of another size")
+    given.need(width <= given.WIDTH, "a line is shorter than its entry")
+    given.need(given.cache_ptr.numel() % given.WIDTH == 0, "lines of the cache are of another size")
     given.array("cache_ptr", given.cache_ptr.numel(), joined.dtype)
     given.reach("writes_ptr", tokens, torch.int64, aligned=False)
     if given.Q_NORM:
@@ -621,6 +780,36 @@ CONTRACTS = (
         (("q_weight_ptr", "Q_NORM"), ("q_ptr", "Q_NORM")),
     ),
     Contract("latent", _attend_latent, ("out_ptr", "lse_ptr"), (("lse_ptr", "SPLIT"),)),
+    Contract("choice", _index_scores, ("scores_ptr",)),
+    Contract("choice", _choose, ("chosen_ptr",)),
+    Contract(
+        "indexed",
+        _index_entries,
+        ("full_ptr", "cache_ptr", "turned_ptr", "weights_ptr"),
+        tuple(
+            (f"{name}_ptr", "INDEX")
+            for name in ("index_q", "joined", "norm", "bias", "cache", "writes", "turned", "weights")
+        ),
+    ),
+    Contract("indexed", _head_product, ("out_ptr",)),
+    Contract("streams", _mix_streams, ("one_ptr", "out_ptr", "mix_ptr")),
+    Contract("streams", _add_streams, ("to_ptr",)),
+    Contract("scaled", _round_rows, ("values_ptr", "scales_ptr")),
+    Contract("streams", _rotate_neighbours, ("x_ptr",)),
+    Contract(
+        "sparse",
+        _attend_lines,
+        ("out_ptr", "lse_ptr"),
+        (
+            ("lse_ptr", "SPLIT"),
+            ("entries_ptr", "WINDOW"),
+            ("entries_table_ptr", "WINDOW"),
+            ("groups_ptr", "RATIO"),
+            ("groups_table_ptr", "RATIO"),
+            ("chosen_ptr", "CHOSEN"),
+            ("sinks_ptr", "SINKS"),
+        ),
+    ),
     Contract(
         "fused", _add_rms_norm, ("stream_ptr", "normed_ptr"), (("delta_ptr", "ADD"), ("stream_ptr", "ADD"))
     ),

@@ -67,7 +67,10 @@ DRAW = 5
 """Kernels of the draw and the copy of the tokens. Every captured step with one token per row draws."""
 STEP = 25 + DRAW
 """Kernels outside of the layers: positions, angles, embedding, last norm, head, copies, draw."""
-LIMITS = {"llama": 9, "qwen3_moe": 12, "deepseek_v3": 13.5, "gpt-oss": 15, "qwen3_next": 15}
+SPARSE = {"deepseek-v32": 19, "glm-dsa": 19.5, "deepseek-v4": 112.5}
+"""Limits of sparse attention. An indexer takes five kernels: two products, its key and queries, scores, the
+choice. The groups' entries of DeepSeek V4 are written by torch operations."""
+LIMITS = {**SPARSE, "llama": 9, "qwen3_moe": 12, "deepseek_v3": 13.5, "gpt-oss": 15, "qwen3_next": 15}
 """Kernels of a layer, on average over the layers. The merge of splits, for longer contexts, is one more."""
 
 

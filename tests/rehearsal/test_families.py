@@ -82,9 +82,19 @@ def test_values_are_those_of_a_cpu(name: str, folder_of: Any, monkeypatch: pytes
     assert {n: a.tokens for n, a in there.items()} == {n: a.tokens for n, a in expected.items()}
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    [
+        ("llama", 0),
+        ("llama", 3),
+        ("deepseek-v32", 0),
+        ("deepseek-v32", 3),
+        ("glm-dsa", 0),
+        ("deepseek-v4", 0),
+    ],
+)
 def test_graphs_of_kernels_give_the_tokens_of_a_cpu(
-    drafts: int, folder_of: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, drafts: int, folder_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 with Triton's interpreter: a replay runs the captured calls again in the same memory."""
     if not interpreting():
@@ -98,13 +108,31 @@ def test_graphs_of_kernels_give_the_tokens_of_a_cpu(
         greedy = TokenParams(temperature=0.0, max_tokens=24, allowed=(5, 7))
         turns = [[e0.submit(0, [5, 6, 7] * 3, greedy, request=0)]]
     with monkeypatch.context() as patch:
-        made, there, core = rehearse(patch, folder_of("llama"), turns, values=True, **settings)
+        made, there, core = rehearse(patch, folder_of(name), turns, values=True, **settings)
     assert core.runner.graphs is not None
     assert core.runner.graphs.replayed > 0
     stats = core.scheduler.stats()
     assert not drafts or 0 < sum(stats.drafts_accepted) < sum(stats.drafts)
-    assert "_attend" in made.operators
-    here = EngineCore(rig.config_of(folder_of("llama"), **{**settings, "device": "cpu"}), progress=False)
+    assert {"llama": "_attend"}.get(name, "_attend_lines") in made.operators
+    here = EngineCore(rig.config_of(folder_of(name), **{**settings, "device": "cpu"}), progress=False)
     expected = e0.run(here, turns)
     here.close()
     assert {n: a.tokens for n, a in there.items()} == {n: a.tokens for n, a in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        ("llama", {"quantization": "w8a8-fp8"}, {"_round_rows"}),
+        ("deepseek-v32", {"deterministic": True}, {"_attend_lines", "_head_product", "_linear"}),
+        ("deepseek-v4", {"deterministic": True}, {"_attend_lines", "_linear"}),
+    ],
+)
+def test_forms_by_name(
+    name: str, settings: dict[str, Any], expected: set[str], folder_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP8 products, and invariant forms of sparse attention, in captured steps."""
+    made, _, core = rehearse(monkeypatch, folder_of(name), rig.short(), **settings)
+    assert expected <= made.operators
+    assert core.runner.graphs is not None
+    assert core.runner.graphs.replayed > 0

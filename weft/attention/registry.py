@@ -25,6 +25,8 @@ BACKENDS.add("flashinfer", "weft.attention.gqa.flashinfer_backend:FlashInferAtte
 SPARSE: Registry[type[SparseBackend]] = Registry("attention backend")
 SPARSE.add("cpu", "weft.attention.sparse.sparse_cpu:CpuSparse")
 SPARSE.add("torch", "weft.attention.sparse.sparse_torch:TorchSparse")
+SPARSE.add("triton", "weft.attention.sparse.sparse_triton:TritonSparse")
+SPARSE.add("triton-invariant", "weft.attention.sparse.sparse_triton:TritonInvariantSparse")
 
 LATENT: Registry[type[LatentBackend]] = Registry("attention backend")
 LATENT.add("cpu", "weft.attention.mla.latent_cpu:CpuLatent")
@@ -68,7 +70,7 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
         "cpu": ("cpu", "torch", "invariant"),
         "cuda": ("triton", "triton-invariant", "torch", "invariant"),
     },
-    "sparse": {"cpu": ("cpu", "torch"), "cuda": ("torch",)},
+    "sparse": {"cpu": ("cpu", "torch"), "cuda": ("triton", "triton-invariant", "torch")},
     "conv": {"cpu": ("torch",), "cuda": ("torch",)},
     "mamba": {"cpu": ("torch", "invariant"), "cuda": ("torch", "invariant")},
 }

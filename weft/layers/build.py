@@ -106,7 +106,8 @@ class Build:
 
         ``divided`` is the total number of inputs of a matrix with inputs divided over ranks, otherwise 0.
         Rounding of x to 8 bits must not depend on the number of ranks. With ``divided``, w8a8 therefore
-        becomes int8, and w4a8 becomes int4 unless ``divided`` is a multiple of ``coded.UNCUT``.
+        becomes int8, w8a8-fp8 becomes fp8, and w4a8 becomes int4 unless ``divided`` is a multiple of
+        ``coded.UNCUT``.
         """
         kind = self._kind(divided)
         return self.op(name if kind == "none" or wide else f"{name}_{kind}", wide=wide)
@@ -177,6 +178,8 @@ class Build:
         """Return the quantization of a matrix; ``divided``: see ``matrix_op``."""
         if self.quantization == "w8a8" and divided:
             return "int8"
+        if self.quantization == "w8a8-fp8" and divided:
+            return "fp8"
         return "int4" if self.quantization == "w4a8" and divided % coded.UNCUT else self.quantization
 
 

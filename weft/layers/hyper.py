@@ -13,7 +13,7 @@ import torch
 from weft.config.spec import HyperSpec
 from weft.layers.build import Build, Layer
 from weft.layers.dense import Linear
-from weft.ops.sparse_ops import logistic, stream_weights, sum_streams
+from weft.ops.sparse_ops import logistic, sum_streams
 
 Tensor = torch.Tensor
 
@@ -43,20 +43,21 @@ class HyperConnection(_Mixer):
     def __init__(self, hidden: int, spec: HyperSpec, eps: float, build: Build) -> None:
         super().__init__(hidden, spec, (2 + spec.streams) * spec.streams, eps, build)
         self.scale = build.weight(3, wide=True)
+        self._mix = build.op("mix_streams").run
+        self._add = build.op("add_streams").run
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (input [T, hidden], ``out`` wide [T, N], ``mix`` wide [T, N, N]) for x [T, N, ..]."""
-        into, out, mix = stream_weights(
-            self.mixed(x), self.scale, self.base, self._spec.streams, self._spec.iterations, self._spec.eps
+        spec = self._spec
+        result: tuple[Tensor, Tensor, Tensor] = self._mix(
+            self.mixed(x), self.scale, self.base, x, spec.iterations, spec.eps
         )
-        return sum_streams(x, into).to(x.dtype), out, mix
+        return result
 
-    @staticmethod
-    def add(x: Tensor, made: Tensor, out: Tensor, mix: Tensor) -> Tensor:
+    def add(self, x: Tensor, made: Tensor, out: Tensor, mix: Tensor) -> Tensor:
         """Return the streams after a layer with output ``made`` [T, hidden]: [T, N, hidden] in x's dtype."""
-        # [T, 1, hidden] * [T, N, 1] -> [T, N, hidden]
-        given = made.to(mix.dtype).unsqueeze(1) * out.unsqueeze(2)
-        return (sum_streams(x, mix) + given).to(x.dtype)
+        result: Tensor = self._add(x, made, out, mix)
+        return result
 
 
 class HyperHead(_Mixer):

@@ -5,6 +5,8 @@ Importing registers the ops.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from weft.ops import kv_fp8
@@ -43,11 +45,12 @@ def latent_rope_cache(
     """Write each token's entry ``[normalized latent | rotated key]``; return the queries' part [T, first].
 
     joined: [T, first + kv_lora + rope]. q_weight [first]: RMS norm of the queries' part, or None. weight
-    [kv_lora]: RMS norm of the latent. cos, sin: [T, rope / 2] (wide). cache: [blocks, block, kv_lora + rope]
-    of one layer. writes: int64 [T], block id * block + offset.
+    [kv_lora]: RMS norm of the latent. cos, sin: [T, rope / 2] (wide). cache: [blocks, block, width] of one
+    layer; on a GPU a line may be longer than its entry. writes: int64 [T], block id * block + offset.
     """
     q, *entry = _parts(joined, q_weight, weight, eps, cos, sin, interleaved)
-    cache.view(-1, cache.shape[2]).index_copy_(0, writes, torch.cat(entry, dim=1).to(cache.dtype))
+    made = torch.cat(entry, dim=1).to(cache.dtype)
+    cache.view(-1, cache.shape[2])[:, : made.shape[1]].index_copy_(0, writes, made)
     return q
 
 
@@ -110,6 +113,34 @@ def head_product(x: Tensor, matrices: Tensor, packed: object) -> Tensor:
     return torch.einsum("thn,hmn->thm", x, matrices)
 
 
+def head_product_into(x: Tensor, matrices: Tensor, out: Tensor) -> None:
+    """Write ``head_product`` to out [T, heads, m], which may be a part of wider rows."""
+    torch.bmm(x.transpose(0, 1), matrices.transpose(1, 2), out=out.transpose(0, 1))
+
+
+class IndexParts(NamedTuple):
+    """Input and weights of the indexer of a layer."""
+
+    q: Tensor
+    """[T, heads * dim]."""
+    joined: Tensor
+    """[T, dim + heads]: key before the norm, weights of the heads."""
+    norm: Tensor
+    """[dim]."""
+    bias: Tensor
+    """[dim]."""
+    heads: int
+    interleaved: bool
+
+
+def op_by_op() -> None:
+    """Return None: the rotations, norms and cache writes of a layer with an indexer run op by op.
+
+    Another implementation returns a function with the signature of ``triton.indexed.index_entries``.
+    """
+    return
+
+
 def both_forms() -> tuple[str, str]:
     """Return the fastest forms: (prefill segment, decode segment)."""
     return ("expanded", "absorbed")
@@ -124,6 +155,8 @@ for _op in (latent_rope_cache, latent_rope_cache_fp8):
     register(_op.__name__, Implementation(name="torch", run=_op, invariant=True, devices=("cpu",)))
     register(_op.__name__, Implementation(name="torch-cuda", run=_op, devices=("cuda",)))
 register("head_product", Implementation(name="torch", run=head_product))
+register("index_entries", Implementation(name="torch", run=op_by_op, invariant=True))
+register("head_product_into", Implementation(name="torch", run=head_product_into))
 register("latent_up", Implementation(name="torch", run=latent_up, invariant=True))
 register("latent_forms", Implementation(name="expanded and absorbed", run=both_forms, priority=1))
 register("latent_forms", Implementation(name="absorbed", run=one_form, invariant=True))

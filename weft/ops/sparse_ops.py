@@ -1,4 +1,7 @@
-"""Parts of sparse attention and hyper-connections, in torch. No intermediate result is downcast."""
+"""Parts of sparse attention and hyper-connections, in torch. No intermediate result is downcast.
+
+Importing registers the ops.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import functools
 
 import torch
 
+from weft.ops.registry import Implementation, register
 from weft.ops.torch_ops import wide
 
 Tensor = torch.Tensor
@@ -95,6 +99,27 @@ def sum_streams(x: Tensor, weights: Tensor) -> Tensor:
     return made
 
 
+def mix_streams(
+    mixed: Tensor, scale: Tensor, base: Tensor, x: Tensor, iterations: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (input of the layer [T, hidden], ``out`` wide [T, N], ``mix`` wide [T, N, N]) for x [T, N,
+    hidden]; see ``stream_weights``."""
+    into, out, mix = stream_weights(mixed, scale, base, x.shape[1], iterations, eps)
+    return sum_streams(x, into).to(x.dtype), out, mix
+
+
+def add_streams(x: Tensor, made: Tensor, out: Tensor, mix: Tensor) -> Tensor:
+    """Return the streams after a layer with output ``made`` [T, hidden]: [T, N, hidden] in x's dtype."""
+    # [T, 1, hidden] * [T, N, 1] -> [T, N, hidden]
+    given = made.to(mix.dtype).unsqueeze(1) * out.unsqueeze(2)
+    return (sum_streams(x, mix) + given).to(x.dtype)
+
+
 def _added(x: Tensor, dim: int) -> Tensor:
     """Return the sum over a short dim, in order; the dim stays with size 1."""
     return functools.reduce(torch.add, x.split(1, dim=dim))
+
+
+for _op in (mix_streams, add_streams):
+    register(_op.__name__, Implementation(name="torch", run=_op, invariant=True))
+register("rotate_neighbours", Implementation(name="torch", run=rotate_pairs_, invariant=True))

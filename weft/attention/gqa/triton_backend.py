@@ -209,31 +209,40 @@ def make_cut(segment: SegmentInput, heads: int, spec: CacheSpec, form: forms.Ker
     ``spec`` supplies KV heads and head_dim: the number of head groups, and the width of the split states.
     """
     queries = form.tile_m // (heads // spec.kv_heads)
-    device = segment.starts.device
     splits = -(-longest(segment) // split) if split else 1
     if segment.ragged:
         part = _TritonPart(_ragged_tiles(segment, queries), 0, segment.tokens)
         return Cut(form=form, split=split, splits=splits, parts=(part,))
     limit = _most_tokens(heads, spec, splits) if split else segment.tokens
+    tiles, ends = tiles_of(segment, queries, longest_first=not split)
+    return Cut(form=form, split=split, splits=splits, parts=tuple(parts_of(tiles, ends, limit)))
+
+
+def tiles_of(
+    segment: SegmentInput, queries: int, *, longest_first: bool = False
+) -> tuple[Tensor, np.ndarray]:
+    """Return (tiles of ``queries`` queries, int64 [n] of row << 32 | first query; end token of each tile).
+
+    Tiles are in token order, or those of most keys come first. With one tile per row the host copies nothing,
+    so that a captured graph may contain the tiles.
+    """
+    device = segment.starts.device
     counts = segment.host_counts.astype(np.int64)
     if int(counts.max()) <= queries:
-        # Made on the device without a host copy, so that a captured graph may contain the tiles.
-        tiles = torch.arange(0, segment.rows << 32, 1 << 32, device=device)
-        ends = np.cumsum(counts)
-    else:
-        each = -(-counts // queries)  # tiles of each row
-        rows = np.repeat(np.arange(segment.rows), each)
-        firsts = (np.arange(len(rows)) - np.repeat(np.cumsum(each) - each, each)) * queries
-        lasts = np.minimum(firsts + queries, counts[rows])
-        ends = (np.cumsum(counts) - counts)[rows] + lasts
-        packed = (rows << 32) + firsts
-        if not split:
-            packed = packed[np.argsort(-(segment.host_starts[rows] + lasts), kind="stable")]
-        tiles = upload(packed, device)
-    return Cut(form=form, split=split, splits=splits, parts=tuple(_parts(tiles, ends, limit)))
+        # Made on the device, so that a captured graph may contain the tiles.
+        return torch.arange(0, segment.rows << 32, 1 << 32, device=device), np.cumsum(counts)
+    each = -(-counts // queries)  # tiles of each row
+    rows = np.repeat(np.arange(segment.rows), each)
+    firsts = (np.arange(len(rows)) - np.repeat(np.cumsum(each) - each, each)) * queries
+    lasts = np.minimum(firsts + queries, counts[rows])
+    ends = (np.cumsum(counts) - counts)[rows] + lasts
+    packed = (rows << 32) + firsts
+    if longest_first:
+        packed = packed[np.argsort(-(segment.host_starts[rows] + lasts), kind="stable")]
+    return upload(packed, device), ends
 
 
-def _parts(tiles: Tensor, ends: np.ndarray, limit: int) -> Iterator[_TritonPart]:
+def parts_of(tiles: Tensor, ends: np.ndarray, limit: int) -> Iterator[_TritonPart]:
     """Yield consecutive tiles with at most ``limit`` tokens together (a single tile may have more).
 
     ends: int64 [tiles], end token of each tile. Correct ``ends`` matter only if keys are split.

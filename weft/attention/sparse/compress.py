@@ -21,7 +21,7 @@ from weft.attention.base import SegmentInput, StepInput
 from weft.attention.sparse.sparse import places
 from weft.layers.build import Build, Packs
 from weft.layers.rope import Rope
-from weft.ops.sparse_ops import pool, rotate_pairs_
+from weft.ops.sparse_ops import pool
 from weft.ops.upload import upload
 
 Tensor = torch.Tensor
@@ -89,13 +89,8 @@ def _of_segment(
     tokens."""
     if not segment.tokens:
         return None
-    counts = segment.host_counts.astype(np.int64)
     device = segment.starts.device
-    most = -(-counts // ratio)  # upper bound for any true start
-    rows = np.repeat(np.arange(segment.rows), most)
-    within = np.arange(len(rows)) - np.repeat(np.cumsum(most) - most, most)
-    begins = segment.begin + np.cumsum(counts) - counts
-    row, nth, begin, count = (upload(a, device) for a in (rows, within, begins[rows], counts[rows]))
+    row, nth, begin, count = _candidates(segment, ratio)
     start = segment.starts[row]
     group = start // ratio + nth
     last = (group + 1) * ratio - 1 - start  # token of the row that completes the group
@@ -111,6 +106,24 @@ def _of_segment(
     positions = (group * ratio).unsqueeze(1) + span
     found = places(segment.tables[sources], row, positions.clamp(min=0), block)
     return found, positions >= 0, writes, group * ratio
+
+
+def _candidates(segment: SegmentInput, ratio: int) -> tuple[Tensor, Tensor | int, Tensor, Tensor | int]:
+    """Return (row, number of the group within the row, first token of the row, tokens of the row) of each
+    group that a row may complete. Rows of equal counts copy nothing from the host, for captured graphs."""
+    counts = segment.host_counts.astype(np.int64)
+    device = segment.starts.device
+    most = -(-counts // ratio)  # upper bound for any true start
+    if counts.min() == counts.max():
+        count, each = int(counts[0]), int(most[0])
+        numbers = torch.arange(segment.rows * each, device=device)
+        row = numbers if each == 1 else numbers // each
+        return row, 0 if each == 1 else numbers - row * each, segment.begin + row * count, count
+    rows = np.repeat(np.arange(segment.rows), most)
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(most) - most, most)
+    begins = segment.begin + np.cumsum(counts) - counts
+    row, nth, begin, tokens = (upload(a, device) for a in (rows, within, begins[rows], counts[rows]))
+    return row, nth, begin, tokens
 
 
 def _asking_is_free(device: torch.device) -> bool:
@@ -138,6 +151,7 @@ class Compressor(Packs):
         self._overlap = overlap
         self._eps = eps
         self._norm = build.op("rms_norm", wide=True).run
+        self._rotate = build.op("rotate_neighbours", wide=True).run
         self._bias: Tensor = torch.empty(0)
 
     def pack(self) -> None:
@@ -167,7 +181,7 @@ class Compressor(Packs):
             made = []
             for vector, norm in zip(pooled.split(self._dims, dim=1), self.norms, strict=True):
                 normed = self._norm(vector.contiguous(), norm, self._eps).unsqueeze(1)
-                made.append(rotate_pairs_(normed, cos[part], sin[part]).squeeze(1))
+                made.append(self._rotate(normed, cos[part], sin[part]).squeeze(1))
             entry = torch.cat(made, dim=1) if len(made) > 1 else made[0]
             entries.index_copy_(0, completed.writes[part], entry.to(entries.dtype))
 

@@ -7,6 +7,7 @@ and the latent as value. The indexer's key follows in the same entry. Source: De
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,12 @@ from weft.attention.sparse.sparse import Reads, SparseBackend
 from weft.config.spec import IndexSpec, ModelSpec
 from weft.layers.build import Build, Layer
 from weft.layers.dense import Linear
-from weft.ops.latent_ops import rotate_pairs
+from weft.ops.latent_ops import IndexParts, rotate_pairs
 
 Tensor = torch.Tensor
+
+Queries: TypeAlias = tuple[Tensor, tuple[Tensor, Tensor] | None]
+"""([T, heads, kv_lora + rope], (queries of the indexer [T, heads, dim], weights wide [T, heads]) or None)."""
 
 _EPS = 1e-6
 
@@ -61,6 +65,18 @@ class Indexer(Layer):
         q = self.q_up(low).unflatten(1, (spec.heads, spec.dim))
         return self._rotated(q, angles), weights.to(self._wide), self._rotated(key, angles)
 
+    def parts(self, x: Tensor, low: Tensor) -> IndexParts:
+        """Return the input of a kernel that computes the rest of ``forward``."""
+        spec = self._spec
+        return IndexParts(
+            q=self.q_up(low),
+            joined=self.down(x),
+            norm=self.key_norm,
+            bias=self.key_bias,
+            heads=spec.heads,
+            interleaved=spec.interleaved,
+        )
+
     def _rotated(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         rope = 2 * angles[0].shape[1]
         turned = rotate_pairs(x[..., :rope], *angles, self._spec.interleaved)
@@ -77,6 +93,8 @@ class IndexedAttention(LatentAttention):
         assert spec.mla.q_lora is not None
         self._reads = reads_of(build.local(spec), self._kind)
         self._product = build.op("head_product").run
+        self._product_into = build.op("head_product_into").run
+        self._kernel = build.op("index_entries").run()
         self.indexer = None
         if layer in spec.index.layers:
             self.indexer = Indexer(spec.hidden, spec.mla.q_lora, spec.index, build)
@@ -98,6 +116,26 @@ class IndexedAttention(LatentAttention):
 
         Layers with an indexer also set ``shared.chosen``. logits_indices: rows to return (None: all).
         """
+        step = shared.step
+        prepare = self._op_by_op if self._kernel is None else self._by_kernel
+        made = prepare(x, shared, caches, logits_indices is None or len(logits_indices) > 0)
+        if made is None:  # only the cache entries were needed
+            return self.out(x.new_empty(0, self._heads * self._mla.v))
+        latents = self._attend(*made, shared, caches)
+        if logits_indices is not None:
+            latents = latents[logits_indices]
+        up = self.kv_up.matrices
+        if self._kernel is None:
+            packed = None if up.packed is None else up.packed.values
+            values = self._product(latents, up.values, packed).flatten(1)
+        else:
+            values = latents.new_empty(len(latents), self._heads * self._mla.v)
+            self._product_into(latents, up.values, values.view(len(latents), self._heads, -1))
+        return self.out(values, step.adapters_at(logits_indices))
+
+    def _op_by_op(self, x: Tensor, shared: IndexedInput, caches: LayerCache, wanted: bool) -> Queries | None:
+        """Write the entries of the step, and return (queries, ``index`` of ``_attend``); None unless
+        ``wanted``."""
         step, (cache,), mla = shared.step, caches[self._kind], self._mla
         assert self.q_norm is not None
         assert self.q_up is not None
@@ -114,20 +152,36 @@ class IndexedAttention(LatentAttention):
         cache.view(-1, cache.shape[2]).index_copy_(
             0, step.writes[self._kind], torch.cat(entry, dim=1).to(cache.dtype)
         )
-        if logits_indices is not None and not len(logits_indices):  # only the cache entries were needed
-            return self.out(x.new_empty(0, self._heads * mla.v))
+        if not wanted:
+            return None
         q = self.q_up(low, step.adapters).unflatten(1, (self._heads, -1))
         nope, turned = q.split((mla.nope, mla.rope), dim=-1)
         turned = rotate_pairs(turned, *shared.angles, mla.interleaved)
         up = self.kv_up.matrices
-        absorb, values = (None, None) if up.packed is None else (up.packed.absorb, up.packed.values)
+        absorb = None if up.packed is None else up.packed.absorb
         # [T, heads, kv_lora + rope]: queries in the space of cache entries
-        q = torch.cat((self._product(nope, up.keys.transpose(1, 2), absorb), turned), dim=-1)
-        latents = self._attend(q, index, shared, caches)
-        if logits_indices is not None:
-            latents = latents[logits_indices]
-        made = self._product(latents, up.values, values).flatten(1)
-        return self.out(made, step.adapters_at(logits_indices))
+        return torch.cat((self._product(nope, up.keys.transpose(1, 2), absorb), turned), dim=-1), index
+
+    def _by_kernel(self, x: Tensor, shared: IndexedInput, caches: LayerCache, wanted: bool) -> Queries | None:
+        """Compute ``_op_by_op`` with two kernels around the products. ``wanted`` only saves the product of
+        the queries."""
+        step, (cache,), mla = shared.step, caches[self._kind], self._mla
+        writes = step.writes[self._kind]
+        assert self.q_norm is not None
+        assert self.q_up is not None
+        joined = self.down(x, step.adapters)
+        norms = (self.q_norm.weight, self.kv_norm.weight, mla.norm_eps)
+        low = self._rotate_and_cache(joined, *norms, *shared.angles, mla.interleaved, cache, writes)
+        q = self.q_up(low, step.adapters).unflatten(1, (self._heads, -1))
+        # [T, heads, kv_lora + rope]: queries in the space of cache entries
+        full = q.new_empty(*q.shape[:2], mla.kv_lora + mla.rope)
+        parts = None if self.indexer is None else self.indexer.parts(x, low)
+        index = self._kernel(q, full, shared.angles, mla.interleaved, parts, _EPS, cache, writes)
+        if not wanted:
+            return None
+        keys = self.kv_up.matrices.keys.transpose(1, 2)
+        self._product_into(q[..., : mla.nope], keys, full[..., : mla.kv_lora])
+        return full, index
 
     def _attend(
         self, q: Tensor, index: tuple[Tensor, Tensor] | None, shared: IndexedInput, caches: LayerCache

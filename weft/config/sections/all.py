@@ -85,13 +85,13 @@ class ModelSection(Section, frozen=True, kw_only=True):
         ),
     ] = "auto"
     quantization: Annotated[
-        Literal["none", "int8", "w8a8", "int4", "w4a8", "fp8"],
+        Literal["none", "int8", "w8a8", "int4", "w4a8", "fp8", "w8a8-fp8"],
         Meta(
             description="Quantize the weights of linear layers while loading. int8: one scale per "
             "output channel. int4: one scale and zero point per 64 inputs. fp8 (E4M3): one scale per "
             "128 inputs. w8a8, w4a8: weights as int8 and int4; on a CPU also activations in 8 bits, "
-            "which is faster. Each choice keeps the output head in 8 bits, and the embedding table if "
-            "both are tied."
+            "which is faster. w8a8-fp8: on a GPU, weights and activations in FP8, one scale per row. Each "
+            "choice keeps the output head in 8 bits, and the embedding table if both are tied."
         ),
     ] = "none"
     language_model_only: Annotated[

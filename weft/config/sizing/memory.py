@@ -352,7 +352,14 @@ def weight_bytes(
     return int((matrices * bits + routed * expert_bits) / 8) + routers + embeddings + tower + draft
 
 
-_BITS = {"int8": 8.0, "w8a8": 8.0, "int4": 4 + 40 / 64, "w4a8": 4 + 40 / 64, "fp8": 8 + 32 / 128}
+_BITS = {
+    "int8": 8.0,
+    "w8a8": 8.0,
+    "int4": 4 + 40 / 64,
+    "w4a8": 4 + 40 / 64,
+    "fp8": 8 + 32 / 128,
+    "w8a8-fp8": 8.25,
+}
 """Bits per element, with the element's share of the scales."""
 
 

@@ -25,7 +25,6 @@ from weft.layers.build import Build, Layer, Packs
 from weft.layers.dense import Linear, RMSNorm, RowLinear
 from weft.layers.pending_codes import take_codes
 from weft.layers.shard import Shard, joined, whole
-from weft.ops.sparse_ops import rotate_pairs_
 
 Tensor = torch.Tensor
 
@@ -87,7 +86,7 @@ class DownLinear(Linear):
             for part in range(self._overlap):
                 rows += [of_vector[part] for of_vector in parts]
             order = torch.cat([torch.arange(self._before), *rows, torch.arange(end, self.weight.shape[0])])
-            self.weight.data = self.weight.data[order.to(self.weight.device)]
+            self.weight.data.copy_(self.weight.data[order.to(self.weight.device)])
         super().pack()
 
 
@@ -152,6 +151,7 @@ class SparseAttention(Layer):
         self.out = RowLinear(groups.times(sparse.o_lora), spec.hidden, build)
         self._unit = torch.ones(spec.head_dim, dtype=build.dtype, device=build.device)
         self._norm = build.op("rms_norm").run
+        self._rotate = build.op("rotate_neighbours").run
         self._eps = spec.norm_eps
         self._wide = build.wide
 
@@ -168,17 +168,17 @@ class SparseAttention(Layer):
         low, entry, sources, index_weights = self.down(x).split(self._sizes, dim=1)
         q = self.q_up(self.q_norm(low.contiguous()))
         queries = self._heads * self._dim
-        index_q = rotate_pairs_(q[:, queries:].unflatten(1, self._index), cos, sin) if self._index[0] else q
+        index_q = self._rotate(q[:, queries:].unflatten(1, self._index), cos, sin) if self._index[0] else q
         q = q[:, :queries].unflatten(1, (self._heads, self._dim)).contiguous()
         # [T, heads, head_dim]; the norm has no learned weight
-        q = rotate_pairs_(self._norm(q, self._unit, self._eps), cos, sin)
+        q = self._rotate(self._norm(q, self._unit, self._eps), cos, sin)
         self._write(entry, sources, shared.step, mine, caches)
         out = self._attend(q, index_q, index_weights.to(self._wide), shared, caches)
         if logits_indices is not None:
             out = out[logits_indices]
             cos = cos[logits_indices]
             sin = sin[logits_indices]
-        partial: Tensor = self.out(self.out_low(rotate_pairs_(out, cos, -sin).flatten(1)))
+        partial: Tensor = self.out(self.out_low(self._rotate(out, cos, -sin).flatten(1)))
         return partial
 
     def _write(
@@ -191,7 +191,7 @@ class SparseAttention(Layer):
         the same result as writing after attention. (A ring buffer of the window's size could not write
         first: new entries would overwrite visible entries.)
         """
-        entry = rotate_pairs_(self.line_norm(entry.contiguous()).unsqueeze(1), *mine.angles).squeeze(1)
+        entry = self._rotate(self.line_norm(entry.contiguous()).unsqueeze(1), *mine.angles).squeeze(1)
         entries = [entry, sources] if self.compressor is not None else [entry]
         for kind, new in zip(self._kinds, entries, strict=False):
             (cache,) = caches[kind]

@@ -6,6 +6,9 @@
     words_linear     faster ones of linear layers on Hopper GPUs
     moe, routing     routed feed-forward blocks
     low_rank         adapters
+    choice, sparse, indexed    scores and choice of an indexer, sparse attention, the indexer's small work
+    scaled           products in FP8 by name
+    streams          hyper-connections, rotation of neighbours
     draw             tokens from logits, for ``weft.ops.draw``
     attention, latent, delta    paged attention, latent attention and the gated delta net
 
@@ -73,6 +76,11 @@ def takes_words() -> bool:
     return torch.cuda.get_device_capability()[0] == HOPPER
 
 
+def takes_fp8() -> bool:
+    """Return True if the GPU has FP8 products (compute capability 8.9 or more), and in the interpreter."""
+    return interpreting() or torch.cuda.get_device_capability() >= (8, 9)
+
+
 class _Later:
     """A function of a Triton module, which is imported at the first call."""
 
@@ -112,6 +120,11 @@ def _offer_words(suffix: str, facts: dict[str, Any]) -> None:
 for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "gated", "sigmoid_gate"):
     _offer(_op, "fused", _op, invariant=True, priority=FAST)
 _offer("latent_rope_cache", "latent", "latent_rope_cache", invariant=True, priority=FAST)
+for _op in ("mix_streams", "add_streams", "rotate_neighbours"):
+    _offer(_op, "streams", _op, invariant=True, priority=FAST)
+_offer("index_entries", "indexed", "kernels_of", invariant=True, priority=FAST)
+for _op in ("head_product", "head_product_into"):
+    _offer(_op, "indexed", _op, invariant=True, priority=FALLBACK)
 _offer("low_rank", "low_rank", "low_rank", invariant=True, priority=FAST)
 _fast: dict[str, Any] = {"priority": FAST}
 _invariant: dict[str, Any] = {"name": "triton-invariant", "invariant": True, "priority": FALLBACK}
@@ -131,3 +144,13 @@ for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
         _packs = dict.fromkeys(_packs, _Later("moe", _pack))
         for _op, _run in (("moe", "moe"), ("moe_pieces", "pieces")):
             _offer(f"{_op}_{_form}", "moe", _run + _suffix, **_packs, **_facts)
+# FP8 products by name. Experts, and everything with --deterministic, keep x as it is.
+_scaled: dict[str, Any] = {"pack": _Later("scaled", "pack"), "dtypes": (torch.bfloat16,), "priority": FAST}
+for _op in ("linear", "gated_linear"):
+    _offer(f"{_op}_w8a8-fp8", "scaled", _op, available=lambda: available() and takes_fp8(), **_scaled)
+    _kept: dict[str, Any] = {"pack": _Later("scaled", "pack_invariant"), **_invariant}
+    _offer(f"{_op}_w8a8-fp8", "coded", _op + "_invariant", **_kept)
+for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
+    for _op, _run in (("moe", "moe"), ("moe_pieces", "pieces")):
+        _packs = dict.fromkeys(("pack", "pack_codes"), _Later("moe", "pack_fp8"))
+        _offer(f"{_op}_w8a8-fp8", "moe", _run + _suffix, **_packs, **_facts)

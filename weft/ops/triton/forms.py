@@ -73,3 +73,13 @@ def latent(lines: int, dtype: torch.dtype) -> KernelForm:
         stages=1 if exact else 2,
         plain=False,
     )
+
+
+def sparse(heads: int, dtype: torch.dtype) -> KernelForm:
+    """Return the form of sparse attention: lines are heads of one query. One form for all batches."""
+    if dtype == torch.float32:
+        return KernelForm(tile_m=16, tile_n=16, warps=4, stages=1, plain=False)
+    if heads <= 16:
+        return KernelForm(tile_m=16, tile_n=64, warps=8, stages=2, plain=False)
+    # Programs of 64 lines spill registers.
+    return KernelForm(tile_m=32, tile_n=32, warps=8, stages=2, plain=False)

@@ -59,7 +59,7 @@ def _latent_rope_cache(
     weight_ptr,  # [LORA]
     cos_ptr,  # float32 [T, ROPE / 2]
     sin_ptr,
-    cache_ptr,  # [blocks * BLOCK, LORA + ROPE]
+    cache_ptr,  # [blocks * BLOCK, WIDTH]; the first LORA + ROPE elements of a line are written
     writes_ptr,  # int64 [T]
     q_ptr,  # [T, FIRST], with Q_NORM
     joined_stride,
@@ -70,6 +70,7 @@ def _latent_rope_cache(
     LORA_P2: tl.constexpr,
     ROPE: tl.constexpr,
     ROPE_P2: tl.constexpr,
+    WIDTH: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     Q_NORM: tl.constexpr,
 ):
@@ -82,7 +83,7 @@ def _latent_rope_cache(
             made = _normed(row_ptr, q_weight_ptr, at, FIRST, eps)
             tl.store(q_ptr + token * FIRST + at, made.to(q_ptr.dtype.element_ty), mask=at < FIRST)
             return
-    line_ptr = cache_ptr + tl.load(writes_ptr + token) * (LORA + ROPE)
+    line_ptr = cache_ptr + tl.load(writes_ptr + token) * WIDTH
     narrow = cache_ptr.dtype.element_ty
     dim = tl.arange(0, LORA_P2)
     tl.store(line_ptr + dim, _normed(row_ptr + FIRST, weight_ptr, dim, LORA, eps).to(narrow), mask=dim < LORA)
@@ -148,6 +149,7 @@ def latent_rope_cache(
         LORA_P2=power(lora),
         ROPE=rope,
         ROPE_P2=power(rope),
+        WIDTH=cache.shape[2],
         INTERLEAVED=interleaved,
         Q_NORM=q_weight is not None,
         num_warps=4,

@@ -1,0 +1,137 @@
+"""The kernels around sparse attention against torch, in Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from weft.ops import latent_ops, sparse_ops
+from weft.ops.latent_ops import IndexParts, rotate_pairs
+from weft.ops.triton import interpreting
+
+Tensor = torch.Tensor
+
+THERE = torch.cuda.is_available()
+DEVICE = "cuda" if THERE else "cpu"
+READY = importlib.util.find_spec("triton") is not None and (THERE or interpreting())
+pytestmark = [
+    pytest.mark.skipif(not READY, reason="needs Triton, and a CUDA GPU or TRITON_INTERPRET=1"),
+    *([pytest.mark.gpu] if THERE else []),
+]
+#: The interpreter rounds to bfloat16 towards zero.
+CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def angles(tokens: int, rope: int) -> tuple[Tensor, Tensor]:
+    turned = torch.randn(tokens, rope // 2)
+    return turned.cos().to(DEVICE), turned.sin().to(DEVICE)
+
+
+def near(made: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
+    away = (made.double() - exact.double()).abs().max()
+    return bool(away <= CLOSE[dtype] * exact.double().abs().max().clamp(min=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("first", "second"), [(False, True), (True, False)])
+def test_entries_of_an_indexer(dtype: torch.dtype, first: bool, second: bool) -> None:
+    """Queries are parts of wider rows; other elements of the lines and other lines stay as they are."""
+    from weft.ops.triton.indexed import index_entries
+
+    heads, line, lora, rope, index_heads, dim = 3, 20, 12, 8, 5, 14
+    q = normal(4, heads * line + 6, dtype=dtype)[:, : heads * line].unflatten(1, (heads, line))
+    full, cos_sin = normal(4, heads, lora + rope, dtype=dtype), angles(4, rope)
+    parts = IndexParts(
+        q=normal(4, index_heads * dim, dtype=dtype),
+        joined=normal(4, dim + index_heads + 3, dtype=dtype),
+        norm=normal(dim, dtype=dtype),
+        bias=normal(dim, dtype=dtype),
+        heads=index_heads,
+        interleaved=second,
+    )
+    cache, writes = normal(3, 4, lora + rope + dim, dtype=dtype), torch.tensor([2, 11, 5, 7], device=DEVICE)
+    before, whole = cache.clone(), full.clone()
+    made = index_entries(q, full, cos_sin, first, parts, 1e-6, cache, writes)
+    assert made is not None
+    turned, weights = made
+    whole[..., lora:] = rotate_pairs(q[..., line - rope :], *cos_sin, first)
+    assert near(full, whole, dtype)
+    keys, exact = parts.joined[:, :dim].float(), parts.joined[:, dim : dim + index_heads].float()
+    normed = F.layer_norm(keys, (dim,), parts.norm.float(), parts.bias.float(), 1e-6).to(dtype)
+    expected = torch.cat((rotate_pairs(normed[:, :rope], *cos_sin, second), normed[:, rope:]), dim=1)
+    before.view(-1, cache.shape[2])[writes, lora + rope :] = expected
+    assert near(cache, before, dtype)
+    index_q = parts.q.unflatten(1, (index_heads, dim))
+    first_part = rotate_pairs(index_q[..., :rope], *cos_sin, second)
+    assert near(turned, torch.cat((first_part, index_q[..., rope:]), dim=-1), dtype)
+    assert torch.equal(weights, exact)
+
+
+def test_queries_without_an_indexer() -> None:
+    from weft.ops.triton.indexed import index_entries
+
+    q, full, cos_sin = normal(2, 3, 20), normal(2, 3, 20), angles(2, 8)
+    before, cache = full.clone(), normal(2, 4, 20)
+    assert index_entries(q, full, cos_sin, False, None, 0.0, cache, torch.zeros(2, dtype=torch.int64)) is None
+    assert torch.equal(full[..., :12], before[..., :12])
+    assert near(full[..., 12:], rotate_pairs(q[..., 12:], *cos_sin, False), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_heads(dtype: torch.dtype, ordered_products: Any) -> None:
+    """Into a part of wider rows, with matrices of either order, with equal bits for any number of rows."""
+    from weft.ops.triton.indexed import head_product, head_product_into
+
+    x, matrices = normal(37, 3, 50, dtype=dtype), normal(3, 50, 70, dtype=dtype)
+    rows = normal(37, 3, 90, dtype=dtype)
+    head_product_into(x, matrices.transpose(1, 2), rows[..., :70])
+    exact = torch.einsum("thn,hnm->thm", x.double(), matrices.double())
+    assert near(rows[..., :70], exact, dtype)
+    for first, last in ((0, 1), (5, 30), (36, 37)):
+        alone = head_product(x[first:last].clone(), matrices.transpose(1, 2), None)
+        assert torch.equal(alone, rows[first:last, :, :70])
+    latent_ops.head_product_into(x, matrices.transpose(1, 2), rows[..., :70])
+    assert near(rows[..., :70], exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("streams", [3, 4])
+def test_streams(dtype: torch.dtype, streams: int) -> None:
+    """Weights of extreme size, and columns of several programs."""
+    from weft.ops.triton import streams as kernels
+
+    hidden, outputs = 1100, (2 + streams) * streams
+    x, made = normal(3, streams, hidden, dtype=dtype), normal(3, hidden, dtype=dtype)
+    mixed = normal(3, outputs) * torch.tensor([1.0, 10.0, 80.0], device=DEVICE).unsqueeze(1)
+    given = (mixed, normal(3), normal(outputs), x, 20, 1e-6)
+    expected, found = sparse_ops.mix_streams(*given), kernels.mix_streams(*given)
+    for mine, theirs, kind in zip(found, expected, (dtype, torch.float32, torch.float32), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert (mine.double() - theirs.double()).abs().max() < max(CLOSE[kind], 1e-5) * 4
+    added, exact = (run(x, made, *expected[1:]) for run in (kernels.add_streams, sparse_ops.add_streams))
+    assert near(added, exact, dtype)
+    alone = kernels.mix_streams(mixed[1:2], *given[1:3], x[1:2], 20, 1e-6)
+    assert all(torch.equal(one[0], whole[1]) for one, whole in zip(alone, found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotation_of_neighbours(dtype: torch.dtype) -> None:
+    """In place, of heads in wider rows; elements in front stay as they are."""
+    from weft.ops.triton.streams import rotate_neighbours
+
+    rows = normal(3, 5 * 14 + 2, dtype=dtype)
+    theirs, cos_sin = rows.clone(), angles(3, 6)
+    exact = sparse_ops.rotate_pairs_(theirs[:, : 5 * 14].unflatten(1, (5, 14)), *cos_sin)
+    made = rotate_neighbours(rows[:, : 5 * 14].unflatten(1, (5, 14)), *cos_sin)
+    assert made.data_ptr() == rows.data_ptr()
+    assert near(rows, theirs, dtype)
+    assert near(made, exact, dtype)

@@ -1,0 +1,268 @@
+"""Sparse attention to a token's list of entries.
+
+    list      window entries in order, then groups: the chosen ones (``choice``), or all that are complete at
+              the token
+
+Lists start at absolute places, and the kernel has one form per model. Grids depend only on numbers that the
+host bounds; a program returns at the end of its list.
+
+Sources: DeepSeek-V3.2 (2025), section 2; Flash-Decoding, pytorch.org/blog/flash-decoding (the splits).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from weft.ops.triton import interpreting
+from weft.ops.triton.attention import merge, padded
+from weft.ops.triton.choice import _tile
+from weft.ops.triton.forms import KernelForm
+
+Tensor = torch.Tensor
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _walk_lines(
+    acc, total, high, q, rest, cache_ptr, table_ptr, chosen_ptr, base, begin, stop, low, scale,
+    WIDTH: tl.constexpr, PER_BLOCK: tl.constexpr, VALUES: tl.constexpr, VALUES_P2: tl.constexpr,
+    REST: tl.constexpr, REST_P2: tl.constexpr, TILE_N: tl.constexpr, CHOSEN: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Attend to places [begin, stop) of a list and return the new state. Place i below ``low`` is empty;
+    else the entry is ``base + i``, or with CHOSEN element i of ``chosen_ptr``."""
+    steps = tl.arange(0, TILE_N)
+    dims = tl.arange(0, VALUES_P2)
+    more = tl.arange(0, REST_P2)
+    for n in range(begin, stop, TILE_N):
+        at = n + steps
+        own = (at >= low) & (at < stop)
+        entry = base + at
+        if CHOSEN:
+            entry = tl.load(chosen_ptr + at, mask=own, other=0).to(tl.int32)
+        entry = tl.where(own, entry, 0)
+        block = tl.load(table_ptr + entry // PER_BLOCK, mask=own, other=0).to(tl.int64)
+        line_ptrs = cache_ptr + (block * PER_BLOCK + entry % PER_BLOCK) * WIDTH
+        lines = tl.load(
+            line_ptrs[:, None] + dims[None, :], mask=own[:, None] & (dims[None, :] < VALUES), other=0.0
+        )
+        if WIDEN:
+            lines = lines.to(tl.float32)
+        scores = tl.dot(q, tl.trans(lines), input_precision="ieee")
+        if REST > 0:
+            keys = tl.load(
+                line_ptrs[:, None] + VALUES + more[None, :],
+                mask=own[:, None] & (more[None, :] < REST),
+                other=0.0,
+            )
+            if WIDEN:
+                keys = keys.to(tl.float32)
+            scores = tl.dot(rest, tl.trans(keys), scores, input_precision="ieee")
+        scores = tl.where(own[None, :], scores * scale, float("-inf"))
+        higher = tl.maximum(high, tl.max(scores, 1))
+        # Nothing visible so far: any finite base keeps exp2(-inf - base) at 0.
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp2(high - level)
+        weights = tl.exp2(scores - level[:, None])
+        total = total * kept + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(lines.dtype), lines, acc * kept[:, None], input_precision="ieee")
+        high = higher
+    return acc, total, high
+
+
+@triton.jit(
+    do_not_specialize=["entries_stride", "groups_stride", "split", "splits", "token_base"],
+    do_not_specialize_on_alignment=[
+        "offsets_ptr",
+        "starts_ptr",
+        "entries_table_ptr",
+        "groups_table_ptr",
+        "chosen_ptr",
+        "tiles_ptr",
+    ],
+)
+def _attend_lines(
+    q_ptr,  # [T, HEADS, VALUES + REST]
+    out_ptr,  # [T, HEADS, VALUES]; with SPLIT float32 [T - token_base, HEADS, splits, VALUES]
+    lse_ptr,  # with SPLIT float32 [T - token_base, HEADS, splits]
+    entries_ptr,  # with WINDOW: [blocks, ENTRIES_BLOCK, ENTRIES_WIDTH]
+    groups_ptr,  # with RATIO: [blocks, GROUPS_BLOCK, GROUPS_WIDTH]
+    offsets_ptr,  # int32 [R + 1]
+    starts_ptr,  # int64 [R]
+    entries_table_ptr,  # int64 [R, entries_stride]
+    groups_table_ptr,  # int64 [R, groups_stride]
+    chosen_ptr,  # with CHOSEN: int64 [T, TOP]
+    sinks_ptr,  # with SINKS: [HEADS]
+    tiles_ptr,  # int64 [tokens]: row << 32 | query
+    scale,
+    entries_stride,
+    groups_stride,
+    split,
+    splits,
+    token_base,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    VALUES: tl.constexpr,
+    VALUES_P2: tl.constexpr,
+    REST: tl.constexpr,
+    REST_P2: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ENTRIES_BLOCK: tl.constexpr,
+    ENTRIES_WIDTH: tl.constexpr,
+    RATIO: tl.constexpr,
+    GROUPS_BLOCK: tl.constexpr,
+    GROUPS_WIDTH: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    TOP: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SINKS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Compute one token, one part of the heads, one split of the list (or all), and write outputs (with
+    SPLIT: states).
+
+    The window takes a whole number of steps at the front of the list, so that no step reads two caches.
+    """
+    FRONT: tl.constexpr = (WINDOW + TILE_N - 1) // TILE_N * TILE_N
+    row, query, token, count, start = _tile(offsets_ptr, starts_ptr, tiles_ptr)
+    if query >= count:
+        return
+    at = start + query
+    place = (token + query).to(tl.int64)
+    lines = tl.arange(0, TILE_M)
+    head = tl.program_id(1) * GROUP + lines
+    live = lines < GROUP
+    dims = tl.arange(0, VALUES_P2)
+    more = tl.arange(0, REST_P2)
+    wanted = live[:, None] & (dims[None, :] < VALUES)
+    line_ptrs = q_ptr + (place * HEADS + head)[:, None] * (VALUES + REST)
+    q = tl.load(line_ptrs + dims[None, :], mask=wanted, other=0.0)
+    rest = q
+    if REST > 0:
+        rest = tl.load(
+            line_ptrs + VALUES + more[None, :], mask=live[:, None] & (more[None, :] < REST), other=0.0
+        )
+    if WIDEN:
+        q = q.to(tl.float32)
+        rest = rest.to(tl.float32)
+    acc = tl.zeros([TILE_M, VALUES_P2], dtype=tl.float32)
+    total = tl.zeros([TILE_M], dtype=tl.float32)
+    high = tl.full([TILE_M], float("-inf"), dtype=tl.float32)
+    groups = 0
+    if RATIO > 0:
+        groups = (at + 1) // RATIO
+        if CHOSEN:
+            groups = tl.minimum(groups, TOP)
+    begin = 0
+    stop = FRONT + groups
+    if SPLIT:
+        begin = tl.program_id(2) * split
+        stop = tl.minimum(stop, begin + split)
+    if WINDOW > 0:
+        # Place i of the front is position at + 1 - FRONT + i.
+        base = at + 1 - FRONT
+        low = tl.maximum(FRONT - WINDOW, -base)
+        acc, total, high = _walk_lines(
+            acc, total, high, q, rest, entries_ptr, entries_table_ptr + row * entries_stride, chosen_ptr,
+            base, tl.maximum(begin, low // TILE_N * TILE_N), tl.minimum(stop, FRONT), low, scale,
+            ENTRIES_WIDTH, ENTRIES_BLOCK, VALUES, VALUES_P2, REST, REST_P2, TILE_N, False, WIDEN,
+        )  # fmt: skip
+    if RATIO > 0:
+        acc, total, high = _walk_lines(
+            acc, total, high, q, rest, groups_ptr, groups_table_ptr + row * groups_stride,
+            chosen_ptr + place * TOP, 0, tl.maximum(begin - FRONT, 0), stop - FRONT, 0, scale,
+            GROUPS_WIDTH, GROUPS_BLOCK, VALUES, VALUES_P2, REST, REST_P2, TILE_N, CHOSEN, WIDEN,
+        )  # fmt: skip
+
+    if SINKS and not SPLIT:
+        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+        total = tl.where(total == 0.0, 1.0, total + tl.exp2(sink - high))
+    empty = total == 0.0
+    acc = acc / tl.where(empty, 1.0, total)[:, None]
+    if SPLIT:
+        # An empty state has log-sum-exp -inf; the merge never reads its output.
+        lse = tl.where(empty, float("-inf"), high + tl.log2(tl.where(empty, 1.0, total)))
+        states = ((place - token_base) * HEADS + head) * splits + tl.program_id(2)
+        tl.store(lse_ptr + states, lse, mask=live)
+        tl.store(out_ptr + states[:, None] * VALUES + dims[None, :], acc, mask=wanted & ~empty[:, None])
+    else:
+        out_ptrs = out_ptr + (place * HEADS + head)[:, None] * VALUES + dims[None, :]
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=wanted)
+
+
+def attend(
+    q: Tensor,
+    out: Tensor,
+    entries: tuple[Tensor, Tensor] | None,
+    groups: tuple[Tensor, Tensor] | None,
+    chosen: Tensor | None,
+    offsets: Tensor,
+    starts: Tensor,
+    tiles: Tensor,
+    *,
+    form: KernelForm,
+    group: int,
+    window: int,
+    ratio: int,
+    scale: float,
+    sinks: Tensor | None = None,
+    split: int = 0,
+    splits: int = 1,
+    tokens: tuple[int, int] = (0, 0),
+) -> None:
+    """Attend to the lists of the tokens of ``tiles`` (int64 [n]: row << 32 | query, one per token).
+
+    q: [T, heads, dim], out: [T, heads, n], n <= dim: a value is the first n elements of a line. entries and
+    groups: (cache [blocks, per block, width], table int64 [R, W]) or None; a key is the first dim elements of
+    a line. All of one dtype. chosen: int64 [T, top], or None: all complete groups. A program computes
+    ``group`` heads, which divide the heads. sinks: [heads], see ``merge``. split: places of the list per
+    split, a multiple of ``form.tile_n``, or 0. With splits, the tiles are the tokens [tokens[0], tokens[1]).
+    """
+    heads, dim = q.shape[1:]
+    values = out.shape[2]
+    cached = [one for one in (entries, groups) if one is not None]
+    assert all(one.is_contiguous() for one in (q, out, *(cache for cache, _ in cached))), "not contiguous"
+    assert all(cache.dtype == q.dtype for cache, _ in cached), "queries and cache are of one dtype"
+    assert split % form.tile_n == heads % group == 0, "splits are whole steps, parts of the heads are equal"
+    begin = tokens[0]
+    target, lse = _states(out, tokens[1] - begin, splits) if split else (out, out)
+    (window_cache, window_table), (group_cache, group_table) = entries or cached[0], groups or cached[0]
+    sizes = {"VALUES": values, "VALUES_P2": padded(values)}
+    sizes |= {"REST": dim - values, "REST_P2": padded(dim - values)}
+    tiling = {"HEADS": heads, "GROUP": group, "TILE_M": form.tile_m, "TILE_N": form.tile_n}
+    tiling |= {"num_warps": form.warps, "num_stages": form.stages}
+    _attend_lines[(tiles.shape[0], heads // group, splits)](
+        *(q, target, lse, window_cache, group_cache, offsets, starts, window_table, group_table),
+        *(starts if chosen is None else chosen, q if sinks is None else sinks, tiles, scale * _LOG2E),
+        *(window_table.stride(0), group_table.stride(0), split, splits, begin),
+        **sizes,
+        **_set_of("ENTRIES", window_cache),
+        **_set_of("GROUPS", group_cache),
+        WINDOW=0 if entries is None else window,
+        RATIO=0 if groups is None else ratio,
+        CHOSEN=chosen is not None,
+        TOP=0 if chosen is None else chosen.shape[1],
+        SPLIT=split > 0,
+        SINKS=sinks is not None,
+        WIDEN=interpreting(),
+        **tiling,
+    )
+    if split:
+        merge(target, lse, out, token_base=begin, sinks=sinks)
+
+
+def _set_of(name: str, cache: Tensor) -> dict[str, int]:
+    """Return the sizes of a set of entries: [blocks, per block, width]."""
+    return {f"{name}_BLOCK": cache.shape[1], f"{name}_WIDTH": cache.shape[2]}
+
+
+def _states(out: Tensor, tokens: int, splits: int) -> tuple[Tensor, Tensor]:
+    """Return memory for the states of splits: float32 [tokens, heads, splits, n] and without n."""
+    of_heads = (tokens, out.shape[1], splits)
+    states = torch.empty(*of_heads, out.shape[2], dtype=torch.float32, device=out.device)
+    return states, torch.empty(of_heads, dtype=torch.float32, device=out.device)
