@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from weft.common import log as weft_log
 from weft.common.errors import HeaderTooLarge, InvalidRequest, RequestTimeout, Unavailable, WeftError
 from weft.front.http.answers import error_response, to_json
+from weft.front.http.streaming import DIRECT
 from weft.front.middleware import request_id_of
 
 log = weft_log.get_logger(__name__)
@@ -139,6 +140,22 @@ class _Reading(FlowControl):
             self._transport.pause_reading()
         elif before and not after:
             self._transport.resume_reading()
+
+
+class _Direct:
+    """A ``DirectWriter``: writes chunks as ``RequestResponseCycle.send`` does, without the layers between."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def write(self, data: bytes) -> bool:
+        cycle = self._cycle
+        # `chunked_encoding` is set by the headers. A paused connection is the caller's to wait for.
+        if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
+            return False
+        if data:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
 
 class Connection(HttpToolsProtocol):
@@ -290,6 +307,7 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Start the handler of ``cycle``, and watch the unsent bytes for the new answer."""
         self._served = cycle
+        cycle.scope[DIRECT] = _Direct(cycle)  # type: ignore[typeddict-unknown-key]
         self._stop_watching()  # later unsent bytes belong to another answer
         if self.flow.write_paused:
             self._watch_reading()

@@ -84,9 +84,9 @@ def test_a_slow_reader_costs_one_event() -> None:
         seen: list[TokenEvent] = []
         flow = Flow([1], seen.append)
         for token in range(10 * MERGE_AT):
-            flow.push(TokenEvent(sequence=1, token_ids=(token,)))
+            flow.push([TokenEvent(sequence=1, token_ids=(token,))])
         assert len(flow._waiting[1]) < MERGE_AT
-        flow.push(TokenEvent(sequence=1, finish="length"))
+        flow.push([TokenEvent(sequence=1, finish="length")])
         taken = await flow.next()
         assert [t for e in taken for t in e.token_ids] == list(range(10 * MERGE_AT))
         assert taken[-1].finish == "length"
@@ -100,7 +100,7 @@ def test_a_failed_flow_gives_its_events_and_then_the_first_error() -> None:
         flow = Flow([1])
         reader = asyncio.create_task(flow.next())
         await asyncio.sleep(0)
-        flow.push(TokenEvent(sequence=1, token_ids=(1,)))
+        flow.push([TokenEvent(sequence=1, token_ids=(1,))])
         flow.fail(Cancelled("left"))
         flow.fail(EngineDead("dead"))
         assert [event.token_ids for event in await asyncio.wait_for(reader, 1)] == [(1,)]
