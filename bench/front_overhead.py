@@ -288,7 +288,8 @@ def serve(
     command = [sys.executable, "-m", "weft", "serve", "--port", "{port}", "--scripted", str(script)]
     command += ["--tokenizer", str(tokenizer), "--max-num-seqs", str(2 * args.streams), *args.flags.split()]
     # PYTHONSAFEPATH: the present folder must not come before the checkout.
-    environment = {"PYTHONPATH": str(checkout.resolve()), "PYTHONSAFEPATH": "1"}
+    paths = [str(checkout.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
     server = ServerProcess(command, prompt="a", environment=environment)
     stack.enter_context(server)
     server.wait_ready(300)

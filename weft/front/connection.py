@@ -148,14 +148,14 @@ class _Direct:
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
 
-    def write(self, data: bytes) -> bool:
+    @property
+    def ready(self) -> bool:
+        """True if the connection takes bytes and the headers, which set ``chunked_encoding``, are sent."""
         cycle = self._cycle
-        # `chunked_encoding` is set by the headers. A paused connection is the caller's to wait for.
-        if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
-            return False
-        if data:
-            cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
+        return bool(cycle.chunked_encoding) and not (cycle.flow.write_paused or cycle.disconnected)
+
+    def write(self, data: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class Connection(HttpToolsProtocol):

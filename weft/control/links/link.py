@@ -49,6 +49,8 @@ SENT_AT_ONCE = 256 << 10
 """Bytes sent before other tasks of the event loop run."""
 MESSAGE_COST = 4 << 10
 """Fixed cost of a message, as a number of bytes with the same sending time."""
+READ_AT_ONCE = 64
+"""Received messages handled before other tasks of the event loop run."""
 FLUSH_S = 1.0
 """Maximum seconds to send queued messages when the link is closed."""
 
@@ -91,6 +93,56 @@ class Address(NamedTuple):
     """True if the engine process drains and ends, and no other process of the name will be started."""
     identity: EngineIdentity | None = None
     """Identity of the engine process, if the process can tell its identity."""
+
+
+class _Channel:
+    """A zmq socket on the event loop. Each received message goes to a function at once: a future per message, as
+    in ``zmq.asyncio``, takes longer than the work for the message.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None]) -> None:
+        """Begin to receive. ``take`` must not raise."""
+        self._socket, self._take = socket, take
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        """Set at each signal of the socket: messages have come, or have left."""
+        self._open = True
+        self._loop.add_reader(socket.fileno(), self._look)
+        self._loop.call_soon(self._look)  # messages that came before send no signal any more
+
+    def close(self) -> None:
+        """Stop to receive. The socket stays open. Idempotent."""
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._socket.fileno())
+
+    async def send(self, frames: tuple[bytes, ...]) -> None:
+        """Send one message, and wait while zmq's queue is full. Several frames are not copied: the buffers must
+        stay unchanged until sent.
+        """
+        while True:
+            self._changed.clear()
+            try:
+                self._socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames) == 1)
+                break
+            except zmq.Again:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), POLL)
+        # A send uses up the signal for received messages.
+        self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        """Take received messages. The signal comes once for many messages, so read until none is left."""
+        self._changed.set()
+        for _ in range(READ_AT_ONCE):
+            if not self._open:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(frames)
+        self._loop.call_soon(self._look)
 
 
 class Link:
@@ -140,7 +192,9 @@ class Link:
         """True if the engine process can open shared memory of the local process."""
         self._over = False
         """True after the loss of the process was reported, or after ``close``."""
-        self._socket: zmq.asyncio.Socket | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._channel: _Channel | None = None
+        """Receives from the socket while the connection is up."""
         self._monitor: zmq.asyncio.Socket | None = None
         self._tasks = [asyncio.create_task(self._guard(self._connect()))]
 
@@ -194,6 +248,8 @@ class Link:
         self._close_socket(linger=500 if flush else 0)
 
     def _close_socket(self, linger: int) -> None:
+        if self._channel is not None:
+            self._channel.close()
         if self._socket is not None and self._monitor is not None and not self._socket.closed:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
@@ -213,24 +269,22 @@ class Link:
         while True:
             socket, monitor = self._make_socket(place)
             await self._until_linked(monitor)
-            work = [
-                asyncio.create_task(self._guard(one))
-                for one in (self._receive(socket), self._transmit(socket))
-            ]
-            self._tasks += work
+            self._channel = channel = _Channel(socket, self._take)
+            work = asyncio.create_task(self._guard(self._transmit(channel)))
+            self._tasks.append(work)
             await self._until_broken(monitor)
-            for task in work:
-                task.cancel()
-                self._tasks.remove(task)
-            await asyncio.gather(*work, return_exceptions=True)
-            await self._take_rest(socket)
+            work.cancel()
+            self._tasks.remove(work)
+            await asyncio.gather(work, return_exceptions=True)
+            channel.close()
+            self._take_rest(socket)
             # An engine process in a long step sends nothing but answers pings, so always leave some patience.
             self._until = max(self._until, self._heard + patience, (self._broken_at or 0.0) + 0.3 * patience)
             self._close_socket(linger=0)
 
-    def _make_socket(self, place: str) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
+    def _make_socket(self, place: str) -> tuple[zmq.Socket[bytes], zmq.asyncio.Socket]:
         """Return (socket that connects to ``place``, its monitor socket). ``_close_socket`` closes both."""
-        self._socket = socket = self._context.socket(zmq.DEALER)
+        self._socket = socket = zmq.Socket(self._context, zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             socket.setsockopt(option, HIGH_WATER)
         socket.setsockopt(zmq.LINGER, 500)
@@ -251,7 +305,7 @@ class Link:
         socket.connect(place)
         return socket, monitor
 
-    async def _transmit(self, socket: zmq.asyncio.Socket) -> None:
+    async def _transmit(self, channel: _Channel) -> None:
         """Send queued messages in order, until cancelled.
 
         A message that cannot be encoded is answered by ``_refuse``.
@@ -268,10 +322,7 @@ class Link:
                     self._outbox.popleft()
                     self._refuse(message, error)
                     continue
-                if len(frames) == 1:
-                    await socket.send(frames[0])
-                else:  # no copy of pixels: the buffers must stay unchanged until sent
-                    await socket.send_multipart(frames, copy=False)
+                await channel.send(frames)
                 # Pop after sending: `waiting` counts the message until zmq has accepted the message.
                 self._outbox.popleft()
                 sent += len(frames[0]) + len(frames) * MESSAGE_COST
@@ -287,17 +338,20 @@ class Link:
             )
             self._tell(m.Tokens(step=-1, events=(end,)))
 
-    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            self._take(await socket.recv_multipart())
-
-    async def _take_rest(self, socket: zmq.asyncio.Socket) -> None:
+    def _take_rest(self, socket: zmq.Socket[bytes]) -> None:
         """Handle messages received before the connection broke: the last message may contain the reason."""
         with contextlib.suppress(zmq.Again):
             while True:
-                self._take(await socket.recv_multipart(zmq.NOBLOCK))
+                self._take(socket.recv_multipart(zmq.NOBLOCK))
 
     def _take(self, frames: list[bytes]) -> None:
+        """Handle a message. An error is logged and reported as a loss, as in ``_guard``."""
+        try:
+            self._decode(frames)
+        except Exception as error:
+            self._fail(error)
+
+    def _decode(self, frames: list[bytes]) -> None:
         """Decode and report a message of the engine process.
 
         An invalid message is counted in ``bad_frames``. Decides whether pixels go by name from now on.
@@ -351,8 +405,11 @@ class Link:
             try:
                 await work
             except Exception as error:
-                log.exception("the link to the engine failed")
-                self._lose(EngineDead(f"the link to the engine failed ({type(error).__name__})"))
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        log.error("the link to the engine failed", exc_info=error)
+        self._lose(EngineDead(f"the link to the engine failed ({type(error).__name__})"))
 
 
 async def _event(monitor: zmq.asyncio.Socket) -> int:

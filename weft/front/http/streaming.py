@@ -80,9 +80,12 @@ DIRECT = "weft.direct"
 class DirectWriter(Protocol):
     """Writes to the connection of a request without a wait, in place of the ASGI function ``send``."""
 
-    def write(self, data: bytes) -> bool:
-        """Write a part of the body. Return False, with nothing written, unless a ``send`` would return at
-        once. Call only after the ``send`` of the headers, and while no other ``send`` waits."""
+    @property
+    def ready(self) -> bool:
+        """True if ``send`` would write a part of the body now, without a wait."""
+
+    def write(self, data: bytes) -> None:
+        """Write a part of the body. Call only while ``ready`` is True and no ``send`` waits."""
 
 
 class FlowPauser(Protocol):

@@ -48,7 +48,7 @@ MAX_PIXELS = 1 << 30
 
 Show: TypeAlias = Callable[[list[TextDelta]], bool]
 """Shows deltas to the client at once. Returns False, with nothing shown, if the caller of ``next`` must show the
-deltas."""
+deltas. Always False for deltas with an end."""
 
 
 class _Versioned(Protocol):
@@ -307,8 +307,7 @@ class Generation:
         ``next`` returns the deltas, or raises the error."""
         try:
             deltas = self._take(events)
-            plain = self._failure is None and all(delta.finish_reason is None for delta in deltas)
-            if plain and show(deltas):
+            if self._failure is None and show(deltas):
                 return True
             self._ready = deltas
         except Exception as error:
@@ -356,8 +355,9 @@ class Generation:
             raise ReportedError(delta.error)
         if delta.finish_reason == "abort":
             raise EngineDead("the engine aborted the request")
-        self._hold(0 if delta.logprobs is None else delta.logprobs.nbytes)
-        return [delta, *self._watch_reasoning(choice, delta)]
+        if delta.logprobs is not None:
+            self._hold(delta.logprobs.nbytes)
+        return [delta, *self._watch_reasoning(choice, delta)] if self._budgets else [delta]
 
     def _watch_reasoning(self, choice: Choice, delta: TextDelta) -> list[TextDelta]:
         """Count ``delta`` against the choice's budget, and force the end of the reasoning at the limit. The

@@ -277,11 +277,16 @@ def _shown(shape: AnswerShape, silence: Silence, direct: DirectWriter) -> Show:
     if the client does not read, or if the events must be encoded in a thread."""
 
     def show(deltas: list[TextDelta]) -> bool:
-        if not direct.write(b"") or any(shape.weight(delta) >= HEAVY for delta in deltas):
+        if not direct.ready:
             return False
-        made = [event for delta in deltas for event in shape.events(delta)]
+        for delta in deltas:
+            if delta.finish_reason is not None or shape.weight(delta) >= HEAVY:
+                return False
+        made: list[bytes] = []
+        for delta in deltas:
+            made += shape.events(delta)
         if made:
-            direct.write(b"".join(made))
+            direct.write(made[0] if len(made) == 1 else b"".join(made))
             silence.sent()
         return True
 
