@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -307,7 +307,7 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Start the handler of ``cycle``, and watch the unsent bytes for the new answer."""
         self._served = cycle
-        cycle.scope[DIRECT] = _Direct(cycle)  # type: ignore[typeddict-unknown-key]
+        cast(dict[str, Any], cycle.scope)[DIRECT] = _Direct(cycle)
         self._stop_watching()  # later unsent bytes belong to another answer
         if self.flow.write_paused:
             self._watch_reading()

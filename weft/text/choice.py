@@ -210,8 +210,8 @@ class Choice:
         return self._end(fresh, "error", error=error)
 
     def _pass(self, event: TokenEvent) -> TextDelta | None:
-        """Return the change by an event without an end, for a choice without stop strings and logprobs. This is
-        the frequent case, and ``_take_tokens`` gives the same result.
+        """Return the change by an event without an end, for a choice without stop strings and logprobs. This
+        is the frequent case, and ``_take_tokens`` gives the same result.
         """
         ids = event.token_ids
         push = self._detokenizer.push

@@ -63,7 +63,8 @@ class Detokenizer:
         self._strip = 0 if continues else source.form.strip_count
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._whole = False
-        """True inside a text without incomplete bytes at its end: a token of whole characters is their text."""
+        """True inside a text without incomplete bytes at its end. A token of whole characters then has its
+        own text."""
         self._run = bytearray()
         """Byte tokens of an unfinished byte-fallback run. The end of the run decides: valid text, or one
         U+FFFD per byte.

@@ -1,8 +1,8 @@
 """Queues of token events between the links and the handler of a client request.
 
-While the reader waits, new events may go to the reader's ``Taker`` at once, without a change of task. All other
-events are queued. Unread events are merged per sequence. So the context length bounds the number of events, and
-a slow client never delays another client.
+While the reader waits, new events may go to the reader's ``Taker`` at once, without a change of task. All
+other events are queued. Unread events are merged per sequence. So the context length bounds the number of
+events, and a slow client never delays another client.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MERGE_AT = 32
 
 Observer: TypeAlias = Callable[[TokenEvent], None]
 Taker: TypeAlias = Callable[[list[TokenEvent]], bool]
-"""Takes the new events of a flow while the reader waits. Returns False to wake the reader: ``next`` then returns
-without these events. Never raises."""
+"""Takes the new events of a flow while the reader waits. Returns False to wake the reader: ``next`` then
+returns without these events. Never raises."""
 
 
 class Flow:
@@ -79,8 +79,8 @@ class Flow:
     async def next(self, taker: Taker | None = None) -> list[TokenEvent]:
         """Return all events since the last call, merged: at least one event, or none after ``wake``.
 
-        Waits until then. During the wait ``taker`` takes the new events. Raises the error given to ``fail`` after
-        the last event was returned.
+        Waits until then. During the wait ``taker`` takes the new events. Raises the error given to ``fail``
+        after the last event was returned.
         """
         self._taker = taker
         try:

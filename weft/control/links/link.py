@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import msgspec
 import zmq
@@ -96,8 +96,8 @@ class Address(NamedTuple):
 
 
 class _Channel:
-    """A zmq socket on the event loop. Each received message goes to a function at once: a future per message, as
-    in ``zmq.asyncio``, takes longer than the work for the message.
+    """A zmq socket on the event loop. Each received message goes to a function at once: a future per message,
+    as in ``zmq.asyncio``, takes longer than the work for the message.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None]) -> None:
@@ -117,8 +117,8 @@ class _Channel:
             self._loop.remove_reader(self._socket.fileno())
 
     async def send(self, frames: tuple[bytes, ...]) -> None:
-        """Send one message, and wait while zmq's queue is full. Several frames are not copied: the buffers must
-        stay unchanged until sent.
+        """Send one message, and wait while zmq's queue is full. Several frames are not copied: the buffers
+        must stay unchanged until sent.
         """
         while True:
             self._changed.clear()
@@ -299,9 +299,9 @@ class Link:
             socket.setsockopt(zmq.HANDSHAKE_IVL, max(int(self._timeout * 300), CONNECT_MS))
         if self._address.keys is not None:
             self._address.keys.guard_rank(socket)
-        self._monitor = monitor = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        # The context makes the monitor, so the monitor is asynchronous.
+        self._monitor = monitor = cast(zmq.asyncio.Socket, socket.get_monitor_socket(events))
         socket.connect(place)
         return socket, monitor
 

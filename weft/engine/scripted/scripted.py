@@ -344,5 +344,5 @@ def run_scripted(config: EngineConfig, listener: Listener) -> None:
 
 
 def _on_beat(due: float, beat: float) -> float:
-    """Return the first multiple of ``beat`` from ``due`` on; ``due`` for beat 0. A multiple stays unchanged."""
+    """Return the first multiple of ``beat`` from ``due`` on; ``due`` for beat 0."""
     return math.ceil(due / beat - 1e-6) * beat if beat else due

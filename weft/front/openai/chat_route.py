@@ -92,9 +92,7 @@ class ChatShape(AnswerShape):
             self._contents[index] = TextEvents(self.form.event(self._chunk([choice])))
         return self._contents[index]
 
-    def _chunks(
-        self, delta: TextDelta, output: ChoiceOutput, found: list[OutputEvent]
-    ) -> list[r.ChatChunk]:
+    def _chunks(self, delta: TextDelta, output: ChoiceOutput, found: list[OutputEvent]) -> list[r.ChatChunk]:
         """Return the chunks of one delta, parsed to ``found``."""
         deltas = list(self._deltas(found))
         shown = delta.logprobs is not None or self._asked.return_token_ids

@@ -85,8 +85,8 @@ def make(data: Mapping[str, Any], cls: type[B]) -> B:
 
 @functools.cache
 def _fields(cls: type[Any]) -> dict[str, msgspec.structs.FieldInfo]:
-    """Return the fields of a request by name. ``msgspec.structs.fields`` evaluates all annotations again, which
-    takes longer than everything else of a short request."""
+    """Return the fields of a request by name. ``msgspec.structs.fields`` evaluates all annotations again,
+    which takes longer than everything else of a short request."""
     return {field.name: field for field in msgspec.structs.fields(cls)}
 
 

@@ -47,8 +47,8 @@ MAX_PIXELS = 1 << 30
 
 
 Show: TypeAlias = Callable[[list[TextDelta]], bool]
-"""Shows deltas to the client at once. Returns False, with nothing shown, if the caller of ``next`` must show the
-deltas. Always False for deltas with an end."""
+"""Shows deltas to the client at once. Returns False, with nothing shown, if the caller of ``next`` must show
+the deltas. Always False for deltas with an end."""
 
 
 class _Versioned(Protocol):

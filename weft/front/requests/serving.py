@@ -273,8 +273,8 @@ async def _encode(front: Front, shape: AnswerShape, delta: TextDelta) -> list[by
 
 
 def _shown(shape: AnswerShape, silence: Silence, direct: DirectWriter) -> Show:
-    """Return a function that writes the events of deltas to the connection at once. The function shows nothing
-    if the client does not read, or if the events must be encoded in a thread."""
+    """Return a function that writes the events of deltas to the connection at once. The function shows
+    nothing if the client does not read, or if the events must be encoded in a thread."""
 
     def show(deltas: list[TextDelta]) -> bool:
         if not direct.ready:
