@@ -12,7 +12,8 @@ multiples of the interval, as from one step of an engine.
 
 CPU time of each process comes from /proc, so the load generator's time is not in the API server's.
 ``front_us_a_token`` is over all work while the streams ran, reading the requests included.
-``stream_us_a_token`` is over the time in which all streams were open, and no request began or ended.
+``stream_us_a_token`` is over the time in which all streams were open, and no request began or ended; nan if
+there was no such time, because the server was too late.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ def measure(args: argparse.Namespace, server: ServerProcess) -> dict[str, Any]:
         "late_p99_ms": 1e3 * cuts[989],
         "late_max_ms": 1e3 * max(late),
         "front_us_a_token": 1e6 * used["front"] / tokens,
-        "stream_us_a_token": 1e6 * found.cpu / max(found.tokens, 1),
+        "stream_us_a_token": 1e6 * found.cpu / found.tokens if found.tokens > args.streams else math.nan,
         "head_us_a_token": 1e6 * used["head"] / tokens,
         "client_us_a_token": 1e6 * used["client"] / tokens,
         "front_cores": used["front"] / seconds,
