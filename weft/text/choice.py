@@ -106,17 +106,14 @@ class Choice:
         )
         self._stops = StopFinder(params.stop if stops is None else stops)
         self._scope = scope if self._stops.active else None
-        self._passes = not self._stops.active and self.logprobs is None
-        """True if the text of each token passes at once, and tokens have no logprobs."""
+        self._passes = not self._stops.active and self.logprobs is None  # see ``_pass``
         self._keep_logprobs = keep_logprobs
         self._decoded = 0
         """Characters received from the detokenizer."""
         self._searched = 0
         """Characters passed through the stop finder or around the stop finder."""
         self._exempt = 0
-        """Characters made by tokens before ``min_tokens``, including held characters. No stop string ends
-        here.
-        """
+        """Characters made by tokens before ``min_tokens``, with held characters. No stop string ends here."""
         self._replay(emitted_ids)
 
     def _replay(self, token_ids: Sequence[int]) -> None:
