@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from weft.common import log as weft_log
 from weft.common.errors import HeaderTooLarge, InvalidRequest, RequestTimeout, Unavailable, WeftError
 from weft.front.http.answers import error_response, to_json
-from weft.front.http.streaming import DIRECT
+from weft.front.http.direct import DIRECT, DirectWriter
 from weft.front.middleware import request_id_of
 
 log = weft_log.get_logger(__name__)
@@ -140,22 +140,6 @@ class _Reading(FlowControl):
             self._transport.pause_reading()
         elif before and not after:
             self._transport.resume_reading()
-
-
-class _Direct:
-    """A ``DirectWriter``: writes chunks as ``RequestResponseCycle.send`` does, without the layers between."""
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-
-    @property
-    def ready(self) -> bool:
-        """True if the connection takes bytes and the headers, which set ``chunked_encoding``, are sent."""
-        cycle = self._cycle
-        return bool(cycle.chunked_encoding) and not (cycle.flow.write_paused or cycle.disconnected)
-
-    def write(self, data: bytes) -> None:
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class Connection(HttpToolsProtocol):
@@ -307,7 +291,7 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Start the handler of ``cycle``, and watch the unsent bytes for the new answer."""
         self._served = cycle
-        cast(dict[str, Any], cycle.scope)[DIRECT] = _Direct(cycle)
+        cast(dict[str, Any], cycle.scope)[DIRECT] = DirectWriter(cycle)
         self._stop_watching()  # later unsent bytes belong to another answer
         if self.flow.write_paused:
             self._watch_reading()

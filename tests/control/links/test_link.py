@@ -14,7 +14,8 @@ from tests.support.slowness import deadline
 from weft.common.errors import PixelsLost
 from weft.common.shared_bytes import UNREACHABLE, SharedBytes
 from weft.control.fleet import fleet_events as e
-from weft.control.links.link import READ_AT_ONCE, Address, Link
+from weft.control.links.channel import READ_AT_ONCE
+from weft.control.links.link import Address, Link
 from weft.types import messages as m
 from weft.types.media_item import MediaItem
 from weft.types.sampling import TokenParams

@@ -28,6 +28,7 @@ from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.common.shared_bytes import UNREACHABLE, reaches
 from weft.control.fleet import fleet_events as e
+from weft.control.links.channel import Channel
 from weft.parallel.secret import CurveKeys
 from weft.types import messages as m
 from weft.types.handshake import EngineIdentity
@@ -49,8 +50,6 @@ SENT_AT_ONCE = 256 << 10
 """Bytes sent before other tasks of the event loop run."""
 MESSAGE_COST = 4 << 10
 """Fixed cost of a message, as a number of bytes with the same sending time."""
-READ_AT_ONCE = 64
-"""Received messages handled before other tasks of the event loop run."""
 FLUSH_S = 1.0
 """Maximum seconds to send queued messages when the link is closed."""
 
@@ -93,56 +92,6 @@ class Address(NamedTuple):
     """True if the engine process drains and ends, and no other process of the name will be started."""
     identity: EngineIdentity | None = None
     """Identity of the engine process, if the process can tell its identity."""
-
-
-class _Channel:
-    """A zmq socket on the event loop. Each received message goes to a function at once: a future per message,
-    as in ``zmq.asyncio``, takes longer than the work for the message.
-    """
-
-    def __init__(self, socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None]) -> None:
-        """Begin to receive. ``take`` must not raise."""
-        self._socket, self._take = socket, take
-        self._loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
-        """Set at each signal of the socket: messages have come, or have left."""
-        self._open = True
-        self._loop.add_reader(socket.fileno(), self._look)
-        self._loop.call_soon(self._look)  # messages that came before send no signal any more
-
-    def close(self) -> None:
-        """Stop to receive. The socket stays open. Idempotent."""
-        if self._open:
-            self._open = False
-            self._loop.remove_reader(self._socket.fileno())
-
-    async def send(self, frames: tuple[bytes, ...]) -> None:
-        """Send one message, and wait while zmq's queue is full. Several frames are not copied: the buffers
-        must stay unchanged until sent.
-        """
-        while True:
-            self._changed.clear()
-            try:
-                self._socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames) == 1)
-                break
-            except zmq.Again:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), POLL)
-        # A send uses up the signal for received messages.
-        self._loop.call_soon(self._look)
-
-    def _look(self) -> None:
-        """Take received messages. The signal comes once for many messages, so read until none is left."""
-        self._changed.set()
-        for _ in range(READ_AT_ONCE):
-            if not self._open:
-                return
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._take(frames)
-        self._loop.call_soon(self._look)
 
 
 class Link:
@@ -193,7 +142,7 @@ class Link:
         self._over = False
         """True after the loss of the process was reported, or after ``close``."""
         self._socket: zmq.Socket[bytes] | None = None
-        self._channel: _Channel | None = None
+        self._channel: Channel | None = None
         """Receives from the socket while the connection is up."""
         self._monitor: zmq.asyncio.Socket | None = None
         self._tasks = [asyncio.create_task(self._guard(self._connect()))]
@@ -269,7 +218,7 @@ class Link:
         while True:
             socket, monitor = self._make_socket(place)
             await self._until_linked(monitor)
-            self._channel = channel = _Channel(socket, self._take)
+            self._channel = channel = Channel(socket, self._take)
             work = asyncio.create_task(self._guard(self._transmit(channel)))
             self._tasks.append(work)
             await self._until_broken(monitor)
@@ -305,7 +254,7 @@ class Link:
         socket.connect(place)
         return socket, monitor
 
-    async def _transmit(self, channel: _Channel) -> None:
+    async def _transmit(self, channel: Channel) -> None:
         """Send queued messages in order, until cancelled.
 
         A message that cannot be encoded is answered by ``_refuse``.

@@ -73,21 +73,6 @@ class TextEvents:
         return self._before + to_json(text) + self._after
 
 
-DIRECT = "weft.direct"
-"""Key of a ``DirectWriter`` in the scope of a request; absent where the answer goes elsewhere."""
-
-
-class DirectWriter(Protocol):
-    """Writes to the connection of a request without a wait, in place of the ASGI function ``send``."""
-
-    @property
-    def ready(self) -> bool:
-        """True if ``send`` would write a part of the body now, without a wait."""
-
-    def write(self, data: bytes) -> None:
-        """Write a part of the body. Call only while ``ready`` is True and no ``send`` waits."""
-
-
 class FlowPauser(Protocol):
     """The part of the links used by streams."""
 

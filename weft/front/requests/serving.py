@@ -23,10 +23,9 @@ from weft.common.log import get_logger
 from weft.front.http.access import key_of
 from weft.front.http.answers import Usage, explains
 from weft.front.http.body import Upload, read_json
+from weft.front.http.direct import DIRECT, DirectWriter
 from weft.front.http.streaming import (
-    DIRECT,
     JSON,
-    DirectWriter,
     EventStream,
     Silence,
     StreamForm,
