@@ -1,19 +1,28 @@
-"""Measure the cost of the API server per token: many streams against an engine that plays a script.
+"""Measure the cost of the API server per token: many streams against engines that play a script.
 
 python -m bench.front_overhead --streams 1000 --interval-ms 200 --tokens 50 --rounds 3 --json FILE
+python -m bench.front_overhead --together --flags "--data-parallel-size 32"
+python -m bench.front_overhead --against ../other-checkout      # rounds of both, in turn
 
 Streams start in sequence, evenly over one interval and at least ``--spacing-ms`` apart. The engine plays
 token k of a stream at start + (k + 1) intervals. The latency of a token is the delay of its arrival at the
 client after that time, counted from the sending of the request. The latency covers the way to the engine, the
-engine's own delay, the API server and the client. CPU time of each process comes from /proc. A token's share
-of the API server's CPU time is over all work while the streams ran, reading the requests included.
+engine's own delay, the API server and the client. With ``--together``, the tokens of all streams are due at
+multiples of the interval, as from one step of an engine.
+
+CPU time of each process comes from /proc, so the load generator's time is not in the API server's.
+``front_us_a_token`` is over all work while the streams ran, reading the requests included.
+``stream_us_a_token`` is over the time in which all streams were open, and no request began or ended; nan if
+there was no such time, because the server was too late.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -68,6 +77,8 @@ class Stream(asyncio.Protocol):
     """When each token came."""
     events: int = 0
     rest: bytes = b""
+    tokens: int = 0
+    """Tokens so far."""
 
     def connection_made(self, transport: Any) -> None:
         """Sends the request."""
@@ -92,6 +103,7 @@ class Stream(asyncio.Protocol):
                 text = "".join(one.delta.content or "" for one in chunk.choices)
                 self.events += bool(text)
                 self.arrivals += [now] * len(text)
+                self.tokens += len(text)
 
     def on_message_complete(self) -> None:
         """The answer is over."""
@@ -121,8 +133,32 @@ def request(port: int, model: str, tokens: int) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
 
 
-async def load(args: argparse.Namespace, port: int, model: str) -> list[Stream]:
-    """Run all streams to their end and return them. Raise TimeoutError."""
+@dataclass
+class Steady:
+    """The API server's work while all streams were open."""
+
+    cpu: float = 0.0
+    """CPU seconds."""
+    tokens: int = 0
+
+
+async def steady(args: argparse.Namespace, root: int, streams: list[Stream]) -> Steady:
+    """Measure from the first token of the last stream to the last token but two of the first stream."""
+
+    def now() -> Steady:
+        return Steady(cpu_seconds(root)["front"], sum(stream.tokens for stream in streams))
+
+    while not streams[-1].tokens:
+        await asyncio.sleep(0.02)
+    before = now()
+    while streams[0].tokens < args.tokens - 2:
+        await asyncio.sleep(0.02)
+    after = now()
+    return Steady(after.cpu - before.cpu, after.tokens - before.tokens)
+
+
+async def load(args: argparse.Namespace, port: int, model: str, root: int) -> tuple[list[Stream], Steady]:
+    """Run all streams to their end and return them. ``root``: process of the server. Raise TimeoutError."""
     loop = asyncio.get_running_loop()
     body = request(port, model, args.tokens)
     spacing = max(args.spacing_ms / 1e3, args.interval_ms / 1e3 / args.streams)
@@ -134,8 +170,9 @@ async def load(args: argparse.Namespace, port: int, model: str) -> list[Stream]:
         await loop.create_connection(lambda made=stream: made, "127.0.0.1", port)  # type: ignore[misc]
         streams.append(stream)
     async with asyncio.timeout(60 + 4 * args.tokens * args.interval_ms / 1e3):
+        found = await steady(args, root, streams)
         await asyncio.gather(*(stream.done for stream in streams))
-    return streams
+    return streams, found
 
 
 def cpu_seconds(root: int) -> dict[str, float]:
@@ -158,14 +195,14 @@ def measure(args: argparse.Namespace, server: ServerProcess) -> dict[str, Any]:
     assert server.model is not None
     before, began = cpu_seconds(server.pid), time.monotonic()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        streams = runner.run(load(args, server.port, server.model))
+        streams, found = runner.run(load(args, server.port, server.model, server.pid))
     seconds, after = time.monotonic() - began, cpu_seconds(server.pid)
     tokens = sum(len(stream.arrivals) for stream in streams)
     if tokens != args.streams * args.tokens:
         raise RuntimeError(f"{tokens} tokens came, not {args.streams * args.tokens}")
     interval = args.interval_ms / 1e3
     late = [
-        came - stream.sent - (number + 1) * interval
+        came - begin(stream, interval, args.together) - number * interval
         for stream in streams
         for number, came in enumerate(stream.arrivals)
     ]
@@ -180,12 +217,22 @@ def measure(args: argparse.Namespace, server: ServerProcess) -> dict[str, Any]:
         "late_p99_ms": 1e3 * cuts[989],
         "late_max_ms": 1e3 * max(late),
         "front_us_a_token": 1e6 * used["front"] / tokens,
+        "stream_us_a_token": 1e6 * found.cpu / found.tokens if found.tokens > args.streams else math.nan,
         "head_us_a_token": 1e6 * used["head"] / tokens,
         "client_us_a_token": 1e6 * used["client"] / tokens,
         "front_cores": used["front"] / seconds,
         "head_cores": used["head"] / seconds,
         "client_cores": used["client"] / seconds,
     }
+
+
+def begin(stream: Stream, interval: float, together: bool) -> float:
+    """Return the time at which the first token of ``stream`` was due."""
+    if not together:
+        return stream.sent + interval
+    # The engine's clock is the client's. The least late token is less than an interval late.
+    first = min(came - number * interval for number, came in enumerate(stream.arrivals))
+    return math.floor(first / interval) * interval
 
 
 def parse() -> argparse.Namespace:
@@ -197,6 +244,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--interval-ms", type=float, default=200.0, help="between two tokens of a stream")
     parser.add_argument("--spacing-ms", type=float, default=5.0, help="between two requests at least")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--together", action="store_true", help="all streams tick together")
+    parser.add_argument("--against", type=Path, help="folder of another checkout, measured in turn")
     parser.add_argument("--flags", default="", help="further flags of the server")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -205,47 +254,60 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Prints a line a round, and writes the medians with ``--json``."""
     args = parse()
-    entry = {
+    folders = {"": Path.cwd()} if args.against is None else {"before ": args.against, "after ": Path.cwd()}
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in folders}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        servers = {name: serve(stack, args, folder, checkout) for name, checkout in folders.items()}
+        for number in range(args.rounds):
+            for name, server in servers.items():
+                rounds[name].append(measure(args, server))
+                shown = ", ".join(f"{key} {value:.4g}" for key, value in rounds[name][-1].items())
+                print(f"{name}round {number + 1}: {shown}", flush=True)
+    if args.json:
+        write(args, rounds)
+
+
+def serve(
+    stack: contextlib.ExitStack, args: argparse.Namespace, folder: Path, checkout: Path
+) -> ServerProcess:
+    """Start the server of ``checkout`` and wait until the server is ready. ``folder``: for script and
+    tokenizer."""
+    entry: dict[str, Any] = {
         "text": TEXT * args.tokens,
         "finish": "length",
         "delay_ms": args.interval_ms,
         "wait_ms": args.interval_ms,
         "repeat": True,
     }
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "script.jsonl"
-        script.write_text(json.dumps(entry) + "\n")
-        tokenizer = Path(folder) / "text"
-        tokenizer.mkdir()
-        write_tokenizer(tokenizer)
-        command = [sys.executable, "-m", "weft", "serve", "--port", "{port}", "--scripted", str(script)]
-        command += [
-            "--tokenizer",
-            str(tokenizer),
-            "--max-num-seqs",
-            str(2 * args.streams),
-            *args.flags.split(),
-        ]
-        rounds = []
-        with ServerProcess(command, prompt="a") as server:
-            server.wait_ready(120)
-            for number in range(args.rounds):
-                rounds.append(measure(args, server))
-                shown = ", ".join(f"{name} {value:.4g}" for name, value in rounds[-1].items())
-                print(f"round {number + 1}: {shown}", flush=True)
-    if args.json:
-        write(args, rounds)
+    if args.together:
+        entry["beat_ms"] = args.interval_ms
+    script, tokenizer = folder / "script.jsonl", folder / "text"
+    script.write_text(json.dumps(entry) + "\n")
+    tokenizer.mkdir(exist_ok=True)
+    write_tokenizer(tokenizer)
+    command = [sys.executable, "-m", "weft", "serve", "--port", "{port}", "--scripted", str(script)]
+    command += ["--tokenizer", str(tokenizer), "--max-num-seqs", str(2 * args.streams), *args.flags.split()]
+    # PYTHONSAFEPATH: the present folder must not come before the checkout.
+    paths = [str(checkout.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    server = ServerProcess(command, prompt="a", environment=environment)
+    stack.enter_context(server)
+    server.wait_ready(300)
+    return server
 
 
-def write(args: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
+def write(args: argparse.Namespace, rounds: dict[str, list[dict[str, Any]]]) -> None:
     """The result as two files."""
-    names = list(rounds[0])
-    rows = [
-        {"": name, "median": f"{statistics.median(r[name] for r in rounds):.4g}"}
-        | {f"round {n + 1}": f"{r[name]:.4g}" for n, r in enumerate(rounds)}
-        for name in names
-    ]
-    title = f"The front's overhead: {args.streams} streams, a token each {args.interval_ms:g} ms"
+    rows = []
+    for name in next(iter(rounds.values()))[0]:
+        row = {"": name}
+        for which, found in rounds.items():
+            row[f"{which}median"] = f"{statistics.median(r[name] for r in found):.4g}"
+            row |= {f"{which}round {n + 1}": f"{r[name]:.4g}" for n, r in enumerate(found)}
+        rows.append(row)
+    how = "all together" if args.together else "each at its own time"
+    title = f"The front's overhead: {args.streams} streams, a token each {args.interval_ms:g} ms, {how}"
     record.write(args.json, "bench.front_overhead", title, record.markdown(rows), {"rounds": rounds})
 
 

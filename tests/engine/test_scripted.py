@@ -352,3 +352,13 @@ def test_another_tokenizer_brings_its_own_ends_and_any_context(folder: Path, tmp
 def test_a_scripted_engine_imports_no_torch() -> None:
     program = "import sys, weft.engine.scripted.scripted; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_beat_sends_all_sequences_together(rig: Any) -> None:
+    made = rig({"text": "abcd", "delay_ms": 30, "wait_ms": 10, "beat_ms": 100, "repeat": True})
+    numbers = [made.submit()]
+    made.clock.advance_to(made.clock.now() + 0.03)
+    numbers.append(made.submit())
+    played = made.play()
+    times = [[when for when, _ in played[number]] for number in numbers]
+    assert times[0] == times[1] == pytest.approx([0.07, 0.17, 0.27, 0.37, 0.47], abs=0.002)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from weft.front.http import answers
+from weft.front.http.streaming import HOLE
 from weft.front.openai.chat_route import ChatShape
 from weft.front.protocol.conversation import AnswerOptions
 from weft.text.choice import Choice, FinishReason, TextDelta
@@ -150,3 +151,29 @@ def test_choices_have_parsers_of_their_own() -> None:
     ]
     assert names == [(0, "f0"), (1, "f0")]
     assert [c["finish_reason"] for c in got if c["finish_reason"]] == ["tool_calls", "tool_calls"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"usage_in_stream": True}, {"return_token_ids": True}])
+def test_events_made_before_equal_the_encoded_chunks(fields: dict[str, Any]) -> None:
+    """The short way for content must give the bytes of the general way, whatever the text."""
+    texts = ["c", "c", '"\\\n\x00\u2028', "\N{PILE OF POO}", "t", "", "c(", "ab", ")", HOLE]
+    deltas = [delta(text, token_ids=(7,)) for text in texts] + [delta("c", "stop", token_ids=(8,))]
+    deltas += [delta("c", index=1, token_ids=(9,))]
+    short, general = shape(**fields), shape(**fields)
+    for made in (short, general):
+        made._created = 1
+        made._generation.parser = Texts  # type: ignore[method-assign,assignment]
+        made._generation.job.prompts.append(SimpleNamespace(ids=[1]))
+    for one in deltas:
+        expected = [general.form.event(chunk) for chunk in general.chunks(one)]
+        assert short.events(one) == expected
+
+
+class Texts(Spelled):
+    """As ``Spelled``, with ids of calls and with every other letter as content."""
+
+    def feed(self, text: str) -> list[OutputEvent]:
+        if not set(text) <= set("tcab()"):
+            return [Content(text)]
+        found = super().feed(text)
+        return [msgspec.structs.replace(e, id="own") if isinstance(e, CallBegin) else e for e in found]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from weft.common import log as weft_log
 from weft.common.errors import HeaderTooLarge, InvalidRequest, RequestTimeout, Unavailable, WeftError
 from weft.front.http.answers import error_response, to_json
+from weft.front.http.direct import DIRECT, DirectWriter
 from weft.front.middleware import request_id_of
 
 log = weft_log.get_logger(__name__)
@@ -290,6 +291,7 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Start the handler of ``cycle``, and watch the unsent bytes for the new answer."""
         self._served = cycle
+        cast(dict[str, Any], cycle.scope)[DIRECT] = DirectWriter(cycle)
         self._stop_watching()  # later unsent bytes belong to another answer
         if self.flow.write_paused:
             self._watch_reading()

@@ -47,6 +47,9 @@ BACKLOG = 512
 SEND_BUFFER = 64 << 10
 """Bytes of answers that the kernel buffers per connection. The kernel's own choice grows to megabytes,
 which would hide a client that does not read."""
+GC_OBJECTS = 10_000
+"""New objects between two garbage collections. A request makes about a thousand objects, and nearly all are
+freed without the collector."""
 FORCED = 130
 """Exit status after a second signal cut requests off."""
 
@@ -276,6 +279,7 @@ class FrontServer:
             log.error("the server cannot start: %s", error.message)
             return 1
         gc.freeze()  # objects with the lifetime of the server are not scanned again
+        gc.set_threshold(GC_OBJECTS, 20, 20)
         front.lifecycle.move(Phase.READY)
         self._open.set()
         self._announce()

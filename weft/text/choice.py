@@ -76,7 +76,8 @@ class Choice:
         ``text``.
         """
         self.sequence, self.index = sequence, index
-        self.text, self.token_ids = "", list[int]()
+        self.token_ids = list[int]()
+        self._texts: list[str] = []
         self.logprobs: Logprobs | None = None if params.logprobs is None else Logprobs(tokenizer)
         self.prompt_logprobs: Logprobs | None = None
         """One entry per prompt token except the first; None before the first entry."""
@@ -105,15 +106,14 @@ class Choice:
         )
         self._stops = StopFinder(params.stop if stops is None else stops)
         self._scope = scope if self._stops.active else None
+        self._passes = not self._stops.active and self.logprobs is None  # see ``_pass``
         self._keep_logprobs = keep_logprobs
         self._decoded = 0
         """Characters received from the detokenizer."""
         self._searched = 0
         """Characters passed through the stop finder or around the stop finder."""
         self._exempt = 0
-        """Characters made by tokens before ``min_tokens``, including held characters. No stop string ends
-        here.
-        """
+        """Characters made by tokens before ``min_tokens``, with held characters. No stop string ends here."""
         self._replay(emitted_ids)
 
     def _replay(self, token_ids: Sequence[int]) -> None:
@@ -126,8 +126,19 @@ class Choice:
         for token in token_ids:
             self.token_ids.append(token)
             self._take_text(self._detokenizer.push(token), fresh)
-        self.text = fresh.text
+        self._texts.append(fresh.text)
         self._replays = False
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        if len(self._texts) > 1:
+            self._texts = ["".join(self._texts)]
+        return self._texts[0]
+
+    @text.setter
+    def text(self, text: str) -> None:
+        self._texts = [text]
 
     @property
     def finished(self) -> bool:
@@ -154,6 +165,8 @@ class Choice:
             self.prompt_logprobs.add(event.prompt_logprobs)
         if event.token_ids and (not self.weights or self.weights[-1][1] != event.weights):
             self.weights.append((len(self.token_ids), event.weights))
+        if self._passes and event.finish is None:
+            return self._pass(event)
         fresh = _Fresh()
         self._take_tokens(event, fresh)
         if self.logprobs is not None and event.logprobs is not None:
@@ -192,6 +205,22 @@ class Choice:
         if error is None:
             return self._end(fresh, "abort", send_finish=True)
         return self._end(fresh, "error", error=error)
+
+    def _pass(self, event: TokenEvent) -> TextDelta | None:
+        """Return the change by an event without an end, for a choice without stop strings and logprobs. This
+        is the frequent case, and ``_take_tokens`` gives the same result.
+        """
+        ids = event.token_ids
+        push = self._detokenizer.push
+        text = push(ids[0]) if len(ids) == 1 else "".join(map(push, ids))
+        self.token_ids += ids
+        accepted = min(event.accepted, len(ids))
+        self.accepted += accepted
+        self.rejected += event.rejected + event.accepted - accepted
+        if not ids:
+            return None
+        self._texts.append(text)
+        return TextDelta(index=self.index, text=text, token_ids=ids)
 
     def _take_tokens(self, event: TokenEvent, fresh: _Fresh) -> None:
         """Add an event's tokens and their text to ``token_ids`` and ``fresh``, up to the token that completes
@@ -284,7 +313,7 @@ class Choice:
 
     def _delta(self, fresh: _Fresh) -> TextDelta:
         """Append the changes of ``fresh`` to ``text`` and ``logprobs``, and return the changes as a delta."""
-        self.text += fresh.text
+        self._texts.append(fresh.text)
         logprobs = None
         if self.logprobs is not None:
             logprobs = Logprobs(self._tokenizer)

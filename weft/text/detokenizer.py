@@ -62,6 +62,9 @@ class Detokenizer:
         self._first = not continues
         self._strip = 0 if continues else source.form.strip_count
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._whole = False
+        """True inside a text without incomplete bytes at its end. A token of whole characters then has its
+        own text."""
         self._run = bytearray()
         """Byte tokens of an unfinished byte-fallback run. The end of the run decides: valid text, or one
         U+FFFD per byte.
@@ -76,6 +79,10 @@ class Detokenizer:
         """
         if self._skip and self._source.is_special(token) and token not in self._visible:
             return ""
+        if self._whole:
+            piece = self._source.piece(token)
+            if piece is not None and piece.text is not None:
+                return piece.text
         if self._join == "whole":
             self._ids.append(token)
             return ""
@@ -86,7 +93,9 @@ class Detokenizer:
         data = piece.first if self._first else piece.rest
         self._first = False
         if self._join == "level":
-            return self._utf8.decode(data)
+            text = self._utf8.decode(data)
+            self._whole = not self._utf8.getstate()[0]
+            return text
         # The text of a byte run is known only at the end of the run.
         if piece.byte:
             self._run += data

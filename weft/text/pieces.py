@@ -29,6 +29,8 @@ class TextPiece(msgspec.Struct, frozen=True):
     rest: bytes
     byte: bool = False
     """True for a byte token of a byte-fallback vocabulary. ``rest`` is then a single byte."""
+    text: str | None = None
+    """``rest`` of a byte-level vocabulary as text, if ``rest`` is whole characters; else None."""
 
 
 class DecoderForm(msgspec.Struct, frozen=True):
@@ -144,6 +146,14 @@ def fallback_byte(text: str) -> bytes | None:
     return None if found is None else bytes([int(found[1], 16)])
 
 
+def _whole_text(data: bytes) -> str | None:
+    """Return the text of ``data``; None for bytes that are not whole characters."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
+
+
 def make_piece(form: DecoderForm, text: str) -> TextPiece:
     """Return the piece of a token with the text ``text``: its bytes at the start of a text and elsewhere."""
     first = text
@@ -152,7 +162,8 @@ def make_piece(form: DecoderForm, text: str) -> TextPiece:
         first = apply(first, True)
         rest = apply(rest, False)
     if form.join == "level":
-        return TextPiece(level_bytes(first), level_bytes(rest))
+        data = level_bytes(rest)
+        return TextPiece(level_bytes(first), data, text=_whole_text(data))
     if form.join == "fallback" and (byte := fallback_byte(rest)) is not None:
         return TextPiece(byte, byte, True)
     return TextPiece(first.encode(), rest.encode())

@@ -84,9 +84,9 @@ def test_a_slow_reader_costs_one_event() -> None:
         seen: list[TokenEvent] = []
         flow = Flow([1], seen.append)
         for token in range(10 * MERGE_AT):
-            flow.push(TokenEvent(sequence=1, token_ids=(token,)))
+            flow.push([TokenEvent(sequence=1, token_ids=(token,))])
         assert len(flow._waiting[1]) < MERGE_AT
-        flow.push(TokenEvent(sequence=1, finish="length"))
+        flow.push([TokenEvent(sequence=1, finish="length")])
         taken = await flow.next()
         assert [t for e in taken for t in e.token_ids] == list(range(10 * MERGE_AT))
         assert taken[-1].finish == "length"
@@ -100,12 +100,42 @@ def test_a_failed_flow_gives_its_events_and_then_the_first_error() -> None:
         flow = Flow([1])
         reader = asyncio.create_task(flow.next())
         await asyncio.sleep(0)
-        flow.push(TokenEvent(sequence=1, token_ids=(1,)))
+        flow.push([TokenEvent(sequence=1, token_ids=(1,))])
         flow.fail(Cancelled("left"))
         flow.fail(EngineDead("dead"))
         assert [event.token_ids for event in await asyncio.wait_for(reader, 1)] == [(1,)]
         for _ in range(2):
             with pytest.raises(Cancelled):
                 await asyncio.wait_for(flow.next(), 1)
+
+    asyncio.run(run())
+
+
+def test_the_taker_gets_events_until_the_reader_is_woken() -> None:
+    """The order of tokens must not depend on who takes the events."""
+
+    async def run() -> None:
+        flow, taken = Flow([1]), list[int]()
+
+        def take(events: list[TokenEvent]) -> bool:
+            taken.extend(token for event in events for token in event.token_ids)
+            return len(taken) < 3
+
+        def push(*tokens: int) -> None:
+            flow.push([TokenEvent(sequence=1, token_ids=(token,)) for token in tokens])
+
+        push(0)  # nobody waits yet
+        assert [event.token_ids for event in await flow.next(take)] == [(0,)]
+        reader = asyncio.create_task(flow.next(take))
+        await asyncio.sleep(0)
+        push(1)
+        await asyncio.sleep(0)
+        assert (taken, reader.done()) == ([1], False)
+        push(2, 3)  # the taker wakes the reader; later events must wait for the reader
+        push(4)
+        assert [event.token_ids for event in await asyncio.wait_for(reader, 1)] == [(4,)]
+        assert taken == [1, 2, 3]
+        push(5)  # the reader has gone on
+        assert (taken, [event.token_ids for event in await flow.next()]) == ([1, 2, 3], [(5,)])
 
     asyncio.run(run())

@@ -14,6 +14,7 @@ from tests.support.slowness import deadline
 from weft.common.errors import PixelsLost
 from weft.common.shared_bytes import UNREACHABLE, SharedBytes
 from weft.control.fleet import fleet_events as e
+from weft.control.links.channel import READ_AT_ONCE
 from weft.control.links.link import Address, Link
 from weft.types import messages as m
 from weft.types.media_item import MediaItem
@@ -84,3 +85,34 @@ async def talk(folder: Path) -> None:
 @pytest.mark.requirement("D6")
 def test_images_are_named_where_the_engine_can_open_them(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(talk(tmp_path), deadline(30)))
+
+
+async def storm(folder: Path) -> None:
+    context = zmq.asyncio.Context()
+    engine = context.socket(zmq.ROUTER)
+    engine.bind(f"ipc://{folder}/head")
+    heard: list[int] = []
+
+    def report(event: e.Event) -> None:
+        if isinstance(event, e.Received) and isinstance(event.message, m.Tokens):
+            heard.append(event.message.step)
+            link.send(m.Finish(sequence=event.message.step))
+
+    link = Link("one", 1, Address(f"ipc://{folder}/head", Lives()), context, 30.0, report)
+    try:
+        link.send(m.Hello(versions=(m.OLDEST, m.VERSION), front="f"))
+        front, _ = await engine.recv_multipart()
+        for step in range(4 * READ_AT_ONCE):
+            await engine.send_multipart([front, m.encode(m.Tokens(step=step, events=()))])
+        answers = [m.decode_to_engine((await engine.recv_multipart())[1]) for _ in range(4 * READ_AT_ONCE)]
+        assert answers == [m.Finish(sequence=step) for step in heard]
+        assert len(heard) == 4 * READ_AT_ONCE
+    finally:
+        await link.close(flush=False)
+        engine.close()
+        context.term()
+
+
+def test_many_messages_at_once_are_all_received_and_answered(tmp_path: Path) -> None:
+    """zmq signals once for many messages, and a send may use the signal up."""
+    asyncio.run(asyncio.wait_for(storm(tmp_path), deadline(30)))

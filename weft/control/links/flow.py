@@ -1,7 +1,8 @@
 """Queues of token events between the links and the handler of a client request.
 
-Unread events are merged per sequence. So the context length bounds the number of events, and a slow client
-never delays another client.
+While the reader waits, new events may go to the reader's ``Taker`` at once, without a change of task. All
+other events are queued. Unread events are merged per sequence. So the context length bounds the number of
+events, and a slow client never delays another client.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ MERGE_AT = 32
 
 
 Observer: TypeAlias = Callable[[TokenEvent], None]
+Taker: TypeAlias = Callable[[list[TokenEvent]], bool]
+"""Takes the new events of a flow while the reader waits. Returns False to wake the reader: ``next`` then
+returns without these events. Never raises."""
 
 
 class Flow:
@@ -35,17 +39,27 @@ class Flow:
         """Sequences that an engine process may still work on, in order. The links remove ended sequences."""
         self._waiting: dict[int, list[TokenEvent]] = {}
         self._wake = asyncio.Event()
+        self._taker: Taker | None = None
+        """Set while the reader waits in ``next``."""
         self._error: WeftError | None = None
         self._observe = observe
 
-    def push(self, event: TokenEvent) -> None:
-        """Append an event. Does not block. The observer receives each event at once, unmerged."""
+    def push(self, events: list[TokenEvent]) -> None:
+        """Give new events to the waiting reader's taker, or append the events. Does not block. The observer
+        receives each event at once, unmerged."""
         if self._observe is not None:
-            self._observe(event)
-        events = self._waiting.setdefault(event.sequence, [])
-        events.append(event)
-        if len(events) >= MERGE_AT:
-            self._waiting[event.sequence] = merge(events)
+            for event in events:
+                self._observe(event)
+        # Once woken, the reader takes the queue first: later events must stay behind.
+        if self._taker is not None and not self._wake.is_set():
+            if not self._taker(events):
+                self._wake.set()
+            return
+        for event in events:
+            waiting = self._waiting.setdefault(event.sequence, [])
+            waiting.append(event)
+            if len(waiting) >= MERGE_AT:
+                self._waiting[event.sequence] = merge(waiting)
         self._wake.set()
 
     @property
@@ -62,12 +76,17 @@ class Flow:
         """Wake the reader, even without events."""
         self._wake.set()
 
-    async def next(self) -> list[TokenEvent]:
+    async def next(self, taker: Taker | None = None) -> list[TokenEvent]:
         """Return all events since the last call, merged: at least one event, or none after ``wake``.
 
-        Waits until then. Raises the error given to ``fail`` after the last event was returned.
+        Waits until then. During the wait ``taker`` takes the new events. Raises the error given to ``fail``
+        after the last event was returned.
         """
-        await self._wake.wait()
+        self._taker = taker
+        try:
+            await self._wake.wait()
+        finally:
+            self._taker = None
         if self._error is None:
             self._wake.clear()
         elif not self._waiting:

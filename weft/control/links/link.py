@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import msgspec
 import zmq
@@ -28,6 +28,7 @@ from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.common.shared_bytes import UNREACHABLE, reaches
 from weft.control.fleet import fleet_events as e
+from weft.control.links.channel import Channel
 from weft.parallel.secret import CurveKeys
 from weft.types import messages as m
 from weft.types.handshake import EngineIdentity
@@ -140,7 +141,9 @@ class Link:
         """True if the engine process can open shared memory of the local process."""
         self._over = False
         """True after the loss of the process was reported, or after ``close``."""
-        self._socket: zmq.asyncio.Socket | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._channel: Channel | None = None
+        """Receives from the socket while the connection is up."""
         self._monitor: zmq.asyncio.Socket | None = None
         self._tasks = [asyncio.create_task(self._guard(self._connect()))]
 
@@ -194,6 +197,8 @@ class Link:
         self._close_socket(linger=500 if flush else 0)
 
     def _close_socket(self, linger: int) -> None:
+        if self._channel is not None:
+            self._channel.close()
         if self._socket is not None and self._monitor is not None and not self._socket.closed:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
@@ -213,24 +218,22 @@ class Link:
         while True:
             socket, monitor = self._make_socket(place)
             await self._until_linked(monitor)
-            work = [
-                asyncio.create_task(self._guard(one))
-                for one in (self._receive(socket), self._transmit(socket))
-            ]
-            self._tasks += work
+            self._channel = channel = Channel(socket, self._take)
+            work = asyncio.create_task(self._guard(self._transmit(channel)))
+            self._tasks.append(work)
             await self._until_broken(monitor)
-            for task in work:
-                task.cancel()
-                self._tasks.remove(task)
-            await asyncio.gather(*work, return_exceptions=True)
-            await self._take_rest(socket)
+            work.cancel()
+            self._tasks.remove(work)
+            await asyncio.gather(work, return_exceptions=True)
+            channel.close()
+            self._take_rest(socket)
             # An engine process in a long step sends nothing but answers pings, so always leave some patience.
             self._until = max(self._until, self._heard + patience, (self._broken_at or 0.0) + 0.3 * patience)
             self._close_socket(linger=0)
 
-    def _make_socket(self, place: str) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
+    def _make_socket(self, place: str) -> tuple[zmq.Socket[bytes], zmq.asyncio.Socket]:
         """Return (socket that connects to ``place``, its monitor socket). ``_close_socket`` closes both."""
-        self._socket = socket = self._context.socket(zmq.DEALER)
+        self._socket = socket = zmq.Socket(self._context, zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             socket.setsockopt(option, HIGH_WATER)
         socket.setsockopt(zmq.LINGER, 500)
@@ -245,13 +248,13 @@ class Link:
             socket.setsockopt(zmq.HANDSHAKE_IVL, max(int(self._timeout * 300), CONNECT_MS))
         if self._address.keys is not None:
             self._address.keys.guard_rank(socket)
-        self._monitor = monitor = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        # The context makes the monitor, so the monitor is asynchronous.
+        self._monitor = monitor = cast(zmq.asyncio.Socket, socket.get_monitor_socket(events))
         socket.connect(place)
         return socket, monitor
 
-    async def _transmit(self, socket: zmq.asyncio.Socket) -> None:
+    async def _transmit(self, channel: Channel) -> None:
         """Send queued messages in order, until cancelled.
 
         A message that cannot be encoded is answered by ``_refuse``.
@@ -268,10 +271,7 @@ class Link:
                     self._outbox.popleft()
                     self._refuse(message, error)
                     continue
-                if len(frames) == 1:
-                    await socket.send(frames[0])
-                else:  # no copy of pixels: the buffers must stay unchanged until sent
-                    await socket.send_multipart(frames, copy=False)
+                await channel.send(frames)
                 # Pop after sending: `waiting` counts the message until zmq has accepted the message.
                 self._outbox.popleft()
                 sent += len(frames[0]) + len(frames) * MESSAGE_COST
@@ -287,17 +287,20 @@ class Link:
             )
             self._tell(m.Tokens(step=-1, events=(end,)))
 
-    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            self._take(await socket.recv_multipart())
-
-    async def _take_rest(self, socket: zmq.asyncio.Socket) -> None:
+    def _take_rest(self, socket: zmq.Socket[bytes]) -> None:
         """Handle messages received before the connection broke: the last message may contain the reason."""
         with contextlib.suppress(zmq.Again):
             while True:
-                self._take(await socket.recv_multipart(zmq.NOBLOCK))
+                self._take(socket.recv_multipart(zmq.NOBLOCK))
 
     def _take(self, frames: list[bytes]) -> None:
+        """Handle a message. An error is logged and reported as a loss, as in ``_guard``."""
+        try:
+            self._decode(frames)
+        except Exception as error:
+            self._fail(error)
+
+    def _decode(self, frames: list[bytes]) -> None:
         """Decode and report a message of the engine process.
 
         An invalid message is counted in ``bad_frames``. Decides whether pixels go by name from now on.
@@ -351,8 +354,11 @@ class Link:
             try:
                 await work
             except Exception as error:
-                log.exception("the link to the engine failed")
-                self._lose(EngineDead(f"the link to the engine failed ({type(error).__name__})"))
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        log.error("the link to the engine failed", exc_info=error)
+        self._lose(EngineDead(f"the link to the engine failed ({type(error).__name__})"))
 
 
 async def _event(monitor: zmq.asyncio.Socket) -> int:

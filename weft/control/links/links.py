@@ -449,8 +449,7 @@ class Links:
         """Execute one action of the fleet. Actions for a replaced link are dropped."""
         match action:
             case e.Deliver(events):
-                for event in events:
-                    self._deliver(event)
+                self._deliver(events)
             case e.Send(instance, number, message):
                 # A late action of the fleet may name a replaced link, so compare the numbers.
                 if (link := self._links.get(instance)) is not None and link.number == number:
@@ -476,17 +475,26 @@ class Links:
             case e.Failed():
                 self.died.set()
 
-    def _deliver(self, event: m.TokenEvent) -> None:
-        """Push an event to its flow. A final event closes the sequence. Events without a flow are dropped."""
-        flow = self._flows.get(event.sequence)
-        if flow is None:
-            return
-        if event.finish is not None:
-            del self._flows[event.sequence]
-            flow.open.pop(event.sequence, None)
-            if self._placements is not None:
-                self._placements.closed(event.sequence)
-        flow.push(event)
+    def _deliver(self, events: Sequence[m.TokenEvent]) -> None:
+        """Push events to their flows, all events of a flow at once. A final event closes the sequence. Events
+        without a flow are dropped.
+        """
+        by_flow: dict[Flow, list[m.TokenEvent]] = {}
+        for event in events:
+            flow = self._flows.get(event.sequence)
+            if flow is None:
+                continue
+            if event.finish is not None:
+                del self._flows[event.sequence]
+                flow.open.pop(event.sequence, None)
+                if self._placements is not None:
+                    self._placements.closed(event.sequence)
+            if flow in by_flow:
+                by_flow[flow].append(event)
+            else:
+                by_flow[flow] = [event]
+        for flow, found in by_flow.items():
+            flow.push(found)
 
     def _replace(self, name: str, error: WeftError) -> None:
         """Request the replacement of a process from the owner."""

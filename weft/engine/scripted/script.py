@@ -38,6 +38,7 @@ class _ScriptFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     chunks: _Chunk | _Chunks | None = None
     delay_ms: _Millis | None = None
     wait_ms: _Millis | None = None
+    beat_ms: _Millis | None = None
 
 
 class _Match(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,6 +68,8 @@ class Output:
     """Seconds per token."""
     wait: float
     """Seconds before the first event."""
+    beat: float = 0.0
+    """Events leave at multiples of these seconds, as those of one step; 0: at any time."""
 
     def chunk(self, number: int) -> int:
         """Return the tokens of event ``number``, counted from 0."""
@@ -224,6 +227,7 @@ class _Maker:
             chunks=(chunks,) if isinstance(chunks, int) else tuple(chunks),
             delay=field("delay_ms", 0.0) / 1e3,
             wait=field("wait_ms", 0.0) / 1e3,
+            beat=field("beat_ms", 0.0) / 1e3,
         )
 
     def _ids(self, data: _ScriptFields, finish: Finish) -> tuple[int, ...]:

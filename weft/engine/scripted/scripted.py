@@ -81,7 +81,7 @@ class _Playing:
         tokens = tokens[: ends[0] + 1] if ends else tokens
         self.sent += len(tokens)
         # From the old due time: keeps the script's pace after a late event.
-        self.due += self.output.delay * max(len(tokens), 1)
+        self.due = _on_beat(self.due + self.output.delay * max(len(tokens), 1), self.output.beat)
         finish, error = None, None
         if ends:
             finish = "stop"
@@ -178,7 +178,7 @@ class ScriptedEngine:
             ids=ids,
             limit=min(submit.params.max_tokens, kv.max_model_len - num_prompt),
             num_cached=cached,
-            due=self._clock.now() + output.wait,
+            due=_on_beat(self._clock.now() + output.wait, output.beat),
             sent=len(emitted),
         )
         return []
@@ -341,3 +341,8 @@ def run_scripted(config: EngineConfig, listener: Listener) -> None:
     log.info("no model runs: %d entries of %s are played", len(entries), Path(config.scripted).name)
     identity = engine_identity(config)
     EngineServer(engine, listener, wait_ms=engine.wait_ms, identity=identity, flush=engine.flush).run()
+
+
+def _on_beat(due: float, beat: float) -> float:
+    """Return the first multiple of ``beat`` from ``due`` on; ``due`` for beat 0."""
+    return math.ceil(due / beat - 1e-6) * beat if beat else due

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -54,6 +55,22 @@ class StreamForm(msgspec.Struct, frozen=True, kw_only=True):
             return to_json(value) + b"\n"
         data = b"data: " + to_json(value) + b"\n\n"
         return b"event: " + value.type.encode() + b"\n" + data if self.named else data
+
+
+HOLE = secrets.token_hex(16)
+"""Text of an event that ``TextEvents`` replaces. Random, so that no other field has the text."""
+
+
+class TextEvents:
+    """Makes the events that differ from each other in one text."""
+
+    def __init__(self, event: bytes) -> None:
+        """``event``: an event with the text ``HOLE``, once."""
+        self._before, self._after = event.split(to_json(HOLE))
+
+    def event(self, text: str) -> bytes:
+        """Return the event with ``text`` in place of ``HOLE``."""
+        return self._before + to_json(text) + self._after
 
 
 class FlowPauser(Protocol):

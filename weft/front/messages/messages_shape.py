@@ -16,13 +16,14 @@ from weft.front.messages.messages_errors import error_body, translated
 from weft.front.protocol.messages.messages_conversion import MessagesFacts
 from weft.front.requests.generation import Generation
 from weft.front.requests.outputs import ChoiceOutput
+from weft.front.requests.serving import AnswerShape
 from weft.text.choice import TextDelta
 from weft.text.token_counts import cache_creation, reasoning_tokens
 
 FORM = StreamForm(named=True, idle=b'event: ping\ndata: {"type": "ping"}\n\n', end=b"")
 
 
-class MessagesShape:
+class MessagesShape(AnswerShape):
     """Answer of one request: a single message."""
 
     form = FORM

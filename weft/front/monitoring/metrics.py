@@ -7,14 +7,18 @@ docs/metrics.txt`` updates the checked-in list.
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from weft.control.links.links import Links
 from weft.front.monitoring import front_tables, tier_metrics
@@ -344,6 +348,32 @@ class _EngineCollector(_LinkCollector):
         return family
 
 
+class TokenTimes(Collector):
+    """Histogram of the time between tokens. A number is added per token, so the histogram takes no lock: only
+    the event loop adds and reads."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], model: str) -> None:
+        self._name, self._text, self._model = f"weft:{name}", text, model
+        self._bounds = tuple(float(bound) for bound in bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, seconds: float, count: int) -> None:
+        """Add ``count`` times ``seconds``."""
+        self._counts[bisect_left(self._bounds, seconds)] += count
+        self._sum += seconds * count
+
+    def cumulative(self) -> list[float]:
+        """Return the number of times up to each bound, and the number of all times."""
+        return list(itertools.accumulate(map(float, self._counts)))
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        bounds = map(floatToGoString, (*self._bounds, math.inf))
+        family.add_metric([self._model], list(zip(bounds, self.cumulative(), strict=True)), self._sum)
+        yield family
+
+
 class Metrics:
     """All metrics of one API server, in private registries. ``links`` are read at each scrape."""
 
@@ -355,11 +385,14 @@ class Metrics:
         self.model = model
         self.engines.register(_EngineCollector(links, model))
         self._own.register(_LinkCollector(links, model))
+        tables = list(HISTOGRAMS)
+        self.inter_token = TokenTimes(*tables.pop(1), model)
+        self._own.register(self.inter_token)
         made = [
             Histogram(f"weft:{name}", text, ["model_name"], buckets=buckets, registry=self._own)
-            for name, text, buckets in HISTOGRAMS
+            for name, text, buckets in tables
         ]
-        self.time_to_first_token, self.inter_token, self.e2e, *rest = (one.labels(model) for one in made)
+        self.time_to_first_token, self.e2e, *rest = (one.labels(model) for one in made)
         self.prompt_tokens, self.generation_tokens, self.longest_choice, *rest = rest
         self.decode, self.time_per_token, self.asked_n, self.asked_tokens, self.computed_tokens = rest
         self.success, self.failure, self.http, self.misses = (
@@ -372,7 +405,7 @@ class Metrics:
     def latencies(self) -> tuple[list[float], list[float]]:
         """Return the cumulative bucket counts of time to first token and of time between tokens, of the
         requests of this API server. ``front_tables.LATENCY_BOUNDS`` has the bounds."""
-        return _bucket_counts(self.time_to_first_token), _bucket_counts(self.inter_token)
+        return _bucket_counts(self.time_to_first_token), self.inter_token.cumulative()
 
     def render(self) -> bytes:
         """Return the exposition of a server with one API server process."""

@@ -59,19 +59,19 @@ class RequestTimes:
         each sequence. An event of several tokens counts as that many equal gaps."""
         if event.cache_miss is not None:
             self._metrics.misses.labels(self._metrics.model, event.cache_miss.reason).inc()
-        if not event.token_ids:
+        count = len(event.token_ids)
+        if not count:
             return
         now = time.monotonic()
         if self._facts is not None:
-            self._facts.output_tokens += len(event.token_ids)
+            self._facts.output_tokens += count
         if self._first is None:
             self.mark("first token")
             self._first = now - self._start
             self._metrics.time_to_first_token.observe(self._first)
-        if event.sequence in self._last:
-            gap = (now - self._last[event.sequence]) / len(event.token_ids)
-            for _ in event.token_ids:
-                self._metrics.inter_token.observe(gap)
+        last = self._last.get(event.sequence)
+        if last is not None:
+            self._metrics.inter_token.add((now - last) / count, count)
         self._last[event.sequence] = now
 
     def done(self, prompt: int, cached: int, generated: Sequence[int], reasons: Sequence[str]) -> None:

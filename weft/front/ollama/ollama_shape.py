@@ -19,6 +19,7 @@ from weft.front.requests.answer_logprobs import chat_logprobs
 from weft.front.requests.generation import Generation
 from weft.front.requests.outputs import ChoiceOutput, OutputCall
 from weft.front.requests.read_pooled import decode_facts
+from weft.front.requests.serving import AnswerShape
 from weft.text.choice import TextDelta
 from weft.text.parsing.events import CallEnd, Content, OutputEvent, Reasoning
 from weft.text.scoring import shown
@@ -26,7 +27,7 @@ from weft.text.scoring import shown
 FORM = StreamForm(idle=b"", end=b"", lines=True)
 
 
-class OllamaShape:
+class OllamaShape(AnswerShape):
     """Answer of one request of /api/chat or /api/generate: one choice."""
 
     form = FORM

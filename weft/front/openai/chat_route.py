@@ -13,13 +13,13 @@ from starlette.responses import Response
 from weft.common.errors import ErrorInfo
 from weft.front.http import answers as r
 from weft.front.http import openapi
-from weft.front.http.streaming import StreamForm
+from weft.front.http.streaming import HOLE, StreamForm, TextEvents
 from weft.front.protocol.chat_request import ChatRequest
 from weft.front.requests.answer_logprobs import chat_logprobs, prompt_logprobs
 from weft.front.requests.context import Front
 from weft.front.requests.generation import Generation
 from weft.front.requests.outputs import ChoiceOutput
-from weft.front.requests.serving import handle
+from weft.front.requests.serving import AnswerShape, handle
 from weft.text.choice import Choice, TextDelta
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 
@@ -36,7 +36,7 @@ def add_chat(app: FastAPI, front: Front) -> None:
         return await handle(front, request, "chat", ChatShape)
 
 
-class ChatShape:
+class ChatShape(AnswerShape):
     """Answers of one chat request, all with the same id, time and model."""
 
     form = StreamForm()
@@ -50,6 +50,10 @@ class ChatShape:
         self._created = int(time.time())
         self._outputs: dict[int, ChoiceOutput] = {}
         """Choice index -> parsed output, for the begun choices of a stream."""
+        self._contents: dict[int, TextEvents] = {}
+        asked = self._asked
+        self._plain = not (asked.usage_in_chunks or asked.return_token_ids)
+        """True if a chunk of content says nothing but the text, unless the chunk has logprobs."""
 
     def opening(self) -> list[r.ChatChunk]:
         """Return the role chunk of every choice, before any content."""
@@ -68,7 +72,29 @@ class ChatShape:
         """Return the chunks of one delta: one per run of events of the same class and call; [] without
         anything to show. The delta is parsed here, so each delta must come once, in order."""
         output = self._output_of(delta.index)
-        deltas = list(self._deltas(output.take(delta)))
+        return self._chunks(delta, output, output.take(delta))
+
+    def events(self, delta: TextDelta) -> list[bytes]:
+        """Return the chunks of one delta as events. Content alone, the frequent case, is put into an event
+        made before."""
+        output = self._output_of(delta.index)
+        found = output.take(delta)
+        if self._plain and len(found) == 1 and delta.finish_reason is None and delta.logprobs is None:
+            text = found[0]
+            if isinstance(text, Content):
+                return [self._content_of(delta.index).event(text.text)]
+        return [self.form.event(chunk) for chunk in self._chunks(delta, output, found)]
+
+    def _content_of(self, index: int) -> TextEvents:
+        """Return the events of a choice's content, created at the first call."""
+        if index not in self._contents:
+            choice = r.ChatChunkChoice(index=index, delta=r.Delta(content=HOLE))
+            self._contents[index] = TextEvents(self.form.event(self._chunk([choice])))
+        return self._contents[index]
+
+    def _chunks(self, delta: TextDelta, output: ChoiceOutput, found: list[OutputEvent]) -> list[r.ChatChunk]:
+        """Return the chunks of one delta, parsed to ``found``."""
+        deltas = list(self._deltas(found))
         shown = delta.logprobs is not None or self._asked.return_token_ids
         # A delta may carry a finish reason, logprobs or token ids without text: send a chunk without text.
         if not deltas and (delta.finish_reason or (shown and delta.token_ids)):

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from weft.common.errors import ErrorInfo
 from weft.front.http import answers as r
 from weft.front.http import openapi
-from weft.front.http.streaming import StreamForm
+from weft.front.http.streaming import HOLE, StreamForm, TextEvents
 from weft.front.openai.prompt_only import PromptOnly
 from weft.front.protocol.completions_request import CompletionRequest
 from weft.front.requests.answer_logprobs import completion_logprobs, prompt_logprobs
@@ -43,7 +43,7 @@ def _shape(generation: Generation) -> AnswerShape:
     return PromptOnly(shape, generation) if generation.job.asked.prompt_only else shape
 
 
-class CompletionShape:
+class CompletionShape(AnswerShape):
     """Answers of one completions request, all with the same id, time and model."""
 
     form = StreamForm()
@@ -58,6 +58,10 @@ class CompletionShape:
         self._echoed: set[int] = set()
         self._offsets: dict[int, _Offsets] = {}
         """Choice index -> text offsets, for choices with logprobs shown."""
+        self._texts: dict[int, TextEvents] = {}
+        asked = self._asked
+        self._plain = not (asked.usage_in_chunks or asked.return_token_ids)
+        """True if a chunk of output says nothing but the text, unless the chunk has logprobs."""
 
     def opening(self) -> list[r.Completion]:
         return []
@@ -95,6 +99,19 @@ class CompletionShape:
                 self._generation.show_weights(completion_choice, delta.index)
             chunks.append(self._answer([completion_choice]))
         return chunks
+
+    def events(self, delta: TextDelta) -> list[bytes]:
+        """Return the chunks of one delta as events. Text alone, the frequent case, is put into an event made
+        before."""
+        plain = self._plain and delta.finish_reason is None and delta.logprobs is None
+        if plain and delta.index in self._echoed:
+            if not delta.text:
+                return []
+            if delta.index not in self._texts:
+                hole = r.CompletionChoice(index=delta.index, text=HOLE)
+                self._texts[delta.index] = TextEvents(self.form.event(self._answer([hole])))
+            return [self._texts[delta.index].event(delta.text)]
+        return [self.form.event(chunk) for chunk in self.chunks(delta)]
 
     def failed(self, error: ErrorInfo) -> list[r.ErrorResponse]:
         return [r.error_response(error)]

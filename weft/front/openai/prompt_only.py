@@ -17,7 +17,7 @@ from weft.text.choice import TextDelta
 from weft.text.logprobs import Logprobs
 
 
-class PromptOnly:
+class PromptOnly(AnswerShape):
     """Answer shape for prompts only; each choice ends with "length".
 
     The output is removed from a generation's choices at their end, so no count includes the output.

@@ -7,13 +7,14 @@ from typing import Any
 from weft.common.errors import ErrorInfo, InvalidRequest
 from weft.front.http.answers import Usage, error_response
 from weft.front.http.streaming import StreamForm
+from weft.front.requests.serving import AnswerShape
 from weft.text.choice import TextDelta
 
 NUMBER_BYTES = 24
 """Maximum bytes of a number in JSON."""
 
 
-class WholeShape:
+class WholeShape(AnswerShape):
     """Part of an ``AnswerShape`` without a stream."""
 
     form = StreamForm()

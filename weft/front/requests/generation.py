@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeAlias
 
 import msgspec
 from msgspec import UnsetType
@@ -43,6 +44,11 @@ MAX_SUBMITTED = 128 << 20
 own copy."""
 MAX_PIXELS = 1 << 30
 """Maximum bytes of pixels in one request's submissions; each choice counts with its own copy."""
+
+
+Show: TypeAlias = Callable[[list[TextDelta]], bool]
+"""Shows deltas to the client at once. Returns False, with nothing shown, if the caller of ``next`` must show
+the deltas. Always False for deltas with an end."""
 
 
 class _Versioned(Protocol):
@@ -95,12 +101,13 @@ class Generation:
         """Choice index -> submission, for the same choices."""
         self._ended_reasoning: set[int] = set()
         """Indices of choices continued in another sequence after the forced end of their reasoning."""
-        self._early: list[TextDelta] = []
-        """Deltas known before the first event of the engine."""
+        self._ready: list[TextDelta] = []
+        """Deltas for the next return of ``next``: known before the first event of the engine, or not shown by
+        the caller's ``show``."""
         self._held_bytes = 0
         """Bytes of the logprobs and routes collected for an answer that is not streamed."""
-        self._failure: WeftError | None = None
-        """Error for the next call of ``next``, found after deltas that the last call returned."""
+        self._failure: Exception | None = None
+        """Error for the next call of ``next``, found after deltas that were returned or shown."""
 
     def show_weights(self, answer: _Versioned, index: int) -> None:
         """Set the versions of the weights of a choice in ``answer``, once the server has had new weights."""
@@ -218,7 +225,7 @@ class Generation:
             # Budget 0: the end marker is output before the engine starts, so the submission includes the
             # marker.
             if budget.spent and (forced := self._force_end(choice)) is not None:
-                self._early.append(forced)
+                self._ready.append(forced)
                 emitted = ids_to_bytes(choice.token_ids)
                 self._submits[number] = msgspec.structs.replace(self._submits[number], emitted_ids=emitted)
 
@@ -238,7 +245,7 @@ class Generation:
         self._flow = links.submit(submits, self._times.event, self._hashes, self._times.context)
         # One timer for the whole request: a time-out around each wait would cost two timers per token.
         self._timer = asyncio.get_running_loop().call_at(self._deadline, self._late)
-        if self._early:
+        if self._ready:
             self._flow.wake()
 
     def _check_versions(self, submits: list[Submit]) -> None:
@@ -274,21 +281,50 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """True if every choice has ended without an error."""
-        return self._failure is None and all(choice.finished for choice in self.choices)
+        """True if every choice has ended without an error, and ``next`` has returned all deltas."""
+        return self._failure is None and not self._ready and all(choice.finished for choice in self.choices)
 
-    async def next(self) -> list[TextDelta]:
+    async def next(self, show: Show | None = None) -> list[TextDelta]:
         """Wait for events and return the deltas since the last call; may be empty, for example after a
         wake-up. After ``abort``, every open choice gets its last delta. Raises WeftError for a failed
-        request, after all deltas before the failure were returned."""
-        if self._failure is not None:
+        request, after all deltas before the failure were returned.
+
+        ``show``: shows deltas at once during the wait. ``next`` returns only deltas that were not shown.
+        """
+        if self._failure is not None and not self._ready:
             raise self._failure
-        events = await self.flow.next()
-        deltas, self._early = self._early, []
+        taker = None if show is None else functools.partial(self._take_at_once, show)
+        try:
+            events = await self.flow.next(taker)
+        except WeftError:
+            if not self._ready:
+                raise
+            events = []  # the next call raises the error again
+        return self._take(events)
+
+    def _take_at_once(self, show: Show, events: list[TokenEvent]) -> bool:
+        """Take events while the caller of ``next`` waits. Return True if ``show`` has shown all deltas; else
+        ``next`` returns the deltas, or raises the error."""
+        try:
+            deltas = self._take(events)
+            if self._failure is None and show(deltas):
+                return True
+            self._ready = deltas
+        except Exception as error:
+            self._failure = error
+        return False
+
+    def _take(self, events: list[TokenEvent]) -> list[TextDelta]:
+        """Return the deltas that are ready, and those of ``events``. An error behind deltas becomes
+        ``_failure``. Raises WeftError for an error without deltas before."""
+        deltas, self._ready = self._ready, []
+        if self._failure is not None:
+            return deltas
         try:
             for event in events:
-                for delta in self._take(event):
-                    deltas.append(delta)  # one by one: deltas before an error stay
+                # With reasoning budgets, the event is taken token by token. The deltas before an error stay.
+                for part in single(event) if self._budgets else (event,):
+                    deltas += self._take_all(part)
         except WeftError as error:
             if not deltas:
                 raise
@@ -297,11 +333,6 @@ class Generation:
         if self._aborted:
             deltas += self._cut()
         return deltas
-
-    def _take(self, event: TokenEvent) -> Iterator[TextDelta]:
-        """Yield the deltas of one event. With reasoning budgets, the event is taken token by token."""
-        for part in single(event) if self._budgets else (event,):
-            yield from self._take_all(part)
 
     def _take_all(self, event: TokenEvent) -> list[TextDelta]:
         """Apply one event to its choice and return the deltas; [] for an event without visible change. A
@@ -324,8 +355,9 @@ class Generation:
             raise ReportedError(delta.error)
         if delta.finish_reason == "abort":
             raise EngineDead("the engine aborted the request")
-        self._hold(0 if delta.logprobs is None else delta.logprobs.nbytes)
-        return [delta, *self._watch_reasoning(choice, delta)]
+        if delta.logprobs is not None:
+            self._hold(delta.logprobs.nbytes)
+        return [delta, *self._watch_reasoning(choice, delta)] if self._budgets else [delta]
 
     def _watch_reasoning(self, choice: Choice, delta: TextDelta) -> list[TextDelta]:
         """Count ``delta`` against the choice's budget, and force the end of the reasoning at the limit. The

@@ -60,7 +60,11 @@ class ChoiceOutput:
     def take(self, delta: TextDelta) -> list[OutputEvent]:
         """Parse ``delta`` and return the new events, with call ids filled in. Adds the events to content,
         reasoning and calls. The choice's last delta closes the parser; a cut output completes no call."""
-        found = [*self._parser.feed(delta.text)] if delta.text else []
+        found = self._parser.feed(delta.text) if delta.text else []
+        if len(found) == 1 and delta.finish_reason is None and isinstance(found[0], Content):
+            self._content.append(found[0].text)  # the frequent case
+            return found
+        found = [*found]
         if delta.finish_reason is not None and not self._closed:
             self._closed = True
             cut = delta.finish_reason != "stop" or isinstance(delta.stop_reason, str)

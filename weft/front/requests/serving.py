@@ -23,11 +23,20 @@ from weft.common.log import get_logger
 from weft.front.http.access import key_of
 from weft.front.http.answers import Usage, explains
 from weft.front.http.body import Upload, read_json
-from weft.front.http.streaming import JSON, EventStream, Silence, StreamForm, unless_gone, watched, within
+from weft.front.http.direct import DIRECT, DirectWriter
+from weft.front.http.streaming import (
+    JSON,
+    EventStream,
+    Silence,
+    StreamForm,
+    unless_gone,
+    watched,
+    within,
+)
 from weft.front.monitoring.request_times import RequestTimes
 from weft.front.requests.batch_generation import SHARE, generation_of, times_of
 from weft.front.requests.context import Front
-from weft.front.requests.generation import Generation
+from weft.front.requests.generation import Generation, Show
 from weft.front.requests.reading import Job
 from weft.text.choice import TextDelta
 
@@ -62,6 +71,10 @@ class AnswerShape(Protocol):
 
     def chunks(self, delta: TextDelta) -> list[Any]:
         """Return the chunks of one delta."""
+
+    def events(self, delta: TextDelta) -> list[bytes]:
+        """Return the chunks of one delta as events. A shape may have a shorter way for frequent events."""
+        return [self.form.event(chunk) for chunk in self.chunks(delta)]
 
     def closing(self, usage: Usage) -> list[Any]:
         """Return the chunks after the last delta."""
@@ -151,7 +164,8 @@ async def handle(
         except Exception as error:
             times.failed(error.info().code if isinstance(error, WeftError) else "internal_error")
             raise
-        events = _events(front, request.receive, generation, shape, first, times)
+        direct = request.scope.get(DIRECT)
+        events = _events(front, request.receive, generation, shape, first, times, direct)
         return EventStream(
             events,
             deadline + SEND_GRACE,
@@ -252,10 +266,30 @@ async def _first(generation: Generation) -> list[TextDelta]:
 async def _encode(front: Front, shape: AnswerShape, delta: TextDelta) -> list[bytes]:
     """Return the events of one delta as bytes. Many logprobs are encoded in a thread."""
 
-    def encode() -> list[bytes]:
-        return [shape.form.event(chunk) for chunk in shape.chunks(delta)]
+    if shape.weight(delta) < HEAVY:
+        return shape.events(delta)
+    return await front.in_thread(functools.partial(shape.events, delta))
 
-    return encode() if shape.weight(delta) < HEAVY else await front.in_thread(encode)
+
+def _shown(shape: AnswerShape, silence: Silence, direct: DirectWriter) -> Show:
+    """Return a function that writes the events of deltas to the connection at once. The function shows
+    nothing if the client does not read, or if the events must be encoded in a thread."""
+
+    def show(deltas: list[TextDelta]) -> bool:
+        if not direct.ready:
+            return False
+        for delta in deltas:
+            if delta.finish_reason is not None or shape.weight(delta) >= HEAVY:
+                return False
+        made: list[bytes] = []
+        for delta in deltas:
+            made += shape.events(delta)
+        if made:
+            direct.write(made[0] if len(made) == 1 else b"".join(made))
+            silence.sent()
+        return True
+
+    return show
 
 
 async def _encode_end(front: Front, shape: AnswerShape, usage: Usage) -> list[bytes]:
@@ -275,15 +309,20 @@ async def _events(
     shape: AnswerShape,
     first: Sequence[TextDelta],
     times: RequestTimes,
+    direct: DirectWriter | None = None,
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream, ``first`` included, with keep-alive comments. A failure becomes the
     last event, and nothing is raised; a disconnected client gets nothing more. The outcome is recorded in
-    ``times``."""
+    ``times``.
+
+    ``direct``: takes events at once, in place of a yield, while this generator waits for events. All bytes
+    yielded before have been sent by then."""
     try:
         async with watched(receive, generation.flow):
             with Silence(generation.flow) as silence:
                 deltas = first
                 opened = False
+                show = None if direct is None else _shown(shape, silence, direct)
                 while True:
                     # The opening waits for the first delta, so that keep-alive comments may come before the
                     # opening.
@@ -297,7 +336,7 @@ async def _events(
                             silence.sent()
                     if generation.done:
                         break
-                    deltas = await generation.next()
+                    deltas = await generation.next(show if opened else None)
                     if silence.due:
                         if shape.form.idle:
                             yield shape.form.idle

@@ -15,6 +15,7 @@ from weft.front.protocol.responses.conversion import kept_items, unpacked
 from weft.front.requests.answer_logprobs import chat_logprobs
 from weft.front.requests.generation import Generation
 from weft.front.requests.outputs import ChoiceOutput
+from weft.front.requests.serving import AnswerShape
 from weft.front.responses import responses_events as e
 from weft.front.responses.content import Items
 from weft.front.responses.response_store import ResponseStore, Stored
@@ -25,7 +26,7 @@ from weft.text.token_counts import cache_creation, reasoning_tokens
 FORM = StreamForm(named=True, end=b"")
 
 
-class ResponsesShape:
+class ResponsesShape(AnswerShape):
     """Answer of one request: a single response."""
 
     form = FORM

@@ -17,6 +17,7 @@ from weft.front.protocol.tokens_request import TokensFacts
 from weft.front.requests.answer_logprobs import bounded, json_array, prompt_logprobs
 from weft.front.requests.binary_logprobs import BinaryLogprobs, binary_pieces
 from weft.front.requests.generation import Generation
+from weft.front.requests.serving import AnswerShape
 from weft.text.choice import Choice, TextDelta, routed_experts
 from weft.text.logprobs import Logprobs, PositionLogprobs
 
@@ -90,7 +91,7 @@ class TokensChunk(msgspec.Struct, kw_only=True):
     """In the first chunk, if requested."""
 
 
-class TokensShape:
+class TokensShape(AnswerShape):
     """Answers of one request, all with the same id."""
 
     form = StreamForm()
