@@ -54,13 +54,8 @@ class Writer:
     ) -> np.ndarray:
         """Write one record. Return the entry, ``ENTRY`` [1]. Raises OSError: then the record does not
         count."""
-        identity, whole = self.segment.identity, layout.padded(nbytes)
-        seeds = layout.seeds_of(identity, record, nbytes)
-        made = digest(buffer.payload, layout.spans_of(nbytes), seeds)
-        entry = layout.entry_of(record, owner, self._end, nbytes, now)
-        buffer.memory[:PAGE] = np.frombuffer(layout.header_page(identity, entry, made), np.uint8)
-        # The rest of the last page must not hold bytes of an earlier record of another client.
-        buffer.memory[PAGE + nbytes : PAGE + whole] = 0
+        whole = layout.padded(nbytes)
+        entry = framed(self.segment.identity, record, buffer, nbytes, owner, self._end, now, digest)
         self._disk.write(self._fd, buffer.memory[: PAGE + whole], self._end)
         self._end += PAGE + whole
         return entry
@@ -87,3 +82,23 @@ class Writer:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def framed(
+    identity: Identity,
+    record: RecordId,
+    buffer: RecordBuffer,
+    nbytes: int,
+    owner: Owner,
+    offset: int,
+    now: float,
+    digest: Digests,
+) -> np.ndarray:
+    """Write the header of a record at ``offset`` of a segment before the payload, and zeros behind the
+    payload. Return the entry, ``ENTRY`` [1]."""
+    made = digest(buffer.payload, layout.spans_of(nbytes), layout.seeds_of(identity, record, nbytes))
+    entry = layout.entry_of(record, owner, offset, nbytes, now)
+    buffer.memory[:PAGE] = np.frombuffer(layout.header_page(identity, entry, made), np.uint8)
+    # The rest of the last page must not hold bytes of an earlier record of another client.
+    buffer.memory[PAGE + nbytes : PAGE + layout.padded(nbytes)] = 0
+    return entry

@@ -1,0 +1,86 @@
+"""The contract of an object store, and the object stores by URL.
+
+s3://bucket/prefix, gs://.., az://.., file:///folder    package obstore (``pip install "weft[s3]"``)
+mooncake://master:50051/prefix                          package mooncake-transfer-engine
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+from weft.common.errors import ConfigError
+
+FLAG = "--kv-remote"
+_OBSTORE = ("s3", "s3a", "gs", "az", "abfs", "abfss", "file")
+MOST_LISTED = 20_000
+"""Maximum objects that one ``list`` returns, in order of their names."""
+
+
+class RemoteError(Exception):
+    """A request to the object store that failed."""
+
+
+class ObjectGone(RemoteError):
+    """There is no such object."""
+
+
+class Listed(NamedTuple):
+    """An object."""
+
+    name: str
+    nbytes: int
+
+
+class Objects(Protocol):
+    """Objects under one prefix. Names are ``folder/file``. All coroutines run on one event loop, may be
+    cancelled at any time, and raise RemoteError."""
+
+    async def list(self, folder: str, after: str) -> Sequence[Listed]:
+        """Return objects of ``folder`` with names above ``after``, in order of names, at most
+        ``MOST_LISTED``. ``folder`` "": of all folders."""
+
+    async def get(self, name: str, offset: int, nbytes: int) -> memoryview:
+        """Return bytes of an object, fewer at the end. Raises ObjectGone."""
+
+    async def put(self, name: str, data: memoryview) -> None:
+        """Create an object. Readers see the whole object or none."""
+
+    async def delete(self, name: str) -> None:
+        """Remove an object, if there is one."""
+
+
+def check_url(url: str) -> None:
+    """Raise ConfigError for a URL that no object store takes, or whose package is missing."""
+    parts = urlsplit(url)
+    if parts.scheme == "mooncake":
+        package, module, install = "mooncake.store", "mooncake", "mooncake-transfer-engine"
+    elif parts.scheme in _OBSTORE:
+        package, module, install = "obstore", "obstore", '"weft[s3]"'
+    else:
+        known = ", ".join(f"{scheme}://" for scheme in (*_OBSTORE, "mooncake"))
+        raise ConfigError(f"{FLAG} {url} is no URL of an object store: use one of {known}", param=FLAG)
+    if not parts.netloc and parts.scheme != "file":
+        raise ConfigError(f"{FLAG} {url} names no bucket: use {parts.scheme}://bucket/prefix", param=FLAG)
+    if parts.username or parts.password:
+        raise ConfigError(
+            f"{FLAG}: credentials do not belong into the URL, which processes and logs show. Set the "
+            "variables of the store, such as AWS_ACCESS_KEY_ID",
+            param=FLAG,
+        )
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"{FLAG} {url} requires the package {package}: pip install {install}", param=FLAG)
+
+
+def open_objects(url: str) -> Objects:
+    """Return the object store of a URL. Makes no request, except for Mooncake. Raise ConfigError."""
+    check_url(url)
+    if url.startswith("mooncake:"):
+        from weft.store.remote.mooncake import MooncakeObjects
+
+        return MooncakeObjects(url)
+    from weft.store.remote.s3 import ObstoreObjects
+
+    return ObstoreObjects(url)
