@@ -185,7 +185,7 @@ def test_computing_is_chosen_when_quicker() -> None:
     kv, disk = kv_config(), FakeDisk()
     ask(TierRig(kv, disk=disk), submit(0, PROMPT))
     rig = TierRig(kv, disk=disk)
-    rig.loads.speed.rate = 1e-3
+    rig.loads.speeds.levels[1].rate = 1e-3
     assert ask(rig, submit(0, PROMPT)) == 0
     assert rig.loads.stats().loads == {"slower": 1}
 
@@ -355,7 +355,7 @@ def test_failed_loads_do_not_make_the_disk_slow() -> None:
     [(command, _)] = rig.under_way
     rig.under_way.clear()
     rig.loads.on(Copied(command.job, bytes([BlockOutcome.GONE]) * command.size, 0, 1e-3), rig.now)
-    assert rig.loads.speed.seconds(1 << 40) == 0
+    assert rig.loads.speeds.levels[1].seconds(1 << 40) == 0
     rig.settle()
 
     speed = LoadSpeed()
@@ -420,11 +420,11 @@ def test_later_prompts_do_not_cut_the_load_in_front() -> None:
         rig.submit(submit(number, prompt))
     loads = list(rig.loads._loads.values())
     assert len(loads) > 2
-    assert all(load.nbytes == rig.loads.book.bytes_of(load.left) for load in loads)
+    assert all(sum(load.nbytes) == rig.loads.book.bytes_of(load.left) for load in loads)
     front = loads[0]
     needs = rig.loads._compute_seconds(front.before, front.reach)
-    rig.loads.speed.rate = 1.5 * front.nbytes / needs  # enough for the front alone
-    rig.loads._look(front, 0, rig.now)
+    rig.loads.speeds.levels[1].rate = 1.5 * sum(front.nbytes) / needs  # enough for the front alone
+    rig.loads._look(front, [0, 0, 0], rig.now)
     assert front.sequence.loading
     rig.loads._look(loads[1], front.nbytes, rig.now)
     assert not loads[1].sequence.loading

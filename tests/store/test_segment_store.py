@@ -94,7 +94,7 @@ def test_two_stores_share_a_folder(tmp_path):
     put(one, record(3))
     one.seal()
     one.scan()
-    assert one.take_changes() == ([(0, record(3).key)], [(0, record(1).key)])
+    assert one.take_changes() == ([(0, record(3).key)], [(0, record(1).key)], False)
     assert not one.stats().corrupt
 
 

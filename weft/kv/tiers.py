@@ -28,7 +28,18 @@ from weft.config.resolved import KVConfig
 from weft.kv.caches import Caches, agreed
 from weft.kv.pool import NULL_BLOCK
 from weft.kv.tier_kinds import TierKind
-from weft.types.tiers import BlockOutcome, CopyBlocks, Entry, Owner, StoreMode, copy_of
+from weft.types.tiers import (
+    DISK,
+    EVERY,
+    LEVELS,
+    REMOTE,
+    BlockOutcome,
+    CopyBlocks,
+    Entry,
+    Owner,
+    StoreMode,
+    copy_of,
+)
 
 SHARE = 0.25
 """Maximum share of each pool for blocks of copies under way. A disk that never answers costs this share."""
@@ -73,13 +84,18 @@ class Copied(NamedTuple):
     outcomes: bytes
     nbytes: int = 0
     seconds: float = 0.0
+    levels: bytes = b""
+    """Of stored blocks: the levels that every rank has stored each block in. b"": the disk."""
 
 
 class Changed(NamedTuple):
-    """Blocks came to the store, or left the store, without a command."""
+    """Blocks came to a level, or left the level, without a command."""
 
     added: Sequence[Entry]
     gone: Sequence[Entry]
+    level: int = DISK
+    whole: bool = False
+    """True if all earlier blocks of the level are gone, too."""
 
 
 class Stopped(NamedTuple):
@@ -128,6 +144,8 @@ class _Job:
     items: list[tuple[int, int, bytes]]
     """(KV cache group, block, key)."""
     nbytes: int
+    place: int
+    """Of a load: place of the level in ``LEVELS``. One command loads from one level."""
     due: float
     """Time after which the disk counts as stuck."""
     void: bool = False
@@ -157,7 +175,12 @@ class TierBook:
         self._most = [max(1, int(SHARE * kind.num_blocks)) for kind in caches.kinds]
         self._held = [0] * len(caches.kinds)
         """Blocks of commands under way, for each KV cache group."""
-        self._disk: list[set[bytes]] = [set() for _ in caches.kinds]
+        self._there: list[dict[bytes, int]] = [{} for _ in caches.kinds]
+        """The levels that have each stored block, for each KV cache group."""
+        self.blocks = [0] * len(LEVELS)
+        """Number of blocks in each level."""
+        self.loaded = [0] * len(LEVELS)
+        """Number of blocks loaded from each level."""
         self._storing: set[Entry] = set()
         self._loading: set[Entry] = set()
         self._wanted: OrderedDict[Entry, tuple[Owner, str]] = OrderedDict()
@@ -173,6 +196,8 @@ class TierBook:
         """Why the store is off; "" while the store works."""
         self.stored: dict[str, int] = {}
         """Blocks stored, by reason."""
+        self.stored_in: list[dict[str, int]] = [{} for _ in LEVELS]
+        """The same for each level."""
         self.skipped: dict[str, int] = {}
         """Blocks not stored, by reason."""
         self.failed: dict[Entry, BlockOutcome] = {}
@@ -187,15 +212,15 @@ class TierBook:
             return "loading"
         if entry in self._storing:
             return "storing"
-        if key in self._disk[kind]:
+        if key in self._there[kind]:
             return "disk"
         return "resident" if self._caches.kinds[kind].pool.find(key) != NULL_BLOCK else ""
 
     def hit(self, hashes: Sequence[bytes], limit: int) -> int:
         """Return the longest prefix, at most ``limit``, that pool and store have together. In tokens."""
-        if self.off or not any(self._disk):
+        if self.off or not any(self._there):
             return self._caches.hit(hashes, limit)
-        each = zip(self.kinds, self._disk, strict=True)
+        each = zip(self.kinds, self._there, strict=True)
         return agreed([partial(kind.hit, hashes, disk) for kind, disk in each], limit)
 
     def missing(self, hashes: Sequence[bytes], reach: int) -> list[Entry]:
@@ -213,6 +238,12 @@ class TierBook:
     def bytes_of(self, entries: Sequence[Entry]) -> int:
         """Return the bytes of blocks on one rank."""
         return sum(self._bytes[kind] for kind, _ in entries)
+
+    def place_of(self, entry: Entry) -> int:
+        """Return the place in ``LEVELS`` of the quickest level with the block; of the slowest level for a
+        block that is in none."""
+        levels = self._there[entry[0]].get(entry[1], REMOTE)
+        return (levels & -levels).bit_length() - 1
 
     def room(self, entries: Sequence[Entry], promised: Sequence[int]) -> int:
         """Return how many of the leading ``entries`` one command can load now; 0 while no command may start.
@@ -245,10 +276,17 @@ class TierBook:
         """Return True if the disk has not answered a command for too long."""
         return any(job.due < now for job in self._jobs.values())
 
+    def loads_from(self, job: int) -> int:
+        """Return the place in ``LEVELS`` of the level that the command ``job``, under way, loads from."""
+        return self._jobs[job].place
+
     @property
-    def loading_bytes(self) -> int:
-        """Bytes that commands under way load on each rank."""
-        return sum(job.nbytes for job in self._jobs.values() if job.load)
+    def loading_bytes(self) -> list[int]:
+        """Bytes that commands under way load on each rank, of each level."""
+        found = [0] * len(LEVELS)
+        for job in self._jobs.values():
+            found[job.place] += job.nbytes * job.load
+        return found
 
     @property
     def busy(self) -> bool:
@@ -262,8 +300,8 @@ class TierBook:
 
     @property
     def num_stored(self) -> int:
-        """Number of blocks in the store."""
-        return sum(map(len, self._disk))
+        """Number of blocks in the levels together."""
+        return sum(map(len, self._there))
 
     # ---- events
 
@@ -277,11 +315,13 @@ class TierBook:
                 actions.append(self._load(entries, now))
             case Copied():
                 actions += self._copied(event)
-            case Changed(added, gone):
-                for kind, key in added:
-                    self._disk[kind].add(key)
+            case Changed(added, gone, level, whole):
+                if whole:
+                    gone = [(kind, key) for kind, keys in enumerate(self._there) for key in keys]
                 for kind, key in gone:
-                    self._disk[kind].discard(key)
+                    self._remove(kind, key, level)
+                for kind, key in added:
+                    self._put(kind, key, level)
             case Stopped(why):
                 self._stop(why)
             case Flushed():
@@ -296,6 +336,21 @@ class TierBook:
                 self._wanted.clear()
         actions += self._store(now)
         return actions
+
+    def _put(self, kind: int, key: bytes, levels: int) -> None:
+        """Note that ``levels`` have the block."""
+        before = self._there[kind].get(key, 0)
+        self._there[kind][key] = before | levels
+        for place in range(len(LEVELS)):
+            self.blocks[place] += (levels & ~before) >> place & 1
+
+    def _remove(self, kind: int, key: bytes, levels: int = EVERY) -> None:
+        """Note that ``levels`` have the block no more."""
+        before = self._there[kind].pop(key, 0)
+        if before & ~levels:
+            self._there[kind][key] = before & ~levels
+        for place in range(len(LEVELS)):
+            self.blocks[place] -= (before & levels) >> place & 1
 
     def _void(self, *, loads_only: bool = False) -> None:
         """Let the results of commands under way not count."""
@@ -320,7 +375,7 @@ class TierBook:
         for number, (kind, last) in enumerate(zip(self.kinds, lasts, strict=True)):
             for key in kind.resident(hashes):
                 entry = (number, key)
-                if key in self._disk[number] or entry in self._storing or entry in self._wanted:
+                if key in self._there[number] or entry in self._storing or entry in self._wanted:
                     continue
                 if self._mode == "all":
                     reason = "all"
@@ -424,7 +479,8 @@ class TierBook:
         for kind, _, _ in items:
             self._held[kind] += 1
         nbytes = sum(self._bytes[kind] for kind, _, _ in items)
-        self._jobs[self._number] = _Job(load, items, nbytes, now + STUCK_S)
+        place = self.place_of((items[0][0], items[0][2])) if load else 0
+        self._jobs[self._number] = _Job(load, items, nbytes, place, now + STUCK_S)
         return copy_of(self._number, load, items, owner)
 
     def _copied(self, copied: Copied) -> Iterator[TierAction]:
@@ -432,18 +488,23 @@ class TierBook:
         job = self._jobs.pop(copied.job, None)
         if job is None:
             return
-        for (kind, block, key), outcome in zip(job.items, copied.outcomes, strict=True):
+        levels = copied.levels or bytes([DISK]) * len(job.items)
+        for (kind, block, key), outcome, stored in zip(job.items, copied.outcomes, levels, strict=True):
             entry, done = (kind, key), outcome == BlockOutcome.DONE
             self._held[kind] -= 1
             if job.load:
                 self._loading.discard(entry)
+                self.loaded[job.place] += done
                 self._landed(entry, block, BlockOutcome(outcome), job.void)
             else:
                 self._storing.discard(entry)
                 reason = self._reasons.pop(entry, "all")
                 if done and not job.void:
-                    self._disk[kind].add(key)
+                    self._put(kind, key, stored)
                     self.failed.pop(entry, None)
+                    for place, counts in enumerate(self.stored_in):
+                        if stored >> place & 1:
+                            counts[reason] = counts.get(reason, 0) + 1
                     self.stored[reason] = self.stored.get(reason, 0) + 1
                 elif not done:
                     self._skip(BlockOutcome(outcome).name.lower())
@@ -462,7 +523,7 @@ class TierBook:
         """
         kind, key = entry
         if outcome in (BlockOutcome.CORRUPT, BlockOutcome.GONE):
-            self._disk[kind].discard(key)
+            self._remove(kind, key)
         if outcome == BlockOutcome.DONE and not void:
             self._caches.kinds[kind].pool.insert(block, key)
             self.failed.pop(entry, None)
@@ -474,8 +535,9 @@ class TierBook:
         for _ in self._wanted:
             self._skip("off")
         self._wanted.clear()
-        for disk in self._disk:
-            disk.clear()
+        for there in self._there:
+            there.clear()
+        self.blocks = [0] * len(LEVELS)
 
     def _skip(self, reason: str) -> None:
         self.skipped[reason] = self.skipped.get(reason, 0) + 1

@@ -54,6 +54,11 @@ class RecordStore(ABC):
         self._counts = Counter[str]()
         self._counting = threading.Lock()
 
+    @property
+    def away(self) -> bool:
+        """True while the store does not answer, and may answer again."""
+        return False
+
     @abstractmethod
     def write(self, record: RecordId, buffer: RecordBuffer, nbytes: int, owner: Owner = Owner()) -> str:
         """Store ``buffer.payload[:nbytes]``. Return "" if the record is stored, else the reason; "there" if

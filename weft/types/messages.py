@@ -80,7 +80,7 @@ SENT_SINCE = 2
 TIER_SINCE = 3
 """Version that added ``EngineStats.tier`` and ``FlushTier``."""
 ROUTES_SINCE = 4
-"""Version that added ``Submit.routes`` and ``Submit.forced``."""
+"""Version that added ``Submit.routes``, ``Submit.forced`` and ``TierStats.levels``."""
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
 """Salt of probe sequences. API servers send probe sequences to check if an engine process produces tokens."""
@@ -545,6 +545,8 @@ def stats_in(version: int, stats: EngineStats) -> EngineStats:
         stats = msgspec.structs.replace(stats, tier=None, prefix_resets=0, forgotten_blocks=0)
     if version < ROUTES_SINCE:
         stats = msgspec.structs.replace(stats, routed_tokens=0)
+        if stats.tier is not None:
+            stats = msgspec.structs.replace(stats, tier=msgspec.structs.replace(stats.tier, levels={}))
     if version >= SENT_SINCE:
         return stats
     moves = {

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from weft.common.errors import ConfigError
-from weft.store.remote.objects import FLAG, MOST_LISTED, Listed, ObjectGone, RemoteError
+from weft.config.sizing.remote_url import FLAG
+from weft.store.remote.objects import MOST_LISTED, Listed, ObjectGone, RemoteError
 
 _T = TypeVar("_T")
 _WINDOW = 256
@@ -44,6 +45,8 @@ class MooncakeObjects:
         self._store: Any = MooncakeDistributedStore()
         self._ends: dict[str, int] = {}
         """Folder -> first number of its log that was free at the last look."""
+        self._noted = set[str]()
+        """Folders that are in the log of folders."""
         self._sizes: dict[str, int] = {}
         """Object -> bytes, of all entries of logs so far."""
         failed = self._store.setup(
@@ -118,9 +121,10 @@ class MooncakeObjects:
             if failed:
                 raise RemoteError(f"Mooncake did not take an object ({failed})")
         folder = name.partition("/")[0]
-        if folder not in self._ends:
-            self._log(_FOLDERS)
-            self._note(_FOLDERS, folder)
+        if folder not in self._noted:
+            if folder not in self._log(_FOLDERS):
+                self._note(_FOLDERS, folder)
+            self._noted.add(folder)
             self._log(folder)
         self._note(folder, f"{name} {len(data)}")
 

@@ -6,15 +6,11 @@ mooncake://master:50051/prefix                          package mooncake-transfe
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
-from urllib.parse import urlsplit
 
-from weft.common.errors import ConfigError
+from weft.config.sizing.remote_url import check_url
 
-FLAG = "--kv-remote"
-_OBSTORE = ("s3", "s3a", "gs", "az", "abfs", "abfss", "file")
 MOST_LISTED = 20_000
 """Maximum objects that one ``list`` returns, in order of their names."""
 
@@ -50,28 +46,6 @@ class Objects(Protocol):
 
     async def delete(self, name: str) -> None:
         """Remove an object, if there is one."""
-
-
-def check_url(url: str) -> None:
-    """Raise ConfigError for a URL that no object store takes, or whose package is missing."""
-    parts = urlsplit(url)
-    if parts.scheme == "mooncake":
-        package, module, install = "mooncake.store", "mooncake", "mooncake-transfer-engine"
-    elif parts.scheme in _OBSTORE:
-        package, module, install = "obstore", "obstore", '"weft[s3]"'
-    else:
-        known = ", ".join(f"{scheme}://" for scheme in (*_OBSTORE, "mooncake"))
-        raise ConfigError(f"{FLAG} {url} is no URL of an object store: use one of {known}", param=FLAG)
-    if not parts.netloc and parts.scheme != "file":
-        raise ConfigError(f"{FLAG} {url} names no bucket: use {parts.scheme}://bucket/prefix", param=FLAG)
-    if parts.username or parts.password:
-        raise ConfigError(
-            f"{FLAG}: credentials do not belong into the URL, which processes and logs show. Set the "
-            "variables of the store, such as AWS_ACCESS_KEY_ID",
-            param=FLAG,
-        )
-    if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"{FLAG} {url} requires the package {package}: pip install {install}", param=FLAG)
 
 
 def open_objects(url: str) -> Objects:

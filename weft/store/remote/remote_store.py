@@ -270,6 +270,7 @@ class RemoteStore(RecordStore):
         if self._away is None:
             _log.warning("the remote KV store does not answer (%s); its blocks are computed", error)
         self._away = time.monotonic() + self._backoff
+        self._requests.soon(self._wake.set)
 
     # On the event loop
 

@@ -40,6 +40,10 @@ class Requests:
         """Begin ``work`` and return. ``work`` handles all errors."""
         asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def soon(self, work: Callable[[], object]) -> None:
+        """Call ``work`` on the event loop."""
+        self._loop.call_soon_threadsafe(work)
+
     async def one(self, work: Callable[[], Coroutine[Any, Any, _T]], seconds: float) -> _T:
         """Return the result of one request, once fewer than ``MOST_IN_FLIGHT`` are under way. Raises
         RemoteError, also after ``seconds`` without an answer. For coroutines of the loop."""

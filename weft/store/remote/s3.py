@@ -12,7 +12,8 @@ from obstore.exceptions import BaseError, NotFoundError
 from obstore.store import from_url
 
 from weft.common.errors import ConfigError
-from weft.store.remote.objects import FLAG, MOST_LISTED, Listed, ObjectGone, RemoteError
+from weft.config.sizing.remote_url import FLAG
+from weft.store.remote.objects import MOST_LISTED, Listed, ObjectGone, RemoteError
 
 _CONNECT, _REQUEST = "2s", "30s"
 """Time-outs. Callers have shorter deadlines of their own."""
