@@ -1,8 +1,9 @@
 """The disk tier: blocks of the KV cache in files that outlive the process.
 
     write       appends a record to this process's segment: header and payload in one system call
-    seal        ends the segment with a footer; from then on, other processes read the segment
-    scan        finds sealed segments of other processes, and segments of processes that died
+    publish     writes a footer behind the records so far: other processes read these records
+    seal        ends the segment with a footer
+    scan        finds published segments of other processes, and segments of processes that died
     find, read  look a block up in memory; read a record and check every digest
     maintain    age, budget, times of use
 
@@ -42,6 +43,8 @@ _LEAST_SEGMENTS = 8
 """A segment takes at most this fraction of the budget, so that eviction never removes most of the store."""
 _LONGEST_OPEN_S = 3600.0
 """Age at which a segment is sealed."""
+_PUBLISH_S = 5.0
+"""Seconds between two footers of an open segment, for other processes with the folder."""
 _MAINTAIN_S = 10.0
 """Seconds between two looks at all files: 20 ms of CPU time for 800 files."""
 _NOBODY = Owner()
@@ -83,7 +86,7 @@ class SegmentStore(RecordStore):
         self._scanner = Scanner(self._disk, self._folder, self._namespace, self._index, digest)
         self._tokens, self._filled = settings.write_rate, now()
         """Bytes that may be written now, and the time of this number."""
-        self._maintained = -_MAINTAIN_S
+        self._maintained = self._published = -_MAINTAIN_S
         self._skipped = Counter[str]()
         self.scan()
         with self._guarded():
@@ -115,7 +118,7 @@ class SegmentStore(RecordStore):
             self._count("gone", gone)
 
     def maintain(self) -> None:
-        """Seal an old segment. Every ``_MAINTAIN_S`` seconds also apply age and budget, and save the times of
+        """Seal an old segment, or publish new records. Every ``_MAINTAIN_S`` seconds also apply age and budget, and save the times of
         use."""
         with self._guarded():
             now, longest = self._now(), _LONGEST_OPEN_S
@@ -123,6 +126,9 @@ class SegmentStore(RecordStore):
                 longest = min(longest, self._settings.ttl / 8)
             if self._writer is not None and now - self._writer.opened > longest:
                 self._seal()
+            elif self._writer is not None and not 0 <= now - self._published < _PUBLISH_S:
+                self._published = now
+                self._writer.publish(self._digest)
             if 0 <= now - self._maintained < _MAINTAIN_S:
                 return
             self._maintained = now

@@ -39,6 +39,8 @@ class Writer:
             raise
         self.segment = Segment(path, identity, np.zeros(0, ENTRY), sealed=False)
         self._end = PAGE
+        self._published = 0
+        """Records in the footer of the last ``publish``."""
 
     def fits(self, nbytes: int) -> bool:
         """Return True if a record with ``nbytes`` of payload and the footer fit in the segment."""
@@ -55,10 +57,27 @@ class Writer:
         """Write one record. Return the entry, ``ENTRY`` [1]. Raises OSError: then the record does not
         count."""
         whole = layout.padded(nbytes)
+        if self._published == self.segment.count > 0:  # a footer lies behind the last record
+            os.ftruncate(self._fd, self._end)
+            self._disk.allocate(self._fd, self.nbytes)
         entry = framed(self.segment.identity, record, buffer, nbytes, owner, self._end, now, digest)
         self._disk.write(self._fd, buffer.memory[: PAGE + whole], self._end)
         self._end += PAGE + whole
         return entry
+
+    def publish(self, digest: Digests) -> None:
+        """Write a footer behind the records so far, so that other processes read the records. The next record
+        overwrites the footer: until the next call other processes keep what they have read. Raises
+        OSError."""
+        if self._published == self.segment.count:
+            return
+        fd = self._disk.open(self.segment.path, write=True)
+        try:
+            # All records, also removed ones: reads check headers, and a reader finds new entries by number.
+            write_footer(fd, self.segment.identity, self.segment.entries, self._end, digest)
+        finally:
+            os.close(fd)
+        self._published = self.segment.count
 
     def seal(self, digest: Digests) -> None:
         """Write the footer, free the unused space, wait for the disk and give up the lock. Raises OSError;
