@@ -108,8 +108,8 @@ class Scanner:
         return damaged
 
     def _look_again(self, segment: Segment, oldest: float) -> int:
-        """Take over removals of another process from a changed file, and further records of its writer. Return
-        the number of removed records."""
+        """Take over removals of another process from a changed file, and further records of the writer.
+        Return the number of removed records."""
         try:
             fresh, _ = open_segment(self._disk, segment.path, self._namespace, self._digest)
         except BeingWritten:

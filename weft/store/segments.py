@@ -118,8 +118,8 @@ class SegmentStore(RecordStore):
             self._count("gone", gone)
 
     def maintain(self) -> None:
-        """Seal an old segment, or publish new records. Every ``_MAINTAIN_S`` seconds also apply age and budget, and save the times of
-        use."""
+        """Seal an old segment, or publish new records. Every ``_MAINTAIN_S`` seconds also apply age and
+        budget, and save the times of use."""
         with self._guarded():
             now, longest = self._now(), _LONGEST_OPEN_S
             if self._settings.ttl:
