@@ -77,7 +77,7 @@ def test_a_disk_brings_sessions_back(agents: Agents, tokens: int) -> None:
 def test_host_memory_before_a_disk_is_used_first() -> None:
     """Recent blocks come from host memory, the others from the disk, and turns are answered sooner than from
     the disk alone."""
-    host = StoreCosts(nbytes=1 << 16, bandwidth=20e9, latency=1e-4, level="host")
+    host = StoreCosts(nbytes=1 << 14, bandwidth=20e9, latency=1e-4, level="host")
     disk = run(0.0, levels=[DISK])
     both = run(0.0, levels=[host, DISK])
     assert set(both.loaded) == {"host", "disk"}

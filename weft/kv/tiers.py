@@ -56,6 +56,8 @@ MOST_GHOSTS = 1 << 16
 """Number of keys remembered for the second use."""
 STUCK_S = 10.0
 """Seconds after which a command without a report stops all further commands, until the report comes."""
+_SHOWN = {"evicted": "unwritten", "full": "slow_store", "slow": "slow_store", "skipped": "too_large"}
+"""Reason of a skipped block -> word in the explanation of a cache miss, if another word."""
 PIN_S = 600.0
 """Seconds for which the pin of a copy excuses missing blocks."""
 
@@ -171,7 +173,7 @@ class TierBook:
         each = zip(caches.kinds, kv.pools, strict=True)
         self.kinds = [TierKind(kind, pool, kv.block_size) for kind, pool in each]
         self._bytes = [pool.nbytes(dtype) // (pool.num_blocks + 1) for pool in kv.pools]
-        self._mode, self._rate = mode, write_rate
+        self.mode, self._rate = mode, write_rate
         self._most = [max(1, int(SHARE * kind.num_blocks)) for kind in caches.kinds]
         self._held = [0] * len(caches.kinds)
         """Blocks of commands under way, for each KV cache group."""
@@ -200,6 +202,10 @@ class TierBook:
         """The same for each level."""
         self.skipped: dict[str, int] = {}
         """Blocks not stored, by reason."""
+        self._absent: OrderedDict[Entry, str] = OrderedDict()
+        """Why the latest blocks are not in the store. Bounded."""
+        self.elsewhere: frozenset[bytes] = frozenset()
+        """Keys of blocks that the store has under another namespace."""
         self.failed: dict[Entry, BlockOutcome] = {}
         """Outcome of the last failed load of a block, until the block is stored or loaded again. Bounded."""
 
@@ -303,6 +309,24 @@ class TierBook:
         """Number of blocks in the levels together."""
         return sum(map(len, self._there))
 
+    def why(self, entry: Entry) -> str:
+        """Return why neither pool nor store has a block; "" if unknown.
+
+        - "storing": the write has not ended;
+        - "unwritten": evicted from the pool before the write;
+        - "no_room", "slow_store", "too_large", "off", "lost": no level took the block;
+        - "removed": by age, by eviction from the store or by an operator;
+        - "first_use": with ``reused``, the second use stores the block;
+        - "version": stored under other weights, data types, layouts or builds.
+        """
+        if entry in self._storing or entry in self._wanted:
+            return "storing"
+        if entry in self._absent:
+            return self._absent[entry]
+        if entry[1] in self.elsewhere:
+            return "version"
+        return "first_use" if entry in self._ghosts else ""
+
     # ---- events
 
     def on(self, event: TierEvent, now: float) -> list[TierAction]:
@@ -340,6 +364,7 @@ class TierBook:
     def _put(self, kind: int, key: bytes, levels: int) -> None:
         """Note that ``levels`` have the block."""
         before = self._there[kind].get(key, 0)
+        self._absent.pop((kind, key), None)
         self._there[kind][key] = before | levels
         for place in range(len(LEVELS)):
             self.blocks[place] += (levels & ~before) >> place & 1
@@ -349,6 +374,8 @@ class TierBook:
         before = self._there[kind].pop(key, 0)
         if before & ~levels:
             self._there[kind][key] = before & ~levels
+        elif before:
+            self._explain((kind, key), "removed")
         for place in range(len(LEVELS)):
             self.blocks[place] -= (before & levels) >> place & 1
 
@@ -368,7 +395,7 @@ class TierBook:
         if self.off or not hashes:
             return
         session = bool(owner.session)
-        if self._mode == "sessions" and not session:
+        if self.mode == "sessions" and not session:
             return
         goes_on = session or preempted
         lasts = self._continued(hashes, prompt) if goes_on else [set()] * len(self.kinds)
@@ -377,16 +404,16 @@ class TierBook:
                 entry = (number, key)
                 if key in self._there[number] or entry in self._storing or entry in self._wanted:
                     continue
-                if self._mode == "all":
+                if self.mode == "all":
                     reason = "all"
                 elif key in last:
                     reason = "session" if session else "preempted"
-                elif self._mode == "reused" and self._seen(entry):
+                elif self.mode == "reused" and self._seen(entry):
                     reason = "reused"
                 else:
                     continue
                 if len(self._wanted) >= MOST_WANTED:
-                    self._skip("full")
+                    self._skip("full", entry)
                 else:
                     self._wanted[entry] = (owner, reason)
 
@@ -445,7 +472,7 @@ class TierBook:
             block = pool.find(key)
             if block == NULL_BLOCK:
                 del self._wanted[entry]
-                self._skip("evicted")
+                self._skip("evicted", entry)
                 continue
             size = self._bytes[kind]
             full = held[kind] >= max(1, self._most[kind] // 2)
@@ -507,7 +534,7 @@ class TierBook:
                             counts[reason] = counts.get(reason, 0) + 1
                     self.stored[reason] = self.stored.get(reason, 0) + 1
                 elif not done:
-                    self._skip(BlockOutcome(outcome).name.lower())
+                    self._skip(BlockOutcome(outcome).name.lower(), entry)
             self._pins.unpin(kind, block)
         if job.load:
             yield Resolved([(kind, key) for kind, _, key in job.items])
@@ -532,12 +559,18 @@ class TierBook:
 
     def _stop(self, why: str) -> None:
         self.off = why
-        for _ in self._wanted:
-            self._skip("off")
+        for entry in self._wanted:
+            self._skip("off", entry)
         self._wanted.clear()
         for there in self._there:
             there.clear()
         self.blocks = [0] * len(LEVELS)
 
-    def _skip(self, reason: str) -> None:
+    def _skip(self, reason: str, entry: Entry) -> None:
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
+        self._explain(entry, _SHOWN.get(reason, reason))
+
+    def _explain(self, entry: Entry, why: str) -> None:
+        self._absent[entry] = why
+        if len(self._absent) > MOST_GHOSTS:
+            self._absent.popitem(last=False)

@@ -35,6 +35,7 @@ from weft.types.tiers import (
     Entry,
     LevelStats,
     Owner,
+    StoredElsewhere,
     StoreState,
     TierStats,
 )
@@ -171,10 +172,25 @@ class Loads:
         self._ended.append(TurnEnded(hashes, prompt, owner, preempted))
 
     def explain(self, sequence: Stream, num_hit: int) -> None:
-        """Explain a load that ended early, at the first admission of a sequence with a hit of ``num_hit``."""
-        why, reach = self._notes.get(sequence.id, ("", 0))
-        if why and num_hit < reach and sequence.miss is not None:
+        """Explain a load that ended early, or a block that the tier does not have, at the first admission of
+        a sequence with a hit of ``num_hit``."""
+        miss, (why, reach) = sequence.miss, self._notes.get(sequence.id, ("", 0))
+        if miss is None:
+            return
+        if not why and miss.reason in ("evicted", "state", "new"):
+            why, reach = self._why_absent(sequence, num_hit), num_hit + 1
+            if not why and miss.reason == "evicted" and self.book.mode == "sessions":
+                why = "not_chosen"
+        if why and num_hit < reach:
             sequence.miss = msgspec.structs.replace(sequence.miss, reason=why, position=num_hit, theirs=b"")
+
+    def _why_absent(self, sequence: Stream, num_hit: int) -> str:
+        """Return why the tier does not have the block after a hit of ``num_hit``; "" if unknown."""
+        reach = num_hit + self._state.caches.unit
+        hashes = [] if sequence.chain is None else sequence.chain.hashes
+        if len(hashes) * self._state.kv.block_size < reach:
+            return ""
+        return next(filter(None, map(self.book.why, self.book.missing(hashes, reach))), "")
 
     def admitted(self, sequence: Stream, num_hit: int) -> None:
         """Note an admission of a sequence with a hit of ``num_hit``. Count saved tokens."""
@@ -240,8 +256,11 @@ class Loads:
         made, self._actions = self._actions, []
         return made
 
-    def on(self, event: TierEvent | StoreState, now: float) -> None:
+    def on(self, event: TierEvent | StoreState | StoredElsewhere, now: float) -> None:
         """Apply an event of the ranks or of the store."""
+        if isinstance(event, StoredElsewhere):
+            self.book.elsewhere = event.keys
+            return
         if isinstance(event, StoreState):
             self.store = event
             return

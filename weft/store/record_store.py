@@ -59,6 +59,10 @@ class RecordStore(ABC):
         """True while the store does not answer, and may answer again."""
         return False
 
+    def elsewhere(self) -> frozenset[bytes]:
+        """Return keys of blocks in other namespaces, for explanations alone. Bounded."""
+        return frozenset()
+
     @abstractmethod
     def write(self, record: RecordId, buffer: RecordBuffer, nbytes: int, owner: Owner = Owner()) -> str:
         """Store ``buffer.payload[:nbytes]``. Return "" if the record is stored, else the reason; "there" if

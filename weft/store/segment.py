@@ -108,6 +108,21 @@ def open_segment(disk: Disk, path: Path, namespace: bytes, digest: Digests) -> t
         os.close(fd)
 
 
+def keys_of(disk: Disk, path: Path, digest: Digests) -> list[bytes]:
+    """Return the keys in the footer of a segment of any namespace; [] without a footer that holds. Raises
+    OSError."""
+    try:
+        fd = disk.open(path)
+    except FileNotFoundError:
+        return []
+    try:
+        identity = layout.identity_of(os.pread(fd, PAGE, 0))
+        entries = None if identity is None else read_footer(fd, identity, os.fstat(fd).st_size, digest)
+        return [] if entries is None else [bytes(key) for key in entries["key"]]
+    finally:
+        os.close(fd)
+
+
 def mark_of(facts: os.stat_result) -> tuple[int, int]:
     """Return the mark of a file, see ``Segment.mark``."""
     return facts.st_ctime_ns, facts.st_size

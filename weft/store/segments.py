@@ -27,12 +27,12 @@ from weft.disagg.protocol import digests
 from weft.store import layout
 from weft.store.disk import FLAG, Disk, can_direct, network_file_system, private_folder, safe_root
 from weft.store.errors import RecordGone, StoreOff
-from weft.store.eviction import Cleaner
+from weft.store.eviction import Cleaner, files_of
 from weft.store.index import Found
 from weft.store.record_store import RecordStore, extent
 from weft.store.records import PAGE, Owner, RecordBuffer, RecordId
 from weft.store.scanning import Scanner
-from weft.store.segment import Digests
+from weft.store.segment import SUFFIX, Digests, keys_of
 from weft.store.settings import LEAST_BUDGET, StoreSettings, StoreStats
 from weft.store.writer import Writer
 
@@ -47,6 +47,8 @@ _PUBLISH_S = 5.0
 """Seconds between two footers of an open segment, for other processes with the folder."""
 _MAINTAIN_S = 10.0
 """Seconds between two looks at all files: 20 ms of CPU time for 800 files."""
+_MOST_ELSEWHERE, _MOST_KEYS = 64, 1 << 16
+"""Segments of other namespaces whose keys are remembered, and keys."""
 _NOBODY = Owner()
 
 
@@ -155,6 +157,16 @@ class SegmentStore(RecordStore):
                 own = self._writer.segment if self._writer is not None else None
                 count = self._cleaner.flush(fields, own)
         return count
+
+    def elsewhere(self) -> frozenset[bytes]:
+        """Return keys of the latest blocks in other namespaces, from footers alone."""
+        keys = set[bytes]()
+        with self._guarded():
+            others = [file for file in files_of(self._root) if file.path.parent != self._folder]
+            for file in sorted(others, key=lambda file: file.used)[-_MOST_ELSEWHERE:]:
+                if file.path.suffix == SUFFIX and len(keys) < _MOST_KEYS:
+                    keys.update(keys_of(self._disk, file.path, self._digest)[:_MOST_KEYS])
+        return frozenset(keys)
 
     def seal(self) -> None:
         """End this process's segment: the records are on the disk, and other processes find them."""

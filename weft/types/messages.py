@@ -315,6 +315,8 @@ class CacheMiss(_Message, frozen=True, kw_only=True):
     - "new": no similar prompt is remembered;
     - with a KV tier, of stored blocks that were not loaded: "slower" (computing was predicted to be
       quicker), "loading" (the wait was over), "corrupt", "gone", "off", "lost";
+    - with a KV tier, of blocks that the tier does not have: see ``TierBook.why``, or "not_chosen"
+      (``sessions`` stores no other requests);
     - "disabled": nothing is remembered, or the request needs every position computed.
     """
 

@@ -42,8 +42,12 @@ class BlockOutcome(enum.IntEnum):
     GONE = 3
     """The store has no such record any more."""
     SKIPPED = 4
-    """The store did not take the block: no room, or too many bytes per second."""
-    DONE = 5
+    """No level took the block: the block is too large."""
+    NO_ROOM = 5
+    """The disk had no room, and no other level took the block."""
+    SLOW = 6
+    """The level was behind with earlier writes, or away, and no other level took the block."""
+    DONE = 7
 
 
 class Owner(NamedTuple):
@@ -120,6 +124,12 @@ class FlushStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=Tr
     payer: str | None = None
     salt: str | None = None
     session: str | None = None
+
+
+class StoredElsewhere(msgspec.Struct, frozen=True):
+    """The store has blocks with these keys, of other weights, data types, layouts or builds."""
+
+    keys: frozenset[bytes]
 
 
 class StoreChanged(msgspec.Struct, frozen=True):

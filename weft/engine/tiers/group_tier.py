@@ -23,12 +23,13 @@ from weft.types.tiers import (
     BlocksCopied,
     CopyBlocks,
     StoreChanged,
+    StoredElsewhere,
     StoreState,
     TierCommand,
 )
 
 _POLL_S = 0.002
-TierWord = Copied | Changed | Stopped | StoreState
+TierWord = Copied | Changed | Stopped | StoredElsewhere | StoreState
 
 
 class _Sockets(Protocol):
@@ -140,6 +141,8 @@ class GroupTier:
                 self.heard(report)
             elif isinstance(report, StoreChanged):
                 words.append(Changed(report.added, report.gone, report.level, report.whole))
+            elif isinstance(report, StoredElsewhere):
+                words.append(report)
             else:
                 words.append(report)
                 if report.off and report.off != self._off:

@@ -42,6 +42,7 @@ from weft.types.tiers import (
     FlushStore,
     LevelStats,
     StoreChanged,
+    StoredElsewhere,
     StoreState,
     TierCommand,
 )
@@ -56,6 +57,14 @@ _FAILED = {
     RecordGone: BlockOutcome.GONE,
     StoreOff: BlockOutcome.OFF,
 }
+_REFUSED = {
+    "room": BlockOutcome.NO_ROOM,
+    "slow": BlockOutcome.SLOW,
+    "rate": BlockOutcome.SLOW,
+    "away": BlockOutcome.SLOW,
+    "off": BlockOutcome.OFF,
+}
+"""Result of a write -> outcome, if no level has the block; any other result: ``SKIPPED``."""
 _STORED = ("", "there")
 """Results of a write after which the store has the record."""
 
@@ -172,6 +181,9 @@ class RankTier:
             return
         try:
             self._tell()
+            if self._leads:
+                elsewhere = frozenset[bytes]().union(*(store.elsewhere() for store in self.stores))
+                self._reports.tell(StoredElsewhere(elsewhere))
             self._opened.set()
             while not self._done:
                 self.turn(_TURN_S)
@@ -370,13 +382,14 @@ class RankTier:
                 levels.append(EVERY)
                 continue
             size, stored = self._copies.out(kind, block, self._buffer, ready), 0 if writes else EVERY & ~HOST
+            outcome = BlockOutcome.SKIPPED
             for store in self.stores if writes else ():
                 result = store.write(self._copies.record(kind, key), self._buffer, size, owner)
                 stored |= _bit(store) * (result in _STORED)
+                outcome = _REFUSED.get(result, BlockOutcome.SKIPPED)
             # Each rank has host memory of its own, also for bytes that another rank writes to the stores.
             if self._host is not None and self._host.put(kind, key, self._buffer.payload[:size], names):
                 stored |= HOST
-            outcome = BlockOutcome.OFF if self._all_off else BlockOutcome.SKIPPED
             outcomes.append(BlockOutcome.DONE if stored else outcome)
             levels.append(stored)
             nbytes += size * bool(stored)
