@@ -182,7 +182,7 @@ class Loads:
             if not why and miss.reason == "evicted" and self.book.mode == "sessions":
                 why = "not_chosen"
         if why and num_hit < reach:
-            sequence.miss = msgspec.structs.replace(sequence.miss, reason=why, position=num_hit, theirs=b"")
+            sequence.miss = msgspec.structs.replace(miss, reason=why, position=num_hit, theirs=b"")
 
     def _why_absent(self, sequence: Stream, num_hit: int) -> str:
         """Return why the tier does not have the block after a hit of ``num_hit``; "" if unknown."""

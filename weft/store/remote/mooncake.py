@@ -61,7 +61,7 @@ class MooncakeObjects:
         if failed:
             raise ConfigError(f"{FLAG}: the master {parts.netloc} does not answer ({failed})", param=FLAG)
 
-    async def list(self, folder: str, after: str) -> Sequence[Listed]:
+    async def listing(self, folder: str, after: str) -> Sequence[Listed]:
         return await _threaded(lambda: self._list(folder, after))
 
     async def get(self, name: str, offset: int, nbytes: int) -> memoryview:

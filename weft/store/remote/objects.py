@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from weft.config.sizing.remote_url import check_url
 
 MOST_LISTED = 20_000
-"""Maximum objects that one ``list`` returns, in order of their names."""
+"""Maximum objects that one ``listing`` returns, in order of their names."""
 
 
 class RemoteError(Exception):
@@ -34,7 +34,7 @@ class Objects(Protocol):
     """Objects under one prefix. Names are ``folder/file``. All coroutines run on one event loop, may be
     cancelled at any time, and raise RemoteError."""
 
-    async def list(self, folder: str, after: str) -> Sequence[Listed]:
+    async def listing(self, folder: str, after: str) -> Sequence[Listed]:
         """Return objects of ``folder`` with names above ``after``, in order of names, at most
         ``MOST_LISTED``. ``folder`` "": of all folders."""
 

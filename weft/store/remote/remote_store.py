@@ -325,7 +325,7 @@ class RemoteStore(RecordStore):
         """Add new segments to the index, and remove what is gone or has expired."""
         full = time.monotonic() - self._full_at >= _FULL_S or self._full_at < 0
         after = "" if full else self._name_at(self._now() - _OVERLAP_S)
-        listed = await self._requests.one(lambda: self._objects.list(self._folder, after), _ASK_S)
+        listed = await self._requests.one(lambda: self._objects.listing(self._folder, after), _ASK_S)
         there = {one.name: one for one in listed if SEGMENT_NAME.fullmatch(one.name.rpartition("/")[2])}
         cut = self._name_at(self._oldest()) if self._settings.ttl else ""
         expired = [name for name in there if name < cut][:_MOST_DELETED]
@@ -405,7 +405,7 @@ class RemoteStore(RecordStore):
         after = ""
         while True:
             listed = await self._requests.one(
-                lambda after=after: self._objects.list("", after),  # type: ignore[misc]
+                lambda after=after: self._objects.listing("", after),  # type: ignore[misc]
                 _ASK_S,
             )
             for one in listed:

@@ -39,7 +39,7 @@ class ObstoreObjects:
         except (BaseError, ValueError, OSError) as error:
             raise ConfigError(f"{FLAG} {url} cannot be used: {_first_line(error)}", param=FLAG) from error
 
-    async def list(self, folder: str, after: str) -> Sequence[Listed]:
+    async def listing(self, folder: str, after: str) -> Sequence[Listed]:
         made = list[Listed]()
         try:
             async for chunk in obstore.list(self._store, folder or None, offset=after or None):
