@@ -25,7 +25,6 @@ from weft.common.folder import cache_folder
 from weft.engine.tiers.read_ahead import RUN_BYTES
 from weft.store.records import RecordBuffer
 
-
 _Made = tuple[float, float, Any]
 
 

@@ -18,7 +18,8 @@ from tests.support.s3_server import S3Server, s3_server
 from weft.store.errors import RecordCorrupt, RecordGone
 from weft.store.records import Owner, RecordBuffer
 from weft.store.remote.objects import open_objects
-from weft.store.remote.remote_store import RemoteSettings, RemoteStore
+from weft.store.remote.remote_store import RemoteStore
+from weft.store.settings import RemoteSettings
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("obstore") is None, reason='needs obstore: pip install "weft[s3]"'

@@ -25,8 +25,9 @@ from weft.store.namespace import kv_namespace
 from weft.store.record_store import RecordStore
 from weft.store.records import RecordBuffer
 from weft.store.remote.objects import open_objects
-from weft.store.remote.remote_store import RemoteSettings, RemoteStore
-from weft.store.segments import SegmentStore, StoreSettings
+from weft.store.remote.remote_store import RemoteStore
+from weft.store.segments import SegmentStore
+from weft.store.settings import RemoteSettings, StoreSettings
 from weft.store.weights_digest import WeightsDigest
 
 

@@ -1,7 +1,7 @@
 """A store of records that hosts share, in an object store: each sealed segment is one object.
 
     write       appends a record to a segment in memory; a full or old segment is uploaded in the background
-    list        every ``_LIST_S`` seconds: new segments of other hosts; their footers are the index
+    list        every few seconds: new segments of other hosts; their footers are the index
     read        one range of an object for each run of records; every digest is checked
     away        after an error or a late answer: for a while nothing is asked, and every block is a miss
 
@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,27 +26,26 @@ from weft.disagg.protocol import digests
 from weft.store import layout
 from weft.store.errors import RecordGone
 from weft.store.index import Found
-from weft.store.layout import ENTRY, Identity
+from weft.store.layout import ENTRY
 from weft.store.record_store import RecordStore, extent
 from weft.store.records import PAGE, BlockChanges, Owner, RecordBuffer, RecordId
+from weft.store.remote.memory_segment import OpenSegment, matches
 from weft.store.remote.objects import Listed, ObjectGone, Objects, RemoteError
 from weft.store.remote.requests import Requests
-from weft.store.segment import SEGMENT_NAME, SUFFIX, Digests, Segment, entries_digest
-from weft.store.settings import StoreStats
+from weft.store.segment import SEGMENT_NAME, Digests, Segment, entries_digest
+from weft.store.settings import RemoteSettings, StoreStats
 from weft.store.writer import framed
 
 _log = get_logger(__name__)
 
-_LIST_S, _FULL_S = 5.0, 300.0
-"""Seconds between two lists of new segments, and of all segments."""
+_FULL_S = 300.0
+"""Seconds between two lists of all segments."""
 _OVERLAP_S = 120.0
 """A list of new segments goes back so far: for clocks of hosts that differ, and for slow uploads."""
 _READ_S, _ASK_S, _PUT_S, _CLOSE_S = 3.0, 5.0, 30.0, 4.0
 """Deadlines of a read of a run, of small requests, of an upload, and of the uploads at the end."""
-_AWAY_S, _LONGEST_AWAY_S = 5.0, 60.0
-"""Seconds without requests after the first failure, and after many."""
-_OPEN_S = 10.0
-"""Age at which a segment is uploaded, so that other hosts find recent blocks."""
+_LONGEST_AWAY_S = 60.0
+"""Seconds without requests after many failures."""
 _TAIL = 64 << 10
 """Bytes read for a footer at first: 600 records."""
 _MOST_UPLOADS = 2
@@ -57,48 +54,6 @@ _MOST_RECORDS = 1 << 20
 """Records in the index, about 200 MB. Older segments are left out."""
 _MOST_DELETED = 256
 """Expired objects that one list removes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RemoteSettings:
-    """Settings of a remote store."""
-
-    namespace: str
-    """32 hex digits."""
-    ttl: float = 7 * 86400.0
-    """Seconds after which a record is not read any more and is removed; 0: never."""
-    segment_bytes: int = 32 << 20
-    """Bytes of one object."""
-    list_s: float = _LIST_S
-    open_s: float = _OPEN_S
-    away_s: float = _AWAY_S
-
-
-class _Open:
-    """The segment that is being filled, in memory."""
-
-    def __init__(self, folder: str, namespace: bytes, nbytes: int, now: float) -> None:
-        identity, self.opened, self.end = Identity(namespace, os.urandom(16)), now, PAGE
-        name = f"{folder}/{int(now * 1e6):016x}-{identity.segment[:4].hex()}{SUFFIX}"
-        self.segment = Segment(Path(name), identity, np.zeros(0, ENTRY), sealed=False)
-        self.memory = np.zeros(nbytes, np.uint8)
-        self.memory[:PAGE] = np.frombuffer(layout.segment_page(identity), np.uint8)
-
-    def fits(self, nbytes: int) -> bool:
-        """Return True if a record with ``nbytes`` of payload and the footer fit in the segment."""
-        entries = layout.padded((self.segment.count + 1) * ENTRY.itemsize)
-        return self.end + PAGE + layout.padded(nbytes) + entries + PAGE <= len(self.memory)
-
-    def sealed(self, digest: Digests) -> memoryview:
-        """Write the footer. Return the bytes of the object."""
-        segment = self.segment
-        entries, identity = segment.entries[segment.living()], segment.identity
-        footer = layout.footer_of(
-            identity, entries, self.end, entries_digest(entries.tobytes(), identity, digest)
-        )
-        whole = self.memory[: self.end + len(footer)]
-        whole[self.end :] = np.frombuffer(footer, np.uint8)
-        return whole.data
 
 
 class RemoteStore(RecordStore):
@@ -117,7 +72,7 @@ class RemoteStore(RecordStore):
         """Begin to list the segments, in the background. Never blocks for the object store."""
         super().__init__(settings.namespace, settings.ttl, digest, now)
         self._settings, self._objects, self._folder = settings, objects, settings.namespace
-        self._open: _Open | None = None
+        self._open: OpenSegment | None = None
         self._memory: dict[Segment, np.ndarray] = {}
         """Segments that are not uploaded yet, with their bytes."""
         self._known: dict[str, Segment] = {}
@@ -174,8 +129,8 @@ class RemoteStore(RecordStore):
         are removed in the background: again and again while the object store is away."""
         given = {"payer": payer, "salt": salt, "session": session}
         fields = {name: layout.owner_hash(name, value) for name, value in given.items() if value is not None}
-        count = sum(self._index.forget(one) for one in self._index.segments() if _matches(one, fields))
-        if self._open is not None and _matches(self._open.segment, fields):
+        count = sum(self._index.forget(one) for one in self._index.segments() if matches(one, fields))
+        if self._open is not None and matches(self._open.segment, fields):
             self._memory.pop(self._open.segment, None)
             self._open = None
         self._requests.start(self._flush_soon(fields))
@@ -220,7 +175,7 @@ class RemoteStore(RecordStore):
         if self._open is None:
             if len(self._memory) >= _MOST_UPLOADS:
                 return "slow"
-            self._open = _Open(self._folder, self._namespace, size, self._now())
+            self._open = OpenSegment(self._folder, self._namespace, size, self._now())
             self._memory[self._open.segment] = self._open.memory
             self._index.add(self._open.segment, 0.0)
         made, whole = self._open, PAGE + layout.padded(nbytes)
@@ -421,17 +376,8 @@ class RemoteStore(RecordStore):
         except ObjectGone:
             return
         # An object that cannot be read may have such records: nothing of the object may stay.
-        if segment is None or _matches(segment, fields):
+        if segment is None or matches(segment, fields):
             await self._delete(one.name)
             known = self._known.pop(one.name, None)
             if known is not None:
                 self._index.forget(known)
-
-
-def _matches(segment: Segment, fields: dict[str, bytes]) -> bool:
-    """Return True if a record of the segment has all given fields."""
-    entries = segment.entries
-    found = np.ones(len(entries), bool)
-    for name, value in fields.items():
-        found &= np.array([one.tobytes() == value for one in entries[name]], bool)
-    return bool(found.any())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import obstore
 from obstore.exceptions import BaseError, NotFoundError
 from obstore.store import from_url
 
+from weft.common import env
 from weft.common.errors import ConfigError
 from weft.config.sizing.remote_url import FLAG
 from weft.store.remote.objects import MOST_LISTED, Listed, ObjectGone, RemoteError
@@ -30,7 +30,7 @@ class ObstoreObjects:
         more: dict[str, Any] = {"mkdir": True}
         if not url.startswith("file:"):
             # An endpoint without TLS is the operator's decision: the variable names the scheme.
-            plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http:")
+            plain = env.get("AWS_ENDPOINT_URL").startswith("http:")
             options = {"connect_timeout": _CONNECT, "timeout": _REQUEST, "allow_http": plain}
             # The store decides when to try again, and serves misses meanwhile.
             more = {"client_options": options, "retry_config": {"max_retries": 0}}
