@@ -41,7 +41,6 @@ from weft.config.cache_layout import pool_tensors
 from weft.config.spec import CacheSpec
 from weft.disagg.protocol.group_layout import blocks_of
 from weft.disagg.protocol.transfer_events import RankReport, RankStopped
-from weft.disagg.transport.copies import copies_of
 from weft.disagg.transport.device_memory import DeviceWork
 from weft.disagg.transport.nixl_transport import NixlTransport
 from weft.disagg.transport.private_memory import huge_memory
@@ -114,7 +113,7 @@ class Side:
                 self.transport.place([memory], DeviceWork(device, kind.slot_bytes))
             else:
                 sizes = Sizes(slot=kind.slot_bytes)
-                copies = copies_of(device, max(sizes.slot, sizes.inbox))
+                copies = DeviceWork(device, max(sizes.slot, sizes.inbox))
                 self.transport.stage(Staged([memory], copies, sizes, sends=True, takes=True))
             return memory
         shared = SharedMemory(nbytes) if kind.shared else None

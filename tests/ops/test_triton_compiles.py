@@ -108,7 +108,7 @@ def test_instructions_by_weight(pytestconfig: pytest.Config) -> None:
 @pytest.mark.parametrize(
     ("capability", "few"),
     [
-        pytest.param(90, True, id="hopper, few"),
+        pytest.param(90, True, id="hopper, few", marks=pytest.mark.grid),
         pytest.param(80, False, id="ampere", marks=pytest.mark.grid),
         pytest.param(90, False, id="hopper", marks=pytest.mark.slow),
         pytest.param(100, False, id="blackwell", marks=pytest.mark.grid),

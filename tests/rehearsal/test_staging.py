@@ -17,14 +17,13 @@ from tests.engine.pair_rig import EnginePair, submit, unified
 from tests.rehearsal.device import COMPUTE, Races, Rehearsal, current, running
 from tests.rehearsal.rig import Answers, rehearsed
 from tests.rehearsal.streams import MOVES, names_of
-from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
-from weft.disagg.transport import copying, sockets, staging_memory
-from weft.disagg.transport.copies import CudaCopies
-from weft.disagg.transport.staging_memory import Sizes
+from weft.disagg.transport import copying, staging_memory
+from weft.disagg.transport.device_memory import DeviceWork
+from weft.disagg.transport.staging_memory import Sizes, Staged
 from weft.disagg.transport.transfer_thread import RankTransfer
 from weft.engine.disagg import rank_transfers
 from weft.types.sampling import TokenParams
@@ -47,7 +46,7 @@ class Pair(rig.Pair):
         for number, (name, group, ranks) in enumerate(sides):
             transport = rig.transport(kind, folder, 0, 1000 + number)
             self.caches[name] = [made.like(torch.from_numpy(region)) for region in group.regions[0]]
-            rig.stage(transport, self.caches[name], CudaCopies(GPU, ONE_SLOT.slot), ONE_SLOT)
+            rig.stage(transport, self.caches[name], DeviceWork(GPU, ONE_SLOT.slot), ONE_SLOT)
             ranks.append(rig.Rank(group, 0, transport, start=False))
 
     def launch(self, name: str, label: str) -> None:
@@ -106,19 +105,19 @@ def moved(
 
 def watch(patch: Patch) -> None:
     """Add host accesses to the ring and the inbox to the trace."""
-    digest, copy = sockets.digest_parts, copying.copy_spans
+    in_slot, gather = Staged._in_slot, copying.gather_spans
 
-    def digested(regions: Any, parts: Any, seed: int) -> Any:
-        current().host_reads("digests of the ring", *regions)
-        return digest(regions, parts, seed)
+    def sent(self: Staged, *given: Any) -> Any:
+        current().host_reads("the peer reads the ring", *self.shown)
+        return in_slot(self, *given)
 
-    def copied(source: Any, target: Any, spans: Any, seeds: Any) -> Any:
+    def gathered(source: Any, target: Any, spans: Any) -> None:
         if not spans[:, 1].min():  # later pieces of the inbox are adjacent: the trace sees the whole inbox
             current().host_writes("taken in", target)
-        return copy(source, target, spans, seeds)
+        gather(source, target, spans)
 
-    patch.setattr(sockets, "digest_parts", digested)
-    patch.setattr(staging_memory, "copy_spans", copied)
+    patch.setattr(Staged, "_in_slot", sent)
+    patch.setattr(staging_memory, "gather_spans", gathered)
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
@@ -132,20 +131,20 @@ def test_caches_arrive_and_who_waits_for_whom_is_in_the_table(
 
 def no_mark(patch: Patch) -> None:
     """Plant a bug: nothing waits for the pass that writes the caches."""
-    patch.setattr(CudaCopies, "mark", lambda self: None)
+    patch.setattr(DeviceWork, "mark", lambda self: None)
 
 
 def sent_early(patch: Patch) -> None:
     """Plant a bug: the write leaves before its bytes, or its digests, are there."""
-    patch.setattr(CudaCopies, "ended", lambda self, copy: True)
+    patch.setattr(DeviceWork, "ended", lambda self, copy: True)
 
 
 def landed_early(patch: Patch) -> None:
-    patch.setattr(CudaCopies, "settle", lambda self: None)
+    patch.setattr(DeviceWork, "settle", lambda self: None)
 
 
 def not_pinned(patch: Patch) -> None:
-    patch.setattr(CudaCopies, "pin", lambda self, staging_memory: None)
+    patch.setattr(DeviceWork, "pin", lambda self, staging_memory: None)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +194,9 @@ def without_threads(patch: Patch) -> list[RankTransfer]:
     return transfers
 
 
-@mostly_slow(
-    "family", ["llama", "qwen3_next", pytest.param("deepseek_v3", marks=pytest.mark.grid)], ["llama"]
+@pytest.mark.slow  # ``test_device_memory`` runs two engines by default
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3_next", pytest.param("deepseek_v3", marks=pytest.mark.grid)]
 )
 def test_engines_of_two_groups_give_the_tokens_of_one(
     family: str, folder_of: Callable[[str], Path], monkeypatch: Patch

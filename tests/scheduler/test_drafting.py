@@ -116,7 +116,7 @@ def fixed(cost: CostModel, right: np.ndarray, drafts: int) -> float:
 
 @pytest.mark.parametrize("seconds", [MEMORY, COMPUTE], ids=["memory", "compute"])
 @mostly_slow("rows", [1, 8], [8])
-@pytest.mark.parametrize("right", [0.0, 0.15, 0.5, 0.8, 0.97])
+@mostly_slow("right", [0.0, 0.15, 0.5, 0.8, 0.97], [0.15, 0.8])
 def test_it_is_about_as_fast_as_the_best_number_of_drafts(
     seconds: dict[str, float], rows: int, right: float
 ) -> None:
@@ -194,7 +194,7 @@ class CountedWorld(UncapturedWorld):
         self.lost.append(self.seconds - self.tokens / plain)
 
 
-@pytest.mark.parametrize("right", [0.0, 0.5, 0.9])
+@mostly_slow("right", [0.0, 0.5, 0.9], [0.5])
 @mostly_slow("rows", [1, 8, 32], [8])
 def test_the_first_steps_lose_little_where_drafts_do_not_pay(rows: int, right: float) -> None:
     """The loss is a share of the time, or the grant, plus the tries that exceeded the limit."""
@@ -211,10 +211,10 @@ def test_the_first_steps_lose_little_where_drafts_do_not_pay(rows: int, right: f
     assert world.lost[-1] <= share * world.seconds + GRANT * token
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@mostly_slow("lag", [0, 1], [1])
 @pytest.mark.parametrize("more", [0.02, 0.5], ids=["cheap", "dear"])
 @mostly_slow("step", [0.01, 0.03, 0.1], [0.03])
-@pytest.mark.parametrize(("rows", "most"), [(1, 0.02), (4, 0.03)])
+@mostly_slow(("rows", "most"), [(1, 0.02), (4, 0.03)], [(4, 0.03)])
 def test_of_slow_steps_few_are_lost_where_no_draft_is_ever_right(
     rows: int, most: float, step: float, more: float, lag: int
 ) -> None:
@@ -231,7 +231,7 @@ def test_of_slow_steps_few_are_lost_where_no_draft_is_ever_right(
 
 
 @pytest.mark.parametrize("right", [0.5, 0.8])
-@pytest.mark.parametrize("step", [0.01, 0.03, 0.1])
+@mostly_slow("step", [0.01, 0.03, 0.1], [0.03])
 def test_of_slow_steps_drafts_that_pay_are_found_soon(step: float, right: float) -> None:
     cost = machine({"step": step, "tokens_to_16": 0.05 * step, "draft_pass": 1e-4})
     chances = np.full(1, right)

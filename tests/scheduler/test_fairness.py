@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from bisect import insort
+from collections.abc import Collection
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from tests.scheduler.fake_runner import VOCAB, kv_config, submit
 from tests.scheduler.harness import Rig
 from tests.scheduler.test_steps import same
-from tests.support.slow import mostly_slow
+from tests.support.slow import mostly_slow, seeds
 from weft.scheduler import crowding as crowding_module
 from weft.scheduler import state as state_module
 from weft.scheduler.policy.queue import PASSES, FairQueue, SequenceQueue
@@ -255,9 +256,9 @@ def test_with_one_sequence_an_owner_plans_are_those_of_first_come_first_served(
         rig.check_told()
         return rig
 
-    fair = [run(seed) for seed in range(6)]
+    fair = [run(seed) for seed in range(3)]
     monkeypatch.setattr(state_module, "FairQueue", Arrivals)
-    plain = [run(seed) for seed in range(6)]
+    plain = [run(seed) for seed in range(3)]
     assert sum(rig.scheduler.stats().preemptions for rig in plain) > 0
     for one, other in zip(fair, plain, strict=True):
         assert len(one.plans) == len(other.plans)
@@ -265,11 +266,11 @@ def test_with_one_sequence_an_owner_plans_are_those_of_first_come_first_served(
 
 
 @pytest.mark.requirement("F42")
-@pytest.mark.parametrize("seeds", [range(14), pytest.param(range(14, 40), marks=pytest.mark.grid)])
+@seeds(4, 14, 40)
 @mostly_slow("turn", [3, 128], [3])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_loads_of_several_clients(
-    depth: int, turn: int, seeds: range, monkeypatch: pytest.MonkeyPatch
+    depth: int, turn: int, seeds: Collection[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each sequence gets the tokens of a run alone, in any order of preemptions."""
     monkeypatch.setattr(crowding_module, "TURN", turn)

@@ -7,6 +7,7 @@ Transfers fail, are slow or are answered late. Ranks are lost, clients leave, po
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ import pytest
 from tests.scheduler.fake_runner import BAD_SEED, kv_config
 from tests.scheduler.image_world import World, limits
 from tests.scheduler.test_media import ask, random_parts
+from tests.support.slow import seeds
 from weft.common.errors import EngineDead, InvalidRequest
 from weft.kv.embeddings import EmbeddingCache
 from weft.scheduler.images.image_transfers import ImageTransfers
@@ -85,8 +87,8 @@ def load(world: World, rng: random.Random, number: int) -> None:
 
 
 @pytest.mark.requirement("D16")
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 1000), marks=pytest.mark.grid)])
-def test_random_loads(seeds: range) -> None:
+@seeds(7, 20, 1000)
+def test_random_loads(seeds: Sequence[int]) -> None:
     seen: set[str] = set()
     hits = moved = lost = preempted = encoded = 0
     for seed in seeds:
@@ -111,20 +113,21 @@ def test_random_loads(seeds: range) -> None:
 
 
 @pytest.mark.requirement("D17")
-def test_where_nothing_fails_nobody_is_sent_again() -> None:
+@seeds(10, 30, 30)
+def test_where_nothing_fails_nobody_is_sent_again(seeds: Sequence[int]) -> None:
     """No sequence waits longer than a transfer may take, whichever resource is short.
 
     Preempted sequences and sequences without transfers may still have to request images again.
     """
     calm = 0
-    for seed in range(30):
+    for seed in seeds:
         world = random_world(seed, harm=0.0)
         most = max(stream.attempts for stream in world.streams)
         if world.scheduler.stats().preemptions == 0:
             calm += 1
             assert {stream.attempts for stream in world.streams if stream.transfer_choices} == {1}, seed
             assert most <= 2
-    assert calm > 10
+    assert calm > len(seeds) // 3
 
 
 def test_many_requests_with_many_images_and_room_for_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from tests.scheduler.fake_runner import BAD_SEED, VOCAB, kv_config, submit
 from tests.scheduler.harness import Rig
-from tests.support.slow import mostly_slow
+from tests.support.slow import mostly_slow, seeds
 from weft.common.errors import EngineDead, InvalidRequest
 from weft.config.resolved import MediaLimits
 from weft.kv.embeddings import EmbeddingCache
@@ -392,9 +393,9 @@ def random_load(seed: int, depth: int) -> Rig:
     return rig
 
 
-@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 120), marks=pytest.mark.grid)])
+@seeds((2, 8, 15, 21), 30, 120)
 @mostly_slow("depth", [1, 2], [2])
-def test_random_loads(depth: int, seeds: range) -> None:
+def test_random_loads(depth: int, seeds: Sequence[int]) -> None:
     preempted = hits = cached = encoded = overwritten = moved = 0
     for seed in seeds:
         rig = random_load(seed, depth)
@@ -440,7 +441,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def random_loads(seeds: range) -> None:
+def random_loads(seeds: Sequence[int]) -> None:
     for seed in seeds:
         random_load(seed, 1 + seed % 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -10,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.scheduler.harness import Rig, next_turn, random_bases, random_rig, random_run, random_submits
-from tests.support.slow import mostly_slow
+from tests.support.slow import mostly_slow, seeds
 
 
 @pytest.mark.requirement("B1", "B4", "B6", "E6")
-@pytest.mark.parametrize("seeds", [range(16), pytest.param(range(16, 40), marks=pytest.mark.grid)])
+@seeds((7, 10, 11, 14), 16, 40)
 @mostly_slow("depth", [1, 2], [2])
-def test_random_loads(depth: int, seeds: range) -> None:
+def test_random_loads(depth: int, seeds: Sequence[int]) -> None:
     """The loads of ``test_mutations`` pass without a planted bug."""
     preempted = hits = mixed = errors = accepted = rejected = saved = loaded = 0
     for seed in seeds:
@@ -36,8 +37,8 @@ def test_random_loads(depth: int, seeds: range) -> None:
     assert min(preempted, hits, mixed, errors, accepted, rejected, saved, loaded) > 0  # each did happen
 
 
-@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 80), marks=pytest.mark.grid)])
-def test_random_loads_with_an_emptied_prefix_cache(seeds: range) -> None:
+@seeds(6, 6, 80)
+def test_random_loads_with_an_emptied_prefix_cache(seeds: Sequence[int]) -> None:
     forgotten = hits = saved = 0
     for seed in seeds:
         rig = random_run(seed, 2, forgets=0.1)

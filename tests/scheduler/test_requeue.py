@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.harness import Rig, random_run
-from tests.support.slow import mostly_slow
+from tests.support.slow import mostly_slow, seeds
 
 
 @pytest.mark.requirement("A7")
 @mostly_slow("depth", [1, 2], [2])
-def test_random_losses(depth: int) -> None:
+@seeds(6, 15, 15)
+def test_random_losses(depth: int, seeds: Sequence[int]) -> None:
     recoveries = requeued = preempted = hits = accepted = 0
-    for seed in range(15):
+    for seed in seeds:
         stats = random_run(seed, depth, losses=0.03).scheduler.stats()
         recoveries += stats.recoveries
         requeued += stats.requeued

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.harness import Rig
-from tests.support.slow import mostly_slow
+from tests.support.slow import mostly_slow, seeds
 from weft.kv.pool import BlockPool
 from weft.scheduler.policy.retention import SHARE, Retention
 from weft.types.plan import StepPlan
@@ -107,9 +108,10 @@ def test_sessions_together_keep_a_share_and_the_oldest_go_first() -> None:
 
 
 @mostly_slow("depth", [1, 2], [2])
-def test_random_loads(depth: int) -> None:
+@seeds(3, 8, 8)
+def test_random_loads(depth: int, seeds: Sequence[int]) -> None:
     hits = {0.0: 0, SECONDS: 0}
-    for seed in range(8):
+    for seed in seeds:
         for seconds in hits:
             rng = random.Random(seed)
             kv = kv_config(

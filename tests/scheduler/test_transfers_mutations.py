@@ -24,7 +24,10 @@ SEEDS = range(30)
 SEEN_BY = {
     "forget_pins_with_the_ranks": 13,
     "insert_a_block_that_lacks_its_first_positions": 10,
-    "save_the_state_and_tell_nobody": 2,
+    "save_the_state_and_tell_nobody": 14,
+    "believe_a_deadline": 10,
+    "keep_the_transfer_of_who_ended": 1,
+    "say_nothing_of_who_is_given_back": 9,
     "hit_what_is_not_there": 4,
 }
 """Bug -> the seed that detected the bug before. This seed is tried first."""

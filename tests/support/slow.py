@@ -27,6 +27,20 @@ def mostly_slow(
     return pytest.mark.parametrize(names, made, **more)
 
 
+def seeds(default: int | Sequence[int], slow: int, grid: int) -> pytest.MarkDecorator:
+    """Return a ``pytest.mark.parametrize`` of ``seeds``, numbers for random loads.
+
+    The seeds ``default``, or the first ``default``, run by default. The other seeds up to ``slow`` are slow.
+    The seeds from there up to ``grid`` belong to the grid.
+    """
+    chosen = range(default) if isinstance(default, int) else default
+    rest = [seed for seed in range(slow) if seed not in chosen]
+    more = [(rest, pytest.mark.slow), (range(slow, grid), pytest.mark.grid)]
+    return pytest.mark.parametrize(
+        "seeds", [chosen, *(pytest.param(each, marks=mark) for each, mark in more if each)]
+    )
+
+
 def _slow(one: Any, one_name: bool) -> Any:
     marks = getattr(one, "marks", None)
     if marks is None:

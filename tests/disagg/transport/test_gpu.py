@@ -13,6 +13,7 @@ import torch
 from tests.disagg.transport import rig
 from weft.disagg.protocol.spans import SpanPart
 from weft.disagg.transport.copies import CudaCopies
+from weft.disagg.transport.device_memory import DeviceWork
 from weft.disagg.transport.shared_memory import SharedMemory
 from weft.types.transfer import Outcome, TransferKey
 
@@ -37,7 +38,7 @@ class Pair(rig.Pair):
             for rank in range(group.ranks):
                 regions = [torch.from_numpy(region).to(GPU) for region in group.regions[rank]]
                 one = rig.transport(kind, folder, rank, 1000 + base + rank)
-                rig.stage(one, regions, CudaCopies(GPU, rig.SMALL.inbox))
+                rig.stage(one, regions, DeviceWork(GPU, rig.SMALL.inbox))
                 self.caches[name].append(regions)
                 found.append(rig.Rank(group, rank, one))
         torch.cuda.synchronize()

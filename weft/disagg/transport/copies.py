@@ -43,6 +43,11 @@ class Copies(Protocol):
     """Copies between caches and staging memory. All methods except ``mark`` are called from the rank's
     transfer thread."""
 
+    @property
+    def with_sums(self) -> bool:
+        """True if ``out`` and ``into`` return ``device_memory.Sums``: digests of the spans before the seed.
+        Then spans of equal length should be neighbours."""
+
     def pin(self, memory: Tensor) -> None:
         """Prepare ``memory``, uint8 on the host, as source or target of copies, until ``close``."""
 
@@ -58,7 +63,7 @@ class Copies(Protocol):
         """Return True if the copy of an ``out`` has ended: the bytes are there, and the caches are no
         longer read."""
 
-    def into(self, source: Tensor, region: Tensor, spans: np.ndarray) -> None:
+    def into(self, source: Tensor, region: Tensor, spans: np.ndarray) -> Any:
         """Start a copy of ``source``, whose bytes lie back to back, to ``spans``, int64 [n, 2], of
         ``region``. ``source`` must not change before ``settle``."""
 
@@ -71,6 +76,8 @@ class Copies(Protocol):
 
 class HostCopies:
     """Copies between host memory; each copy is done when the call returns."""
+
+    with_sums = False
 
     def pin(self, memory: Tensor) -> None:
         return
@@ -108,6 +115,8 @@ class CudaCopies:
     order on one stream.
     """
 
+    with_sums = False
+
     def __init__(self, device: torch.device, most: int) -> None:
         """``most``: maximum bytes of one copy."""
         self._device, self._most = device, most
@@ -140,28 +149,15 @@ class CudaCopies:
     def out(self, regions: Sequence[Tensor], parts: Sequence[SpanPart], to: Tensor, ready: Any) -> Any:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._after(ready)
-            through, done = self._checked(sum(part.nbytes for part in parts)), 0
-            for part in parts:
-                # rows: [region bytes / unit, unit]; index: rows of the spans, in order
-                rows, index = self._rows(regions[part.source], part.spans[:, ::2], done)
-                end = done + part.nbytes
-                gathered = through[done:end].view(rows.dtype).view(len(index), -1)
-                torch.index_select(rows, 0, index, out=gathered)
-                done = end
-            to[:done].copy_(through[:done], non_blocking=True)
+            self._out(regions, parts, to)
             return self._recorded()
 
     def ended(self, copy: Any) -> bool:
         return bool(copy.query())
 
-    def into(self, source: Tensor, region: Tensor, spans: np.ndarray) -> None:
+    def into(self, source: Tensor, region: Tensor, spans: np.ndarray) -> Any:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            through = self._checked(source.numel())
-            through[: source.numel()].copy_(source, non_blocking=True)
-            rows, index = self._rows(region, spans, 0)
-            # [rows of the spans, unit]
-            moved = through[: source.numel()].view(rows.dtype).view(len(index), -1)
-            rows.index_copy_(0, index, moved)
+            self._into(source, region, spans)
             self._last = self._recorded()
 
     def settle(self) -> None:
@@ -189,6 +185,28 @@ class CudaCopies:
                 torch.index_select(rows, 0, index, out=moved)
                 torch.index_select(rows[:1].expand(_MANY_ROWS, width), 0, index, out=moved)
                 rows.index_copy_(0, index, moved)
+
+    def _out(self, regions: Sequence[Tensor], parts: Sequence[SpanPart], to: Tensor) -> Tensor:
+        """Start ``out`` on the current stream. Return the gathered bytes on the device, uint8 [bytes]."""
+        through, done = self._checked(sum(part.nbytes for part in parts)), 0
+        for part in parts:
+            # rows: [region bytes / unit, unit]; index: rows of the spans, in order
+            rows, index = self._rows(regions[part.source], part.spans[:, ::2], done)
+            end = done + part.nbytes
+            gathered = through[done:end].view(rows.dtype).view(len(index), -1)
+            torch.index_select(rows, 0, index, out=gathered)
+            done = end
+        to[:done].copy_(through[:done], non_blocking=True)
+        return through[:done]
+
+    def _into(self, source: Tensor, region: Tensor, spans: np.ndarray) -> Tensor:
+        """Start ``into`` on the current stream. Return the bytes on the device, uint8 [bytes]."""
+        through = self._checked(source.numel())[: source.numel()]
+        through.copy_(source, non_blocking=True)
+        rows, index = self._rows(region, spans, 0)
+        # [rows of the spans, unit]
+        rows.index_copy_(0, index, through.view(rows.dtype).view(len(index), -1))
+        return through
 
     def _after(self, ready: Any) -> None:
         """Let later work of the stream wait for a mark."""

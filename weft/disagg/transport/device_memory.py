@@ -1,11 +1,12 @@
-"""Caches on a GPU that peers read directly: digests and copies on the device, no byte in host memory.
+"""Digests on a GPU, and caches on a GPU that peers read directly, without a byte in host memory.
 
     sender     mark of a layer ─► sums of the spans on the device ─► host: 8 bytes per span ─► write
     receiver   landing memory on the GPU ─► gathered ─► sums, and scattered into the blocks ─► the host
                compares ─► answer
 
 A sum is a digest before the seed (``weft.disagg.protocol.digests``). The sum and the copy read the same
-gathered bytes. Only a transport whose engine reads device memory can use ``DeviceMemory``.
+gathered bytes. Only a transport whose engine reads device memory can use ``DeviceMemory``. Staged caches of a
+GPU use ``DeviceWork`` as ``Copies``: the device adds, and the host only moves bytes.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class DeviceWork(CudaCopies):
     """Sums and copies of spans on a GPU, on a separate stream. ``CudaCopies`` has the stream, the marks and
     the memory for gathered bytes."""
 
+    with_sums = True
+
     def __init__(self, device: torch.device, most: int) -> None:
         """``most``: maximum bytes of one write."""
         super().__init__(device, most)
@@ -86,6 +89,23 @@ class DeviceWork(CudaCopies):
                 places.append(done + order)
                 done += len(order)
             return self._read_back(made, places)
+
+    def out(self, regions: Sequence[Tensor], parts: Sequence[SpanPart], to: Tensor, ready: Any) -> Sums:
+        """See ``Copies.out``. The sums are in the order of the spans."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._after(ready)
+            gathered = self._out(regions, parts, to)
+            return self._added(gathered, np.concatenate([part.spans[:, 2] for part in parts]))
+
+    def ended(self, copy: Any) -> bool:
+        return super().ended(copy.event if isinstance(copy, Sums) else copy)
+
+    def into(self, source: Tensor, region: Tensor, spans: np.ndarray) -> Sums:
+        """See ``Copies.into``. The sums, in the order of the spans, are valid after ``settle``."""
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            made = self._added(self._into(source, region, spans), spans[:, 1])
+            self._last = made.event
+            return made
 
     def take(self, source: Tensor, region: Tensor, spans: np.ndarray) -> np.ndarray:
         """Copy ``spans``, int64 [n, 3], from landing memory to ``region``. Return the sums of the copied
@@ -118,6 +138,12 @@ class DeviceWork(CudaCopies):
         rows, index = self._rows(region, spans, 0)
         torch.index_select(rows, 0, index, out=through.view(rows.dtype).view(len(index), -1))
         return through
+
+    def _added(self, gathered: Tensor, lengths: np.ndarray) -> Sums:
+        """Start the sums of spans of ``lengths``, int64 [n], that lie back to back."""
+        ends = np.flatnonzero(np.diff(lengths, append=-1))
+        runs = zip(lengths[ends].tolist(), np.diff(ends, prepend=-1).tolist(), strict=True)
+        return self._read_back(self._sums(gathered, runs), [np.arange(len(lengths))])
 
     def _sums(self, gathered: Tensor, lengths: Iterable[tuple[int, int]]) -> list[Tensor]:
         """Return the sums of spans that lie back to back. ``lengths``: (bytes, count) of equal spans."""

@@ -24,12 +24,11 @@ from msgspec import Meta
 from weft.common.errors import ConfigError, EngineDead, ErrorInfo
 from weft.common.log import get_logger
 from weft.disagg.protocol.arrivals import Copied, Incoming
-from weft.disagg.protocol.digests import ranks_seed
 from weft.disagg.protocol.pushes import Write, Written
 from weft.disagg.protocol.spans import SpanPart
 from weft.disagg.transport import wire as f
 from weft.disagg.transport.base import TakePending
-from weft.disagg.transport.device_memory import DeviceMemory, DeviceWork, seeded
+from weft.disagg.transport.device_memory import DeviceMemory, DeviceWork
 from weft.disagg.transport.peer_connection import Got
 from weft.disagg.transport.peer_links import ByteSource, PeerLink, check_inside, connection_broke
 from weft.disagg.transport.private_memory import huge_memory
@@ -252,16 +251,6 @@ class NixlTransport(TcpTransport):
         return super().patience() if due is None else min(due, super().patience())
 
     # ---- writes
-
-    def _send_staged(self) -> None:
-        """Send the writes with finished digests. Those of caches on a GPU are complete after the seeds."""
-        if not isinstance(self._memory, DeviceMemory):
-            super()._send_staged()
-            return
-        for write in self._memory.ready():
-            seed = ranks_seed(write.key, self.rank, self._peers[write.peer].rank)
-            self._send(msgspec.structs.replace(write, digests=seeded(write.digests, write.parts, seed)))
-        self._events += self._memory.failed()
 
     def _payload(self, write: Write) -> list[memoryview]:
         return []

@@ -39,6 +39,7 @@ from weft.disagg.transport import wire as f
 from weft.disagg.transport.base import TakePending
 from weft.disagg.transport.buffers import Buffers
 from weft.disagg.transport.copying import digest_parts
+from weft.disagg.transport.device_memory import seeded
 from weft.disagg.transport.newcomers import MOST_UNPROVEN, Newcomers
 from weft.disagg.transport.peer_connection import Got, PeerConnection
 from weft.disagg.transport.peer_links import (
@@ -267,10 +268,13 @@ class SocketTransport:
     # ---- writes
 
     def _send_staged(self) -> None:
-        """Send staged writes with finished copies, with digests of the bytes in host memory."""
+        """Send staged writes with finished copies, with digests of the bytes in host memory, or from sums."""
         for write in self._memory.ready():
             seed = ranks_seed(write.key, self.rank, self._peers[write.peer].rank)
-            digests = digest_parts(self._memory.shown, write.parts, seed)
+            if len(write.digests):
+                digests = seeded(write.digests, write.parts, seed)
+            else:
+                digests = digest_parts(self._memory.shown, write.parts, seed)
             self._send(msgspec.structs.replace(write, digests=digests))
         self._events += self._memory.failed()
 

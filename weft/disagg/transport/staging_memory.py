@@ -2,8 +2,8 @@
 
     Direct    the caches are host memory: peers read the caches, and received bytes are copied into the caches
     Staged    the caches are anywhere, e.g. on a GPU. To send: copy to a ring of host memory, send from
-              the ring. To receive: copy to an inbox and compute the digests, then copy from the inbox to
-              the caches
+              the ring. To receive: copy to an inbox, then copy from the inbox to the caches. The GPU computes
+              the digests of both sides, or the host, for caches in host memory
 
 Peers see no difference: spans of the regions shown by a sender. A rank with staged caches shows one region,
 the ring; peers never learn where the caches are.
@@ -12,7 +12,7 @@ the ring; peers never learn where the caches are.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -21,11 +21,12 @@ import torch
 
 from weft.common.errors import EngineDead
 from weft.common.log import get_logger
+from weft.common.splitmix import mix_array
 from weft.disagg.protocol.outbox import Outbox
 from weft.disagg.protocol.pushes import Write, Written
 from weft.disagg.protocol.spans import SpanPart
 from weft.disagg.transport.copies import Copies
-from weft.disagg.transport.copying import copy_spans
+from weft.disagg.transport.copying import copy_spans, gather_spans
 from weft.disagg.transport.shared_memory import SharedMemory
 from weft.types.transfer import TransferKey
 
@@ -36,8 +37,9 @@ log = get_logger(__name__)
 _NOT_COPIED = EngineDead("a rank could not copy what a transfer sends").info()
 _SOONEST_S, _LATEST_S = 0.0005, 0.004
 """Minimum and maximum seconds between checks of copies under way."""
-_PIECE = 1 << 20
-"""Bytes moved to the caches while the next bytes are copied into the inbox."""
+_PIECE, _PIECE_WITH_SUMS = 1 << 20, 4 << 20
+"""Bytes moved to the caches while the next bytes are copied into the inbox. Sums on the device need about 30
+launches per piece."""
 
 
 class Memory(Protocol):
@@ -56,7 +58,8 @@ class Memory(Protocol):
         later."""
 
     def ready(self) -> list[Write]:
-        """Return writes ready to send, with spans in terms of ``shown`` and without digests."""
+        """Return writes ready to send, with spans in terms of ``shown``. As digests they have the sums before
+        the seed, or none."""
 
     def failed(self) -> list[Written]:
         """Return writes with a failed copy, since the last call."""
@@ -193,6 +196,8 @@ class Staged:
     def put(self, write: Write) -> Write | None:
         if not self._sends:
             raise EngineDead("a rank that only receives cannot send")
+        if self._copies.with_sums:
+            write = msgspec.structs.replace(write, parts=tuple(map(_by_length, write.parts)))
         self._outbox.put(write)
         return None
 
@@ -218,7 +223,7 @@ class Staged:
             if not self._copies.ended(one.copy):
                 under_way.append(one)
             elif (copied := self._outbox.copied(one.slot)) is not None:
-                made.append(self._in_slot(copied, one.slot))
+                made.append(self._in_slot(copied, one.slot, one.copy))
         self._copying = under_way
         return made
 
@@ -249,15 +254,29 @@ class Staged:
 
     def take(self, source: Tensor, region: int, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
         """See ``Memory.take``. Raises EngineDead for a span longer than the inbox."""
-        made, at = [np.empty(0, np.uint64)], 0
-        ends = np.cumsum(spans[:, 2])
-        while at < len(spans):
-            before = int(ends[at - 1]) if at else 0
-            # At least one span per piece, even if the span is longer than a piece.
-            until = max(at + 1, int(np.searchsorted(ends, before + _PIECE, side="right")))
-            made.append(self._into(source, region, spans[at:until], seeds[at:until]))
-            at = until
+        if self._copies.with_sums:
+            return self._take_with_sums(source, region, spans, seeds)
+        made = [np.empty(0, np.uint64)]
+        for piece in _pieces(spans, _PIECE):
+            inbox, moves = self._room(spans[piece])
+            made.append(copy_spans(source, self._inbox.tensor, moves, seeds[piece]))
+            self._copies.into(inbox, self.regions[region], spans[piece, 1:])
         return np.concatenate(made)
+
+    def _take_with_sums(
+        self, source: Tensor, region: int, spans: np.ndarray, seeds: np.ndarray
+    ) -> np.ndarray:
+        """``take``, with sums on the device."""
+        order = np.argsort(spans[:, 2], kind="stable")
+        ordered, under_way = spans[order], list[Any]()
+        for piece in _pieces(ordered, _PIECE_WITH_SUMS):
+            inbox, moves = self._room(ordered[piece])
+            gather_spans(source, self._inbox.tensor, moves)
+            under_way.append(self._copies.into(inbox, self.regions[region], ordered[piece, 1:]))
+        self._copies.settle()
+        digests = np.empty(len(spans), np.uint64)
+        digests[order] = np.concatenate([np.empty(0, np.uint64), *(each.values() for each in under_way)])
+        return mix_array(digests ^ seeds)
 
     def settle(self) -> None:
         self._copies.settle()
@@ -269,9 +288,9 @@ class Staged:
         for memory in (self._ring, self._inbox):
             memory.close()
 
-    def _into(self, source: Tensor, region: int, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        """Copy spans into the inbox and start the copy to ``region``. Return the digests, uint64 [n]. Blocks
-        while the inbox is full. Raises EngineDead for more bytes than the inbox holds."""
+    def _room(self, spans: np.ndarray) -> tuple[Tensor, np.ndarray]:
+        """Return room in the inbox for ``spans``, int64 [n, 3], and the spans from the source to this room.
+        Blocks while the inbox is full. Raises EngineDead for more bytes than the inbox holds."""
         size = int(spans[:, 2].sum())
         if size > self._inbox.nbytes:
             raise EngineDead(f"{size} bytes of KV cache in one write; the limit is {self._inbox.nbytes}")
@@ -283,19 +302,34 @@ class Staged:
         self._filled = begin + -(-size // 16) * 16
         moves = spans.copy()
         moves[:, 1] = begin + np.cumsum(spans[:, 2]) - spans[:, 2]
-        digests = copy_spans(source, self._inbox.tensor, moves, seeds)
-        self._copies.into(self._inbox.tensor[begin : begin + size], self.regions[region], spans[:, 1:])
-        return digests
+        return self._inbox.tensor[begin : begin + size], moves
 
     def _slot(self, slot: int) -> Tensor:
         return self._ring.tensor[slot * self.sizes.slot : (slot + 1) * self.sizes.slot]
 
-    def _in_slot(self, write: Write, slot: int) -> Write:
-        """Return the write with spans in the ring: the parts lie back to back from the start of the slot."""
+    def _in_slot(self, write: Write, slot: int, copy: Any) -> Write:
+        """Return the write with spans in the ring: the parts lie back to back from the start of the slot.
+        ``copy``: the ended copy to the slot."""
         parts, at = [], slot * self.sizes.slot
         for part in write.parts:
             spans = part.spans.copy()
             spans[:, 0] = at + np.cumsum(spans[:, 2]) - spans[:, 2]
             at += part.nbytes
             parts.append(SpanPart(0, part.target, spans))
-        return msgspec.structs.replace(write, parts=tuple(parts), ready=None)
+        sums = copy.values() if self._copies.with_sums else write.digests
+        return msgspec.structs.replace(write, parts=tuple(parts), digests=sums, ready=None)
+
+
+def _by_length(part: SpanPart) -> SpanPart:
+    """Return the part with its spans in order of length."""
+    return part._replace(spans=part.spans[np.argsort(part.spans[:, 2], kind="stable")])
+
+
+def _pieces(spans: np.ndarray, most: int) -> Iterator[slice]:
+    """Yield slices of ``spans``, int64 [n, 3], with up to ``most`` bytes each, and with at least one span."""
+    ends, at = np.cumsum(spans[:, 2]), 0
+    while at < len(spans):
+        before = int(ends[at - 1]) if at else 0
+        until = max(at + 1, int(np.searchsorted(ends, before + most, side="right")))
+        yield slice(at, until)
+        at = until

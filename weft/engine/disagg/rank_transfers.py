@@ -33,7 +33,8 @@ from weft.config.transfers import (
 )
 from weft.disagg.protocol.group_layout import embedding_dims, group_dims
 from weft.disagg.transport.base import Transport
-from weft.disagg.transport.copies import copies_of
+from weft.disagg.transport.copies import Copies, HostCopies
+from weft.disagg.transport.device_memory import DeviceWork
 from weft.disagg.transport.private_memory import huge_memory
 from weft.disagg.transport.reports import TransferReports
 from weft.disagg.transport.shared_memory import SharedMemory
@@ -228,7 +229,8 @@ def _caches(
 def _staged(regions: Sequence[torch.Tensor], transport: TransportKind, *, sends: bool) -> Staged:
     """Return staging memory for one transport. ``regions``: flat caches, all on one device."""
     sizes = Sizes(slot=transport.slot_bytes)
-    copies = copies_of(regions[0].device, max(sizes.slot, sizes.inbox))
+    device, most = regions[0].device, max(sizes.slot, sizes.inbox)
+    copies: Copies = DeviceWork(device, most) if device.type == "cuda" else HostCopies()
     return Staged(regions, copies, sizes, sends=sends, takes=not sends)
 
 

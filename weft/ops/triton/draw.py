@@ -40,6 +40,9 @@ Tensor = torch.Tensor
 BLOCK = 2048
 """Tokens of a program."""
 WARPS = 8
+PIECE = 4
+"""Blocks that ``_limit`` reads at a time. One program reads a whole row, so it needs many reads under way."""
+LIMIT_WARPS = 16
 
 
 # --- noise ---
@@ -160,6 +163,13 @@ def _tops(
 
 
 @triton.jit
+def _highest(tops_ptr, block, BLOCKS: tl.constexpr, PIECE: tl.constexpr):
+    """Return the largest x of PIECE blocks from ``block`` on."""
+    blocks = block + tl.arange(0, PIECE)
+    return tl.max(tl.load(tops_ptr + blocks, mask=blocks < BLOCKS, other=float("-inf")), 0)
+
+
+@triton.jit
 def _reach(
     logits_ptr,
     tops_ptr,
@@ -169,6 +179,7 @@ def _reach(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PIECE: tl.constexpr,
     MASS: tl.constexpr,
 ):
     """Return (number and mass of the tokens with x >= value, smallest x among them, largest x below value).
@@ -180,16 +191,17 @@ def _reach(
     mass = tl.zeros([BLOCK], dtype=tl.float64)
     least = tl.full([BLOCK], float("inf"), dtype=tl.float32)
     below = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
-    for block in range(BLOCKS):
-        highest = tl.load(tops_ptr + block)
+    for block in range(0, BLOCKS, PIECE):
+        highest = _highest(tops_ptr, block, BLOCKS, PIECE)
         if highest >= value:
-            x = _x(logits_ptr, block * BLOCK + lanes, temperature, False, V)
-            inside = x >= value
-            count += inside.to(tl.int32)
-            if MASS:
-                mass += tl.where(inside, tl.exp(x.to(tl.float64) - top.to(tl.float64)), 0.0)
-            least = tl.minimum(least, tl.where(inside, x, float("inf")))
-            below = tl.maximum(below, tl.where(inside, float("-inf"), x))
+            for each in tl.static_range(PIECE):
+                x = _x(logits_ptr, (block + each) * BLOCK + lanes, temperature, False, V)
+                inside = x >= value
+                count += inside.to(tl.int32)
+                if MASS:
+                    mass += tl.where(inside, tl.exp(x.to(tl.float64) - top.to(tl.float64)), 0.0)
+                least = tl.minimum(least, tl.where(inside, x, float("inf")))
+                below = tl.maximum(below, tl.where(inside, float("-inf"), x))
         else:
             below = tl.maximum(below, highest)
     return tl.sum(count, 0), tl.sum(mass, 0), tl.min(least, 0), tl.max(below, 0)
@@ -207,6 +219,7 @@ def _last(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PIECE: tl.constexpr,
     MASS: tl.constexpr,
 ):
     """Return (largest value v of the row such that the tokens with x >= v suffice, number of tokens above v,
@@ -222,7 +235,7 @@ def _last(
         middle = tl.minimum(low * 0.5 + high * 0.5, high)
         middle = tl.where(middle > low, middle, high)
         count, mass, least, below = _reach(
-            logits_ptr, tops_ptr, middle, top, temperature, V, BLOCK, BLOCKS, MASS
+            logits_ptr, tops_ptr, middle, top, temperature, V, BLOCK, BLOCKS, PIECE, MASS
         )
         if MASS:
             enough = mass >= least_mass
@@ -233,11 +246,12 @@ def _last(
     lanes = tl.arange(0, BLOCK)
     above = tl.zeros([BLOCK], dtype=tl.int32)
     over = tl.zeros([BLOCK], dtype=tl.float64)
-    for block in range(BLOCKS):
-        if tl.load(tops_ptr + block) > low:
-            x = _x(logits_ptr, block * BLOCK + lanes, temperature, False, V)
-            above += (x > low).to(tl.int32)
-            over += tl.where(x > low, tl.exp(x.to(tl.float64) - top.to(tl.float64)), 0.0)
+    for block in range(0, BLOCKS, PIECE):
+        if _highest(tops_ptr, block, BLOCKS, PIECE) > low:
+            for each in tl.static_range(PIECE):
+                x = _x(logits_ptr, (block + each) * BLOCK + lanes, temperature, False, V)
+                above += (x > low).to(tl.int32)
+                over += tl.where(x > low, tl.exp(x.to(tl.float64) - top.to(tl.float64)), 0.0)
     return low, tl.sum(above, 0), tl.sum(over, 0)
 
 
@@ -296,6 +310,7 @@ def _limit(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_P2: tl.constexpr,
+    PIECE: tl.constexpr,
     CAPTURED: tl.constexpr,
 ):
     """Find the cut of one row. A kept token has x > cut, or x == cut and an id up to the cut's id."""
@@ -336,11 +351,22 @@ def _limit(
             floor = tl.where(top_p < 1, -3.4028234663852886e38, top - 27.0)
             if top_k < V:
                 count, _, least, _ = _reach(
-                    logits_ptr, tops_ptr, floor, top, temperature, V, BLOCK, BLOCKS, False
+                    logits_ptr, tops_ptr, floor, top, temperature, V, BLOCK, BLOCKS, PIECE, False
                 )
                 if count >= top_k:
                     cut, above, over = _last(
-                        logits_ptr, tops_ptr, least, top, temperature, top_k, 0.0, V, BLOCK, BLOCKS, False
+                        logits_ptr,
+                        tops_ptr,
+                        least,
+                        top,
+                        temperature,
+                        top_k,
+                        0.0,
+                        V,
+                        BLOCK,
+                        BLOCKS,
+                        PIECE,
+                        False,
                     )
                     number = top_k - above
                     share_of_one = tl.exp(cut.to(tl.float64) - top.to(tl.float64))
@@ -350,12 +376,12 @@ def _limit(
                 low = cut
                 if cut == float("-inf"):
                     _, mass, least, _ = _reach(
-                        logits_ptr, tops_ptr, top - 27.0, top, temperature, V, BLOCK, BLOCKS, True
+                        logits_ptr, tops_ptr, top - 27.0, top, temperature, V, BLOCK, BLOCKS, PIECE, True
                     )
                     low = tl.where(mass >= needed, least, low)
                 if low > float("-inf"):
                     value, _, over = _last(
-                        logits_ptr, tops_ptr, low, top, temperature, 0, needed, V, BLOCK, BLOCKS, True
+                        logits_ptr, tops_ptr, low, top, temperature, 0, needed, V, BLOCK, BLOCKS, PIECE, True
                     )
                     weight = tl.exp(value.to(tl.float64) - top.to(tl.float64))
                     some = ((needed - over) / weight).to(tl.int64)
@@ -578,8 +604,7 @@ def draw(
     assert logits.stride(1) == 1, "rows of logits are contiguous"
     assert table.is_contiguous(), "rows of the table are contiguous"
     flag, spare, history, positions, live = advance or (slots, 0, out, positions, None)
-    blocks = -(-vocab_size // BLOCK)
-    own = _scratch(count, blocks, logits.device)
+    own = _scratch(count, blocks := -(-vocab_size // BLOCK), logits.device)
     where = (logits, slots if rows is None else rows, slots, flag)
     floats, tail = table.view(torch.float64), (logits.stride(0), spare)
     of_row = {
@@ -588,22 +613,28 @@ def draw(
         "BLOCKS": blocks,
         "CAPTURED": advance is not None,
     }
-    of_block = {**of_row, "V": vocab_size, "BLOCK": BLOCK, "num_warps": WARPS}
+    of_block = {**of_row, "V": vocab_size, "BLOCK": BLOCK}
     noise = {"SEED": columns.seed, "CHOICE": columns.choice, "BLOCKS_P2": power(blocks)}
     _tops[(count, blocks)](
-        *where, floats, own.tops, own.top_ids, own.masses, *tail, TOP_P=columns.top_p, **of_block
+        *(*where, floats, own.tops, own.top_ids, own.masses, *tail),
+        TOP_P=columns.top_p,
+        num_warps=WARPS,
+        **of_block,
     )
     parameters, cuts = (positions, floats, table), (own.reaches, own.cuts, own.cut_ids)
     _limit[(count,)](
         *(*where, *parameters, own.tops, own.top_ids, own.masses, *cuts, *tail),
         TOP_P=columns.top_p,
         TOP_K=columns.top_k,
+        PIECE=PIECE,
+        num_warps=LIMIT_WARPS,
         **noise,
         **of_block,
     )
     _score[(count, blocks)](
         *(*where, *parameters, own.tops, *cuts, own.scores, own.winners, *tail),
         MIN_P=columns.min_p,
+        num_warps=WARPS,
         **noise,
         **of_block,
     )

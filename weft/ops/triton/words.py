@@ -24,7 +24,7 @@ from weft.ops.words import STEP, TILE, Words
 
 Tensor = torch.Tensor
 
-FEW_ROWS = 64
+FEW_ROWS = 32
 """Products of more rows split the inputs into fewer parts, because parts of many rows are large."""
 PROGRAMS, PROGRAMS_OF_MANY = 1056, 264
 """Tiles of 64 outputs, times parts, that fill a Hopper GPU, for few and for many rows."""
