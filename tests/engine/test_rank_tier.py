@@ -22,7 +22,7 @@ from weft.engine.tiers.engine_tier import EngineTier
 from weft.engine.tiers.group_tier import GroupTier
 from weft.engine.tiers.rank_tier import RankTier
 from weft.store.errors import RecordError
-from weft.store.host import HostLevel, NoDisk
+from weft.store.host import HostLevel
 from weft.store.records import Owner, RecordBuffer, RecordId
 from weft.store.segments import SegmentStore
 from weft.types.tiers import BlockOutcome, BlocksCopied, CopyBlocks, FlushStore, copy_of
@@ -63,7 +63,7 @@ def tier_of(
     opened: Callable[[], SegmentStore], *, copies: OneByte | None = None, leads: bool = True, **more: Any
 ) -> RankTier:
     made = cast(BlockCopies, copies or OneByte())
-    return RankTier(made, opened, lambda work, *args: work(*args), leads=leads, **more)
+    return RankTier(made, lambda: [opened()], lambda work, *args: work(*args), leads=leads, **more)
 
 
 class Pages(OneByte):
@@ -89,10 +89,10 @@ class Pages(OneByte):
         self.filled[block] = int(payload[0])
 
 
-def by_hand(copies: Pages, store: Any, host: HostLevel | None = None) -> RankTier:
+def by_hand(copies: Pages, stores: Any, host: HostLevel | None = None) -> RankTier:
     """Return a tier without a thread: ``turn`` executes one command."""
-    tier = tier_of(lambda: store, copies=copies, start=False, host=host)
-    tier.store = store
+    tier = tier_of(lambda: stores[0], copies=copies, start=False, host=host)
+    tier.stores = stores
     return tier
 
 
@@ -176,7 +176,7 @@ def test_a_rank_that_reports_no_changes_collects_none(tmp_path: Path) -> None:
     try:
         tier.put(copy_of(1, False, [(0, block, bytes([block]) * 16) for block in range(1, 9)]))
         until(tier.take)
-        store = tier.store
+        (store,) = tier.stores
         assert store is not None
         assert store.stats().written == 8
         until(lambda: not store._index._added)
@@ -203,18 +203,18 @@ def test_a_slow_disk_holds_the_end_for_a_limited_time() -> None:
 
 def test_a_flush_also_removes_blocks_that_came_to_host_memory_from_the_disk(tmp_path: Path) -> None:
     """The owner of a block goes along: a later flush by the salt leaves nothing in host memory."""
-    first = by_hand(Pages(), open_store(tmp_path))
+    first = by_hand(Pages(), [open_store(tmp_path)])
     for number, salt in enumerate(("tenant-7", "other")):
         assert outcomes(first, copy_of(1, False, [blocks(2)[number]], Owner(salt=salt))) == [
             BlockOutcome.DONE
         ]
     first.close()
-    first.store.close()  # type: ignore[union-attr]
+    first.stores[0].close()
     copies, host = Pages(), memory()
-    second = by_hand(copies, open_store(tmp_path), host)
+    second = by_hand(copies, [open_store(tmp_path)], host)
     assert outcomes(second, copy_of(1, True, blocks(2))) == 2 * [BlockOutcome.DONE]
     assert copies.filled == {1: 1, 2: 2}
-    assert host.num_records == 2
+    assert host.stats().blocks == 2
     second.put(FlushStore(salt="tenant-7"))
     second.turn(0.0)
     assert [host.has(0, name) for _, _, name in blocks(2)] == [False, True]
@@ -227,9 +227,9 @@ def test_a_rank_whose_bytes_another_rank_writes_has_a_host_level_of_its_own() ->
     """Latents are equal on all ranks, and one rank writes the record. Without a disk, every rank must have
     the bytes in its host memory."""
     copies, host = Pages(writes=False), memory()
-    tier = by_hand(copies, NoDisk(), host)
+    tier = by_hand(copies, [], host)
     assert outcomes(tier, copy_of(1, False, blocks(2))) == 2 * [BlockOutcome.DONE]
-    assert host.num_records == 2
+    assert host.stats().blocks == 2
     assert outcomes(tier, copy_of(2, True, blocks(2))) == 2 * [BlockOutcome.DONE]
     assert copies.filled == {1: 1, 2: 2}
     tier.close()
@@ -237,10 +237,10 @@ def test_a_rank_whose_bytes_another_rank_writes_has_a_host_level_of_its_own() ->
 
 def test_the_end_waits_for_a_load_of_several_reads(tmp_path: Path) -> None:
     """``close`` must not end the reading thread while a load still has reads to begin."""
-    first = by_hand(Pages(), open_store(tmp_path))
+    first = by_hand(Pages(), [open_store(tmp_path)])
     assert set(outcomes(first, copy_of(1, False, blocks(12)))) == {BlockOutcome.DONE}
     first.close()
-    first.store.close()  # type: ignore[union-attr]
+    first.stores[0].close()
     copies, begun, ends = Pages(), threading.Event(), threading.Event()
 
     def into(record: RecordId, block: int, payload: np.ndarray) -> None:
@@ -263,6 +263,7 @@ def test_the_end_waits_for_a_load_of_several_reads(tmp_path: Path) -> None:
 def test_a_load_that_fails_unexpectedly_reserves_no_blocks(tmp_path: Path, settles: bool) -> None:
     """The command under way is answered, too, unless the device may still write to its blocks."""
     store = open_store(tmp_path)
+    assert outcomes(by_hand(Pages(), [store]), copy_of(1, False, blocks(2))) == 2 * [BlockOutcome.DONE]
 
     def broken(*_: object) -> list[np.ndarray | RecordError]:
         raise ValueError("unexpected")

@@ -24,6 +24,7 @@ from weft.config.resolved import EngineConfig
 from weft.engine import build
 from weft.engine.core import EngineCore
 from weft.engine.ranks.ranks import RankProcesses
+from weft.scheduler import loads
 from weft.scheduler.policy.load_speed import LoadSpeed
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
@@ -47,8 +48,10 @@ Bits = dict[int, list[tuple[int, bytes]]]
 
 @pytest.fixture(autouse=True)
 def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let loads count as instant: these models compute as quickly as a busy disk reads."""
+    """Let loads count as instant: these models compute as quickly as a busy disk reads. A busy machine misses
+    the shortest deadline."""
     monkeypatch.setattr(LoadSpeed, "observe", lambda *_: None)
+    monkeypatch.setattr(loads, "SOONEST_S", loads.LATEST_S)
 
 
 def submits(session: str = "") -> list[Submit]:
@@ -293,6 +296,42 @@ def test_prefill_groups_have_tiers(tmp_path: Path) -> None:
             engine.close()
         assert stats is not None
         assert (stats.saved_tokens > 0) == restart
+
+
+@pytest.mark.slow
+def test_decode_groups_store_answers(tmp_path: Path) -> None:
+    """The next turn's prompt has the answer: the prefill group loads the blocks that the decode group has
+    stored, also of the answer, and the tokens are those without a tier."""
+    folder, disk = make_checkpoint(tmp_path, "gpt_oss"), tmp_path / "kv"
+    first = submit(0, PROMPTS[0], TokenParams(max_tokens=60, logprobs=1), request=0)
+    turns, saved = [first], list[dict[str, int]]()
+    for tiers in (("decode",), ("prefill",)):
+        groups = [
+            config_of(folder, "gpt_oss", disk if role in tiers else None, role=role)
+            for role in ("prefill", "decode")
+        ]
+        engine = FleetEngine(groups)
+        try:
+            made = engine_bits(engine, [turns[-1]])
+            engine.settle()
+            (core,) = engine.cores(tiers[0])
+            assert core.tier is not None
+            core.tier.finish()
+            stats = core.stats().tier
+        finally:
+            engine.close()
+        assert stats is not None
+        saved.append({"stored": sum(stats.stores.values()), "saved": stats.saved_tokens})
+        answer = [token for token, _ in made[turns[-1].sequence]]
+        turns.append(submit(1, PROMPTS[0] + answer, TokenParams(max_tokens=6, logprobs=1), request=1))
+        if len(turns) == 3:
+            core = start(folder, "gpt_oss", None, enable_prefix_caching=False)
+            try:
+                assert bits(core, [turns[1]]) == made
+            finally:
+                core.close()
+    assert saved[0]["stored"] > 0
+    assert saved[1]["saved"] > len(PROMPTS[0])
 
 
 @pytest.mark.slow

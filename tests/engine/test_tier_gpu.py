@@ -110,7 +110,7 @@ def without_threads(patch: pytest.MonkeyPatch) -> list[RankTier]:
 
     def make(*given: Any, **more: Any) -> RankTier:
         tier = RankTier(*given, start=False, **more)
-        tier.store = tier._open()
+        tier.stores = tier._open()
         tier._opened.set()
         tiers.append(tier)
         return tier
@@ -143,8 +143,8 @@ def test_blocks_come_back_to_a_simulated_gpu(
 
                 found = run(folder, rounds, begin, **more)
             tier = tiers[-1]
-            assert tier.store is not None
-            tier.store.close()
+            for store in tier.stores:
+                store.close()
             tier._copies.close()
             return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import msgspec
 import pytest
 
 from tests.scheduler.fake_runner import kv_config, submit
@@ -12,10 +13,11 @@ from tests.scheduler.harness import random_arrivals, random_bases, random_rig
 from tests.scheduler.tier_rig import FakeDisk, TierRig, faulty
 from tests.support.slow import mostly_slow
 from weft.kv import tiers
+from weft.kv.prefix_memory import PrefixMemory
 from weft.kv.tiers import Changed, Copied, Flushed, Stopped
 from weft.scheduler.policy.load_speed import LARGE, LoadSpeed
-from weft.types.messages import Submit
-from weft.types.tiers import BlockOutcome
+from weft.types.messages import Submit, TokenEvent
+from weft.types.tiers import DISK, HOST, REMOTE, BlockOutcome, StoredElsewhere, StoreMode
 
 PROMPT = [7, 3] * 16
 SEEDS = [
@@ -185,7 +187,7 @@ def test_computing_is_chosen_when_quicker() -> None:
     kv, disk = kv_config(), FakeDisk()
     ask(TierRig(kv, disk=disk), submit(0, PROMPT))
     rig = TierRig(kv, disk=disk)
-    rig.loads.speed.rate = 1e-3
+    rig.loads.speeds.levels[1].rate = 1e-3
     assert ask(rig, submit(0, PROMPT)) == 0
     assert rig.loads.stats().loads == {"slower": 1}
 
@@ -355,7 +357,7 @@ def test_failed_loads_do_not_make_the_disk_slow() -> None:
     [(command, _)] = rig.under_way
     rig.under_way.clear()
     rig.loads.on(Copied(command.job, bytes([BlockOutcome.GONE]) * command.size, 0, 1e-3), rig.now)
-    assert rig.loads.speed.seconds(1 << 40) == 0
+    assert rig.loads.speeds.levels[1].seconds(1 << 40) == 0
     rig.settle()
 
     speed = LoadSpeed()
@@ -420,11 +422,11 @@ def test_later_prompts_do_not_cut_the_load_in_front() -> None:
         rig.submit(submit(number, prompt))
     loads = list(rig.loads._loads.values())
     assert len(loads) > 2
-    assert all(load.nbytes == rig.loads.book.bytes_of(load.left) for load in loads)
+    assert all(sum(load.nbytes) == rig.loads.book.bytes_of(load.left) for load in loads)
     front = loads[0]
     needs = rig.loads._compute_seconds(front.before, front.reach)
-    rig.loads.speed.rate = 1.5 * front.nbytes / needs  # enough for the front alone
-    rig.loads._look(front, 0, rig.now)
+    rig.loads.speeds.levels[1].rate = 1.5 * sum(front.nbytes) / needs  # enough for the front alone
+    rig.loads._look(front, [0, 0, 0], rig.now)
     assert front.sequence.loading
     rig.loads._look(loads[1], front.nbytes, rig.now)
     assert not loads[1].sequence.loading
@@ -440,3 +442,85 @@ def test_the_cost_of_a_long_prompt_is_predicted_in_few_parts() -> None:
     whole = rig.loads._compute_seconds(0, 100_000)
     assert whole > 0
     assert len(calls) <= 64
+
+
+class Explaining(TierRig):
+    """A rig that remembers prompts, as with ``--explain-cache``, and records the reported misses."""
+
+    def __init__(self, mode: StoreMode = "all") -> None:
+        super().__init__(kv_config(), mode=mode)
+        self.scheduler._state.misses.memory = PrefixMemory(self.kv.block_size, 1 << 20)
+        self.reasons: dict[int, str] = {}
+
+    def hear(self, events: list[TokenEvent]) -> None:
+        super().hear(events)
+        self.reasons.update({e.sequence: e.cache_miss.reason for e in events if e.cache_miss is not None})
+
+    def why(self, number: int, prompt: list[int]) -> str:
+        """Run a prompt. Return the reason of the miss."""
+        ask(self, msgspec.structs.replace(submit(number, prompt), explain=True))
+        return self.reasons[number]
+
+
+@pytest.mark.parametrize("mode", ["all", "reused", "sessions"])
+def test_a_miss_says_why_a_block_is_not_stored(mode: StoreMode) -> None:
+    """Each reason, for a prompt that the pool has evicted."""
+    reasons = {
+        "all": {
+            BlockOutcome.NO_ROOM: "no_room",
+            BlockOutcome.SLOW: "slow_store",
+            BlockOutcome.SKIPPED: "too_large",
+            BlockOutcome.DONE: "removed",
+        },
+        "reused": {BlockOutcome.DONE: "first_use"},
+        "sessions": {BlockOutcome.DONE: "not_chosen"},
+    }
+    for outcome, reason in reasons[mode].items():
+        rig = Explaining(mode)
+        rig.disk.fault = lambda command, entry, outcome=outcome: outcome
+        ask(rig, submit(0, PROMPT))
+        for group in rig.scheduler._state.caches.kinds:
+            group.pool.forget_unused()
+        if reason == "removed":
+            rig.loads.on(Changed([], list(rig.disk.records)), rig.now)
+        assert rig.why(1, PROMPT) == reason
+
+
+def test_a_miss_says_that_another_model_has_the_block() -> None:
+    first = TierRig(kv_config())
+    ask(first, submit(0, PROMPT))
+    rig = Explaining()
+    rig.loads.on(StoredElsewhere(frozenset(key for _, key in first.disk.records)), rig.now)
+    assert rig.why(1, PROMPT) == "version"
+
+
+def test_a_load_takes_each_block_from_the_quickest_level_and_measures_each_level() -> None:
+    """A command loads from one level. Levels that end leave the blocks of other levels."""
+    _, rig = stored(PROMPT)
+    entries = list(rig.disk.records)
+    book = rig.loads.book
+    rig.loads.on(Changed(entries[::2], [], REMOTE), rig.now)
+    rig.loads.on(Changed(entries[::3], [], HOST), rig.now)
+    assert book.blocks == [len(entries[::3]), len(entries), len(entries[::2])]
+    rig.loads.on(Changed([], [], DISK, whole=True), rig.now)
+    left = {*entries[::2], *entries[::3]}
+    assert book.num_stored == len(left)
+    assert {book.place_of(entry) for entry in entries[::3]} == {0}
+    rig.loads.on(Changed(entries, [], DISK), rig.now)
+    places = {entry: book.place_of(entry) for entry in entries}
+    rig.submit(submit(7, PROMPT))
+    rig.ask()
+    seen = set()
+    while rig.under_way:
+        command = rig.under_way[0][0]
+        if command.load:
+            (place,) = {places[kind, key] for kind, _, key in command.items()}
+            seen.add(place)
+        rig.serve()
+        rig.ask()
+    assert seen == {0, 1}
+    rig.settle()
+    stats = rig.scheduler.stats().tier
+    assert stats is not None
+    assert stats.levels["host"].loaded > 0
+    assert stats.levels["disk"].loaded > 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from weft.store.disk import Disk
+from weft.store.record_store import RecordStore
 from weft.store.records import Owner, RecordBuffer, RecordId
 from weft.store.segments import SegmentStore, StoreSettings
 
@@ -55,13 +56,13 @@ def open_store(
     return SegmentStore(made, disk=disk, **({"now": clock} if clock else {}))
 
 
-def put(store: SegmentStore, name: RecordId, nbytes: int = 10_000, owner: Owner = NOBODY) -> str:
+def put(store: RecordStore, name: RecordId, nbytes: int = 10_000, owner: Owner = NOBODY) -> str:
     buffer = RecordBuffer(nbytes)
     buffer.payload[:] = payload(name, nbytes)
     return store.write(name, buffer, nbytes, owner)
 
 
-def get(store: SegmentStore, name: RecordId, nbytes: int = 10_000) -> bool:
+def get(store: RecordStore, name: RecordId, nbytes: int = 10_000) -> bool:
     """Read a record. Return True if the bytes are the written bytes. Raises RecordError."""
     buffer = RecordBuffer(nbytes)
     assert store.read(name, buffer) == nbytes

@@ -94,7 +94,7 @@ def test_two_stores_share_a_folder(tmp_path):
     put(one, record(3))
     one.seal()
     one.scan()
-    assert one.take_changes() == ([(0, record(3).key)], [(0, record(1).key)])
+    assert one.take_changes() == ([(0, record(3).key)], [(0, record(1).key)], False)
     assert not one.stats().corrupt
 
 
@@ -261,3 +261,28 @@ def test_owners_reach_the_disk_as_hashes(tmp_path):
     assert not any(name in data for name in (b"payer-name", b"salt-name", b"session-name"))
     assert payload(record(1), 10_000).tobytes() in data
     assert np.frombuffer(data[-4096:], np.uint8).any()
+
+
+def test_an_open_segment_is_published(tmp_path):
+    """Other processes read the records of an open segment, and later records of the same file."""
+    clock = Clock()
+    one, two = open_store(tmp_path, clock=clock), open_store(tmp_path, clock=clock)
+    for number in range(1, 4):
+        put(one, record(number))
+        two.scan()
+        assert not two.has(record(number))
+        clock.seconds += 11
+        one.maintain()
+        two.scan()
+        assert get(two, record(number))
+        assert [block[1] for block in two.take_changes().added] == [
+            record(n).key for n in range(1, number + 1)
+        ]
+    put(one, record(4))
+    two.scan()
+    assert get(two, record(1))  # the footer is overwritten: what was read before stays
+    assert len(files(tmp_path)) == 1
+    one._leave()  # as by the end of the process, without a footer for the last record
+    third = open_store(tmp_path)
+    assert all(get(third, record(number)) for number in range(1, 5))
+    assert third.stats().damaged == 0

@@ -42,6 +42,7 @@ VARIABLES = {
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "the same; wins over the variable before",
     "OTEL_TRACES_EXPORTER": "none ignores the variables of the collector",
     "OTEL_SDK_DISABLED": "true ignores the variables of the collector",
+    "AWS_ENDPOINT_URL": "the object store of --kv-remote s3://..; http: allows requests without TLS",
     "HF_HUB_OFFLINE": "1 forbids the hub client to use the network",
 }
 

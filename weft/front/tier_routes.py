@@ -59,7 +59,7 @@ def add_tier_routes(app: FastAPI, front: Front) -> None:
         ]
         if not engines:
             raise InvalidRequest(
-                "no engine process has a KV tier: start the server with --kv-disk or --kv-host"
+                "no engine process has a KV tier: start the server with --kv-disk, --kv-remote or --kv-host"
             )
         for message in _messages(front, asked):
             for own, name in engines:

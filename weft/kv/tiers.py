@@ -28,7 +28,18 @@ from weft.config.resolved import KVConfig
 from weft.kv.caches import Caches, agreed
 from weft.kv.pool import NULL_BLOCK
 from weft.kv.tier_kinds import TierKind
-from weft.types.tiers import BlockOutcome, CopyBlocks, Entry, Owner, StoreMode, copy_of
+from weft.types.tiers import (
+    DISK,
+    EVERY,
+    LEVELS,
+    REMOTE,
+    BlockOutcome,
+    CopyBlocks,
+    Entry,
+    Owner,
+    StoreMode,
+    copy_of,
+)
 
 SHARE = 0.25
 """Maximum share of each pool for blocks of copies under way. A disk that never answers costs this share."""
@@ -45,6 +56,8 @@ MOST_GHOSTS = 1 << 16
 """Number of keys remembered for the second use."""
 STUCK_S = 10.0
 """Seconds after which a command without a report stops all further commands, until the report comes."""
+_SHOWN = {"evicted": "unwritten", "full": "slow_store", "slow": "slow_store", "skipped": "too_large"}
+"""Reason of a skipped block -> word in the explanation of a cache miss, if another word."""
 PIN_S = 600.0
 """Seconds for which the pin of a copy excuses missing blocks."""
 
@@ -73,13 +86,18 @@ class Copied(NamedTuple):
     outcomes: bytes
     nbytes: int = 0
     seconds: float = 0.0
+    levels: bytes = b""
+    """Of stored blocks: the levels that every rank has stored each block in. b"": the disk."""
 
 
 class Changed(NamedTuple):
-    """Blocks came to the store, or left the store, without a command."""
+    """Blocks came to a level, or left the level, without a command."""
 
     added: Sequence[Entry]
     gone: Sequence[Entry]
+    level: int = DISK
+    whole: bool = False
+    """True if all earlier blocks of the level are gone, too."""
 
 
 class Stopped(NamedTuple):
@@ -128,6 +146,8 @@ class _Job:
     items: list[tuple[int, int, bytes]]
     """(KV cache group, block, key)."""
     nbytes: int
+    place: int
+    """Of a load: place of the level in ``LEVELS``. One command loads from one level."""
     due: float
     """Time after which the disk counts as stuck."""
     void: bool = False
@@ -153,11 +173,16 @@ class TierBook:
         each = zip(caches.kinds, kv.pools, strict=True)
         self.kinds = [TierKind(kind, pool, kv.block_size) for kind, pool in each]
         self._bytes = [pool.nbytes(dtype) // (pool.num_blocks + 1) for pool in kv.pools]
-        self._mode, self._rate = mode, write_rate
+        self.mode, self._rate = mode, write_rate
         self._most = [max(1, int(SHARE * kind.num_blocks)) for kind in caches.kinds]
         self._held = [0] * len(caches.kinds)
         """Blocks of commands under way, for each KV cache group."""
-        self._disk: list[set[bytes]] = [set() for _ in caches.kinds]
+        self._there: list[dict[bytes, int]] = [{} for _ in caches.kinds]
+        """The levels that have each stored block, for each KV cache group."""
+        self.blocks = [0] * len(LEVELS)
+        """Number of blocks in each level."""
+        self.loaded = [0] * len(LEVELS)
+        """Number of blocks loaded from each level."""
         self._storing: set[Entry] = set()
         self._loading: set[Entry] = set()
         self._wanted: OrderedDict[Entry, tuple[Owner, str]] = OrderedDict()
@@ -173,8 +198,14 @@ class TierBook:
         """Why the store is off; "" while the store works."""
         self.stored: dict[str, int] = {}
         """Blocks stored, by reason."""
+        self.stored_in: list[dict[str, int]] = [{} for _ in LEVELS]
+        """The same for each level."""
         self.skipped: dict[str, int] = {}
         """Blocks not stored, by reason."""
+        self._absent: OrderedDict[Entry, str] = OrderedDict()
+        """Why the latest blocks are not in the store. Bounded."""
+        self.elsewhere: frozenset[bytes] = frozenset()
+        """Keys of blocks that the store has under another namespace."""
         self.failed: dict[Entry, BlockOutcome] = {}
         """Outcome of the last failed load of a block, until the block is stored or loaded again. Bounded."""
 
@@ -187,15 +218,15 @@ class TierBook:
             return "loading"
         if entry in self._storing:
             return "storing"
-        if key in self._disk[kind]:
+        if key in self._there[kind]:
             return "disk"
         return "resident" if self._caches.kinds[kind].pool.find(key) != NULL_BLOCK else ""
 
     def hit(self, hashes: Sequence[bytes], limit: int) -> int:
         """Return the longest prefix, at most ``limit``, that pool and store have together. In tokens."""
-        if self.off or not any(self._disk):
+        if self.off or not any(self._there):
             return self._caches.hit(hashes, limit)
-        each = zip(self.kinds, self._disk, strict=True)
+        each = zip(self.kinds, self._there, strict=True)
         return agreed([partial(kind.hit, hashes, disk) for kind, disk in each], limit)
 
     def missing(self, hashes: Sequence[bytes], reach: int) -> list[Entry]:
@@ -213,6 +244,12 @@ class TierBook:
     def bytes_of(self, entries: Sequence[Entry]) -> int:
         """Return the bytes of blocks on one rank."""
         return sum(self._bytes[kind] for kind, _ in entries)
+
+    def place_of(self, entry: Entry) -> int:
+        """Return the place in ``LEVELS`` of the quickest level with the block; of the slowest level for a
+        block that is in none."""
+        levels = self._there[entry[0]].get(entry[1], REMOTE)
+        return (levels & -levels).bit_length() - 1
 
     def room(self, entries: Sequence[Entry], promised: Sequence[int]) -> int:
         """Return how many of the leading ``entries`` one command can load now; 0 while no command may start.
@@ -245,10 +282,17 @@ class TierBook:
         """Return True if the disk has not answered a command for too long."""
         return any(job.due < now for job in self._jobs.values())
 
+    def loads_from(self, job: int) -> int:
+        """Return the place in ``LEVELS`` of the level that the command ``job``, under way, loads from."""
+        return self._jobs[job].place
+
     @property
-    def loading_bytes(self) -> int:
-        """Bytes that commands under way load on each rank."""
-        return sum(job.nbytes for job in self._jobs.values() if job.load)
+    def loading_bytes(self) -> list[int]:
+        """Bytes that commands under way load on each rank, of each level."""
+        found = [0] * len(LEVELS)
+        for job in self._jobs.values():
+            found[job.place] += job.nbytes * job.load
+        return found
 
     @property
     def busy(self) -> bool:
@@ -262,8 +306,26 @@ class TierBook:
 
     @property
     def num_stored(self) -> int:
-        """Number of blocks in the store."""
-        return sum(map(len, self._disk))
+        """Number of blocks in the levels together."""
+        return sum(map(len, self._there))
+
+    def why(self, entry: Entry) -> str:
+        """Return why neither pool nor store has a block; "" if unknown.
+
+        - "storing": the write has not ended;
+        - "unwritten": evicted from the pool before the write;
+        - "no_room", "slow_store", "too_large", "off", "lost": no level took the block;
+        - "removed": by age, by eviction from the store or by an operator;
+        - "first_use": with ``reused``, the second use stores the block;
+        - "version": stored under other weights, data types, layouts or builds.
+        """
+        if entry in self._storing or entry in self._wanted:
+            return "storing"
+        if entry in self._absent:
+            return self._absent[entry]
+        if entry[1] in self.elsewhere:
+            return "version"
+        return "first_use" if entry in self._ghosts else ""
 
     # ---- events
 
@@ -277,11 +339,13 @@ class TierBook:
                 actions.append(self._load(entries, now))
             case Copied():
                 actions += self._copied(event)
-            case Changed(added, gone):
-                for kind, key in added:
-                    self._disk[kind].add(key)
+            case Changed(added, gone, level, whole):
+                if whole:
+                    gone = [(kind, key) for kind, keys in enumerate(self._there) for key in keys]
                 for kind, key in gone:
-                    self._disk[kind].discard(key)
+                    self._remove(kind, key, level)
+                for kind, key in added:
+                    self._put(kind, key, level)
             case Stopped(why):
                 self._stop(why)
             case Flushed():
@@ -296,6 +360,24 @@ class TierBook:
                 self._wanted.clear()
         actions += self._store(now)
         return actions
+
+    def _put(self, kind: int, key: bytes, levels: int) -> None:
+        """Note that ``levels`` have the block."""
+        before = self._there[kind].get(key, 0)
+        self._absent.pop((kind, key), None)
+        self._there[kind][key] = before | levels
+        for place in range(len(LEVELS)):
+            self.blocks[place] += (levels & ~before) >> place & 1
+
+    def _remove(self, kind: int, key: bytes, levels: int = EVERY) -> None:
+        """Note that ``levels`` have the block no more."""
+        before = self._there[kind].pop(key, 0)
+        if before & ~levels:
+            self._there[kind][key] = before & ~levels
+        elif before:
+            self._explain((kind, key), "removed")
+        for place in range(len(LEVELS)):
+            self.blocks[place] -= (before & levels) >> place & 1
 
     def _void(self, *, loads_only: bool = False) -> None:
         """Let the results of commands under way not count."""
@@ -313,25 +395,25 @@ class TierBook:
         if self.off or not hashes:
             return
         session = bool(owner.session)
-        if self._mode == "sessions" and not session:
+        if self.mode == "sessions" and not session:
             return
         goes_on = session or preempted
         lasts = self._continued(hashes, prompt) if goes_on else [set()] * len(self.kinds)
         for number, (kind, last) in enumerate(zip(self.kinds, lasts, strict=True)):
             for key in kind.resident(hashes):
                 entry = (number, key)
-                if key in self._disk[number] or entry in self._storing or entry in self._wanted:
+                if key in self._there[number] or entry in self._storing or entry in self._wanted:
                     continue
-                if self._mode == "all":
+                if self.mode == "all":
                     reason = "all"
                 elif key in last:
                     reason = "session" if session else "preempted"
-                elif self._mode == "reused" and self._seen(entry):
+                elif self.mode == "reused" and self._seen(entry):
                     reason = "reused"
                 else:
                     continue
                 if len(self._wanted) >= MOST_WANTED:
-                    self._skip("full")
+                    self._skip("full", entry)
                 else:
                     self._wanted[entry] = (owner, reason)
 
@@ -390,7 +472,7 @@ class TierBook:
             block = pool.find(key)
             if block == NULL_BLOCK:
                 del self._wanted[entry]
-                self._skip("evicted")
+                self._skip("evicted", entry)
                 continue
             size = self._bytes[kind]
             full = held[kind] >= max(1, self._most[kind] // 2)
@@ -424,7 +506,8 @@ class TierBook:
         for kind, _, _ in items:
             self._held[kind] += 1
         nbytes = sum(self._bytes[kind] for kind, _, _ in items)
-        self._jobs[self._number] = _Job(load, items, nbytes, now + STUCK_S)
+        place = self.place_of((items[0][0], items[0][2])) if load else 0
+        self._jobs[self._number] = _Job(load, items, nbytes, place, now + STUCK_S)
         return copy_of(self._number, load, items, owner)
 
     def _copied(self, copied: Copied) -> Iterator[TierAction]:
@@ -432,21 +515,26 @@ class TierBook:
         job = self._jobs.pop(copied.job, None)
         if job is None:
             return
-        for (kind, block, key), outcome in zip(job.items, copied.outcomes, strict=True):
+        levels = copied.levels or bytes([DISK]) * len(job.items)
+        for (kind, block, key), outcome, stored in zip(job.items, copied.outcomes, levels, strict=True):
             entry, done = (kind, key), outcome == BlockOutcome.DONE
             self._held[kind] -= 1
             if job.load:
                 self._loading.discard(entry)
+                self.loaded[job.place] += done
                 self._landed(entry, block, BlockOutcome(outcome), job.void)
             else:
                 self._storing.discard(entry)
                 reason = self._reasons.pop(entry, "all")
                 if done and not job.void:
-                    self._disk[kind].add(key)
+                    self._put(kind, key, stored)
                     self.failed.pop(entry, None)
+                    for place, counts in enumerate(self.stored_in):
+                        if stored >> place & 1:
+                            counts[reason] = counts.get(reason, 0) + 1
                     self.stored[reason] = self.stored.get(reason, 0) + 1
                 elif not done:
-                    self._skip(BlockOutcome(outcome).name.lower())
+                    self._skip(BlockOutcome(outcome).name.lower(), entry)
             self._pins.unpin(kind, block)
         if job.load:
             yield Resolved([(kind, key) for kind, _, key in job.items])
@@ -462,7 +550,7 @@ class TierBook:
         """
         kind, key = entry
         if outcome in (BlockOutcome.CORRUPT, BlockOutcome.GONE):
-            self._disk[kind].discard(key)
+            self._remove(kind, key)
         if outcome == BlockOutcome.DONE and not void:
             self._caches.kinds[kind].pool.insert(block, key)
             self.failed.pop(entry, None)
@@ -471,11 +559,18 @@ class TierBook:
 
     def _stop(self, why: str) -> None:
         self.off = why
-        for _ in self._wanted:
-            self._skip("off")
+        for entry in self._wanted:
+            self._skip("off", entry)
         self._wanted.clear()
-        for disk in self._disk:
-            disk.clear()
+        for there in self._there:
+            there.clear()
+        self.blocks = [0] * len(LEVELS)
 
-    def _skip(self, reason: str) -> None:
+    def _skip(self, reason: str, entry: Entry) -> None:
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
+        self._explain(entry, _SHOWN.get(reason, reason))
+
+    def _explain(self, entry: Entry, why: str) -> None:
+        self._absent[entry] = why
+        if len(self._absent) > MOST_GHOSTS:
+            self._absent.popitem(last=False)

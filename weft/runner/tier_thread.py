@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from weft.types.tiers import BlocksCopied, StoreChanged, StoreState, TierCommand
+from weft.types.tiers import BlocksCopied, StoreChanged, StoredElsewhere, StoreState, TierCommand
 
-TierReport = BlocksCopied | StoreChanged | StoreState
+TierReport = BlocksCopied | StoreChanged | StoredElsewhere | StoreState
 
 
 class TierThread(Protocol):

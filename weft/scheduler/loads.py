@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -22,13 +22,23 @@ import numpy as np
 from weft.kv.tiers import Copied as CopiedBlocks
 from weft.kv.tiers import Lost, Resolved, TierAction, TierBook, TierEvent, TierTick, TurnEnded, Wanted
 from weft.scheduler.policy.fit import CostFitter
-from weft.scheduler.policy.load_speed import LoadSpeed
+from weft.scheduler.policy.load_speed import LoadSpeeds
 from weft.scheduler.policy.step_cost import PRIOR, CostModel, StepShape, decode_shape, shape_of
 from weft.scheduler.sequence import Running
 from weft.scheduler.sequence import Sequence as Stream
 from weft.scheduler.state import SchedulerState
 from weft.types.plan import StepPlan
-from weft.types.tiers import BlockOutcome, CopyBlocks, Entry, Owner, StoreState, TierStats
+from weft.types.tiers import (
+    LEVELS,
+    BlockOutcome,
+    CopyBlocks,
+    Entry,
+    LevelStats,
+    Owner,
+    StoredElsewhere,
+    StoreState,
+    TierStats,
+)
 
 _MOST_PREDICTED = 32
 """Maximum chunks of a prompt whose costs are predicted one by one."""
@@ -40,6 +50,9 @@ _SHOWN = {"cut": "slower", "late": "loading"}
 """Outcome of a load -> reason in the explanation of a cache miss, if another word."""
 SOONEST_S, LATEST_S = 0.5, 30.0
 """Bounds of the seconds that a sequence waits for a load. In between: the predicted seconds of computing."""
+
+
+_NOTHING = (0,) * len(LEVELS)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +68,10 @@ class _Load:
     """Length of the prefix in the pool before the load."""
     left: list[Entry]
     """Blocks not yet requested, in reverse order."""
-    nbytes: int
-    """Bytes of ``left`` on one rank."""
+    places: dict[Entry, int]
+    """Place in ``LEVELS`` of the level of each block at the arrival."""
+    nbytes: list[int]
+    """Bytes of ``left`` on one rank, of each level."""
     pending: set[Entry]
     again: bool
     """True for a sequence that ran before. The sequence fitted into the pool when the load was wanted, so the
@@ -91,7 +106,9 @@ class Loads:
         """Ends of sequences since the last ``requests``: blocks and snapshots of the last step are inserted
         by now."""
         self._actions: list[CopyBlocks] = []
-        self.speed = LoadSpeed()
+        self.speeds = LoadSpeeds(len(LEVELS))
+        self._level_bytes = [0] * len(LEVELS)
+        """Bytes requested from each level."""
         self._now = -math.inf
         """Time of the last call."""
         self._notes: dict[int, tuple[str, int]] = {}
@@ -101,7 +118,7 @@ class Loads:
         self.store = StoreState()
         self._outcomes: dict[str, int] = {}
         self._seconds = 0.0
-        self._bytes = self._saved = 0
+        self._saved = 0
 
     # ---- called by the scheduler's state
 
@@ -120,17 +137,19 @@ class Loads:
         if reach <= before:
             return False
         entries = self.book.missing(hashes, reach)
-        ahead = sum(load.nbytes for load in self._loads.values())
-        if self._load_seconds(ahead + self.book.bytes_of(entries)) >= self._compute_seconds(before, reach):
-            self.speed.refused()
+        places = {entry: self.book.place_of(entry) for entry in entries}
+        needs = self._by_level(entries, places)
+        ahead = _sums(load.nbytes for load in self._loads.values())
+        if self._load_seconds(_sums((ahead, needs))) >= self._compute_seconds(before, reach):
+            self.speeds.refused(needs)
             self._notes[sequence.id] = ("slower", reach)
             self._count("slower")
             return False
         self._touch(hashes, reach)
         pending = {entry for entry in entries if self.book.is_loading(entry)}
         left = [entry for entry in reversed(entries) if entry not in pending]
-        nbytes, again = self.book.bytes_of(left), not sequence.newcomer
-        load = _Load(sequence, hashes, limit, reach, before, left, nbytes, pending, again)
+        nbytes, again = self._by_level(left, places), not sequence.newcomer
+        load = _Load(sequence, hashes, limit, reach, before, left, places, nbytes, pending, again)
         self._loads[sequence.id] = load
         sequence.loading = True
         return True
@@ -153,10 +172,25 @@ class Loads:
         self._ended.append(TurnEnded(hashes, prompt, owner, preempted))
 
     def explain(self, sequence: Stream, num_hit: int) -> None:
-        """Explain a load that ended early, at the first admission of a sequence with a hit of ``num_hit``."""
-        why, reach = self._notes.get(sequence.id, ("", 0))
-        if why and num_hit < reach and sequence.miss is not None:
-            sequence.miss = msgspec.structs.replace(sequence.miss, reason=why, position=num_hit, theirs=b"")
+        """Explain a load that ended early, or a block that the tier does not have, at the first admission of
+        a sequence with a hit of ``num_hit``."""
+        miss, (why, reach) = sequence.miss, self._notes.get(sequence.id, ("", 0))
+        if miss is None:
+            return
+        if not why and miss.reason in ("evicted", "state", "new"):
+            why, reach = self._why_absent(sequence, num_hit), num_hit + 1
+            if not why and miss.reason == "evicted" and self.book.mode == "sessions":
+                why = "not_chosen"
+        if why and num_hit < reach:
+            sequence.miss = msgspec.structs.replace(miss, reason=why, position=num_hit, theirs=b"")
+
+    def _why_absent(self, sequence: Stream, num_hit: int) -> str:
+        """Return why the tier does not have the block after a hit of ``num_hit``; "" if unknown."""
+        reach = num_hit + self._state.caches.unit
+        hashes = [] if sequence.chain is None else sequence.chain.hashes
+        if len(hashes) * self._state.kv.block_size < reach:
+            return ""
+        return next(filter(None, map(self.book.why, self.book.missing(hashes, reach))), "")
 
     def admitted(self, sequence: Stream, num_hit: int) -> None:
         """Note an admission of a sequence with a hit of ``num_hit``. Count saved tokens."""
@@ -222,8 +256,11 @@ class Loads:
         made, self._actions = self._actions, []
         return made
 
-    def on(self, event: TierEvent | StoreState, now: float) -> None:
+    def on(self, event: TierEvent | StoreState | StoredElsewhere, now: float) -> None:
         """Apply an event of the ranks or of the store."""
+        if isinstance(event, StoredElsewhere):
+            self.book.elsewhere = event.keys
+            return
         if isinstance(event, StoreState):
             self.store = event
             return
@@ -233,32 +270,46 @@ class Loads:
             and event.nbytes * event.seconds > 0
             and self.book.loads(event.job)
         ):
-            self.speed.observe(event.nbytes, event.seconds)
+            self.speeds.levels[self.book.loads_from(event.job)].observe(event.nbytes, event.seconds)
         self._apply(self.book.on(event, now))
-        ahead = 0
+        ahead = [0] * len(LEVELS)
         for number, load in enumerate(list(self._loads.values())):
             # Loads far behind have requested nothing yet: their deadline is enough. A load with commands
             # under way is compared, too: two commands are always under way until the last.
             if (load.left and number < _MOST_COMPARED) or not load.pending:
                 self._look(load, ahead, now)
-            ahead += load.nbytes if load.sequence.loading else 0
+            if load.sequence.loading:
+                ahead = _sums((ahead, load.nbytes))
         self._changed()
 
     def stats(self, now: float = -math.inf) -> TierStats:
         """Return the statistics of the tier at ``now``, or at the last call."""
+        levels = {name: self._level(place, name) for place, name in enumerate(LEVELS)}
+        known = {name: one for name, one in levels.items() if name in self.store.levels or one.loaded}
         return TierStats(
-            nbytes=self.store.nbytes,
+            nbytes=sum(one.nbytes for one in known.values()),
             blocks=self.book.num_stored,
             waiting=len(self._loads),
             pinned=self.book.held,
             off=int(bool(self.book.off) or self.book.stalled(max(now, self._now))),
             loads=dict(self._outcomes),
-            load_bytes=self._bytes,
+            load_bytes=sum(self._level_bytes),
             load_seconds=self._seconds,
             stores=dict(self.book.stored),
             skipped=dict(self.book.skipped),
-            evictions=self.store.evicted + self.store.expired,
+            evictions=sum(one.evicted + one.expired for one in known.values()),
             saved_tokens=self._saved,
+            levels=known,
+        )
+
+    def _level(self, place: int, name: str) -> LevelStats:
+        """Return the statistics of the level at ``place`` of ``LEVELS``."""
+        return msgspec.structs.replace(
+            self.store.levels.get(name, LevelStats()),
+            blocks=self.book.blocks[place],
+            loaded=self.book.loaded[place],
+            load_bytes=self._level_bytes[place],
+            stores=dict(self.book.stored_in[place]),
         )
 
     # ----
@@ -291,34 +342,54 @@ class Loads:
                 if not self._request(load, now):
                     return
             if not load.pending:
-                self._look(load, 0, now)
+                self._look(load, _NOTHING, now)
 
     def _request(self, load: _Load, now: float) -> bool:
         """Request the next blocks of a load. Return False without room."""
         while load.left and (self._there(load.left[-1]) or self.book.is_loading(load.left[-1])):
             entry = load.left.pop()
-            load.nbytes -= self.book.bytes_of([entry])
+            self._take(load, [entry])
             if self.book.is_loading(entry):
                 load.pending.add(entry)
         if not load.left:
             return True
-        leading = load.left[: -_MOST_LOOKED - 1 : -1]
-        room = self.book.room(leading, self._promised())
+        # One command loads from one level, so that each command measures one level.
+        place = load.places[load.left[-1]]
         # The same key twice in one command would load the block twice.
-        entries = list(dict.fromkeys(leading[:room]))
+        looked = dict.fromkeys(load.left[: -_MOST_LOOKED - 1 : -1])
+        leading = [
+            entry
+            for entry in looked
+            if load.places[entry] == place and not self._there(entry) and not self.book.is_loading(entry)
+        ]
+        entries = leading[: self.book.room(leading, self._promised())]
         if not entries:
             return False
-        load.nbytes -= self.book.bytes_of(load.left[len(load.left) - len(entries) :])
-        del load.left[len(load.left) - len(entries) :]
+        chosen = set(entries)
+        taken = [entry for entry in load.left[-_MOST_LOOKED:] if entry in chosen]
+        self._take(load, taken)
+        load.left[-_MOST_LOOKED:] = [entry for entry in load.left[-_MOST_LOOKED:] if entry not in chosen]
         load.pending.update(entries)
-        self._bytes += self.book.bytes_of(entries)
+        self._level_bytes[place] += self.book.bytes_of(entries)
         self._apply(self.book.on(Wanted(entries), now))
         return True
+
+    def _take(self, load: _Load, entries: Sequence[Entry]) -> None:
+        """Subtract blocks from the bytes that a load still needs."""
+        for entry in entries:
+            load.nbytes[load.places[entry]] -= self.book.bytes_of([entry])
+
+    def _by_level(self, entries: Sequence[Entry], places: Mapping[Entry, int]) -> list[int]:
+        """Return the bytes of blocks on one rank, of each level."""
+        found = [0] * len(LEVELS)
+        for entry in entries:
+            found[places[entry]] += self.book.bytes_of([entry])
+        return found
 
     def _there(self, entry: Entry) -> bool:
         return self.book.kinds[entry[0]].has(entry[1])
 
-    def _look(self, load: _Load, ahead: int, now: float) -> None:
+    def _look(self, load: _Load, ahead: Sequence[int], now: float) -> None:
         """End the wait of a load that is complete, has failed, or would take longer than computing the
         rest. ``ahead``: bytes that the loads before have not requested yet."""
         if not load.left or self.book.off:
@@ -327,7 +398,7 @@ class Loads:
             return
         reached = self._state.caches.hit(load.hashes, load.limit)
         rest = self._compute_seconds(max(reached, load.before), load.reach)
-        if self._load_seconds(ahead + load.nbytes) > rest:
+        if self._load_seconds(_sums((ahead, load.nbytes))) > rest:
             self._go_on(load, "cut", now)
 
     def _go_on(self, load: _Load, outcome: str, now: float) -> None:
@@ -367,9 +438,9 @@ class Loads:
                     group.pool.share(block)
                     group.pool.release(block, -1)
 
-    def _load_seconds(self, nbytes: int) -> float:
+    def _load_seconds(self, nbytes: Sequence[int]) -> float:
         """Return the predicted seconds until ``nbytes`` are loaded, behind the commands under way."""
-        return self.speed.seconds(self.book.loading_bytes + nbytes)
+        return self.speeds.seconds(_sums((self.book.loading_bytes, nbytes)))
 
     def _compute_seconds(self, start: int, end: int) -> float:
         """Return the predicted seconds to compute positions ``start`` .. end - 1 beside the running decode
@@ -396,3 +467,11 @@ class Loads:
 
     def _count(self, outcome: str) -> None:
         self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
+
+
+def _sums(counts: Iterable[Sequence[int]]) -> list[int]:
+    """Return the sums of numbers of each level."""
+    total = [0] * len(LEVELS)
+    for one in counts:
+        total = [left + right for left, right in zip(total, one, strict=True)]
+    return total

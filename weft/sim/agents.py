@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,7 +70,10 @@ class AgentReport:
     hit_rate: float
     """Share of the prompt tokens found in the prefix cache, loaded blocks included."""
     loads: dict[str, int]
-    """Loads from the disk by outcome, over all prompts; {} without a disk."""
+    """Loads from the tier by outcome, over all prompts; {} without a tier."""
+    loaded: dict[str, float]
+    """Level of the tier -> tokens loaded from the level, as a share of the prompt tokens of turns. Blocks
+    that are loaded for other prompts, or are loaded and not used, count too."""
     ttft: Latency
     other_ttft: Latency
     """TTFT of unrelated prompts."""
@@ -102,13 +106,13 @@ class AgentSimulation(Simulation):
         retention: float,
         seed: int = 0,
         noise: float = 0.0,
-        store: StoreCosts | None = None,
+        levels: Sequence[StoreCosts] = (),
     ) -> None:
         arrivals = _first_arrivals(agents, seed)
         super().__init__(
-            kv, section, cost, arrivals, seed=seed, noise=noise, retention=retention, store=store
+            kv, section, cost, arrivals, seed=seed, noise=noise, retention=retention, levels=levels
         )
-        self._agents = agents
+        self._agents, self._block_size = agents, kv.block_size
         self._requests = agents.sessions * agents.turns + agents.others
         common = np.random.default_rng(seed).integers(0, VOCABULARY, agents.shared, dtype=np.int32)
         self._sessions = [
@@ -128,11 +132,16 @@ class AgentSimulation(Simulation):
         later = [(number, turn, stream) for number, turn, stream in turns if turn.session >= 0 < turn.number]
         others = [stream for _, turn, stream in turns if turn.session < 0]
         tokens = sum(turn.prompt for _, turn, _ in later)
+        stats = None if self.store is None else self.store.loads.stats()
+        block = self._block_size
         return AgentReport(
             turns=len(later),
             prompt_tokens=tokens / max(len(later), 1),
             hit_rate=sum(self._cached.get(number, 0) for number, _, _ in later) / max(tokens, 1),
-            loads={} if self.store is None else self.store.loads.stats().loads,
+            loads={} if stats is None else stats.loads,
+            loaded={}
+            if stats is None
+            else {name: one.loaded * block / max(tokens, 1) for name, one in stats.levels.items()},
             ttft=Latency.of([stream.times[0] - turn.at for _, turn, stream in later]),
             other_ttft=Latency.of([stream.times[0] - stream.arrival.at for stream in others]),
             seconds=self.clock.now(),

@@ -85,7 +85,7 @@ class Simulation:
         acceptance: float = 1.0,
         retention: float = 0.0,
         device: FakeDevice | None = None,
-        store: StoreCosts | None = None,
+        levels: Sequence[StoreCosts] = (),
     ) -> None:
         """Build the run. Raises ConfigError for requests longer than the maximum model length.
 
@@ -93,7 +93,7 @@ class Simulation:
         meanwhile. ``shared`` is the number of leading prompt
         tokens common to all requests. ``acceptance`` is the chance of a draft to be right if all earlier
         drafts were. ``retention`` is the session retention in seconds. ``device`` replaces the fake device.
-        ``store``: the disk of a KV tier; None without a tier.
+        ``levels``: of a KV tier, the quickest first; () without a tier.
         """
         longest = max((a.prompt + max(a.output, a.again) for a in arrivals), default=0)
         if longest > kv.max_model_len:
@@ -113,8 +113,9 @@ class Simulation:
         ranks = FakeRanks(self.device, self.clock, host)
         self._loop = StoreLoop(self.scheduler, ranks, self.clock, self._depth)
         self.store: SimulatedStore | None = None
-        if store is not None:
-            self.store = SimulatedStore(self.scheduler.use_tier(CACHE_DTYPE, store.mode), store, self.clock)
+        if levels:
+            loads = self.scheduler.use_tier(CACHE_DTYPE, levels[0].mode)
+            self.store = SimulatedStore(loads, levels, self.clock)
             self._loop.store, self._loop.sources = self.store, [self.store]
         self._arrivals = deque(in_order(arrivals))
         self._requests = sum(not a.background for a in arrivals)

@@ -1,11 +1,14 @@
-"""A KV disk on virtual time: the store of one engine, which only takes time.
+"""The levels of a KV tier on virtual time: host memory, disk and object store of one engine, which only take
+time.
 
-The book and the loads are the product's code. The disk carries out one command after the other, loads before
-stores, as the thread of a rank does:
+The book and the loads are the product's code. The tier carries out one command after the other, loads before
+stores, as the thread of a rank does. A load takes each block from the quickest level that has the block, and
+a store writes to every level:
 
-    seconds of a command = latency + bytes / bandwidth
+    seconds of a command = latency + bytes / bandwidth, summed over the levels
 
-The disk keeps the blocks that were used last, up to its size. The product removes whole files instead.
+Each level keeps the blocks that were used last, up to its size. The product's disk removes whole files
+instead.
 """
 
 from __future__ import annotations
@@ -20,34 +23,57 @@ from weft.kv.tiers import Changed, Copied
 from weft.scheduler.loads import Loads
 from weft.sim.device import FakeStep
 from weft.types.messages import TokenEvent
-from weft.types.tiers import BlockOutcome, CopyBlocks, Entry, StoreMode
+from weft.types.tiers import LEVELS, BlockOutcome, CopyBlocks, Entry, LevelStats, StoreMode, StoreState
 
 
 class StoreCosts(NamedTuple):
-    """The disk of a simulated engine."""
+    """A level of a simulated engine."""
 
     nbytes: int
-    """Bytes of blocks that fit on the disk."""
+    """Bytes of blocks that fit into the level."""
     bandwidth: float
     """Bytes per second, for loads and stores together."""
     latency: float = 1e-3
     """Seconds of a command beside the bytes."""
     mode: StoreMode = "reused"
-    """Which blocks are stored."""
+    """Which blocks are stored. Of the first level: for all levels."""
+    level: str = "disk"
+    """One of ``LEVELS``."""
+
+
+class _Level:
+    """The blocks in one level."""
+
+    def __init__(self, costs: StoreCosts) -> None:
+        self.costs, self.bit = costs, 1 << LEVELS.index(costs.level)
+        self.records: OrderedDict[Entry, None] = OrderedDict()
+        """Blocks, in order of the last use."""
+        self.used = self.evicted = 0
+
+    def put(self, entry: Entry, nbytes: int) -> list[Entry]:
+        """Add or use a block of ``nbytes``. Return the blocks that made room."""
+        gone = list[Entry]()
+        if entry not in self.records:
+            self.used += nbytes
+        self.records[entry] = None
+        self.records.move_to_end(entry)
+        while self.used > self.costs.nbytes:
+            # Blocks of one run have equal bytes in each KV cache group.
+            gone.append(self.records.popitem(last=False)[0])
+            self.used -= nbytes
+            self.evicted += 1
+        return gone
 
 
 class SimulatedStore:
-    """The disk tier of one engine, an ``AwaitedSource``."""
+    """The tier of one engine, an ``AwaitedSource``."""
 
     sockets: Sequence[Any] = ()
 
-    def __init__(self, loads: Loads, costs: StoreCosts, clock: VirtualClock) -> None:
-        """``loads``: the result of ``Scheduler.use_tier``."""
+    def __init__(self, loads: Loads, levels: Sequence[StoreCosts], clock: VirtualClock) -> None:
+        """``loads``: the result of ``Scheduler.use_tier``. ``levels``: the quickest first."""
         self.loads = loads
-        self._costs, self._clock = costs, clock
-        self._records: OrderedDict[Entry, None] = OrderedDict()
-        """Blocks on the disk, in order of the last use."""
-        self._used = 0
+        self._levels, self._clock = [_Level(costs) for costs in levels], clock
         self._loads = deque[CopyBlocks]()
         self._stores = deque[CopyBlocks]()
         self._running: CopyBlocks | None = None
@@ -66,12 +92,16 @@ class SimulatedStore:
         while self._running is not None and self._ends <= self._clock.now():
             command, self._running = self._running, None
             nbytes = self.loads.book.bytes_of([(kind, key) for kind, _, key in command.items()])
-            outcomes, gone = self._carry_out(command)
+            outcomes, levels, changes = self._carry_out(command)
             seconds = self._ends - self._began
             self._begin(self._ends)
-            self.loads.on(Copied(command.job, outcomes, nbytes, seconds), self._clock.now())
-            if gone:
-                self.loads.on(Changed((), gone), self._clock.now())
+            self.loads.on(Copied(command.job, outcomes, nbytes, seconds, levels), self._clock.now())
+            for change in changes:
+                self.loads.on(change, self._clock.now())
+            state = {
+                one.costs.level: LevelStats(nbytes=one.used, evicted=one.evicted) for one in self._levels
+            }
+            self.loads.on(StoreState(state), self._clock.now())
         return []
 
     def asked(self, scheduler: object) -> list[TokenEvent]:
@@ -88,26 +118,40 @@ class SimulatedStore:
         if not queue:
             return
         self._running = command = queue.popleft()
-        nbytes = self.loads.book.bytes_of([(kind, key) for kind, _, key in command.items()])
-        self._began, self._ends = now, now + self._costs.latency + nbytes / self._costs.bandwidth
+        self._began = now
+        self._ends = now + self._seconds(command)
 
-    def _carry_out(self, command: CopyBlocks) -> tuple[bytes, list[Entry]]:
-        """Return the outcomes of a command, and the blocks that made room on the disk."""
-        outcomes, gone = bytearray(), list[Entry]()
+    def _seconds(self, command: CopyBlocks) -> float:
+        """Return the seconds of a command."""
+        nbytes = [0] * len(self._levels)
         for kind, _, key in command.items():
             entry = (kind, key)
-            there = entry in self._records
-            if there:
-                self._records.move_to_end(entry)
-            elif not command.load:
-                self._records[entry] = None
-                self._used += self.loads.book.bytes_of([entry])
-            outcomes.append(BlockOutcome.DONE if there or not command.load else BlockOutcome.GONE)
-        while self._used > self._costs.nbytes:
-            entry, _ = self._records.popitem(last=False)
-            self._used -= self.loads.book.bytes_of([entry])
-            gone.append(entry)
-        return bytes(outcomes), gone
+            for number, level in enumerate(self._levels):
+                if not command.load or entry in level.records:
+                    nbytes[number] += self.loads.book.bytes_of([entry])
+                    if command.load:
+                        break
+        each = zip(self._levels, nbytes, strict=True)
+        return sum(level.costs.latency + one / level.costs.bandwidth for level, one in each if one)
+
+    def _carry_out(self, command: CopyBlocks) -> tuple[bytes, bytes, list[Changed]]:
+        """Return outcomes and levels of the blocks of a command, and the changes of the levels."""
+        outcomes, levels = bytearray(), bytearray()
+        added: dict[int, list[Entry]] = {level.bit: [] for level in self._levels}
+        gone: dict[int, list[Entry]] = {level.bit: [] for level in self._levels}
+        for kind, _, key in command.items():
+            entry, nbytes = (kind, key), self.loads.book.bytes_of([(kind, key)])
+            there = [level for level in self._levels if entry in level.records]
+            found = not command.load or bool(there)
+            for level in self._levels if found else ():
+                # A loaded block also enters host memory.
+                if command.load and level not in there and level.costs.level != "host":
+                    continue
+                added[level.bit].append(entry)
+                gone[level.bit] += level.put(entry, nbytes)
+            outcomes.append(BlockOutcome.DONE if found else BlockOutcome.GONE)
+            levels.append(sum(level.bit for level in self._levels))
+        return bytes(outcomes), bytes(levels), [Changed(added[bit], gone[bit], bit) for bit in added]
 
 
 class StoreLoop(EngineLoop[FakeStep]):

@@ -1,4 +1,4 @@
-"""The host level of a KV tier: records of one rank in host memory, in front of the disk or alone.
+"""The host level of a KV tier: records of one rank in host memory, in front of the stores or alone.
 
 The memory is divided among the KV cache groups in proportion to the pools, and the part of each group into
 slots of one record. A full group evicts the least recently used record. Bytes in host memory are trusted as
@@ -14,11 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.store import layout
-from weft.store.errors import RecordGone
-from weft.store.reading import Run
-from weft.store.records import BlockChanges, Owner, RecordBuffer, RecordId, Stored
-from weft.store.settings import StoreStats
-from weft.types.tiers import Entry
+from weft.store.records import BlockChanges, Owner
+from weft.types.tiers import Entry, LevelStats
 
 
 class _Record(NamedTuple):
@@ -45,6 +42,7 @@ class HostLevel:
             at += count * size
         self._free = [list(range(len(part))) for part in self._parts]
         self._records = [OrderedDict[bytes, _Record]() for _ in sizes]
+        self._added = list[Entry]()
         self._gone = list[Entry]()
         self.evicted = 0
         self.nbytes = 0
@@ -82,6 +80,7 @@ class HostLevel:
         self._parts[kind][slot, : len(payload)] = payload
         records[key] = _Record(slot, len(payload), owner)
         self.nbytes += len(payload)
+        self._added.append((kind, key))
         return True
 
     def flush(self, payer: str | None, salt: str | None, session: str | None) -> int:
@@ -100,47 +99,14 @@ class HostLevel:
                     count += 1
         return count
 
-    def take_gone(self) -> list[Entry]:
-        """Return the blocks that were evicted or flushed since the last call, and are not there again."""
-        gone, self._gone = self._gone, []
-        return [(kind, key) for kind, key in dict.fromkeys(gone) if not self.has(kind, key)]
-
-    @property
-    def num_records(self) -> int:
-        return sum(map(len, self._records))
-
-
-class NoDisk:
-    """The place of the disk under a host level alone. Has no records and takes none."""
-
-    off = ""
-
-    def find(self, kind: int, key: bytes) -> Stored | None:
-        return None
-
-    def write(self, record: RecordId, buffer: RecordBuffer, nbytes: int, owner: Owner = Owner()) -> str:
-        return "none"
-
-    def read_run(self, records: Sequence[RecordId], buffer: RecordBuffer) -> Run:
-        return Run(records[:1], [], buffer, 0, RecordGone("no disk"))
-
-    def check_run(self, run: Run) -> list[np.ndarray | Exception]:
-        return [] if run.error is None else [run.error]
-
     def take_changes(self) -> BlockChanges:
-        return BlockChanges([], [])
+        """Return the blocks that came and went since the last call."""
+        added, gone = dict.fromkeys(self._added), dict.fromkeys(self._gone)
+        self._added, self._gone = [], []
+        return BlockChanges(
+            [one for one in added if self.has(*one)], [one for one in gone if not self.has(*one)]
+        )
 
-    def flush(self, *, payer: str | None = None, salt: str | None = None, session: str | None = None) -> int:
-        return 0
-
-    def stats(self) -> StoreStats:
-        return StoreStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, {})
-
-    def scan(self) -> None:
-        return
-
-    def maintain(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
+    def stats(self) -> LevelStats:
+        """Return bytes, blocks and evictions."""
+        return LevelStats(nbytes=self.nbytes, blocks=sum(map(len, self._records)), evicted=self.evicted)

@@ -117,6 +117,13 @@ class Index:
             left = [name for name in dict.fromkeys(gone) if name not in places]
         return Changes([layout.record_of(name) for name in there], [layout.record_of(name) for name in left])
 
+    def blocks(self) -> list[tuple[int, bytes]]:
+        """Return (KV cache group, hash) of all complete blocks."""
+        with self._lock:
+            names = list(self._places)
+        found = dict.fromkeys((record.kind, record.key) for record in map(layout.record_of, names))
+        return [block for block in found if self.find(*block, 0.0) is not None]
+
     def _found(self, name: bytes) -> Found | None:
         at = self._places.get(name)
         if at is None:

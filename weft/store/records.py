@@ -65,6 +65,8 @@ class BlockChanges(NamedTuple):
 
     added: list[tuple[int, bytes]]
     gone: list[tuple[int, bytes]]
+    whole: bool = False
+    """True if all earlier blocks are gone, too."""
 
 
 class RecordBuffer:

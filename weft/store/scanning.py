@@ -53,7 +53,7 @@ class Scanner:
             if segment is None and self._refused.get(path) != mark:
                 damaged += self._add(path, mark, oldest)
             elif segment is not None and segment.mark != mark:
-                gone += self._look_again(segment)
+                gone += self._look_again(segment, oldest)
         for path, segment in known.items():
             if path not in seen:
                 gone += self._index.forget(segment)
@@ -107,14 +107,19 @@ class Scanner:
         self._index.add(segment, oldest)
         return damaged
 
-    def _look_again(self, segment: Segment) -> int:
-        """Take over removals of another process from a changed file. Return the number of records."""
+    def _look_again(self, segment: Segment, oldest: float) -> int:
+        """Take over removals of another process from a changed file, and further records of the writer.
+        Return the number of removed records."""
         try:
             fresh, _ = open_segment(self._disk, segment.path, self._namespace, self._digest)
         except BeingWritten:
             return 0  # another process changes the footer now
         except (FileNotFoundError, Unreadable):
             return self._index.forget(segment)
+        if fresh.count > segment.count:  # the writer has published more
+            self._index.forget(segment)
+            self._index.add(fresh, oldest)
+            return 0
         segment.mark = fresh.mark
         left = np.flatnonzero(~np.isin(segment.entries["offset"], fresh.entries["offset"]))
         return self._index.drop(segment, left)

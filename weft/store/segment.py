@@ -108,6 +108,21 @@ def open_segment(disk: Disk, path: Path, namespace: bytes, digest: Digests) -> t
         os.close(fd)
 
 
+def keys_of(disk: Disk, path: Path, digest: Digests) -> list[bytes]:
+    """Return the keys in the footer of a segment of any namespace; [] without a footer that holds. Raises
+    OSError."""
+    try:
+        fd = disk.open(path)
+    except FileNotFoundError:
+        return []
+    try:
+        identity = layout.identity_of(os.pread(fd, PAGE, 0))
+        entries = None if identity is None else read_footer(fd, identity, os.fstat(fd).st_size, digest)
+        return [] if entries is None else [bytes(key) for key in entries["key"]]
+    finally:
+        os.close(fd)
+
+
 def mark_of(facts: os.stat_result) -> tuple[int, int]:
     """Return the mark of a file, see ``Segment.mark``."""
     return facts.st_ctime_ns, facts.st_size
@@ -121,7 +136,10 @@ def read_footer(fd: int, identity: Identity, size: int, digest: Digests) -> np.n
     if trailer is None:
         return None
     data = os.pread(fd, trailer.entries * ENTRY.itemsize, trailer.offset)
-    if len(data) != trailer.entries * ENTRY.itemsize or _digest(data, identity, digest) != trailer.digest:
+    if (
+        len(data) != trailer.entries * ENTRY.itemsize
+        or entries_digest(data, identity, digest) != trailer.digest
+    ):
         return None
     return np.frombuffer(data, ENTRY)
 
@@ -174,7 +192,7 @@ def rewrite_footer(disk: Disk, path: Path, identity: Identity, entries: np.ndarr
 
 def write_footer(fd: int, identity: Identity, entries: np.ndarray, end: int, digest: Digests) -> None:
     """Write the footer at ``end``, and end the file after the footer. Raises OSError."""
-    footer = layout.footer_of(identity, entries, end, _digest(entries.tobytes(), identity, digest))
+    footer = layout.footer_of(identity, entries, end, entries_digest(entries.tobytes(), identity, digest))
     # The old trailer goes first: a half-written footer then has no trailer, and the headers count.
     os.ftruncate(fd, end)
     done = 0
@@ -208,7 +226,8 @@ def remove_records(
         os.close(fd)
 
 
-def _digest(data: bytes, identity: Identity, digest: Digests) -> int:
+def entries_digest(data: bytes, identity: Identity, digest: Digests) -> int:
+    """Return the digest of the entries of a footer."""
     memory = np.frombuffer(bytearray(data), np.uint8)  # torch takes only writable memory
     spans = np.array([[0, len(memory)]], np.int64)
     return int(digest(memory, spans, np.array([layout.entries_seed(identity)], np.uint64))[0])

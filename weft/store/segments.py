@@ -1,8 +1,9 @@
 """The disk tier: blocks of the KV cache in files that outlive the process.
 
     write       appends a record to this process's segment: header and payload in one system call
-    seal        ends the segment with a footer; from then on, other processes read the segment
-    scan        finds sealed segments of other processes, and segments of processes that died
+    publish     writes a footer behind the records so far: other processes read these records
+    seal        ends the segment with a footer
+    scan        finds published segments of other processes, and segments of processes that died
     find, read  look a block up in memory; read a record and check every digest
     maintain    age, budget, times of use
 
@@ -15,26 +16,23 @@ is then computed, as without the store.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-
-import numpy as np
 
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.disagg.protocol import digests
 from weft.store import layout
 from weft.store.disk import FLAG, Disk, can_direct, network_file_system, private_folder, safe_root
-from weft.store.errors import RecordCorrupt, RecordError, RecordGone, StoreOff
-from weft.store.eviction import Cleaner
-from weft.store.index import Found, Index
-from weft.store.reading import Loaded, Run, damage
-from weft.store.records import PAGE, BlockChanges, Owner, RecordBuffer, RecordId, Stored
+from weft.store.errors import RecordGone, StoreOff
+from weft.store.eviction import Cleaner, files_of
+from weft.store.index import Found
+from weft.store.record_store import RecordStore, extent
+from weft.store.records import PAGE, Owner, RecordBuffer, RecordId
 from weft.store.scanning import Scanner
-from weft.store.segment import FOLDER_NAME, Digests
+from weft.store.segment import SUFFIX, Digests, keys_of
 from weft.store.settings import LEAST_BUDGET, StoreSettings, StoreStats
 from weft.store.writer import Writer
 
@@ -45,17 +43,19 @@ _LEAST_SEGMENTS = 8
 """A segment takes at most this fraction of the budget, so that eviction never removes most of the store."""
 _LONGEST_OPEN_S = 3600.0
 """Age at which a segment is sealed."""
+_PUBLISH_S = 5.0
+"""Seconds between two footers of an open segment, for other processes with the folder."""
 _MAINTAIN_S = 10.0
 """Seconds between two looks at all files: 20 ms of CPU time for 800 files."""
+_MOST_ELSEWHERE, _MOST_KEYS = 64, 1 << 16
+"""Segments of other namespaces whose keys are remembered, and keys."""
 _NOBODY = Owner()
 
 
-class SegmentStore:
-    """Records of one namespace, as one process sees them.
+class SegmentStore(RecordStore):
+    """Records of one namespace on a disk, as one process sees them."""
 
-    ``find``, ``has`` and ``read`` may be called from any thread, each ``read`` with a buffer of its own. All
-    other methods are called by one thread at a time.
-    """
+    level = "disk"
 
     def __init__(
         self,
@@ -70,53 +70,29 @@ class SegmentStore:
 
         Raises ConfigError for a folder that cannot be private, or is on a network without ``shared``.
         """
-        self.off = ""
-        """The reason why the store has turned itself off; "" while the store is on."""
-        if not FOLDER_NAME.fullmatch(settings.namespace):
-            raise ValueError(f"not a namespace: {settings.namespace!r}")
-        self._settings, self._digest, self._now = settings, digest, now
+        super().__init__(settings.namespace, settings.ttl, digest, now)
+        self._settings = settings
         if settings.budget < LEAST_BUDGET:
             raise ConfigError(
                 f"a KV disk tier of {settings.budget} bytes is too small: set --kv-disk to at least "
                 f"{LEAST_BUDGET >> 20}M",
                 param="--kv-disk",
             )
-        self._namespace = bytes.fromhex(settings.namespace)
         self._root = settings.folder.expanduser()
         self._folder = self._root / settings.namespace
         self._disk = disk or Disk(settings.direct)
         self._prepare()
         self._segment_bytes = min(settings.segment_bytes, settings.budget // _LEAST_SEGMENTS) // PAGE * PAGE
-        self._index = Index()
         self._cleaner = Cleaner(self._disk, self._root, self._index, digest, settings.budget)
         self._writer: Writer | None = None
         self._scanner = Scanner(self._disk, self._folder, self._namespace, self._index, digest)
         self._tokens, self._filled = settings.write_rate, now()
         """Bytes that may be written now, and the time of this number."""
-        self._maintained = -_MAINTAIN_S
-        self._counts = Counter[str]()
+        self._maintained = self._published = -_MAINTAIN_S
         self._skipped = Counter[str]()
-        self._counting = threading.Lock()
         self.scan()
         with self._guarded():
             self._cleaner.count()
-
-    def find(self, kind: int, key: bytes) -> Stored | None:
-        """Return the block ``key`` of KV cache group ``kind`` if all parts are there, else None. Without
-        I/O."""
-        return None if self.off else self._index.find(kind, key, self._oldest())
-
-    def has(self, record: RecordId) -> bool:
-        """Return True if the record is there. Without I/O."""
-        return not self.off and self._index.place(record) is not None
-
-    def owner(self, record: RecordId) -> layout.OwnerHashes | None:
-        """Return the hashes of the owner of a record; None if there is no such record. Without I/O."""
-        found = self._index.place(record)
-        if found is None:
-            return None
-        payer, salt, session = (found.entry[name].tobytes() for name in Owner._fields)
-        return payer, salt, session
 
     def write(self, record: RecordId, buffer: RecordBuffer, nbytes: int, owner: Owner = _NOBODY) -> str:
         """Store ``buffer.payload[:nbytes]``.
@@ -133,47 +109,6 @@ class SegmentStore:
             self._skipped[why] += 1
         return why
 
-    def read(self, record: RecordId, buffer: RecordBuffer) -> int:
-        """Read a record into ``buffer.payload`` and check the digests. Return the number of bytes.
-
-        Raises RecordGone, RecordCorrupt (then the record is dropped) or StoreOff. The buffer must have room:
-        ``Stored.nbytes`` is the sum over the parts of the block.
-        """
-        (found,) = self.check_run(self.read_run([record], buffer))
-        if isinstance(found, RecordError):
-            raise found
-        return len(found)
-
-    def read_run(self, records: Sequence[RecordId], buffer: RecordBuffer) -> Run:
-        """Read the leading ``records``, at least one, with one system call, without a check.
-
-        A run ends before a record that does not lie behind the record before, or has no room in ``buffer``.
-        """
-        try:
-            found = self._places(records, buffer)
-            return Run(records[: len(found)], found, buffer, self._read(found, buffer))
-        except RecordError as error:
-            return Run(records[:1], [], buffer, 0, error)
-
-    def check_run(self, run: Run) -> list[np.ndarray | RecordError]:
-        """Check the digests of a run. Return for each record the payload, uint8 [bytes] of the buffer, or the
-        error: see ``read``."""
-        if run.error is not None:
-            return [run.error]
-        made, at = list[np.ndarray | RecordError](), 0
-        for record, found in zip(run.records, run.found, strict=True):
-            nbytes = int(found.entry["nbytes"])
-            size = PAGE + layout.padded(nbytes)
-            whole = run.buffer.memory[at : at + size]
-            try:
-                self._check(Loaded(record, found, whole, min(max(run.nbytes - at, 0), size)))
-            except RecordError as error:
-                made.append(error)
-            else:
-                made.append(whole[PAGE : PAGE + nbytes])
-            at += size
-        return made
-
     def scan(self) -> None:
         """Look for new segments of other processes and for segments that are gone. See ``take_changes``."""
         if self.off:
@@ -184,27 +119,18 @@ class SegmentStore:
             self._count("damaged", damaged)
             self._count("gone", gone)
 
-    def take_changes(self) -> BlockChanges:
-        """Return the complete blocks that came and went since the last call. The first call lists all."""
-        added, gone = self._index.changes()
-        if not added and not gone:
-            return BlockChanges([], [])
-        came = dict.fromkeys((record.kind, record.key) for record in added)
-        left = dict.fromkeys((record.kind, record.key) for record in gone)
-        return BlockChanges(
-            [block for block in came if self._index.find(*block, 0.0) is not None],
-            [block for block in left if self._index.find(*block, 0.0) is None],
-        )
-
     def maintain(self) -> None:
-        """Seal an old segment. Every ``_MAINTAIN_S`` seconds also apply age and budget, and save the times of
-        use."""
+        """Seal an old segment, or publish new records. Every ``_MAINTAIN_S`` seconds also apply age and
+        budget, and save the times of use."""
         with self._guarded():
             now, longest = self._now(), _LONGEST_OPEN_S
             if self._settings.ttl:
                 longest = min(longest, self._settings.ttl / 8)
             if self._writer is not None and now - self._writer.opened > longest:
                 self._seal()
+            elif self._writer is not None and not 0 <= now - self._published < _PUBLISH_S:
+                self._published = now
+                self._writer.publish(self._digest)
             if 0 <= now - self._maintained < _MAINTAIN_S:
                 return
             self._maintained = now
@@ -231,6 +157,16 @@ class SegmentStore:
                 own = self._writer.segment if self._writer is not None else None
                 count = self._cleaner.flush(fields, own)
         return count
+
+    def elsewhere(self) -> frozenset[bytes]:
+        """Return keys of the latest blocks in other namespaces, from footers alone."""
+        keys = set[bytes]()
+        with self._guarded():
+            others = [file for file in files_of(self._root) if file.path.parent != self._folder]
+            for file in sorted(others, key=lambda file: file.used)[-_MOST_ELSEWHERE:]:
+                if file.path.suffix == SUFFIX and len(keys) < _MOST_KEYS:
+                    keys.update(keys_of(self._disk, file.path, self._digest)[:_MOST_KEYS])
+        return frozenset(keys)
 
     def seal(self) -> None:
         """End this process's segment: the records are on the disk, and other processes find them."""
@@ -331,38 +267,15 @@ class SegmentStore:
 
     # Reading
 
-    def _places(self, records: Sequence[RecordId], buffer: RecordBuffer) -> list[Found]:
-        """Return the places of the leading records that lie back to back. Raises RecordGone, StoreOff, and
-        ValueError for a record larger than the buffer."""
-        if self.off:
-            raise StoreOff(self.off)
-        run, end, room, oldest = list[Found](), 0, len(buffer.memory), self._oldest()
-        for record in records:
-            found = self._index.place(record)
-            if found is None or found.entry["written"] < oldest:
-                break
-            offset, size = int(found.entry["offset"]), PAGE + layout.padded(int(found.entry["nbytes"]))
-            if run and (found.segment is not run[0].segment or offset != end or size > room):
-                break
-            if size > room:
-                raise ValueError(f"a record of {size} bytes, and a buffer for {room}")
-            run.append(found)
-            end, room = offset + size, room - size
-        if not run:
-            raise RecordGone("no such record")
-        return run
-
     def _read(self, run: Sequence[Found], buffer: RecordBuffer) -> int:
         """Read the bytes of a run to the start of the buffer. Return their number. Raises RecordGone or
         StoreOff."""
-        first, last = run[0], run[-1].entry
-        offset = int(first.entry["offset"])
-        end = int(last["offset"]) + PAGE + layout.padded(int(last["nbytes"]))
+        first, (offset, nbytes) = run[0], extent(run)
         # A descriptor for each run: another process may remove the file at any time.
         try:
             fd = self._disk.open(first.segment.path, direct=True)
             try:
-                return self._disk.read(fd, buffer.memory[: end - offset], offset)
+                return self._disk.read(fd, buffer.memory[:nbytes], offset)
             finally:
                 os.close(fd)
         except FileNotFoundError:
@@ -371,25 +284,6 @@ class SegmentStore:
         except OSError as error:
             self._turn_off(error)
             raise StoreOff(self.off) from error
-
-    def _check(self, loaded: Loaded) -> None:
-        """Check a record that was read, and count the read. Raises RecordGone or RecordCorrupt."""
-        found = loaded.found
-        reason = damage(loaded, self._digest)
-        if reason:
-            self._drop(found, reason)
-            where = f"{found.segment.path.name} at {found.entry['offset']}"
-            if reason == "gone":
-                raise RecordGone(f"the record of {where} was flushed")
-            raise RecordCorrupt(f"the record of {where} is damaged")
-        found.segment.used = self._now()
-        with self._counting:
-            self._counts["read"] += 1
-            self._counts["read_bytes"] += int(found.entry["nbytes"])
-
-    def _drop(self, found: Found, reason: str) -> None:
-        self._index.drop(found.segment, np.array([found.row]))
-        self._count(reason, 1)
 
     # The folder
 
@@ -409,14 +303,6 @@ class SegmentStore:
         except OSError as error:
             message = f"{self._folder} cannot be used ({error.strerror}): name another folder with {FLAG}"
             raise ConfigError(message, param=FLAG) from error
-
-    def _oldest(self) -> float:
-        """Return the time of writing from which on records count."""
-        return self._now() - self._settings.ttl if self._settings.ttl else 0.0
-
-    def _count(self, name: str, more: int) -> None:
-        with self._counting:
-            self._counts[name] += more
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -31,6 +31,24 @@ class StoreSettings:
     segment_bytes: int = SEGMENT_BYTES
 
 
+@dataclass(frozen=True, kw_only=True)
+class RemoteSettings:
+    """Settings of a remote store."""
+
+    namespace: str
+    """32 hex digits."""
+    ttl: float = 7 * 86400.0
+    """Seconds after which a record is not read any more and is removed; 0: never."""
+    segment_bytes: int = 32 << 20
+    """Bytes of one object."""
+    list_s: float = 5.0
+    """Seconds between two lists of new segments."""
+    open_s: float = 10.0
+    """Age at which a segment is uploaded, so that other hosts find recent blocks."""
+    away_s: float = 5.0
+    """Seconds without requests after the first failure."""
+
+
 class StoreStats(NamedTuple):
     """Counts since the start; ``nbytes`` and ``records`` are gauges."""
 

@@ -39,6 +39,8 @@ class Writer:
             raise
         self.segment = Segment(path, identity, np.zeros(0, ENTRY), sealed=False)
         self._end = PAGE
+        self._published = 0
+        """Records in the footer of the last ``publish``."""
 
     def fits(self, nbytes: int) -> bool:
         """Return True if a record with ``nbytes`` of payload and the footer fit in the segment."""
@@ -54,16 +56,28 @@ class Writer:
     ) -> np.ndarray:
         """Write one record. Return the entry, ``ENTRY`` [1]. Raises OSError: then the record does not
         count."""
-        identity, whole = self.segment.identity, layout.padded(nbytes)
-        seeds = layout.seeds_of(identity, record, nbytes)
-        made = digest(buffer.payload, layout.spans_of(nbytes), seeds)
-        entry = layout.entry_of(record, owner, self._end, nbytes, now)
-        buffer.memory[:PAGE] = np.frombuffer(layout.header_page(identity, entry, made), np.uint8)
-        # The rest of the last page must not hold bytes of an earlier record of another client.
-        buffer.memory[PAGE + nbytes : PAGE + whole] = 0
+        whole = layout.padded(nbytes)
+        if self._published == self.segment.count > 0:  # a footer lies behind the last record
+            os.ftruncate(self._fd, self._end)
+            self._disk.allocate(self._fd, self.nbytes)
+        entry = framed(self.segment.identity, record, buffer, nbytes, owner, self._end, now, digest)
         self._disk.write(self._fd, buffer.memory[: PAGE + whole], self._end)
         self._end += PAGE + whole
         return entry
+
+    def publish(self, digest: Digests) -> None:
+        """Write a footer behind the records so far, so that other processes read the records. The next record
+        overwrites the footer: until the next call other processes keep what they have read. Raises
+        OSError."""
+        if self._published == self.segment.count:
+            return
+        fd = self._disk.open(self.segment.path, write=True)
+        try:
+            # All records, also removed ones: reads check headers, and a reader finds new entries by number.
+            write_footer(fd, self.segment.identity, self.segment.entries, self._end, digest)
+        finally:
+            os.close(fd)
+        self._published = self.segment.count
 
     def seal(self, digest: Digests) -> None:
         """Write the footer, free the unused space, wait for the disk and give up the lock. Raises OSError;
@@ -87,3 +101,23 @@ class Writer:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def framed(
+    identity: Identity,
+    record: RecordId,
+    buffer: RecordBuffer,
+    nbytes: int,
+    owner: Owner,
+    offset: int,
+    now: float,
+    digest: Digests,
+) -> np.ndarray:
+    """Write the header of a record at ``offset`` of a segment before the payload, and zeros behind the
+    payload. Return the entry, ``ENTRY`` [1]."""
+    made = digest(buffer.payload, layout.spans_of(nbytes), layout.seeds_of(identity, record, nbytes))
+    entry = layout.entry_of(record, owner, offset, nbytes, now)
+    buffer.memory[:PAGE] = np.frombuffer(layout.header_page(identity, entry, made), np.uint8)
+    # The rest of the last page must not hold bytes of an earlier record of another client.
+    buffer.memory[PAGE + nbytes : PAGE + layout.padded(nbytes)] = 0
+    return entry

@@ -80,7 +80,7 @@ SENT_SINCE = 2
 TIER_SINCE = 3
 """Version that added ``EngineStats.tier`` and ``FlushTier``."""
 ROUTES_SINCE = 4
-"""Version that added ``Submit.routes`` and ``Submit.forced``."""
+"""Version that added ``Submit.routes``, ``Submit.forced`` and ``TierStats.levels``."""
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
 """Salt of probe sequences. API servers send probe sequences to check if an engine process produces tokens."""
@@ -315,6 +315,8 @@ class CacheMiss(_Message, frozen=True, kw_only=True):
     - "new": no similar prompt is remembered;
     - with a KV tier, of stored blocks that were not loaded: "slower" (computing was predicted to be
       quicker), "loading" (the wait was over), "corrupt", "gone", "off", "lost";
+    - with a KV tier, of blocks that the tier does not have: see ``TierBook.why``, or "not_chosen"
+      (``sessions`` stores no other requests);
     - "disabled": nothing is remembered, or the request needs every position computed.
     """
 
@@ -545,6 +547,8 @@ def stats_in(version: int, stats: EngineStats) -> EngineStats:
         stats = msgspec.structs.replace(stats, tier=None, prefix_resets=0, forgotten_blocks=0)
     if version < ROUTES_SINCE:
         stats = msgspec.structs.replace(stats, routed_tokens=0)
+        if stats.tier is not None:
+            stats = msgspec.structs.replace(stats, tier=msgspec.structs.replace(stats.tier, levels={}))
     if version >= SENT_SINCE:
         return stats
     moves = {

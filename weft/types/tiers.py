@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +21,13 @@ Entry: TypeAlias = tuple[int, bytes]
 """(number of the KV cache group, key) of a block."""
 StoreMode: TypeAlias = Literal["sessions", "reused", "all"]
 """Which blocks a tier stores: of sessions, also of prefixes seen twice, or all."""
+
+
+LEVELS = ("host", "disk", "remote")
+"""Levels of a tier, the quickest first. A set of levels is a number: the sum of ``1 << place``."""
+HOST, DISK, REMOTE = 1, 2, 4
+EVERY = HOST | DISK | REMOTE
+"""Every level: for a rank that writes nothing of a block, because other ranks write the same bytes."""
 
 
 class BlockOutcome(enum.IntEnum):
@@ -35,8 +42,12 @@ class BlockOutcome(enum.IntEnum):
     GONE = 3
     """The store has no such record any more."""
     SKIPPED = 4
-    """The store did not take the block: no room, or too many bytes per second."""
-    DONE = 5
+    """No level took the block: the block is too large."""
+    NO_ROOM = 5
+    """The disk had no room, and no other level took the block."""
+    SLOW = 6
+    """The level was behind with earlier writes, or away, and no other level took the block."""
+    DONE = 7
 
 
 class Owner(NamedTuple):
@@ -99,6 +110,8 @@ class BlocksCopied(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     job: int
     outcomes: bytes = b""
     """One ``BlockOutcome`` for each block."""
+    levels: bytes = b""
+    """Of stored blocks: the set of levels that have each block."""
     nbytes: int = 0
     """Bytes copied by the rank."""
     seconds: float = 0.0
@@ -113,26 +126,50 @@ class FlushStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=Tr
     session: str | None = None
 
 
+class StoredElsewhere(msgspec.Struct, frozen=True):
+    """The store has blocks with these keys, of other weights, data types, layouts or builds."""
+
+    keys: frozenset[bytes]
+
+
 class StoreChanged(msgspec.Struct, frozen=True):
-    """The rank of the engine process has seen changes of the store: records of other processes, evictions,
+    """The rank of the engine process has seen changes of a level: records of other processes, evictions,
     expiry."""
 
     added: tuple[Entry, ...] = ()
     gone: tuple[Entry, ...] = ()
+    level: int = DISK
+    whole: bool = False
+    """True if all earlier blocks of the level are gone, too."""
 
 
-class StoreState(msgspec.Struct, frozen=True):
-    """State of the store, as seen by the rank of the engine process."""
+class LevelStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Statistics of one level. Counters since the start, except gauges. Of the store: as the rank of the
+    engine process sees the store."""
 
     nbytes: int = 0
-    """Bytes in the folder."""
+    """Gauge: bytes in the level; of the disk all bytes in the folder."""
     blocks: int = 0
-    """Records of the model."""
+    """Gauge: blocks of the model."""
+    away: int = 0
+    """Gauge: 1 while the level is off, or does not answer."""
     evicted: int = 0
     expired: int = 0
     corrupt: int = 0
+    loaded: int = 0
+    """Blocks loaded from the level."""
+    load_bytes: int = 0
+    """Bytes requested from the level, on one rank."""
+    stores: dict[str, int] = {}
+    """Stored blocks, by reason."""
+
+
+class StoreState(msgspec.Struct, frozen=True):
+    """State of the levels, as seen by the rank of the engine process."""
+
+    levels: dict[str, LevelStats] = {}
     off: str = ""
-    """Why the store is off; "" while the store works."""
+    """Why the tier is off; "" while a level works."""
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -161,21 +198,32 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Records evicted or expired by this process."""
     saved_tokens: int = 0
     """Prompt tokens that were not computed because of loads."""
+    levels: dict[str, LevelStats] = {}
+    """Statistics by level. Since version 4."""
 
 
 def summed_tiers(stats: Sequence[TierStats]) -> TierStats | None:
-    """Return the sums over engine processes of one folder; None without tiers. Of the folder's bytes and
-    blocks, and of ``off``: the largest."""
-    if not stats:
-        return None
+    """Return the sums over engine processes of one folder; None without tiers. Of bytes and blocks of a
+    store, and of ``off``: the largest."""
+    return _summed(stats) if stats else None
+
+
+_LARGEST = ("nbytes", "blocks", "off", "away")
+_Stats = TypeVar("_Stats", TierStats, LevelStats)
+
+
+def _summed(stats: Sequence[_Stats]) -> _Stats:
     made: dict[str, Any] = {}
-    for name in TierStats.__struct_fields__:
+    for name in stats[0].__struct_fields__:
         values = [getattr(one, name) for one in stats]
-        if isinstance(values[0], dict):
+        if name == "levels":
+            names = dict.fromkeys(level for value in values for level in value)
+            made[name] = {level: _summed([v[level] for v in values if level in v]) for level in names}
+        elif isinstance(values[0], dict):
             made[name] = dict(sum(map(Counter, values), Counter[str]()))
         else:
-            made[name] = max(values) if name in ("nbytes", "blocks", "off") else sum(values)
-    return TierStats(**made)
+            made[name] = max(values) if name in _LARGEST else sum(values)
+    return type(stats[0])(**made)
 
 
 TierCommand = CopyBlocks | FlushStore

@@ -14,6 +14,7 @@ from weft.sim.agents import AgentReport, Agents, AgentSimulation
 from weft.sim.engine import kv_config
 from weft.sim.presets import PRESETS, load
 from weft.sim.simulated_store import StoreCosts
+from weft.types.tiers import LEVELS
 
 _OUTCOMES = {
     "loads, whole": ("done",),
@@ -75,10 +76,20 @@ _OUTCOMES = {
     help="Value of --session-retention; may be repeated. The table has one column per value.",
 )
 @click.option(
-    "--kv-disk",
-    "disk",
+    "--kv-host",
+    "host",
     metavar="SIZE",
-    help="Bytes of a disk tier. The table has a second column per value of --retention, with the disk.",
+    help="Bytes of host memory of a KV tier. Each level adds a column to each value of --retention.",
+)
+@click.option("--kv-disk", "disk", metavar="SIZE", help="Bytes of the disk of a KV tier.")
+@click.option("--kv-remote", "remote", metavar="SIZE", help="Bytes of the object store of a KV tier.")
+@click.option(
+    "--kv-host-bandwidth",
+    "host_bandwidth",
+    default="20G",
+    show_default=True,
+    metavar="SIZE",
+    help="Bytes per second between host memory and the cache.",
 )
 @click.option(
     "--kv-disk-bandwidth",
@@ -89,12 +100,20 @@ _OUTCOMES = {
     help="Bytes per second of the disk.",
 )
 @click.option(
+    "--kv-remote-bandwidth",
+    "remote_bandwidth",
+    default="200M",
+    show_default=True,
+    metavar="SIZE",
+    help="Bytes per second of the object store. Each request takes 30 ms more.",
+)
+@click.option(
     "--kv-token-bytes",
     "token_bytes",
     type=click.IntRange(4),
     default=32_768,
     show_default=True,
-    help="Bytes of one token in the KV cache. Matters to the disk alone.",
+    help="Bytes of one token in the KV cache. Matters to the KV tier alone.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 def agents_command(
@@ -107,8 +126,12 @@ def agents_command(
     pause: float,
     kv_tokens: int,
     seconds: tuple[float, ...],
+    host: str | None,
     disk: str | None,
+    remote: str | None,
+    host_bandwidth: str,
     bandwidth: str,
+    remote_bandwidth: str,
     token_bytes: int,
     seed: int,
 ) -> int:
@@ -126,20 +149,28 @@ def agents_command(
     cost = load(cost_name).scaled(1 / speed)
     section = SchedulerSection(max_num_seqs=64, max_num_batched_tokens=8192, steps_in_flight=2)
     kv = kv_config(section, agents.longest, tokens=kv_tokens, token_bytes=token_bytes)
-    stores: list[StoreCosts | None] = [None]
-    if disk is not None:
-        stores.append(StoreCosts(_size(disk, "--kv-disk"), _size(bandwidth, "--kv-disk-bandwidth")))
+    given = (
+        ("host", host, host_bandwidth, 1e-4),
+        ("disk", disk, bandwidth, 1e-3),
+        ("remote", remote, remote_bandwidth, 0.03),
+    )
+    levels = [
+        StoreCosts(_size(size, f"--kv-{level}"), _size(rate, f"--kv-{level}-bandwidth"), latency, level=level)
+        for level, size, rate, latency in given
+        if size is not None
+    ]
+    tiers = [levels[:count] for count in range(len(levels) + 1)]
     reports = []
-    for each, store in itertools.product(seconds, stores):
+    for each, tier in itertools.product(seconds, tiers):
         with progress_bar(title=f"simulating {each:g} s", unit="turn", leave=False) as bar:
 
             def show(done: int, total: int, now: float) -> None:
                 bar.total, bar.n = total, done
                 bar.update(0)
 
-            simulation = AgentSimulation(kv, section, cost, agents, retention=each, seed=seed, store=store)
+            simulation = AgentSimulation(kv, section, cost, agents, retention=each, seed=seed, levels=tier)
             simulation.run(progress=show)
-        reports.append((each, "" if store is None else str(disk), simulation.agent_report()))
+        reports.append((each, "+".join(one.level for one in tier), simulation.agent_report()))
     click.echo(table(reports))
     return 0
 
@@ -153,7 +184,7 @@ def _size(text: str, flag: str) -> int:
 
 
 def table(reports: list[tuple[float, str, AgentReport]]) -> str:
-    """Return the reports as a table, one column per retention and disk ("" without a disk)."""
+    """Return the reports as a table, one column per retention and tier ("" without a tier)."""
     lines = [
         ["--session-retention", *(f"{each:g}" for each, _, _ in reports)],
         ["turns after the first", *(str(one.turns) for _, _, one in reports)],
@@ -166,8 +197,11 @@ def table(reports: list[tuple[float, str, AgentReport]]) -> str:
         ],
         ["total seconds", *(f"{one.seconds:.0f}" for _, _, one in reports)],
     ]
-    if any(disk for _, disk, _ in reports):
-        lines.insert(1, ["--kv-disk", *(disk or "none" for _, disk, _ in reports)])
+    if any(tier for _, tier, _ in reports):
+        lines.insert(1, ["KV tier", *(tier or "none" for _, tier, _ in reports)])
+        for level in [one for one in LEVELS if any(one in report.loaded for _, _, report in reports)]:
+            shares = [f"{report.loaded.get(level, 0):.1%}" for _, _, report in reports]
+            lines.insert(-3, [f"loaded from {level}", *shares])
         for name, outcomes in _OUTCOMES.items():
             counts = [sum(one.loads.get(outcome, 0) for outcome in outcomes) for _, _, one in reports]
             lines.append([name, *map(str, counts)])

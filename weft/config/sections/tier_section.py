@@ -17,7 +17,7 @@ AUTO_SHARE = 0.1
 
 
 class TierSection(Section, frozen=True, kw_only=True):
-    """KV cache on disk, which outlives the process, and in host memory beside a GPU."""
+    """KV cache on disk and in an object store, which outlive the process, and in host memory beside a GPU."""
 
     kv_host: Annotated[
         str | None,
@@ -39,6 +39,15 @@ class TierSection(Section, frozen=True, kw_only=True):
         str | None,
         Meta(description="Folder of the KV disk tier. Default: ~/.cache/weft/kv. Requires --kv-disk."),
     ] = None
+    kv_remote: Annotated[
+        str | None,
+        Meta(
+            description="Object store for KV cache blocks, shared by hosts: s3://BUCKET/PREFIX, gs://.., "
+            'az://.. and file:///FOLDER (pip install "weft[s3]"), mooncake://MASTER:PORT/PREFIX. With '
+            "--kv-disk: the level behind the disk. Whoever reads the bucket can read prompts, and whoever "
+            "writes to the bucket can change answers. Default: none."
+        ),
+    ] = None
     kv_store: Annotated[
         Literal["sessions", "reused", "all"],
         Meta(
@@ -49,7 +58,10 @@ class TierSection(Section, frozen=True, kw_only=True):
     ] = "reused"
     kv_disk_ttl: Annotated[
         float,
-        Meta(ge=0, description="Seconds after which a block on disk is removed. 0: never."),
+        Meta(
+            ge=0,
+            description="Seconds after which a block on disk or in an object store is removed. 0: never.",
+        ),
     ] = 7 * 86400.0
     kv_disk_write_rate: Annotated[
         str | None,

@@ -6,13 +6,14 @@ from weft.common.errors import ConfigError
 from weft.config.flags import parse_size
 from weft.config.sections.all import Config
 from weft.config.sections.tier_section import TierSection, disk_bytes
+from weft.config.sizing.remote_url import check_url
 
 _LEAST = 16 << 20
 
 
 def check_tier(config: Config, device: str) -> TierSection:
     """Return the section of the tier. Raise ConfigError for settings that cannot work together."""
-    tier, role = config.tier, config.transfer.role
+    tier = config.tier
     if tier.kv_disk is None:
         _check_no_disk(tier)
     elif tier_bytes(tier) < _LEAST:
@@ -25,15 +26,16 @@ def check_tier(config: Config, device: str) -> TierSection:
         )
     if tier.kv_host is not None and host_bytes(tier) < _LEAST:
         raise ConfigError(f"--kv-host must be at least {_LEAST >> 20}M", param="--kv-host")
-    if tier.kv_disk is None and tier.kv_host is None:
+    if tier.kv_remote is not None:
+        check_url(tier.kv_remote)
+    flag = next((flag for flag, given in _levels(tier) if given is not None), None)
+    if flag is None:
         return tier
-    flag = "--kv-disk" if tier.kv_host is None else "--kv-host"
     if not config.cache.enable_prefix_caching:
         raise ConfigError(f"{flag} requires the prefix cache: remove --no-enable-prefix-caching", param=flag)
-    if role in ("decode", "encode"):
+    if config.transfer.role == "encode":
         raise ConfigError(
-            f"{flag}: a group of role {role} computes no prompts; set {flag[2:]} for the prefill groups "
-            "alone",
+            f"{flag}: a group of role encode has no KV cache; set {flag[2:]} for the other groups alone",
             param=flag,
         )
     return tier
@@ -59,12 +61,18 @@ def host_bytes(tier: TierSection) -> int:
     return parse_size(tier.kv_host) or 0
 
 
+def _levels(tier: TierSection) -> tuple[tuple[str, str | None], ...]:
+    """Return flag and value of each level."""
+    return (("--kv-host", tier.kv_host), ("--kv-disk", tier.kv_disk), ("--kv-remote", tier.kv_remote))
+
+
 def _check_no_disk(tier: TierSection) -> None:
     """Raise ConfigError for settings of a disk tier that is off."""
     default = TierSection()
-    if tier.kv_host is None and tier.kv_store != default.kv_store:
-        raise ConfigError("--kv-store requires --kv-disk or --kv-host", param="--kv-store")
+    if not any(value for _, value in _levels(tier)) and tier.kv_store != default.kv_store:
+        raise ConfigError("--kv-store requires --kv-disk, --kv-host or --kv-remote", param="--kv-store")
     for name in ("kv_disk_dir", "kv_disk_ttl", "kv_disk_write_rate", "kv_disk_shared"):
-        if getattr(tier, name) != getattr(default, name):
+        remote = name in ("kv_disk_ttl", "kv_disk_write_rate") and tier.kv_remote is not None
+        if getattr(tier, name) != getattr(default, name) and not remote:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} requires --kv-disk", param=flag)

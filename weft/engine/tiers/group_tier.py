@@ -6,6 +6,7 @@ Frames to other ranks travel in order with the frames of steps.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,10 +17,19 @@ from weft.engine.ranks.executor import RankRunner
 from weft.kv.tiers import Changed, Copied, Stopped
 from weft.runner.tier_thread import TierThread, tier_of
 from weft.types import frames as f
-from weft.types.tiers import BlockOutcome, BlocksCopied, CopyBlocks, StoreChanged, StoreState, TierCommand
+from weft.types.tiers import (
+    EVERY,
+    BlockOutcome,
+    BlocksCopied,
+    CopyBlocks,
+    StoreChanged,
+    StoredElsewhere,
+    StoreState,
+    TierCommand,
+)
 
 _POLL_S = 0.002
-TierWord = Copied | Changed | Stopped | StoreState
+TierWord = Copied | Changed | Stopped | StoredElsewhere | StoreState
 
 
 class _Sockets(Protocol):
@@ -35,6 +45,8 @@ class _Job:
     """Ranks without a report."""
     outcomes: bytearray
     """The least outcome of each block so far."""
+    levels: bytearray
+    """The levels in which every rank so far has stored each block."""
     nbytes: int = 0
     seconds: float = 0.0
 
@@ -82,7 +94,9 @@ class GroupTier:
         """Execute a command on every rank. A rank that cannot take the command counts as lost."""
         ranks = {self._rank, *self._others}
         if isinstance(command, CopyBlocks):
-            self._jobs[command.job] = _Job(ranks, bytearray([BlockOutcome.DONE]) * command.size)
+            self._jobs[command.job] = _Job(
+                ranks, bytearray([BlockOutcome.DONE]) * command.size, bytearray([EVERY]) * command.size
+            )
         self._own.put(command)
         data = f.encode(command) if self._others else b""
         for rank in self._others:
@@ -105,6 +119,8 @@ class GroupTier:
                 self._lost(number, copied.rank)
         job.waiting.discard(copied.rank)
         job.outcomes[:] = bytes(map(min, job.outcomes, copied.outcomes))
+        if copied.levels:
+            job.levels[:] = bytes(map(operator.and_, job.levels, copied.levels))
         job.nbytes, job.seconds = max(job.nbytes, copied.nbytes), max(job.seconds, copied.seconds)
 
     def ended(self, rank: int) -> None:
@@ -124,7 +140,9 @@ class GroupTier:
             if isinstance(report, BlocksCopied):
                 self.heard(report)
             elif isinstance(report, StoreChanged):
-                words.append(Changed(report.added, report.gone))
+                words.append(Changed(report.added, report.gone, report.level, report.whole))
+            elif isinstance(report, StoredElsewhere):
+                words.append(report)
             else:
                 words.append(report)
                 if report.off and report.off != self._off:
@@ -138,7 +156,8 @@ class GroupTier:
         for number in [number for number, job in self._jobs.items() if not job.waiting]:
             job = self._jobs.pop(number)
             if number >= 0:
-                words.append(Copied(number, bytes(job.outcomes), job.nbytes, job.seconds))
+                levels = bytes(job.levels)
+                words.append(Copied(number, bytes(job.outcomes), job.nbytes, job.seconds, levels))
         return words
 
     def _lost(self, number: int, rank: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,17 +20,22 @@ from weft.engine.tiers.block_copies import BlockCopies, flat
 from weft.engine.tiers.rank_tier import RankTier
 from weft.ops.numerics import numerics
 from weft.runner.runner import Runner
-from weft.store.host import HostLevel, NoDisk
+from weft.store.host import HostLevel
 from weft.store.namespace import kv_namespace
+from weft.store.record_store import RecordStore
 from weft.store.records import RecordBuffer
-from weft.store.segments import SegmentStore, StoreSettings
+from weft.store.remote.objects import open_objects
+from weft.store.remote.remote_store import RemoteStore
+from weft.store.segments import SegmentStore
+from weft.store.settings import RemoteSettings, StoreSettings
 from weft.store.weights_digest import WeightsDigest
 
 
 def noted_weights(config: EngineConfig) -> WeightsDigest | None:
     """Note the state of the weight files, before the weights are loaded; None without a tier. Raises
     ConfigError."""
-    return None if config.tier.kv_disk is None else WeightsDigest(config)
+    stores = config.tier.kv_disk is not None or config.tier.kv_remote is not None
+    return WeightsDigest(config) if stores else None
 
 
 def open_tier(
@@ -47,10 +51,10 @@ def open_tier(
     copies = BlockCopies(flat(runner.memory), dims, number, device)
     host = _host_level(config, runner, copies)
     cancel: Callable[[], None] = lambda: None  # noqa: E731
-    opener: Callable[[], Any] = NoDisk
+    opener: Callable[[], list[RecordStore]] = list
     if weights is not None:
         weights.start()
-        cancel, opener = weights.stop, partial(_open_store, config, names, weights)
+        cancel, opener = weights.stop, partial(_open_stores, config, names, weights)
     return RankTier(copies, opener, runner.behind_steps, leads=number == 0, cancel=cancel, host=host)
 
 
@@ -66,21 +70,28 @@ def _host_level(config: EngineConfig, runner: Runner, copies: BlockCopies) -> Ho
     return HostLevel(memory, copies.own_bytes, shares)
 
 
-def _open_store(config: EngineConfig, attention: tuple[str, ...], weights: WeightsDigest) -> SegmentStore:
-    """Open the store, once the digest of the weights is known. Raise ConfigError."""
-    made = numerics(torch.device(config.device), attention)
+def _open_stores(
+    config: EngineConfig, attention: tuple[str, ...], weights: WeightsDigest
+) -> list[RecordStore]:
+    """Open the stores, once the digest of the weights is known. Raise ConfigError."""
+    made, tier = numerics(torch.device(config.device), attention), config.tier
     digest = weights.wait()
     if digest is None:
         raise ConfigError(weights.error)
-    namespace = kv_namespace(config, digest, made)
-    settings = StoreSettings(
-        folder=disk_folder(config.tier),
-        namespace=namespace,
-        budget=tier_bytes(config.tier),
-        ttl=config.tier.kv_disk_ttl,
-        shared=config.tier.kv_disk_shared,
-    )
-    return SegmentStore(settings, digest=_digest)
+    namespace, stores = kv_namespace(config, digest, made), list[RecordStore]()
+    if tier.kv_disk is not None:
+        settings = StoreSettings(
+            folder=disk_folder(tier),
+            namespace=namespace,
+            budget=tier_bytes(tier),
+            ttl=tier.kv_disk_ttl,
+            shared=tier.kv_disk_shared,
+        )
+        stores.append(SegmentStore(settings, digest=_digest))
+    if tier.kv_remote is not None:
+        remote = RemoteSettings(namespace=namespace, ttl=tier.kv_disk_ttl)
+        stores.append(RemoteStore(remote, open_objects(tier.kv_remote), digest=_digest))
+    return stores
 
 
 def _digest(memory: np.ndarray, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The KV tier of one rank: a thread that copies blocks between the rank's caches and a store.
+"""The KV tier of one rank: a thread that copies blocks between the rank's caches and the levels of the tier.
 
     step loop     put: queue a command behind the steps launched so far, and return
     this thread   loads first, reading one run of records ahead; then stores
@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,14 +30,19 @@ from weft.runner.tier_thread import TierReport
 from weft.store.errors import RecordCorrupt, RecordError, RecordGone, StoreOff
 from weft.store.host import HostLevel
 from weft.store.layout import owner_hashes
-from weft.store.records import Owner, RecordBuffer, RecordId
-from weft.store.segments import SegmentStore
+from weft.store.record_store import RecordStore
+from weft.store.records import BlockChanges, Owner, RecordBuffer, RecordId
 from weft.types.tiers import (
+    EVERY,
+    HOST,
+    LEVELS,
     BlockOutcome,
     BlocksCopied,
     CopyBlocks,
     FlushStore,
+    LevelStats,
     StoreChanged,
+    StoredElsewhere,
     StoreState,
     TierCommand,
 )
@@ -52,8 +57,16 @@ _FAILED = {
     RecordGone: BlockOutcome.GONE,
     StoreOff: BlockOutcome.OFF,
 }
-_WROTE = {"": BlockOutcome.DONE, "there": BlockOutcome.DONE, "off": BlockOutcome.OFF}
-"""Result of a write of the store -> outcome; any other result: ``SKIPPED``."""
+_REFUSED = {
+    "room": BlockOutcome.NO_ROOM,
+    "slow": BlockOutcome.SLOW,
+    "rate": BlockOutcome.SLOW,
+    "away": BlockOutcome.SLOW,
+    "off": BlockOutcome.OFF,
+}
+"""Result of a write -> outcome, if no level has the block; any other result: ``SKIPPED``."""
+_STORED = ("", "there")
+"""Results of a write after which the store has the record."""
 
 
 class RankTier:
@@ -62,7 +75,7 @@ class RankTier:
     def __init__(
         self,
         copies: BlockCopies,
-        open_store: Callable[[], SegmentStore],
+        open_stores: Callable[[], Sequence[RecordStore]],
         behind_steps: Callable[..., None],
         *,
         leads: bool,
@@ -70,12 +83,12 @@ class RankTier:
         cancel: Callable[[], None] = lambda: None,
         host: HostLevel | None = None,
     ) -> None:
-        """``open_store``: called on the thread; may take long and may raise ConfigError. ``behind_steps``:
-        see ``Runner.behind_steps``. ``leads``: True for the rank of the engine process, which reports changes
-        of the store. ``cancel``: called by ``close``, ends a long ``open_store`` early. ``host``: the level
-        in host memory before the store."""
+        """``open_stores``: called on the thread, returns the stores, the quickest first. The call may take
+        long and may raise ConfigError. ``behind_steps``: see ``Runner.behind_steps``. ``leads``: True for the
+        rank of the engine process, which reports changes of the levels. ``cancel``: called by ``close``, ends
+        a long ``open_stores`` early. ``host``: the level in host memory before the stores."""
         self._cancel = cancel
-        self._copies, self._open, self._behind, self._leads = copies, open_store, behind_steps, leads
+        self._copies, self._open, self._behind, self._leads = copies, open_stores, behind_steps, leads
         self._reports = ReportQueue[TierReport]()
         self._host = host
         self._marks: dict[int, Any] = {}
@@ -92,8 +105,10 @@ class RankTier:
         self._reads = ReadAhead(copies.most_bytes)
         for buffer in (self._buffer, *self._reads.buffers):
             copies.pin(buffer.memory)
-        self.store: SegmentStore | None = None
-        """The store, once open."""
+        self.stores: Sequence[RecordStore] = ()
+        """The stores, once open."""
+        self._off = set[int]()
+        """Levels whose store has turned itself off."""
         self._thread = threading.Thread(target=self._run, name="weft-tier", daemon=True)
         if start:
             self._thread.start()
@@ -156,7 +171,7 @@ class RankTier:
 
     def _work(self) -> None:
         try:
-            self.store = self._open()
+            self.stores = self._open()
         except (ConfigError, OSError) as error:
             self._fail(error)
             return
@@ -165,7 +180,10 @@ class RankTier:
             self._fail(error)
             return
         try:
-            self._tell(self.store)
+            self._tell()
+            if self._leads:
+                elsewhere = frozenset[bytes]().union(*(store.elsewhere() for store in self.stores))
+                self._reports.tell(StoredElsewhere(elsewhere))
             self._opened.set()
             while not self._done:
                 self.turn(_TURN_S)
@@ -173,7 +191,8 @@ class RankTier:
             log.exception("the KV tier has failed, and is off")
             self._fail(error)
         finally:
-            self.store.close()
+            for store in self.stores:
+                store.close()
 
     def _fail(self, error: Exception) -> None:
         """Answer every command with ``OFF``, and report why."""
@@ -212,8 +231,6 @@ class RankTier:
 
     def turn(self, seconds: float) -> None:
         """Carry out one command; without a command wait up to ``seconds``, then look at the folder."""
-        store = self.store
-        assert store is not None
         waits = not (self._loads or self._others)
         try:
             self._sort(self._commands.get(timeout=seconds) if waits else self._commands.get_nowait())
@@ -223,10 +240,10 @@ class RankTier:
             pass
         # A command leaves the queue at the end of the command: after an error, ``_fail`` answers the command.
         if self._loads:
-            self._load(store, self._loads[0])
+            self._load(self._loads[0])
             self._loads.popleft()
         elif self._others:
-            self._other(store, self._others[0])
+            self._other(self._others[0])
             self._others.popleft()
         else:
             for event in self._stops:
@@ -234,9 +251,10 @@ class RankTier:
             self._stops.clear()
             if self._done:
                 return
-            store.scan()
-            store.maintain()
-            self._tell(store)
+            for store in self.stores:
+                store.scan()
+                store.maintain()
+            self._tell()
 
     def _sort(self, command: TierCommand | threading.Event | None) -> None:
         if command is None:
@@ -258,47 +276,62 @@ class RankTier:
         self._loads.clear()
         self._others.clear()
 
-    def _other(self, store: SegmentStore, command: CopyBlocks | FlushStore) -> None:
+    def _other(self, command: CopyBlocks | FlushStore) -> None:
         if isinstance(command, FlushStore):
-            count = store.flush(payer=command.payer, salt=command.salt, session=command.session)
+            fields = {"payer": command.payer, "salt": command.salt, "session": command.session}
+            count = sum(store.flush(**fields) for store in self.stores)
             if self._host is not None:
                 count += self._host.flush(command.payer, command.salt, command.session)
             log.info("%d records of the KV tier were removed for an operator", count)
-            self._tell(store)
+            self._tell()
         else:
-            self._store(store, command)
+            self._store(command)
 
-    def _load(self, store: SegmentStore, command: CopyBlocks) -> None:
-        """Fill the blocks of a command from the store."""
-        began, outcomes, nbytes = time.monotonic(), bytearray(), 0
+    def _load(self, command: CopyBlocks) -> None:
+        """Fill the blocks of a command from the quickest level that has each block."""
+        began, nbytes = time.monotonic(), 0
         items, rest = list(command.items()), list[int]()
-        outcomes.extend(bytes(len(items)))
+        outcomes = bytearray([BlockOutcome.GONE]) * len(items)
         for number, (kind, block, key) in enumerate(items):
             near = None if self._host is None else self._host.get(kind, key)
             if near is None:
                 rest.append(number)
             else:
                 nbytes += self._fill(self._copies.record(kind, key), block, near, outcomes, number)
-        self._copies.settle()  # blocks from the disk may take the places of these blocks in host memory
-        own = [self._copies.record(items[number][0], items[number][2]) for number in rest]
-        done = 0
-        for payloads in self._reads.runs(store, own) if own else ():
-            for payload in payloads:
-                number = rest[done]
-                kind, block, key = items[number]
-                if isinstance(payload, RecordGone):
-                    nbytes += self._gather(store, items[number], outcomes, number)
-                else:
-                    nbytes += self._fill(own[done], block, payload, outcomes, number)
-                    owner = None if self._host is None else store.owner(own[done])
-                    if self._host is not None and owner is not None and not isinstance(payload, RecordError):
-                        self._host.put(kind, key, payload, owner)
-                done += 1
-            self._copies.settle()  # the next run overwrites the payloads
-        self._copies.settle()
+        self._copies.settle()  # blocks from a store may take the places of these blocks in host memory
+        for store in self.stores:
+            nbytes += self._load_from(store, items, rest, outcomes)
+            rest = [number for number in rest if outcomes[number] != BlockOutcome.DONE]
+        for number in rest:
+            if outcomes[number] == BlockOutcome.GONE:
+                nbytes += self._gather(items[number], outcomes, number)
         self._answer(command, bytes(outcomes), nbytes, time.monotonic() - began)
         if self._host is not None:
-            self._tell(store)
+            self._tell()
+
+    def _load_from(
+        self,
+        store: RecordStore,
+        items: Sequence[tuple[int, int, bytes]],
+        rest: Sequence[int],
+        outcomes: bytearray,
+    ) -> int:
+        """Fill those blocks ``rest`` of ``items`` that ``store`` has. Set the outcomes and return the
+        bytes."""
+        records = {number: self._copies.record(items[number][0], items[number][2]) for number in rest}
+        there = [number for number, record in records.items() if store.has(record)]
+        done = nbytes = 0
+        for payloads in self._reads.runs(store, [records[number] for number in there]) if there else ():
+            for payload in payloads:
+                number = there[done]
+                kind, block, key = items[number]
+                nbytes += self._fill(records[number], block, payload, outcomes, number)
+                owner = None if self._host is None else store.owner(records[number])
+                if self._host is not None and owner is not None and not isinstance(payload, RecordError):
+                    self._host.put(kind, key, payload, owner)
+                done += 1
+            self._copies.settle()  # the next run overwrites the payloads
+        return nbytes
 
     def _fill(
         self,
@@ -316,74 +349,97 @@ class RankTier:
         outcomes[number] = BlockOutcome.DONE
         return len(payload)
 
-    def _gather(
-        self, store: SegmentStore, item: tuple[int, int, bytes], outcomes: bytearray, number: int
-    ) -> int:
+    def _gather(self, item: tuple[int, int, bytes], outcomes: bytearray, number: int) -> int:
         """Fill a block without a record of this rank's bytes alone, from the records of a group of another
         size. Set the outcome and return the bytes."""
         # The other parts may be in open segments of other processes, which this process does not see.
         kind, block, key = item
-        found = store.find(kind, key)
-        count = 0 if found is None else found.parts
-        parts = self._copies.parts_of(kind, count)
-        nbytes, each = 0, bytearray(len(parts))
-        for place, part in enumerate(parts):
-            record = RecordId(kind, key, part, count)
-            (payload,) = store.check_run(store.read_run([record], self._buffer))
-            nbytes += self._fill(record, block, payload, each, place)
-            self._copies.settle()
-        outcomes[number] = min(each, default=BlockOutcome.GONE)
+        nbytes, outcome = 0, BlockOutcome.OFF if self._all_off else BlockOutcome.GONE
+        for store in self.stores:
+            found = store.find(kind, key)
+            if found is None or outcome == BlockOutcome.DONE:
+                continue
+            parts = self._copies.parts_of(kind, found.parts)
+            each = bytearray(len(parts))
+            for place, part in enumerate(parts):
+                record = RecordId(kind, key, part, found.parts)
+                (payload,) = store.check_run(store.read_run([record], self._buffer))
+                nbytes += self._fill(record, block, payload, each, place)
+                self._copies.settle()
+            outcome = BlockOutcome(min(each, default=BlockOutcome.GONE))
+        outcomes[number] = outcome
         return nbytes
 
-    def _store(self, store: SegmentStore, command: CopyBlocks) -> None:
-        """Write the blocks of a command to the store."""
-        began, outcomes, nbytes = time.monotonic(), bytearray(), 0
+    def _store(self, command: CopyBlocks) -> None:
+        """Write the blocks of a command to every level."""
+        began, outcomes, levels, nbytes = time.monotonic(), bytearray(), bytearray(), 0
         owner, ready = Owner(*command.owner), self._marks.pop(command.job, None)
         names = owner_hashes(owner)
         for kind, block, key in command.items():
             writes = self._copies.writes(kind)
             if not writes and self._host is None:
                 outcomes.append(BlockOutcome.DONE)
+                levels.append(EVERY)
                 continue
-            size, outcome = self._copies.out(kind, block, self._buffer, ready), BlockOutcome.DONE
-            if writes:
+            size, stored = self._copies.out(kind, block, self._buffer, ready), 0 if writes else EVERY & ~HOST
+            outcome = BlockOutcome.SKIPPED
+            for store in self.stores if writes else ():
                 result = store.write(self._copies.record(kind, key), self._buffer, size, owner)
-                outcome = _WROTE.get(result, BlockOutcome.SKIPPED)
-            # Each rank has host memory of its own, also for bytes that another rank writes to the disk.
+                stored |= _bit(store) * (result in _STORED)
+                outcome = _REFUSED.get(result, BlockOutcome.SKIPPED)
+            # Each rank has host memory of its own, also for bytes that another rank writes to the stores.
             if self._host is not None and self._host.put(kind, key, self._buffer.payload[:size], names):
-                outcome = BlockOutcome.DONE
-            outcomes.append(outcome)
-            nbytes += size * (outcome == BlockOutcome.DONE)
-        self._answer(command, bytes(outcomes), nbytes, time.monotonic() - began)
-        self._tell(store)
+                stored |= HOST
+            outcomes.append(BlockOutcome.DONE if stored else outcome)
+            levels.append(stored)
+            nbytes += size * bool(stored)
+        self._answer(command, bytes(outcomes), nbytes, time.monotonic() - began, bytes(levels))
+        self._tell()
 
-    def _answer(self, command: CopyBlocks, outcomes: bytes, nbytes: int, seconds: float) -> None:
+    @property
+    def _all_off(self) -> bool:
+        """True if every store has turned itself off."""
+        return bool(self.stores) and all(store.off for store in self.stores)
+
+    def _answer(
+        self, command: CopyBlocks, outcomes: bytes, nbytes: int, seconds: float, levels: bytes = b""
+    ) -> None:
+        job = command.job
         self._reports.tell(
-            BlocksCopied(rank=-1, job=command.job, outcomes=outcomes, nbytes=nbytes, seconds=seconds)
+            BlocksCopied(rank=-1, job=job, outcomes=outcomes, levels=levels, nbytes=nbytes, seconds=seconds)
         )
 
-    def _tell(self, store: SegmentStore) -> None:
-        """Report changes of complete blocks, and the state of the store if it changed."""
-        changes = store.take_changes()  # on every rank: the store collects changes until they are taken
-        host = self._host
-        evicted = [] if host is None else host.take_gone()
-        if not self._leads:
-            return
-        gone = [one for one in changes.gone if host is None or not host.has(*one)]
-        gone += [one for one in evicted if store.find(*one) is None]
-        if changes.added or gone:
-            self._reports.tell(StoreChanged(tuple(changes.added), tuple(gone)))
-        now, more = store.stats(), (0, 0, 0)
-        if host is not None:
-            more = (host.nbytes, host.num_records, host.evicted)
-        state = StoreState(
-            nbytes=now.nbytes + more[0],
-            blocks=now.records + more[1],
-            evicted=now.evicted + more[2],
-            expired=now.expired,
-            corrupt=now.corrupt,
-            off=store.off,
-        )
-        if state != self._told:
+    def _tell(self) -> None:
+        """Report changes of complete blocks, and the state of the levels if it changed."""
+        levels = dict[str, LevelStats]()
+        if self._host is not None:
+            self._changed(HOST, self._host.take_changes())
+            levels["host"] = self._host.stats()
+        for store in self.stores:
+            bit, changes = _bit(store), store.take_changes()  # a store collects changes until they are taken
+            if store.off and bit not in self._off:
+                self._off.add(bit)
+                changes = BlockChanges([], [], whole=True)
+            self._changed(bit, changes)
+            now = store.stats()
+            levels[store.level] = LevelStats(
+                nbytes=now.nbytes,
+                blocks=now.records,
+                away=int(bool(store.off) or store.away),
+                evicted=now.evicted,
+                expired=now.expired,
+                corrupt=now.corrupt,
+            )
+        state = StoreState(levels, self.stores[0].off if self._all_off else "")
+        if self._leads and state != self._told:
             self._told = state
             self._reports.tell(state)
+
+    def _changed(self, level: int, changes: BlockChanges) -> None:
+        if self._leads and (changes.added or changes.gone or changes.whole):
+            self._reports.tell(StoreChanged(tuple(changes.added), tuple(changes.gone), level, changes.whole))
+
+
+def _bit(store: RecordStore) -> int:
+    """Return the level of a store as a set of levels."""
+    return 1 << LEVELS.index(store.level)

@@ -10,8 +10,8 @@ import numpy as np
 
 from weft.store.errors import RecordError
 from weft.store.reading import Run
+from weft.store.record_store import RecordStore
 from weft.store.records import RecordBuffer, RecordId
-from weft.store.segments import SegmentStore
 
 RUN_BYTES = 4 << 20
 """Bytes of one read. Larger reads are not quicker; the check of a run takes a fifth of the read."""
@@ -26,15 +26,15 @@ class ReadAhead:
         """``most_bytes``: of the largest payload."""
         size = max(most_bytes, RUN_BYTES + _HEADERS)
         self.buffers = (RecordBuffer(size), RecordBuffer(size))
-        self._wanted: queue.SimpleQueue[tuple[SegmentStore, Sequence[RecordId], RecordBuffer] | None]
+        self._wanted: queue.SimpleQueue[tuple[RecordStore, Sequence[RecordId], RecordBuffer] | None]
         self._wanted = queue.SimpleQueue()
         self._read: queue.SimpleQueue[Run | Exception] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def runs(
-        self, store: SegmentStore, records: Sequence[RecordId]
+        self, store: RecordStore, records: Sequence[RecordId]
     ) -> Iterator[list[np.ndarray | RecordError]]:
-        """Yield the results of ``SegmentStore.check_run`` for one run after the other, until all ``records``
+        """Yield the results of ``RecordStore.check_run`` for one run after the other, until all ``records``
         are read. A result is valid until the next. Raises the errors of the reading thread."""
         at, side = 0, 0
         run = store.read_run(records, self.buffers[0])
@@ -58,7 +58,7 @@ class ReadAhead:
         """End the thread, unless a stuck disk holds the thread."""
         self._wanted.put(None)
 
-    def _begin(self, store: SegmentStore, records: Sequence[RecordId], buffer: RecordBuffer) -> None:
+    def _begin(self, store: RecordStore, records: Sequence[RecordId], buffer: RecordBuffer) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="weft-tier-reads", daemon=True)
             self._thread.start()

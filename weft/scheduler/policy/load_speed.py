@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 LARGE = 1 << 20
 """Bytes from which a command measures the rate. Smaller commands measure the latency."""
@@ -14,7 +15,7 @@ nothing: a disk that was slow for some time is tried again. The latency shrinks 
 
 
 class LoadSpeed:
-    """Latency and rate of a store, as one rank sees the store.
+    """Latency and rate of one level of a tier, as one rank sees the level.
 
     Before the first measurement a load takes no time: the first load is the measurement. A slow store is
     found after one command.
@@ -43,3 +44,21 @@ class LoadSpeed:
         """Note that a load was not begun because of the predicted seconds."""
         self.rate = max(self.rate, min(self.rate * _TRUST, self._best_rate))
         self.latency = min(self.latency, max(self.latency / _TRUST, self._best_latency))
+
+
+class LoadSpeeds:
+    """The speeds of all levels of a tier. Bytes are given for each level, in order of ``LEVELS``."""
+
+    def __init__(self, levels: int) -> None:
+        self.levels = [LoadSpeed() for _ in range(levels)]
+
+    def seconds(self, nbytes: Sequence[int]) -> float:
+        """Return the predicted seconds until all bytes are loaded, one level after the other."""
+        each = zip(self.levels, nbytes, strict=True)
+        return sum(speed.seconds(one) for speed, one in each if one)
+
+    def refused(self, nbytes: Sequence[int]) -> None:
+        """Note that a load was not begun because of the predicted seconds."""
+        for speed, one in zip(self.levels, nbytes, strict=True):
+            if one:
+                speed.refused()
