@@ -413,7 +413,9 @@ class World:
                 self.on(m.Failed(name, Unavailable("killed")))
             elif state == "up":
                 self.on(m.Failed(name, Unavailable("killed")))
-                for number in self.open[name] - set(self.lines):  # a stream of dead engines ends, and not by an unload
+                for number in self.open[name] - set(
+                    self.lines
+                ):  # a stream of dead engines ends, and not by an unload
                     self.end(name, number)
 
     # -- processes

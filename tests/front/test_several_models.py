@@ -322,9 +322,7 @@ def answers(server: Running, batch: str) -> dict[str, str]:
     """Return custom_id -> text of the outputs of an ended batch. No line has two outputs."""
     name = batch_of(server, batch)["output_file_id"]
     found = [json.loads(one) for one in server.http.get(f"/v1/files/{name}/content").text.splitlines()]
-    made = {
-        one["custom_id"]: one["response"]["body"]["choices"][0]["message"]["content"] for one in found
-    }
+    made = {one["custom_id"]: one["response"]["body"]["choices"][0]["message"]["content"] for one in found}
     assert len(made) == len(found)
     return made
 
@@ -340,9 +338,7 @@ def test_lines_of_a_batch_load_their_models_and_yield_to_requests(start: Start, 
     server = start(models, tmp_path, batch_dir=str(tmp_path / "batches"), models_memory="2.5G")
     mixed = begin_batch(server, [line_of(f"{name}{n}", name) for n in range(20) for name in ("a", "b")])
     until(lambda: batch_of(server, mixed)["status"] == "completed")
-    assert answers(server, mixed) == {
-        f"{name}{n}": f"I am {name}" for n in range(20) for name in ("a", "b")
-    }
+    assert answers(server, mixed) == {f"{name}{n}": f"I am {name}" for n in range(20) for name in ("a", "b")}
     assert server.metric("model_loads_total") == 2, "lines are grouped by model"
     assert server.metric("batch_lines_total") == 40
     # A line names a model that does not exist.

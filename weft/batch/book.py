@@ -10,8 +10,8 @@ and reports the results as events.
 A batch ends with ``Finalize`` after its last line is done. After ``CancelBatch`` or at its deadline, pending
 lines stay undone, and the batch ends when no line runs any more.
 
-Each line belongs to a model, "" for the only one. ``Room`` is about one model. So lines of a model that is not
-loaded wait, and lines of a model that is loaded run one after another.
+Each line belongs to a model, "" for the only one. ``Room`` is about one model. So lines of a model that is
+not loaded wait, and lines of a model that is loaded run one after another.
 """
 
 from __future__ import annotations

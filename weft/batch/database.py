@@ -41,7 +41,8 @@ CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status);
 CREATE TABLE IF NOT EXISTS lines (
     batch TEXT NOT NULL, line INTEGER NOT NULL, place INTEGER NOT NULL, start INTEGER NOT NULL,
     size INTEGER NOT NULL, custom_id TEXT NOT NULL, state INTEGER NOT NULL DEFAULT 0,
-    at INTEGER, length INTEGER, digest BLOB, model TEXT NOT NULL DEFAULT '', PRIMARY KEY (batch, line)) WITHOUT ROWID;
+    at INTEGER, length INTEGER, digest BLOB, model TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (batch, line)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS lease (one INTEGER PRIMARY KEY CHECK (one = 1), holder TEXT NOT NULL,
     until REAL NOT NULL);
 """

@@ -45,8 +45,7 @@ _OF_PROCESS = frozenset(
 ) | {f"weft:{HTTP_SECONDS[0]}", f"weft:{SPANS_DROPPED[0]}"}
 """Families that the process has once."""
 _OF_BOTH = frozenset(
-    f"weft:{name}"
-    for name in ("request_failure", *MODELS, BATCH_LINES[0], BATCH_STATUS[0], BATCH_BEHIND[0])
+    f"weft:{name}" for name in ("request_failure", *MODELS, BATCH_LINES[0], BATCH_STATUS[0], BATCH_BEHIND[0])
 )
 """Families of the process with a label for the model. Requests without a model, and batches, which may have
 lines for several models, have an empty label."""
