@@ -27,7 +27,7 @@ from weft.common import env
 
 ROOT = Path(__file__).parents[1]
 CHAT = "/v1/chat/completions"
-READY = re.compile(r"weft is ready: (\S+) model=")
+READY = re.compile(r"weft is ready: (\S+) models?=")
 START_S, END_S = 180.0, 3600.0
 WORDS = ["apples", "pears", "boats", "books", "lamps", "stones", "birds", "trees", "cups", "doors"]
 
