@@ -27,7 +27,7 @@ from weft.common import env
 
 ROOT = Path(__file__).parents[1]
 CHAT = "/v1/chat/completions"
-READY = re.compile(r"weft is ready: (\S+) model=(\S+)")
+READY = re.compile(r"weft is ready: (\S+) models?=")
 START_S, END_S = 180.0, 3600.0
 WORDS = ["apples", "pears", "boats", "books", "lamps", "stones", "birds", "trees", "cups", "doors"]
 
@@ -66,8 +66,9 @@ class Server:
         assert self._process.stdout is not None
         found = next(filter(None, map(READY.match, self._process.stdout)), None)
         assert found is not None, "the server did not start"
-        self.url, self.model = found[1], found[2]
+        self.url = found[1]
         self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.models = [card["id"] for card in self.http.get("/v1/models").json()["data"]]
 
     def kill(self) -> None:
         """Kill every process of the server at once."""
@@ -84,14 +85,14 @@ class Server:
             self.kill()
 
 
-def write_lines(path: Path, count: int, model: str) -> None:
-    """Write an input file with sampled lines of a few tokens."""
+def write_lines(path: Path, count: int, models: list[str]) -> None:
+    """Write an input file with sampled lines of a few tokens, for each model in turn."""
     rng = random.Random(1)
     with path.open("w") as file:
         for number in range(count):
             text = f"Tom has {rng.randrange(100)} {rng.choice(WORDS)} and {rng.randrange(100)} more."
             body = {
-                "model": model,
+                "model": models[number % len(models)],
                 "messages": [{"role": "user", "content": text}],
                 "max_tokens": 6,
                 "temperature": 1.5,
@@ -115,7 +116,7 @@ def drill(folder: Path, lines: int, kills: int, seed: int, flags: list[str]) -> 
     rng, begun = random.Random(seed), time.monotonic()
     server = Server(folder / "batches", flags)
     try:
-        write_lines(folder / "in.jsonl", lines, server.model)
+        write_lines(folder / "in.jsonl", lines, server.models)
         with (folder / "in.jsonl").open("rb") as file:
             form = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", file)}}
             uploaded = server.http.post("/v1/files", **form).json()["id"]  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from weft.batch.book import (
     Ask,
     BatchBook,
     CancelBatch,
+    Drained,
     Finalize,
     Interrupted,
     OpenBatch,
@@ -42,6 +43,31 @@ def test_batches_share_the_room() -> None:
     assert book.on(Room(3), 0.0) == [Ask("b", 0), Ask("b", 1), Ask("a", 2)]
 
 
+def test_lines_of_a_model_that_is_not_loaded_wait() -> None:
+    book = BatchBook()
+    models = {0: "a", 1: "b", 2: "a", 3: "b"}
+    book.on(OpenBatch(batch="x", lines=(0, 2, 1, 3), models=models), 0.0)
+    book.on(OpenBatch(batch="y", lines=(0,), models={0: "b"}), 0.0)
+    assert book.waiting(0.0) == ["a", "b"]
+    assert book.on(Room(3, "b"), 0.0) == [Ask("x", 1), Ask("y", 0), Ask("x", 3)]
+    assert book.on(Room(1, "a"), 0.0) == [Ask("x", 0)]
+    assert book.wanted() == {"a": 2, "b": 3}
+    # The model b drains: its lines stop, and run again when there is room.
+    assert book.on(Drained("b"), 1.0) == [Stop("x", 1), Stop("x", 3), Stop("y", 0)]
+    book.on(Interrupted("x", 1), 1.0)
+    book.on(Interrupted("y", 0), 1.0)
+    assert book.on(Answered("x", 3, 200), 1.0) == [Record("x", 3, True)], "the answer came first"
+    book.on(Recorded("x", 3), 1.0)
+    assert book.waiting(1.0) == ["a"]
+    assert book.on(Room(9, "b"), 9.0) == [Ask("x", 1), Ask("y", 0)]
+    assert book.wanted() == {"a": 2, "b": 2}
+    for batch, line in (("x", 0), ("x", 1), ("y", 0)):
+        book.on(Answered(batch, line, 200), 9.0)
+        book.on(Recorded(batch, line), 9.0)
+    assert book.wanted() == {"a": 1}
+    assert book.open == ["x"]
+
+
 def test_failures_of_the_server_have_a_limit_and_lack_of_room_has_none() -> None:
     book = BatchBook()
     book.on(OpenBatch(batch="a", lines=(0,)), 0.0)
@@ -50,9 +76,9 @@ def test_failures_of_the_server_have_a_limit_and_lack_of_room_has_none() -> None
         assert book.on(Room(1), now) == [Ask("a", 0)]
         assert book.on(Answered("a", 0, status), now) == []
         assert book.on(Room(1), now) == []  # a pause
-        assert not book.waits(now)
+        assert book.waiting(now) == []
         now += 60.0
-        assert book.waits(now)
+        assert book.waiting(now) == [""]
     assert book.on(Room(1), now) == [Ask("a", 0)]
     assert book.on(Answered("a", 0, 500), now) == [Record("a", 0, False)]
 

@@ -47,14 +47,14 @@ def test_a_slow_desk_gets_no_more_lines_than_there_is_room() -> None:
         async def send(request: LineRequest) -> BatchAnswer:
             return BatchAnswer(200, "r", b"{}")
 
-        runner = BatchRunner(BatchBook(), desk, send, lambda mine: 4 - mine)
+        runner = BatchRunner(BatchBook(), desk, send, lambda model, mine: 4 - mine)
         runner.feed(OpenBatch(batch="b", lines=tuple(range(20))))
         async with asyncio.timeout(20):
             await runner.run(lambda: runner.idle)
         assert desk.most <= 4
         assert desk.ended == "completed"
         assert desk.written == dict.fromkeys(range(20), 200) | {3: 400}
-        assert runner.sequences == 0
+        assert runner.sequences.total() == 0
 
     asyncio.run(run())
 

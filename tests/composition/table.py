@@ -55,7 +55,7 @@ ALONE = [
     "[architecture](architecture.md#images) |",
     "| latent experts (Nemotron 3 Super) with `--enable-expert-parallel` | "
     "[attention](attention.md#state-mixers) |",
-    "| several models behind one server with `--fronts`, `--batch-dir`, `weft front` or Ray | "
+    "| several models behind one server with `--fronts`, `weft front` or Ray | "
     "[several models](guides/several-models.md) |",
     "| the KV cache on disk or in host memory, in a decode group | [KV cache on disk](tiers.md) |",
     "| `return_routed_experts` with `stream` or `thinking_token_budget`; routed experts of models of the "

@@ -12,7 +12,7 @@ import pytest
 
 from weft.common.errors import Unavailable
 from weft.control import models as m
-from weft.control.models import Load, ModelFacts, ModelState, ModelTable, Refuse, Unload
+from weft.control.models import Load, ModelFacts, ModelState, ModelTable, Refuse, StopLines, Unload
 
 GIB = 1 << 30
 
@@ -206,6 +206,63 @@ def test_the_predicted_wait_follows_the_last_load() -> None:
     assert made.wait("a") == 5.0
 
 
+def test_lines_load_a_model_and_yield_to_a_request_at_once() -> None:
+    made = table(ModelFacts("a", 1), ModelFacts("b", 1), budget=1)
+    assert made.on(m.BatchWants("a", True), 0.0) == [Load("a")]
+    made.on(m.Loaded("a"), 1.0)
+    for _ in range(2):
+        made.on(m.Opened("a", line=True), 1.0)
+    assert made.on(m.Wanted("b"), 1.5) == [StopLines("a")], "no hysteresis protects lines"
+    assert not made.admits("a")
+    assert made.on(m.Closed("a", line=True), 1.6) == []
+    assert made.on(m.Closed("a", line=True), 1.7) == [Unload("a")]
+    assert made.on(m.Gone("a"), 2.0) == [Load("b")]
+    made.on(m.Loaded("b"), 3.0)
+    made.on(m.Opened("b", waited=True), 3.0)
+    made.on(m.Closed("b"), 4.0)
+    # b stays while requests may follow: a second load of a costs more than the lines gain.
+    assert made.on(m.Tick(), 4.0 + m.BATCH_QUIET_S - 0.1) == []
+    assert made.on(m.Tick(), 4.0 + m.BATCH_QUIET_S) == [Unload("b")]
+    assert made.on(m.Gone("b"), 70.0) == [Load("a")]
+
+
+def test_lines_of_two_models_take_turns_and_lines_of_a_loaded_model_need_no_turn() -> None:
+    made = table(ModelFacts("a", 1), ModelFacts("b", 1), budget=1)
+    made.on(m.BatchWants("a", True), 0.0)
+    made.on(m.Loaded("a"), 1.0)
+    assert made.on(m.BatchWants("b", True), 2.0) == []
+    made.on(m.Opened("a", line=True), 2.0)
+    assert made.on(m.Tick(), m.TURN_S) == []
+    assert made.on(m.Tick(), 1.0 + m.TURN_S) == [StopLines("a")]
+    assert made.on(m.Closed("a", line=True), 602.0) == [Unload("a")]
+    assert made.on(m.Gone("a"), 603.0) == [Load("b")]
+    made.on(m.Loaded("b"), 604.0)
+    # The lines of b are done: the turn ends early, but not before the hysteresis.
+    assert made.on(m.BatchWants("b", False), 605.0) == []
+    assert made.on(m.Tick(), 604.0 + m.HYSTERESIS_S) == [Unload("b")]
+
+
+def test_lines_take_no_model_from_requests_and_start_no_failed_load_again() -> None:
+    made = table(ModelFacts("a", 1), ModelFacts("b", 1), ModelFacts("c", 1, pinned=True), budget=2)
+    up(made, "a", 0.0)
+    up(made, "c", 0.0)
+    made.on(m.Opened("a"), 1.0)
+    assert made.on(m.BatchWants("b", True), 2.0) == []
+    assert made.on(m.Tick(), 5000.0) == []
+    assert made.admits("a"), "a request runs"
+    made.on(m.Closed("a"), 5000.0)
+    assert made.on(m.Tick(), 5060.0) == [Unload("a")]
+    assert made.on(m.Gone("a"), 5061.0) == [Load("b")]
+    made.on(m.Failed("b", Unavailable("broken")), 5062.0)
+    assert made.on(m.Tick(), 5062.0 + m.BATCH_REST_S - 1) == []
+    assert made.on(m.Tick(), 5062.0 + m.BATCH_REST_S) == [Load("b")]
+    made.on(m.Loaded("b"), 5400.0)
+    # An operator's unload holds.
+    assert made.on(m.UnloadAsked("b"), 5401.0) == [Unload("b")]
+    assert made.on(m.Gone("b"), 5402.0) == []
+    assert made.on(m.Wanted("b"), 5403.0) == [Load("b")]
+
+
 # -- random schedules
 
 
@@ -245,7 +302,15 @@ class World:
         """Model -> loading, up or ending, as the processes are."""
         self.open: dict[str, set[int]] = {one.name: set() for one in self.facts}
         self.waiting: dict[str, list[tuple[int, float]]] = {one.name: [] for one in self.facts}
-        self.over = self.refused = self.loads = 0
+        # Some models have lines alone, so that a load for lines lasts until a request for another model.
+        self.named = self.facts[: self.random.randint(1, count)]
+        self.left = {one.name: self.random.choice([0, 40]) for one in self.facts[-2:]}
+        """Lines of batches that have not run."""
+        self.lines: dict[int, str] = {}
+        """Running line -> model."""
+        self.drains: dict[str, float] = {}
+        """Model that drains with lines -> begin of the drain."""
+        self.done = self.over = self.refused = self.loads = 0
         self.asked: set[str] = set()
 
     def at(self, seconds: float, work: Any) -> None:
@@ -253,14 +318,19 @@ class World:
 
     def run(self, requests: int) -> None:
         for _ in range(requests):
-            name = self.random.choice(self.facts).name
+            name = self.random.choice(self.named).name
             self.at(self.random.random() * 200.0, lambda name=name: self.arrive(name))
         for _ in range(self.random.randint(0, 6)):
             self.at(self.random.random() * 200.0, self.operate)
         for _ in range(self.random.randint(0, 3)):
             self.at(self.random.random() * 200.0, self.kill)
+        for name, count in self.left.items():
+            if count:
+                begin = self.random.choice([0.0, 100.0 * self.random.random()])
+                self.at(begin, lambda name=name: self.on(m.BatchWants(name, True)))
         for second in range(800):
             self.at(float(second), lambda: self.on(m.Tick()))
+            self.at(second + 0.5, self.start_lines)
         while self.due:
             self.now, _, work = heapq.heappop(self.due)
             work()
@@ -301,6 +371,30 @@ class World:
             self.over += 1
             self.on(m.GaveUp(name))
 
+    # -- lines of batches
+
+    def start_lines(self) -> None:
+        for name, entry in self.table.entries.items():
+            while self.table.admits(name) and entry.batch and self.left.get(name) and entry.lines < 3:
+                self.left[name] -= 1
+                number = next(self.numbers)
+                self.open[name].add(number)
+                self.lines[number] = name
+                self.on(m.Opened(name, line=True))
+                # Some lines end only by a stop.
+                seconds = self.random.choice([1.0, 10.0, 10.0, 1000.0])
+                self.at(seconds, lambda number=number: self.end_line(number, done=True))
+
+    def end_line(self, number: int, done: bool) -> None:
+        name = self.lines.pop(number, None)
+        if name is None:
+            return
+        self.open[name].discard(number)
+        self.done += done
+        self.left[name] += not done
+        self.on(m.Closed(name, line=True))
+        self.on(m.BatchWants(name, self.left[name] > 0 or name in self.lines.values()))
+
     # -- operators and faults
 
     def operate(self) -> None:
@@ -319,7 +413,9 @@ class World:
                 self.on(m.Failed(name, Unavailable("killed")))
             elif state == "up":
                 self.on(m.Failed(name, Unavailable("killed")))
-                for number in list(self.open[name]):  # a stream of dead engines ends, and not by an unload
+                for number in self.open[name] - set(
+                    self.lines
+                ):  # a stream of dead engines ends, and not by an unload
                     self.end(name, number)
 
     # -- processes
@@ -349,6 +445,10 @@ class World:
                 raise Broken(f"{name} is unloaded, and is {self.alive.get(name)}")
             self.alive[name] = "ending"
             self.at(self.random.uniform(0.1, 5.0), lambda: self.gone(name))
+        elif isinstance(action, StopLines):
+            for number, model in list(self.lines.items()):
+                if model == name:
+                    self.at(0.1, lambda number=number: self.end_line(number, done=False))
         else:
             self.refused += 1
             for number, _ in list(self.waiting[name]):
@@ -383,6 +483,27 @@ class World:
                 raise Broken(f"{one.name} drains without requests, and is not unloaded")
             if entry.open != len(self.open[one.name]):
                 raise Broken(f"{one.name} has other requests than the table")
+        self.check_lines()
+
+    def check_lines(self) -> None:
+        """No request waits for memory of a model that was loaded for lines and that no request uses. Lines of
+        a model that drains stop."""
+        entries = self.table.entries.values()
+        for one in entries:
+            if one.state is not ModelState.DRAINING or not one.lines:
+                self.drains.pop(one.name, None)
+            elif self.now > self.drains.setdefault(one.name, self.now) + 1.0:
+                raise Broken(f"lines of {one.name} run while the model drains")
+        waiting = [one for one in entries if one.waiting and one.state is ModelState.COLD]
+        first = min(waiting, key=lambda one: one.since, default=None)
+        if first is None or self.now < first.failed + 10.0:
+            return
+        lacking = self.table.used + first.cost - self.budget
+        lacking -= sum(one.cost for one in entries if one.state is ModelState.DRAINING)
+        idle = [one for one in entries if one.for_batch and not one.used and not one.pinned]
+        idle = [one for one in idle if one.state is ModelState.UP]
+        if 0 < lacking <= sum(one.cost for one in idle):
+            raise Broken(f"a request for {first.name} waits for lines")
 
 
 def first_broken(kind: type[ModelTable], schedules: int) -> str:
@@ -452,11 +573,36 @@ class LoadsWhileDraining(ModelTable):
 class NeverTakesBack(ModelTable):
     """A model that drains for room nobody needs any more admits no requests, and is not unloaded."""
 
-    def _trim(self, blocked: bool) -> None:
+    def _trim(self, blocked: bool, batch_blocked: bool) -> None:
         for one in self.entries.values():
             one.ending = one.ending or one.state is ModelState.DRAINING
 
 
-@pytest.mark.parametrize("kind", [EndsStreams, FreesEarly, LosesLoads, LoadsWhileDraining, NeverTakesBack])
+class LinesCount(ModelTable):
+    """A model that lines use counts as used, so requests wait for the end of the hysteresis."""
+
+    def _may_go(self, entry: m.Entry) -> bool:
+        return not entry.lines and super()._may_go(entry)
+
+
+class StopsNoLine(ModelTable):
+    """A drain waits for the lines, which may take hours."""
+
+    def _plan(self) -> list[m.Action]:
+        return [action for action in super()._plan() if not isinstance(action, StopLines)]
+
+
+BUGS = [
+    EndsStreams,
+    FreesEarly,
+    LosesLoads,
+    LoadsWhileDraining,
+    NeverTakesBack,
+    LinesCount,
+    StopsNoLine,
+]
+
+
+@pytest.mark.parametrize("kind", BUGS)
 def test_planted_bugs_are_found(kind: type[ModelTable]) -> None:
     assert first_broken(kind, 25) != ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -14,11 +15,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.types import Message
 
 from tests.support.processes import commands, with_role
 from tests.support.servers import Running
 from tests.support.slowness import deadline
 from weft.batch.lines import CHAT
+from weft.front.batches import file_routes
 from weft.front.batches.service import room_of
 
 Start = Any
@@ -272,6 +275,27 @@ def test_an_unusable_folder_is_named(server: Running, folder: Path) -> None:
         os.rename(folder / "away", folder / "files")
     assert failed.value.status_code == 503
     client.files.delete(client.files.create(file=lines(1), purpose="batch").id)
+
+
+@pytest.mark.parametrize(("seconds", "whole"), [(0.0, True), (0.3, False)])
+def test_a_download_that_nobody_reads_ends(
+    seconds: float, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_routes, "STALL_TIMEOUT", 0.1)
+    (tmp_path / "out").write_bytes(b"x" * 200_000)
+    sent: list[int] = []
+
+    async def send(message: Message) -> None:
+        sent.append(len(message.get("body", b"")))
+        await asyncio.sleep(seconds if len(sent) == 3 else 0.0)
+
+    async def receive() -> Message:
+        await asyncio.Future()  # the connection stays
+        raise AssertionError
+
+    scope = {"type": "http", "method": "GET", "headers": []}
+    asyncio.run(file_routes.Download(tmp_path / "out")(scope, receive, send))
+    assert (sum(sent) == 200_000) == whole
 
 
 @pytest.mark.slow

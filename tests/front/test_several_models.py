@@ -20,6 +20,7 @@ import yaml
 from tests.support.processes import with_role
 from tests.support.servers import Running, Servers
 from tests.support.slowness import deadline
+from weft.front.ollama.model_facts import files_of
 
 Start = Callable[..., Running]
 ADMIN = {"Authorization": "Bearer admin-key"}
@@ -282,3 +283,76 @@ def test_a_client_that_goes_waits_no_longer(start: Start) -> None:
             httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=1.0)
         until(lambda: listed(server)[1]["waiting"] == 0)
         assert listed(server)[0]["running"] == 1
+
+
+def test_facts_of_a_model_follow_its_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 10)
+    before = files_of(str(tmp_path))
+    assert before[0] == 10
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 20)
+    after = files_of(str(tmp_path))
+    assert (after[0], after[2] != before[2]) == (20, True)
+
+
+# -- batches
+
+
+def line_of(name: str, model: str) -> dict[str, Any]:
+    body = {"model": model, "messages": [{"role": "user", "content": name}]}
+    return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def begin_batch(server: Running, lines: list[dict[str, Any]]) -> str:
+    """Upload lines and return the id of their batch."""
+    data = "".join(json.dumps(one) + "\n" for one in lines).encode()
+    form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", data)}}
+    file = server.http.post("/v1/files", **form).json()["id"]
+    asked = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    batch: str = server.http.post("/v1/batches", json=asked).json()["id"]
+    return batch
+
+
+def batch_of(server: Running, batch: str) -> dict[str, Any]:
+    found: dict[str, Any] = server.http.get(f"/v1/batches/{batch}").json()
+    return found
+
+
+def answers(server: Running, batch: str) -> dict[str, str]:
+    """Return custom_id -> text of the outputs of an ended batch. No line has two outputs."""
+    name = batch_of(server, batch)["output_file_id"]
+    found = [json.loads(one) for one in server.http.get(f"/v1/files/{name}/content").text.splitlines()]
+    made = {one["custom_id"]: one["response"]["body"]["choices"][0]["message"]["content"] for one in found}
+    assert len(made) == len(found)
+    return made
+
+
+def test_lines_of_a_batch_load_their_models_and_yield_to_requests(start: Start, tmp_path: Path) -> None:
+    slow = {"text": "one two three four", "repeat": True, "delay_ms": 60_000}
+    models: dict[str, dict[str, Any]] = {
+        "a": {"load": "demand", "memory": "1G"},
+        "b": {"load": "demand", "memory": "1G"},
+        "slow": {"load": "demand", "memory": "1G", "says": slow},
+        "online": {"load": "demand", "memory": "2G"},
+    }
+    server = start(models, tmp_path, batch_dir=str(tmp_path / "batches"), models_memory="2.5G")
+    mixed = begin_batch(server, [line_of(f"{name}{n}", name) for n in range(20) for name in ("a", "b")])
+    until(lambda: batch_of(server, mixed)["status"] == "completed")
+    assert answers(server, mixed) == {f"{name}{n}": f"I am {name}" for n in range(20) for name in ("a", "b")}
+    assert server.metric("model_loads_total") == 2, "lines are grouped by model"
+    assert server.metric("batch_lines_total") == 40
+    # A line names a model that does not exist.
+    wrong = begin_batch(server, [line_of("x", "nobody")])
+    until(lambda: batch_of(server, wrong)["status"] == "failed")
+    assert batch_of(server, wrong)["errors"]["data"][0]["code"] == "model_not_found"
+    # A request needs the memory in which a line runs that takes minutes: the line stops.
+    for name in ("a", "b"):
+        admin(server, "unload", name)
+    hangs = begin_batch(server, [line_of("hangs", "slow")])
+    until(lambda: [one["running"] for one in listed(server) if one["name"] == "slow"] == [1])
+    assert says(ask(server, "online")) == "I am online"
+    assert states(server)["slow"] == "unloaded"
+    # The line waits for a quiet model, and loads nothing meanwhile.
+    assert batch_of(server, hangs)["status"] == "in_progress"
+    assert server.http.post(f"/v1/batches/{hangs}/cancel").status_code == 200
+    until(lambda: batch_of(server, hangs)["status"] == "cancelled")

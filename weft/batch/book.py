@@ -9,13 +9,16 @@ and reports the results as events.
 
 A batch ends with ``Finalize`` after its last line is done. After ``CancelBatch`` or at its deadline, pending
 lines stay undone, and the batch ends when no line runs any more.
+
+Each line belongs to a model, "" for the only one. ``Room`` is about one model. So lines of a model that is
+not loaded wait, and lines of a model that is loaded run one after another.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -39,14 +42,23 @@ class OpenBatch(msgspec.Struct, frozen=True, kw_only=True):
     batch: str
     lines: tuple[int, ...]
     """Lines without an output, in the order of their run."""
+    models: Mapping[int, str] = {}
+    """Line -> model, for lines of a server of several models."""
     deadline: float | None = None
     """Time of the end without all outputs; None for no deadline."""
 
 
 class Room(msgspec.Struct, frozen=True):
-    """``free`` more lines may run now."""
+    """``free`` more lines of the model may run now."""
 
     free: int
+    model: str = ""
+
+
+class Drained(msgspec.Struct, frozen=True):
+    """The model must be free of lines: stop the running lines, which run again when there is room."""
+
+    model: str
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -81,7 +93,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
-Event: TypeAlias = OpenBatch | Room | Answered | Interrupted | Recorded | CancelBatch | Tick
+Event: TypeAlias = OpenBatch | Room | Drained | Answered | Interrupted | Recorded | CancelBatch | Tick
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -118,23 +130,41 @@ Action: TypeAlias = Ask | Stop | Record | Finalize
 
 
 @dataclass(slots=True)
+class _Queue:
+    """Lines of one model that do not run."""
+
+    pending: deque[int] = field(default_factory=deque)
+    paused: list[tuple[float, int]] = field(default_factory=list)
+    """Heap of (time of the next attempt, line)."""
+
+    def ready(self, now: float) -> bool:
+        return bool(self.pending or (self.paused and self.paused[0][0] <= now))
+
+
+@dataclass(slots=True)
 class _Batch:
     """State of one open batch."""
 
     order: int
-    pending: deque[int]
+    queues: dict[str, _Queue]
+    """Model -> its lines that do not run."""
+    models: Mapping[int, str]
     deadline: float | None
     asked: dict[int, int] = field(default_factory=dict)
     """Running line -> number of the attempt, from 0."""
     recording: set[int] = field(default_factory=set)
-    paused: list[tuple[float, int]] = field(default_factory=list)
-    """Heap of (time of the next attempt, line)."""
     failures: dict[int, int] = field(default_factory=dict)
     """Line -> temporary failures so far."""
     attempts: dict[int, int] = field(default_factory=dict)
     """Line -> failures of the server so far."""
     ends: How | None = None
     """Reason of an early end."""
+
+    def running(self, model: str) -> int:
+        """Return the number of running lines of the model."""
+        if not self.models:
+            return len(self.asked)
+        return sum(self.models.get(line, "") == model for line in self.asked)
 
     @property
     def busy(self) -> bool:
@@ -159,9 +189,27 @@ class BatchBook:
         """Names of the open batches, oldest first."""
         return list(self._batches)
 
-    def waits(self, now: float) -> bool:
-        """Return True if a line could run at ``now``."""
-        return any(self._ready(batch, now) for batch in self._batches.values())
+    def waiting(self, now: float) -> list[str]:
+        """Return the models with a line that could run at ``now``, in the order of their batches."""
+        return list(
+            dict.fromkeys(
+                model
+                for batch in self._batches.values()
+                if batch.ends is None
+                for model, queue in batch.queues.items()
+                if queue.ready(now)
+            )
+        )
+
+    def wanted(self) -> Counter[str]:
+        """Return model -> number of lines that have not run to their end."""
+        found: Counter[str] = Counter()
+        for batch in self._batches.values():
+            found.update(batch.models.get(line, "") for line in batch.asked)
+            if batch.ends is None:
+                for model, queue in batch.queues.items():
+                    found[model] += len(queue.pending) + len(queue.paused)
+        return +found
 
     def on(self, event: Event, now: float) -> list[Action]:
         """Apply ``event`` at ``now``, seconds of any clock that never goes back, and return the actions.
@@ -173,7 +221,9 @@ class BatchBook:
         if isinstance(event, OpenBatch):
             return self._open(event)
         if isinstance(event, Room):
-            return self._ask(event.free, now)
+            return self._ask(event, now)
+        if isinstance(event, Drained):
+            return self._drained(event.model)
         if isinstance(event, Tick):
             return [action for name in self.open for action in self._expire(name, now)]
         batch = self._batches.get(event.batch)
@@ -194,31 +244,41 @@ class BatchBook:
         if event.batch in self._batches:
             return []
         self._opened += 1
-        batch = _Batch(self._opened, deque(event.lines), event.deadline)
+        queues: dict[str, _Queue] = {}
+        for line in event.lines:
+            queues.setdefault(event.models.get(line, ""), _Queue()).pending.append(line)
+        batch = _Batch(self._opened, queues, event.models, event.deadline)
         self._batches[event.batch] = batch
         return self._ended(event.batch, batch)
 
-    def _ready(self, batch: _Batch, now: float) -> bool:
-        return batch.ends is None and bool(batch.pending or (batch.paused and batch.paused[0][0] <= now))
-
-    def _ask(self, free: int, now: float) -> list[Action]:
-        """Start up to ``free`` lines. The batch with the fewest running lines is first, then the oldest."""
+    def _ask(self, room: Room, now: float) -> list[Action]:
+        """Start lines of one model. The batch with the fewest running lines is first, then the oldest."""
         actions: list[Action] = []
-        while len(actions) < free:
-            ready = [
-                (len(batch.asked), batch.order, name)
-                for name, batch in self._batches.items()
-                if self._ready(batch, now)
-            ]
-            if not ready:
-                break
-            name = min(ready)[2]
+        ready = [
+            (batch.running(room.model), batch.order, name)
+            for name, batch in self._batches.items()
+            if batch.ends is None and room.model in batch.queues and batch.queues[room.model].ready(now)
+        ]
+        heapq.heapify(ready)
+        while ready and len(actions) < room.free:
+            running, order, name = heapq.heappop(ready)
             batch = self._batches[name]
-            retry = batch.paused and batch.paused[0][0] <= now
-            line = heapq.heappop(batch.paused)[1] if retry else batch.pending.popleft()
+            queue = batch.queues[room.model]
+            retry = queue.paused and queue.paused[0][0] <= now
+            line = heapq.heappop(queue.paused)[1] if retry else queue.pending.popleft()
             batch.asked[line] = batch.attempts.get(line, 0)
             actions.append(Ask(name, line))
+            if queue.ready(now):
+                heapq.heappush(ready, (running + 1, order, name))
         return actions
+
+    def _drained(self, model: str) -> list[Action]:
+        return [
+            Stop(name, line)
+            for name, batch in self._batches.items()
+            for line in batch.asked
+            if batch.models.get(line, "") == model
+        ]
 
     def _answered(self, batch: _Batch, event: Answered, now: float) -> list[Action]:
         """Return the Record of a final answer; [] for a temporary failure: the line then runs again."""
@@ -239,7 +299,8 @@ class BatchBook:
         del batch.asked[line]
         failures = batch.failures[line] = batch.failures.get(line, 0) + 1
         pause = min(FIRST_PAUSE * 2 ** min(failures - 1, 16), LONGEST_PAUSE)
-        heapq.heappush(batch.paused, (now + pause, line))
+        queue = batch.queues[batch.models.get(line, "")]
+        heapq.heappush(queue.paused, (now + pause, line))
         return []
 
     def _expire(self, name: str, now: float) -> list[Action]:
@@ -257,7 +318,8 @@ class BatchBook:
 
     def _ended(self, name: str, batch: _Batch) -> list[Action]:
         """Return the Finalize of a batch that has ended, and forget the batch; [] before the end."""
-        if batch.busy or (batch.ends is None and (batch.pending or batch.paused)):
+        waits = any(queue.pending or queue.paused for queue in batch.queues.values())
+        if batch.busy or (batch.ends is None and waits):
             return []
         del self._batches[name]
         return [Finalize(name, batch.ends or "completed")]

@@ -41,7 +41,8 @@ CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status);
 CREATE TABLE IF NOT EXISTS lines (
     batch TEXT NOT NULL, line INTEGER NOT NULL, place INTEGER NOT NULL, start INTEGER NOT NULL,
     size INTEGER NOT NULL, custom_id TEXT NOT NULL, state INTEGER NOT NULL DEFAULT 0,
-    at INTEGER, length INTEGER, digest BLOB, PRIMARY KEY (batch, line)) WITHOUT ROWID;
+    at INTEGER, length INTEGER, digest BLOB, model TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (batch, line)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS lease (one INTEGER PRIMARY KEY CHECK (one = 1), holder TEXT NOT NULL,
     until REAL NOT NULL);
 """
@@ -75,10 +76,18 @@ class BatchDatabase:
                 )
             # `executescript` commits by itself, so the tables come before any transaction.
             self.db.executescript(_TABLES)
+            self._add_models()
             self.db.execute(f"PRAGMA user_version = {VERSION}")
         except (OSError, sqlite3.Error) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError(f"--batch-dir cannot be used: {reason}", param="--batch-dir") from None
+
+    def _add_models(self) -> None:
+        """Add the column of models to a table of an earlier release. Such lines have the model ""."""
+        with self.transaction() as db:
+            names = [row["name"] for row in db.execute("PRAGMA table_info(lines)")]
+            if "model" not in names:
+                db.execute("ALTER TABLE lines ADD COLUMN model TEXT NOT NULL DEFAULT ''")
 
     def close(self) -> None:
         """Close the connection."""

@@ -59,6 +59,8 @@ class Place(NamedTuple):
     start: int
     size: int
     custom_id: str
+    model: str = ""
+    """Model that the line names."""
 
 
 class Checks(NamedTuple):
@@ -84,12 +86,14 @@ def read_places(file: BinaryIO, checks: Checks) -> tuple[list[Place], list[LineE
 
     The file is read once, line by line. At most ``MOST_ERRORS`` errors are reported, and then the reading
     ends. Within each window of ``WINDOW`` lines, lines with a common beginning of their prompts follow each
-    other, so that the prefix cache of the engine finds the beginnings.
+    other, so that the prefix cache of the engine finds the beginnings. Lines of one model follow each other
+    in the whole file, so that no model is loaded twice. Models come in the order of their first lines.
     """
     places: list[Place] = []
     errors: list[LineError] = []
     window: list[tuple[bytes, Place]] = []
     known: set[str] = set()
+    names: dict[str, str] = {}
     for number, (start, data) in enumerate(_lines(file, checks.most_line)):
         if number >= MOST_BLANK * checks.most_lines:
             errors.append(LineError("too_many_lines", "the file has too many blank lines"))
@@ -105,7 +109,11 @@ def read_places(file: BinaryIO, checks: Checks) -> tuple[list[Place], list[LineE
         if isinstance(found, LineError):
             errors.append(found)
         elif data is not None:
-            window.append((prompt_key(found.body), Place(number, start, len(data), found.custom_id)))
+            # A valid line has a name of a model, or the default.
+            model = str(found.body.get("model", checks.default_model or ""))
+            model = names.setdefault(model, model)
+            place = Place(number, start, len(data), found.custom_id, model)
+            window.append((prompt_key(found.body), place))
         if len(known) > checks.most_lines:
             errors.append(LineError("too_many_lines", f"the file has more than {checks.most_lines} lines"))
         if len(errors) >= MOST_ERRORS or len(known) > checks.most_lines:
@@ -114,6 +122,9 @@ def read_places(file: BinaryIO, checks: Checks) -> tuple[list[Place], list[LineE
             places += _sorted(window)
             window = []
     places += _sorted(window)
+    if len(names) > 1:
+        turn = {name: number for number, name in enumerate(names)}
+        places.sort(key=lambda place: turn[place.model])
     if not places and not errors:
         errors.append(LineError("empty_file", "the file has no lines"))
     return places, errors

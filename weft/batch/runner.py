@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import NamedTuple, Protocol
 
@@ -13,6 +14,7 @@ from weft.batch.book import (
     Answered,
     Ask,
     BatchBook,
+    Drained,
     Event,
     Finalize,
     How,
@@ -87,9 +89,9 @@ Send = Callable[[LineRequest], Awaitable[BatchAnswer]]
 class BatchRunner:
     """Runs all open batches of one book. Used from one event loop."""
 
-    def __init__(self, book: BatchBook, desk: Desk, send: Send, room: Callable[[int], int]) -> None:
-        """``room``: returns the number of further lines that may run now, given the number of sequences of
-        the running lines."""
+    def __init__(self, book: BatchBook, desk: Desk, send: Send, room: Callable[[str, int], int]) -> None:
+        """``room``: returns the number of further lines of a model that may run now, given the number of
+        sequences of the model's running lines."""
         self.book = book
         self._desk = desk
         self._send = send
@@ -100,8 +102,8 @@ class BatchRunner:
         self._answers: dict[tuple[str, int], BatchAnswer] = {}
         self._failed: BaseException | None = None
         self._wake = asyncio.Event()
-        self.sequences = 0
-        """Estimated number of sequences of the running lines."""
+        self.sequences: Counter[str] = Counter()
+        """Model -> estimated number of sequences of the running lines."""
 
     async def run(self, until: Callable[[], bool]) -> None:
         """Run lines until ``until`` returns True, then stop all lines. Raises the first error of the desk or
@@ -125,8 +127,13 @@ class BatchRunner:
         """Let the book end late batches, and start lines in the free room."""
         # Not by `feed`, which wakes this loop: the loop would never wait.
         self._carry_out(self.book.on(Tick(), time.monotonic()))
-        if self.book.waits(time.monotonic()):
-            self._carry_out(self.book.on(Room(self._room(self.sequences)), time.monotonic()))
+        for model in self.book.waiting(time.monotonic()):
+            room = Room(self._room(model, self.sequences[model]), model)
+            self._carry_out(self.book.on(room, time.monotonic()), model)
+
+    def stop_lines(self, model: str) -> None:
+        """Stop the running lines of a model that drains. The lines run again later."""
+        self.feed(Drained(model))
 
     async def _pause(self) -> None:
         """Wait until something has changed, at most ``POLL_S`` seconds."""
@@ -140,7 +147,8 @@ class BatchRunner:
         self._carry_out(self.book.on(event, time.monotonic()))
         self._wake.set()
 
-    def _carry_out(self, actions: Iterable[Action]) -> None:
+    def _carry_out(self, actions: Iterable[Action], model: str = "") -> None:
+        """Begin each action. ``model``: model of the lines to start."""
         for action in actions:
             if isinstance(action, Finalize):
                 task = asyncio.create_task(self._finalize(action))
@@ -149,22 +157,22 @@ class BatchRunner:
             key = (action.batch, action.line)
             if isinstance(action, Ask):
                 # Counts at once: the request may come late, and the next look at the room must not wait.
-                self.sequences += 1
-                self._tasks[key] = asyncio.create_task(self._run_line(*key))
+                self.sequences[model] += 1
+                self._tasks[key] = asyncio.create_task(self._run_line(*key, model))
             elif isinstance(action, Record):
                 answer = self._answers.pop(key)
                 self._outputs.put_nowait(LineOutput(action.batch, action.line, action.good, answer))
             elif (running := self._tasks.get(key)) is not None:  # Stop
                 running.cancel()
 
-    async def _run_line(self, batch: str, line: int) -> None:
+    async def _run_line(self, batch: str, line: int, model: str) -> None:
         """Send one line and report the outcome to the book. An unexpected error ends the runner."""
         event: Event = Interrupted(batch, line)
         weight = 1
         try:
             try:
                 request = await self._desk.request(batch, line)
-                self.sequences += request.sequences - weight
+                self.sequences[model] += request.sequences - weight
                 weight = request.sequences
                 answer = await self._send(request)
             except LineBroken as broken:
@@ -176,7 +184,7 @@ class BatchRunner:
         except Exception as error:
             self._failed = error
         finally:
-            self.sequences -= weight
+            self.sequences[model] -= weight
             del self._tasks[batch, line]
             self.feed(event)
             self._answers.pop((batch, line), None)  # an answer that the book did not want

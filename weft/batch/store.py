@@ -8,11 +8,14 @@ runs again with the same seed. Each row has the digest of its record.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+import msgspec
 
 from weft.batch.book import How
 from weft.batch.database import BatchDatabase, LeaseLost
@@ -216,8 +219,9 @@ class BatchStore:
                 self._set(row, "failed")
                 return
             db.executemany(
-                "INSERT INTO lines (batch, line, place, start, size, custom_id) VALUES (?, ?, ?, ?, ?, ?)",
-                ((batch, p.line, n, p.start, p.size, p.custom_id) for n, p in enumerate(places)),
+                "INSERT INTO lines (batch, line, place, start, size, custom_id, model)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                ((batch, p.line, n, p.start, p.size, p.custom_id, p.model) for n, p in enumerate(places)),
             )
             db.execute("UPDATE batches SET total = ? WHERE id = ?", (len(places), batch))
             current = self.get(batch)
@@ -228,6 +232,16 @@ class BatchStore:
         """Return the lines without an output, in the order of the run."""
         query = "SELECT line FROM lines WHERE batch = ? AND state = 0 ORDER BY place"
         return tuple(row["line"] for row in self._base.rows(query, batch))
+
+    def models(self, batch: str) -> dict[int, str]:
+        """Return line -> name of its model, of the lines without an output."""
+        query = "SELECT line, model FROM lines WHERE batch = ? AND state = 0"
+        found = {row["line"]: row["model"] for row in self._base.rows(query, batch)}
+        for line, name in found.items():
+            if not name:  # validated by an earlier release
+                with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                    found[line] = str(self.line(batch, line).body.get("model", ""))
+        return found
 
     def line(self, batch: str, line: int) -> BatchLine:
         """Return a line of the input file."""

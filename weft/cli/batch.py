@@ -129,7 +129,7 @@ async def _run(
         with progress_bar(total=desk.finished + len(desk.pending), title="batch", unit="line") as bar:
             bar.update(desk.finished)
             book = BatchBook()
-            runner = BatchRunner(book, desk, client.send, lambda _: concurrency - book.running)
+            runner = BatchRunner(book, desk, client.send, lambda model, mine: concurrency - book.running)
             runner.feed(OpenBatch(batch=OFFLINE, lines=desk.pending))
             await runner.run(lambda: runner.idle)
     text = f"{counts[True]} lines answered, {counts[False]} failed, {desk.finished} from an earlier run"

@@ -9,6 +9,14 @@ the budget. To make room, models that nobody uses are unloaded first. A model in
 the model wait, running requests end by themselves, and then the model is unloaded. So an unload ends no
 stream. A model in use drains only ``hysteresis`` seconds after its load. Until then all its requests are
 served, and two models that alternate are served in batches.
+
+Lines of batches are background work. The table treats a model that only lines use as unused:
+
+    BatchWants ──► room without a model of recent requests: Load ──► lines run
+    a request wants the memory ──► draining, StopLines ──► Gone
+
+So lines wait for requests of every model, and a request waits for no line. A model that was loaded for lines
+stays until its lines are done, or another model with lines has waited for ``TURN_S``.
 """
 
 from __future__ import annotations
@@ -25,6 +33,12 @@ HYSTERESIS_S = 30.0
 """Minimum seconds between the load of a model and a drain while the model is in use."""
 QUIET_S = 5.0
 """Minimum seconds without a request before another model may take the place of a model."""
+TURN_S = 600.0
+"""Seconds after a load for lines before other lines may take the place of the model."""
+BATCH_QUIET_S = 60.0
+"""Minimum seconds without a request before lines of another model may take the place of a model."""
+BATCH_REST_S = 300.0
+"""Seconds after a failure, or an unload by an operator, in which lines load no model."""
 BACKOFF_S = 10.0
 """Seconds after a failure in which requests for the model fail at once."""
 LOAD_S = 5.0
@@ -75,12 +89,23 @@ class Opened(NamedTuple):
     name: str
     waited: bool = False
     """True if ``Wanted`` came before."""
+    line: bool = False
+    """True for a line of a batch."""
 
 
 class Closed(NamedTuple):
     """A request that has begun ends."""
 
     name: str
+    line: bool = False
+    """True for a line of a batch."""
+
+
+class BatchWants(NamedTuple):
+    """Batches have lines for the model, or have none any more."""
+
+    name: str
+    wants: bool
 
 
 class Kept(NamedTuple):
@@ -139,6 +164,7 @@ Event: TypeAlias = (
     | GaveUp
     | Opened
     | Closed
+    | BatchWants
     | Kept
     | Loaded
     | Failed
@@ -172,7 +198,14 @@ class Refuse(NamedTuple):
     error: WeftError
 
 
-Action: TypeAlias = Load | Unload | Refuse
+class StopLines(NamedTuple):
+    """Stop the running lines of the model, which drains. ``Closed`` follows for each. The lines run again
+    later."""
+
+    name: str
+
+
+Action: TypeAlias = Load | Unload | Refuse | StopLines
 
 
 @dataclass(slots=True)
@@ -184,7 +217,19 @@ class Entry:
     pinned: bool
     state: ModelState = ModelState.COLD
     open: int = 0
-    """Requests that have begun."""
+    """Requests that have begun, with lines of batches."""
+    lines: int = 0
+    """Lines of batches in ``open``."""
+    batch: bool = False
+    """True while batches have lines for the model."""
+    batch_since: float = 0.0
+    """Time from which lines have waited for a load of the model."""
+    for_batch: bool = False
+    """True from a load for lines until the first request of a client."""
+    stops: bool = False
+    """True from the begin of a drain until ``StopLines``."""
+    rest: float = -math.inf
+    """Time before which lines load no model."""
     waiting: int = 0
     """Requests that wait for the model."""
     asked: bool = False
@@ -216,7 +261,8 @@ class Entry:
 
     @property
     def used(self) -> bool:
-        return self.open > 0 or self.waiting > 0
+        """True while a request of a client has begun or waits. Lines of batches do not count."""
+        return self.open > self.lines or self.waiting > 0
 
     @property
     def limit(self) -> float:
@@ -226,7 +272,8 @@ class Entry:
     @property
     def expires(self) -> float | None:
         """Time of the unload if no request comes; None for never, and for a model in use."""
-        if self.state is not ModelState.UP or self.used or self.pinned or math.isinf(self.limit):
+        busy = self.used or self.batch or self.lines
+        if self.state is not ModelState.UP or busy or self.pinned or math.isinf(self.limit):
             return None
         return self.idle + self.limit
 
@@ -292,7 +339,7 @@ class ModelTable:
         if entry.state is ModelState.COLD and not entry.waiting and not entry.asked:
             entry.since = self._now
         entry.waiting += 1
-        entry.wanted = self._now
+        entry.wanted, entry.for_batch = self._now, False
 
     def _gave_up(self, entry: Entry, event: GaveUp) -> None:
         entry.waiting -= 1
@@ -302,12 +349,25 @@ class ModelTable:
         assert entry.state is ModelState.UP, "only a loaded model admits requests"
         entry.waiting -= event.waited
         entry.open += 1
+        if event.line:
+            entry.lines += 1
+            return
         entry.keep = None
-        entry.wanted = self._now
+        entry.wanted, entry.for_batch = self._now, False
 
     def _closed(self, entry: Entry, event: Closed) -> None:
         entry.open -= 1
-        self._rest(entry)
+        if event.line:
+            entry.lines -= 1
+        else:
+            self._rest(entry)
+
+    def _batch_wants(self, entry: Entry, event: BatchWants) -> None:
+        if event.wants and not entry.batch:
+            entry.batch_since = self._now
+        elif entry.batch and not event.wants:
+            self._rest(entry)
+        entry.batch = event.wants
 
     def _rest(self, entry: Entry) -> None:
         """Note the time at which nobody uses the model any more."""
@@ -325,7 +385,9 @@ class ModelTable:
             entry.state, entry.since, entry.error = ModelState.UP, self._now, None
             entry.asked = False
             entry.cost = event.cost or entry.cost
-            entry.wanted = entry.idle = self._now
+            entry.idle = self._now
+            if not entry.for_batch:
+                entry.wanted = self._now
             if entry.unwanted and not entry.waiting:
                 self._drain(entry, takes_back=False)
         entry.unwanted = False
@@ -333,6 +395,7 @@ class ModelTable:
     def _failed(self, entry: Entry, event: Failed) -> None:
         entry.failed, entry.error, entry.asked = self._now, event.error, False
         entry.unwanted = False
+        entry.rest = self._now + BATCH_REST_S
         if entry.state is ModelState.LOADING:
             entry.state = ModelState.COLD
         elif entry.state is not ModelState.COLD:
@@ -341,6 +404,7 @@ class ModelTable:
 
     def _gone(self, entry: Entry, event: Gone) -> None:
         entry.state, entry.ending, entry.keep = ModelState.COLD, False, None
+        entry.batch_since = self._now  # lines of other models come first
         if entry.used or entry.asked:
             entry.since = self._now
 
@@ -357,10 +421,11 @@ class ModelTable:
     def _ask(self, entry: Entry) -> None:
         if not entry.waiting and not entry.asked:
             entry.since = self._now
-        entry.asked, entry.wanted = True, self._now
+        entry.asked, entry.wanted, entry.for_batch = True, self._now, False
 
     def _unload_asked(self, entry: Entry, event: UnloadAsked) -> None:
         entry.asked = False
+        entry.rest = self._now + BATCH_REST_S
         if entry.state in (ModelState.UP, ModelState.DRAINING):
             self._drain(entry, takes_back=False)
         # A load is not broken off. Requests that wait at the end of the load want the model.
@@ -374,6 +439,7 @@ class ModelTable:
     # -- the plan
 
     def _drain(self, entry: Entry, *, takes_back: bool) -> None:
+        entry.stops |= entry.state is not ModelState.DRAINING
         entry.state, entry.takes_back = ModelState.DRAINING, takes_back
 
     def _plan(self) -> list[Action]:
@@ -393,17 +459,42 @@ class ModelTable:
             if refusal is not None:
                 entry.asked = False
                 actions.append(Refuse(entry.name, refusal))
-            elif not blocked and self._makes_room(entry):
-                entry.state, entry.since = ModelState.LOADING, self._now
-                actions.append(Load(entry.name))
+            elif not blocked and self._makes_room(entry, self._may_go):
+                actions.append(self._begin(entry))
             else:
                 blocked = True
-        self._trim(blocked)
+        # Requests come first: lines load nothing while a request waits for room.
+        batch_blocked = not blocked and self._loads_for_lines(actions)
+        self._trim(blocked, batch_blocked)
         for entry in self.entries.values():
-            if entry.state is ModelState.DRAINING and not entry.open and not entry.ending:
+            if entry.state is not ModelState.DRAINING or entry.ending:
+                continue
+            if not entry.open:
                 entry.ending = True
                 actions.append(Unload(entry.name))
+            elif entry.lines and entry.stops:
+                actions.append(StopLines(entry.name))
+            entry.stops = False
         return actions
+
+    def _begin(self, entry: Entry, for_batch: bool = False) -> Load:
+        entry.state, entry.since, entry.for_batch = ModelState.LOADING, self._now, for_batch
+        return Load(entry.name)
+
+    def _loads_for_lines(self, actions: list[Action]) -> bool:
+        """Add the loads for lines of batches to ``actions``. Return True if lines wait for room."""
+        wanting = [
+            one
+            for one in self.entries.values()
+            if one.state is ModelState.COLD and one.batch and not one.waiting and self._now >= one.rest
+        ]
+        for entry in sorted(wanting, key=lambda one: one.batch_since):
+            if self._refusal(entry) is not None:
+                continue
+            if not self._makes_room(entry, self._may_go_for_lines):
+                return True
+            actions.append(self._begin(entry, for_batch=True))
+        return False
 
     def _expire(self) -> None:
         """Drain the models whose time without a request is over."""
@@ -428,36 +519,46 @@ class ModelTable:
             )
         return None
 
-    def _makes_room(self, entry: Entry) -> bool:
+    def _makes_room(self, entry: Entry, may_go: Callable[[Entry], bool]) -> bool:
         """Return True if the model fits now. Otherwise drain models until the model will fit, if enough
-        models may drain."""
+        models may drain. ``may_go``: returns True for a model that may drain now."""
         lacking = self.used + entry.cost - self._budget
         if lacking <= 0:
             return True
         # The memory of draining models is free soon.
         lacking -= sum(one.cost for one in self.entries.values() if one.state is ModelState.DRAINING)
-        for victim in self._victims(lacking, self._may_go):
+        for victim in self._victims(lacking, may_go):
             self._drain(victim, takes_back=True)
         return False
 
     def _may_go(self, entry: Entry) -> bool:
-        """Return True if another model may take the place of the model."""
+        """Return True if another model may take the place of the model, for a request."""
+        if entry.for_batch and not entry.used:
+            return True
         if not entry.used and self._now >= max(entry.wanted, entry.idle) + self._quiet:
             return True
         return self._now >= entry.since + self._hysteresis
 
+    def _may_go_for_lines(self, entry: Entry) -> bool:
+        """Return True if another model may take the place of the model, for lines of batches."""
+        if entry.used or self._now < entry.since + self._hysteresis:
+            return False
+        if entry.batch and self._now < entry.since + TURN_S:
+            return False
+        return entry.for_batch or self._now >= max(entry.wanted, entry.idle) + BATCH_QUIET_S
+
     def _victims(self, lacking: float, may_go: Callable[[Entry], bool]) -> list[Entry]:
         """Return loaded models with at least ``lacking`` bytes; [] if there are not enough.
 
-        Models without open requests come first. Among these, the time since the last request counts for each
-        byte: a large model goes before a small one.
+        Models without requests come first. Among these, the time since the last request counts for each
+        byte: a large model goes before a small one. Lines of batches are no requests.
         """
         found = [
             one
             for one in self.entries.values()
             if one.state is ModelState.UP and not one.pinned and may_go(one)
         ]
-        found.sort(key=lambda one: (one.used, -(self._now - one.wanted + 1e-3) * one.cost))
+        found.sort(key=lambda one: (one.used, -(self._now - max(one.wanted, 0.0) + 1e-3) * one.cost))
         chosen: list[Entry] = []
         for one in found:
             if lacking <= 0:
@@ -466,9 +567,10 @@ class ModelTable:
             lacking -= one.cost
         return chosen if lacking <= 0 else []
 
-    def _trim(self, blocked: bool) -> None:
+    def _trim(self, blocked: bool, batch_blocked: bool) -> None:
         """Take back drains that nobody needs any more, and drain models if a model took more memory than
-        its estimate. ``blocked``: True if a model waits for room."""
+        its estimate. ``blocked``: True if a request waits for room. ``batch_blocked``: True if only lines
+        wait for room, which take no model that a request uses."""
         excess = self.used - self._budget
         draining = [one for one in self.entries.values() if one.state is ModelState.DRAINING]
         excess -= sum(one.cost for one in draining)
@@ -478,7 +580,8 @@ class ModelTable:
                 self._drain(victim, takes_back=False)
         elif not blocked:
             for one in draining:
-                if one.takes_back and not one.ending and self.used <= self._budget:
+                needed = batch_blocked and not one.used
+                if one.takes_back and not needed and not one.ending and self.used <= self._budget:
                     one.state = ModelState.UP
 
 
@@ -491,6 +594,7 @@ _HANDLERS: dict[type, Callable[[ModelTable, Entry, Any], None]] = {
     GaveUp: ModelTable._gave_up,
     Opened: ModelTable._opened,
     Closed: ModelTable._closed,
+    BatchWants: ModelTable._batch_wants,
     Kept: ModelTable._kept,
     Loaded: ModelTable._loaded,
     Failed: ModelTable._failed,

@@ -8,10 +8,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 
 from weft.batch.files import FileRow, IncomingFile
 from weft.batch.lines import MOST_BYTES
 from weft.common.errors import Cancelled, InvalidRequest, NotFound, Overloaded, RequestTimeout, TooLarge
+from weft.common.log import get_logger
 from weft.front.batches.batch_answers import (
     DeletedFile,
     FileList,
@@ -29,6 +31,8 @@ from weft.front.http.answers import to_json
 from weft.front.http.body import BODY_TIMEOUT, LEAST_RATE, STALL_TIMEOUT
 from weft.front.http.streaming import JSON
 from weft.front.requests.context import Front
+
+log = get_logger(__name__)
 
 MOST_LISTED = 10_000
 MOST_FIELD = 4096
@@ -105,7 +109,7 @@ def _add_stored(app: FastAPI, service: BatchService | None) -> None:
             found = await asyncio.to_thread(path.stat)
         except FileNotFoundError:
             raise NotFound("there is no such file", param="file_id") from None
-        return FileResponse(path, media_type="application/octet-stream", stat_result=found)
+        return Download(path, media_type="application/octet-stream", stat_result=found)
 
     @app.delete("/v1/files/{file_id}", openapi_extra=openapi.returns(DeletedFile, 400))
     async def delete_file(request: Request, file_id: str) -> Response:
@@ -116,6 +120,30 @@ def _add_stored(app: FastAPI, service: BatchService | None) -> None:
         if user is not None:
             raise InvalidRequest(f"{user} reads this file; cancel the batch first", param="file_id")
         return _json(DeletedFile(id=row.id))
+
+
+class Download(FileResponse):
+    """Response with a file. A client that reads nothing for ``STALL_TIMEOUT`` seconds, or reads slower than
+    ``LEAST_RATE``, loses the connection: each download holds a file and a connection."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the file. At the deadline the answer is cut off, with a log line and without an exception."""
+        loop = asyncio.get_running_loop()
+        begun, size = loop.time(), 0
+
+        async def timed(message: Message) -> None:
+            # `send` waits while the client does not read. The rule is that of an upload.
+            nonlocal size
+            size += len(message.get("body", b""))
+            due = begun + BODY_TIMEOUT + size / LEAST_RATE
+            timeout.reschedule(min(due, loop.time() + STALL_TIMEOUT))
+            await send(message)
+
+        try:
+            async with asyncio.timeout(STALL_TIMEOUT) as timeout:
+                await super().__call__(scope, receive, timed)
+        except TimeoutError:
+            log.warning("a client did not read its file in time: connection closed")
 
 
 async def file_of(batches: BatchService, file: str, owner: str, param: str = "file_id") -> FileRow:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -20,7 +20,7 @@ from weft.batch.files import BatchFiles
 from weft.batch.lines import BatchAnswer, Checks, body_of, sequences_of
 from weft.batch.runner import BatchRunner, LineBroken, LineLost, LineOutput, LineRequest
 from weft.batch.store import DAY, BatchRow, BatchStore
-from weft.common.errors import ConfigError, InvalidRequest, NotFound, TooLarge, Unavailable, WeftError
+from weft.common.errors import InvalidRequest, NotFound, TooLarge, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.config.flags import parse_size
 from weft.front.batches.batch_metrics import BatchCounts
@@ -80,6 +80,8 @@ class BatchService:
         self._later: dict[str, float] = {}
         """Batch with an error -> time of the next attempt."""
         self.counts = BatchCounts(front.metrics)
+        if front.several is not None:
+            front.several.stop_lines = self._stop_lines
 
     def start(self, app: ASGIApp) -> None:
         """Begin to run batches once the server is ready. ``app``: the routes, without the access checks."""
@@ -178,6 +180,7 @@ class BatchService:
                 self._front.ids.release(share)
             self._shares.clear()
             self._runner = None
+            self._want(())
 
     async def _renew(self) -> None:
         """Renew the lease all the time. Raises LeaseLost."""
@@ -199,6 +202,7 @@ class BatchService:
                     runner.feed(CancelBatch(row.id))
                 elif row.id not in self._known and self._later.get(row.id, now) <= now:
                     await self._try_open(runner, row)
+            self._want(runner.book.wanted())
             self.counts.show(await self._call(self.store.counts), await self._call(self.store.oldest))
             await asyncio.sleep(POLL_S)
 
@@ -239,20 +243,27 @@ class BatchService:
         if current.status == "validating" and left > 0:
             return False
         pending = await self._call(self.store.pending, row.id)
+        models: dict[int, str] = {}
+        if (several := self._front.several) is not None:
+            named = await self._call(self.store.models, row.id)
+            models = {line: several.first_name(name) for line, name in named.items()}
         ends = current.ends is not None or current.status == "cancelling"
         if left <= 0 and not ends:
             await self.finalize(row.id, "expired")
             return False
         self._shares[row.id] = self._front.ids.mint()
-        runner.feed(
-            OpenBatch(batch=row.id, lines=() if ends else pending, deadline=time.monotonic() + max(left, 0.0))
-        )
+        deadline = time.monotonic() + max(left, 0.0)
+        lines = () if ends else pending
+        runner.feed(OpenBatch(batch=row.id, lines=lines, models=models, deadline=deadline))
         return True
 
     async def _validate(self, row: BatchRow) -> None:
         front = self._front
         # A copy: the check runs in the store's thread, and adapters come and go.
-        names = frozenset((*front.model.accepted, *front.adapters.names))
+        if front.several is None:
+            names = frozenset((*front.model.accepted, *front.adapters.names))
+        else:
+            names = front.several.names_for(self._key(row.owner) or 0)
         _, waiting = await self._call(self.store.load, row.owner)
         room = max(front.section.batch_max_lines - waiting, 0)
         most = front.section.max_request_bytes + MOST_FRAME
@@ -261,11 +272,33 @@ class BatchService:
 
     # -- room beside online requests
 
-    def _room(self, mine: int) -> int:
-        """Return the number of lines that may start: only while every online sequence has a slot, and the KV
-        caches have room. ``mine``: sequences of running lines."""
-        front = self._front
+    def _want(self, models: Collection[str]) -> None:
+        """Report the models that lines need to a server of several models."""
+        if self._front.several is not None:
+            self._front.several.batch_wants(models)
+
+    def _stop_lines(self, model: str) -> None:
+        """Stop the lines of a model that drains."""
+        if self._runner is not None:
+            self._runner.stop_lines(model)
+
+    def _fronts(self) -> list[Front]:
+        """Return the front of each loaded model."""
+        return [self._front] if self._front.several is None else self._front.several.fronts
+
+    def _front_of(self, model: str) -> Front | None:
+        """Return the front of the model of a line; None while the model admits no requests."""
+        return self._front if self._front.several is None else self._front.several.admitting(model)
+
+    def _room(self, model: str, mine: int) -> int:
+        """Return the number of lines of a model that may start: only while every online sequence of the
+        model has a slot, and the KV caches have room. ``mine``: sequences of the model's running lines."""
         if not self._serves:
+            return 0
+        if self._front.several is not None and not model:
+            return MOST_STARTS  # the route answers that there is no such model any more
+        front = self._front_of(model)
+        if front is None:
             return 0
         engines = [
             one for one in front.links.instances if one.alive and one.role not in ("prefill", "encode")
@@ -273,11 +306,10 @@ class BatchService:
         if any(one.stats.waiting or one.stats.kv_usage >= MOST_KV for one in engines):
             return 0
         slots = front.config.scheduler.max_num_seqs * len(engines)
-        entries = front.links.fleet.entries.values()
-        others = sum(entry.submit.priority < BATCH_PRIORITY for entry in entries)
-        others += sum(one.elsewhere for one in engines)
+        others = _online(front) + sum(one.elsewhere for one in engines)
         now = time.monotonic()
-        if others:
+        # All models share the cores, so a request for any model counts.
+        if others or any(_online(one) for one in self._fronts() if one is not front):
             self._online = now
         most = room_of(slots, others, now - self._online, front.section.batch_online_share)
         return max(min(most - mine, MOST_STARTS), 0)
@@ -340,6 +372,11 @@ class BatchService:
             self._front.ids.release(share)
 
 
+def _online(front: Front) -> int:
+    """Return the number of open sequences of clients."""
+    return sum(one.submit.priority < BATCH_PRIORITY for one in front.links.fleet.entries.values())
+
+
 def _broken(error: WeftError) -> LineBroken:
     """Return the outcome of a line that is not sent, with an answer as from its route."""
     info = error.info()
@@ -356,17 +393,10 @@ def room_of(slots: int, others: int, quiet: float, share: float) -> int:
 
 
 def service_of(front: Front) -> BatchService | None:
-    """Return the service of a server with --batch-dir; None without. Raises ConfigError for several models,
-    and for an unusable folder."""
+    """Return the service of a server with --batch-dir; None without. Raises ConfigError for an unusable
+    folder."""
     folder = front.section.batch_dir
-    if folder is None:
-        return None
-    if front.several is not None:
-        raise ConfigError(
-            "--batch-dir is for a server of one model; leave out --batch-dir, or serve one model",
-            param="--batch-dir",
-        )
-    return BatchService(front, folder)
+    return None if folder is None else BatchService(front, folder)
 
 
 def batches_of(service: BatchService | None) -> BatchService:

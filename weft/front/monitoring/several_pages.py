@@ -11,7 +11,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from weft.control.models import Entry, ModelState
-from weft.front.monitoring.front_tables import EVENTS, HTTP_SECONDS, MODELS, PROCESS, SPANS_DROPPED
+from weft.front.monitoring.front_tables import (
+    BATCH_BEHIND,
+    BATCH_LINES,
+    BATCH_STATUS,
+    EVENTS,
+    HTTP_SECONDS,
+    MODELS,
+    PROCESS,
+    SPANS_DROPPED,
+)
 from weft.front.monitoring.metrics import Metrics
 
 NO_LINKS: Any = SimpleNamespace(
@@ -35,8 +44,11 @@ _OF_PROCESS = frozenset(
     (*(f"weft:{name}" for name, _, labels in EVENTS if "model_name" not in labels), *PROCESS)
 ) | {f"weft:{HTTP_SECONDS[0]}", f"weft:{SPANS_DROPPED[0]}"}
 """Families that the process has once."""
-_OF_BOTH = frozenset({"weft:request_failure", *(f"weft:{name}" for name in MODELS)})
-"""Families of the process with a label for the model. Requests without a model have an empty label."""
+_OF_BOTH = frozenset(
+    f"weft:{name}" for name in ("request_failure", *MODELS, BATCH_LINES[0], BATCH_STATUS[0], BATCH_BEHIND[0])
+)
+"""Families of the process with a label for the model. Requests without a model, and batches, which may have
+lines for several models, have an empty label."""
 
 
 class Models(Protocol):

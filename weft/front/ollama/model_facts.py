@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import time
 from pathlib import Path
@@ -23,23 +22,24 @@ FOR_EVER = 9_000_000_000.0
 _WEIGHTS = ("*.safetensors", "*.gguf", "*.bin")
 
 
-@functools.lru_cache(maxsize=64)
 def files_of(path: str) -> tuple[int, float, str]:
     """Return (bytes of the weights on disk, time of the last change, digest as 64 hex digits).
 
-    The digest covers the configuration, and names and sizes of the weights.
+    The digest covers the configuration, and names and sizes of the weights. Files that change or go while
+    the server runs show at the next call.
     """
     folder = Path(path)
     digest = hashlib.blake2b(digest_size=32)
     size, changed = 0, 0.0
     for file in sorted({found for pattern in ("config.json", *_WEIGHTS) for found in folder.glob(pattern)}):
-        facts = file.stat()
+        try:
+            facts = file.stat()
+            content = file.read_bytes() if file.suffix == ".json" else b""
+        except OSError:  # the file went between the listing and here
+            continue
         changed = max(changed, facts.st_mtime)
-        digest.update(f"{file.name}\0{facts.st_size}\0".encode())
-        if file.suffix == ".json":
-            digest.update(file.read_bytes())
-        else:
-            size += facts.st_size
+        digest.update(f"{file.name}\0{facts.st_size}\0".encode() + content)
+        size += 0 if content else facts.st_size
     return size, changed or time.time(), digest.hexdigest()
 
 
@@ -147,7 +147,8 @@ class ShownModels:
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._made: dict[str, o.OllamaShown] = {}
+        self._made: dict[str, tuple[str, o.OllamaShown]] = {}
+        """Name -> (digest of the files, answer)."""
         self._lock = asyncio.Lock()
 
     async def of(self, plan: ModelPlan) -> o.OllamaShown:
@@ -155,10 +156,11 @@ class ShownModels:
         answer, and one at a time: the threads also read all requests."""
         name = plan.facts.name
         async with self._lock:
-            if name not in self._made:
+            digest = (await self._front.in_thread(files_of, plan.config.model_path))[2]
+            if name not in self._made or self._made[name][0] != digest:
                 text = await self._front.in_thread(TextSetup.of(plan.config, plan.section).load)
-                self._made[name] = shown_of(plan.config, text)
-        return self._made[name]
+                self._made[name] = digest, shown_of(plan.config, text)
+        return self._made[name][1]
 
 
 def _capabilities(config: EngineConfig, text: TextModel) -> list[str]:

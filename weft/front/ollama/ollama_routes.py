@@ -95,13 +95,18 @@ def _add_models(app: FastAPI, front: Front) -> None:
     async def ollama_tags(request: Request) -> Response:
         """List all models, in Ollama's API."""
         models = models_of(front, key_of(request.scope))
-        return _json(o.OllamaTags(models=[tag_of(one.config, name) for one in models for name in one.names]))
+        found = await front.in_thread(
+            lambda: [tag_of(one.config, name) for one in models for name in one.names]
+        )
+        return _json(o.OllamaTags(models=found))
 
     @app.get("/api/ps", openapi_extra=openapi.returns(o.OllamaProcesses))
     async def ollama_ps(request: Request) -> Response:
         """List the loaded models, in Ollama's API."""
         models = [one for one in models_of(front, key_of(request.scope)) if one.loaded]
-        running = [running_of(one.config, name, one.expires_in) for one in models for name in one.names]
+        running = await front.in_thread(
+            lambda: [running_of(one.config, name, one.expires_in) for one in models for name in one.names]
+        )
         return _json(o.OllamaProcesses(models=running))
 
     @app.post("/api/show", openapi_extra=openapi.answers_of(OllamaShow, o.OllamaShown, error=o.OllamaError))

@@ -181,12 +181,15 @@ class Front:
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
 
-    async def enter(self, body: list[bytes], client: int, held: contextlib.ExitStack) -> Front:
+    async def enter(
+        self, body: list[bytes], client: int, held: contextlib.ExitStack, line: bool = False
+    ) -> Front:
         """Hold a place for a request until ``held`` closes. Return the front of the model that ``body``
-        names; a server of one model does not look. ``client``: number of the API key. Waits for a model that
-        is not loaded. Raises WeftError."""
+        names; a server of one model does not look. ``client``: number of the API key. ``line``: True for a
+        line of a batch. A request waits for a model that is not loaded; a line fails with Unavailable, and
+        runs again later. Raises WeftError."""
         if self.several is not None:
-            return await self.several.enter(body, client, held)
+            return await self.several.enter(body, client, held, line)
         held.enter_context(self.lifecycle.request())
         return self
 

@@ -179,7 +179,7 @@ async def handle(
 async def entered(front: Front, body: list[bytes], request: Request, held: contextlib.ExitStack) -> Front:
     """Return the front of the model, see ``Front.enter``. Raises Cancelled if the client disconnects while
     the request waits for the model."""
-    work = front.enter(body, key_of(request.scope), held)
+    work = front.enter(body, key_of(request.scope), held, line=SHARE in request.scope)
     return await (work if front.several is None else unless_gone(request.receive, work))
 
 

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -136,6 +136,8 @@ class _Slot:
         """Waits for the death of the engines."""
         self.error: WeftError | None = None
         """Error of the last load, as raised."""
+        self.settled = asyncio.Event()
+        """Set once the load of the start has succeeded or failed."""
 
     @property
     def most_waiting(self) -> int:
@@ -172,6 +174,8 @@ class SeveralModels:
         self.metrics.registry.register(several_pages.ModelsCollector(self))
         self._past = [[0.0] * len(bounds) for bounds in LATENCY_BOUNDS]
         """Latencies of earlier loads."""
+        self.stop_lines: Callable[[str], None] = lambda model: None
+        """Stops the lines of batches that run at a model; set by the owner of the batches."""
         self._prove: Prove | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._closing = False
@@ -190,16 +194,10 @@ class SeveralModels:
         self._ticking = asyncio.create_task(self._tick())
         self._carry_out(self.table.start(self._clock.now()))
         first = [slot for slot in self._slots.values() if slot.plan.facts.starts]
-        await asyncio.gather(*(self._settled(slot) for slot in first))
+        await asyncio.gather(*(slot.settled.wait() for slot in first))
         for slot in first:
             if not self.table.admits(slot.name):
                 raise slot.error or Unavailable(f"the model {slot.name} could not be loaded")
-
-    async def _settled(self, slot: _Slot) -> None:
-        """Wait until the load of the start has succeeded or failed."""
-        entry = self.table.entries[slot.name]
-        while entry.asked or entry.state is m.ModelState.LOADING:
-            await asyncio.sleep(0.02)
 
     async def close(self, shutdown: bool = True) -> None:
         """End all loads and close all models; every open request fails. Call once."""
@@ -226,15 +224,21 @@ class SeveralModels:
 
     # -- requests -----------------------------------------------------------------------------------
 
-    async def enter(self, body: list[bytes], client: int, held: contextlib.ExitStack) -> Front:
+    async def enter(
+        self, body: list[bytes], client: int, held: contextlib.ExitStack, line: bool = False
+    ) -> Front:
         """See ``Front.enter``."""
         asked = await named_in(body, self._front.threads)
         slot = self._find(asked, client)
+        if line and not self.table.admits(slot.name):
+            # The load of the model was the batch's own wish, see ``batch_wants``. The line runs again later.
+            raise Unavailable(f"the model {slot.name} is not loaded")
         waited = await self._up(slot)
         # No await from here on: the table counts the request before anything else can happen.
         front = slot.front
         assert front is not None
-        held.enter_context(self._place(slot, front, waited, asked.keep))
+        # A line does not decide how long a model stays, so its ``keep_alive`` has no effect.
+        held.enter_context(self._place(slot, front, waited, None if line else asked.keep, line))
         return front
 
     def _find(self, asked: NamedModel, client: int) -> _Slot:
@@ -300,16 +304,47 @@ class SeveralModels:
         return waiter
 
     @contextlib.contextmanager
-    def _place(self, slot: _Slot, front: Front, waited: bool, keep: float | None) -> Iterator[None]:
+    def _place(
+        self, slot: _Slot, front: Front, waited: bool, keep: float | None, line: bool
+    ) -> Iterator[None]:
         """Count a request until its end. Raises Overloaded if the model has no place."""
-        self._on(m.Opened(slot.name, waited))
+        self._on(m.Opened(slot.name, waited, line))
         if keep is not None:
             self._on(m.Kept(slot.name, keep))
         try:
             with front.lifecycle.request():
                 yield
         finally:
-            self._on(m.Closed(slot.name))
+            self._on(m.Closed(slot.name, line))
+
+    # -- batches ------------------------------------------------------------------------------------
+
+    def batch_wants(self, models: Collection[str]) -> None:
+        """Note the models that lines of batches need. The table loads the models when no request needs the
+        memory. ``models``: first names."""
+        for name, entry in self.table.entries.items():
+            if entry.batch != (name in models):
+                self._on(m.BatchWants(name, name in models))
+
+    def first_name(self, name: str) -> str:
+        """Return the first name of the model that a line names; "" for an unknown name."""
+        slot = self._slot(name)
+        return "" if slot is None else slot.name
+
+    def names_for(self, client: int) -> frozenset[str]:
+        """Return all names of models and adapters that an API key may name."""
+        names = [name for name, slot in self._names.items() if self._keys.allow(client, slot.name)]
+        adapters = [
+            name
+            for slot in self._slots.values()
+            if slot.model is not None and self._keys.allow(client, slot.name)
+            for name in slot.model.adapters.names
+        ]
+        return frozenset([*names, *(name + LATEST for name in names), *adapters])
+
+    def admitting(self, name: str) -> Front | None:
+        """Return the front of a model that admits requests now; None for another model."""
+        return self._slots[name].front if self.table.admits(name) else None
 
     # -- operators ----------------------------------------------------------------------------------
 
@@ -440,12 +475,17 @@ class SeveralModels:
             if isinstance(action, m.Refuse):
                 slot.error = slot.error or action.error
                 _settle(slot, action.error)
+            elif isinstance(action, m.StopLines):
+                self.stop_lines(action.name)
             elif not self._closing:
                 work = self._load(slot) if isinstance(action, m.Load) else self._unload(slot)
                 slot.task = asyncio.create_task(work)
         for slot in self._slots.values():
             if slot.waiters and self.table.admits(slot.name):
                 _settle(slot, None)
+            entry = self.table.entries[slot.name]
+            if not entry.asked and entry.state is not m.ModelState.LOADING:
+                slot.settled.set()
 
     async def _load(self, slot: _Slot) -> None:
         """Load a model. The table gets Loaded or Failed."""
