@@ -26,11 +26,11 @@ constexpr uint32_t kHigh = 0xffff0000u;
 
 inline vf to_floats(Words x) {
 #if WEFT_AVX512
-  return _mm512_cvtepi32_ps(as<__m512i>(x));
+  return _mm512_cvtepi32_ps(recast<__m512i>(x));
 #elif WEFT_AVX2
   return {_mm256_cvtepi32_ps(__m256i(x.a)), _mm256_cvtepi32_ps(__m256i(x.b))};
 #else
-  return as<vf>(__builtin_convertvector(as<Ints>(x), Floats));
+  return recast<vf>(__builtin_convertvector(recast<Ints>(x), Floats));
 #endif
 }
 
@@ -290,7 +290,7 @@ inline vf scales_of(const Coding& coding, const Head& head, int half) {
       return from_codes(head.at + 16 * half);
     default: {
       const Words power = widen_codes(head.at + 16 * half);
-      return as<vf>(pick(power < 1u, power + 0x400000u, power << 23));  // 2^-127 is subnormal
+      return recast<vf>(pick(power < 1u, power + 0x400000u, power << 23));  // 2^-127 is subnormal
     }
   }
 }

@@ -50,21 +50,6 @@ using Pairs = vu;
 typedef uint32_t Pairs __attribute__((vector_size(64)));
 #endif
 
-template <class To, class From>
-inline To recast(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
-template <class V>
-inline V load_as(const void* from) {
-  V value;
-  std::memcpy(&value, from, sizeof(value));
-  return value;
-}
-
 // sum + x.first * w.first + x.second * w.second
 inline vf dot_pairs(vf sum, Pairs x, Pairs w) {
 #if WEFT_AVX512_BF16
