@@ -23,8 +23,7 @@ inline Words widen_codes(const uint8_t* codes) {
 #if WEFT_AVX512
   return recast<Words>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
 #elif WEFT_AVX2
-  const __m128i bytes = four(codes);
-  return {Half(_mm256_cvtepu8_epi32(bytes)), Half(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(bytes, bytes)))};
+  return {Half(_mm256_cvtepu8_epi32(two(codes))), Half(_mm256_cvtepu8_epi32(two(codes + 8)))};
 #else
   Codes read;
   std::memcpy(&read, codes, sizeof(read));

@@ -39,6 +39,7 @@ inline vu operator>>(vu x, int y) { return {x.a >> y, x.b >> y}; }
 inline vu operator<(vu x, uint32_t y) { return {Half(x.a < y), Half(x.b < y)}; }  // all bits or none
 
 inline __m256i eight(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline __m128i two(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
 inline __m128i four(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 
 // The bits of `from` as another type of the same size. Vectors stay in registers: the compiler copies structs of 64
