@@ -30,7 +30,7 @@ FORMATS: dict[str, tuple[float, Callable[[torch.Tensor], Any]]] = {
 
 
 def facts(system: Path = _SYSTEM) -> dict[str, Any]:
-    """Return the facts of the machine from the files of ``system``: cores, NUMA nodes, kinds of cores, pages.
+    """Return the facts of the machine from the files of ``system``: cores, NUMA nodes, pages.
 
     ``core_kinds`` has one entry for each kind: cores of performance and of efficiency are two kinds.
     """
@@ -73,7 +73,7 @@ def _least(call: Callable[[], object], turns: int) -> float:
 
 
 def limits(turns: int, megabytes: int = 256) -> dict[str, float]:
-    """Return the limits of the machine: GB/s of reading and of copying memory, GFLOP/s of torch in float32."""
+    """Return the machine's limits: GB/s of reading and copying memory, GFLOP/s of torch in float32."""
     big = torch.ones(megabytes << 18)
     other = torch.empty_like(big)
     square = torch.randn(1024, 1024)

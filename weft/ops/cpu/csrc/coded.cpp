@@ -186,11 +186,11 @@ struct Int8 WEFT_BASE(InFloats) {
 #endif
 #if WEFT_AVX2
   struct Step {
+    const Int8& codes;  // a copy of the zero points would go through memory
     const uint8_t* w;
-    vf zero[2];
-    vf floats(int half, int k) const { return to_floats(widen_codes(w + 32 * half + 16 * k)) - zero[half]; }
+    vf floats(int half, int k) const { return to_floats(widen_codes(w + 32 * half + 16 * k)) - codes.zero[half]; }
   };
-  Step read(const uint8_t* w) const { return {w, {zero[0], zero[1]}}; }
+  Step read(const uint8_t* w) const { return {*this, w}; }
 #endif
   Bf16::Step load(const uint8_t* w) const {
 #if WEFT_INT8_TABLE
