@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -96,7 +97,7 @@ def measure(turns: int = 7, outputs: int = 16384, megabytes: int = 256) -> dict[
             packed = pack((torch.randn(outputs, INPUTS) * 0.02).bfloat16())
             for rows in ROWS:
                 x = torch.randn(rows, INPUTS).to(torch.float32 if name == "f32" else torch.bfloat16)
-                seconds = _least(lambda x=x, packed=packed: linear.linear(x, packed), turns)  # type: ignore[misc]
+                seconds = _least(functools.partial(linear.linear, x, packed), turns)
                 weights = outputs * INPUTS
                 products.append(
                     {

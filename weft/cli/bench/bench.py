@@ -207,7 +207,8 @@ def machine(threads: int | None, json_file: str | None) -> int:
     """Print what this machine can do, and what Weft's matrix products reach of it.
 
     The report has cores, NUMA nodes, huge pages, the speed of memory and of float32 products, and one
-    product in each format with 1 and with 64 rows. The measurement takes about half a minute and 1 GB of memory.
+    product in each format with 1 and with 64 rows. The measurement takes about half a minute and 1
+    GB of memory.
     """
     check_writable(json_file, "--json")
     from weft.bench import machine_bench as run
