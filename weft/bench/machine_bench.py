@@ -88,8 +88,8 @@ def limits(turns: int, megabytes: int = 256) -> dict[str, float]:
 def measure(turns: int = 7, outputs: int = 16384, megabytes: int = 256) -> dict[str, Any]:
     """Return the report: facts, limits, and the products of each format.
 
-    Each product is x [rows, 4096] times one matrix [outputs, 4096]. Without the C++ operations ``products`` is
-    empty. A product reads ``weight_gb_s`` and computes ``gflop_s``.
+    Each product is x [rows, 4096] times one matrix [outputs, 4096]. Without the C++ operations ``products``
+    is empty. A product reads ``weight_gb_s`` and computes ``gflop_s``.
     """
     products = []
     if cpu.load():
