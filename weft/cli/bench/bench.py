@@ -198,6 +198,30 @@ def dispatch(ranks: tuple[int, ...], json_file: str | None) -> int:
     return 0
 
 
+@bench.command()
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), help="CPU threads. Default: as many as the engine uses."
+)
+@json_option
+def machine(threads: int | None, json_file: str | None) -> int:
+    """Print what this machine can do, and what Weft's matrix products reach of it.
+
+    The report has cores, NUMA nodes, huge pages, the speed of memory and of float32 products, and one
+    product in each format with 1 and with 64 rows. The measurement takes about half a minute and 1
+    GB of memory.
+    """
+    check_writable(json_file, "--json")
+    from weft.bench import machine_bench as run
+    from weft.engine.start import set_threads
+
+    set_threads(threads)
+    report = run.measure()
+    for line in run.summary(report):
+        click.echo(line)
+    write_json(json_file, report)
+    return 0
+
+
 def _offline_lines(report: dict[str, Any], identical: bool) -> list[str]:
     """Return the report as lines for the terminal. ``identical``: the report counts equal runs."""
     from weft.bench.offline import headline

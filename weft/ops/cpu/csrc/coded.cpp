@@ -14,7 +14,7 @@ namespace weft {
 namespace {
 
 constexpr int64_t kUnpacked = 256;                 // k at a time, to stay in the L1 cache
-constexpr int kDirectRows = WEFT_AVX512 ? 12 : 2;  // rows of a tile: registers for sums, and for unpacking
+constexpr int kDirectRows = WEFT_AVX512 ? 12 : WEFT_AVX2 ? 3 : 2;  // rows of a tile: registers for sums, and for unpacking
 constexpr int64_t kManyRows = 13;                  // rows from which codes are unpacked in memory, with AVX-512
 constexpr int64_t kDearRows = 9;                   // the same for expensive groups: fewer than 32 k, or minimums
 constexpr int kTotalRows = 7;                      // rows of a tile: registers for sums and totals
@@ -26,11 +26,11 @@ constexpr uint32_t kHigh = 0xffff0000u;
 
 inline vf to_floats(Words x) {
 #if WEFT_AVX512
-  return _mm512_cvtepi32_ps(as<__m512i>(x));
+  return _mm512_cvtepi32_ps(recast<__m512i>(x));
 #elif WEFT_AVX2
   return {_mm256_cvtepi32_ps(__m256i(x.a)), _mm256_cvtepi32_ps(__m256i(x.b))};
 #else
-  return as<vf>(__builtin_convertvector(as<Ints>(x), Floats));
+  return recast<vf>(__builtin_convertvector(recast<Ints>(x), Floats));
 #endif
 }
 
@@ -44,21 +44,19 @@ constexpr uint16_t e2m1_bf16(int code) {
 
 struct Tables {
   alignas(64) uint16_t integers[32], e2m1[32], sixes[64];                        // of i - 16; of i & 15; of i - 32
-  alignas(16) uint8_t size_low[16], size_high[16], e2m1_low[16], e2m1_high[16];  // bytes; the first two: of 0 to 15
-  constexpr Tables() : integers(), e2m1(), sixes(), size_low(), size_high(), e2m1_low(), e2m1_high() {
+  alignas(16) int8_t e2m1_twice[16];                       // integers
+  constexpr Tables() : integers(), e2m1(), sixes(), e2m1_twice() {
     for (int i = 0; i < 64; ++i) sixes[i] = small_bf16(i - 32);
     for (int i = 0; i < 32; ++i) integers[i] = small_bf16(i - 16), e2m1[i] = e2m1_bf16(i & 15);
-    for (int i = 0; i < 16; ++i) {
-      size_low[i] = uint8_t(small_bf16(i)), size_high[i] = uint8_t(small_bf16(i) >> 8);
-      e2m1_low[i] = uint8_t(e2m1_bf16(i)), e2m1_high[i] = uint8_t(e2m1_bf16(i) >> 8);
-    }
+    constexpr int8_t twice[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+    for (int i = 0; i < 16; ++i) e2m1_twice[i] = int8_t(i < 8 ? twice[i] : -twice[i - 8]);
   }
 };
 constexpr Tables kTables;
 
 // Each converter is made at the beginning of a group, from its zero points if any, and reads one step after another.
 template <Zeros zeros>
-struct Int4 {
+struct Int4 WEFT_BASE(InBytes<>) {
   static constexpr int64_t bytes = 32;
   static constexpr int kZero = zeros == Zeros::minimums ? 0 : 8;
 #if WEFT_AVX512
@@ -80,25 +78,21 @@ struct Int4 {
              recast<Pairs>(_mm512_permutexvar_epi16(second, table))}};
   }
 #elif WEFT_AVX2
-  __m128i zero[4];
+  __m256i zero[2];
   explicit Int4(const uint8_t* from) {
     for (int half = 0; half < 2; ++half) {
-      const __m128i read = zeros == Zeros::points ? four(from + 16 * half) : _mm_set1_epi8(kZero);
-      zero[2 * half] = _mm_unpacklo_epi8(read, read), zero[2 * half + 1] = _mm_unpackhi_epi8(read, read);
+      zero[half] = _mm256_set1_epi8(kZero);
+      if (zeros != Zeros::points) continue;
+      const __m128i read = four(from + 16 * half);
+      zero[half] = _mm256_set_m128i(_mm_unpackhi_epi8(read, read), _mm_unpacklo_epi8(read, read));
     }
   }
-  Half part(__m128i code, __m128i from) const {
-    const __m128i value = _mm_sub_epi8(code, from), size = _mm_abs_epi8(value);
-    const __m128i high = _mm_shuffle_epi8(four(kTables.size_high), size);
-    return words_of(_mm_shuffle_epi8(four(kTables.size_low), size),
-                    _mm_or_si128(high, _mm_and_si128(value, _mm_set1_epi8(char(0x80)))));
+  InBytes<>::Step read(const uint8_t* w) const {
+    const InBytes<>::Step step = InBytes<>::nibbles(w);
+    if constexpr (kZero == 0) return step;
+    return {{_mm256_sub_epi8(step.half[0], zero[0]), _mm256_sub_epi8(step.half[1], zero[1])}};
   }
-  Bf16::Step load(const uint8_t* w) const {
-    const __m128i a = four(w), b = four(w + 16), low = _mm_set1_epi8(15);
-    const auto upper = [&](__m128i x) { return _mm_and_si128(_mm_srli_epi16(x, 4), low); };
-    return {{{part(_mm_and_si128(a, low), zero[0]), part(_mm_and_si128(b, low), zero[1])},
-             {part(upper(a), zero[2]), part(upper(b), zero[3])}}};
-  }
+  Bf16::Step load(const uint8_t* w) const { return pairs_by_floats(*this, w); }
 #else
   const uint8_t* zero;
   explicit Int4(const uint8_t* from) : zero(from) {}
@@ -110,7 +104,7 @@ struct Int4 {
 #endif
 };
 
-struct E2M1 {
+struct E2M1 WEFT_BASE(InBytes<true>) {
   static constexpr int64_t bytes = 32;
   explicit E2M1(const uint8_t*) {}
 #if WEFT_AVX512
@@ -121,14 +115,8 @@ struct E2M1 {
              recast<Pairs>(_mm512_permutexvar_epi16(_mm512_srli_epi16(both, 4), table))}};
   }
 #elif WEFT_AVX2
-  Bf16::Step load(const uint8_t* w) const {
-    const __m128i a = four(w), b = four(w + 16), low = _mm_set1_epi8(15);
-    const auto part = [&](__m128i code) {
-      return words_of(_mm_shuffle_epi8(four(kTables.e2m1_low), code), _mm_shuffle_epi8(four(kTables.e2m1_high), code));
-    };
-    const auto upper = [&](__m128i x) { return _mm_and_si128(_mm_srli_epi16(x, 4), low); };
-    return {{{part(_mm_and_si128(a, low)), part(_mm_and_si128(b, low))}, {part(upper(a)), part(upper(b))}}};
-  }
+  static Step read(const uint8_t* w) { return look_up(kTables.e2m1_twice, w); }
+  Bf16::Step load(const uint8_t* w) const { return pairs_by_floats(*this, w); }
 #else
   Bf16::Step load(const uint8_t* w) const {
     return by_words([&](int half, int word) { return e2m1_bf16(w[word] >> (4 * half) & 15); });
@@ -136,7 +124,7 @@ struct E2M1 {
 #endif
 };
 
-struct Int6 {
+struct Int6 WEFT_BASE(InBytes<>) {
   static constexpr int64_t bytes = 48;
   explicit Int6(const uint8_t*) {}
 #if WEFT_AVX512
@@ -154,23 +142,19 @@ struct Int6 {
              recast<Pairs>(_mm512_permutex2var_epi16(low, second, high))}};
   }
 #elif WEFT_AVX2
-  // 16 codes; neighbours are the two k of a column.
-  static Half part(__m128i code) {
-    const Half words = Half(_mm256_cvtepu8_epi16(code));
-    const auto bits = [](Half codes) {
-      const __m256i numbers = _mm256_sub_epi32(__m256i(codes), _mm256_set1_epi32(32));
-      return Half(_mm256_castps_si256(_mm256_cvtepi32_ps(numbers)));
-    };
-    return (bits(words & 0xffffu) >> 16) | bits(words >> 16);
+  Step read(const uint8_t* w) const {
+    const __m128i bits = four(w + 32);
+    const __m256i two = _mm256_set1_epi8(0x30), middle = _mm256_set1_epi8(32);
+    const __m256i more = _mm256_set_m128i(bits, _mm_slli_epi16(bits, 4));
+    const __m256i upper[2] = {more, _mm256_set_m128i(_mm_srli_epi16(bits, 2), _mm_slli_epi16(bits, 2))};
+    Step step = nibbles(w);
+    for (int half = 0; half < 2; ++half) {
+      const __m256i code = _mm256_or_si256(step.half[half], _mm256_and_si256(upper[half], two));
+      step.half[half] = _mm256_sub_epi8(code, middle);
+    }
+    return step;
   }
-  Bf16::Step load(const uint8_t* w) const {
-    const __m128i a = four(w), b = four(w + 16), bits = four(w + 32), low = _mm_set1_epi8(15);
-    const __m128i two = _mm_set1_epi8(0x30);
-    const auto upper = [&](__m128i x) { return _mm_and_si128(_mm_srli_epi16(x, 4), low); };
-    const auto both = [&](__m128i x, __m128i y) { return part(_mm_or_si128(x, _mm_and_si128(y, two))); };
-    return {{{both(_mm_and_si128(a, low), _mm_slli_epi16(bits, 4)), both(_mm_and_si128(b, low), bits)},
-             {both(upper(a), _mm_slli_epi16(bits, 2)), both(upper(b), _mm_srli_epi16(bits, 2))}}};
-  }
+  Bf16::Step load(const uint8_t* w) const { return pairs_by_floats(*this, w); }
 #else
   Bf16::Step load(const uint8_t* w) const {
     return by_words([&](int half, int word) {
@@ -182,7 +166,7 @@ struct Int6 {
 };
 
 template <bool zeros>
-struct Int8 {
+struct Int8 WEFT_BASE(InFloats) {
   static constexpr int64_t bytes = 64;
   vf zero[2];
   explicit Int8(const uint8_t* from) {
@@ -200,6 +184,14 @@ struct Int8 {
     return {{recast<Pairs>(_mm512_unpacklo_epi8(low, high)), recast<Pairs>(_mm512_unpackhi_epi8(low, high))}};
   }
 #endif
+#if WEFT_AVX2
+  struct Step {
+    const Int8& codes;  // a copy of the zero points would go through memory
+    const uint8_t* w;
+    vf floats(int half, int k) const { return to_floats(widen_codes(w + 32 * half + 16 * k)) - codes.zero[half]; }
+  };
+  Step read(const uint8_t* w) const { return {*this, w}; }
+#endif
   Bf16::Step load(const uint8_t* w) const {
 #if WEFT_INT8_TABLE
     if constexpr (!zeros) return look_up(w);
@@ -212,9 +204,16 @@ struct Int8 {
   }
 };
 
-struct E4M3 {
+struct E4M3 WEFT_BASE(InFloats) {
   static constexpr int64_t bytes = 64;
   explicit E4M3(const uint8_t*) {}
+#if WEFT_AVX2
+  struct Step {
+    const uint8_t* w;
+    vf floats(int half, int k) const { return from_codes(w + 32 * half + 16 * k); }
+  };
+  static Step read(const uint8_t* w) { return {w}; }
+#endif
   Bf16::Step load(const uint8_t* w) const {
 #if WEFT_INT8_TABLE
     const __m512i* tables = reinterpret_cast<const __m512i*>(&kCodeTable);
@@ -290,7 +289,7 @@ inline vf scales_of(const Coding& coding, const Head& head, int half) {
       return from_codes(head.at + 16 * half);
     default: {
       const Words power = widen_codes(head.at + 16 * half);
-      return as<vf>(pick(power < 1u, power + 0x400000u, power << 23));  // 2^-127 is subnormal
+      return recast<vf>(pick(power < 1u, power + 0x400000u, power << 23));  // 2^-127 is subnormal
     }
   }
 }
@@ -323,7 +322,8 @@ struct Range {
 // Reader of a group's steps for add_groups: from codes, or from the output of `unpack`.
 template <class C>
 struct Direct {
-  using F = Bf16;
+  using Codes = C;
+  using F = std::conditional_t<WEFT_AVX2, F32, Bf16>;
   static constexpr int64_t bytes = C::bytes;
   C codes;
   const uint8_t* at;
@@ -333,6 +333,7 @@ struct Direct {
 };
 
 struct Unpacked {
+  using Codes = void;
   using F = F32;
   static constexpr int64_t bytes = F::bytes;
   const uint8_t* at;
@@ -340,20 +341,59 @@ struct Unpacked {
   F::Step load(int64_t step) const { return F::load(at + step * bytes); }
 };
 
+#if WEFT_AVX2
+
+// Sums of one group: a chain over its k for each row and column. Codes become floats in registers.
+template <class Read, int rows>
+__attribute__((noinline)) void group_sums(const Read& read, const float* x, int64_t x_stride, int64_t count,
+                                          vf (&to)[rows][2]) {
+  using C = typename Read::Codes;
+  if constexpr (std::is_void_v<C>) {
+    float_sums<rows>(x, x_stride, reinterpret_cast<const float*>(read.at), count, reinterpret_cast<float*>(to));
+  } else {
+    const C codes = read.codes;
+    const uint8_t* at = read.at;
+    vf sum[rows][2];
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; ++row) sum[row][0] = sum[row][1] = splat(0.0f);
+    const auto add = [&](const auto& step, int64_t k) __attribute__((always_inline)) {
+      vf value[rows];
+#pragma GCC unroll 4
+      for (int row = 0; row < rows; ++row) value[row] = splat(x[row * x_stride + k]);
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        const vf weights = step.floats(half, int(k % 2));
+#pragma GCC unroll 4
+        for (int row = 0; row < rows; ++row) sum[row][half] = fma(value[row], weights, sum[row][half]);
+      }
+    };
+    int64_t k = 0;
+    for (; k + 2 <= count; k += 2, at += C::bytes) {
+      __builtin_prefetch(at + kAhead);
+      const auto step = codes.read(at);
+      add(step, k), add(step, k + 1);
+    }
+    if (k < count) add(codes.read(at), k);
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; ++row)
+      for (int half = 0; half < 2; ++half) to[row][half] = C::kInOrder ? sum[row][half] : in_order(sum[row][half]);
+  }
+}
+
+// Numbers in memory and in registers are divided by this (coded_numbers.h).
+float unit_of(const Coding& coding) {
+  return by_numbers(coding, []<class C>() { return C::kUnit; });
+}
+
+#else
+
+constexpr float unit_of(const Coding&) { return 1.0f; }
+
 // Sums of one group: a chain over its k for each row and column.
 template <class Read, int rows>
-#if WEFT_AVX2
-__attribute__((noinline))
-#else
-inline
-    __attribute__((always_inline))
-#endif
-void group_sums(const Read& read, const typename Read::F::X* x, int64_t x_stride, int64_t count, vf (&to)[rows][2]) {
+inline __attribute__((always_inline)) void group_sums(const Read& read, const typename Read::F::X* x, int64_t x_stride,
+                                                      int64_t count, vf (&to)[rows][2]) {
   using F = typename Read::F;
-#if WEFT_AVX2
-  if constexpr (std::is_same_v<F, F32>)
-    return float_sums<rows>(x, x_stride, reinterpret_cast<const float*>(read.at), count, reinterpret_cast<float*>(to));
-#endif
   vf sum[rows][2];
 #pragma GCC unroll 16
   for (int row = 0; row < rows; ++row) sum[row][0] = sum[row][1] = splat(0.0f);
@@ -381,15 +421,20 @@ void group_sums(const Read& read, const typename Read::F::X* x, int64_t x_stride
   for (int row = 0; row < rows; ++row) to[row][0] = sum[row][0], to[row][1] = sum[row][1];
 }
 
+#endif
+
 // Adds a range's sums, each group times its scales, to float32 [rows, 32].
 template <class Read, int rows>
 void add_groups(const Range& range, const uint8_t* made, const Rows<typename Read::F::X>& x, float* sums) {
+  const float unit = unit_of(range.coding);
   range.each([&](int64_t k, int64_t count, const Head& head) {
     const Read read(range, made, head, k);
     vf sum[rows][2];
     group_sums<Read, rows>(read, x.x + (k - range.begin), x.x_stride, count, sum);
     for (int half = 0; half < 2; ++half) {
       const vf scale = scales_of(range.coding, head, half);
+      if (unit != 1.0f)
+        for (int row = 0; row < rows; ++row) sum[row][half] = sum[row][half] * splat(unit);
 #pragma GCC unroll 16
       for (int row = 0; row < rows; ++row) {
         float* to = sums + row * kBlock + half * kLanes;
@@ -430,7 +475,7 @@ void add_rows(const Range& range, const uint8_t* made, const Rows<typename Read:
 
 // --- in memory ------------------------------------------------------------------------------------------------
 
-// Writes the numbers of a range without scales: steps of bf16's format, or of float32's.
+// Writes the numbers of a range without scales, divided by `unit_of`: steps of bf16's format, or of float32's.
 template <class Form>
 void unpack(const Range& range, uint8_t* made) {
   by_numbers(range.coding, [&]<class C>() {
@@ -440,6 +485,18 @@ void unpack(const Range& range, uint8_t* made) {
       uint8_t* to = made + (k - range.begin) / Form::depth * Form::bytes;
       const int64_t steps = divide_up(count, 2);
       for (int64_t step = 0; step < steps; ++step, to += 2 / Form::depth * Form::bytes) {
+#if WEFT_AVX2
+        if constexpr (std::is_same_v<Form, F32>) {
+          const auto read = codes.read(from + step * C::bytes);
+          float* floats = reinterpret_cast<float*>(to);
+          for (int of = 0; of < 2; ++of)
+            for (int half = 0; half < 2; ++half) {
+              const vf number = read.floats(half, of);
+              store(floats + of * kBlock + half * kLanes, C::kInOrder ? number : in_order(number));
+            }
+          continue;
+        }
+#endif
         const Bf16::Step read = codes.load(from + step * C::bytes);
         if constexpr (std::is_same_v<Form, Bf16>) {
           for (int half = 0; half < 2; ++half) std::memcpy(to + 64 * half, &read.w[half], 64);
@@ -598,26 +655,32 @@ void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Ro
   if (unpacked_once(coding, rows)) return add_many(coding, w, inputs, x, rows, sums);
 #endif
 #if WEFT_AVX2
-  if (rows > kDirectRows) {
-    static thread_local std::vector<float> memory;
-    return in_ranges(coding, w, inputs, [&](const Range& range, const uint8_t* made) {
-      const int64_t count = range.end - range.begin;
-      if (memory.size() < size_t(rows * count)) memory.resize(size_t(rows * count));
-      for (int64_t row = 0; row < rows; ++row)
-        for (int64_t k = 0; k < count; ++k)
-          memory[size_t(row * count + k)] = widen(x.x[row * x.x_stride + range.begin + k]);
-      add_rows<Unpacked, kRows>(range, made, {memory.data(), count, x.sums, x.sums_stride}, rows, sums);
-    });
+  static thread_local std::vector<float> memory;
+  if (memory.size() < size_t(rows * inputs)) memory.resize(size_t(rows * inputs));
+  for (int64_t row = 0; row < rows; ++row) {
+    const bf16* from = x.x + row * x.x_stride;
+    float* to = memory.data() + row * inputs;
+    int64_t k = 0;
+    for (; k + kLanes <= inputs; k += kLanes) store(to + k, load(from + k));
+    for (; k < inputs; ++k) to[k] = widen(from[k]);
   }
-#endif
+  coded_sums(coding, w, inputs, Rows<float>{memory.data(), inputs, x.sums, x.sums_stride}, rows, sums);
+#else
   by_numbers(coding, [&]<class C>() {
     add_rows<Direct<C>, kDirectRows>({coding, w, inputs, 0, inputs}, nullptr, x, rows, sums);
   });
+#endif
 }
 
 void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<float>& x, int64_t rows,
                 float* sums) {
   std::fill(sums, sums + rows * kBlock, 0.0f);
+#if WEFT_AVX2
+  if (rows <= kDirectRows)
+    return by_numbers(coding, [&]<class C>() {
+      add_rows<Direct<C>, kDirectRows>({coding, w, inputs, 0, inputs}, nullptr, x, rows, sums);
+    });
+#endif
   in_ranges(coding, w, inputs, [&](const Range& range, const uint8_t* made) {
     add_rows<Unpacked, kRows>(range, made, {x.x + range.begin, x.x_stride, x.sums, x.sums_stride}, rows, sums);
   });
@@ -638,13 +701,14 @@ void sum_groups(const Coding& coding, int64_t inputs, const X* x, int64_t x_stri
 
 // Writes a range's numbers in float32, scaled: [k, 32].
 void scale_up(const Range& range, float* made) {
+  const float unit = unit_of(range.coding);
   unpack<F32>(range, reinterpret_cast<uint8_t*>(made));
   range.each([&](int64_t k, int64_t count, const Head& head) {
     for (int half = 0; half < 2; ++half) {
       const vf scale = scales_of(range.coding, head, half);
       const vf minimum = range.coding.minimums() ? minimums_of(head, half) : splat(0.0f);
       float* at = made + (k - range.begin) * kBlock + half * kLanes;
-      for (int64_t i = 0; i < count; ++i, at += kBlock) store(at, load(at) * scale - minimum);
+      for (int64_t i = 0; i < count; ++i, at += kBlock) store(at, load(at) * splat(unit) * scale - minimum);
     }
   });
 }

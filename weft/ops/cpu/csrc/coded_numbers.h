@@ -15,10 +15,72 @@ constexpr uint16_t small_bf16(int value) {
 }
 
 #if WEFT_AVX2
-inline Half words_of(__m128i low, __m128i high) {
-  return Half(_mm256_set_m128i(_mm_unpackhi_epi8(low, high), _mm_unpacklo_epi8(low, high)));
+
+// With AVX2 a converter makes floats, one half of the columns and one k of a step at a time: the numbers divided by
+// `kUnit`, a power of two, so that products have the bits of products with the numbers themselves.
+
+// Numbers of up to 8 bits: a signed byte becomes the upper byte of a word, with zeros below. Lanes: columns 0 to 3, 8
+// to 11, 4 to 7, 12 to 15 of a half; `in_order` puts them in order. kTwice: bytes are twice the numbers.
+template <bool kTwice = false>
+struct InBytes {
+  static constexpr bool kInOrder = false;
+  static constexpr float kUnit = kTwice ? 0x1p-25f : 0x1p-24f;
+
+  struct Step {
+    __m256i half[2];  // neighbours are the two k of a column
+
+    vf floats(int of, int k) const {
+      const auto part = [&](int from) {
+        const __m256i places = _mm256_or_si256(_mm256_set1_epi32(int((uint32_t(from + k) << 24) | 0x808080)),
+                                               _mm256_setr_epi32(0, 2 << 24, 4 << 24, 6 << 24, 0, 2 << 24, 4 << 24, 6 << 24));
+        // places of the upper bytes: from + k, and 2, 4, 6 further on
+        return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(half[of], places));
+      };
+      return {part(0), part(8)};
+    }
+  };
+
+  static Step nibbles(const uint8_t* w) {
+    const __m256i read = eight(w), low = _mm256_set1_epi8(15);
+    return {{_mm256_and_si256(read, low), _mm256_and_si256(_mm256_srli_epi16(read, 4), low)}};
+  }
+  // Numbers of a table of 16 bytes.
+  static Step look_up(const int8_t* table, const uint8_t* w) {
+    const __m256i numbers = _mm256_broadcastsi128_si256(four(table));
+    const Step step = nibbles(w);
+    return {{_mm256_shuffle_epi8(numbers, step.half[0]), _mm256_shuffle_epi8(numbers, step.half[1])}};
+  }
+};
+
+// Numbers that become floats by themselves.
+struct InFloats {
+  static constexpr bool kInOrder = true;
+  static constexpr float kUnit = 1.0f;
+};
+
+inline vf in_order(vf x) {
+  return {_mm256_permute2f128_ps(x.a, x.b, 0x20), _mm256_permute2f128_ps(x.a, x.b, 0x31)};
 }
-#elif !WEFT_AVX512
+
+// Pairs of bf16 of a step, by its floats.
+template <class C>
+inline Bf16::Step pairs_by_floats(const C& codes, const uint8_t* w) {
+  const auto step = codes.read(w);
+  const auto number = [&](int half, int k) {
+    const vf made = step.floats(half, k) * splat(C::kUnit);
+    return recast<Pairs>(C::kInOrder ? made : in_order(made));
+  };
+  Bf16::Step made;
+  for (int half = 0; half < 2; ++half) made.w[half] = (number(half, 0) >> 16) | (number(half, 1) & 0xffff0000u);
+  return made;
+}
+
+#define WEFT_BASE(base) : base
+#else
+#define WEFT_BASE(base)
+#endif
+
+#if !WEFT_AVX2 && !WEFT_AVX512
 template <class F>
 inline Bf16::Step by_words(F f) {
   uint16_t words[2][32];
@@ -33,16 +95,16 @@ constexpr int kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 3
 
 struct GgmlTables {
   alignas(64) uint16_t fives[32], iq4[32];       // of i; of i & 15
-  alignas(16) uint8_t iq4_low[16], iq4_high[16];  // bytes
-  constexpr GgmlTables() : fives(), iq4(), iq4_low(), iq4_high() {
+  alignas(16) int8_t iq4_bytes[16];
+  constexpr GgmlTables() : fives(), iq4(), iq4_bytes() {
     for (int i = 0; i < 32; ++i) fives[i] = small_bf16(i), iq4[i] = small_bf16(kIq4[i & 15]);
-    for (int i = 0; i < 16; ++i) iq4_low[i] = uint8_t(iq4[i]), iq4_high[i] = uint8_t(iq4[i] >> 8);
+    for (int i = 0; i < 16; ++i) iq4_bytes[i] = int8_t(kIq4[i]);
   }
 };
 inline constexpr GgmlTables kGgmlTables;
 
 // 5 bits without a zero point: 32 bytes as 4 bits; then the fifth bits of the low halves, and of the high halves.
-struct Int5 {
+struct Int5 WEFT_BASE(InBytes<>) {
   static constexpr int64_t bytes = 40;
   explicit Int5(const uint8_t*) {}
 #if WEFT_AVX512
@@ -56,22 +118,18 @@ struct Int5 {
              recast<Pairs>(_mm512_permutexvar_epi16(second, table))}};
   }
 #elif WEFT_AVX2
-  // 16 codes: the low four bits, and the fifth bits at `fifth`.
-  static Half part(__m128i code, const uint8_t* fifth) {
-    const __m128i places = _mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-    const __m128i bit = _mm_set1_epi64x(int64_t(0x8040201008040201u));
-    const __m128i spread = _mm_shuffle_epi8(_mm_set1_epi16(load_as<int16_t>(fifth)), places);
-    const __m128i set = _mm_cmpeq_epi8(_mm_and_si128(spread, bit), bit);
-    const Half words = Half(_mm256_cvtepu8_epi16(_mm_or_si128(code, _mm_and_si128(set, _mm_set1_epi8(16)))));
-    const auto bits = [](Half codes) { return Half(_mm256_castps_si256(_mm256_cvtepi32_ps(__m256i(codes)))); };
-    return (bits(words & 0xffffu) >> 16) | bits(words >> 16);
+  Step read(const uint8_t* w) const {
+    const __m256i places = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201u)), sixteen = _mm256_set1_epi8(16);
+    Step step = nibbles(w);
+    for (int half = 0; half < 2; ++half) {
+      const __m256i fifth = _mm256_set1_epi32(load_as<int32_t>(w + 32 + 4 * half));
+      const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(fifth, places), bit), bit);
+      step.half[half] = _mm256_or_si256(step.half[half], _mm256_and_si256(set, sixteen));
+    }
+    return step;
   }
-  Bf16::Step load(const uint8_t* w) const {
-    const __m128i a = four(w), b = four(w + 16), low = _mm_set1_epi8(15);
-    const auto upper = [&](__m128i x) { return _mm_and_si128(_mm_srli_epi16(x, 4), low); };
-    return {{{part(_mm_and_si128(a, low), w + 32), part(_mm_and_si128(b, low), w + 34)},
-             {part(upper(a), w + 36), part(upper(b), w + 38)}}};
-  }
+  Bf16::Step load(const uint8_t* w) const { return pairs_by_floats(*this, w); }
 #else
   Bf16::Step load(const uint8_t* w) const {
     return by_words([&](int half, int word) {
@@ -83,7 +141,7 @@ struct Int5 {
 };
 
 // 4 bits that stand for the numbers of `kIq4`.
-struct Iq4 {
+struct Iq4 WEFT_BASE(InBytes<>) {
   static constexpr int64_t bytes = 32;
   explicit Iq4(const uint8_t*) {}
 #if WEFT_AVX512
@@ -94,15 +152,8 @@ struct Iq4 {
              recast<Pairs>(_mm512_permutexvar_epi16(_mm512_srli_epi16(both, 4), table))}};
   }
 #elif WEFT_AVX2
-  static Half part(__m128i code) {
-    return words_of(_mm_shuffle_epi8(four(kGgmlTables.iq4_low), code),
-                    _mm_shuffle_epi8(four(kGgmlTables.iq4_high), code));
-  }
-  Bf16::Step load(const uint8_t* w) const {
-    const __m128i a = four(w), b = four(w + 16), low = _mm_set1_epi8(15);
-    const auto upper = [&](__m128i x) { return _mm_and_si128(_mm_srli_epi16(x, 4), low); };
-    return {{{part(_mm_and_si128(a, low)), part(_mm_and_si128(b, low))}, {part(upper(a)), part(upper(b))}}};
-  }
+  static Step read(const uint8_t* w) { return look_up(kGgmlTables.iq4_bytes, w); }
+  Bf16::Step load(const uint8_t* w) const { return pairs_by_floats(*this, w); }
 #else
   Bf16::Step load(const uint8_t* w) const {
     return by_words([&](int half, int word) { return kGgmlTables.iq4[w[word] >> (4 * half) & 15]; });

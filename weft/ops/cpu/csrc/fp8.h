@@ -17,22 +17,13 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 typedef int32_t Signed __attribute__((vector_size(64)));  // result of comparing Words: all bits or none
 #endif
 
-template <class To, class From>
-inline To as(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
 inline Words pick(Signed mask, Words a, Words b) { return (Words(mask) & a) | (~Words(mask) & b); }
 
 inline Words widen_codes(const uint8_t* codes) {
 #if WEFT_AVX512
-  return as<Words>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
+  return recast<Words>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
 #elif WEFT_AVX2
-  const __m128i bytes = four(codes);
-  return {Half(_mm256_cvtepu8_epi32(bytes)), Half(_mm256_cvtepu8_epi32(_mm_unpackhi_epi64(bytes, bytes)))};
+  return {Half(_mm256_cvtepu8_epi32(two(codes))), Half(_mm256_cvtepu8_epi32(two(codes + 8)))};
 #else
   Codes read;
   std::memcpy(&read, codes, sizeof(read));
@@ -42,7 +33,7 @@ inline Words widen_codes(const uint8_t* codes) {
 
 inline void narrow_codes(Words x, uint8_t* codes) {
 #if WEFT_AVX512
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(as<__m512i>(x)));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(recast<__m512i>(x)));
 #elif WEFT_AVX2
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(__m256i(x.a), __m256i(x.b)), 0xd8);
   const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
@@ -58,16 +49,16 @@ inline vf from_codes(const uint8_t* codes) {
   const Words x = widen_codes(codes), size = x & 0x7fu, sign = (x & 0x80u) << 24;
   const Words bits = size << 20;
   // Codes below 8 have the exponent of 8, without the leading one.
-  const vf small = as<vf>(bits + (121u << 23)) - splat(0x1p-6f);
-  const Words made = pick(size < 8u, as<Words>(small), bits + (120u << 23));
-  return as<vf>(made | sign);
+  const vf small = recast<vf>(bits + (121u << 23)) - splat(0x1p-6f);
+  const Words made = pick(size < 8u, recast<Words>(small), bits + (120u << 23));
+  return recast<vf>(made | sign);
 }
 
 // Nearest codes of 16 floats of at most 448; halves round to even.
 inline void to_codes(vf y, uint8_t* codes) {
-  const Words bits = as<Words>(y), size = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
+  const Words bits = recast<Words>(y), size = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
   // Adding 2^14 rounds to multiples of 2^-9, the smallest code.
-  const Words small = as<Words>(as<vf>(size) + splat(0x1p14f)) - (141u << 23);
+  const Words small = recast<Words>(recast<vf>(size) + splat(0x1p14f)) - (141u << 23);
   const Words normal = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3);
   narrow_codes(pick(size < (121u << 23), small, normal) | sign, codes);
 }

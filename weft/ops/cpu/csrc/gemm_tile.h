@@ -50,21 +50,6 @@ using Pairs = vu;
 typedef uint32_t Pairs __attribute__((vector_size(64)));
 #endif
 
-template <class To, class From>
-inline To recast(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
-template <class V>
-inline V load_as(const void* from) {
-  V value;
-  std::memcpy(&value, from, sizeof(value));
-  return value;
-}
-
 // sum + x.first * w.first + x.second * w.second
 inline vf dot_pairs(vf sum, Pairs x, Pairs w) {
 #if WEFT_AVX512_BF16
@@ -88,6 +73,13 @@ struct Bf16 {
   static Pairs x(const bf16* from) { return Pairs{} + load_as<uint32_t>(from); }
   static Pairs x_last(const bf16* from) { return Pairs{} + uint32_t(from->x); }  // the second k is missing
   static vf dot(vf sum, Pairs x, Pairs w) { return dot_pairs(sum, x, w); }
+#if WEFT_AVX2
+  // 16 columns of half `half` for k `k` of the step
+  static vf floats(const uint8_t* w, int half, int k) {
+    const Pairs read = load_as<Pairs>(w + 64 * half);
+    return recast<vf>(k ? read & 0xffff0000u : read << 16);
+  }
+#endif
 };
 
 struct F32 {
@@ -122,9 +114,7 @@ inline vf int8_floats(const uint8_t* from) {
 #if WEFT_AVX512
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_as<__m128i>(from)));
 #elif WEFT_AVX2
-  const __m128i bytes = four(from);
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
-          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes)))};
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(two(from))), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(two(from + 8)))};
 #else
   return recast<vf>(__builtin_convertvector(__builtin_convertvector(load_as<Bytes>(from), Ints), Floats));
 #endif
@@ -147,6 +137,9 @@ constexpr Int8Table kInt8Table;
 
 struct Int8Bf16 : Bf16 {
   static constexpr int64_t bytes = 64;
+#if WEFT_AVX2
+  static vf floats(const uint8_t* w, int half, int k) { return int8_floats(w + 32 * half + 16 * k); }
+#endif
   static Step load(const uint8_t* w) {
 #if WEFT_INT8_TABLE
     const __m512i* tables = reinterpret_cast<const __m512i*>(&kInt8Table);
@@ -171,6 +164,7 @@ struct Int8Bf16 : Bf16 {
 struct Int8F32 : F32 {
   static constexpr int64_t bytes = 32;
   static Step load(const uint8_t* w) { return {{int8_floats(w), int8_floats(w + 16)}}; }
+  static vf floats(const uint8_t* w, int half, int) { return int8_floats(w + 16 * half); }
 };
 
 // --- from sums to results -----------------------------------------------------------------------------------
@@ -326,22 +320,25 @@ __attribute__((noinline)) void widened_sums(const typename F::X* x, int64_t x_st
   vf sum[rows][2];
 #pragma GCC unroll 4
   for (int row = 0; row < rows; ++row) sum[row][0] = sum[row][1] = splat(0.0f);
-  const auto add = [&](bool last, int64_t k) {
-    const auto weights = F::load(w);
+  const auto add = [&](int64_t k, int of_step) __attribute__((always_inline)) {
+    vf value[rows];
 #pragma GCC unroll 4
-    for (int row = 0; row < rows; ++row) {
-      const auto value = last ? F::x_last(x + row * x_stride + k) : F::x(x + row * x_stride + k);
-      sum[row][0] = F::dot(sum[row][0], value, weights.w[0]);
-      sum[row][1] = F::dot(sum[row][1], value, weights.w[1]);
+    for (int row = 0; row < rows; ++row) value[row] = splat(widen(x[row * x_stride + k]));
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const vf weights = F::floats(w, half, of_step);
+#pragma GCC unroll 4
+      for (int row = 0; row < rows; ++row) sum[row][half] = fma(value[row], weights, sum[row][half]);
     }
   };
   int64_t k = 0;
   for (; k + F::depth <= inputs; k += F::depth, w += F::bytes) {
     __builtin_prefetch(w + kAhead);
     if (F::bytes > 64) __builtin_prefetch(w + kAhead + 64);
-    add(false, k);
+#pragma GCC unroll 2
+    for (int of_step = 0; of_step < F::depth; ++of_step) add(k + of_step, of_step);
   }
-  if (k < inputs) add(true, k);
+  if (k < inputs) add(k, 0);
 #pragma GCC unroll 4
   for (int row = 0; row < rows; ++row) {
     store(to + row * kBlock, sum[row][0]);

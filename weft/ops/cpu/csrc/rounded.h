@@ -82,6 +82,21 @@ int32_t round_bytes(const X* x, int64_t left, float inverse, int8_t* to) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * part), _mm512_cvtsepi32_epi8(code));
   }
   return _mm512_reduce_add_epi32(total);
+#elif WEFT_AVX2
+  __m256i total = _mm256_setzero_si256();
+  for (int part = 0; part < 4; ++part) {
+    const int count = int(std::clamp<int64_t>(left - 16 * part, 0, 16));
+    const vf value = count == 16 ? load(x + 16 * part) : count ? load_n(x + 16 * part, count) : splat(0.0f);
+    const vf scaled = value * splat(inverse);
+    const __m256i first = _mm256_cvtps_epi32(scaled.a), second = _mm256_cvtps_epi32(scaled.b);
+    total = _mm256_add_epi32(total, _mm256_add_epi32(first, second));
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(first, second), 0xd8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * part), bytes);
+  }
+  const __m128i fours = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
+  const __m128i twos = _mm_add_epi32(fours, _mm_unpackhi_epi64(fours, fours));
+  return _mm_cvtsi128_si32(twos) + _mm_extract_epi32(twos, 1);
 #else
   int32_t total = 0;
   for (int64_t k = 0; k < kByteTileDepth; ++k) {
@@ -170,23 +185,7 @@ inline vf as_floats(ByteSums x, int32_t less) {
   const __m256i by = _mm256_set1_epi32(less);
   return {_mm256_cvtepi32_ps(_mm256_sub_epi32(x.a, by)), _mm256_cvtepi32_ps(_mm256_sub_epi32(x.b, by))};
 }
-inline __m256i dot_eight(__m256i sum, __m256i x, __m256i w) {
-#if defined(__AVXVNNI__)
-  return _mm256_dpbusd_avx_epi32(sum, w, x);
-#else
-  const __m256i low = _mm256_set1_epi32(0x00ff00ff);
-  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, low), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
-  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
-  return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
-#endif
-}
-inline ByteSums dot_bytes(ByteSums sum, __m256i x, ByteSums w) {
-  return {dot_eight(sum.a, x, w.a), dot_eight(sum.b, x, w.b)};
-}
-inline ByteSums load_bytes(const uint8_t* w) { return {eight(w), eight(w + 32)}; }
-inline __m256i low_eight(__m256i w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
-inline ByteSums low_halves(ByteSums w) { return {low_eight(w.a), low_eight(w.b)}; }
-inline ByteSums high_halves(ByteSums w) { return low_halves({_mm256_srli_epi16(w.a, 4), _mm256_srli_epi16(w.b, 4)}); }
+inline ByteSums read_sums(const int32_t* from) { return {eight(from), eight(from + 8)}; }
 #else
 typedef int32_t ByteSums __attribute__((vector_size(64)));
 typedef uint32_t ByteWords __attribute__((vector_size(64)));
@@ -207,15 +206,97 @@ inline ByteWords low_halves(ByteWords w) { return w & 0x0f0f0f0fu; }
 inline ByteWords high_halves(ByteWords w) { return low_halves(w >> 4); }
 #endif
 
+// True if the sums of byte tiles have bytes minus 128 as factors.
+#if WEFT_AVX2 && !defined(__AVXVNNI__)
+constexpr bool kSignedBytes = true;
+#else
+constexpr bool kSignedBytes = false;
+#endif
+
 // Converts a row's sums to results; codes: the sum of the row's codes.
 template <class Out>
 inline void finish_bytes(ByteSums first, ByteSums second, int32_t codes, float step, const Finish& finish, Out* out) {
-  vf a = as_floats(first, 128 * codes), b = as_floats(second, 128 * codes);
+  const int32_t less = kSignedBytes ? 0 : 128 * codes;
+  vf a = as_floats(first, less), b = as_floats(second, less);
   if (finish.scaled) a = a * load(finish.scale), b = b * load(finish.scale + kLanes);
   finish_scaled(a * splat(step), b * splat(step), finish, out);
 }
 
-constexpr int kByteTile = WEFT_AVX512 ? kRows : 2;
+constexpr int kByteTile = WEFT_AVX512 ? kRows : WEFT_AVX2 ? 4 : 2;
+
+#if WEFT_AVX2
+
+// Weights of 8 columns for products with signed codes of rows.
+#if defined(__AVXVNNI__)
+struct EightBytes {
+  __m256i w;
+  explicit EightBytes(__m256i read) : w(read) {}
+  __m256i dot(__m256i sum, __m256i x) const { return _mm256_dpbusd_avx_epi32(sum, w, x); }
+};
+#else
+// Sums of two products fit 16 bits: a byte minus 128 is at most 128 in size, a code at most 127.
+struct EightBytes {
+  __m256i w, size;
+  explicit EightBytes(__m256i read) : w(_mm256_xor_si256(read, _mm256_set1_epi8(char(0x80)))), size(_mm256_abs_epi8(w)) {}
+  __m256i dot(__m256i sum, __m256i x) const {
+    const __m256i twos = _mm256_maddubs_epi16(size, _mm256_sign_epi8(x, w));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(twos, _mm256_set1_epi16(1)));
+  }
+};
+#endif
+
+// Sums of rows and of `vectors` times 8 columns, int32 [rows, 32]. Never inlined: see `float_sums`.
+template <int rows, int vectors>
+__attribute__((noinline)) void byte_sums(const int8_t* codes, int64_t stride, const uint8_t* w, int64_t steps,
+                                         Ahead ahead, int32_t* to) {
+  __m256i sum[rows][vectors];
+#pragma GCC unroll 4
+  for (int row = 0; row < rows; ++row)
+#pragma GCC unroll 4
+    for (int part = 0; part < vectors; ++part) sum[row][part] = _mm256_setzero_si256();
+  for (int64_t step = 0; step < steps; ++step, w += kByteStep) {
+    if (step % (kPage / kByteStep) == 0) __builtin_prefetch(w + kPagesAhead);
+    if ((step & ahead.mask) == 0) {
+      __builtin_prefetch(ahead.at, 0, 2);
+      ahead.at += ahead.line;
+    }
+    __m256i x[rows];
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; ++row) x[row] = four_bytes(codes + row * stride + step * kByteDepth);
+#pragma GCC unroll 4
+    for (int part = 0; part < vectors; ++part) {
+      const EightBytes weights(eight(w + 32 * part));
+#pragma GCC unroll 4
+      for (int row = 0; row < rows; ++row) sum[row][part] = weights.dot(sum[row][part], x[row]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int row = 0; row < rows; ++row)
+#pragma GCC unroll 4
+    for (int part = 0; part < vectors; ++part)
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + row * kBlock + 8 * part), sum[row][part]);
+}
+
+// Rows of `codes`, `stride` apart, times a block. Three rows and more: first 16 columns, then the others, so that the
+// sums stay in registers.
+template <class Out, int rows>
+void byte_tile(const int8_t* codes, int64_t stride, const float* steps, const int32_t* sums, const uint8_t* w,
+               int64_t inputs, const Finish& finish, Out* out, int64_t out_stride, Ahead ahead) {
+  alignas(32) int32_t total[rows * kBlock];
+  const int64_t count = divide_up(inputs, kByteDepth);
+  if constexpr (rows <= 2) {
+    byte_sums<rows, 4>(codes, stride, w, count, ahead, total);
+  } else {
+    byte_sums<rows, 2>(codes, stride, w, count, ahead, total);
+    byte_sums<rows, 2>(codes, stride, w + kByteStep / 2, count, {w, 0, INT64_MAX}, total + kLanes);
+  }
+  for (int row = 0; row < rows; ++row, out += out_stride) {
+    const int32_t* from = total + row * kBlock;
+    finish_bytes(read_sums(from), read_sums(from + kLanes), sums[row], steps[row], finish, out);
+  }
+}
+
+#else
 
 // Rows of `codes`, `stride` apart, times a block.
 template <class Out, int rows>
@@ -243,6 +324,8 @@ void byte_tile(const int8_t* codes, int64_t stride, const float* steps, const in
     finish_bytes(total[row][0], total[row][1], sums[row], steps[row], finish, out + row * out_stride);
 }
 
+#endif
+
 template <class Out>
 using ByteTile = void (*)(const int8_t*, int64_t, const float*, const int32_t*, const uint8_t*, int64_t, const Finish&,
                           Out*, int64_t, Ahead);
@@ -268,7 +351,71 @@ struct NibbleHead {
   }
 };
 
-constexpr int kNibbleTile = WEFT_AVX512 ? 6 : 1;
+constexpr int kNibbleTile = WEFT_AVX512 ? 6 : WEFT_AVX2 ? 4 : 1;
+
+#if WEFT_AVX2
+
+// Sums of rows and of one group, int32 [rows, 32]: 8 columns of the low and 8 of the high halves at a time. Sums of
+// 8 steps fit 16 bits: 8 * 2 * 15 * 127 is 30,480. Never inlined: see `float_sums`.
+template <int rows>
+__attribute__((noinline)) void nibble_sums(const int8_t* codes, int64_t stride, const uint8_t* w, int32_t* to) {
+  constexpr int kSteps = kByteTileDepth / kByteDepth, kAtOnce = 8;
+  const __m256i fifteen = _mm256_set1_epi8(15);
+  const auto at = [&](int row, int half) { return reinterpret_cast<__m256i*>(to + row * kBlock + half * kLanes); };
+  for (int part = 0; part < 2; ++part, w += 32, to += 8) {
+    for (int first = 0; first < kSteps; first += kAtOnce) {
+      __m256i sum[rows][2];
+#pragma GCC unroll 4
+      for (int row = 0; row < rows; ++row) sum[row][0] = sum[row][1] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+      for (int step = first; step < first + kAtOnce; ++step) {
+        const __m256i both = eight(w + step * kByteStep / 2);
+        const __m256i half[2] = {_mm256_and_si256(both, fifteen),
+                                 _mm256_and_si256(_mm256_srli_epi16(both, 4), fifteen)};
+#pragma GCC unroll 4
+        for (int row = 0; row < rows; ++row) {
+          const __m256i x = four_bytes(codes + row * stride + step * kByteDepth);
+#if defined(__AVXVNNI__)
+          for (int i = 0; i < 2; ++i) sum[row][i] = _mm256_dpbusd_avx_epi32(sum[row][i], half[i], x);
+#else
+          for (int i = 0; i < 2; ++i) sum[row][i] = _mm256_add_epi16(sum[row][i], _mm256_maddubs_epi16(half[i], x));
+#endif
+        }
+      }
+#pragma GCC unroll 4
+      for (int row = 0; row < rows; ++row)
+        for (int i = 0; i < 2; ++i) {
+#if !defined(__AVXVNNI__)
+          sum[row][i] = _mm256_madd_epi16(sum[row][i], _mm256_set1_epi16(1));
+#endif
+          if (first) sum[row][i] = _mm256_add_epi32(sum[row][i], _mm256_loadu_si256(at(row, i)));
+          _mm256_storeu_si256(at(row, i), sum[row][i]);
+        }
+    }
+  }
+}
+
+// Rows of `codes`, `stride` apart, times a block of `groups`; steps and sums: see ByteRows.
+template <class Out, int rows>
+void nibble_tile(const int8_t* codes, int64_t stride, const float* steps, const int32_t* sums, int64_t next_group,
+                 const uint8_t* w, int64_t groups, const Finish& finish, Out* out, int64_t out_stride) {
+  vf total[rows][2];
+  for (auto& row : total) row[0] = row[1] = splat(0.0f);
+  alignas(32) int32_t part[rows * kBlock];
+  for (int64_t group = 0; group < groups; ++group, codes += kByteTileDepth, steps += next_group, sums += next_group) {
+    for (int64_t line = 0; line < kNibbleGroup; line += 64) __builtin_prefetch(w + kAhead + line);
+    nibble_sums<rows>(codes, stride, w + kNibbleHead, part);
+    const NibbleHead head(w);
+    w += kNibbleGroup;
+    for (int row = 0; row < rows; ++row)
+      for (int half = 0; half < 2; ++half)
+        total[row][half] = head.add(total[row][half], read_sums(part + row * kBlock + half * kLanes), half, sums[row],
+                                    steps[row]);
+  }
+  for (int row = 0; row < rows; ++row) finish_row(total[row][0], total[row][1], finish, out + row * out_stride);
+}
+
+#else
 
 // Rows of `codes`, `stride` apart, times a block of `groups`; steps and sums: see ByteRows.
 template <class Out, int rows>
@@ -301,6 +448,8 @@ void nibble_tile(const int8_t* codes, int64_t stride, const float* steps, const 
 #pragma GCC unroll 8
   for (int row = 0; row < rows; ++row) finish_row(total[row][0], total[row][1], finish, out + row * out_stride);
 }
+
+#endif
 
 template <class Out>
 using NibbleTile = void (*)(const int8_t*, int64_t, const float*, const int32_t*, int64_t, const uint8_t*, int64_t,

@@ -11,6 +11,7 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "common.h"
@@ -22,6 +23,25 @@ namespace weft::vec {
 
 constexpr int kLanes = 16;
 constexpr float kInf = std::numeric_limits<float>::infinity();
+
+#if !WEFT_AVX2
+
+// The bits of `from` as another type of the same size.
+template <class To, class From>
+inline To recast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+template <class V>
+inline V load_as(const void* from) {
+  V value;
+  std::memcpy(&value, from, sizeof(value));
+  return value;
+}
+
+#endif
 
 #if WEFT_AVX512
 

@@ -5,6 +5,8 @@
 
 #include <array>
 #include <cmath>
+#include <cstring>
+#include <type_traits>
 
 #include "common.h"
 
@@ -37,7 +39,37 @@ inline vu operator>>(vu x, int y) { return {x.a >> y, x.b >> y}; }
 inline vu operator<(vu x, uint32_t y) { return {Half(x.a < y), Half(x.b < y)}; }  // all bits or none
 
 inline __m256i eight(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline __m128i two(const void* p) { return _mm_loadl_epi64(static_cast<const __m128i*>(p)); }
 inline __m128i four(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+
+// The bits of `from` as another type of the same size. Vectors stay in registers: the compiler copies structs of 64
+// bytes through memory in parts of 16 bytes, and a load of 32 bytes waits for all of them.
+template <class To, class From>
+inline To recast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  if constexpr (std::is_same_v<To, From>) {
+    return from;
+  } else if constexpr (std::is_same_v<To, vf> && std::is_same_v<From, vu>) {
+    return {_mm256_castsi256_ps(__m256i(from.a)), _mm256_castsi256_ps(__m256i(from.b))};
+  } else if constexpr (std::is_same_v<To, vu> && std::is_same_v<From, vf>) {
+    return {Half(_mm256_castps_si256(from.a)), Half(_mm256_castps_si256(from.b))};
+  } else {
+    To to;
+    std::memcpy(&to, &from, sizeof(to));
+    return to;
+  }
+}
+template <class V>
+inline V load_as(const void* from) {
+  if constexpr (std::is_same_v<V, vf> || std::is_same_v<V, vu>) {
+    const vu words{Half(eight(from)), Half(eight(static_cast<const uint8_t*>(from) + 32))};
+    return recast<V>(words);
+  } else {
+    V value;
+    std::memcpy(&value, from, sizeof(value));
+    return value;
+  }
+}
 
 inline vf splat(float x) {
   const __m256 all = _mm256_set1_ps(x);
