@@ -109,8 +109,11 @@ def check_adapter(
 
 @mostly_slow(
     ("name", "ranks"),
-    [(name, ranks) for name in ("Llama", "Gemma3", "Glm4Moe", "Cwm") for ranks in (1, 2)]
-    + [("Phi3", 1), ("Persimmon", 1), ("DeepseekV3", 1)],
+    [
+        (name, ranks)
+        for name in ("Llama", "Gemma3", "Glm4Moe", "Cwm", "Phi3", "Persimmon", "DeepseekV3", "Olmo2")
+        for ranks in (1, 2)
+    ],
     [("Glm4Moe", 2)],
 )
 def test_tokens_of_merged_weights(name: str, ranks: int, tmp_path: Path) -> None:

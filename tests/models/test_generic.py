@@ -27,12 +27,14 @@ from weft.config.spec import ModelSpec
 from weft.models.generic.attention import rotation_of
 from weft.models.generic.load import load
 from weft.models.generic.masks import classify
-from weft.models.generic.probe import probe_folder
-from weft.models.generic.recognition import gate_of, is_experts, mlp_of
+from weft.models.generic.parallel import division_of
+from weft.models.generic.probe import probe_folder, run_probe
+from weft.models.generic.recognition import expert_sizes, gate_of, is_experts, mlp_of
 from weft.models.generic.skeleton import make_skeleton, read_config
 from weft.models.loader import load_model
 from weft.ops.moe import Gate
 from weft.parallel.comm import drive
+from weft.parallel.mesh import Mesh
 from weft.types.layout import Layout
 
 CPU = torch.device("cpu")
@@ -231,7 +233,11 @@ def test_a_buffer_that_nothing_computes_is_refused(tmp_path: Path, monkeypatch: 
         opened(tmp_path, "Llama")
 
 
-@mostly_slow("name", ["Gemma3", "Qwen2Moe", "GraniteMoe", "Emu3"], ["Qwen2Moe"])
+@mostly_slow(
+    "name",
+    ["Gemma3", "Qwen2Moe", "GraniteMoe", "Emu3", "GptOss", "Olmo2", "DeepseekV3", "MiMoV2Flash", "Phi3"],
+    ["Qwen2Moe", "GptOss"],
+)
 def test_ranks_compute_the_logits_of_one(name: str, tmp_path: Path) -> None:
     saved(tmp_path, name)
     expected = logits_of(opened(tmp_path, name))
@@ -241,10 +247,11 @@ def test_ranks_compute_the_logits_of_one(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_share_kv_heads(tmp_path: Path) -> None:
-    saved(tmp_path, "Llama", num_key_value_heads=1)
-    expected = logits_of(opened(tmp_path, "Llama"))
-    found = on_ranks(Layout(tensor=2), lambda mesh: logits_of(opened(tmp_path, "Llama", mesh=mesh)))
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+def test_ranks_share_kv_heads(name: str, tmp_path: Path) -> None:
+    saved(tmp_path, name, num_key_value_heads=1)
+    expected = logits_of(opened(tmp_path, name))
+    found = on_ranks(Layout(tensor=2), lambda mesh: logits_of(opened(tmp_path, name, mesh=mesh)))
     assert_close(found[0], expected)
 
 
@@ -252,12 +259,35 @@ def test_recognized_modules_need_no_plan(tmp_path: Path) -> None:
     saved(tmp_path, "GraniteMoe")
     config = read_config(str(tmp_path))
     assert "layers.*.self_attn.q_proj" not in (config.base_model_tp_plan or {})
-    assert not spec_of(tmp_path, "GraniteMoe").undivided
+    calls = run_probe(model := make_skeleton(config, "GraniteMoeForCausalLM", F64))
+    assert division_of(model, calls).heads
 
 
-def test_a_plan_without_heads_refuses_ranks(tmp_path: Path) -> None:
-    saved(tmp_path, "Olmo2")
-    assert "does not divide the attention heads" in spec_of(tmp_path, "Olmo2").undivided
+@mostly_slow("name", ["Llama", "Olmo2", "GptOss"], ["Olmo2"])
+def test_ranks_divide_caches_where_attention_is_whole(name: str, tmp_path: Path) -> None:
+    """The plan of transformers divides no heads of Olmo2: its norm covers the queries of all heads."""
+    saved(tmp_path, name)
+    spec = spec_of(tmp_path, name)
+
+    def work(mesh: Mesh) -> tuple[bool, list[int], int]:
+        model = opened(tmp_path, name, torch.float32, mesh=mesh, pack=False)
+        size = sum(weight.numel() for weight in model.parameters())
+        return bool(model.cuts), [cache.kv_heads for cache in model.spec.caches], size
+
+    for cut, kv_heads, size in on_ranks(Layout(tensor=2), work):
+        assert cut == (name != "Llama")
+        assert set(kv_heads) == {1}
+        assert weight_bytes(spec, "float32", layout=Layout(tensor=2)) == 4 * size
+
+
+def test_transposed_experts_with_alternating_rows_are_recognized() -> None:
+    config = tiny_config("GptOss")
+    model = make_skeleton(config, "GptOssForCausalLM", F64)
+    experts = next(module for module in model.modules() if is_experts(module))
+    assert gate_of(experts) == Gate("silu", limit=config.swiglu_limit, alpha=config.swiglu_alpha)
+    assert expert_sizes(experts) == (6, 48, 80)
+    experts.is_concatenated = True  # other rows than ``_apply_gate`` reads
+    assert gate_of(experts) is None
 
 
 @mostly_slow("form", list(FORMATS), ["fp8 blocks"])

@@ -48,8 +48,8 @@ def logits_of(model: Any, replica: int, form: str = "") -> torch.Tensor:
 @mostly_slow(
     ("name", "layout"),
     [
-        *((name, "dp2") for name in ("Qwen3Moe", "MiniMaxM2", "Glm4Moe", "Mixtral")),
-        *((name, layout) for name in ("Qwen3Moe", "Glm4Moe") for layout in ("ep2", "tp2dp2")),
+        *((name, "dp2") for name in ("Qwen3Moe", "MiniMaxM2", "Glm4Moe", "Mixtral", "GptOss")),
+        *((name, layout) for name in ("Qwen3Moe", "Glm4Moe", "GptOss") for layout in ("ep2", "tp2dp2")),
     ],
     [("Glm4Moe", "dp2")],
 )
@@ -82,12 +82,13 @@ def test_every_form_of_dispatch(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_experts_move_and_are_read_again(tmp_path: Path) -> None:
-    saved(tmp_path, "Qwen3Moe")
-    expected = [logits_of(opened(tmp_path, "Qwen3Moe"), replica) for replica in range(2)]
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_experts_move_and_are_read_again(name: str, tmp_path: Path) -> None:
+    saved(tmp_path, name)
+    expected = [logits_of(opened(tmp_path, name), replica) for replica in range(2)]
 
     def work(mesh: Mesh) -> tuple[torch.Tensor, ...]:
-        model = opened(tmp_path, "Qwen3Moe", mesh=mesh, experts=ExpertOptions(counts=True, redundant=2))
+        model = opened(tmp_path, name, mesh=mesh, experts=ExpertOptions(counts=True, redundant=2))
         assert model.experts is not None
         before = model.experts.placements
         first = logits_of(model, mesh.rank)

@@ -38,7 +38,7 @@ layers in float64. See [Models of transformers](../generic.md).
 | refused | Weft names the reason at the start | {refused} |
 | not judged | transformers cannot make or run the small model; Weft may serve real checkpoints | {other} |
 
-`TP 2`: two ranks give the logits of one rank; "no" classes refuse `--tensor-parallel-size`.
+`TP 2`: two ranks give the logits of one rank.
 Classes with an own implementation in Weft use that implementation by default.
 `make test-transformers` checks this page, and
 `python -m tests.support.generic_table > docs/reference/transformers.md` writes this page.
@@ -108,8 +108,6 @@ def judge(name: str, folder: str) -> Verdict:
     del reference
     if generated(model, prompts, NEW) != expected:
         return Verdict(WRONG)
-    if spec.undivided:
-        return Verdict(SERVED, "no", spec.undivided)
     one = logits_of(model)
     found = on_ranks(
         Layout(tensor=2),

@@ -48,11 +48,6 @@ def share_of_kv(heads: int, rank: int, ranks: int) -> tuple[int, int]:
 def check(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError with --tensor-parallel-size if the ranks do not divide all sizes of ``spec``."""
     ranks = layout.tensor
-    if ranks > 1 and spec.undivided:
-        raise ConfigError(
-            f"--tensor-parallel-size {ranks}: {spec.undivided}; use --tensor-parallel-size 1",
-            param="--tensor-parallel-size",
-        )
     problems = [f"{size} {what}" for what, size in _divided(spec, layout) if size % ranks]
     for kv in _kv_heads(spec):
         if kv % ranks and ranks % kv:
@@ -139,7 +134,7 @@ def local_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
         conv=conv,
         mamba=None if spec.mamba is None else _local_mamba(spec.mamba, ranks),
         sparse=sparse,
-        counted=spec.counted // ranks,
+        counted=spec.counted_whole + (spec.counted - spec.counted_whole) // ranks,
         caches=tuple(_local_cache(cache, ranks) for cache in spec.caches),
     )
 

@@ -399,10 +399,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     draft: ModelSpec | None = None
     """Draft model; None for speculation without a draft model. In the caches its layers follow the model's
     layers and MTP modules."""
-    undivided: str = ""
-    """Reason why tensor parallel ranks cannot divide the model; empty if ranks can."""
     counted: int = 0
     """Parameters without the tables of tokens, counted in the model; 0: the other fields say the number."""
+    counted_whole: int = 0
+    """Part of ``counted`` that every tensor parallel rank has."""
     counted_experts: CountedExperts | None = None
     """Part of ``counted``; never divided by ``local_spec``. None without experts, or if ``moe`` has them."""
 

@@ -14,6 +14,8 @@ import torch
 
 from weft.config.spec import ModelSpec
 
+Read = Callable[[torch.Tensor], torch.Tensor]
+"""Transform of a published tensor."""
 _HEAD = "lm_head.weight"
 _PATCH = "vision.module.patch_embed.proj.weight"
 """Patch matrix of a tower of transformers."""
@@ -33,7 +35,7 @@ class Placement:
     offset: float = 0.0
     """Added to every published value."""
 
-    read: Callable[[torch.Tensor], torch.Tensor] | None = None
+    read: Read | None = None
     """Transform of the published tensor, for other orders of axes or rows."""
 
     def arranged(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -114,7 +116,7 @@ class WeightMap:
         groups: int = 1,
         parts: tuple[tuple[int, int], ...] = (),
         offset: float = 0.0,
-        read: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        read: Read | None = None,
     ) -> None:
         """Map the published tensor ``name``. Raises ValueError for a name that is mapped already."""
         if name in self.placements:
@@ -132,6 +134,24 @@ class WeightMap:
         self.add(f"{name}.weight", f"{parameter}.weight", *index)
         if bias:
             self.add(f"{name}.bias", f"{parameter}.bias", *index)
+
+
+def transposed(weight: torch.Tensor) -> torch.Tensor:
+    """Return ``weight`` with its last two dims swapped."""
+    return weight.transpose(-2, -1)
+
+
+def in_halves(rows: torch.Tensor) -> torch.Tensor:
+    """Return [experts, 2 n, ..] with all gate rows first, from alternating rows of gate and up."""
+    return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
+
+
+def in_order(first: Read | None, second: Read | None) -> Read | None:
+    """Return the transform that runs ``first``, then ``second``; None if both are None."""
+    if first is None or second is None:
+        return first or second
+    one, other = first, second
+    return lambda values: other(one(values))
 
 
 def _prefixes(name: str, depth: int, names: Collection[str]) -> tuple[str, str]:

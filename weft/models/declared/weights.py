@@ -16,7 +16,7 @@ from weft.config.spec import ModelSpec
 from weft.models.declared.names import spelled_as
 from weft.models.deepseek.weights import latent_weights
 from weft.models.vision.weights import add_tower
-from weft.models.weights import WeightMap, add_experts
+from weft.models.weights import WeightMap, add_experts, transposed
 
 _TOWERS = re.compile(
     r"^(?:model\.)?(?:vision_(?:tower|model)|multi_modal_projector|audio_tower|embed_(?:vision|audio)|visual)\."
@@ -131,11 +131,7 @@ def _read_transposed(made: WeightMap, experts: str) -> None:
     """Read both stacks of experts with inputs before outputs."""
     for name in ("gate_up_proj", "down_proj"):
         key = f"{experts}.{name}"
-        made.placements[key] = replace(made.placements[key], read=_transposed)
-
-
-def _transposed(values: torch.Tensor) -> torch.Tensor:
-    return values.transpose(-2, -1)
+        made.placements[key] = replace(made.placements[key], read=transposed)
 
 
 def _add_fused_attention(made: WeightMap, spec: ModelSpec, theirs: str, ours: str) -> None:

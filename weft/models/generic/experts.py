@@ -64,7 +64,16 @@ class RoutedExperts(Packs):
     """
 
     def __init__(
-        self, experts: int, hidden: int, inner: Shard, top_k: int, gate: Gate, build: Build, sums: Sums
+        self,
+        experts: int,
+        hidden: int,
+        inner: Shard,
+        top_k: int,
+        gate: Gate,
+        build: Build,
+        sums: Sums,
+        *,
+        bias: bool = False,
     ) -> None:
         """``inner``: the rank's part of every expert. Must be whole if ranks have whole experts."""
         super().__init__()
@@ -78,6 +87,8 @@ class RoutedExperts(Packs):
         both = joined(inner, inner).at(1)
         self.gate_up = build.matrix(count, both.count, hidden, shard=mine or both)
         self.down = build.matrix(count, hidden, inner.count, shard=mine or inner.at(2))
+        self.gate_up_bias = build.weight(count, both.count, shard=mine or both) if bias else None
+        self.down_bias = build.weight(count, hidden, shard=mine) if bias else None
         self._op = build.matrix_op("moe_pieces", divided=0 if inner.whole else inner.size)
         self._rule = Rule(top_k=top_k, scoring="softmax", renormalize=False)
         self._gate = gate
@@ -86,6 +97,8 @@ class RoutedExperts(Packs):
         self._experts = experts
         self._sums = sums
         self._partial = not inner.whole
+        self._adds_bias = inner.whole or build.comm.rank == 0
+        """True if the rank's output includes ``down_bias``: one rank of a sum."""
         self._rank: Any = None
         self._packed: Any = None
         self.divided: DividedExperts | None = None
@@ -95,8 +108,9 @@ class RoutedExperts(Packs):
         """Select the experts of another placement. Call before the experts are loaded."""
         self._placement = placement
         mine = picked(placement[self._build.mesh.ep.rank], self._experts)
-        for parameter in (self.gate_up, self.down):
-            self._notes.weight(parameter).note.shard = mine
+        for parameter in (self.gate_up, self.down, self.gate_up_bias, self.down_bias):
+            if parameter is not None:
+                self._notes.weight(parameter).note.shard = mine
 
     def pack(self) -> None:
         """Pack the experts. The op wants a router; this router is never used."""
@@ -109,6 +123,8 @@ class RoutedExperts(Packs):
             dtype=build.dtype,
             gate_up=self._matrices("gate_up"),
             down=self._matrices("down"),
+            gate_up_bias=None if self.gate_up_bias is None else self.gate_up_bias.data,
+            down_bias=self.down_bias.data if self.down_bias is not None and self._adds_bias else None,
         )
         op = self._op
         pack = op.pack_codes if has_codes(weights) else op.pack

@@ -90,6 +90,8 @@ class _Pass:
         if kept is None:
             kind = model.kinds[layer]
             step = self._step
+            if layer in model.cuts:
+                call = model.cuts[layer].of(call)
             q = model.write(call, self._kv[layer][kind], step.writes[kind], model.spec.caches[kind].fp8)
             kept = self._attended(layer, q, call.scale, call.sinks)
         width = call.v.shape[3]
@@ -152,6 +154,8 @@ class _Pass:
             core = CoreInput(segment, self._kv[layer], scale, prepared[kind], sinks)
             parts = (q, out) if alone else (q[rows], out[rows])
             self._backend.attend(*parts, core, kind, model.spec.caches[kind])
+        if layer in model.cuts:
+            out = model.cuts[layer].whole(out, model.sums)
         last = model.last_rows
         return out if last is None or layer != model.spec.layers - 1 else last.attended(out)
 
@@ -191,6 +195,7 @@ class TransformersModel(Model):
         self._head = (head,)
         self.kinds = {layer: self.spec.cache_of(layer) for layer in range(self.spec.layers)}
         fp8 = any(cache.fp8 for cache in self.spec.caches)
+        self.cuts = swapped.cuts
         self._cache_op = build.op("qkv_rope_cache").run
         self._cache_op_fp8 = build.op("qkv_rope_cache_fp8").run if fp8 else None
         for module, rotation in swapped.rotations:

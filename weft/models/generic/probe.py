@@ -24,7 +24,7 @@ from weft.config.spec import CacheSpec, CountedExperts, ModelSpec, RopeSpec
 from weft.models.generic import recognition
 from weft.models.generic.interface import AttentionCall, answered_by
 from weft.models.generic.masks import FULL, Mask, make_mask
-from weft.models.generic.parallel import undivided
+from weft.models.generic.parallel import whole_elements
 from weft.models.generic.skeleton import base_of, make_skeleton, read_config
 
 Tensor = torch.Tensor
@@ -221,8 +221,8 @@ def spec_of(model: Any, calls: list[LayerFacts]) -> ModelSpec:
         eos_ids=_ids(config, "eos_token_id"),
         bos_id=next(iter(_ids(config, "bos_token_id")), None),
         dtype="",
-        undivided=undivided(model, list(found.values())),
         counted=_counted(model),
+        counted_whole=whole_elements(model, list(found.values())),
         counted_experts=_counted_experts(model),
     )
 

@@ -135,29 +135,42 @@ def is_experts(module: Any) -> bool:
     return hasattr(module, "_apply_gate") and hasattr(module, "is_concatenated")
 
 
+def expert_sizes(module: Any) -> tuple[int, int, int]:
+    """Return (experts, hidden, inner size) of a module for which ``is_experts`` is True."""
+    experts, first, second = module.down_proj.shape
+    return (experts, second, first) if module.is_transposed else (experts, first, second)
+
+
 @torch.no_grad()
 def gate_of(module: Any) -> Gate | None:
     """Return the function between the two matrices of an experts module; None if Weft has no such experts.
 
-    The module must follow the interface of transformers, with plain stacks [experts, 2 n, hidden] and
-    [experts, hidden, n], gate rows first.
+    The module must follow the interface of transformers, with stacks [experts, 2 n, hidden] and [experts,
+    hidden, n]. ``is_transposed`` swaps the last two dims. ``has_bias`` adds a bias per expert. Rows of gate
+    stand first if ``is_concatenated``, otherwise rows of gate and up alternate.
     """
     stacks = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-    if set(stacks) != {"gate_up_proj", "down_proj"} or not hasattr(module, "_apply_gate"):
+    names = {"gate_up_proj", "down_proj"}
+    if not names <= set(stacks) or len(stacks["down_proj"]) != 3 or not module.has_gate:
         return None
-    if not (module.has_gate and module.is_concatenated) or module.is_transposed or module.has_bias:
-        return None
-    up, down = stacks["gate_up_proj"], stacks["down_proj"]
+    experts, hidden, inner = expert_sizes(module)
+    up, down = (2 * inner, hidden), (hidden, inner)
+    if module.is_transposed:
+        up, down = up[::-1], down[::-1]
+    due: dict[str, tuple[int, ...]] = {"gate_up_proj": (experts, *up), "down_proj": (experts, *down)}
+    if module.has_bias:
+        due |= {"gate_up_proj_bias": (experts, 2 * inner), "down_proj_bias": (experts, hidden)}
     normed = getattr(module, "has_post_expert_norm", False)  # older versions of transformers lack the flag
-    if len(up) != 3 or down != (up[0], up[2], up[1] // 2) or normed:
+    if stacks != due or normed:
         return None
+
+    def published(x: Tensor) -> Any:
+        halves = x.clone() if module.is_concatenated else torch.stack(x.chunk(2, dim=-1), dim=-1).flatten(-2)
+        return module._apply_gate(halves)
+
     for limit, alpha in itertools.product(_numbers(module, "limit"), _numbers(module, "alpha")):
         gate = Gate(limit=limit, alpha=alpha)
-        name = _activation(
-            random(4, 2 * _INNER),
-            lambda x: module._apply_gate(x.clone()),
-            functools.partial(_gated, gate=gate),
-        )
+        name = _activation(random(4, 2 * _INNER), published, functools.partial(_gated, gate=gate))
         if name is not None:
             return gate._replace(activation=name)
     return None

@@ -20,9 +20,10 @@ from weft.layers.shard import Shard, whole
 from weft.models.generic import experts as routed
 from weft.models.generic import modules, recognition
 from weft.models.generic.attention import Rotation, is_joined, rotation_of
-from weft.models.generic.parallel import DIVIDED, WHOLE, plan_of, style_of
+from weft.models.generic.parallel import DIVIDED, WHOLE, HeadCut, division_of, style_of
 from weft.models.generic.probe import PROBED_TOKENS, LayerFacts
 from weft.models.generic.skeleton import base_of
+from weft.models.weights import Read, in_halves, in_order, transposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Target:
     parameter: nn.Parameter
     index: tuple[int | slice, ...] = ()
     offset: float = 0.0
+    read: Read | None = None
+    """Transform of the published tensor, with the same number of elements; None for none."""
 
 
 @dataclass(slots=True)
@@ -44,6 +47,8 @@ class Substitution:
     """Experts modules that stay as published: a loop that reads values on the host."""
     rotations: list[tuple[Any, Rotation]] = field(default_factory=list)
     """Attention modules between whose matrices Weft's op can stand."""
+    cuts: dict[int, HeadCut] = field(default_factory=dict)
+    """The rank's heads by layer, if every rank has whole attention modules."""
     last_attention: str = ""
     """Name of the class of the last attention module."""
 
@@ -73,8 +78,11 @@ class Swapper:
         """Build for layers that take no adapters: tables, and layers without one row per token."""
         self._ranks = build.comm.size
         self._base, _ = base_of(model)
-        self._plan = plan_of(model, calls) if self._ranks > 1 else {}
         self._layers = {call.layer: call for call in calls if call.layer is not None}
+        self._plan: dict[str, str] = {}
+        if self._ranks > 1:
+            self._plan, heads = division_of(model, calls)
+            self.made.cuts = {} if heads else {layer: self._cut(call) for layer, call in self._layers.items()}
         self._attention = {call.module for call in calls}
         self._wide = _kept_wide(model)
         self._uses = Counter(
@@ -87,7 +95,10 @@ class Swapper:
         """Replace what is recognized (nothing if ``ops`` is False), and give memory to the rest."""
         self.made.last_attention = self._layers[max(self._layers)].module
         if ops:
-            rotations = list(self._rotations())  # of published modules, before their parts are replaced
+            # Weft's op writes the heads of its matrices, so the matrices must have the heads of the rank.
+            rotations = (
+                [] if self.made.cuts else list(self._rotations())
+            )  # of published modules, before their parts are replaced
             self._head()
             for name, module in list(self.model.named_modules()):
                 self._block(name, module)
@@ -149,15 +160,22 @@ class Swapper:
         self._fill_linear(f"{name}.down_proj", swapped.down, bias=bias)
 
     def _experts(self, name: str, module: Any, gate: Any) -> None:
-        experts, hidden, size = module.down_proj.shape
+        experts, hidden, size = recognition.expert_sizes(module)
         divides = self._style(f"{name}.down_proj") == "rowwise"
         inner = routed.part_of_experts(size, self.build, divides=divides)
         top_k = getattr(module.config, "num_experts_per_tok", None) or 1
         top_k = top_k if isinstance(top_k, int) else 1
-        swapped = routed.RoutedExperts(experts, hidden, inner, top_k, gate, self.build, self.sums)
+        swapped = routed.RoutedExperts(
+            experts, hidden, inner, top_k, gate, self.build, self.sums, bias=module.has_bias
+        )
         self._put(name, swapped, "experts")
-        self._fill(f"{name}.gate_up_proj", swapped.gate_up)
-        self._fill(f"{name}.down_proj", swapped.down)
+        turned = transposed if module.is_transposed else None
+        halves = None if module.is_concatenated else in_halves
+        self._fill(f"{name}.gate_up_proj", swapped.gate_up, read=in_order(turned, halves))
+        self._fill(f"{name}.down_proj", swapped.down, read=turned)
+        if swapped.gate_up_bias is not None and swapped.down_bias is not None:
+            self._fill(f"{name}.gate_up_proj_bias", swapped.gate_up_bias, read=halves)
+            self._fill(f"{name}.down_proj_bias", swapped.down_bias)
 
     def _head(self) -> None:
         """Replace the embedding and the head, if both are recognized."""
@@ -230,6 +248,18 @@ class Swapper:
         return self.build if self._adapts.issuperset(linear) else self._plain
 
     # --- ranks ---
+
+    def _cut(self, facts: LayerFacts) -> HeadCut:
+        """Return this rank's heads of a layer. Raises ConfigError if ranks cannot have equal numbers."""
+        heads, kv_heads, ranks = facts.heads, facts.kv_heads, self._ranks
+        if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+            raise ConfigError(
+                f"--tensor-parallel-size {ranks} does not divide the {heads} heads and {kv_heads} KV heads "
+                f"of layer {facts.layer}; use --tensor-parallel-size 1",
+                param="--tensor-parallel-size",
+            )
+        mine, kv = (part.spans[0] for part in (self.build.part(heads), self.build.kv_part(kv_heads)))
+        return HeadCut(slice(*mine), slice(*kv), heads)
 
     def _style(self, name: str) -> str | None:
         """Return the style of the plan for the module ``name``; None if every rank has all of the module."""
@@ -307,8 +337,10 @@ class Swapper:
         setattr(self.model.get_submodule(parent), leaf, swapped)
         self.made.counts[what] += 1
 
-    def _fill(self, name: str, parameter: nn.Parameter, *index: slice, offset: float = 0.0) -> None:
-        self.made.targets[name] = Target(parameter, index, offset)
+    def _fill(
+        self, name: str, parameter: nn.Parameter, *index: slice, offset: float = 0.0, read: Read | None = None
+    ) -> None:
+        self.made.targets[name] = Target(parameter, index, offset, read)
 
     def _fill_linear(self, name: str, layer: Any, *index: slice, bias: bool) -> None:
         self._fill(f"{name}.weight", layer.weight, *index)

@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 from weft.common.errors import ConfigError
 from weft.models.generic.swap import Target
 from weft.models.quantized.sources import weights_named
-from weft.models.weights import WeightMap
+from weft.models.weights import WeightMap, in_order
 
 Tensor = torch.Tensor
 Index = tuple[int | slice, ...]
@@ -56,7 +56,8 @@ def module_map(targets: Mapping[str, Target], parameters: Mapping[int, str]) -> 
     """
     made = FoundMap()
     for name, target in targets.items():
-        made.add(name, parameters[id(target.parameter)], *target.index, offset=target.offset)
+        parameter = parameters[id(target.parameter)]
+        made.add(name, parameter, *target.index, offset=target.offset, read=target.read)
     return made
 
 
@@ -116,7 +117,14 @@ class _Reader:
         self, made: WeightMap, published: str, target: Target, more: Index = (), read: Any = None
     ) -> None:
         """Map ``published`` to part ``more`` of ``target``."""
+        if target.read is not None and more:
+            raise ConfigError(
+                f"{self._class}: {published} is a part of a tensor that Weft stores in another order; save "
+                "the checkpoint with save_pretrained of transformers 5",
+                param="--model",
+            )
         index = _inside(target.index, more)
+        read = in_order(read, target.read)
         made.add(published, self._parameters[id(target.parameter)], *index, offset=target.offset, read=read)
 
     def _convert(self, made: WeightMap, published: str, renamed: str, pattern: str) -> set[str]:
@@ -187,7 +195,8 @@ class _Reader:
         for name, target in self._targets.items():
             if name in found or any(re.search(pattern, name) for pattern in self._optional):
                 continue
-            made.add(name, self._parameters[id(target.parameter)], *target.index, offset=target.offset)
+            parameter = self._parameters[id(target.parameter)]
+            made.add(name, parameter, *target.index, offset=target.offset, read=target.read)
         # Of stacked experts the files must have every expert.
         for placed_name, placed in list(made.placements.items()):
             if placed.index and isinstance(placed.index[0], int):

@@ -5,12 +5,8 @@ Experts are published with inputs first, [experts, inputs, outputs], and with al
 
 from __future__ import annotations
 
-import torch
-
 from weft.config.spec import ModelSpec
-from weft.models.weights import WeightMap, decoder_weights
-
-Tensor = torch.Tensor
+from weft.models.weights import WeightMap, decoder_weights, in_halves, in_order, transposed
 
 
 def weight_map(spec: ModelSpec) -> WeightMap:
@@ -24,21 +20,8 @@ def weight_map(spec: ModelSpec) -> WeightMap:
         ours = f"{ours}.feed_forward"
         result.add_linear(f"{theirs}.router", f"{ours}.router", bias=True)
         experts = f"{theirs}.experts"
-        result.add(f"{experts}.gate_up_proj", f"{ours}.experts.gate_up", read=_gate_up)
-        result.add(f"{experts}.gate_up_proj_bias", f"{ours}.experts.gate_up_bias", read=_in_halves)
-        result.add(f"{experts}.down_proj", f"{ours}.experts.down", read=_transposed)
+        result.add(f"{experts}.gate_up_proj", f"{ours}.experts.gate_up", read=in_order(transposed, in_halves))
+        result.add(f"{experts}.gate_up_proj_bias", f"{ours}.experts.gate_up_bias", read=in_halves)
+        result.add(f"{experts}.down_proj", f"{ours}.experts.down", read=transposed)
         result.add(f"{experts}.down_proj_bias", f"{ours}.experts.down_bias")
     return result
-
-
-def _transposed(weight: Tensor) -> Tensor:
-    return weight.transpose(-2, -1)
-
-
-def _in_halves(rows: Tensor) -> Tensor:
-    """Return [experts, 2 n, ...] with all gate rows first, from alternating rows of gate and up."""
-    return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
-
-
-def _gate_up(weight: Tensor) -> Tensor:
-    return _in_halves(_transposed(weight))
