@@ -57,7 +57,8 @@ ALONE = [
     "[attention](attention.md#state-mixers) |",
     "| several models behind one server with `--fronts`, `weft front` or Ray | "
     "[several models](guides/several-models.md) |",
-    "| the KV cache on disk or in host memory, in a decode group | [KV cache on disk](tiers.md) |",
+    "| the KV cache on disk, in host memory or in an object store, in an encode group | "
+    "[KV cache on disk](tiers.md) |",
     "| `return_routed_experts` with `stream` or `thinking_token_budget`; routed experts of models of the "
     "generic backend | [training loops](guides/training-loops.md#routed-experts) |",
     "| latent attention, recurrent states, images, quantized weights or several ranks in `weft train` | "
