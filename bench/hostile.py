@@ -25,8 +25,7 @@ from urllib.parse import urlsplit
 
 from PIL import Image
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-RESPONSES = "/v1/responses"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 WORDS = "Tom has 12 apples and buys 7 more. "
 
 

@@ -386,10 +386,8 @@ def _facts(one: EngineConfig, other: EngineConfig) -> list[tuple[str, object, ob
 
 def _check_cores(groups: list[EngineConfig]) -> None:
     """Check CPU cores like ``resolve.check_cores``, over all groups: warn above one rank per core, raise
-    ConfigError above ``RANKS_EACH_CORE``.
-    """
-    ranks = groups[0].host.ranks
-    cores = usable_cores()
+    ConfigError above ``RANKS_EACH_CORE``."""
+    ranks, cores = groups[0].host.ranks, usable_cores()
     if ranks <= cores or all(group.device != "cpu" for group in groups):
         return
     if ranks > RANKS_EACH_CORE * cores:
