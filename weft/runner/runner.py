@@ -146,6 +146,10 @@ class Runner:
             for number, pool in kinds
         ]
 
+    def freeable(self) -> list[Tensor]:
+        """Return the memory of the KV cache that is worth nothing while no sequence is open."""
+        return [tensor for kind in (*self._memory, *self.memory) for tensor in kind]
+
     @property
     def transfer(self) -> TransferThread | None:
         """Transfers of KV caches to and from other groups; None in a unified group."""
