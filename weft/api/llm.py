@@ -164,8 +164,8 @@ class LLM(PooledCalls):
     def sleep(self, level: int = 1) -> None:
         """Give the memory of the KV cache back; at ``level`` 2 the memory of the weights, too.
 
-        Prefixes are lost. Call ``wake_up`` before the next prompt. Raise InvalidRequest on a GPU, and at level
-        2 for weights that are in no safetensors file. Raise EngineDead after ``shutdown``.
+        Prefixes are lost. Call ``wake_up`` before the next prompt. Raise InvalidRequest on a GPU, and at
+        level 2 for weights that are in no safetensors file. Raise EngineDead after ``shutdown``.
         """
         with self._lock:
             self._weights.sleep(self._living(), level)
@@ -174,8 +174,8 @@ class LLM(PooledCalls):
         """End a sleep. ``tags``: "weights" and "kv_cache"; None for both.
 
         Prompts are possible after both parts are awake. After a sleep of level 2 the weights come from the
-        first ``update_weights`` of all tensors, or are read again with the last part. Raise InvalidRequest for
-        an unknown tag, and EngineDead after ``shutdown``.
+        first ``update_weights`` of all tensors, or are read again with the last part. Raise InvalidRequest
+        for an unknown tag, and EngineDead after ``shutdown``.
         """
         with self._lock:
             self._weights.wake_up(self._living(), tags)

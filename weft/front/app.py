@@ -37,10 +37,10 @@ from weft.front.openai.scoring_route import add_scoring
 from weft.front.requests.context import Front
 from weft.front.requests.several_models import NotLoaded
 from weft.front.responses.routes import add_responses
+from weft.front.sleep_routes import add_sleep_routes
 from weft.front.small_routes import add_tokenizing
 from weft.front.tier_routes import add_tier_routes
 from weft.front.tokens.tokens_routes import add_tokens
-from weft.front.sleep_routes import add_sleep_routes
 from weft.front.training_routes import add_training_routes
 from weft.front.weight_routes import add_weight_routes
 

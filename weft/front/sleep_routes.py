@@ -34,8 +34,8 @@ def add_sleep_routes(app: FastAPI, front: Front) -> None:
     async def sleep(request: Request) -> Response:
         """Pause the server as /pause does, and give memory back.
 
-        ``?level=1`` (default) frees the KV caches with all prefixes. ``level=2`` also frees the weights, which
-        /wake_up reads again. ``?mode=`` is the mode of /pause. The answer comes when the memory is free.
+        ``?level=1`` (default) frees the KV caches with all prefixes. ``level=2`` also frees the weights,
+        which /wake_up reads again. ``?mode=`` is the mode of /pause. The answer comes when the memory is free.
         """
         level, mode = _asked(request)
         models = front.pausing.models
@@ -43,7 +43,7 @@ def add_sleep_routes(app: FastAPI, front: Front) -> None:
             model.weights.check_sleep(level)
             if level > 1 and (front.section.fronts > 1 or model.owner.shared):
                 raise InvalidRequest(
-                    "level 2 needs engine processes of one API server: use level 1, or start without --fronts",
+                    "level 2 needs engines of one API server: use level 1, or start without --fronts",
                     param="level",
                 )
         await front.pausing.sleep(mode, level, front.section.request_timeout)
@@ -84,7 +84,7 @@ def _asked(request: Request) -> tuple[int, PauseMode]:
 
 
 def _tags(request: Request) -> tuple[str, ...]:
-    """Return the parts of the query of /wake_up; all parts for a query without tags. Raises InvalidRequest."""
+    """Return the parts of the query of /wake_up; all parts without tags. Raises InvalidRequest."""
     given = request.query_params.multi_items()
     if any(key != "tags" for key, _ in given) or len(given) > MOST_TAGS:
         raise InvalidRequest("the only parameter is tags")

@@ -12,9 +12,9 @@ import torch
 def free_pages(tensors: Iterable[torch.Tensor], shared: bool = False) -> int:
     """Give the whole pages inside contiguous CPU tensors back, and return the bytes.
 
-    The tensors keep their addresses. Their contents are lost: zeros, or the bytes of a mapped file. ``shared``:
-    the tensors may lie in shared memory of this process, which is emptied, too. Never pass ``shared`` for
-    tensors that map a file. Raises OSError.
+    The tensors keep their addresses. The contents are lost: zeros, or the bytes of a mapped file.
+    ``shared``: the tensors may lie in shared memory of this process, which is emptied, too. Never pass
+    ``shared`` for tensors that map a file. Raises OSError.
     """
     call = ctypes.CDLL(None, use_errno=True).madvise
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -27,10 +27,8 @@ def free_pages(tensors: Iterable[torch.Tensor], shared: bool = False) -> int:
         if begin >= end:
             continue
         # MADV_REMOVE empties shared memory. Private memory refuses the call, and takes MADV_DONTNEED.
-        if shared and call(begin, end - begin, mmap.MADV_REMOVE) == 0:
-            freed += end - begin
-        elif call(begin, end - begin, mmap.MADV_DONTNEED) == 0:
-            freed += end - begin
-        else:
+        removed = shared and call(begin, end - begin, mmap.MADV_REMOVE) == 0
+        if not removed and call(begin, end - begin, mmap.MADV_DONTNEED) != 0:
             raise OSError(ctypes.get_errno(), "madvise failed")
+        freed += end - begin
     return freed

@@ -148,7 +148,8 @@ class Runner:
 
     def freeable(self) -> list[Tensor]:
         """Return the memory of the KV cache that is worth nothing while no sequence is open."""
-        return [tensor for kind in (*self._memory, *self.memory) for tensor in kind]
+        slots = (self._memory[n] for n, pool in enumerate(self.kv.pools) if pool.cache.kind == "state")
+        return [tensor for kind in (*self.memory, *slots) for tensor in kind]
 
     @property
     def transfer(self) -> TransferThread | None:

@@ -55,10 +55,11 @@ class DropWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class FreeMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """API server to engine, and engine to rank, with no sequence open: give the memory of the KV cache back."""
+    """API server to engine, and engine to rank, with no sequence open: give the memory of the KV cache
+    back."""
 
     weights: bool = False
-    """True: also give the memory of the weights back. An update must fill the weights before the next step."""
+    """True: also give the memory of the weights back. An update must come before the next step."""
 
 
 class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):

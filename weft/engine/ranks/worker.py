@@ -238,8 +238,9 @@ class Worker:
         return some
 
     def _fill(self, frame: WeightsToRank) -> None:
-        """Begin to read new weights, use or forget them, or give memory back. Raises EngineDead for weights that were not
-        read."""
+        """Begin to read new weights, use or forget them, or give memory back.
+
+        Raises EngineDead for weights that were not read."""
         weights = self._weights
         if weights is None:
             raise EngineDead("this rank takes no new weights")

@@ -19,7 +19,14 @@ from weft.group.types import GroupLost
 from weft.scheduler.scheduler import Scheduler
 from weft.store.fixed_weights import why_fixed
 from weft.types.messages import TokenEvent, ToWeights
-from weft.types.weights import DropWeights, FreeMemory, StageWeights, UseWeights, WeightsChanged, WeightsUpdate
+from weft.types.weights import (
+    DropWeights,
+    FreeMemory,
+    StageWeights,
+    UseWeights,
+    WeightsChanged,
+    WeightsUpdate,
+)
 
 log = get_logger(__name__)
 

@@ -14,7 +14,14 @@ from typing import Any
 from weft.common.errors import EngineDead, InvalidRequest, ReportedError, Unavailable, WeftError
 from weft.engine.weights.rank_weights import RankWeights
 from weft.types import frames as f
-from weft.types.weights import DropWeights, FreeMemory, StageWeights, SwapWeights, WeightsReport, WeightsUpdate
+from weft.types.weights import (
+    DropWeights,
+    FreeMemory,
+    StageWeights,
+    SwapWeights,
+    WeightsReport,
+    WeightsUpdate,
+)
 
 SWAP_S = 120.0
 """Maximum seconds until all ranks have copied the weights."""

@@ -43,8 +43,8 @@ _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 def as_vllm(page: bytes, config: EngineConfig, engines: Iterable[Instance], asleep: int = 0) -> bytes:
     """Return the exposition ``page`` with vLLM's names, the label ``engine`` in place of ``head``, and
-    metrics that vLLM derives in another way. ``engines``: with the counters of the last heartbeat. ``asleep``:
-    level of the sleep."""
+    metrics that vLLM derives in another way. ``engines``: with the counters of the last heartbeat.
+    ``asleep``: level of the sleep."""
     engines = list(engines)
     renamed = _vllm_lines(page, config.served_names[0], engines[0].name if engines else "0")
     older = [

@@ -5,8 +5,8 @@
                  state▼  │state, number of running sequences
                  other API servers
 
-A sleep is a pause that also has parts of the memory that are asleep. ``wake`` takes parts back; after the last
-part the server is as before the sleep.
+A sleep is a pause that also has parts of the memory that are asleep. ``wake`` takes parts back. After the
+last part the server is as before the sleep.
 
 Each change has a stamp: a number above all known numbers, then the name of the API server. The highest stamp
 counts everywhere, so all API servers agree after changes at the same time. An API server asks the others at
@@ -86,7 +86,12 @@ class PauseState(NamedTuple):
                 raise ValueError(f"unknown mode {one!r}")
         parts = tuple(one for one in PARTS if one in asleep.split("+"))
         return PauseState(
-            int(number), name.strip("-"), mode.strip("-"), int(level.replace("-", "0")), parts, before.strip("-")
+            int(number),
+            name.strip("-"),
+            mode.strip("-"),
+            int(level.replace("-", "0")),
+            parts,
+            before.strip("-"),
         )
 
 
@@ -133,8 +138,8 @@ class Pausing:
         log.info("the server is paused over /pause (%s)", mode)
 
     async def sleep(self, mode: PauseMode, level: int, seconds: float) -> None:
-        """Pause all API servers for a sleep, as ``pause`` does with the same errors. The caller then frees the
-        memory."""
+        """Pause all API servers for a sleep, as ``pause`` does with the same errors. The caller then frees
+        the memory."""
         await self._hold_all(self.state.sleep(self._name, mode, level), seconds)
         log.info("the server sleeps at level %d over /sleep (%s)", level, mode)
 

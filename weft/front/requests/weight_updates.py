@@ -23,7 +23,14 @@ from weft.control.links.links import Links
 from weft.store.fixed_weights import check_sleep, start_files, why_fixed
 from weft.store.new_weights import MOST_FILES
 from weft.types.messages import SLEEP_SINCE, ToWeights, common_version
-from weft.types.weights import DropWeights, FreeMemory, StageWeights, UseWeights, WeightsChanged, WeightsUpdate
+from weft.types.weights import (
+    DropWeights,
+    FreeMemory,
+    StageWeights,
+    UseWeights,
+    WeightsChanged,
+    WeightsUpdate,
+)
 
 log = get_logger(__name__)
 
@@ -138,7 +145,9 @@ class WeightUpdates:
         check_sleep(self._config, level)
         for one in self._engines():
             if one.welcome is None or (common_version(one.welcome.versions) or 0) < SLEEP_SINCE:
-                raise InvalidRequest(f"the engine {one.name} is of a release without sleep; restart the engine")
+                raise InvalidRequest(
+                    f"the engine {one.name} is of a release without sleep; restart the engine"
+                )
 
     async def free(self, level: int) -> None:
         """Free the KV caches, and at ``level`` 2 the weights, of all engine processes, which compute nothing.
