@@ -88,7 +88,7 @@ def test_memory_goes_and_tokens_come_back(servers: Servers, tmp_path: Path, more
     assert post(server, "/wake_up?tags=kv_cache").json() == {"status": "awake"}
     after = complete(server)
     assert after["weight_version"] == "step-1"
-    plain = servers.weft(*ARGUMENTS[1:], str(new), "--served-model-name", "spool-text")
+    plain = servers.weft(*ARGUMENTS[1:], *more.split(), str(new), "--served-model-name", "spool-text")
     assert numbers(complete(plain)) == numbers(after)
 
 
