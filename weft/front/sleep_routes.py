@@ -35,7 +35,8 @@ def add_sleep_routes(app: FastAPI, front: Front) -> None:
         """Pause the server as /pause does, and give memory back.
 
         ``?level=1`` (default) frees the KV caches with all prefixes. ``level=2`` also frees the weights,
-        which /wake_up reads again. ``?mode=`` is the mode of /pause. The answer comes when the memory is free.
+        which /wake_up reads again. ``?mode=`` is the mode of /pause. The answer comes after the memory is
+        free.
         """
         level, mode = _asked(request)
         models = front.pausing.models
