@@ -19,7 +19,7 @@ from weft.config.hub import bundled_models
 from weft.engine.core import EngineCore
 from weft.models.weight_source import write_shared
 from weft.store.new_weights import SHARED, check_source
-from weft.types.weights import StageWeights, WeightsUpdate
+from weft.types.weights import StageWeights, UseWeights, WeightsUpdate
 
 BASE = Path(bundled_models()["spool-text"])
 SETTINGS: dict[str, Any] = {
@@ -217,6 +217,34 @@ def test_a_sleep() -> None:
         llm.wake_up(["kv_cache"])
         assert one() == before
         assert (llm.weight_version, llm.stats().prefix_hits) == ("again", 0)
+
+
+@pytest.mark.slow
+def test_a_rank_lost_during_the_copies_comes_back_with_the_new_weights(tmp_path: Path) -> None:
+    """The engine's rank has copied; the other rank dies without a word. The decision stands."""
+    settings = SETTINGS | {"dtype": "bfloat16", "tensor_parallel_size": 2}
+    new = changed(read_tensors(BASE), 1)
+    folder = write_checkpoint(tmp_path / "new", BASE, new)
+    due = fresh(folder, settings)
+    with LLM("spool-text", **settings) as llm:
+        assert outputs(llm) != due
+        core = llm._core
+        assert isinstance(core, EngineCore)
+        files = (str(folder / "model.safetensors"),)
+        core.weights.begin(StageWeights(update=WeightsUpdate(version=1, files=files)))
+        until = time.monotonic() + deadline(60)
+        while not (answers := core.weights.finished()):
+            assert time.monotonic() < until
+            core.check()  # the report of the other rank
+            core.hear()
+        assert answers[0].staged == 1
+        _kill(core)
+        core.weights.begin(UseWeights(version=1))
+        core.weights.take(core.scheduler)
+        answers = core.weights.finished()
+        assert (answers[0].version, answers[0].error) == (1, None)
+        assert outputs(llm) == due
+        assert llm.stats().recoveries == 1
 
 
 @pytest.mark.slow
