@@ -19,7 +19,7 @@ from weft.config.hub import bundled_models
 from weft.engine.core import EngineCore
 from weft.models.weight_source import write_shared
 from weft.store.new_weights import SHARED, check_source
-from weft.types.weights import StageWeights, WeightsUpdate
+from weft.types.weights import StageWeights, UseWeights, WeightsUpdate
 
 BASE = Path(bundled_models()["spool-text"])
 SETTINGS: dict[str, Any] = {
@@ -174,6 +174,77 @@ def test_scoring_equals_rollouts_over_20_updates() -> None:
                     assert ours[token].logprob == other[token].logprob
                     compared += 1
     assert compared == 20 * 2 * 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_sleep_keeps_the_tokens(form: dict[str, Any]) -> None:
+    """Of level 2 after updates, also partial ones, and before any update."""
+    old = read_tensors(BASE)
+    layer = {name: tensor for name, tensor in changed(old, 2).items() if ".layers.1.self_attn." in name}
+    with LLM("spool-text", **SETTINGS | form) as llm:
+        for tensors in (None, changed(old, 1), layer):
+            if tensors is not None:
+                llm.update_weights(tensors.items(), partial=tensors is layer)
+            before, label = outputs(llm), llm.weight_version
+            llm.sleep(level=2)
+            llm.wake_up()
+            assert outputs(llm) == before
+            assert llm.weight_version == label
+
+
+def test_a_sleep() -> None:
+    """Level 1 keeps the weights. After level 2 the first complete update gives the weights."""
+    old = read_tensors(BASE)
+    short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM("spool-text", **SETTINGS, dtype="bfloat16") as llm:
+
+        def one() -> list[int]:
+            return list(llm.generate(PROMPTS[:1], short, use_tqdm=False)[0].outputs[0].token_ids)
+
+        before = one()
+        llm.sleep()
+        with pytest.raises(InvalidRequest, match="call wake_up first"):
+            one()
+        llm.wake_up()
+        assert one() == before
+        llm.sleep(level=2)
+        with pytest.raises(InvalidRequest, match="the weights are asleep"):
+            llm.update_weights(old.items(), partial=True)
+        llm.wake_up(["weights"])
+        assert llm.is_sleeping
+        llm.update_weights(old.items(), version="again")
+        llm.wake_up(["kv_cache"])
+        assert one() == before
+        assert (llm.weight_version, llm.stats().prefix_hits) == ("again", 0)
+
+
+@pytest.mark.slow
+def test_a_rank_lost_during_the_copies_comes_back_with_the_new_weights(tmp_path: Path) -> None:
+    """The engine's rank has copied; the other rank dies without a word. The decision stands."""
+    settings = SETTINGS | {"dtype": "bfloat16", "tensor_parallel_size": 2}
+    new = changed(read_tensors(BASE), 1)
+    folder = write_checkpoint(tmp_path / "new", BASE, new)
+    due = fresh(folder, settings)
+    with LLM("spool-text", **settings) as llm:
+        assert outputs(llm) != due
+        core = llm._core
+        assert isinstance(core, EngineCore)
+        files = (str(folder / "model.safetensors"),)
+        core.weights.begin(StageWeights(update=WeightsUpdate(version=1, files=files)))
+        until = time.monotonic() + deadline(60)
+        while not (answers := core.weights.finished()):
+            assert time.monotonic() < until
+            core.check()  # the report of the other rank
+            core.hear()
+        assert answers[0].staged == 1
+        _kill(core)
+        core.weights.begin(UseWeights(version=1))
+        core.weights.take(core.scheduler)
+        answers = core.weights.finished()
+        assert (answers[0].version, answers[0].error) == (1, None)
+        assert outputs(llm) == due
+        assert llm.stats().recoveries == 1
 
 
 @pytest.mark.slow

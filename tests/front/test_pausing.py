@@ -32,7 +32,7 @@ def test_the_latest_change_wins_everywhere() -> None:
     for state in (first, pause, resume):
         assert PauseState.read(state.text()) == state
     with pytest.raises(ValueError, match="unknown mode"):
-        PauseState.read("1 0 sleep")
+        PauseState.read("1 0 sleep - - -")
 
 
 def test_a_full_queue_of_a_paused_server_is_unavailable() -> None:

@@ -159,9 +159,37 @@ class LLM(PooledCalls):
         ``shutdown``.
         """
         with self._lock:
-            if self._core is None or self._death is not None:
-                raise EngineDead(self._death or "this LLM was shut down")
-            return self._weights.update(self._core, source, version, partial)
+            return self._weights.update(self._living(), source, version, partial)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of the KV cache back; at ``level`` 2 the memory of the weights, too.
+
+        Prefixes are lost. Call ``wake_up`` before the next prompt. Raise InvalidRequest on a GPU, and at
+        level 2 for weights that are in no safetensors file. Raise EngineDead after ``shutdown``.
+        """
+        with self._lock:
+            self._weights.sleep(self._living(), level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """End a sleep. ``tags``: "weights" and "kv_cache"; None for both.
+
+        Prompts are possible after both parts are awake. After a sleep of level 2 the weights come from the
+        first ``update_weights`` of all tensors, or are read again with the last part. Raise InvalidRequest
+        for an unknown tag, and EngineDead after ``shutdown``.
+        """
+        with self._lock:
+            self._weights.wake_up(self._living(), tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """True from ``sleep`` until all parts are awake."""
+        return bool(self._weights.asleep)
+
+    def _living(self) -> EngineCore | Replicas:
+        """Return the engine. Raise EngineDead."""
+        if self._core is None or self._death is not None:
+            raise EngineDead(self._death or "this LLM was shut down")
+        return self._core
 
     def generate(
         self,
@@ -303,6 +331,8 @@ class LLM(PooledCalls):
             raise EngineDead("this LLM was shut down")
         if self._death is not None:
             raise EngineDead(self._death)
+        if self.is_sleeping:
+            raise InvalidRequest("this LLM is asleep: call wake_up first")
         bar = progress_bar(total=len(requests), title="Prompts", unit="prompt", shown=use_tqdm)
         run = _Run(self._core, requests, bar)
         try:

@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,7 @@ from weft.api.request import client_error
 from weft.common.errors import InvalidRequest, ReportedError
 from weft.engine.core import EngineCore
 from weft.models.weight_source import write_shared
-from weft.store.fixed_weights import why_fixed
+from weft.store.fixed_weights import PARTS, check_sleep, start_files, why_fixed
 from weft.store.new_weights import SHARED, source_files
 from weft.types.weights import WeightsUpdate
 
@@ -46,6 +46,12 @@ class Weights:
     def __init__(self) -> None:
         self.label = DEFAULT
         """Label of the weights in use."""
+        self.asleep: tuple[str, ...] = ()
+        """Parts of the memory that are asleep."""
+        self._freed = False
+        """True while the ranks lack the weights."""
+        self._history: tuple[tuple[tuple[str, ...], bool], ...] = ()
+        """(files, partial) of the updates since the last complete one, in order."""
         self._kept: list[_Written] = []
         """Files in shared memory that a rank may still need."""
         weakref.finalize(self, _unlink, self._kept)  # also at the end of the process
@@ -62,6 +68,8 @@ class Weights:
             raise InvalidRequest("update_weights of an LLM with several replicas is not supported")
         if why := why_fixed(core.config):
             raise InvalidRequest(why)
+        if self._freed and partial:
+            raise InvalidRequest("the weights are asleep: call wake_up, or update all tensors")
         number = core.weights.version + 1
         written: list[_Written] = []
         try:
@@ -85,9 +93,35 @@ class Weights:
             raise
         if not partial:
             _unlink(self._kept)
+            self._history, self._freed = (), False
+        self._history = (*self._history, (files, partial))
         self._kept += written
         self.label = str(number) if label is None else label
         return self.label
+
+    def sleep(self, core: EngineCore | Replicas, level: int) -> None:
+        """See ``LLM.sleep``."""
+        if not isinstance(core, EngineCore):
+            raise InvalidRequest("sleep of an LLM with several replicas is not supported")
+        check_sleep(core.config, level)
+        self.asleep = PARTS
+        self._freed = self._freed or level > 1
+        core.weights.free(level > 1, lambda: _turn(core))
+
+    def wake_up(self, core: EngineCore | Replicas, tags: Sequence[str] | None) -> None:
+        """See ``LLM.wake_up``."""
+        for tag in tags or ():
+            if tag not in PARTS:
+                raise InvalidRequest(f"tags must be of {', '.join(PARTS)}", param="tags")
+        left = tuple(one for one in self.asleep if tags is not None and one not in tags)
+        if not left and self._freed:
+            assert isinstance(core, EngineCore)
+            for files, partial in self._history or ((start_files(core.config), False),):
+                number = core.weights.version + 1
+                update = WeightsUpdate(version=number, files=files, partial=partial)
+                core.weights.update(update, lambda: _turn(core))
+            self._freed = False
+        self.asleep = left
 
     def close(self) -> None:
         """Delete the files in shared memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from weft.config.sharding import local_spec
 from weft.config.sizing.draft import draft_part
 from weft.config.sizing.memory import activation_bytes, pools_for
 from weft.config.spec import ModelSpec
-from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings, open_transfers
+from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings, open_transfers, transports_of
 from weft.engine.tiers.open_tier import noted_weights, open_tier
 from weft.engine.weights.rank_weights import RankWeights, Tensors
 from weft.layers.build import AdapterOptions, Build, ExpertOptions
@@ -133,7 +133,10 @@ class LoadedModel:
             embeddings=open_embeddings(config, rank),
         )
         runner.tier = open_tier(config, runner, rank, self.backends, self.weights)
-        runner.weights = open_weights(config, self.model, mesh, rank)
+        # Memory that a network card or another library maps must keep its pages.
+        plain = config.transfer.role == "unified" or {"shm", "tcp"}.issuperset(transports_of(config))
+        caches = runner.freeable if plain else tuple
+        runner.weights = open_weights(config, self.model, mesh, rank, caches)
         # A warm-up step of connected ranks would need collectives before the group has formed.
         if device.type == "cuda" and not meets:
             runner.warm_up(config.scheduler.max_num_batched_tokens, self.progress)
@@ -259,7 +262,13 @@ def load_weights(config: EngineConfig, mesh: Mesh | None, progress: bool) -> Mod
     return EagleModel(model, head)
 
 
-def open_weights(config: EngineConfig, model: Model, mesh: Mesh | None, rank: int) -> RankWeights:
+def open_weights(
+    config: EngineConfig,
+    model: Model,
+    mesh: Mesh | None,
+    rank: int,
+    caches: Callable[[], Sequence[torch.Tensor]] = tuple,
+) -> RankWeights:
     """Return the weights of ``rank`` for ``model``, which is in use. A draft model keeps its weights."""
     target = getattr(model, "target", model)
     # A temporary model must not add callbacks to the mesh.
@@ -272,7 +281,7 @@ def open_weights(config: EngineConfig, model: Model, mesh: Mesh | None, rank: in
         fresh = read_model(config, apart, config.model_path, config.loaded, files=files, changed=changed)
         return weights_of(fresh, changed)
 
-    return RankWeights(rank, lambda: weights_of(target), read)
+    return RankWeights(rank, lambda: weights_of(target), read, caches)
 
 
 def release_unused() -> None:

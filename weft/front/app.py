@@ -37,6 +37,7 @@ from weft.front.openai.scoring_route import add_scoring
 from weft.front.requests.context import Front
 from weft.front.requests.several_models import NotLoaded
 from weft.front.responses.routes import add_responses
+from weft.front.sleep_routes import add_sleep_routes
 from weft.front.small_routes import add_tokenizing
 from weft.front.tier_routes import add_tier_routes
 from weft.front.tokens.tokens_routes import add_tokens
@@ -58,6 +59,7 @@ def build_app(front: Front, hosts: Hosts) -> AccessGate:
     add_admin(app, front)
     add_tier_routes(app, front)
     add_training_routes(app, front)
+    add_sleep_routes(app, front)
     add_adapters(app, front)
     add_weight_routes(app, front)
     add_models(app, front)

@@ -23,9 +23,16 @@ READY_WINDOW = 30.0
 def health_answer(front: Front) -> Response:
     """Return the answer of ``/health``, see the route."""
     if front.several is not None:
-        return _several(front, front.several, *several_health(front.several))
+        status, code = several_health(front.several)
+        return _several(front, front.several, _or_sleeping(front, status), code)
     status, code = _health(front)
+    status = _or_sleeping(front, status)
     return _answer(front, status, code, lambda one: one.alive)
+
+
+def _or_sleeping(front: Front, status: str) -> str:
+    """Return "sleeping" in place of "alive" during a sleep."""
+    return "sleeping" if status == "alive" and front.pausing.asleep else status
 
 
 def _health(front: Front) -> tuple[str, int]:
@@ -48,7 +55,7 @@ def ready_answer(front: Front) -> Response:
     window, now = min(READY_WINDOW, front.section.engine_timeout), SystemClock().now()
     phase = front.lifecycle.phase
     if phase is Phase.READY and front.pausing.paused:
-        body = {"status": "paused"}
+        body = {"status": "sleeping" if front.pausing.asleep else "paused"}
         return Response(to_json(body), 503, media_type=JSON)
     if front.several is not None:
         good = phase is Phase.READY and all(one.links.progressing(window) for one in front.several.loaded)

@@ -150,6 +150,11 @@ class Runner:
             for number, pool in kinds
         ]
 
+    def freeable(self) -> list[Tensor]:
+        """Return the memory of the KV cache that is worth nothing while no sequence is open."""
+        slots = (self._memory[n] for n, pool in enumerate(self.kv.pools) if pool.cache.kind == "state")
+        return [tensor for kind in (*self.memory, *slots) for tensor in kind]
+
     @property
     def transfer(self) -> TransferThread | None:
         """Transfers of KV caches to and from other groups; None in a unified group."""

@@ -1,8 +1,15 @@
-"""Settings with which the weights of a running engine can't change."""
+"""Settings with which the weights of a running engine can't change, or memory can't sleep."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from weft.common.errors import InvalidRequest
 from weft.config.resolved import EngineConfig
+from weft.store.new_weights import source_files
+
+PARTS = ("weights", "kv_cache")
+"""Parts of the memory that sleep and wake, in vLLM's words."""
 
 
 def why_fixed(config: EngineConfig) -> str:
@@ -18,3 +25,24 @@ def why_fixed(config: EngineConfig) -> str:
     if config.loaded.implementation == "transformers":
         return "models of the generic backend take no new weights: restart the server with the new weights"
     return ""
+
+
+def check_sleep(config: EngineConfig, level: int) -> None:
+    """Raise InvalidRequest if this engine can't sleep at ``level``: 1 frees the KV cache, 2 also the
+    weights."""
+    if level not in (1, 2):
+        raise InvalidRequest("level must be 1 or 2", param="level")
+    if config.device != "cpu":
+        raise InvalidRequest("memory of a GPU can't sleep: pause the server, or unload the model")
+    if level > 1:
+        why = why_fixed(config)
+        if config.model.load_format == "dummy":
+            why = "random weights are in no file"
+        if why:
+            raise InvalidRequest(f"level 2 frees the weights, use level 1: {why}", param="level")
+        start_files(config)
+
+
+def start_files(config: EngineConfig) -> tuple[str, ...]:
+    """Return the files of the weights of the start. Raises InvalidRequest for other than safetensors."""
+    return source_files("file", str(Path(config.model_path).resolve()))

@@ -15,7 +15,7 @@ each.
      │ TransferReport | TransferStopped ► │
      │ ◄─ CopyBlocks | FlushStore  to and from a KV tier (``weft.types.tiers``), in order with steps
      │ BlocksCopied ──────────► │
-     │ ◄─ StageWeights | SwapWeights | DropWeights  new weights (``weft.types.weights``), in order with steps
+     │ ◄─ StageWeights | SwapWeights | DropWeights | FreeMemory  (``weft.types.weights``), in order with steps
      │ WeightsReport ─────────► │
      │ ◄─ Abort | RankShutdown  │
      │ ◄─ RankHeartbeat ──────► │   both ways, on a connection of its own

@@ -32,7 +32,7 @@ from weft.types.tier_flush import FlushTier
 from weft.types.tiers import TierStats
 from weft.types.transfer import TransferParameters
 from weft.types.transport_counts import TransportCounts
-from weft.types.weights import DropWeights, StageWeights, UseWeights, WeightsChanged
+from weft.types.weights import DropWeights, FreeMemory, StageWeights, UseWeights, WeightsChanged
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STEP_TOKENS = (1.0, *(2.0**power for power in range(3, 15)))
@@ -70,9 +70,10 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
 
-VERSION = 4
+VERSION = 5
 """The newest version of these messages. Version 2 added ``Hello.engine``, ``Welcome.engine`` and
-``TransferStats.sent``, version 3 ``Submit.payer``, version 4 ``Submit.routes`` and ``Submit.forced``."""
+``TransferStats.sent``, version 3 ``Submit.payer``, version 4 ``Submit.routes`` and ``Submit.forced``,
+version 5 ``FreeMemory``."""
 OLDEST = 1
 """The oldest version understood. A sender uses only the fields of the newest common version."""
 SENT_SINCE = 2
@@ -81,6 +82,8 @@ TIER_SINCE = 3
 """Version that added ``EngineStats.tier`` and ``FlushTier``."""
 ROUTES_SINCE = 4
 """Version that added ``Submit.routes``, ``Submit.forced`` and ``TierStats.levels``."""
+SLEEP_SINCE = 5
+"""Version that added ``FreeMemory``."""
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
 """Salt of probe sequences. API servers send probe sequences to check if an engine process produces tokens."""
@@ -534,7 +537,7 @@ class EngineFailed(_Message, frozen=True, kw_only=True):
 
 
 ToAdapters: TypeAlias = LoadAdapter | DropAdapter
-ToWeights: TypeAlias = StageWeights | UseWeights | DropWeights
+ToWeights: TypeAlias = StageWeights | UseWeights | DropWeights | FreeMemory
 ToEngine = (
     Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Profile | Shutdown | ToAdapters | FlushTier
 ) | ToWeights

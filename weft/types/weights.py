@@ -8,6 +8,9 @@
       │                                  │ ── SwapWeights ───────────────► │   copy into the memory in use
       │ ◄─ WeightsChanged(version) ───── │ ◄─────────── WeightsReport ──── │   digests must be equal
 
+      │ FreeMemory(weights) ───────────► │ ── the same frame ────────────► │   a sleep: give memory back
+      │ ◄─ WeightsChanged(version) ───── │ ◄─────────── WeightsReport ──── │
+
 Nothing changes before ``UseWeights``. So weights that do not fit are refused while the old weights serve.
 ``DropWeights`` forgets staged weights. Versions count from 0, the weights of the start. A process that starts
 again gets all updates since the last complete one, in order.
@@ -51,8 +54,17 @@ class DropWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """API server to engine, and engine to rank: forget staged weights. Without an answer."""
 
 
+class FreeMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """API server to engine, and engine to rank, with no sequence open: give the memory of the KV cache
+    back."""
+
+    weights: bool = False
+    """True: also give the memory of the weights back. An update must come before the next step."""
+
+
 class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Engine to API server: the answer to ``StageWeights`` or ``UseWeights``, to the sender only."""
+    """Engine to API server: the answer to ``StageWeights``, ``UseWeights`` or ``FreeMemory``, to the sender
+    only."""
 
     version: int
     """Version of the weights that the engine computes with."""
@@ -71,7 +83,7 @@ class SwapWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class WeightsReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Rank to engine: the answer to ``StageWeights`` or ``SwapWeights``."""
+    """Rank to engine: the answer to ``StageWeights``, ``SwapWeights`` or ``FreeMemory``."""
 
     rank: int
     version: int
@@ -83,4 +95,4 @@ class WeightsReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     error: ErrorInfo | None = None
 
 
-WeightsToRank: TypeAlias = StageWeights | SwapWeights | DropWeights
+WeightsToRank: TypeAlias = StageWeights | SwapWeights | DropWeights | FreeMemory

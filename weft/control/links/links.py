@@ -93,6 +93,8 @@ class Links:
         """Tasks closing old links."""
         self._ready = asyncio.Event()
         self._past_bad_frames = 0
+        self.asleep = 0
+        """Level of the sleep of the server, for metrics; 0 while awake."""
         self.welcome: m.Welcome | None = None
         """The common Welcome of all engine processes; None before ``start`` returns."""
         self.died = asyncio.Event()

@@ -37,7 +37,7 @@ from weft.runner.step_handle import StepHandle
 from weft.runner.tier_thread import tier_of
 from weft.types import frames as f
 from weft.types.tiers import TierCommand
-from weft.types.weights import StageWeights, SwapWeights, WeightsToRank
+from weft.types.weights import FreeMemory, StageWeights, SwapWeights, WeightsToRank
 
 log = get_logger(__name__)
 
@@ -238,8 +238,9 @@ class Worker:
         return some
 
     def _fill(self, frame: WeightsToRank) -> None:
-        """Begin to read new weights, or use or forget them. Raises EngineDead for weights that were not
-        read."""
+        """Begin to read new weights, use or forget them, or give memory back.
+
+        Raises EngineDead for weights that were not read."""
         weights = self._weights
         if weights is None:
             raise EngineDead("this rank takes no new weights")
@@ -249,6 +250,10 @@ class Worker:
             while self._in_flight:
                 self._answer()
             self._send(weights.swap(frame.version))
+        elif isinstance(frame, FreeMemory):
+            while self._in_flight:
+                self._answer()
+            self._send(weights.free(frame.weights))
         else:
             weights.drop()
 

@@ -19,7 +19,14 @@ from weft.group.types import GroupLost
 from weft.scheduler.scheduler import Scheduler
 from weft.store.fixed_weights import why_fixed
 from weft.types.messages import TokenEvent, ToWeights
-from weft.types.weights import DropWeights, StageWeights, UseWeights, WeightsChanged, WeightsUpdate
+from weft.types.weights import (
+    DropWeights,
+    FreeMemory,
+    StageWeights,
+    UseWeights,
+    WeightsChanged,
+    WeightsUpdate,
+)
 
 log = get_logger(__name__)
 
@@ -52,7 +59,7 @@ class EngineWeights:
         self._together = config.transfer.role != "unified" or config.parallel.enable_expert_parallel
         """True if other engines compute the same sequences: weights change only while none is open."""
         self._staging = False
-        self._due: UseWeights | None = None
+        self._due: UseWeights | FreeMemory | None = None
         self._until = 0.0
         """Time at which a busy engine refuses ``_due``."""
         self._answers: list[WeightsChanged] = []
@@ -65,14 +72,15 @@ class EngineWeights:
     def begin(self, message: ToWeights) -> None:
         """Carry out a message. ``finished`` has the answer later."""
         group = self._group
-        if group is None or self._fixed:
+        if group is None or (self._fixed and not (isinstance(message, FreeMemory) and not message.weights)):
             why = self._fixed or "this engine takes no new weights"
-            if isinstance(message, StageWeights | UseWeights):
+            if not isinstance(message, DropWeights):
                 self._fail(InvalidRequest(why))
         elif isinstance(message, StageWeights):
             group.stage(message.update)
             self._staging = True
-        elif isinstance(message, UseWeights):
+        elif isinstance(message, UseWeights | FreeMemory):
+            self._staging = self._staging and isinstance(message, UseWeights)
             self._due, self._until = message, time.monotonic() + BUSY_S
         else:
             self._staging, self._due = False, None
@@ -108,6 +116,12 @@ class EngineWeights:
         finally:
             self.begin(DropWeights())  # after a failure, ranks would keep a second model
 
+    def free(self, weights: bool, hear: Callable[[], object]) -> None:
+        """Give the memory of the KV cache, and with ``weights`` of the weights, back. Blocks. ``hear``: see
+        ``update``. Raises Unavailable while a sequence is open."""
+        self.begin(FreeMemory(weights=weights))
+        self._answer(hear)
+
     def _answer(self, hear: Callable[[], object]) -> WeightsChanged:
         until = time.monotonic() + STAGE_S
         while not (answers := self.finished()):
@@ -138,21 +152,23 @@ class EngineWeights:
             if drained is None:
                 return []
             events = drained
-            together = self._together and self._busy()
+            together = (self._together or isinstance(due, FreeMemory)) and self._busy()
             if together and time.monotonic() < self._until:
                 return events  # sequences that a pause has ended may still hold transfers
             self._due = None
             if together:
                 # Not the client's fault: the API server tries again after the requests.
                 raise Unavailable(
-                    "requests run on several groups of this server: POST /pause before the weights change"
+                    "requests still run on this engine: POST /pause before weights change or memory sleeps"
                 )
+            if isinstance(due, FreeMemory):
+                return self._free(due, events)
             digest = self._group.swap(due.version)
         except GroupLost as lost:
             self._due = None
             self._lose(lost)
             digest = ""
-            if self.version != due.version:
+            if isinstance(due, FreeMemory) or self.version != due.version:
                 self._fail(lost)
                 return events
         except WeftError as error:
@@ -164,10 +180,19 @@ class EngineWeights:
         self._answers.append(WeightsChanged(version=self.version, digest=digest))
         return events
 
+    def _free(self, due: FreeMemory, events: list[TokenEvent]) -> list[TokenEvent]:
+        """Give memory back on all ranks, and return ``events``. Raises GroupLost."""
+        assert self._group is not None
+        if isinstance(self._scheduler, Scheduler):
+            self._scheduler.forget_prefixes()
+        self._group.free(due.weights)
+        self._answers.append(WeightsChanged(version=self.version))
+        return events
+
     def asked(self, scheduler: object) -> list[TokenEvent]:
         """Return no events: the scheduler requests nothing."""
         return []
 
     def _fail(self, error: WeftError) -> None:
-        log.warning("new weights are refused: %s", error.message)
+        log.warning("new weights, or a sleep, are refused: %s", error.message)
         self._answers.append(WeightsChanged(version=self.version, error=error.info()))

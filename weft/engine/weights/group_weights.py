@@ -14,7 +14,14 @@ from typing import Any
 from weft.common.errors import EngineDead, InvalidRequest, ReportedError, Unavailable, WeftError
 from weft.engine.weights.rank_weights import RankWeights
 from weft.types import frames as f
-from weft.types.weights import DropWeights, StageWeights, SwapWeights, WeightsReport, WeightsUpdate
+from weft.types.weights import (
+    DropWeights,
+    FreeMemory,
+    StageWeights,
+    SwapWeights,
+    WeightsReport,
+    WeightsUpdate,
+)
 
 SWAP_S = 120.0
 """Maximum seconds until all ranks have copied the weights."""
@@ -106,21 +113,34 @@ class GroupWeights:
         self._chosen(self.updates)
         self._reports = {}
         digest = self._own.swap(version).digest
-        data = f.encode(SwapWeights(version=version)) if self._others else b""
+        self._tell(SwapWeights(version=version), "use the new weights")
+        for report in self._reports.values():
+            if (report.version, report.digest) != (version, digest):
+                raise EngineDead(f"rank {report.rank} holds other weights than the engine")
+        return digest
+
+    def free(self, weights: bool) -> None:
+        """Give the memory of the KV cache, and with ``weights`` of the weights, back on all ranks.
+
+        No sequence may be open. Blocks. Raises GroupLost if a rank is lost.
+        """
+        self._update, self._reports = None, {}
+        self._own.free(weights)
+        self._tell(FreeMemory(weights=weights), "give memory back")
+
+    def _tell(self, message: SwapWeights | FreeMemory, what: str) -> None:
+        """Send ``message`` to all other ranks, and block until all have reported. Raises GroupLost."""
+        data = f.encode(message) if self._others else b""
         for rank in self._others:
             self._send(rank, data)
         until = time.monotonic() + SWAP_S
 
         def done() -> bool:
             if time.monotonic() > until:
-                raise EngineDead("a rank did not use the new weights in time")
+                raise EngineDead(f"a rank did not {what} in time")
             return len(self._reports) == len(self._others)
 
         self._wait(done)
-        for report in self._reports.values():
-            if (report.version, report.digest) != (version, digest):
-                raise EngineDead(f"rank {report.rank} holds other weights than the engine")
-        return digest
 
     def drop(self) -> None:
         """Forget staged weights on all ranks."""

@@ -3,6 +3,7 @@
     stage(update) ──thread──► report, bell        the model in use does not change
     swap(version)             copy into the memory in use; no step may run
     drop()                    forget staged weights
+    free(weights)             give the pages of the caches, and of the weights, back; no sequence may be open
 
 A staged version needs the memory of a second model until the swap.
 """
@@ -21,6 +22,7 @@ from weft.common.errors import ConfigError, EngineDead, InvalidRequest, WeftErro
 from weft.common.log import get_logger
 from weft.common.priority import step_back
 from weft.models.refill import check_finite, check_refill, held_digest, refill
+from weft.runner.free_memory import free_pages
 from weft.runner.wakeup_descriptor import WakeupDescriptor
 from weft.store.new_weights import check_source
 from weft.types.weights import WeightsReport, WeightsUpdate
@@ -46,9 +48,17 @@ class _Staged:
 class RankWeights:
     """The weights in use on one rank, and staged weights. Used from the thread that launches steps."""
 
-    def __init__(self, rank: int, held: Callable[[], Tensors], read: Read) -> None:
-        """``held``: returns the tensors in use, by place. Called once, before the first update."""
+    def __init__(
+        self,
+        rank: int,
+        held: Callable[[], Tensors],
+        read: Read,
+        caches: Callable[[], Sequence[torch.Tensor]] = tuple,
+    ) -> None:
+        """``held``: returns the tensors in use, by place. Called once, before the first update. ``caches``:
+        returns the memory of the KV cache that ``free`` gives back."""
         self.rank = rank
+        self._caches = caches
         self.version = 0
         """Version in use."""
         self.bell = WakeupDescriptor()
@@ -126,6 +136,18 @@ class RankWeights:
             if report.error is not None:
                 raise EngineDead(f"version {update.version} of the weights: {report.error.message}")
             self.swap(update.version)
+
+    def free(self, weights: bool) -> WeightsReport:
+        """Give the pages of the KV cache back; with ``weights`` the pages of the weights, too. An update must
+        then fill the weights before the next step."""
+        self.drop()
+        freed = free_pages(self._caches(), shared=True)
+        if weights:
+            self._held = self._held or self._find()
+            freed += free_pages(self._held.values())
+        trim_heap()
+        log.info("rank %d sleeps: %.2f GiB of addresses without memory", self.rank, freed / (1 << 30))
+        return WeightsReport(rank=self.rank, version=self.version)
 
     def drop(self) -> None:
         """Forget staged weights. A thread that reads ends by itself."""

@@ -168,9 +168,12 @@ ADMIN_PATHS = frozenset(
         "/admin/revive",
         "/admin/scale",
         "/is_paused",
+        "/is_sleeping",
         "/pause",
         "/reset_prefix_cache",
         "/resume",
+        "/sleep",
+        "/wake_up",
     }
 )
 """Paths that change the server or requests of other clients. Only with the admin key, and never from a page

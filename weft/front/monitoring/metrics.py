@@ -247,6 +247,10 @@ _LINK_GAUGES: dict[str, tuple[str, Callable[[Links], float]]] = {
         "Number of changes of the weights since the start, as new requests use them.",
         lambda c: c.fleet.router.weights,
     ),
+    "sleep_level": (
+        "Level of the sleep: 1 without KV caches, 2 also without weights, 0 for a server that is awake.",
+        lambda c: c.asleep,
+    ),
     "front_sequences": ("Open sequences of the API server.", lambda c: c.open_sequences),
     "engines_without_partner": (
         "Live engines with a role (prefill, decode, encode) that have no live partner.",

@@ -37,13 +37,14 @@ _SERVER_ERRORS = frozenset(
     kind.code.encode() for kind in vars(errors).values() if getattr(kind, "http_status", 0) in range(500, 600)
 )
 """Codes of failures of the server. vLLM counts such failures as the finish reason "error"."""
-_SLEEP_STATES = (("awake", 1), ("weights_offloaded", 0), ("discard_all", 0))
-"""vLLM's sleep states of an engine. Weft's engines are always awake."""
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""vLLM's names for the levels 0, 1 and 2 of a sleep."""
 
 
-def as_vllm(page: bytes, config: EngineConfig, engines: Iterable[Instance]) -> bytes:
+def as_vllm(page: bytes, config: EngineConfig, engines: Iterable[Instance], asleep: int = 0) -> bytes:
     """Return the exposition ``page`` with vLLM's names, the label ``engine`` in place of ``head``, and
-    metrics that vLLM derives in another way. ``engines``: with the counters of the last heartbeat."""
+    metrics that vLLM derives in another way. ``engines``: with the counters of the last heartbeat.
+    ``asleep``: level of the sleep."""
     engines = list(engines)
     renamed = _vllm_lines(page, config.served_names[0], engines[0].name if engines else "0")
     older = [
@@ -53,7 +54,7 @@ def as_vllm(page: bytes, config: EngineConfig, engines: Iterable[Instance]) -> b
         if name in line
     ]
     derived = CollectorRegistry(auto_describe=False)
-    derived.register(_Derived(config, engines, _answers(renamed), page))
+    derived.register(_Derived(config, engines, _answers(renamed), page, asleep))
     return renamed + b"\n".join([*older, b""]) + generate_latest(derived)
 
 
@@ -90,8 +91,9 @@ class _Derived(Collector):
         engines: list[Instance],
         answers: Counter[tuple[str, str, str]],
         page: bytes,
+        asleep: int,
     ) -> None:
-        self._config = config
+        self._config, self._asleep = config, asleep
         self._engines = engines
         self._answers = answers
         self._page = page
@@ -162,8 +164,8 @@ class _Derived(Collector):
             tiers.add_metric([model, name, "device"], min(stats.prefix_hits, stats.prompt_tokens))
             queries.add_metric([model, name], stats.images_encoded + stats.image_hits)
             hits.add_metric([model, name], stats.image_hits)
-            for state, value in _SLEEP_STATES:
-                sleep.add_metric([model, name, state], value)
+            for level, state in enumerate(_SLEEP_STATES):
+                sleep.add_metric([model, name, state], level == self._asleep)
         yield from (waiting, tiers, queries, hits, sleep)
 
     def _cache_config(self, model: str) -> Metric:

@@ -217,7 +217,7 @@ class Front:
             page = self.metrics.render_all({self._siblings.name: self.metrics.own(), **others})
         if not self.section.vllm_metrics:
             return page
-        return page + as_vllm(page, self.config, self.links.instances)
+        return page + as_vllm(page, self.config, self.links.instances, self.links.asleep)
 
     async def load_since(self, second: int) -> load_history.LoadAnswer:
         """Return the load of the whole server: one point for each second after ``second`` of the monotonic

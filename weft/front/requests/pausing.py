@@ -5,6 +5,9 @@
                  state▼  │state, number of running sequences
                  other API servers
 
+A sleep is a pause that also has parts of the memory that are asleep. ``wake`` takes parts back. After the
+last part the server is as before the sleep.
+
 Each change has a stamp: a number above all known numbers, then the name of the API server. The highest stamp
 counts everywhere, so all API servers agree after changes at the same time. An API server asks the others at
 its start.
@@ -13,11 +16,13 @@ its start.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from weft.common.errors import DeadlineExceeded, Unavailable
+from weft.common.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from weft.common.log import get_logger
 from weft.front.siblings import Siblings
+from weft.store.fixed_weights import PARTS
 
 if TYPE_CHECKING:
     from weft.front.requests.context import Front
@@ -39,22 +44,60 @@ class PauseState(NamedTuple):
     """API server of the change."""
     mode: str = ""
     """A mode of ``MODES``; "" for a server that is not paused."""
+    level: int = 0
+    """Level of the sleep: 1 frees the KV cache, 2 also the weights; 0 for a server that is awake."""
+    asleep: tuple[str, ...] = ()
+    """The members of ``PARTS`` that are asleep, in order."""
+    before: str = ""
+    """``mode`` after the sleep."""
 
     def next(self, name: str, mode: str) -> PauseState:
-        """Return the state after a change here."""
-        return PauseState(self.number + 1, name, mode)
+        """Return the state after a pause or a resume here. Raises InvalidRequest for the resume of a server
+        that is asleep."""
+        if not self.level:
+            return PauseState(self.number + 1, name, mode)
+        if not mode:
+            raise InvalidRequest("the server is asleep: POST /wake_up")
+        return self._replace(number=self.number + 1, name=name, mode=mode, before=_later(mode))
+
+    def sleep(self, name: str, mode: str, level: int) -> PauseState:
+        """Return the state after a sleep here. A second sleep keeps the higher level."""
+        before = self.before if self.level else _later(self.mode)
+        return PauseState(self.number + 1, name, mode, max(level, self.level), PARTS, before)
+
+    def wake(self, name: str, parts: Collection[str]) -> PauseState:
+        """Return the state after ``parts`` are awake again. The last part ends the sleep."""
+        asleep = tuple(one for one in self.asleep if one not in parts)
+        if not asleep:
+            return PauseState(self.number + 1, name, self.before)
+        return self._replace(number=self.number + 1, name=name, mode=_later(self.mode), asleep=asleep)
 
     def text(self) -> str:
         """Return the state as a line for other API servers."""
-        return f"{self.number} {self.name or '-'} {self.mode or '-'}"
+        asleep = "+".join(self.asleep)
+        return " ".join(map(str, (*self[:1], *(one or "-" for one in (*self[1:4], asleep, self.before)))))
 
     @staticmethod
     def read(text: str) -> PauseState:
         """Return the state of ``text``. Raises ValueError."""
-        number, name, mode = text.split()
-        if mode not in (*MODES, "-"):
-            raise ValueError(f"unknown mode {mode!r}")
-        return PauseState(int(number), name.strip("-"), mode.strip("-"))
+        number, name, mode, level, asleep, before = text.split()
+        for one in (mode, before):
+            if one not in (*MODES, "-"):
+                raise ValueError(f"unknown mode {one!r}")
+        parts = tuple(one for one in PARTS if one in asleep.split("+"))
+        return PauseState(
+            int(number),
+            name.strip("-"),
+            mode.strip("-"),
+            int(level.replace("-", "0")),
+            parts,
+            before.strip("-"),
+        )
+
+
+def _later(mode: str) -> str:
+    """Return the mode that holds the same requests and ends none: ``abort`` acts once."""
+    return "wait" if mode == "abort" else mode
 
 
 class Pausing:
@@ -73,6 +116,11 @@ class Pausing:
         """True from a pause until the resume."""
         return bool(self.state.mode)
 
+    @property
+    def asleep(self) -> bool:
+        """True from a sleep until all parts are awake."""
+        return self.state.level > 0
+
     async def join(self) -> None:
         """Take over the state of the other API servers, at the start."""
         await self._tell()
@@ -86,10 +134,29 @@ class Pausing:
         """Pause all API servers, and wait until no sequence runs. Raises DeadlineExceeded after ``seconds``,
         and Unavailable for a resume meanwhile or an API server that does not answer; in both cases, new
         requests wait until the resume."""
+        await self._hold_all(self.state.next(self._name, mode), seconds)
+        log.info("the server is paused over /pause (%s)", mode)
+
+    async def sleep(self, mode: PauseMode, level: int, seconds: float) -> None:
+        """Pause all API servers for a sleep, as ``pause`` does with the same errors. The caller then frees
+        the memory."""
+        await self._hold_all(self.state.sleep(self._name, mode, level), seconds)
+        log.info("the server sleeps at level %d over /sleep (%s)", level, mode)
+
+    async def wake(self, parts: Collection[str]) -> None:
+        """End the sleep of ``parts`` at all API servers; the last part ends the pause of the sleep. Raises
+        Unavailable for an API server that does not answer."""
+        if not self.asleep:
+            return
+        self._apply(self.state.wake(self._name, parts))
+        log.info("awake over /wake_up: %s", ", ".join(parts))
+        await self._tell()
+
+    async def _hold_all(self, state: PauseState, seconds: float) -> None:
+        """Take ``state``, a pause, and wait until no sequence runs. Errors: see ``pause``."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        self._apply(self.state.next(self._name, mode))
-        log.info("the server is paused over /pause (%s)", mode)
+        self._apply(state)
         while self._running() + await self._tell() and self.paused:
             if loop.time() > deadline:
                 raise DeadlineExceeded(f"requests still run after {seconds:g} seconds; new requests wait")
@@ -127,11 +194,12 @@ class Pausing:
             return
         self.state = state
         self._front.lifecycle.paused = self.paused
-        for model in self._models():
+        for model in self.models:
             if self.paused:
                 self._hold(model)
             else:
                 model.lifecycle.paused = False
+                model.links.asleep = 0
                 model.links.release_held()
         if state.mode == "abort":
             for generation in list(self._front.running.values()):
@@ -139,13 +207,15 @@ class Pausing:
 
     def _hold(self, model: ServedModel) -> None:
         model.lifecycle.paused = True
+        model.links.asleep = self.state.level
         model.links.hold(running=self.state.mode == "keep")
 
-    def _models(self) -> list[ServedModel]:
+    @property
+    def models(self) -> list[ServedModel]:
         """Return all loaded models."""
         several = self._front.several
         return [self._front.model] if several is None else several.loaded
 
     def _running(self) -> int:
         """Return the number of sequences of this API server that do not wait for the resume."""
-        return sum(model.links.fleet.open.pause_of_server.running for model in self._models())
+        return sum(model.links.fleet.open.pause_of_server.running for model in self.models)

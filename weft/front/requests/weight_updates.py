@@ -3,6 +3,9 @@
     start ──► add source, .. ──► finish: StageWeights to all ──all read them──► UseWeights to all
                                              └── one refuses: DropWeights to all, the old weights stay
 
+A sleep of level 2 frees the weights. The next complete update fills the weights again; without an update,
+``restore`` loads the weights of before as a new version with the same label.
+
 New attempts go only to engine processes with the newest version (``Router.weights``). A process that starts
 again, or that lost ranks between the two messages, gets the updates since the last complete one.
 """
@@ -17,10 +20,17 @@ from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.control.fleet.instances import Instance
 from weft.control.links.links import Links
-from weft.store.fixed_weights import why_fixed
+from weft.store.fixed_weights import check_sleep, start_files, why_fixed
 from weft.store.new_weights import MOST_FILES
-from weft.types.messages import ToWeights
-from weft.types.weights import DropWeights, StageWeights, UseWeights, WeightsChanged, WeightsUpdate
+from weft.types.messages import SLEEP_SINCE, ToWeights, common_version
+from weft.types.weights import (
+    DropWeights,
+    FreeMemory,
+    StageWeights,
+    UseWeights,
+    WeightsChanged,
+    WeightsUpdate,
+)
 
 log = get_logger(__name__)
 
@@ -50,6 +60,8 @@ class WeightUpdates:
         self._history: tuple[WeightsUpdate, ...] = ()
         """Updates since the last complete one, in order."""
         self._following: asyncio.Task[None] | None = None
+        self._freed = False
+        """True while engine processes may lack the weights."""
 
     @property
     def number(self) -> int:
@@ -104,22 +116,59 @@ class WeightUpdates:
         async with self._busy:
             if not self._files:
                 raise InvalidRequest("POST /update_weights comes first")
-            self._check_able(paused())
+            if self._freed and self._partial:
+                raise InvalidRequest("the weights are asleep: POST /wake_up, or update all tensors")
             update = WeightsUpdate(version=self.number + 1, files=tuple(self._files), partial=self._partial)
             self._files = None
-            able = [one for one in self._engines() if one.weights == self.number]
-            if not able:
-                raise Unavailable("no engine process has the newest weights; try again later")
-            await self._stage(able, update, paused)
-            self._labels[update.version] = str(update.version) if label is None else label
-            for old in list(self._labels)[1:-MOST_LABELS]:
-                del self._labels[old]
-            self._history = (*self._history, update) if update.partial else (update,)
-            # From here on, new attempts wait for the first process that uses the new weights.
-            self._links.use_version(update.version)
-            if self._following is None:
-                self._following = asyncio.create_task(self._follow())
-            await self._use(able)
+            await self._change(update, str(update.version) if label is None else label, paused)
+
+    async def _change(self, update: WeightsUpdate, label: str, paused: Callable[[], bool]) -> None:
+        """Let all engine processes with the newest weights use ``update``. Errors: see ``finish``."""
+        self._check_able(paused())
+        able = [one for one in self._engines() if one.weights == self.number]
+        if not able:
+            raise Unavailable("no engine process has the newest weights; try again later")
+        await self._stage(able, update, paused)
+        self._labels[update.version] = label
+        for old in list(self._labels)[1:-MOST_LABELS]:
+            del self._labels[old]
+        self._history = (*self._history, update) if update.partial else (update,)
+        # From here on, new attempts wait for the first process that uses the new weights.
+        self._links.use_version(update.version)
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow())
+        await self._use(able)
+        self._freed = self._freed and update.partial
+
+    def check_sleep(self, level: int) -> None:
+        """Raise InvalidRequest if the engine processes can't sleep at ``level``."""
+        check_sleep(self._config, level)
+        for one in self._engines():
+            if one.welcome is None or (common_version(one.welcome.versions) or 0) < SLEEP_SINCE:
+                raise InvalidRequest(
+                    f"the engine {one.name} is of a release without sleep; restart the engine"
+                )
+
+    async def free(self, level: int) -> None:
+        """Free the KV caches, and at ``level`` 2 the weights, of all engine processes, which compute nothing.
+
+        Raises Unavailable for an engine process that does not answer or still computes.
+        """
+        async with self._busy:
+            self._freed = self._freed or level > 1
+            await self._ask(self._engines(), FreeMemory(weights=level > 1), USE_S, _is_used)
+
+    async def restore(self) -> None:
+        """Load the weights of before the sleep, unless an update came meanwhile. Raises the errors of
+        ``finish``."""
+        async with self._busy:
+            if not self._freed:
+                return
+            label = self.label
+            first = WeightsUpdate(version=0, files=start_files(self._config))
+            for one in self._history or (first,):
+                update = WeightsUpdate(version=self.number + 1, files=one.files, partial=one.partial)
+                await self._change(update, label, lambda: True)
 
     def close(self) -> None:
         """Stop to look at engine processes."""
