@@ -145,9 +145,9 @@ def test_a_result_without_rows_is_not_plain() -> None:
     rig = Rig(kv_config(), 1)
     for number in range(3):
         rig.submit(submit(number, [1, 2, 3 + number], max_tokens=12))
-    while (rows := rig.scheduler._state.unchanged()) is None:
-        rig.step()
-    assert rig.plan() is not None
+    while rig.plan() is not None and (rows := rig.scheduler._state.unchanged()) is None:
+        rig.commit()
+    assert rows is not None
     plan, result = rig.in_flight[-1]
     assert not rows.plain(plan, msgspec.structs.replace(result, rows=EMPTY))
     assert rows.plain(plan, result)
