@@ -39,6 +39,21 @@ def test_pools_take_what_weights_activations_and_others_leave(config: EngineConf
     assert whole * block < 9 << 30
 
 
+def test_captured_steps_have_memory_of_their_own(config: EngineConfig) -> None:
+    """The memory does not grow with the steps that are too large for a capture."""
+
+    def bytes_of(graphs: bool, tokens: int) -> int:
+        section = msgspec.structs.replace(config.runner, decode_graphs=graphs)
+        scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=tokens)
+        one = msgspec.structs.replace(config, runner=section, scheduler=scheduler)
+        return fit_pools(one, 10 << 30, 10 << 30).pools[0].num_blocks * block_bytes(
+            config.spec.caches[0], 8, config.dtype
+        )
+
+    few, most, more = (bytes_of(False, tokens) - bytes_of(True, tokens) for tokens in (64, 768, 8192))
+    assert 0 < few < most == pytest.approx(more, rel=0.05)
+
+
 def test_ranks_on_one_gpu_have_equal_parts_whoever_loads_first(config: EngineConfig) -> None:
     """Two ranks on one GPU: one measures before the other has loaded, one after all other memory is taken."""
     parallel = msgspec.structs.replace(config.parallel, tensor_parallel_size=2, collectives="gloo")

@@ -11,8 +11,10 @@ import torch
 from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.spec import CacheSpec
+from weft.runner.expert_routes import ExpertRoutes
+from weft.runner.sampling.slot_params import SlotParams
 from weft.runner.slot_state import SlotState
-from weft.types.plan import AllocSlot, AppendBlocks, FreeSlot, Segment, column
+from weft.types.plan import AllocSlot, AppendBlocks, FreeSlot, Segment, StepPlan, column
 from weft.types.sampling import TokenParams
 
 
@@ -55,6 +57,72 @@ def row(start: int, count: int, slot: int = 0, gen: int = 1) -> Segment:
         sample=one,
         next_k=column([0]),
     )
+
+
+def test_a_flag_of_all_slots_follows_each_slot(state: SlotState) -> None:
+    """A flag skips a look at the rows of a step, so a flag that is not set would change tokens, and a flag
+    that is not cleared would cost time in every later step."""
+    free = FreeSlot(slot=1, gen=1)
+    assert state.adapters(np.array([0, 1])) == ()
+    state.apply(alloc(0))
+    state.apply(alloc(1, adapter=2))
+    assert state.adapters(np.array([0, 1])) == (2,)
+    assert state.adapters(np.array([0])) == ()
+    state.apply(free)
+    state.apply(alloc(1, gen=2))
+    assert state.adapters(np.array([0, 1])) == ()
+    assert not state._adapts
+
+    params = SlotParams(2, 60, torch.device("cpu"))
+    params.alloc(alloc(0))
+    params.alloc(alloc(1, params=TokenParams(logprobs=2)))
+    assert params.draws(np.array([0]))
+    assert not params.draws(np.array([0, 1]))
+    params.free(1)
+    assert params.all_direct
+    params.alloc(alloc(1, params=TokenParams(presence_penalty=0.5)))
+    assert not params.draws(np.array([1]))
+    params.clear()
+    assert params.all_direct
+
+    routes = ExpertRoutes(2, 4, torch.device("cpu"))
+    plan = StepPlan(step=0, decode=row(3, 1, slot=1))
+    assert not routes.wants(plan)
+    routes.apply([alloc(1, routes=True)])
+    assert routes.wants(plan)
+    routes.apply([free])
+    assert not routes.wants(plan)
+    assert not routes._any
+    routes.apply([alloc(1, routes=True)])
+    routes.clear()
+    assert not routes.wants(plan)
+    assert not routes._any
+
+
+def test_rows_are_checked_again_after_each_slot_update(state: SlotState) -> None:
+    """Rows that repeat are checked against a stored answer, which every slot update and every other column
+    drops."""
+    state.apply(alloc(0))
+    state.apply(AppendBlocks(slot=0, kind=0, blocks=column([3])))
+    state.validate(row(3, 1))
+    with pytest.raises(EngineDead, match="block table"):
+        state.validate(row(4, 1))
+    with pytest.raises(EngineDead, match="block table"):
+        state.validate(row(3, 2))
+    state.apply(AppendBlocks(slot=0, kind=0, blocks=column([4])))
+    state.validate(row(3, 2))
+    with pytest.raises(EngineDead, match="without its sequence"):
+        state.validate(row(3, 2, gen=2))
+    state.validate(row(3, 2))
+    state.apply(FreeSlot(slot=0, gen=1))
+    with pytest.raises(EngineDead, match="without its sequence"):
+        state.validate(row(3, 2))
+    state.apply(alloc(0))
+    state.apply(AppendBlocks(slot=0, kind=0, blocks=column([3])))
+    state.validate(row(3, 1))
+    state.clear()
+    with pytest.raises(EngineDead, match="without its sequence"):
+        state.validate(row(3, 1))
 
 
 def test_alloc_writes_history_and_lengths(state: SlotState) -> None:

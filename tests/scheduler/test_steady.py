@@ -22,7 +22,7 @@ from weft.scheduler.sequence import Running
 from weft.scheduler.state import SchedulerState
 from weft.scheduler.steady import SteadyRows
 from weft.types.grammar import Text
-from weft.types.plan import StepPlan, StepResult
+from weft.types.plan import EMPTY, StepPlan, StepResult
 
 
 def plain(value: Any) -> Any:
@@ -138,6 +138,20 @@ def test_rows_are_steady_from_their_second_step_until_a_slot_changes() -> None:
     rig.submit(submit(7, [1, 2, 9], max_tokens=12))
     rig.step()
     assert state.unchanged() is None, "a prompt is computed"
+
+
+def test_a_result_without_rows_is_not_plain() -> None:
+    """Also before the first result: the caller must see a wrong result."""
+    rig = Rig(kv_config(), 1)
+    for number in range(3):
+        rig.submit(submit(number, [1, 2, 3 + number], max_tokens=12))
+    while rig.plan() is not None and (rows := rig.scheduler._state.unchanged()) is None:
+        rig.commit()
+    assert rows is not None
+    plan, result = rig.in_flight[-1]
+    assert not rows.plain(plan, msgspec.structs.replace(result, rows=EMPTY))
+    assert rows.plain(plan, result)
+    assert not rows.plain(plan, msgspec.structs.replace(result, rows=result.rows[:2]))
 
 
 def landed(rig: Rig) -> None:

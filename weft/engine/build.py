@@ -18,6 +18,7 @@ from weft.common.log import get_logger
 from weft.config.families.rope_settings import fit_context
 from weft.config.gpus import engine_rank, sharers
 from weft.config.resolved import EngineConfig, KVConfig
+from weft.config.sections.all import SchedulerSection
 from weft.config.sharding import local_spec
 from weft.config.sizing.draft import draft_part
 from weft.config.sizing.memory import activation_bytes, pools_for
@@ -33,7 +34,8 @@ from weft.models.refill import weights_of
 from weft.ops import cpu
 from weft.ops.coded import DEQUANTIZED
 from weft.parallel.mesh import Mesh, make_mesh
-from weft.runner.graphs.graphs import Capture, CudaCapture, GraphOptions, obstacle
+from weft.runner.graphs.graphs import MOST_ROWS, Capture, CudaCapture, GraphOptions, obstacle
+from weft.runner.graphs.mixed import DECODES, TOKENS
 from weft.runner.graphs.programs import capture_calls
 from weft.runner.runner import Runner
 from weft.runner.step_trace import StepTrace
@@ -342,11 +344,24 @@ def capturer(model: Model) -> Capture:
     return functools.partial(capture_calls, launcher=model.mesh.launcher)
 
 
+def captured_steps(scheduler: SchedulerSection) -> SchedulerSection:
+    """Return ``scheduler`` limited to the largest captured step. Captures share one memory pool, because one
+    graph runs at a time."""
+    most = max(TOKENS[-1] + DECODES[-1], MOST_ROWS)
+    return msgspec.structs.replace(
+        scheduler,
+        max_num_seqs=min(scheduler.max_num_seqs, MOST_ROWS),
+        max_num_batched_tokens=min(scheduler.max_num_batched_tokens, most),
+        steps_in_flight=1,
+    )
+
+
 def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVConfig:
     """Return the KV configuration with pools sized for a GPU's memory after the weights.
 
     ``free``, ``total``: bytes of the device. ``used``: bytes of the process. The share outside of
-    --gpu-memory-utilization stays free, as does memory for a step's activations. Ranks on the same GPU get
+    --gpu-memory-utilization stays free, as does memory for the activations of a step and of captured steps,
+    whose memory no other step uses. Ranks on the same GPU get
     equal parts of the rest, in any order of loading. Raises ConfigError when one full context does not fit.
     """
     cache = config.cache
@@ -363,7 +378,11 @@ def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVC
     images = 0 if kv.media is None else kv.media.pool_bytes
     packed = config.model.quantization != "none" or config.loaded.quantized is not None
     weights = DEQUANTIZED * DTYPES[config.dtype].itemsize if packed else 0
-    transfer = max(transfer - activation_bytes(spec, config.dtype, scheduler) - images - weights, 0)
+    activations = activation_bytes(spec, config.dtype, scheduler)
+    if config.runner.decode_graphs:
+        without = msgspec.structs.replace(spec, vision=None)
+        activations += activation_bytes(without, config.dtype, captured_steps(scheduler))
+    transfer = max(transfer - activations - images - weights, 0)
     pools = pools_for(
         spec,
         kv.block_size,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -27,6 +26,10 @@ from weft.speculation.chain import CaptureOptions
 from weft.speculation.draft_model import ModelDrafter
 from weft.speculation.mtp import MtpDrafter
 from weft.speculation.ngram import NgramDrafter
+
+MOST_DRAFTS = 64
+"""Captures of drafts per runner on a GPU, for buckets of rows, tokens, drafts and context. Each capture is
+made during a step and takes memory that the pools do not have."""
 
 
 class DraftedParts(NamedTuple):
@@ -83,6 +86,6 @@ def _capturing(parts: DraftedParts, graphs: GraphOptions | None) -> CaptureOptio
         rows=exact if cpu else row_buckets(min(graphs.max_rows, MOST_DRAFTED)),
         most_each=graphs.most_each,
         after=WORTH_CAPTURING,
-        most_kept=MOST_KEPT if cpu else sys.maxsize,
+        most_kept=MOST_KEPT if cpu else MOST_DRAFTS,
         spare=parts.state.spare,
     )

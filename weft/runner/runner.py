@@ -567,6 +567,7 @@ class Runner:
         if (
             options is None
             or not options.prompt_tokens
+            or (self.graphs is not None and not self.graphs.works)
             or not self._backends.ragged_context(self._model.spec, 1)
         ):
             return None

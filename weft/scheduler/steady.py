@@ -21,7 +21,7 @@ import numpy as np
 from weft.scheduler.plan_builder import DecodeRows
 from weft.scheduler.sequence import Sequence
 from weft.scheduler.slot_columns import SlotColumns
-from weft.types.plan import EMPTY, Segment, StepPlan, StepResult, column
+from weft.types.plan import Segment, StepPlan, StepResult, column
 
 
 class SteadyRows:
@@ -53,7 +53,7 @@ class SteadyRows:
         self._limit_start = int(start[0]) + left - 1
         """Start of the first row in the first step that may end a sequence by its limit."""
         self._planned: Segment | None = None
-        self._answers = EMPTY
+        self._answers: np.ndarray | None = None
         """The rows of the last result that named all rows."""
         self.grown()
 

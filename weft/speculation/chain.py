@@ -149,8 +149,8 @@ class CaptureOptions:
     after: int
     """Number of equal steps after which a step is captured."""
     most_kept: int
-    """Maximum number of stored captures. On a GPU a dropped capture may still run: no capture may be
-    dropped."""
+    """Maximum number of stored captures. On a CPU the least recently used capture is dropped. On a GPU a
+    dropped capture may still run, so nothing more is captured."""
     spare: int
     """Slot without a sequence."""
 
@@ -182,6 +182,7 @@ class CapturedChains:
         self._replays: Recent[tuple[int, int, int, int], Callable[[], None]] = Recent(capturing.most_kept)
         self._met: dict[tuple[int, int, int, int], int] = {}
         self._works = True
+        self._on_gpu = device.type != "cpu"
 
     def reset(self) -> None:
         """Drop all captures at the end of an epoch."""
@@ -245,7 +246,8 @@ class CapturedChains:
         # A capture has fixed shapes: rows, tokens per row, drafts, and a bound of positions.
         key = (padded, each, count, context)
         self._met[key] = met = self._met.get(key, 0) + 1
-        works = self._works and self._chain.direct
+        full = self._on_gpu and len(self._replays) >= self._capturing.most_kept
+        works = self._works and self._chain.direct and not full
         self.uncaptured = works and key not in self._replays
         if met < self._capturing.after:
             return None
@@ -262,11 +264,23 @@ class CapturedChains:
     def _capture(self, key: tuple[int, int, int, int]) -> None:
         """Run the drafting of ``key`` and store the capture. If capturing is impossible, log a warning and
         never capture again."""
+        run = self._closure(key)
         try:
-            self._replays.put(key, self._capturing.capture(self._closure(key)))
+            self._replays.put(key, self._capturing.capture(run))
+            return
         except CannotCapture as error:
-            log.warning("drafts are made op by op, and not replayed: %s", error)
-            self._works = self.uncaptured = False
+            why, made = str(error), True
+        except RuntimeError as error:
+            if not self._on_gpu:
+                raise
+            why, made = str(error), False
+        log.warning("drafts are made op by op, and not replayed: %s", why)
+        self._works = self.uncaptured = False
+        # The run before the capture failed, for example for lack of memory. On a GPU no other rank takes
+        # part, and drafts are a function of the buffers: run once more. The error is gone here, and with it
+        # the memory that its frames held.
+        if not made:
+            run()
 
     def _closure(self, key: tuple[int, int, int, int]) -> Callable[[], None]:
         """Return a function that drafts for ``key`` from the fixed input buffers into the fixed output

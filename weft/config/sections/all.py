@@ -267,8 +267,8 @@ class RunnerSection(Section, frozen=True, kw_only=True):
     decode_graphs: Annotated[
         bool,
         Meta(
-            description="Replay captured decode steps if the model supports this: CUDA graphs on a "
-            "GPU, captured calls of the C++ operations on a CPU."
+            description="Replay captured steps if the model supports this: CUDA graphs of decode steps, "
+            "small steps with prompts and drafts on a GPU, captured calls of the C++ operations on a CPU."
         ),
     ] = True
     threads: Annotated[

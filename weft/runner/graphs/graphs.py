@@ -120,6 +120,8 @@ MOST_KEPT = 512
 """Captures kept per runner. A capture takes half a kilobyte per call: tens to hundreds of kilobytes in
 all."""
 FIRST_CONTEXT = 2048
+MORE_MEMORY = "if memory is short, lower --gpu-memory-utilization"
+"""Advice in the log after a failed capture."""
 
 
 def row_buckets(most: int) -> list[int]:
@@ -169,16 +171,32 @@ class CudaCapture:
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Run ``run`` once uncaptured and capture ``run`` as a CUDA graph on a separate stream. Return the
-        replay."""
+        replay.
+
+        Raises CannotCapture if the capture fails, for example for lack of memory. Errors of the run itself
+        pass through.
+        """
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
-        with torch.cuda.stream(self._stream):
-            run()  # compiles kernels and allocates workspaces, which is impossible inside a capture
-        here.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                run()  # compiles kernels and allocates workspaces, which is impossible inside a capture
+        finally:
+            here.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile: only calls of this thread are captured and checked.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
+        try:
+            # If the end of a capture fails, ``torch.cuda.graph`` leaves its stream current: the outer context
+            # restores the stream. Other threads may use the device meanwhile, so only calls of this thread
+            # are captured and checked.
+            with (
+                torch.cuda.stream(here),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ),
+            ):
+                run()
+        except RuntimeError as error:
+            raise CannotCapture(str(error)) from error
         return graph.replay
 
 
@@ -267,7 +285,8 @@ class DecodeGraphs:
         kept = MOST_KEPT if device.type == "cpu" else sys.maxsize
         self._replays: Recent[Key, Callable[[], None]] = Recent(kept)
         self._met: dict[Key, int] = {}
-        self._captures = True
+        self.works = True
+        """False after a failed capture: nothing more is captured."""
         if not options.lazy:
             self._capture(options)
 
@@ -279,7 +298,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture(self, options: GraphOptions) -> None:
-        """Capture every bucket with the spare slot, and log the time and the memory."""
+        """Capture every bucket with the spare slot, and log the time and the memory. After a failed capture,
+        log a warning and capture nothing more: the steps of other buckets are launched op by op."""
         began = time.monotonic()
         before = reserved(self._columns.device)
         micro_batches = (1, 2) if options.micro_batches else (1,)
@@ -296,10 +316,20 @@ class DecodeGraphs:
         # The largest graph comes first, so that the smaller graphs fit into its memory.
         keys.sort(key=lambda key: key.rows * key.each, reverse=True)
         for key in progress_bar(keys, title="capturing decode", unit="graph", shown=options.progress):
-            self._replays.put(key, options.capture(self._closure(key)))
+            try:
+                self._replays.put(key, options.capture(self._closure(key)))
+            except (CannotCapture, RuntimeError) as error:
+                log.warning(
+                    "decode steps of up to %d tokens are not captured as graphs: %s; %s",
+                    key.rows * key.each,
+                    error,
+                    MORE_MEMORY,
+                )
+                self.works = False
+                break
         log.info(
             "%d CUDA graphs for decode, up to %d rows, captured in %.1f s; they take %d MiB",
-            len(keys),
+            len(self._replays),
             self._rows[-1],
             time.monotonic() - began,
             (reserved(self._columns.device) - before) >> 20,
@@ -390,7 +420,7 @@ class DecodeGraphs:
         if each > 1 or padded:
             self._met[key] = met = self._met.get(key, 0) + 1
             if met < WORTH_CAPTURING:
-                self.uncaptured = self._captures
+                self.uncaptured = self.works
                 return None
         return key
 
@@ -419,7 +449,7 @@ class DecodeGraphs:
         # Every branch below launches the same calls in the same order, so ranks may take different branches.
         if key in self._replays:
             self.replay(key)
-        elif self._captures and self._model.mesh.launcher.direct:
+        elif self.works and self._model.mesh.launcher.direct:
             self.uncaptured = True
             self._capture_now(key)
         else:
@@ -467,7 +497,7 @@ class DecodeGraphs:
             self._replays.put(key, self._options.capture(self._closure(key)))
         except CannotCapture as error:
             log.warning("decode steps are not captured as graphs: %s", error)
-            self._captures = self.uncaptured = False
+            self.works = self.uncaptured = False
 
 
 def _adapters_of(steps: Sequence[StepInput]) -> AdapterRows | None:

@@ -37,7 +37,8 @@ from weft.ops.upload import upload
 from weft.parallel.comm import drive
 from weft.runner.batch.batch import BatchBuilder
 from weft.runner.batch.staging import StagingBuffer
-from weft.runner.graphs.graphs import GraphOptions, bound, context_buckets, reserved
+from weft.runner.graphs.graphs import MORE_MEMORY, GraphOptions, bound, context_buckets, reserved
+from weft.runner.graphs.programs import CannotCapture
 from weft.runner.result import Drawn
 from weft.runner.sampling.sampler import End
 from weft.runner.slot_state import SlotState
@@ -99,7 +100,8 @@ class MixedGraphs:
 
     @torch.inference_mode()
     def _capture(self, options: GraphOptions) -> None:
-        """Capture every bucket, the largest first, and log the time and the memory."""
+        """Capture every bucket, the largest first, and log the time and the memory. After a failed capture,
+        log a warning and drop all captures: steps with prompts are launched op by op."""
         began, before = time.monotonic(), reserved(self._columns.device)
         keys = [
             MixedKey(*key)
@@ -114,7 +116,12 @@ class MixedGraphs:
             )
             columns[-1] = self._spare  # the flag: nothing is drawn
             self._columns[: len(columns)].copy_(upload(columns, self._columns.device))
-            self._replays[key] = options.capture(self._closure(key))
+            try:
+                self._replays[key] = options.capture(self._closure(key))
+            except (CannotCapture, RuntimeError) as error:
+                self._replays.clear()  # no graph has run yet, and the memory may be needed
+                log.warning("steps with prompts are not captured as graphs: %s; %s", error, MORE_MEMORY)
+                return
         log.info(
             "%d CUDA graphs for steps with prompts, up to %d prompt tokens and %d decode rows, captured in "
             "%.1f s; they take %d MiB",
