@@ -92,9 +92,11 @@ class IndexedAttention(LatentAttention):
         assert spec.mla is not None
         assert spec.mla.q_lora is not None
         self._reads = reads_of(build.local(spec), self._kind)
-        self._product = build.op("head_product").run
-        self._product_into = build.op("head_product_into").run
         self._kernel = build.op("index_entries").run()
+        if self._kernel is None:
+            self._product = build.op("head_product").run
+        else:
+            self._product_into = build.op("head_product_into").run
         self.indexer = None
         if layer in spec.index.layers:
             self.indexer = Indexer(spec.hidden, spec.mla.q_lora, spec.index, build)
