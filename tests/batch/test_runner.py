@@ -59,6 +59,31 @@ def test_a_slow_desk_gets_no_more_lines_than_there_is_room() -> None:
     asyncio.run(run())
 
 
+def test_a_line_that_stops_before_its_first_step_runs_again() -> None:
+    async def run() -> None:
+        desk, stops = SlowDesk(), 0
+
+        def room(model: str, mine: int) -> int:
+            # The model drains in the same turn of the event loop in which its lines start.
+            nonlocal stops
+            if stops < 1:
+                stops += 1
+                asyncio.get_running_loop().call_soon(runner.stop_lines, model)
+            return 4 - mine
+
+        async def send(request: LineRequest) -> BatchAnswer:
+            return BatchAnswer(200, "r", b"{}")
+
+        runner = BatchRunner(BatchBook(), desk, send, room)
+        runner.feed(OpenBatch(batch="b", lines=(0, 1)))
+        async with asyncio.timeout(20):
+            await runner.run(lambda: runner.idle)
+        assert (stops, desk.ended, desk.written) == (1, "completed", {0: 200, 1: 200})
+        assert runner.sequences.total() == 0
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_an_answer_that_was_cut_off_is_no_answer(whole: bool) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -432,3 +432,39 @@ def test_a_folder_of_a_later_release_is_refused(tmp_path: Path) -> None:
     base.close()
     with pytest.raises(ConfigError, match="later release"):
         BatchDatabase(tmp_path)
+
+
+_OLD_LINES = """
+CREATE TABLE lines (
+    batch TEXT NOT NULL, line INTEGER NOT NULL, place INTEGER NOT NULL, start INTEGER NOT NULL,
+    size INTEGER NOT NULL, custom_id TEXT NOT NULL, state INTEGER NOT NULL DEFAULT 0,
+    at INTEGER, length INTEGER, digest BLOB, PRIMARY KEY (batch, line)) WITHOUT ROWID;
+"""
+"""Table of lines before lines had a column for their model."""
+_OLD_COLUMNS = "batch, line, place, start, size, custom_id, state, at, length, digest"
+
+
+def test_a_running_batch_of_an_earlier_release_goes_on(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    old = place.begin(4)
+    place.store.record(outputs(old, 1))
+    place.base.db.executescript(
+        f"ALTER TABLE lines RENAME TO newer; {_OLD_LINES}"
+        f"INSERT INTO lines ({_OLD_COLUMNS}) SELECT {_OLD_COLUMNS} FROM newer; DROP TABLE newer;"
+    )
+    place.close()
+    place = Place(tmp_path)
+    try:
+        assert place.store.models(old) == {0: "m", 2: "m", 3: "m"}, "named by the input file"
+        # An API server of the earlier release may still write: the column has a default.
+        values = "'other', 0, 0, 0, 1, 'x', 1, 0, 1, ''"
+        place.base.db.execute(f"INSERT INTO lines ({_OLD_COLUMNS}) VALUES ({values})")
+        assert place.store.models(place.begin(2)) == {0: "m", 1: "m"}
+        place.store.record(outputs(old, 0, 2, 3))
+        place.store.finalize(old, "completed")
+        assert contents(place, old) == (["c1", "c0", "c3"], ["c2"])
+        place.close()
+        place = Place(tmp_path)  # the second opening finds the column
+        assert place.store.load("me") == (1, 2)
+    finally:
+        place.close()

@@ -263,6 +263,40 @@ def test_lines_take_no_model_from_requests_and_start_no_failed_load_again() -> N
     assert made.on(m.Wanted("b"), 5403.0) == [Load("b")]
 
 
+def test_lines_that_wait_for_memory_in_use_keep_no_other_lines_away() -> None:
+    made = table(ModelFacts("online", 2), ModelFacts("large", 2), ModelFacts("small", 1), budget=3)
+    up(made, "online", 0.0)
+    made.on(m.Opened("online"), 1.0)
+    assert made.on(m.BatchWants("large", True), 2.0) == []
+    assert made.on(m.BatchWants("small", True), 3.0) == [Load("small")]
+    made.on(m.Loaded("small"), 4.0)
+    made.on(m.Opened("small", line=True), 4.0)
+    made.on(m.Closed("online"), 10.0)
+    # The large model loads after a pause of the clients, beside the small one.
+    assert made.on(m.Tick(), 10.0 + m.BATCH_QUIET_S) == [Unload("online")]
+    assert made.on(m.Gone("online"), 71.0) == [Load("large")]
+
+
+def test_a_model_of_lines_that_is_larger_than_thought_takes_no_memory_from_requests() -> None:
+    made = table(ModelFacts("online", 1), ModelFacts("lines", 1), budget=2)
+    up(made, "online", 0.0)
+    made.on(m.Opened("online"), 1.0)
+    assert made.on(m.BatchWants("lines", True), 2.0) == [Load("lines")]
+    assert made.on(m.Loaded("lines", 2), 3.0) == [Unload("lines")]
+    assert made.admits("online")
+    made.on(m.Gone("lines"), 4.0)
+    assert made.on(m.Tick(), 5000.0) == [], "the measured cost counts from now on"
+
+
+def test_a_load_that_an_operator_wants_is_no_load_for_lines() -> None:
+    made = table(ModelFacts("a", 1), ModelFacts("b", 1), budget=1)
+    assert made.on(m.BatchWants("a", True), 0.0) == [Load("a")]
+    assert made.on(m.LoadAsked("a"), 1.0) == []
+    made.on(m.Loaded("a"), 2.0)
+    assert made.on(m.Wanted("b"), 3.0) == [], "a stays for the time of any loaded model"
+    assert made.on(m.Tick(), 2.0 + m.QUIET_S) == [Unload("a")]
+
+
 # -- random schedules
 
 
@@ -304,7 +338,7 @@ class World:
         self.waiting: dict[str, list[tuple[int, float]]] = {one.name: [] for one in self.facts}
         # Some models have lines alone, so that a load for lines lasts until a request for another model.
         self.named = self.facts[: self.random.randint(1, count)]
-        self.left = {one.name: self.random.choice([0, 40]) for one in self.facts[-2:]}
+        self.left = {one.name: 0 if seed % 5 == 1 else 40 for one in self.facts[-3:]}
         """Lines of batches that have not run."""
         self.lines: dict[int, str] = {}
         """Running line -> model."""
@@ -413,9 +447,8 @@ class World:
                 self.on(m.Failed(name, Unavailable("killed")))
             elif state == "up":
                 self.on(m.Failed(name, Unavailable("killed")))
-                for number in self.open[name] - set(
-                    self.lines
-                ):  # a stream of dead engines ends, and not by an unload
+                # A stream of dead engines ends, and not by an unload.
+                for number in sorted(self.open[name] - self.lines.keys()):
                     self.end(name, number)
 
     # -- processes
@@ -487,13 +520,23 @@ class World:
 
     def check_lines(self) -> None:
         """No request waits for memory of a model that was loaded for lines and that no request uses. Lines of
-        a model that drains stop."""
+        a model that drains stop. Lines wait for no memory that is free."""
         entries = self.table.entries.values()
         for one in entries:
             if one.state is not ModelState.DRAINING or not one.lines:
                 self.drains.pop(one.name, None)
             elif self.now > self.drains.setdefault(one.name, self.now) + 1.0:
                 raise Broken(f"lines of {one.name} run while the model drains")
+        # Requests, and lines for which models drain, come first.
+        first_come = any(
+            one.state is ModelState.DRAINING or (one.state is ModelState.COLD and (one.waiting or one.asked))
+            for one in entries
+        )
+        for one in entries:
+            wants = one.batch and self.now >= max(one.rest, one.failed + 10.0)
+            fits = one.state is ModelState.COLD and one.cost <= self.budget - self.table.used
+            if wants and fits and not first_come:
+                raise Broken(f"lines of {one.name} wait for memory that is free")
         waiting = [one for one in entries if one.waiting and one.state is ModelState.COLD]
         first = min(waiting, key=lambda one: one.since, default=None)
         if first is None or self.now < first.failed + 10.0:
@@ -592,6 +635,13 @@ class StopsNoLine(ModelTable):
         return [action for action in super()._plan() if not isinstance(action, StopLines)]
 
 
+class FirstLinesBlock(ModelTable):
+    """Lines that wait for a model in use keep lines of all other models away."""
+
+    def _makes_room(self, entry: m.Entry, may_go: Any) -> bool:
+        return super()._makes_room(entry, may_go) or True
+
+
 BUGS = [
     EndsStreams,
     FreesEarly,
@@ -600,6 +650,7 @@ BUGS = [
     NeverTakesBack,
     LinesCount,
     StopsNoLine,
+    FirstLinesBlock,
 ]
 
 

@@ -163,7 +163,8 @@ class BatchRunner:
                 answer = self._answers.pop(key)
                 self._outputs.put_nowait(LineOutput(action.batch, action.line, action.good, answer))
             elif (running := self._tasks.get(key)) is not None:  # Stop
-                running.cancel()
+                # A task that is cancelled before its first step runs no code, and reports no outcome.
+                asyncio.get_running_loop().call_soon(running.cancel)
 
     async def _run_line(self, batch: str, line: int, model: str) -> None:
         """Send one line and report the outcome to the book. An unexpected error ends the runner."""

@@ -15,8 +15,9 @@ Lines of batches are background work. The table treats a model that only lines u
     BatchWants ──► room without a model of recent requests: Load ──► lines run
     a request wants the memory ──► draining, StopLines ──► Gone
 
-So lines wait for requests of every model, and a request waits for no line. A model that was loaded for lines
-stays until its lines are done, or another model with lines has waited for ``TURN_S``.
+So lines wait for requests of every model. A request waits for no line, but for the end of a load that has
+begun for lines. A model stays until its lines are done, or for ``TURN_S`` if another model with lines needs
+the memory.
 """
 
 from __future__ import annotations
@@ -412,6 +413,7 @@ class ModelTable:
 
     def _load_asked(self, entry: Entry, event: LoadAsked) -> None:
         entry.failed, entry.unwanted = -math.inf, False
+        entry.wanted, entry.for_batch = self._now, False
         # A model that drains with an error has lost its engines.
         if entry.state is ModelState.DRAINING and not entry.ending and entry.error is None:
             entry.state = ModelState.UP
@@ -421,7 +423,7 @@ class ModelTable:
     def _ask(self, entry: Entry) -> None:
         if not entry.waiting and not entry.asked:
             entry.since = self._now
-        entry.asked, entry.wanted, entry.for_batch = True, self._now, False
+        entry.asked, entry.wanted = True, self._now
 
     def _unload_asked(self, entry: Entry, event: UnloadAsked) -> None:
         entry.asked = False
@@ -459,10 +461,11 @@ class ModelTable:
             if refusal is not None:
                 entry.asked = False
                 actions.append(Refuse(entry.name, refusal))
-            elif not blocked and self._makes_room(entry, self._may_go):
+            elif not blocked and self._fits(entry):
                 actions.append(self._begin(entry))
-            else:
+            elif not blocked:
                 blocked = True
+                self._makes_room(entry, self._may_go)
         # Requests come first: lines load nothing while a request waits for room.
         batch_blocked = not blocked and self._loads_for_lines(actions)
         self._trim(blocked, batch_blocked)
@@ -482,7 +485,7 @@ class ModelTable:
         return Load(entry.name)
 
     def _loads_for_lines(self, actions: list[Action]) -> bool:
-        """Add the loads for lines of batches to ``actions``. Return True if lines wait for room."""
+        """Add the loads for lines of batches to ``actions``. Return True if models drain for lines."""
         wanting = [
             one
             for one in self.entries.values()
@@ -491,9 +494,11 @@ class ModelTable:
         for entry in sorted(wanting, key=lambda one: one.batch_since):
             if self._refusal(entry) is not None:
                 continue
-            if not self._makes_room(entry, self._may_go_for_lines):
+            if self._fits(entry):
+                actions.append(self._begin(entry, for_batch=True))
+            elif self._makes_room(entry, self._may_go_for_lines):
                 return True
-            actions.append(self._begin(entry, for_batch=True))
+            # No room will come before a pause of the clients: lines of the next model may fit meanwhile.
         return False
 
     def _expire(self) -> None:
@@ -519,21 +524,24 @@ class ModelTable:
             )
         return None
 
+    def _fits(self, entry: Entry) -> bool:
+        """Return True if the model can load now."""
+        return self.used + entry.cost <= self._budget
+
     def _makes_room(self, entry: Entry, may_go: Callable[[Entry], bool]) -> bool:
-        """Return True if the model fits now. Otherwise drain models until the model will fit, if enough
-        models may drain. ``may_go``: returns True for a model that may drain now."""
+        """Drain models until the model will fit, if enough models may drain. Return True if the model will
+        fit when all drains have ended. ``may_go``: returns True for a model that may drain now."""
         lacking = self.used + entry.cost - self._budget
-        if lacking <= 0:
-            return True
         # The memory of draining models is free soon.
         lacking -= sum(one.cost for one in self.entries.values() if one.state is ModelState.DRAINING)
-        for victim in self._victims(lacking, may_go):
+        victims = self._victims(lacking, may_go)
+        for victim in victims:
             self._drain(victim, takes_back=True)
-        return False
+        return lacking <= 0 or bool(victims)
 
     def _may_go(self, entry: Entry) -> bool:
         """Return True if another model may take the place of the model, for a request."""
-        if entry.for_batch and not entry.used:
+        if _in_background(entry):
             return True
         if not entry.used and self._now >= max(entry.wanted, entry.idle) + self._quiet:
             return True
@@ -569,20 +577,29 @@ class ModelTable:
 
     def _trim(self, blocked: bool, batch_blocked: bool) -> None:
         """Take back drains that nobody needs any more, and drain models if a model took more memory than
-        its estimate. ``blocked``: True if a request waits for room. ``batch_blocked``: True if only lines
-        wait for room, which take no model that a request uses."""
+        its estimate. ``blocked``: True if a request waits for room. ``batch_blocked``: True if models drain
+        for lines alone, which take no model that a request uses."""
         excess = self.used - self._budget
         draining = [one for one in self.entries.values() if one.state is ModelState.DRAINING]
         excess -= sum(one.cost for one in draining)
         if excess > 0:
             newest = max((one.since for one in self.entries.values()), default=0.0)
-            for victim in self._victims(excess, lambda one: one.since < newest):
+            # The newest model stays, except a model of lines: lines take no memory from requests.
+            victims = self._victims(excess, _in_background) or self._victims(
+                excess, lambda one: one.since < newest or _in_background(one)
+            )
+            for victim in victims:
                 self._drain(victim, takes_back=False)
         elif not blocked:
             for one in draining:
                 needed = batch_blocked and not one.used
                 if one.takes_back and not needed and not one.ending and self.used <= self._budget:
                     one.state = ModelState.UP
+
+
+def _in_background(entry: Entry) -> bool:
+    """Return True for a model that was loaded for lines, and that no request has used since."""
+    return entry.for_batch and not entry.used
 
 
 def _size(nbytes: int) -> str:

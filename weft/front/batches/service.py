@@ -296,7 +296,7 @@ class BatchService:
         if not self._serves:
             return 0
         if self._front.several is not None and not model:
-            return MOST_STARTS  # the route answers that there is no such model any more
+            return max(MOST_STARTS - mine, 0)  # the route answers that there is no such model any more
         front = self._front_of(model)
         if front is None:
             return 0
