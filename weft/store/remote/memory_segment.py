@@ -38,12 +38,3 @@ class OpenSegment:
         whole = self.memory[: self.end + len(footer)]
         whole[self.end :] = np.frombuffer(footer, np.uint8)
         return whole.data
-
-
-def matches(segment: Segment, fields: dict[str, bytes]) -> bool:
-    """Return True if a record of the segment has all given fields."""
-    entries = segment.entries
-    found = np.ones(len(entries), bool)
-    for name, value in fields.items():
-        found &= np.array([one.tobytes() == value for one in entries[name]], bool)
-    return bool(found.any())

@@ -16,8 +16,10 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,12 +27,13 @@ from weft.common.log import get_logger
 from weft.disagg.protocol import digests
 from weft.store import layout
 from weft.store.errors import RecordGone
+from weft.store.eviction import matching
 from weft.store.index import Found
 from weft.store.layout import ENTRY
 from weft.store.record_store import RecordStore, extent
 from weft.store.records import PAGE, BlockChanges, Owner, RecordBuffer, RecordId
-from weft.store.remote.memory_segment import OpenSegment, matches
-from weft.store.remote.objects import Listed, ObjectGone, Objects, RemoteError
+from weft.store.remote.memory_segment import OpenSegment
+from weft.store.remote.objects import MOST_LISTED, Listed, ObjectGone, Objects, RemoteError
 from weft.store.remote.requests import Requests
 from weft.store.segment import SEGMENT_NAME, Digests, Segment, entries_digest
 from weft.store.settings import RemoteSettings, StoreStats
@@ -51,9 +54,13 @@ _TAIL = 64 << 10
 _MOST_UPLOADS = 2
 """Segments in memory whose upload is under way. Further blocks are skipped until an upload ends."""
 _MOST_RECORDS = 1 << 20
-"""Records in the index, about 200 MB. Older segments are left out."""
+"""Records in the index, about 200 MB. The oldest segments are left out."""
 _MOST_DELETED = 256
 """Expired objects that one list removes."""
+_AT_ONCE = 6
+"""Segments that a list reads at once, with two requests each. ``requests`` allows more requests, so that no
+read of a load waits behind a list of many new segments."""
+_T = TypeVar("_T")
 
 
 class RemoteStore(RecordStore):
@@ -76,8 +83,10 @@ class RemoteStore(RecordStore):
         self._memory: dict[Segment, np.ndarray] = {}
         """Segments that are not uploaded yet, with their bytes."""
         self._known: dict[str, Segment] = {}
-        """Segments in the object store. Used on the event loop alone, as the two below."""
+        """Segments in the object store. Used on the event loop alone, as the three below."""
         self._unreadable = set[str]()
+        self._unwanted = set[str]()
+        """Objects of this process to remove: an operator removed records during the upload."""
         self._flushes = list[dict[str, bytes]]()
         """Removals that are not complete yet."""
         self._full_at, self._backoff = -_FULL_S, settings.away_s
@@ -119,7 +128,8 @@ class RemoteStore(RecordStore):
         """Return the blocks that came and went, see ``RecordStore``. While the object store is away, no block
         is there; afterwards all come at once."""
         changes = super().take_changes()
-        away, told, self._told_away = self.away, self._told_away, self.away
+        away = self.away  # read once: the event loop may change the answer at any time
+        told, self._told_away = self._told_away, away
         if away:
             return BlockChanges([], [], whole=not told)
         return BlockChanges(self._index.blocks(), []) if told else changes
@@ -129,10 +139,12 @@ class RemoteStore(RecordStore):
         are removed in the background: again and again while the object store is away."""
         given = {"payer": payer, "salt": salt, "session": session}
         fields = {name: layout.owner_hash(name, value) for name, value in given.items() if value is not None}
-        count = sum(self._index.forget(one) for one in self._index.segments() if matches(one, fields))
-        if self._open is not None and matches(self._open.segment, fields):
+        hit = [one for one in self._index.segments() if len(matching(one, fields))]
+        count = sum(map(self._index.forget, hit))
+        if self._open is not None and self._open.segment in hit:
             self._memory.pop(self._open.segment, None)
             self._open = None
+        self._count("flushed", count)
         self._requests.start(self._flush_soon(fields))
         return count
 
@@ -239,13 +251,15 @@ class RemoteStore(RecordStore):
             if segment in self._index.segments():
                 segment.sealed, self._known[name] = True, segment
                 self._nbytes += len(data)
-            else:
-                # An operator removed records meanwhile.
-                await self._delete(name)
         except RemoteError as error:
             self._fail(error)
-            self._count("lost", self._index.forget(segment))
         finally:
+            if name not in self._known:
+                if segment not in self._index.segments():
+                    # An operator removed records meanwhile. An upload that failed may still arrive.
+                    self._unwanted.add(name)
+                    self._wake.set()
+                self._count("lost", self._index.forget(segment))
             self._memory.pop(segment, None)
 
     async def _watch(self) -> None:
@@ -261,6 +275,9 @@ class RemoteStore(RecordStore):
                 continue
             try:
                 await self._look()
+                for name in list(self._unwanted):
+                    await self._delete(name)
+                    self._unwanted.discard(name)
                 for fields in list(self._flushes):
                     await self._flush_once(fields)
                     self._flushes.remove(fields)
@@ -280,16 +297,24 @@ class RemoteStore(RecordStore):
         """Add new segments to the index, and remove what is gone or has expired."""
         full = time.monotonic() - self._full_at >= _FULL_S or self._full_at < 0
         after = "" if full else self._name_at(self._now() - _OVERLAP_S)
-        listed = await self._requests.one(lambda: self._objects.listing(self._folder, after), _ASK_S)
-        there = {one.name: one for one in listed if SEGMENT_NAME.fullmatch(one.name.rpartition("/")[2])}
+        # An upload that ends after the list is not in the list.
+        known = list(self._known) if full else []
+        there = dict[str, Listed]()
+        async for page in self._pages(self._folder, after):
+            there.update((one.name, one) for one in page)
         cut = self._name_at(self._oldest()) if self._settings.ttl else ""
         expired = [name for name in there if name < cut][:_MOST_DELETED]
-        await asyncio.gather(*map(self._expire, expired))
+        for names in batched(expired, _AT_ONCE):
+            await asyncio.gather(*map(self._expire, names))
         # New segments first: older segments may find no room in the index.
         new = sorted((one for name, one in there.items() if name >= cut and self._is_new(name)), reverse=True)
-        await asyncio.gather(*map(self._add, new))
-        for name in [name for name in self._known if full and name not in there]:
-            self._count("gone", self._index.forget(self._known.pop(name)))
+        for few in batched(new, _AT_ONCE):
+            if not self._make_room(few[0].name):
+                break
+            await asyncio.gather(*map(self._add, few))
+        for name in known:
+            if name not in there and name in self._known:
+                self._count("gone", self._index.forget(self._known.pop(name)))
         if full:
             self._full_at = time.monotonic()
             self._unreadable &= there.keys()
@@ -297,10 +322,30 @@ class RemoteStore(RecordStore):
         else:
             self._nbytes += sum(one.nbytes for one in new)
 
+    async def _pages(self, folder: str, after: str) -> AsyncIterator[list[Listed]]:
+        """Yield the segments with names above ``after``, page by page. ``folder``: see ``Objects.listing``.
+        Raises RemoteError."""
+        while True:
+            list_page = partial(self._objects.listing, folder, after)
+            page = await self._requests.one(list_page, _ASK_S)
+            yield [one for one in page if SEGMENT_NAME.fullmatch(one.name.rpartition("/")[2])]
+            if len(page) < MOST_LISTED:
+                return
+            after = page[-1].name
+
+    def _make_room(self, name: str) -> bool:
+        """Remove older segments than ``name`` from a full index. Return False if there is no room."""
+        while len(self._index) >= _MOST_RECORDS:
+            oldest = min(self._known, default=name)
+            if oldest >= name:
+                return False
+            self._index.forget(self._known.pop(oldest))
+        return True
+
     def _is_new(self, name: str) -> bool:
         # Uploads of this process are in the index already, and known only after the answer.
         own = any(segment.path.as_posix() == name for segment in tuple(self._memory))
-        return name not in self._known and name not in self._unreadable and not own
+        return not own and not any(name in names for names in (self._known, self._unreadable, self._unwanted))
 
     def _name_at(self, seconds: float) -> str:
         """Return the beginning of the names of segments that are created at this time."""
@@ -308,8 +353,6 @@ class RemoteStore(RecordStore):
 
     async def _add(self, one: Listed) -> None:
         """Add a segment of another process to the index."""
-        if len(self._index) >= _MOST_RECORDS:
-            return
         try:
             segment = await self._segment(one)
         except ObjectGone:
@@ -357,18 +400,9 @@ class RemoteStore(RecordStore):
 
     async def _flush_once(self, fields: dict[str, bytes]) -> None:
         """Remove the objects of all namespaces that have a matching record."""
-        after = ""
-        while True:
-            listed = await self._requests.one(
-                lambda after=after: self._objects.listing("", after),  # type: ignore[misc]
-                _ASK_S,
-            )
-            for one in listed:
-                if SEGMENT_NAME.fullmatch(one.name.rpartition("/")[2]):
-                    await self._flush_object(one, fields)
-            if not listed:
-                return
-            after = listed[-1].name
+        async for page in self._pages("", ""):
+            for few in batched(page, _AT_ONCE):
+                await asyncio.gather(*(self._flush_object(one, fields) for one in few))
 
     async def _flush_object(self, one: Listed, fields: dict[str, bytes]) -> None:
         try:
@@ -376,8 +410,14 @@ class RemoteStore(RecordStore):
         except ObjectGone:
             return
         # An object that cannot be read may have such records: nothing of the object may stay.
-        if segment is None or matches(segment, fields):
+        if segment is None or len(matching(segment, fields)):
             await self._delete(one.name)
             known = self._known.pop(one.name, None)
             if known is not None:
                 self._index.forget(known)
+
+
+def batched(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+    """Yield ``items`` in order, up to ``size`` at a time."""
+    for at in range(0, len(items), size):
+        yield items[at : at + size]
