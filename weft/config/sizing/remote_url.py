@@ -16,8 +16,8 @@ _OBSTORE = ("s3", "s3a", "gs", "az", "abfs", "abfss", "file")
 
 
 def check_url(url: str) -> None:
-    """Raise ConfigError for a URL that no object store takes, or whose package is missing. Messages repeat only
-    URLs without credentials."""
+    """Raise ConfigError for a URL that no object store takes, or whose package is missing. No message repeats
+    credentials."""
     try:
         parts = urlsplit(url)
     except ValueError:
