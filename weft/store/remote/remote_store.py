@@ -16,10 +16,8 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -29,13 +27,12 @@ from weft.store import layout
 from weft.store.errors import RecordGone
 from weft.store.eviction import matching
 from weft.store.index import Found
-from weft.store.layout import ENTRY
 from weft.store.record_store import RecordStore, extent
 from weft.store.records import PAGE, BlockChanges, Owner, RecordBuffer, RecordId
-from weft.store.remote.memory_segment import OpenSegment
+from weft.store.remote.memory_segment import OpenSegment, read_segment
 from weft.store.remote.objects import MOST_LISTED, Listed, ObjectGone, Objects, RemoteError
-from weft.store.remote.requests import Requests
-from weft.store.segment import SEGMENT_NAME, Digests, Segment, entries_digest
+from weft.store.remote.requests import Requests, batched
+from weft.store.segment import SEGMENT_NAME, Digests, Segment
 from weft.store.settings import RemoteSettings, StoreStats
 from weft.store.writer import framed
 
@@ -49,8 +46,6 @@ _READ_S, _ASK_S, _PUT_S, _CLOSE_S = 3.0, 5.0, 30.0, 4.0
 """Deadlines of a read of a run, of small requests, of an upload, and of the uploads at the end."""
 _LONGEST_AWAY_S = 60.0
 """Seconds without requests after many failures."""
-_TAIL = 64 << 10
-"""Bytes read for a footer at first: 600 records."""
 _MOST_UPLOADS = 2
 """Segments in memory whose upload is under way. Further blocks are skipped until an upload ends."""
 _MOST_RECORDS = 1 << 20
@@ -60,7 +55,6 @@ _MOST_DELETED = 256
 _AT_ONCE = 6
 """Segments that a list reads at once, with two requests each. ``requests`` allows more requests, so that no
 read of a load waits behind a list of many new segments."""
-_T = TypeVar("_T")
 
 
 class RemoteStore(RecordStore):
@@ -365,26 +359,7 @@ class RemoteStore(RecordStore):
         self._index.add(segment, self._oldest())
 
     async def _segment(self, one: Listed) -> Segment | None:
-        """Return a segment with the entries of the footer; None if the footer does not hold. Raises
-        RemoteError."""
-        begin = max(0, one.nbytes - _TAIL)
-        if one.nbytes < 3 * PAGE:
-            return None
-        page, tail = await asyncio.gather(
-            self._get(one.name, 0, PAGE), self._get(one.name, begin, one.nbytes - begin)
-        )
-        identity = layout.identity_of(bytes(page))
-        trailer = None if identity is None else layout.trailer_of(bytes(tail[-PAGE:]), identity, one.nbytes)
-        if identity is None or trailer is None:
-            return None
-        size = trailer.entries * ENTRY.itemsize
-        if trailer.offset < begin:
-            data = bytes(await self._get(one.name, trailer.offset, size))
-        else:
-            data = bytes(tail[trailer.offset - begin : trailer.offset - begin + size])
-        if len(data) != size or not size or entries_digest(data, identity, self._digest) != trailer.digest:
-            return None
-        return Segment(Path(one.name), identity, np.frombuffer(data, ENTRY), sealed=True)
+        return await read_segment(one, self._get, self._digest)
 
     async def _expire(self, name: str) -> None:
         await self._delete(name)
@@ -415,9 +390,3 @@ class RemoteStore(RecordStore):
             known = self._known.pop(one.name, None)
             if known is not None:
                 self._index.forget(known)
-
-
-def batched(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
-    """Yield ``items`` in order, up to ``size`` at a time."""
-    for at in range(0, len(items), size):
-        yield items[at : at + size]
