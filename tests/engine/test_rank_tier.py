@@ -301,9 +301,9 @@ def test_a_load_that_fails_unexpectedly_reserves_no_blocks(tmp_path: Path, settl
 def test_a_disk_that_fails_does_not_end_the_other_levels(tmp_path: Path) -> None:
     """A block that only the disk has is computed. ``OFF`` would end the whole tier."""
     host = memory()
-    for levels in ({"host": host}, {"second": True}):
-        stores = [open_store(tmp_path / next(iter(levels)) / str(n)) for n in range(1 + ("second" in levels))]
-        tier = by_hand(Pages(), stores, levels.get("host"))
+    for count, near in ((1, host), (2, None)):
+        stores = [open_store(tmp_path / f"{count}-{number}") for number in range(count)]
+        tier = by_hand(Pages(), stores, near)
         assert outcomes(tier, copy_of(1, False, blocks(1))) == [BlockOutcome.DONE]
         host.flush(None, None, None)
         for store in stores[1:]:
