@@ -28,15 +28,31 @@ from weft.types.tiers import TierStats
         ({"kv_disk": "1G", "enable_prefix_caching": False}, "cpu", "requires the prefix cache"),
         ({"kv_remote": "x://b/p"}, "cpu", "no URL of an object store"),
         ({"kv_remote": "s3:///p"}, "cpu", "names no bucket"),
-        ({"kv_remote": "s3://key:secret@b/p"}, "cpu", "credentials do not belong"),
+        ({"kv_remote": "s3://key:secret@b/p"}, "cpu", "credentials and options do not belong"),
+        ({"kv_remote": "s3://[b/p"}, "cpu", "is no URL"),
+        ({"kv_remote": "az://b/p?sig=secret"}, "cpu", "credentials and options do not belong"),
+        ({"kv_remote": "https://key:secret@b/p"}, "cpu", "credentials and options do not belong"),
+        ({"kv_remote": "file://folder/kv"}, "cpu", "use file:///FOLDER"),
+        ({"kv_remote": "file:///"}, "cpu", "use file:///FOLDER"),
         ({"kv_store": "all"}, "cpu", "--kv-store requires --kv-disk"),
         ({"kv_disk_dir": "kv"}, "cpu", "--kv-disk-dir requires --kv-disk"),
         ({"kv_disk_write_rate": "1M"}, "cpu", "--kv-disk-write-rate requires --kv-disk"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(settings: dict[str, Any], device: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as refused:
         check_tier(from_keywords(settings), device)
+    assert "secret" not in refused.value.message
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for url, install in (
+        ("s3://b/p", r"pip install 'weft\[s3\]'"),
+        ("mooncake://h:1/p", "mooncake"),
+    ):
+        with pytest.raises(ConfigError, match=install):
+            check_tier(from_keywords({"kv_remote": url}), "cpu")
 
 
 def test_replicas_of_one_folder_are_summed() -> None:

@@ -20,12 +20,13 @@ from weft.engine.tiers import engine_tier, rank_tier
 from weft.engine.tiers.block_copies import BlockCopies
 from weft.engine.tiers.engine_tier import EngineTier
 from weft.engine.tiers.group_tier import GroupTier
+from weft.engine.tiers.open_tier import stores_that_open
 from weft.engine.tiers.rank_tier import RankTier
 from weft.store.errors import RecordError
 from weft.store.host import HostLevel
 from weft.store.records import Owner, RecordBuffer, RecordId
 from weft.store.segments import SegmentStore
-from weft.types.tiers import BlockOutcome, BlocksCopied, CopyBlocks, FlushStore, copy_of
+from weft.types.tiers import BlockOutcome, BlocksCopied, CopyBlocks, FlushStore, StoreChanged, copy_of
 
 
 class OneByte:
@@ -295,3 +296,62 @@ def test_a_load_that_fails_unexpectedly_reserves_no_blocks(tmp_path: Path, settl
         assert found == ({1: off, 2: off} if settles else {2: off})
     finally:
         tier.close()
+
+
+def test_a_disk_that_fails_does_not_end_the_other_levels(tmp_path: Path) -> None:
+    """A block that only the disk has is computed. ``OFF`` would end the whole tier."""
+    host = memory()
+    for count, near in ((1, host), (2, None)):
+        stores = [open_store(tmp_path / f"{count}-{number}") for number in range(count)]
+        tier = by_hand(Pages(), stores, near)
+        assert outcomes(tier, copy_of(1, False, blocks(1))) == [BlockOutcome.DONE]
+        host.flush(None, None, None)
+        for store in stores[1:]:
+            store.flush()
+        stores[0]._turn_off(OSError("broken"))
+        assert outcomes(tier, copy_of(2, True, blocks(1))) == [BlockOutcome.GONE]
+        assert outcomes(tier, copy_of(3, False, blocks(2))) == 2 * [BlockOutcome.DONE]
+        tier.close()
+
+
+def test_a_level_that_cannot_be_opened_leaves_the_others(tmp_path: Path) -> None:
+    def refused() -> SegmentStore:
+        raise ConfigError("no such folder")
+
+    def opened() -> SegmentStore:
+        return open_store(tmp_path)
+
+    assert len(stores_that_open([refused, opened])) == len(stores_that_open([opened, refused])) == 1
+    with pytest.raises(ConfigError):
+        stores_that_open([refused, refused])
+
+
+def test_many_new_blocks_are_reported_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step loop applies each report: an object store may appear with a million blocks."""
+    monkeypatch.setattr(rank_tier, "_MOST_CHANGES", 2)
+    tier = by_hand(Pages(), [open_store(tmp_path)])
+    assert outcomes(tier, copy_of(1, False, blocks(5))) == 5 * [BlockOutcome.DONE]
+    found = [blocks(1)[0][2], blocks(2)[1][2]]
+    for _ in range(3):
+        tier.turn(0.0)
+        new = [one.added for one in tier.take() if isinstance(one, StoreChanged)]
+        assert len(new) <= 1
+        assert all(len(added) <= 2 for added in new)
+        found += [key for added in new for _, key in added]
+    assert found == [key for _, _, key in blocks(5)]
+    tier.close()
+
+
+def test_commands_without_end_do_not_hide_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_tier, "_TURN_S", 0.0)
+    first, second = (by_hand(Pages(), [open_store(tmp_path)]) for _ in range(2))
+    assert outcomes(first, copy_of(1, False, blocks(1))) == [BlockOutcome.DONE]
+    first.stores[0].close()
+    for job in range(2):  # both wait: the thread is never idle
+        second.put(copy_of(job, True, []))
+    second.turn(0.0)
+    assert any(isinstance(one, StoreChanged) for one in second.take())
+    first.close()
+    second.close()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from weft.common.errors import InvalidRequest, Unavailable
+from weft.config.sections.tier_section import TierSection
 from weft.front.requests.weight_updates import WeightUpdates
 from weft.store.fixed_weights import why_fixed
 from weft.store.new_weights import source_files
@@ -24,7 +25,7 @@ def config(**more: Any) -> Any:
         transfer=SimpleNamespace(role="unified"),
         spec=spec,
         loaded=spec,
-        tier=SimpleNamespace(kv_disk=None),
+        tier=TierSection(),
         parallel=SimpleNamespace(eplb_interval=0, enable_expert_parallel=False),
     )
     vars(made).update(more)
@@ -98,7 +99,9 @@ def in_loop(engines: Engines, check: Callable[[WeightUpdates], Any], **more: Any
 
 
 FIXED: list[tuple[dict[str, Any], str]] = [
-    ({"tier": SimpleNamespace(kv_disk="/disk")}, "--kv-disk"),
+    ({"tier": TierSection(kv_disk="1G")}, "--kv-disk"),
+    ({"tier": TierSection(kv_remote="s3://bucket")}, "--kv-remote"),
+    ({"tier": TierSection(kv_host="1G")}, "--kv-host"),
     ({"parallel": SimpleNamespace(eplb_interval=9)}, "--eplb-interval"),
     ({"spec": SimpleNamespace(vision=object())}, "images"),
     ({"transfer": SimpleNamespace(role="encode")}, "images"),

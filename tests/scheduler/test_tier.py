@@ -486,6 +486,30 @@ def test_a_miss_says_why_a_block_is_not_stored(mode: StoreMode) -> None:
         assert rig.why(1, PROMPT) == reason
 
 
+def test_a_miss_says_that_the_level_with_the_block_does_not_answer() -> None:
+    """A store that is away has removed nothing."""
+    rig = Explaining()
+    ask(rig, submit(0, PROMPT))
+    for group in rig.scheduler._state.caches.kinds:
+        group.pool.forget_unused()
+    rig.loads.on(Changed([], [], DISK, whole=True), rig.now)
+    assert rig.loads.book.blocks == [0, 0, 0]
+    assert rig.why(1, PROMPT) == "off"
+
+
+def test_a_block_whose_ranks_have_no_level_in_common_is_not_stored() -> None:
+    rig = TierRig(kv_config(), mode="all")
+    rig.submit(submit(0, PROMPT))
+    while not rig.under_way:
+        rig.step()
+        rig.ask()
+    command, _ = rig.under_way.pop()
+    done = bytes([BlockOutcome.DONE]) * command.size
+    rig.loads.on(Copied(command.job, done, levels=bytes(command.size)), rig.now)
+    assert rig.loads.book.num_stored == 0
+    assert rig.loads.book.skipped == {"slow": command.size}
+
+
 def test_a_miss_says_that_another_model_has_the_block() -> None:
     first = TierRig(kv_config())
     ask(first, submit(0, PROMPT))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -93,6 +95,96 @@ def test_lists_of_several_pages_and_records_of_another_namespace(server: S3Serve
     assert not other.has(record(0))
     store.close()
     other.close()
+
+
+def test_a_list_of_all_segments_keeps_segments_beyond_one_answer(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket has more objects than one answer lists: all are found, and no segment is forgotten."""
+    for name in ("s3", "remote_store"):
+        monkeypatch.setattr(f"weft.store.remote.{name}.MOST_LISTED", 2)
+    for number in range(5):
+        stored(server, number)
+    store = opened(list_s=3600.0)
+    until(lambda: store._full_at > 0)
+    assert all(store.has(record(n)) for n in range(5))
+    first = store._full_at
+    monkeypatch.setattr("weft.store.remote.remote_store._FULL_S", 0.0)
+    store._requests.soon(store._wake.set)
+    until(lambda: store._full_at > first)
+    assert store.stats().gone == 0
+    assert store.flush() == 5
+    until(lambda: not server.objects)
+    store.close()
+
+
+def test_a_full_index_leaves_out_the_oldest_segments(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.store.remote.remote_store._MOST_RECORDS", 2)
+    monkeypatch.setattr("weft.store.remote.remote_store._AT_ONCE", 1)
+    for number in range(3):
+        stored(server, number)
+    store = opened()
+    until(lambda: store._full_at > 0)
+    assert [store.has(record(n)) for n in range(3)] == [False, True, True]
+    stored(server, 3)
+    until(lambda: store.has(record(3)))
+    assert [store.has(record(n)) for n in range(4)] == [False, False, True, True]
+    store.close()
+
+
+def test_an_object_that_may_not_be_read_fails_alone(server: S3Server) -> None:
+    """Such as an object that a rule of the bucket has archived."""
+    stored(server, 1)
+    server.denied.update(server.objects)
+    stored(server, 2)
+    store = opened()
+    until(lambda: store.has(record(2)))
+    assert not store.away
+    assert not store.has(record(1))
+    server.denied.update(server.objects)
+    with pytest.raises(RecordGone):
+        holds(store, 2)
+    assert not store.away
+    store.close()
+
+
+def test_a_store_that_comes_back_at_once_is_reported(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop ends the outage while the changes are taken."""
+    stored(server, 1)
+    store = opened(list_s=3600.0)
+    until(lambda: store.has(record(1)))
+    store.take_changes()
+    answers = [True, False]
+    with monkeypatch.context() as patched:
+        away = property(lambda self: answers.pop(0) if answers else False)
+        patched.setattr(RemoteStore, "away", away)
+        assert store.take_changes().whole
+        assert store.take_changes().added == [(0, record(1).key)]
+    store.close()
+
+
+def test_a_flush_also_removes_an_object_whose_upload_is_under_way(server: S3Server) -> None:
+    """Also if the object store fails right after the upload."""
+    store = opened()
+    until(lambda: store._full_at > 0)
+    server.uploads_stall.set()
+    assert not put(store, record(1), SIZE, Owner(salt="s1"))
+    store._seal()
+    assert store.flush(salt="s1") == 1
+    store._requests.call(asyncio.sleep(0), 30)
+    until(lambda: not store._flushes)
+    server.fails_after_put = True
+    server.uploads_stall.clear()
+    until(lambda: store.away)
+    assert len(server.objects) == 1
+    server.broken = server.fails_after_put = False
+    until(lambda: not server.objects)
+    assert not store.has(record(1))
+    store.close()
 
 
 @pytest.mark.parametrize("place", [0, 4096 + 100, 4096 * 2 + 50, -8192 + 5, -4096 + 9])
@@ -194,6 +286,7 @@ def test_a_folder_is_an_object_store(tmp_path: Path) -> None:
     until(lambda: store.has(record(2)))
     assert holds(store, 1)
     store.close()
+    assert stat.S_IMODE((tmp_path / "objects").stat().st_mode) == 0o700, "the objects contain prompts"
 
 
 @pytest.mark.slow

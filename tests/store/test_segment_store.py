@@ -286,3 +286,37 @@ def test_an_open_segment_is_published(tmp_path):
     third = open_store(tmp_path)
     assert all(get(third, record(number)) for number in range(1, 5))
     assert third.stats().damaged == 0
+
+
+def test_a_published_segment_that_another_process_removes(tmp_path):
+    """The next footer of a removed file does not turn the store off."""
+    clock = Clock()
+    one, two = open_store(tmp_path, clock=clock), open_store(tmp_path, clock=clock)
+    put(one, record(1))
+    two.flush()
+    clock.seconds += 11
+    one.maintain()
+    assert not one.off
+    assert not one.has(record(1))
+    put(one, record(1))
+    assert get(one, record(1))
+
+
+def test_a_segment_with_new_and_removed_records(tmp_path):
+    """The writer removes as many records as it adds before the next look of another process."""
+    clock = Clock()
+    one, two = open_store(tmp_path, clock=clock), open_store(tmp_path, clock=clock)
+    for number in (1, 2):
+        put(one, record(number), owner=Owner(salt=f"s{number}"))
+    clock.seconds += 11
+    one.maintain()
+    two.scan()
+    assert two.has(record(2))
+    one.flush(salt="s1")
+    put(one, record(3))
+    one.seal()
+    clock.seconds += 11
+    two.scan()
+    assert not two.has(record(1))
+    assert get(two, record(2))
+    assert get(two, record(3))

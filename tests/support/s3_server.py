@@ -26,8 +26,14 @@ class S3Server:
         self.objects: dict[str, bytes] = {}
         self.stalls = threading.Event()
         """Set: requests get no answer."""
+        self.uploads_stall = threading.Event()
+        """Set: uploads get no answer."""
+        self.denied = set[str]()
+        """Objects that may not be read."""
         self.broken = False
         """True: every answer is an error."""
+        self.fails_after_put = False
+        """True: after the next upload every answer is an error."""
         self.dead = False
         """True: connections end without an answer."""
         server = self
@@ -50,6 +56,7 @@ class S3Server:
 
     def close(self) -> None:
         self.stalls.clear()
+        self.uploads_stall.clear()
         self._server.shutdown()
         self._server.server_close()
 
@@ -61,7 +68,7 @@ class S3Server:
             request.close_connection = True
             request.connection.shutdown(socket.SHUT_RDWR)
             return
-        while self.stalls.is_set():
+        while self.stalls.is_set() or (request.command == "PUT" and self.uploads_stall.is_set()):
             time.sleep(0.01)
         key = unquote(parts.path).split("/", 2)[2] if parts.path.count("/") > 1 else ""
         status, data, headers = self._carry_out(request, key, parse_qs(parts.query), body)
@@ -80,6 +87,7 @@ class S3Server:
             return 500, b"", {}
         if request.command == "PUT":
             self.objects[key] = body
+            self.broken = self.fails_after_put
             return 200, b"", facts
         if request.command == "POST":  # a removal of several objects
             names = re.findall(r"<Key>(.*?)</Key>", body.decode())
@@ -90,6 +98,8 @@ class S3Server:
         if not key:
             return 200, self._list(query), {"content-type": "application/xml"}
         data = self.objects.get(key)
+        if key in self.denied:
+            return 403, b"", {}
         if data is None:
             return 404, b"", {}
         begin, _, end = request.headers.get("range", "bytes=0-").removeprefix("bytes=").partition("-")

@@ -315,6 +315,7 @@ class TierBook:
         - "storing": the write has not ended;
         - "unwritten": evicted from the pool before the write;
         - "no_room", "slow_store", "too_large", "off", "lost": no level took the block;
+        - "off": also if the levels with the block are off or do not answer;
         - "removed": by age, by eviction from the store or by an operator;
         - "first_use": with ``reused``, the second use stores the block;
         - "version": stored under other weights, data types, layouts or builds.
@@ -341,7 +342,7 @@ class TierBook:
                 actions += self._copied(event)
             case Changed(added, gone, level, whole):
                 if whole:
-                    gone = [(kind, key) for kind, keys in enumerate(self._there) for key in keys]
+                    self._clear(level)
                 for kind, key in gone:
                     self._remove(kind, key, level)
                 for kind, key in added:
@@ -378,6 +379,16 @@ class TierBook:
             self._explain((kind, key), "removed")
         for place in range(len(LEVELS)):
             self.blocks[place] -= (before & levels) >> place & 1
+
+    def _clear(self, level: int) -> None:
+        """Note that a level, one of ``HOST``, ``DISK`` and ``REMOTE``, is off or does not answer: no block of
+        the level counts. A level may have a million blocks, and the step loop waits."""
+        for kind, there in enumerate(self._there):
+            lost = [key for key, levels in there.items() if levels == level]
+            self._there[kind] = {key: levels & ~level for key, levels in there.items() if levels != level}
+            for key in lost[-MOST_GHOSTS:]:
+                self._explain((kind, key), "off")
+        self.blocks[level.bit_length() - 1] = 0
 
     def _void(self, *, loads_only: bool = False) -> None:
         """Let the results of commands under way not count."""
@@ -526,6 +537,8 @@ class TierBook:
             else:
                 self._storing.discard(entry)
                 reason = self._reasons.pop(entry, "all")
+                if done and not stored:  # no level has the parts of all ranks
+                    outcome, done = BlockOutcome.SLOW, False
                 if done and not job.void:
                     self._put(kind, key, stored)
                     self.failed.pop(entry, None)

@@ -165,7 +165,7 @@ class Cleaner:
                     # No version of this release can tell the owners: nothing of the file may stay.
                     file.path.unlink(missing_ok=True)
                     continue
-                rows = _matching(segment, fields)
+                rows = matching(segment, fields)
                 if len(rows):
                     remove_records(self._disk, segment, rows, self._digest, own=segment is own)
                     count += self._index.drop(segment, rows) if file.path in known else len(rows)
@@ -255,7 +255,7 @@ class Cleaner:
                 folder.rmdir()
 
 
-def _matching(segment: Segment, fields: dict[str, bytes]) -> np.ndarray:
+def matching(segment: Segment, fields: dict[str, bytes]) -> np.ndarray:
     """Return the rows whose fields all match, int64 [n], also of records that are not in the index."""
     same = np.ones(segment.count, bool)
     for field, value in fields.items():

@@ -116,7 +116,8 @@ class Scanner:
             return 0  # another process changes the footer now
         except (FileNotFoundError, Unreadable):
             return self._index.forget(segment)
-        if fresh.count > segment.count:  # the writer has published more
+        # The writer may have published more, and removed other records: numbers of records prove nothing.
+        if not np.isin(fresh.entries["offset"], segment.entries["offset"]).all():
             self._index.forget(segment)
             self._index.add(fresh, oldest)
             return 0

@@ -130,7 +130,8 @@ class SegmentStore(RecordStore):
                 self._seal()
             elif self._writer is not None and not 0 <= now - self._published < _PUBLISH_S:
                 self._published = now
-                self._writer.publish(self._digest)
+                if not self._writer.publish(self._digest):
+                    self._give_up()
             if 0 <= now - self._maintained < _MAINTAIN_S:
                 return
             self._maintained = now
@@ -228,8 +229,7 @@ class SegmentStore(RecordStore):
     def _write(self, record: RecordId, buffer: RecordBuffer, nbytes: int, owner: Owner) -> str:
         writer = self._writer
         if writer is not None and writer.removed():
-            self._leave()
-            self._index.forget(writer.segment)
+            self._give_up()
             writer = None
         if writer is not None and not writer.fits(nbytes):
             self._seal()
@@ -258,6 +258,12 @@ class SegmentStore(RecordStore):
             writer.segment.path.unlink(missing_ok=True)
         else:
             writer.seal(self._digest)
+
+    def _give_up(self) -> None:
+        """Forget this process's segment, whose file another process has removed."""
+        if self._writer is not None:
+            self._index.forget(self._writer.segment)
+        self._leave()
 
     def _leave(self) -> None:
         """Give up this process's segment without a footer."""

@@ -65,19 +65,23 @@ class Writer:
         self._end += PAGE + whole
         return entry
 
-    def publish(self, digest: Digests) -> None:
+    def publish(self, digest: Digests) -> bool:
         """Write a footer behind the records so far, so that other processes read the records. The next record
-        overwrites the footer: until the next call other processes keep what they have read. Raises
-        OSError."""
+        overwrites the footer: until the next call other processes keep what they have read. Return False if
+        another process has removed the file. Raises OSError."""
         if self._published == self.segment.count:
-            return
-        fd = self._disk.open(self.segment.path, write=True)
+            return True
+        try:
+            fd = self._disk.open(self.segment.path, write=True)
+        except FileNotFoundError:
+            return False
         try:
             # All records, also removed ones: reads check headers, and a reader finds new entries by number.
             write_footer(fd, self.segment.identity, self.segment.entries, self._end, digest)
         finally:
             os.close(fd)
         self._published = self.segment.count
+        return True
 
     def seal(self, digest: Digests) -> None:
         """Write the footer, free the unused space, wait for the disk and give up the lock. Raises OSError;

@@ -16,22 +16,28 @@ _OBSTORE = ("s3", "s3a", "gs", "az", "abfs", "abfss", "file")
 
 
 def check_url(url: str) -> None:
-    """Raise ConfigError for a URL that no object store takes, or whose package is missing."""
-    parts = urlsplit(url)
+    """Raise ConfigError for a URL that no object store takes, or whose package is missing. No message repeats
+    credentials."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ConfigError(f"{FLAG} is no URL: use s3://BUCKET/PREFIX", param=FLAG) from None
+    if "@" in parts.netloc or (parts.query and parts.scheme != "mooncake"):
+        raise ConfigError(
+            f"{FLAG}: credentials and options do not belong into the URL, which processes and logs show. Set "
+            "the variables of the store, such as AWS_ACCESS_KEY_ID",
+            param=FLAG,
+        )
     if parts.scheme == "mooncake":
         package, module, install = "mooncake.store", "mooncake", "mooncake-transfer-engine"
     elif parts.scheme in _OBSTORE:
-        package, module, install = "obstore", "obstore", '"weft[s3]"'
+        package, module, install = "obstore", "obstore", "'weft[s3]'"
     else:
         known = ", ".join(f"{scheme}://" for scheme in (*_OBSTORE, "mooncake"))
         raise ConfigError(f"{FLAG} {url} is no URL of an object store: use one of {known}", param=FLAG)
+    if parts.scheme == "file" and (parts.netloc or not parts.path.strip("/")):
+        raise ConfigError(f"{FLAG} {url} names no folder of this host: use file:///FOLDER", param=FLAG)
     if not parts.netloc and parts.scheme != "file":
         raise ConfigError(f"{FLAG} {url} names no bucket: use {parts.scheme}://bucket/prefix", param=FLAG)
-    if parts.username or parts.password:
-        raise ConfigError(
-            f"{FLAG}: credentials do not belong into the URL, which processes and logs show. Set the "
-            "variables of the store, such as AWS_ACCESS_KEY_ID",
-            param=FLAG,
-        )
     if importlib.util.find_spec(module) is None:
         raise ConfigError(f"{FLAG} {url} requires the package {package}: pip install {install}", param=FLAG)

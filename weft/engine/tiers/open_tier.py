@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 
 from weft.attention.base import Backends
 from weft.common.errors import ConfigError
+from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.config.sections.tier_section import disk_folder
 from weft.config.sizing.tier import host_bytes, tier_bytes
@@ -29,6 +30,8 @@ from weft.store.remote.remote_store import RemoteStore
 from weft.store.segments import SegmentStore
 from weft.store.settings import RemoteSettings, StoreSettings
 from weft.store.weights_digest import WeightsDigest
+
+log = get_logger(__name__)
 
 
 def noted_weights(config: EngineConfig) -> WeightsDigest | None:
@@ -73,13 +76,15 @@ def _host_level(config: EngineConfig, runner: Runner, copies: BlockCopies) -> Ho
 def _open_stores(
     config: EngineConfig, attention: tuple[str, ...], weights: WeightsDigest
 ) -> list[RecordStore]:
-    """Open the stores, once the digest of the weights is known. Raise ConfigError."""
+    """Open the stores, once the digest of the weights is known. A store that cannot be opened is left out,
+    with a warning. Raise ConfigError if no store can be opened."""
     made, tier = numerics(torch.device(config.device), attention), config.tier
     digest = weights.wait()
     if digest is None:
         raise ConfigError(weights.error)
-    namespace, stores = kv_namespace(config, digest, made), list[RecordStore]()
-    if tier.kv_disk is not None:
+    namespace = kv_namespace(config, digest, made)
+
+    def disk() -> RecordStore:
         settings = StoreSettings(
             folder=disk_folder(tier),
             namespace=namespace,
@@ -87,10 +92,27 @@ def _open_stores(
             ttl=tier.kv_disk_ttl,
             shared=tier.kv_disk_shared,
         )
-        stores.append(SegmentStore(settings, digest=_digest))
-    if tier.kv_remote is not None:
-        remote = RemoteSettings(namespace=namespace, ttl=tier.kv_disk_ttl)
-        stores.append(RemoteStore(remote, open_objects(tier.kv_remote), digest=_digest))
+        return SegmentStore(settings, digest=_digest)
+
+    def remote() -> RecordStore:
+        settings = RemoteSettings(namespace=namespace, ttl=tier.kv_disk_ttl)
+        return RemoteStore(settings, open_objects(tier.kv_remote or ""), digest=_digest)
+
+    given = ((tier.kv_disk, disk), (tier.kv_remote, remote))
+    return stores_that_open([opener for flag, opener in given if flag is not None])
+
+
+def stores_that_open(openers: Sequence[Callable[[], RecordStore]]) -> list[RecordStore]:
+    """Return the stores of ``openers``, in order, without the stores that cannot be opened. Raise the last
+    ConfigError if none can be opened."""
+    stores = list[RecordStore]()
+    for number, opener in enumerate(openers, 1):
+        try:
+            stores.append(opener())
+        except ConfigError as error:
+            if number == len(openers) and not stores:
+                raise
+            log.warning("a level of the KV tier is off: %s", error.message)
     return stores
 
 

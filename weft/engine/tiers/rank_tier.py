@@ -12,7 +12,9 @@ no report, and stops to use the tier.
 
 from __future__ import annotations
 
+import itertools
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -39,6 +41,7 @@ from weft.types.tiers import (
     BlockOutcome,
     BlocksCopied,
     CopyBlocks,
+    Entry,
     FlushStore,
     LevelStats,
     StoreChanged,
@@ -51,6 +54,8 @@ log = get_logger(__name__)
 
 _TURN_S = 1.0
 """Seconds between two looks at the folder."""
+_MOST_CHANGES, _SOON_S = 4096, 0.05
+"""New blocks of a level that one report has: 5 ms of the step loop; seconds until the next report."""
 _END_S = 5.0
 _FAILED = {
     RecordCorrupt: BlockOutcome.CORRUPT,
@@ -109,6 +114,10 @@ class RankTier:
         """The stores, once open."""
         self._off = set[int]()
         """Levels whose store has turned itself off."""
+        self._looked = time.monotonic()
+        """Time of the last look at the folder."""
+        self._late: dict[int, dict[Entry, None]] = {1 << place: {} for place in range(len(LEVELS))}
+        """Level -> blocks that came to the level and are not reported yet."""
         self._thread = threading.Thread(target=self._run, name="weft-tier", daemon=True)
         if start:
             self._thread.start()
@@ -180,13 +189,13 @@ class RankTier:
             self._fail(error)
             return
         try:
-            self._tell()
+            self._tell(every=True)
             if self._leads:
                 elsewhere = frozenset[bytes]().union(*(store.elsewhere() for store in self.stores))
                 self._reports.tell(StoredElsewhere(elsewhere))
             self._opened.set()
             while not self._done:
-                self.turn(_TURN_S)
+                self.turn(_SOON_S if any(self._late.values()) else _TURN_S)
         except Exception as error:
             log.exception("the KV tier has failed, and is off")
             self._fail(error)
@@ -238,6 +247,7 @@ class RankTier:
                 self._sort(self._commands.get_nowait())
         except queue.Empty:
             pass
+        idle = not (self._loads or self._others)
         # A command leaves the queue at the end of the command: after an error, ``_fail`` answers the command.
         if self._loads:
             self._load(self._loads[0])
@@ -245,16 +255,19 @@ class RankTier:
         elif self._others:
             self._other(self._others[0])
             self._others.popleft()
-        else:
+        if idle:
             for event in self._stops:
                 event.set()
             self._stops.clear()
             if self._done:
                 return
+        # Commands that never end must not hide the records of other processes.
+        if idle or time.monotonic() - self._looked >= _TURN_S:
             for store in self.stores:
                 store.scan()
                 store.maintain()
             self._tell()
+            self._looked = time.monotonic()
 
     def _sort(self, command: TierCommand | threading.Event | None) -> None:
         if command is None:
@@ -305,6 +318,8 @@ class RankTier:
         for number in rest:
             if outcomes[number] == BlockOutcome.GONE:
                 nbytes += self._gather(items[number], outcomes, number)
+            elif outcomes[number] == BlockOutcome.OFF and not self._all_off:
+                outcomes[number] = BlockOutcome.GONE  # ``OFF`` would end the levels that work
         self._answer(command, bytes(outcomes), nbytes, time.monotonic() - began)
         if self._host is not None:
             self._tell()
@@ -387,6 +402,8 @@ class RankTier:
                 result = store.write(self._copies.record(kind, key), self._buffer, size, owner)
                 stored |= _bit(store) * (result in _STORED)
                 outcome = _REFUSED.get(result, BlockOutcome.SKIPPED)
+            if outcome == BlockOutcome.OFF and not self._all_off:
+                outcome = BlockOutcome.NO_ROOM
             # Each rank has host memory of its own, also for bytes that another rank writes to the stores.
             if self._host is not None and self._host.put(kind, key, self._buffer.payload[:size], names):
                 stored |= HOST
@@ -398,8 +415,8 @@ class RankTier:
 
     @property
     def _all_off(self) -> bool:
-        """True if every store has turned itself off."""
-        return bool(self.stores) and all(store.off for store in self.stores)
+        """True if every level has turned itself off. Host memory never does."""
+        return self._host is None and bool(self.stores) and all(store.off for store in self.stores)
 
     def _answer(
         self, command: CopyBlocks, outcomes: bytes, nbytes: int, seconds: float, levels: bytes = b""
@@ -409,18 +426,23 @@ class RankTier:
             BlocksCopied(rank=-1, job=job, outcomes=outcomes, levels=levels, nbytes=nbytes, seconds=seconds)
         )
 
-    def _tell(self) -> None:
-        """Report changes of complete blocks, and the state of the levels if it changed."""
+    def _tell(self, *, every: bool = False) -> None:
+        """Report changes of complete blocks, and the state of the levels if the state has changed.
+
+        The step loop applies the reports. So a store that appears with many blocks is reported in parts;
+        ``every``: at once, before the first step.
+        """
+        most = sys.maxsize if every else _MOST_CHANGES
         levels = dict[str, LevelStats]()
         if self._host is not None:
-            self._changed(HOST, self._host.take_changes())
+            self._changed(HOST, self._host.take_changes(), most)
             levels["host"] = self._host.stats()
         for store in self.stores:
             bit, changes = _bit(store), store.take_changes()  # a store collects changes until they are taken
             if store.off and bit not in self._off:
                 self._off.add(bit)
                 changes = BlockChanges([], [], whole=True)
-            self._changed(bit, changes)
+            self._changed(bit, changes, most)
             now = store.stats()
             levels[store.level] = LevelStats(
                 nbytes=now.nbytes,
@@ -435,9 +457,20 @@ class RankTier:
             self._told = state
             self._reports.tell(state)
 
-    def _changed(self, level: int, changes: BlockChanges) -> None:
-        if self._leads and (changes.added or changes.gone or changes.whole):
-            self._reports.tell(StoreChanged(tuple(changes.added), tuple(changes.gone), level, changes.whole))
+    def _changed(self, level: int, changes: BlockChanges, most: int) -> None:
+        if not self._leads:
+            return
+        late = self._late[level]
+        if changes.whole:
+            late.clear()
+        for entry in changes.gone:
+            late.pop(entry, None)
+        late.update(dict.fromkeys(changes.added))
+        added = tuple(itertools.islice(late, most))
+        for entry in added:
+            del late[entry]
+        if added or changes.gone or changes.whole:
+            self._reports.tell(StoreChanged(added, tuple(changes.gone), level, changes.whole))
 
 
 def _bit(store: RecordStore) -> int:

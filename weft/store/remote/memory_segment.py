@@ -1,8 +1,10 @@
-"""A segment in memory, before the upload."""
+"""A segment in memory before the upload, and the entries of a segment of the object store."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,11 @@ import numpy as np
 from weft.store import layout
 from weft.store.layout import ENTRY, Identity
 from weft.store.records import PAGE
+from weft.store.remote.objects import Listed
 from weft.store.segment import SUFFIX, Digests, Segment, entries_digest
+
+_TAIL = 64 << 10
+"""Bytes read for a footer at first: 600 records."""
 
 
 class OpenSegment:
@@ -40,10 +46,24 @@ class OpenSegment:
         return whole.data
 
 
-def matches(segment: Segment, fields: dict[str, bytes]) -> bool:
-    """Return True if a record of the segment has all given fields."""
-    entries = segment.entries
-    found = np.ones(len(entries), bool)
-    for name, value in fields.items():
-        found &= np.array([one.tobytes() == value for one in entries[name]], bool)
-    return bool(found.any())
+async def read_segment(
+    one: Listed, get: Callable[[str, int, int], Awaitable[memoryview]], digest: Digests
+) -> Segment | None:
+    """Return a segment with the entries of the footer; None if the footer does not hold. ``get(name, offset,
+    nbytes)`` reads an object. Raises the errors of ``get``."""
+    begin = max(0, one.nbytes - _TAIL)
+    if one.nbytes < 3 * PAGE:
+        return None
+    page, tail = await asyncio.gather(get(one.name, 0, PAGE), get(one.name, begin, one.nbytes - begin))
+    identity = layout.identity_of(bytes(page))
+    trailer = None if identity is None else layout.trailer_of(bytes(tail[-PAGE:]), identity, one.nbytes)
+    if identity is None or trailer is None:
+        return None
+    size = trailer.entries * ENTRY.itemsize
+    if trailer.offset < begin:
+        data = bytes(await get(one.name, trailer.offset, size))
+    else:
+        data = bytes(tail[trailer.offset - begin : trailer.offset - begin + size])
+    if len(data) != size or not size or entries_digest(data, identity, digest) != trailer.digest:
+        return None
+    return Segment(Path(one.name), identity, np.frombuffer(data, ENTRY), sealed=True)

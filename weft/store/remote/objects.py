@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 from weft.config.sizing.remote_url import check_url
 
-MOST_LISTED = 20_000
-"""Maximum objects that one ``listing`` returns, in order of their names."""
+MOST_LISTED = 5_000
+"""Maximum objects that one ``listing`` returns, in order of their names: five requests of S3."""
 
 
 class RemoteError(Exception):
@@ -36,7 +36,7 @@ class Objects(Protocol):
 
     async def listing(self, folder: str, after: str) -> Sequence[Listed]:
         """Return objects of ``folder`` with names above ``after``, in order of names, at most
-        ``MOST_LISTED``. ``folder`` "": of all folders."""
+        ``MOST_LISTED``; fewer only at the end. ``folder`` "": of all folders."""
 
     async def get(self, name: str, offset: int, nbytes: int) -> memoryview:
         """Return bytes of an object, fewer at the end. Raises ObjectGone."""

@@ -16,8 +16,8 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -25,14 +25,14 @@ from weft.common.log import get_logger
 from weft.disagg.protocol import digests
 from weft.store import layout
 from weft.store.errors import RecordGone
+from weft.store.eviction import matching
 from weft.store.index import Found
-from weft.store.layout import ENTRY
 from weft.store.record_store import RecordStore, extent
 from weft.store.records import PAGE, BlockChanges, Owner, RecordBuffer, RecordId
-from weft.store.remote.memory_segment import OpenSegment, matches
-from weft.store.remote.objects import Listed, ObjectGone, Objects, RemoteError
-from weft.store.remote.requests import Requests
-from weft.store.segment import SEGMENT_NAME, Digests, Segment, entries_digest
+from weft.store.remote.memory_segment import OpenSegment, read_segment
+from weft.store.remote.objects import MOST_LISTED, Listed, ObjectGone, Objects, RemoteError
+from weft.store.remote.requests import Requests, batched
+from weft.store.segment import SEGMENT_NAME, Digests, Segment
 from weft.store.settings import RemoteSettings, StoreStats
 from weft.store.writer import framed
 
@@ -46,14 +46,15 @@ _READ_S, _ASK_S, _PUT_S, _CLOSE_S = 3.0, 5.0, 30.0, 4.0
 """Deadlines of a read of a run, of small requests, of an upload, and of the uploads at the end."""
 _LONGEST_AWAY_S = 60.0
 """Seconds without requests after many failures."""
-_TAIL = 64 << 10
-"""Bytes read for a footer at first: 600 records."""
 _MOST_UPLOADS = 2
 """Segments in memory whose upload is under way. Further blocks are skipped until an upload ends."""
 _MOST_RECORDS = 1 << 20
-"""Records in the index, about 200 MB. Older segments are left out."""
+"""Records in the index, about 200 MB. The oldest segments are left out."""
 _MOST_DELETED = 256
 """Expired objects that one list removes."""
+_AT_ONCE = 6
+"""Segments that a list reads at once, with two requests each. ``requests`` allows more requests, so that no
+read of a load waits behind a list of many new segments."""
 
 
 class RemoteStore(RecordStore):
@@ -76,8 +77,10 @@ class RemoteStore(RecordStore):
         self._memory: dict[Segment, np.ndarray] = {}
         """Segments that are not uploaded yet, with their bytes."""
         self._known: dict[str, Segment] = {}
-        """Segments in the object store. Used on the event loop alone, as the two below."""
+        """Segments in the object store. Used on the event loop alone, as the three below."""
         self._unreadable = set[str]()
+        self._unwanted = set[str]()
+        """Objects of this process to remove: an operator removed records during the upload."""
         self._flushes = list[dict[str, bytes]]()
         """Removals that are not complete yet."""
         self._full_at, self._backoff = -_FULL_S, settings.away_s
@@ -119,7 +122,8 @@ class RemoteStore(RecordStore):
         """Return the blocks that came and went, see ``RecordStore``. While the object store is away, no block
         is there; afterwards all come at once."""
         changes = super().take_changes()
-        away, told, self._told_away = self.away, self._told_away, self.away
+        away = self.away  # read once: the event loop may change the answer at any time
+        told, self._told_away = self._told_away, away
         if away:
             return BlockChanges([], [], whole=not told)
         return BlockChanges(self._index.blocks(), []) if told else changes
@@ -129,10 +133,12 @@ class RemoteStore(RecordStore):
         are removed in the background: again and again while the object store is away."""
         given = {"payer": payer, "salt": salt, "session": session}
         fields = {name: layout.owner_hash(name, value) for name, value in given.items() if value is not None}
-        count = sum(self._index.forget(one) for one in self._index.segments() if matches(one, fields))
-        if self._open is not None and matches(self._open.segment, fields):
+        hit = [one for one in self._index.segments() if len(matching(one, fields))]
+        count = sum(map(self._index.forget, hit))
+        if self._open is not None and self._open.segment in hit:
             self._memory.pop(self._open.segment, None)
             self._open = None
+        self._count("flushed", count)
         self._requests.start(self._flush_soon(fields))
         return count
 
@@ -239,13 +245,15 @@ class RemoteStore(RecordStore):
             if segment in self._index.segments():
                 segment.sealed, self._known[name] = True, segment
                 self._nbytes += len(data)
-            else:
-                # An operator removed records meanwhile.
-                await self._delete(name)
         except RemoteError as error:
             self._fail(error)
-            self._count("lost", self._index.forget(segment))
         finally:
+            if name not in self._known:
+                if segment not in self._index.segments():
+                    # An operator removed records meanwhile. An upload that failed may still arrive.
+                    self._unwanted.add(name)
+                    self._wake.set()
+                self._count("lost", self._index.forget(segment))
             self._memory.pop(segment, None)
 
     async def _watch(self) -> None:
@@ -261,6 +269,9 @@ class RemoteStore(RecordStore):
                 continue
             try:
                 await self._look()
+                for name in list(self._unwanted):
+                    await self._delete(name)
+                    self._unwanted.discard(name)
                 for fields in list(self._flushes):
                     await self._flush_once(fields)
                     self._flushes.remove(fields)
@@ -280,16 +291,24 @@ class RemoteStore(RecordStore):
         """Add new segments to the index, and remove what is gone or has expired."""
         full = time.monotonic() - self._full_at >= _FULL_S or self._full_at < 0
         after = "" if full else self._name_at(self._now() - _OVERLAP_S)
-        listed = await self._requests.one(lambda: self._objects.listing(self._folder, after), _ASK_S)
-        there = {one.name: one for one in listed if SEGMENT_NAME.fullmatch(one.name.rpartition("/")[2])}
+        # An upload that ends after the list is not in the list.
+        known = list(self._known) if full else []
+        there = dict[str, Listed]()
+        async for page in self._pages(self._folder, after):
+            there.update((one.name, one) for one in page)
         cut = self._name_at(self._oldest()) if self._settings.ttl else ""
         expired = [name for name in there if name < cut][:_MOST_DELETED]
-        await asyncio.gather(*map(self._expire, expired))
+        for names in batched(expired, _AT_ONCE):
+            await asyncio.gather(*map(self._expire, names))
         # New segments first: older segments may find no room in the index.
         new = sorted((one for name, one in there.items() if name >= cut and self._is_new(name)), reverse=True)
-        await asyncio.gather(*map(self._add, new))
-        for name in [name for name in self._known if full and name not in there]:
-            self._count("gone", self._index.forget(self._known.pop(name)))
+        for few in batched(new, _AT_ONCE):
+            if not self._make_room(few[0].name):
+                break
+            await asyncio.gather(*map(self._add, few))
+        for name in known:
+            if name not in there and name in self._known:
+                self._count("gone", self._index.forget(self._known.pop(name)))
         if full:
             self._full_at = time.monotonic()
             self._unreadable &= there.keys()
@@ -297,10 +316,30 @@ class RemoteStore(RecordStore):
         else:
             self._nbytes += sum(one.nbytes for one in new)
 
+    async def _pages(self, folder: str, after: str) -> AsyncIterator[list[Listed]]:
+        """Yield the segments with names above ``after``, page by page. ``folder``: see ``Objects.listing``.
+        Raises RemoteError."""
+        while True:
+            list_page = partial(self._objects.listing, folder, after)
+            page = await self._requests.one(list_page, _ASK_S)
+            yield [one for one in page if SEGMENT_NAME.fullmatch(one.name.rpartition("/")[2])]
+            if len(page) < MOST_LISTED:
+                return
+            after = page[-1].name
+
+    def _make_room(self, name: str) -> bool:
+        """Remove older segments than ``name`` from a full index. Return False if there is no room."""
+        while len(self._index) >= _MOST_RECORDS:
+            oldest = min(self._known, default=name)
+            if oldest >= name:
+                return False
+            self._index.forget(self._known.pop(oldest))
+        return True
+
     def _is_new(self, name: str) -> bool:
         # Uploads of this process are in the index already, and known only after the answer.
         own = any(segment.path.as_posix() == name for segment in tuple(self._memory))
-        return name not in self._known and name not in self._unreadable and not own
+        return not own and not any(name in names for names in (self._known, self._unreadable, self._unwanted))
 
     def _name_at(self, seconds: float) -> str:
         """Return the beginning of the names of segments that are created at this time."""
@@ -308,8 +347,6 @@ class RemoteStore(RecordStore):
 
     async def _add(self, one: Listed) -> None:
         """Add a segment of another process to the index."""
-        if len(self._index) >= _MOST_RECORDS:
-            return
         try:
             segment = await self._segment(one)
         except ObjectGone:
@@ -322,26 +359,7 @@ class RemoteStore(RecordStore):
         self._index.add(segment, self._oldest())
 
     async def _segment(self, one: Listed) -> Segment | None:
-        """Return a segment with the entries of the footer; None if the footer does not hold. Raises
-        RemoteError."""
-        begin = max(0, one.nbytes - _TAIL)
-        if one.nbytes < 3 * PAGE:
-            return None
-        page, tail = await asyncio.gather(
-            self._get(one.name, 0, PAGE), self._get(one.name, begin, one.nbytes - begin)
-        )
-        identity = layout.identity_of(bytes(page))
-        trailer = None if identity is None else layout.trailer_of(bytes(tail[-PAGE:]), identity, one.nbytes)
-        if identity is None or trailer is None:
-            return None
-        size = trailer.entries * ENTRY.itemsize
-        if trailer.offset < begin:
-            data = bytes(await self._get(one.name, trailer.offset, size))
-        else:
-            data = bytes(tail[trailer.offset - begin : trailer.offset - begin + size])
-        if len(data) != size or not size or entries_digest(data, identity, self._digest) != trailer.digest:
-            return None
-        return Segment(Path(one.name), identity, np.frombuffer(data, ENTRY), sealed=True)
+        return await read_segment(one, self._get, self._digest)
 
     async def _expire(self, name: str) -> None:
         await self._delete(name)
@@ -357,18 +375,9 @@ class RemoteStore(RecordStore):
 
     async def _flush_once(self, fields: dict[str, bytes]) -> None:
         """Remove the objects of all namespaces that have a matching record."""
-        after = ""
-        while True:
-            listed = await self._requests.one(
-                lambda after=after: self._objects.listing("", after),  # type: ignore[misc]
-                _ASK_S,
-            )
-            for one in listed:
-                if SEGMENT_NAME.fullmatch(one.name.rpartition("/")[2]):
-                    await self._flush_object(one, fields)
-            if not listed:
-                return
-            after = listed[-1].name
+        async for page in self._pages("", ""):
+            for few in batched(page, _AT_ONCE):
+                await asyncio.gather(*(self._flush_object(one, fields) for one in few))
 
     async def _flush_object(self, one: Listed, fields: dict[str, bytes]) -> None:
         try:
@@ -376,7 +385,7 @@ class RemoteStore(RecordStore):
         except ObjectGone:
             return
         # An object that cannot be read may have such records: nothing of the object may stay.
-        if segment is None or matches(segment, fields):
+        if segment is None or len(matching(segment, fields)):
             await self._delete(one.name)
             known = self._known.pop(one.name, None)
             if known is not None:

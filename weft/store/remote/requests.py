@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from weft.store.remote.objects import RemoteError
@@ -66,3 +66,9 @@ class Requests:
         if tasks:
             self._loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
         self._loop.close()
+
+
+def batched(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+    """Yield ``items`` in order, up to ``size`` at a time."""
+    for at in range(0, len(items), size):
+        yield items[at : at + size]
