@@ -106,5 +106,5 @@ def test_refusals(servers: Servers) -> None:
     assert post(server, "/start_weight_update").status_code == 200
     assert post(server, "/update_weights", body).status_code == 200
     refused = post(server, "/finish_weight_update")
-    assert "the weights are asleep" in refused.json()["error"]["message"]
+    assert "the weights are empty after a sleep of level 2" in refused.json()["error"]["message"]
     assert post(server, "/wake_up").status_code == 200
