@@ -69,7 +69,9 @@ class Weights:
         if why := why_fixed(core.config):
             raise InvalidRequest(why)
         if self._freed and partial:
-            raise InvalidRequest("the weights are empty after a sleep of level 2: update all tensors first, or end the sleep")
+            raise InvalidRequest(
+                "the weights are empty after a sleep of level 2: update all tensors first, or end the sleep"
+            )
         number = core.weights.version + 1
         written: list[_Written] = []
         try:

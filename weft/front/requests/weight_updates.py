@@ -63,7 +63,7 @@ class WeightUpdates:
         self.freed = False
         """True while engine processes may lack the weights."""
         self._former: tuple[WeightsUpdate, ...] = ()
-        """Updates that make the weights of before the sleep, from a complete one on; () while not ``freed``."""
+        """Updates that make the weights of before the sleep, from a complete one on; () unless ``freed``."""
 
     @property
     def number(self) -> int:
