@@ -117,8 +117,9 @@ def test_refusals(servers: Servers) -> None:
 def test_an_engine_that_dies_in_a_sleep_and_a_server_that_ends_in_one(
     servers: Servers, tmp_path: Path
 ) -> None:
-    """After an update of some tensors. The process that starts again has the weights, and so has the other."""
-    new = {name: one for name, one in changed(read_tensors(BASE), 1).items() if ".layers.1.self_attn." in name}
+    """After an update of some tensors. Both engines have the weights again."""
+    tensors = changed(read_tensors(BASE), 1)
+    new = {name: one for name, one in tensors.items() if ".layers.1.self_attn." in name}
     folder = write_checkpoint(tmp_path / "new", BASE, new)
     server = servers.weft(*ARGUMENTS, "--data-parallel-size", "2")
     assert update(server, folder, "some", partial=True).status_code == 200
