@@ -13,6 +13,7 @@ import pytest
 
 from tests.engine.pair_rig import EnginePair, submit, unified
 from tests.runner.transfers_rig import config_of
+from tests.support.generic_models import tiny_model
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.types import messages as m
@@ -112,3 +113,29 @@ def _until(pair: EnginePair, reached: Callable[[], bool]) -> None:
         assert time.monotonic() < until
         if not pair.turn():
             pair.decode.sleep(0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_whole_attention_of_the_generic_backend(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    """Two ranks have whole attention modules (OLMo 2), and each rank has the KV heads of its part. The second
+    round finds prefixes."""
+    tiny_model("Olmo2").save_pretrained(tmp_path / "olmo2")
+    more = {"model": str(tmp_path / "olmo2"), "model_impl": "transformers", "load_format": "auto", **CHUNKS}
+    expected = unified(config_of(tmp_path, "llama", 8, "unified", **more), SUBMITS)
+    prefill, decode = (
+        config_of(tmp_path, "llama", 8, role, tensor_parallel_size=size, **more)  # type: ignore[arg-type]
+        for role, size in zip(("prefill", "decode"), sizes, strict=True)
+    )
+    pair = EnginePair(prefill, decode)
+    try:
+        for first in (0, 10):
+            for one in SUBMITS:
+                pair.submit(msgspec.structs.replace(one, sequence=first + one.sequence))
+            pair.run()
+            found = {number - first: one.ids for number, one in pair.answers.items() if number >= first}
+            assert found == expected
+        assert pair.prefill.stats().prefix_hits > 0
+        pair.check_given_back()
+    finally:
+        pair.close()

@@ -24,11 +24,13 @@ from weft.config.resolved import EngineConfig
 from weft.engine import build
 from weft.engine.core import EngineCore
 from weft.engine.ranks.ranks import RankProcesses
+from weft.engine.tiers import engine_tier
+from weft.engine.tiers.rank_tier import RankTier
 from weft.scheduler import loads
 from weft.scheduler.policy.load_speed import LoadSpeed
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
-from weft.types.tiers import TierStats
+from weft.types.tiers import CopyBlocks, TierStats
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -175,6 +177,35 @@ def test_speculation_goes_on_with_loaded_blocks(tmp_path: Path) -> None:
     first, _ = served(lambda: start(folder, "qwen3_next", disk, **more), submits())
     again, stats = served(lambda: start(folder, "qwen3_next", disk, **more), submits())
     assert again == first
+    assert stats.saved_tokens > 0
+
+
+@pytest.mark.slow
+def test_a_sleep_waits_for_the_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the second sleep. A record of freed memory would have zeros under the name of a prefix."""
+    folder, disk = make_checkpoint(tmp_path, "gpt_oss"), tmp_path / "kv"
+    reference = expected(folder, "gpt_oss")
+    monkeypatch.setattr(engine_tier, "FLUSH_S", 0.0)  # the time for the end of a process
+    plain = RankTier._store
+
+    def late(self: RankTier, command: CopyBlocks) -> None:
+        time.sleep(0.3)
+        plain(self, command)
+
+    monkeypatch.setattr(RankTier, "_store", late)
+    core = start(folder, "gpt_oss", disk)
+    try:
+        for _ in range(2):
+            assert bits(core, submits()) == reference
+            core.hear()
+            assert core.tier is not None
+            assert core.tier.copying
+            core.weights.free(False, core.hear)
+            assert not core.tier.copying
+    finally:
+        core.close()
+    again, stats = served(lambda: start(folder, "gpt_oss", disk), submits())
+    assert again == reference
     assert stats.saved_tokens > 0
 
 

@@ -19,6 +19,7 @@ from weft.control.fleet import fleet_events as e
 from weft.front.lifecycle import Lifecycle, Phase
 from weft.front.requests.pausing import PauseState, Pausing
 from weft.front.siblings import Siblings
+from weft.store.fixed_weights import PARTS
 
 ADMIN = {"authorization": "Bearer admin"}
 
@@ -118,6 +119,32 @@ def test_all_api_servers_pause_also_one_that_starts_during_the_pause(tmp_path: P
             await resumed
         for _, siblings, _ in made:
             await siblings.close()
+
+    asyncio.run(run())
+
+
+def test_a_second_wake_up_reaches_an_api_server_that_was_silent(tmp_path: Path) -> None:
+    async def run() -> None:
+        names = ["0", "1"]
+        (first, one, _), (second, other, _) = (api_server(name, tmp_path, names) for name in names)
+        for each in (one, other):
+            await each.start(lambda: b"", lambda rid: False, lambda second: b"")
+        await first.sleep("keep", 1, 5.0)
+        assert second.asleep
+        tell = one.tell_pause
+
+        async def silent(state: str) -> list[bytes]:
+            raise Unavailable("the API server 1 did not answer; try again")
+
+        one.tell_pause = silent  # type: ignore[method-assign]
+        with pytest.raises(Unavailable):
+            await first.wake(PARTS)
+        assert second.asleep
+        one.tell_pause = tell  # type: ignore[method-assign]
+        await first.wake(PARTS)
+        assert not second.paused
+        for each in (one, other):
+            await each.close()
 
     asyncio.run(run())
 

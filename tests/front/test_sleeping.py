@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -106,5 +109,35 @@ def test_refusals(servers: Servers) -> None:
     assert post(server, "/start_weight_update").status_code == 200
     assert post(server, "/update_weights", body).status_code == 200
     refused = post(server, "/finish_weight_update")
-    assert "the weights are asleep" in refused.json()["error"]["message"]
+    assert "the weights are empty after a sleep of level 2" in refused.json()["error"]["message"]
     assert post(server, "/wake_up").status_code == 200
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_in_a_sleep_and_a_server_that_ends_in_one(
+    servers: Servers, tmp_path: Path
+) -> None:
+    """After an update of some tensors. Both engines have the weights again."""
+    tensors = changed(read_tensors(BASE), 1)
+    new = {name: one for name, one in tensors.items() if ".layers.1.self_attn." in name}
+    folder = write_checkpoint(tmp_path / "new", BASE, new)
+    server = servers.weft(*ARGUMENTS, "--data-parallel-size", "2")
+    assert update(server, folder, "some", partial=True).status_code == 200
+    before = complete(server)
+    assert post(server, "/sleep?level=2").status_code == 200
+    os.kill(server.engine(), signal.SIGKILL)
+    waits: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: waits.append(complete(server)))
+    thread.start()
+    until = time.monotonic() + deadline(60)
+    while httpx.get(server.url + "/health").json() != {"status": "sleeping"}:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert post(server, "/wake_up").json() == {"status": "awake"}
+    thread.join(deadline(60))
+    made = [*waits, *(complete(server) for _ in range(4))]
+    assert [numbers(one) for one in made] == [numbers(before)] * 5
+    assert {one["weight_version"] for one in made} == {"some"}
+    assert post(server, "/sleep?level=2").status_code == 200
+    server.process.terminate()
+    assert server.process.wait(deadline(30)) == 0

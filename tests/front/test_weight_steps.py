@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from weft.common.errors import InvalidRequest, Unavailable
+from weft.common.errors import InvalidRequest, ReportedError, Unavailable
 from weft.config.sections.tier_section import TierSection
+from weft.front.requests import weight_updates
 from weft.front.requests.weight_updates import WeightUpdates
 from weft.store.fixed_weights import why_fixed
 from weft.store.new_weights import source_files
-from weft.types.weights import DropWeights, StageWeights, UseWeights, WeightsChanged
+from weft.types.weights import DropWeights, FreeMemory, StageWeights, UseWeights, WeightsChanged
 
 
 def config(**more: Any) -> Any:
@@ -38,6 +39,8 @@ class Engines:
     def __init__(self, weights: int = 0) -> None:
         self.weights = weights
         self.silent: type | None = None
+        self.refused = ""
+        """A file that both engines refuse."""
         self.told: list[Any] = []
         self.instances = [
             SimpleNamespace(
@@ -62,9 +65,13 @@ class Engines:
         one = next(each for each in self.instances if each.name == name)
         if isinstance(message, StageWeights):
             number = message.update.version
+            if self.refused in message.update.files:
+                error = InvalidRequest("no such file").info()
+                one.weights_answer = WeightsChanged(version=one.weights, error=error)
+                return
             one.weights_answer = WeightsChanged(version=one.weights, staged=number, digest="d")
-        elif isinstance(message, UseWeights):
-            one.weights = message.version
+        elif isinstance(message, UseWeights | FreeMemory):
+            one.weights = getattr(message, "version", one.weights)
             one.weights_answer = WeightsChanged(version=one.weights)
 
 
@@ -203,3 +210,82 @@ def test_an_engine_that_ends_is_no_refusal_of_the_client() -> None:
 def test_a_path_that_names_no_files_is_refused(place: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest):
         source_files("file", place)
+
+
+FIRST = ("/start/model.safetensors",)
+
+
+def staged(engines: Engines) -> list[tuple[tuple[str, ...], bool]]:
+    """Return (files, partial) of the updates that engine "a" was told to stage, and forget the messages."""
+    told = [one.update for one in engines.told[::2] if isinstance(one, StageWeights)]
+    engines.told.clear()
+    return [(one.files, one.partial) for one in told]
+
+
+async def partly(made: WeightUpdates, file: str) -> None:
+    made.start()
+    made.add((file,), True)
+    await made.finish(file, lambda: True)
+
+
+@pytest.fixture
+def start_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_updates, "start_files", lambda config: FIRST)
+
+
+@pytest.mark.usefixtures("start_weights")
+def test_a_wake_up_loads_every_update_and_begins_again_after_an_error() -> None:
+    """Before any complete update the weights of the start come first."""
+    engines = Engines()
+
+    async def check(made: WeightUpdates) -> None:
+        await partly(made, "/1")
+        await partly(made, "/2")
+        staged(engines)
+        expected = [(FIRST, False), (("/1",), True), (("/2",), True)]
+        await made.free(2, lambda: True)
+        engines.refused = "/2"
+        with pytest.raises(ReportedError):
+            await made.restore()
+        assert staged(engines) == expected
+        assert made.freed
+        await made.free(2, lambda: True)  # a second sleep loses no update
+        engines.refused = ""
+        await made.restore()
+        assert staged(engines) == expected
+        assert (made.label, made.freed) == ("/2", False)
+        await made.restore()
+        assert staged(engines) == []
+        await made.free(2, lambda: True)  # the history now begins with a complete update
+        made.start()
+        made.add(("/new",), False)
+        await made.finish("new", lambda: True)
+        assert not made.freed
+        staged(engines)
+        await made.free(2, lambda: True)
+        await made.restore()
+        assert staged(engines) == [(("/new",), False)]
+
+    in_loop(engines, check)
+
+
+@pytest.mark.usefixtures("start_weights")
+def test_memory_is_not_freed_after_the_wake_up() -> None:
+    """Neither by a call that waited, nor by an engine that was busy when its caller left."""
+    engines = Engines()
+
+    async def check(made: WeightUpdates) -> None:
+        with pytest.raises(Unavailable, match="woke up"):
+            await made.free(2, never)
+        assert engines.told == []
+        engines.silent = FreeMemory
+        call = asyncio.create_task(made.free(2, lambda: True))
+        while len(engines.told) < 2:
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert [type(one) for one in engines.told] == [FreeMemory] * 2 + [DropWeights] * 2
+        assert made.freed
+
+    in_loop(engines, check)

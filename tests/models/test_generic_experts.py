@@ -131,6 +131,21 @@ def test_planned_weights_contain_the_experts_of_the_rank(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["GptOss", "Qwen3Moe"])
+@pytest.mark.parametrize("layout", ["dp2", "ep2", "tp2dp2"])
+def test_planned_weights_equal_the_weights_of_a_rank(name: str, layout: str, tmp_path: Path) -> None:
+    """The down biases of GPT-OSS are whole on tensor parallel ranks. Some ranks have one expert less."""
+    saved(tmp_path, name)
+    due = weight_bytes(spec_of(tmp_path, name), "float32", layout=LAYOUTS[layout])
+
+    def work(mesh: Mesh) -> int:
+        model = opened(tmp_path, name, torch.float32, mesh=mesh, pack=False)
+        return sum(weight.numel() for weight in model.parameters())
+
+    assert 4 * max(on_ranks(LAYOUTS[layout], work)) == due
+
+
+@pytest.mark.slow
 def test_modules_that_are_read_refuse_divided_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

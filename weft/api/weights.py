@@ -69,7 +69,9 @@ class Weights:
         if why := why_fixed(core.config):
             raise InvalidRequest(why)
         if self._freed and partial:
-            raise InvalidRequest("the weights are asleep: call wake_up, or update all tensors")
+            raise InvalidRequest(
+                "the weights are empty after a sleep of level 2: update all tensors first, or end the sleep"
+            )
         number = core.weights.version + 1
         written: list[_Written] = []
         try:
@@ -116,12 +118,18 @@ class Weights:
         left = tuple(one for one in self.asleep if tags is not None and one not in tags)
         if not left and self._freed:
             assert isinstance(core, EngineCore)
-            for files, partial in self._history or ((start_files(core.config), False),):
+            for files, partial in self._former(core):
                 number = core.weights.version + 1
                 update = WeightsUpdate(version=number, files=files, partial=partial)
                 core.weights.update(update, lambda: _turn(core))
             self._freed = False
         self.asleep = left
+
+    def _former(self, core: EngineCore) -> tuple[tuple[tuple[str, ...], bool], ...]:
+        """Return (files, partial) of all updates that make the weights in use, from a complete one on."""
+        if self._history and not self._history[0][1]:
+            return self._history
+        return ((start_files(core.config), False), *self._history)
 
     def close(self) -> None:
         """Delete the files in shared memory."""

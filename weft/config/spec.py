@@ -318,6 +318,8 @@ class CountedExperts(msgspec.Struct, frozen=True, kw_only=True):
     """Experts of each layer with experts."""
     elements: int
     """Parameters of all experts of all layers."""
+    whole: int = 0
+    """Part of ``elements`` that every tensor parallel rank has without expert parallelism."""
     undivided: str = ""
     """Reason why ranks cannot have whole experts; empty if ranks can."""
 

@@ -9,6 +9,7 @@ The engine adds to the loop
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from collections.abc import Sequence
@@ -180,7 +181,8 @@ class EngineCore(EngineLoop[StepHandle]):
     def _make_weights(self) -> EngineWeights:
         """Return the way of new weights: staged and used by messages of API servers."""
         group, work = self.runner.weights, self._open_work
-        return EngineWeights(self.config, group, self.scheduler, self._drained, work, self._lose)
+        forget = functools.partial(self.flush, FlushTier(disk=False))
+        return EngineWeights(self.config, group, self.scheduler, self._drained, work, self._lose, forget)
 
     def _drained(self) -> list[TokenEvent] | None:
         """Commit all steps in flight and return the events; None while the group recovers. Raises
@@ -193,8 +195,12 @@ class EngineCore(EngineLoop[StepHandle]):
         return events
 
     def _open_work(self) -> bool:
-        """Return True while a sequence or a transfer is open."""
-        return self._unfinished() or self.transferring
+        """Return True while a sequence, a transfer or a copy of the KV tier is open.
+
+        Not ``transferring``: the tier's part of ``transferring`` has a deadline, and a copy reads the caches.
+        """
+        copying = self.tier is not None and self.tier.copying
+        return self._unfinished() or super().transferring or copying
 
     def _recover(self, lost_at: float) -> list[TokenEvent]:
         events = super()._recover(lost_at)

@@ -9,7 +9,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from weft.common.errors import InvalidRequest
+from weft.common.errors import InvalidRequest, Unavailable
 from weft.front.admin import Done
 from weft.front.http import openapi
 from weft.front.http.answers import to_json
@@ -48,7 +48,8 @@ def add_sleep_routes(app: FastAPI, front: Front) -> None:
                     param="level",
                 )
         await front.pausing.sleep(mode, level, front.section.request_timeout)
-        await asyncio.gather(*(model.weights.free(level) for model in models))
+        pausing = front.pausing
+        await asyncio.gather(*(model.weights.free(level, lambda: pausing.asleep) for model in models))
         return _json(Done(status="sleeping"))
 
     @app.post("/wake_up", openapi_extra=openapi.returns(Done, 400, 503))
@@ -62,6 +63,8 @@ def add_sleep_routes(app: FastAPI, front: Front) -> None:
         parts = _tags(request)
         if set(front.pausing.state.asleep) <= set(parts):
             await asyncio.gather(*(model.weights.restore() for model in front.pausing.models))
+            if any(model.weights.freed for model in front.pausing.models):
+                raise Unavailable("the server was put to sleep again meanwhile; try again")
         await front.pausing.wake(parts)
         return _json(Done(status="sleeping" if front.pausing.asleep else "awake"))
 

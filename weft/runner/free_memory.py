@@ -12,11 +12,12 @@ import torch
 def free_pages(tensors: Iterable[torch.Tensor], shared: bool = False) -> int:
     """Give the whole pages inside contiguous CPU tensors back, and return the bytes.
 
-    The tensors keep their addresses. The contents are lost: zeros, or the bytes of a mapped file.
+    The tensors keep their addresses. The contents are lost: zeros, or the bytes of a mapped file. Pages that
+    the operating system keeps (locked pages) are not counted.
     ``shared``: the tensors may lie in shared memory of this process, which is emptied, too. Never pass
-    ``shared`` for tensors that map a file. Raises OSError.
+    ``shared`` for tensors that map a file.
     """
-    call = ctypes.CDLL(None, use_errno=True).madvise
+    call = ctypes.CDLL(None).madvise
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     freed = 0
     for tensor in tensors:
@@ -28,7 +29,6 @@ def free_pages(tensors: Iterable[torch.Tensor], shared: bool = False) -> int:
             continue
         # MADV_REMOVE empties shared memory. Private memory refuses the call, and takes MADV_DONTNEED.
         removed = shared and call(begin, end - begin, mmap.MADV_REMOVE) == 0
-        if not removed and call(begin, end - begin, mmap.MADV_DONTNEED) != 0:
-            raise OSError(ctypes.get_errno(), "madvise failed")
-        freed += end - begin
+        if removed or call(begin, end - begin, mmap.MADV_DONTNEED) == 0:
+            freed += end - begin
     return freed

@@ -82,7 +82,9 @@ def counted_elements(spec: ModelSpec, layout: Layout, redundant: int) -> tuple[i
     if experts is None or not layout.expert:
         return spec.counted, 0
     mine = -(-(experts.experts + redundant) // layout.ranks)
-    return spec.counted - experts.elements // layout.tensor, experts.elements // experts.experts * mine
+    # ``spec.counted`` has the experts as tensor parallel ranks divide them; here ranks have whole experts.
+    divided = experts.whole + (experts.elements - experts.whole) // layout.tensor
+    return spec.counted - divided, experts.elements // experts.experts * mine
 
 
 def layer_elements(spec: ModelSpec) -> int:

@@ -49,6 +49,11 @@ class EngineTier:
         self._until = now + FLUSH_S if self._until is None else self._until
         return now < self._until and self.loads.moving and not self.loads.book.stalled(now)
 
+    @property
+    def copying(self) -> bool:
+        """True while a rank copies blocks, or will copy blocks by a command under way."""
+        return self.loads.book.held > 0
+
     def take(self, scheduler: object) -> list[TokenEvent]:
         """Apply the reports of the ranks. Return no events: a load changes no sequence's tokens."""
         for word in self._ranks.take():

@@ -49,11 +49,13 @@ class EngineWeights:
         drain: Callable[[], list[TokenEvent] | None],
         busy: Callable[[], bool],
         lose: Callable[[GroupLost], None],
+        forget: Callable[[], None],
     ) -> None:
         """``drain``: commits all steps in flight and returns the events; None while the group recovers.
-        ``busy``: returns True while a sequence or a transfer is open. ``lose``: starts the recovery of the
-        group."""
+        ``busy``: returns True while a sequence, a transfer or a copy of a KV tier is open. ``lose``: starts
+        the recovery of the group. ``forget``: empties the prefix cache, and plans no more copies of it."""
         self._group, self._drain, self._busy, self._lose = group, drain, busy, lose
+        self._forget = forget
         self._scheduler = scheduler
         self._fixed = why_fixed(config)
         self._together = config.transfer.role != "unified" or config.parallel.enable_expert_parallel
@@ -82,6 +84,8 @@ class EngineWeights:
         elif isinstance(message, UseWeights | FreeMemory):
             self._staging = self._staging and isinstance(message, UseWeights)
             self._due, self._until = message, time.monotonic() + BUSY_S
+            if isinstance(message, FreeMemory):
+                self._forget()
         else:
             self._staging, self._due = False, None
             group.drop()
@@ -159,7 +163,8 @@ class EngineWeights:
             if together:
                 # Not the client's fault: the API server tries again after the requests.
                 raise Unavailable(
-                    "requests still run on this engine: POST /pause before weights change or memory sleeps"
+                    "requests, or copies to a KV tier, still run on this engine: POST /pause before weights "
+                    "change or memory sleeps; then try again"
                 )
             if isinstance(due, FreeMemory):
                 return self._free(due, events)
@@ -183,8 +188,7 @@ class EngineWeights:
     def _free(self, due: FreeMemory, events: list[TokenEvent]) -> list[TokenEvent]:
         """Give memory back on all ranks, and return ``events``. Raises GroupLost."""
         assert self._group is not None
-        if isinstance(self._scheduler, Scheduler):
-            self._scheduler.forget_prefixes()
+        self._forget()
         self._group.free(due.weights)
         self._answers.append(WeightsChanged(version=self.version))
         return events

@@ -146,11 +146,10 @@ class Pausing:
     async def wake(self, parts: Collection[str]) -> None:
         """End the sleep of ``parts`` at all API servers; the last part ends the pause of the sleep. Raises
         Unavailable for an API server that does not answer."""
-        if not self.asleep:
-            return
-        self._apply(self.state.wake(self._name, parts))
-        log.info("awake over /wake_up: %s", ", ".join(parts))
-        await self._tell()
+        if self.asleep:
+            self._apply(self.state.wake(self._name, parts))
+            log.info("awake over /wake_up: %s", ", ".join(parts))
+        await self._tell()  # also to an API server that did not answer the last call
 
     async def _hold_all(self, state: PauseState, seconds: float) -> None:
         """Take ``state``, a pause, and wait until no sequence runs. Errors: see ``pause``."""

@@ -60,8 +60,10 @@ class WeightUpdates:
         self._history: tuple[WeightsUpdate, ...] = ()
         """Updates since the last complete one, in order."""
         self._following: asyncio.Task[None] | None = None
-        self._freed = False
+        self.freed = False
         """True while engine processes may lack the weights."""
+        self._former: tuple[WeightsUpdate, ...] = ()
+        """Updates that make the weights of before the sleep, from a complete one on; () unless ``freed``."""
 
     @property
     def number(self) -> int:
@@ -116,14 +118,20 @@ class WeightUpdates:
         async with self._busy:
             if not self._files:
                 raise InvalidRequest("POST /update_weights comes first")
-            if self._freed and self._partial:
-                raise InvalidRequest("the weights are asleep: POST /wake_up, or update all tensors")
+            if self.freed and self._partial:
+                raise InvalidRequest(
+                    "the weights are empty after a sleep of level 2: update all tensors first, or wake the "
+                    "server up without an update"
+                )
             update = WeightsUpdate(version=self.number + 1, files=tuple(self._files), partial=self._partial)
             self._files = None
             await self._change(update, str(update.version) if label is None else label, paused)
 
-    async def _change(self, update: WeightsUpdate, label: str, paused: Callable[[], bool]) -> None:
-        """Let all engine processes with the newest weights use ``update``. Errors: see ``finish``."""
+    async def _change(
+        self, update: WeightsUpdate, label: str, paused: Callable[[], bool], last: bool = True
+    ) -> None:
+        """Let all engine processes with the newest weights use ``update``. Errors: see ``finish``. ``last``:
+        the weights are complete afterwards."""
         self._check_able(paused())
         able = [one for one in self._engines() if one.weights == self.number]
         if not able:
@@ -133,12 +141,13 @@ class WeightUpdates:
         for old in list(self._labels)[1:-MOST_LABELS]:
             del self._labels[old]
         self._history = (*self._history, update) if update.partial else (update,)
+        if last:
+            self.freed, self._former = False, ()
         # From here on, new attempts wait for the first process that uses the new weights.
         self._links.use_version(update.version)
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
         await self._use(able)
-        self._freed = self._freed and update.partial
 
     def check_sleep(self, level: int) -> None:
         """Raise InvalidRequest if the engine processes can't sleep at ``level``."""
@@ -149,26 +158,39 @@ class WeightUpdates:
                     f"the engine {one.name} is of a release without sleep; restart the engine"
                 )
 
-    async def free(self, level: int) -> None:
+    async def free(self, level: int, asleep: Callable[[], bool]) -> None:
         """Free the KV caches, and at ``level`` 2 the weights, of all engine processes, which compute nothing.
 
-        Raises Unavailable for an engine process that does not answer or still computes.
+        ``asleep``: returns True until the server wakes up. Raises Unavailable for a server that woke up
+        meanwhile, and for an engine process that does not answer or still computes.
         """
         async with self._busy:
-            self._freed = self._freed or level > 1
-            await self._ask(self._engines(), FreeMemory(weights=level > 1), USE_S, _is_used)
+            if not asleep():
+                raise Unavailable("the server woke up before its memory was free")
+            if level > 1 and not self.freed:
+                first = WeightsUpdate(version=0, files=start_files(self._config))
+                complete = self._history and not self._history[0].partial
+                self._former = self._history if complete else (first, *self._history)
+                self.freed = True
+            able = self._engines()
+            try:
+                await self._ask(able, FreeMemory(weights=level > 1), USE_S, _is_used)
+            except BaseException:  # an engine that is still busy must not free the memory later
+                self._drop(able)
+                raise
 
     async def restore(self) -> None:
         """Load the weights of before the sleep, unless an update came meanwhile. Raises the errors of
         ``finish``."""
         async with self._busy:
-            if not self._freed:
+            if not self.freed:
                 return
             label = self.label
-            first = WeightsUpdate(version=0, files=start_files(self._config))
-            for one in self._history or (first,):
+            former = self._former
+            for one in former:
                 update = WeightsUpdate(version=self.number + 1, files=one.files, partial=one.partial)
-                await self._change(update, label, lambda: True)
+                # After an error the next call begins again with the complete update.
+                await self._change(update, label, lambda: True, last=one is former[-1])
 
     def close(self) -> None:
         """Stop to look at engine processes."""
@@ -198,10 +220,14 @@ class WeightUpdates:
                 raise InvalidRequest("the engine processes read different files", param="update_info")
             self._check_able(paused())  # the server may have resumed meanwhile
         except BaseException:  # a client that leaves cancels the handler
-            for instance in able:
-                if instance.alive:
-                    self._links.tell(instance.name, DropWeights())
+            self._drop(able)
             raise
+
+    def _drop(self, able: list[Instance]) -> None:
+        """Let ``able`` forget what the last message began."""
+        for instance in able:
+            if instance.alive:
+                self._links.tell(instance.name, DropWeights())
 
     async def _use(self, able: list[Instance]) -> None:
         """Let ``able`` use the staged weights. A process that fails follows later."""

@@ -93,18 +93,17 @@ def division_of(model: Any, calls: Sequence[Any]) -> Division:
     return Division(blocks | attention, bool(attention))
 
 
-def whole_elements(model: Any, calls: Sequence[Any]) -> int:
-    """Return the number of parameters that every rank has, without the embedding and the head."""
+def whole_weights(model: Any, calls: Sequence[Any]) -> list[nn.Parameter]:
+    """Return the parameters that every tensor parallel rank has, without the embedding and the head."""
     plan = division_of(model, calls).plan
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
     without = {id(weight) for table in tables if table is not None for weight in table.parameters()}
     prefix = f"{base_of(model)[0]}."
-    names = [
-        (name.removeprefix(prefix), weight)
+    return [
+        weight
         for name, weight in model.named_parameters()
-        if id(weight) not in without
+        if id(weight) not in without and not _is_divided(plan, name.removeprefix(prefix))
     ]
-    return sum(weight.numel() for name, weight in names if not _is_divided(plan, name))
 
 
 def _is_divided(plan: dict[str, str], name: str) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from weft.config.spec import CacheSpec, CountedExperts, ModelSpec, RopeSpec
 from weft.models.generic import recognition
 from weft.models.generic.interface import AttentionCall, answered_by
 from weft.models.generic.masks import FULL, Mask, make_mask
-from weft.models.generic.parallel import whole_elements
+from weft.models.generic.parallel import whole_weights
 from weft.models.generic.skeleton import base_of, make_skeleton, read_config
 
 Tensor = torch.Tensor
@@ -202,6 +203,7 @@ def spec_of(model: Any, calls: list[LayerFacts]) -> ModelSpec:
         )
         for (window, kv_heads, dim), members in groups.items()
     )
+    every_rank = whole_weights(model, list(found.values()))
     widest = max(found.values(), key=lambda call: call.heads * call.dim)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return ModelSpec(
@@ -222,13 +224,14 @@ def spec_of(model: Any, calls: list[LayerFacts]) -> ModelSpec:
         bos_id=next(iter(_ids(config, "bos_token_id")), None),
         dtype="",
         counted=_counted(model),
-        counted_whole=whole_elements(model, list(found.values())),
-        counted_experts=_counted_experts(model),
+        counted_whole=sum(weight.numel() for weight in every_rank),
+        counted_experts=_counted_experts(model, {id(weight) for weight in every_rank}),
     )
 
 
-def _counted_experts(model: Any) -> CountedExperts | None:
-    """Return the experts of ``model``; None for a model without experts."""
+def _counted_experts(model: Any, every_rank: Collection[int]) -> CountedExperts | None:
+    """Return the experts of ``model``; None for a model without experts. ``every_rank``: ids of parameters
+    that every tensor parallel rank has."""
     found = [module for module in model.modules() if recognition.is_experts(module)]
     if not found:
         return None
@@ -239,9 +242,11 @@ def _counted_experts(model: Any) -> CountedExperts | None:
         reason = f"Weft's op does not compute the experts of {', '.join(unknown)}"
     elif len(numbers) > 1:
         reason = f"layers have different numbers of experts: {', '.join(map(str, numbers))}"
+    weights = [weight for module in found for weight in module.parameters()]
     return CountedExperts(
         experts=numbers[0],
-        elements=sum(weight.numel() for module in found for weight in module.parameters()),
+        elements=sum(weight.numel() for weight in weights),
+        whole=sum(weight.numel() for weight in weights if id(weight) in every_rank),
         undivided=reason,
     )
 

@@ -37,7 +37,7 @@ log = get_logger(__name__)
 #: First supported version of transformers, and the first version beyond the tested versions.
 OLDEST, BEYOND = (5, 17), (5, 24)
 INSTALL = "pip install 'weft[models]'"
-_VERSION = 3
+_VERSION = 4
 """Version of the probe within one version of Weft."""
 _SECONDS, _MEMORY = "600", "4GiB"
 """Default limits of a probe."""
