@@ -66,7 +66,8 @@ def text(rng: random.Random) -> str:
 
 def deltas(rng: random.Random, top: int | None) -> list[TextDelta]:
     """Return deltas of several choices in turn, with an end for some choices."""
-    open_choices, made = list(range(CHOICES)), []
+    open_choices = list(range(CHOICES))
+    made: list[TextDelta] = []
     while open_choices and len(made) < 24:
         index = rng.choice(open_choices)
         finish: Any = rng.choice([None] * 8 + ["stop", "length"])
