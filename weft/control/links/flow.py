@@ -44,14 +44,14 @@ class Flow:
         self._error: WeftError | None = None
         self._observe = observe
 
-    def push(self, events: list[TokenEvent]) -> None:
-        """Give new events to the waiting reader's taker, or append the events. Does not block. The observer
-        receives each event at once, unmerged."""
+    def push(self, events: list[TokenEvent], at_once: bool = True) -> None:
+        """Give new events to the waiting reader's taker, or append the events; without ``at_once``, always
+        append. Does not block. The observer receives each event at once, unmerged."""
         if self._observe is not None:
             for event in events:
                 self._observe(event)
         # Once woken, the reader takes the queue first: later events must stay behind.
-        if self._taker is not None and not self._wake.is_set():
+        if at_once and self._taker is not None and not self._wake.is_set():
             if not self._taker(events):
                 self._wake.set()
             return

@@ -152,6 +152,11 @@ class Link:
         """Number of queued messages."""
         return len(self._outbox)
 
+    @property
+    def behind(self) -> bool:
+        """True while the event loop is slower than the engine process sends."""
+        return self._channel is not None and self._channel.behind
+
     def send(self, message: m.ToEngine) -> None:
         """Queue a message. Does not block."""
         self._outbox.append(message)

@@ -479,7 +479,7 @@ class Links:
 
     def _deliver(self, events: Sequence[m.TokenEvent]) -> None:
         """Push events to their flows, all events of a flow at once. A final event closes the sequence. Events
-        without a flow are dropped.
+        without a flow are dropped. An error of one flow fails this flow and no other flow.
         """
         by_flow: dict[Flow, list[m.TokenEvent]] = {}
         for event in events:
@@ -495,8 +495,15 @@ class Links:
                 by_flow[flow].append(event)
             else:
                 by_flow[flow] = [event]
+        # A slow event loop catches up with merged events: one write for several tokens of a stream.
+        behind = any(link.behind for link in self._links.values())
         for flow, found in by_flow.items():
-            flow.push(found)
+            try:
+                flow.push(found, at_once=not behind)
+            except Exception:
+                log.exception("the events of a request were lost; the request fails")
+                flow.fail(WeftError("the server failed to answer this request"))
+                self.release(flow)  # no later event may follow the gap
 
     def _replace(self, name: str, error: WeftError) -> None:
         """Request the replacement of a process from the owner."""

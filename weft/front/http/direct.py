@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 DIRECT = "weft.direct"
@@ -12,7 +14,9 @@ class DirectWriter:
     """Writes chunks as ``RequestResponseCycle.send`` does, in place of the ASGI function ``send``."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        # The scope of the cycle has this object. A strong reference back would leave each request, with its
+        # connection, to the garbage collector.
+        self._cycle = weakref.proxy(cycle)
 
     @property
     def ready(self) -> bool:

@@ -282,11 +282,13 @@ def _shown(shape: AnswerShape, silence: Silence, direct: DirectWriter) -> Show:
             if delta.finish_reason is not None or shape.weight(delta) >= HEAVY:
                 return False
         made: list[bytes] = []
-        for delta in deltas:
-            made += shape.events(delta)
-        if made:
-            direct.write(made[0] if len(made) == 1 else b"".join(made))
-            silence.sent()
+        try:
+            for delta in deltas:
+                made += shape.events(delta)
+        finally:  # the events before an error are sent, too
+            if made:
+                direct.write(made[0] if len(made) == 1 else b"".join(made))
+                silence.sent()
         return True
 
     return show
