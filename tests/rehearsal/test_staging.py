@@ -164,6 +164,35 @@ def test_a_planted_bug_is_found(
         made.check()
 
 
+@pytest.mark.parametrize("name", ["into", "take"])
+def test_a_copy_whose_sums_fail_is_waited_for(name: str, monkeypatch: Patch) -> None:
+    """The failed transfer gives its blocks back. Until then the copy to the blocks has ended."""
+
+    def fails(*given: Any) -> Any:
+        raise RuntimeError("planted")
+
+    with rehearsed(monkeypatch, values=True) as made:
+        work = DeviceWork(GPU, 1024)
+        inbox, blocks = torch.ones(64, dtype=torch.uint8), made.like(torch.zeros(256, dtype=torch.uint8))
+        landing = made.like(torch.ones(64, dtype=torch.uint8))
+        work.pin(inbox)
+        with running(made):
+            monkeypatch.setattr(work, "_read_back", fails)
+            with pytest.raises(RuntimeError, match="planted"):
+                if name == "into":
+                    work.into(inbox, blocks, np.array([[128, 64]]))
+                else:
+                    work.take(landing, blocks, np.array([[0, 128, 64]]))
+            assert work.settled() is (name == "into")
+            if name == "into":
+                work.settle()
+            assert work.settled()
+            made.host_writes("the next write", inbox)
+            made.use("reads", [blocks], [])
+            made.check()
+        work.close()
+
+
 def config(folder: Path, role: str, device: str) -> EngineConfig:
     made = from_keywords(
         {

@@ -11,6 +11,8 @@ from pathlib import Path
 from weft.common import env
 
 _DRIVER = "libcuda.so.1"
+_CAPABILITY = (75, 76)
+"""Numbers of the driver's attributes: major and minor compute capability."""
 #: Root of the file system; tests replace the root.
 _ROOT = Path("/")
 
@@ -29,6 +31,24 @@ def gpu_memory() -> int | None:
     except AttributeError:
         return None
     return None if failed else total.value
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """Return the compute capability of the first usable GPU, such as (9, 0); None without a GPU."""
+    driver = _driver()
+    device = ctypes.c_int()
+    found = ctypes.c_int()
+    if driver is None:
+        return None
+    numbers = []
+    try:
+        failed = driver.cuDeviceGet(ctypes.byref(device), 0)
+        for attribute in _CAPABILITY:
+            failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(found), attribute, device)
+            numbers.append(found.value)
+    except AttributeError:
+        return None
+    return None if failed else (numbers[0], numbers[1])
 
 
 def gpus() -> tuple[str, ...]:

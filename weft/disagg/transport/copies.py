@@ -157,8 +157,10 @@ class CudaCopies:
 
     def into(self, source: Tensor, region: Tensor, spans: np.ndarray) -> Any:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            self._into(source, region, spans)
-            self._last = self._recorded()
+            try:
+                self._into(source, region, spans)
+            finally:
+                self._last = self._recorded()  # after an error, too: a part of the copy may be under way
 
     def settle(self) -> None:
         if self._last is not None:
