@@ -66,8 +66,6 @@ class DeviceWork(CudaCopies):
     def __init__(self, device: torch.device, most: int) -> None:
         """``most``: maximum bytes of one write."""
         super().__init__(device, most)
-        self._late: torch.cuda.Event | None = None
-        """End of the last ``take`` that failed."""
         keys = np.stack([digests.KEYS_LOW, digests.KEYS_HIGH]).view(np.int64)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             # [2, 128]: the low and the high half of each key
@@ -124,15 +122,9 @@ class DeviceWork(CudaCopies):
             self._wait(sums.event)
         except BaseException:
             # The copy to the caches may be under way: ``settled`` reports its end.
-            self._late = self._recorded()
+            self._last = self._recorded()
             raise
         return sums.values()
-
-    def settled(self) -> bool:
-        """Return True if no ``take`` that failed still writes the regions."""
-        if self._late is not None and self.ended(self._late):
-            self._late = None
-        return self._late is None
 
     def _gathered(self, region: Tensor, spans: np.ndarray) -> Tensor:
         """Return the bytes of ``spans``, int64 [n, 2], back to back: uint8 [bytes] of the common memory."""
