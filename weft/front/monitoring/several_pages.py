@@ -24,6 +24,7 @@ from weft.front.monitoring.front_tables import (
 from weft.front.monitoring.metrics import Metrics
 
 NO_LINKS: Any = SimpleNamespace(
+    asleep=0,
     instances=(),
     bad_frames=0,
     restarts=0,
