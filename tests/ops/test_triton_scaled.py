@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.slow import mostly_slow
 from weft.ops.coded import Codes, dequantize
 from weft.ops.registry import choose
 from weft.ops.triton import interpreting, takes_fp8
@@ -68,7 +69,7 @@ def test_no_rows() -> None:
     assert linear(normal(0, 64), pack(normal(32, 64))).shape == (0, 32)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 64])
+@mostly_slow("rows", [1, 3, 64], [3])
 def test_products_equal_float64(rows: int) -> None:
     """The product of the rounded numbers. Rounding both sides costs less than 5% of a product's size."""
     from weft.ops.triton.scaled import ScaledRows, linear, pack, rounded

@@ -180,11 +180,9 @@ def test_a_copy_whose_sums_fail_is_waited_for(name: str, monkeypatch: Patch) -> 
         work._after(work.mark())
         with running(made):
             monkeypatch.setattr(work, "_read_back", fails)
+            given = [inbox, blocks, [[128, 64]]] if name == "into" else [landing, blocks, [[0, 128, 64]]]
             with pytest.raises(RuntimeError, match="planted"):
-                if name == "into":
-                    work.into(inbox, blocks, np.array([[128, 64]]))
-                else:
-                    work.take(landing, blocks, np.array([[0, 128, 64]]))
+                getattr(work, name)(*given[:2], np.array(given[2]))
             assert not work.settled()
             assert work.settled()
             made.host_writes("the next write", inbox)

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from weft.common.errors import EngineDead, TransportFailed
+from weft.common.errors import TransportFailed
 from weft.common.log import get_logger
 from weft.common.splitmix import mix_array
 from weft.disagg.protocol import digests
