@@ -96,9 +96,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     here = () if host.elsewhere else gpus_here(config.parallel, device, host.index)
     host = msgspec.structs.replace(host, gpus=len(here)) if host.ranks else host
     gpus = gpus_of_group(here, config.parallel, host)
-    dtype = choose_dtype(model, spec, device, path)
-    if not host.elsewhere:
-        check_products(model, device, dtype)
+    dtype = check_products(model, device, choose_dtype(model, spec, device, path), host.elsewhere)
     if transfer.role == "encode":
         speculation = SpeculationSection()  # an encode group makes no tokens
         kv = encoder_caches(spec, dtype, config, host)
@@ -385,10 +383,11 @@ def check_grammar(grammar: GrammarSection) -> None:
         )
 
 
-def check_products(model: ModelSection, device: str, dtype: str) -> None:
-    """Raise ConfigError if ``device`` has no products of ``--quantization w8a8-fp8`` in ``dtype``."""
-    if model.quantization != "w8a8-fp8":
-        return
+def check_products(model: ModelSection, device: str, dtype: str, elsewhere: bool) -> str:
+    """Return ``dtype``. Raise ConfigError if ``device`` has no products of ``--quantization w8a8-fp8`` in
+    ``dtype``. ``elsewhere``: True if the device is on another host, so that nothing is known."""
+    if model.quantization != "w8a8-fp8" or elsewhere:
+        return dtype
     have = devices.gpu_capability() if device == "cuda" else None
     if device != "cuda":
         why = f"needs a GPU, and the device is {device}: use --quantization w8a8"
@@ -402,7 +401,7 @@ def check_products(model: ModelSection, device: str, dtype: str) -> None:
             f"more), and this GPU has {have[0]}.{have[1]}: use --quantization fp8"
         )
     else:
-        return
+        return dtype
     raise ConfigError(f"--quantization w8a8-fp8 {why}", param="--quantization")
 
 
