@@ -9,8 +9,11 @@ import os
 from pathlib import Path
 
 from weft.common import env
+from weft.common.errors import ConfigError
 
 _DRIVER = "libcuda.so.1"
+FP8_PRODUCTS = (8, 9)
+"""Least compute capability of a GPU with FP8 products."""
 _CAPABILITY = (75, 76)
 """Numbers of the driver's attributes: major and minor compute capability."""
 #: Root of the file system; tests replace the root.
@@ -84,6 +87,28 @@ def _driver() -> ctypes.CDLL | None:
 def has_triton() -> bool:
     """Return True if GPU kernels can be compiled."""
     return importlib.util.find_spec("triton") is not None
+
+
+def check_products(quantization: str, device: str, dtype: str, elsewhere: bool) -> str:
+    """Return ``dtype``. Raise ConfigError if ``device`` has no products of ``--quantization w8a8-fp8`` in
+    ``dtype``. ``elsewhere``: True if the device is on another host, so that nothing is known."""
+    if quantization != "w8a8-fp8" or elsewhere:
+        return dtype
+    have = gpu_capability() if device == "cuda" else None
+    if device != "cuda":
+        why = f"needs a GPU, and the device is {device}: use --quantization w8a8"
+    elif dtype != "bfloat16":
+        why = f"computes in bfloat16, and the dtype is {dtype}: use --dtype bfloat16 or --quantization fp8"
+    elif not has_triton():
+        why = "needs Triton: pip install 'weft[cuda]', or use --quantization fp8"
+    elif have is not None and have < FP8_PRODUCTS:
+        why = (
+            f"needs a GPU with FP8 products (compute capability {FP8_PRODUCTS[0]}.{FP8_PRODUCTS[1]} or "
+            f"more), and this GPU has {have[0]}.{have[1]}: use --quantization fp8"
+        )
+    else:
+        return dtype
+    raise ConfigError(f"--quantization w8a8-fp8 {why}", param="--quantization")
 
 
 def torch_is_cpu_only() -> bool:

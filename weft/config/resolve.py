@@ -57,8 +57,6 @@ from weft.tracing.push import check_endpoint
 
 log = get_logger(__name__)
 
-FP8_PRODUCTS = (8, 9)
-"""Least compute capability of a GPU with FP8 products."""
 RANKS_EACH_CORE = 4
 """Maximum number of ranks per CPU core.
 
@@ -96,7 +94,9 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     here = () if host.elsewhere else gpus_here(config.parallel, device, host.index)
     host = msgspec.structs.replace(host, gpus=len(here)) if host.ranks else host
     gpus = gpus_of_group(here, config.parallel, host)
-    dtype = check_products(model, device, choose_dtype(model, spec, device, path), host.elsewhere)
+    dtype = devices.check_products(
+        model.quantization, device, choose_dtype(model, spec, device, path), host.elsewhere
+    )
     if transfer.role == "encode":
         speculation = SpeculationSection()  # an encode group makes no tokens
         kv = encoder_caches(spec, dtype, config, host)
@@ -381,28 +381,6 @@ def check_grammar(grammar: GrammarSection) -> None:
             "--grammar-backend xgrammar needs the package xgrammar; install weft[xgrammar]",
             param="grammar_backend",
         )
-
-
-def check_products(model: ModelSection, device: str, dtype: str, elsewhere: bool) -> str:
-    """Return ``dtype``. Raise ConfigError if ``device`` has no products of ``--quantization w8a8-fp8`` in
-    ``dtype``. ``elsewhere``: True if the device is on another host, so that nothing is known."""
-    if model.quantization != "w8a8-fp8" or elsewhere:
-        return dtype
-    have = devices.gpu_capability() if device == "cuda" else None
-    if device != "cuda":
-        why = f"needs a GPU, and the device is {device}: use --quantization w8a8"
-    elif dtype != "bfloat16":
-        why = f"computes in bfloat16, and the dtype is {dtype}: use --dtype bfloat16 or --quantization fp8"
-    elif not devices.has_triton():
-        why = "needs Triton: pip install 'weft[cuda]', or use --quantization fp8"
-    elif have is not None and have < FP8_PRODUCTS:
-        why = (
-            f"needs a GPU with FP8 products (compute capability {FP8_PRODUCTS[0]}.{FP8_PRODUCTS[1]} or "
-            f"more), and this GPU has {have[0]}.{have[1]}: use --quantization fp8"
-        )
-    else:
-        return dtype
-    raise ConfigError(f"--quantization w8a8-fp8 {why}", param="--quantization")
 
 
 def choose_dtype(model: ModelSection, spec: ModelSpec, device: str, path: str) -> str:
