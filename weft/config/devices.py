@@ -89,11 +89,10 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def check_products(quantization: str, device: str, dtype: str, elsewhere: bool) -> str:
-    """Return ``dtype``. Raise ConfigError if ``device`` has no products of ``--quantization w8a8-fp8`` in
-    ``dtype``. ``elsewhere``: True if the device is on another host, so that nothing is known."""
-    if quantization != "w8a8-fp8" or elsewhere:
-        return dtype
+def check_products(quantization: str, device: str, dtype: str) -> None:
+    """Raise ConfigError if ``device`` has no products of ``--quantization w8a8-fp8`` in ``dtype``."""
+    if quantization != "w8a8-fp8":
+        return
     have = gpu_capability() if device == "cuda" else None
     if device != "cuda":
         why = f"needs a GPU, and the device is {device}: use --quantization w8a8"
@@ -107,7 +106,7 @@ def check_products(quantization: str, device: str, dtype: str, elsewhere: bool) 
             f"more), and this GPU has {have[0]}.{have[1]}: use --quantization fp8"
         )
     else:
-        return dtype
+        return
     raise ConfigError(f"--quantization w8a8-fp8 {why}", param="--quantization")
 
 
