@@ -96,7 +96,7 @@ def away(made: Scene) -> float:
     return float((Run(made).out().double() - made.expected()).abs().max())
 
 
-@pytest.mark.parametrize("invariant", [False, True])
+@mostly_slow("invariant", [False, True], [False])
 def test_lists_of_decodes(invariant: bool) -> None:
     """Blocks lie in random order, and all other entries of the caches are NaN."""
     assert away(scene(DECODES, groups=(4, 7), invariant=invariant)) < 2e-5
@@ -200,6 +200,7 @@ def test_chosen_groups_ascend_and_are_padded() -> None:
         assert ids[count:] == [-1] * (20 - count)
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_lowest_group() -> None:
     found = scene([(0, 17), (240, 1)], groups=(4, 3))
     keys = found.caches[1][0][..., SIZES.dim :]

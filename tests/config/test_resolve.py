@@ -340,6 +340,25 @@ def test_a_gpu_is_taken_when_there_is_one(tmp_path: Path, monkeypatch: pytest.Mo
     assert resolved(folder, device="cpu").device == "cpu"
 
 
+def test_fp8_products_are_refused_where_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message names what to change: the format, the dtype, or a package."""
+    folder, asked = checkpoint(tmp_path), {"quantization": "w8a8-fp8"}
+    assert "the device is cpu: use --quantization w8a8" in refused(folder, **asked)
+    monkeypatch.setattr(devices, "gpu_memory", lambda: 80 * GIB)
+    monkeypatch.setattr(devices, "has_triton", lambda: True)
+    assert resolved(folder, **asked).model.quantization == "w8a8-fp8"
+    assert "use --dtype bfloat16" in refused(folder, dtype="float16", **asked)
+    monkeypatch.setattr(devices, "gpu_capability", lambda: (8, 0))
+    assert "this GPU has 8.0: use --quantization fp8" in refused(folder, **asked)
+    resolved(folder, quantization="fp8")
+    monkeypatch.setattr(devices, "gpu_capability", lambda: (8, 9))
+    resolved(folder, **asked)
+    monkeypatch.setattr(devices, "has_triton", lambda: False)
+    assert "pip install" in refused(folder, **asked)
+
+
 def test_a_gpu_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpu_memory", lambda: 1 * MIB)
     message = refused(checkpoint(tmp_path))

@@ -12,6 +12,7 @@ from weft.attention import registry as attention
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.models.loader import build_model
+from weft.ops import cpu
 from weft.ops.registry import choose
 
 MATRICES = tuple(
@@ -50,6 +51,16 @@ def test_attention_without_the_form_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--deterministic: attention backend 'torch'"):
         attention.choose("torch", spec, torch.float64, CPU, 16, invariant=True)
     assert attention.choose("auto", spec, torch.float64, CPU, 16, invariant=True).invariant
+
+
+@pytest.mark.parametrize("shape", ["deepseek_v32", "deepseek_v4"])
+def test_sparse_attention_has_invariant_forms(shape: str, tmp_path: Path) -> None:
+    """Ops that only GPUs run are not asked of a CPU."""
+    if not cpu.load():
+        pytest.skip("needs the C++ operations (weft build-ops)")
+    spec = load_spec(str(make_checkpoint(tmp_path, shape)), None)
+    for invariant in (True, False):
+        assert build_model(spec, torch.bfloat16, CPU, invariant=invariant).varying == ()
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen3_moe"])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.slow import mostly_slow
 from weft.ops.coded import Codes, dequantize
 from weft.ops.registry import choose
 from weft.ops.triton import interpreting, takes_fp8
@@ -49,7 +50,26 @@ def test_rows_are_rounded() -> None:
     assert (exact(values, scales) - long.double()).abs().max() <= 17 * scales[0, 0]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_row_that_is_no_number_stays_none(wrong: float) -> None:
+    """A product of the row is not finite, so that sampling reports the row; other rows are as before."""
+    from weft.ops.triton.scaled import linear, pack
+
+    packed, x = pack(normal(32, 64)), normal(3, 64)
+    before = linear(x, packed)
+    x[1, 5] = wrong
+    made = linear(x, packed)
+    assert not made[1].isfinite().any()
+    assert torch.equal(made[::2], before[::2])
+
+
+def test_no_rows() -> None:
+    from weft.ops.triton.scaled import linear, pack
+
+    assert linear(normal(0, 64), pack(normal(32, 64))).shape == (0, 32)
+
+
+@mostly_slow("rows", [1, 3, 64], [3])
 def test_products_equal_float64(rows: int) -> None:
     """The product of the rounded numbers. Rounding both sides costs less than 5% of a product's size."""
     from weft.ops.triton.scaled import ScaledRows, linear, pack, rounded

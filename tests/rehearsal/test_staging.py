@@ -18,10 +18,11 @@ from tests.rehearsal.device import COMPUTE, Races, Rehearsal, current, running
 from tests.rehearsal.rig import Answers, rehearsed
 from tests.rehearsal.streams import MOVES, names_of
 from tests.support.slowness import deadline
+from weft.common.errors import EngineDead
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
-from weft.disagg.transport import copying, staging_memory
+from weft.disagg.transport import copies, copying, staging_memory
 from weft.disagg.transport.device_memory import DeviceWork
 from weft.disagg.transport.staging_memory import Sizes, Staged
 from weft.disagg.transport.transfer_thread import RankTransfer
@@ -162,6 +163,52 @@ def test_a_planted_bug_is_found(
     # A wrong wait in a copy becomes an error of the transfer at the sender, and an exception at the receiver.
     with pytest.raises(found), moved(monkeypatch, folder, "shm", plant) as (made, _):
         made.check()
+
+
+@pytest.mark.parametrize("name", ["into", "take"])
+def test_a_copy_whose_sums_fail_is_waited_for(name: str, monkeypatch: Patch) -> None:
+    """The failed transfer gives its blocks back. Until then the copy to the blocks has ended."""
+
+    def fails(*given: Any) -> Any:
+        raise RuntimeError("planted")
+
+    with rehearsed(monkeypatch, values=True) as made:
+        work = DeviceWork(GPU, 1024)
+        inbox, blocks = torch.ones(64, dtype=torch.uint8), made.like(torch.zeros(256, dtype=torch.uint8))
+        landing = made.like(torch.ones(64, dtype=torch.uint8))
+        work.pin(inbox)
+        work._after(work.mark())
+        with running(made):
+            monkeypatch.setattr(work, "_read_back", fails)
+            given = [inbox, blocks, [[128, 64]]] if name == "into" else [landing, blocks, [[0, 128, 64]]]
+            with pytest.raises(RuntimeError, match="planted"):
+                getattr(work, name)(*given[:2], np.array(given[2]))
+            assert not work.settled()
+            assert work.settled()
+            made.host_writes("the next write", inbox)
+            made.use("reads", [blocks], [])
+            made.check()
+        work.close()
+
+
+def test_a_rank_is_not_quiet_while_a_late_copy_writes(monkeypatch: Patch) -> None:
+    """A wait timed out, and the transfer failed. Its blocks stay pinned until the copy has ended."""
+    with rehearsed(monkeypatch, values=True) as made:
+        blocks, source = made.like(torch.zeros(256, dtype=torch.uint8)), torch.ones(64, dtype=torch.uint8)
+        work = DeviceWork(GPU, 1024)
+        work._after(work.mark())
+        memory = Staged([blocks], work, Sizes(slot=0, slots=0, inbox=64), sends=False, takes=True)
+        key, spans = TransferKey(1, 0, 1), np.array([[0, 128, 64]])
+        with running(made):
+            assert memory.quiet(key)
+            with monkeypatch.context() as patch:
+                patch.setattr(copies, "_SETTLE_S", -1.0)
+                with pytest.raises(EngineDead, match="in time"):
+                    memory.take(source, 0, spans, np.zeros(1, np.uint64))
+                patch.setattr(work, "ended", lambda copy: False)
+                assert not memory.quiet(key)
+            assert memory.quiet(key)
+        memory.close()
 
 
 def config(folder: Path, role: str, device: str) -> EngineConfig:

@@ -9,8 +9,13 @@ import os
 from pathlib import Path
 
 from weft.common import env
+from weft.common.errors import ConfigError
 
 _DRIVER = "libcuda.so.1"
+FP8_PRODUCTS = (8, 9)
+"""Least compute capability of a GPU with FP8 products."""
+_CAPABILITY = (75, 76)
+"""Numbers of the driver's attributes: major and minor compute capability."""
 #: Root of the file system; tests replace the root.
 _ROOT = Path("/")
 
@@ -29,6 +34,24 @@ def gpu_memory() -> int | None:
     except AttributeError:
         return None
     return None if failed else total.value
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """Return the compute capability of the first usable GPU, such as (9, 0); None without a GPU."""
+    driver = _driver()
+    device = ctypes.c_int()
+    found = ctypes.c_int()
+    if driver is None:
+        return None
+    numbers = []
+    try:
+        failed = driver.cuDeviceGet(ctypes.byref(device), 0)
+        for attribute in _CAPABILITY:
+            failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(found), attribute, device)
+            numbers.append(found.value)
+    except AttributeError:
+        return None
+    return None if failed else (numbers[0], numbers[1])
 
 
 def gpus() -> tuple[str, ...]:
@@ -64,6 +87,27 @@ def _driver() -> ctypes.CDLL | None:
 def has_triton() -> bool:
     """Return True if GPU kernels can be compiled."""
     return importlib.util.find_spec("triton") is not None
+
+
+def check_products(quantization: str, device: str, dtype: str) -> None:
+    """Raise ConfigError if ``device`` has no products of ``--quantization w8a8-fp8`` in ``dtype``."""
+    if quantization != "w8a8-fp8":
+        return
+    have = gpu_capability() if device == "cuda" else None
+    if device != "cuda":
+        why = f"needs a GPU, and the device is {device}: use --quantization w8a8"
+    elif dtype != "bfloat16":
+        why = f"computes in bfloat16, and the dtype is {dtype}: use --dtype bfloat16 or --quantization fp8"
+    elif not has_triton():
+        why = "needs Triton: pip install 'weft[cuda]', or use --quantization fp8"
+    elif have is not None and have < FP8_PRODUCTS:
+        why = (
+            f"needs a GPU with FP8 products (compute capability {FP8_PRODUCTS[0]}.{FP8_PRODUCTS[1]} or "
+            f"more), and this GPU has {have[0]}.{have[1]}: use --quantization fp8"
+        )
+    else:
+        return
+    raise ConfigError(f"--quantization w8a8-fp8 {why}", param="--quantization")
 
 
 def torch_is_cpu_only() -> bool:

@@ -94,7 +94,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     here = () if host.elsewhere else gpus_here(config.parallel, device, host.index)
     host = msgspec.structs.replace(host, gpus=len(here)) if host.ranks else host
     gpus = gpus_of_group(here, config.parallel, host)
-    dtype = choose_dtype(model, spec, device, path)
+    dtype = choose_dtype(model, spec, device, path, host.elsewhere)
     if transfer.role == "encode":
         speculation = SpeculationSection()  # an encode group makes no tokens
         kv = encoder_caches(spec, dtype, config, host)
@@ -381,11 +381,16 @@ def check_grammar(grammar: GrammarSection) -> None:
         )
 
 
-def choose_dtype(model: ModelSection, spec: ModelSpec, device: str, path: str) -> str:
+def choose_dtype(
+    model: ModelSection, spec: ModelSpec, device: str, path: str, elsewhere: bool = False
+) -> str:
     """Return the type of weights and cache: as set, or the checkpoint's type.
 
-    Bundled models use float32 on a CPU by default.
+    Bundled models use float32 on a CPU by default. ``elsewhere``: True if the device is on another host.
+    Raise ConfigError if the device has no products of ``--quantization`` in this type.
     """
-    if model.dtype != "auto":
-        return model.dtype
-    return "float32" if device == "cpu" and Path(path).resolve().is_relative_to(hub.BUNDLED) else spec.dtype
+    bundled = device == "cpu" and Path(path).resolve().is_relative_to(hub.BUNDLED)
+    dtype = model.dtype if model.dtype != "auto" else "float32" if bundled else spec.dtype
+    if not elsewhere:
+        devices.check_products(model.quantization, device, dtype)
+    return dtype

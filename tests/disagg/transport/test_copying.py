@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weft.common.errors import EngineDead
-from weft.disagg.transport.copying import copy_spans, digest_spans
+from weft.disagg.transport.copying import copy_spans, digest_spans, gather_spans
 from weft.disagg.transport.shm import ShmTransport
 from weft.ops import cpu
 
@@ -57,6 +57,29 @@ def test_numpy_copies_and_digests_the_same(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(IndexError):
             copy_spans(source, target, np.array([[0, 8999, 2]]), seeds[:1])
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gathered_bytes_are_the_copied_bytes(seed: int) -> None:
+    """Random spans, some of them neighbours in one memory or in both, in any order; overlapping sources."""
+    rng = np.random.default_rng(seed)
+    source = torch.from_numpy(rng.integers(0, 256, 4000, dtype=np.uint8))
+    lengths = rng.integers(1, 40, rng.integers(0, 60))
+    begins = np.cumsum(lengths) - lengths
+    sources = np.where(rng.random(len(lengths)) < 0.7, begins + 50, rng.integers(0, 3960, len(lengths)))
+    targets = begins + np.cumsum(rng.random(len(lengths)) < 0.3)
+    spans = np.stack([sources, targets, lengths], axis=1).astype(np.int64)
+    if seed % 2:
+        rng.shuffle(spans)
+    made, expected = torch.zeros(3000, dtype=torch.uint8), torch.zeros(3000, dtype=torch.uint8)
+    gather_spans(source, made, spans)
+    copy_spans(source, expected, spans, np.zeros(len(spans), np.uint64))
+    assert torch.equal(made, expected)
+    for wrong in ([3990, 0, 20], [0, 2990, 20], [-1, 0, 2], [0, 0, -1], [0, 0, 1 << 62]):
+        before = made.clone()
+        with pytest.raises(IndexError):
+            gather_spans(source, made, np.concatenate([spans, [wrong]]))
+        assert torch.equal(made, before)
 
 
 def torch_has_it() -> bool:

@@ -93,10 +93,8 @@ class IndexedAttention(LatentAttention):
         assert spec.mla.q_lora is not None
         self._reads = reads_of(build.local(spec), self._kind)
         self._kernel = build.op("index_entries").run()
-        if self._kernel is None:
-            self._product = build.op("head_product").run
-        else:
-            self._product_into = build.op("head_product_into").run
+        # Only the op that runs is chosen: ``build`` notes the choice, and requires invariance if asked.
+        self._product = build.op("head_product" if self._kernel is None else "head_product_into").run
         self.indexer = None
         if layer in spec.index.layers:
             self.indexer = Indexer(spec.hidden, spec.mla.q_lora, spec.index, build)
@@ -132,7 +130,7 @@ class IndexedAttention(LatentAttention):
             values = self._product(latents, up.values, packed).flatten(1)
         else:
             values = latents.new_empty(len(latents), self._heads * self._mla.v)
-            self._product_into(latents, up.values, values.view(len(latents), self._heads, -1))
+            self._product(latents, up.values, values.view(len(latents), self._heads, -1))
         return self.out(values, step.adapters_at(logits_indices))
 
     def _op_by_op(self, x: Tensor, shared: IndexedInput, caches: LayerCache, wanted: bool) -> Queries | None:
@@ -182,7 +180,7 @@ class IndexedAttention(LatentAttention):
         if not wanted:
             return None
         keys = self.kv_up.matrices.keys.transpose(1, 2)
-        self._product_into(q[..., : mla.nope], keys, full[..., : mla.kv_lora])
+        self._product(q[..., : mla.nope], keys, full[..., : mla.kv_lora])
         return full, index
 
     def _attend(

@@ -70,6 +70,9 @@ class Copies(Protocol):
     def settle(self) -> None:
         """Block until every ``into`` has ended. Raises EngineDead after a time-out."""
 
+    def settled(self) -> bool:
+        """Return True if no ``into`` writes the caches, also after an error or a time-out."""
+
     def close(self) -> None:
         """Block until no copy is under way. Raises EngineDead after a time-out."""
 
@@ -104,6 +107,9 @@ class HostCopies:
     def settle(self) -> None:
         return
 
+    def settled(self) -> bool:
+        return True
+
     def close(self) -> None:
         return
 
@@ -127,6 +133,7 @@ class CudaCopies:
             self._through = torch.empty(most, dtype=torch.uint8, device=device)
         self._pinned: list[Tensor] = []
         self._last: torch.cuda.Event | None = None
+        """End of the last copy to the caches, until the host has seen the end."""
         self._warm_up()
 
     def pin(self, memory: Tensor) -> None:
@@ -157,13 +164,20 @@ class CudaCopies:
 
     def into(self, source: Tensor, region: Tensor, spans: np.ndarray) -> Any:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            self._into(source, region, spans)
-            self._last = self._recorded()
+            try:
+                self._into(source, region, spans)
+            finally:
+                self._last = self._recorded()  # after an error, too: a part of the copy may be under way
 
     def settle(self) -> None:
         if self._last is not None:
             self._wait(self._last)
             self._last = None
+
+    def settled(self) -> bool:
+        if self._last is not None and self.ended(self._last):
+            self._last = None
+        return self._last is None
 
     def close(self) -> None:
         self._wait(self._recorded())

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from weft.common.errors import EngineDead, TransportFailed
+from weft.common.errors import TransportFailed
 from weft.common.log import get_logger
 from weft.common.splitmix import mix_array
 from weft.disagg.protocol import digests
@@ -66,8 +66,6 @@ class DeviceWork(CudaCopies):
     def __init__(self, device: torch.device, most: int) -> None:
         """``most``: maximum bytes of one write."""
         super().__init__(device, most)
-        self._late: torch.cuda.Event | None = None
-        """End of the last ``take`` that timed out."""
         keys = np.stack([digests.KEYS_LOW, digests.KEYS_HIGH]).view(np.int64)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             # [2, 128]: the low and the high half of each key
@@ -103,33 +101,30 @@ class DeviceWork(CudaCopies):
     def into(self, source: Tensor, region: Tensor, spans: np.ndarray) -> Sums:
         """See ``Copies.into``. The sums, in the order of the spans, are valid after ``settle``."""
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            made = self._added(self._into(source, region, spans), spans[:, 1])
-            self._last = made.event
-            return made
+            try:
+                return self._added(self._into(source, region, spans), spans[:, 1])
+            finally:
+                # After an error of the sums, too: the copy to the caches may be under way.
+                self._last = self._recorded()
 
     def take(self, source: Tensor, region: Tensor, spans: np.ndarray) -> np.ndarray:
         """Copy ``spans``, int64 [n, 3], from landing memory to ``region``. Return the sums of the copied
         bytes, uint64 [n]. Blocks until the bytes are there. Raises EngineDead after a time-out."""
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
-            order, lengths = by_length(spans[:, 2])
-            spans = spans[order]
-            gathered = self._gathered(source, spans[:, ::2])
-            made = self._sums(gathered, lengths)
-            rows, index = self._rows(region, spans[:, 1:], 0)
-            rows.index_copy_(0, index, gathered.view(rows.dtype).view(len(index), -1))
-            sums = self._read_back(made, [order])
+        order, lengths = by_length(spans[:, 2])
+        spans = spans[order]
         try:
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                gathered = self._gathered(source, spans[:, ::2])
+                made = self._sums(gathered, lengths)
+                rows, index = self._rows(region, spans[:, 1:], 0)
+                rows.index_copy_(0, index, gathered.view(rows.dtype).view(len(index), -1))
+                sums = self._read_back(made, [order])
             self._wait(sums.event)
-        except EngineDead:
-            self._late = sums.event
+        except BaseException:
+            # The copy to the caches may be under way: ``settled`` reports its end.
+            self._last = self._recorded()
             raise
         return sums.values()
-
-    def settled(self) -> bool:
-        """Return True if no ``take`` that timed out still writes the regions."""
-        if self._late is not None and self.ended(self._late):
-            self._late = None
-        return self._late is None
 
     def _gathered(self, region: Tensor, spans: np.ndarray) -> Tensor:
         """Return the bytes of ``spans``, int64 [n, 2], back to back: uint8 [bytes] of the common memory."""
@@ -272,7 +267,7 @@ class DeviceMemory:
             self._dropped.add(key)
 
     def quiet(self, key: TransferKey) -> bool:
-        # A take that timed out may write the blocks of any transfer.
+        # A take that failed may write the blocks of any transfer.
         return self._work.settled() and all(one.write.key != key for one in self._reading)
 
     def mark(self) -> Any:

@@ -247,7 +247,8 @@ class Staged:
         self._outbox.cancel(key)
 
     def quiet(self, key: TransferKey) -> bool:
-        return self._outbox.quiet(key)
+        # A take that failed may write the blocks of any transfer.
+        return self._copies.settled() and self._outbox.quiet(key)
 
     def mark(self) -> Any:
         return self._copies.mark()

@@ -123,8 +123,7 @@ _offer("latent_rope_cache", "latent", "latent_rope_cache", invariant=True, prior
 for _op in ("mix_streams", "add_streams", "rotate_neighbours"):
     _offer(_op, "streams", _op, invariant=True, priority=FAST)
 _offer("index_entries", "indexed", "kernels_of", invariant=True, priority=FAST)
-for _op in ("head_product", "head_product_into"):
-    _offer(_op, "indexed", _op, invariant=True, priority=FALLBACK)
+_offer("head_product_into", "indexed", "head_product_into", invariant=True, priority=FALLBACK)
 _offer("low_rank", "low_rank", "low_rank", invariant=True, priority=FAST)
 _fast: dict[str, Any] = {"priority": FAST}
 _invariant: dict[str, Any] = {"name": "triton-invariant", "invariant": True, "priority": FALLBACK}

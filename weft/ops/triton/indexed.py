@@ -179,7 +179,7 @@ def index_entries(
 _TILE_M, _TILE_N, _TILE_K = 16, 64, 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _head_product(
     x_ptr,  # [T, heads, K], strided
     matrices_ptr,  # [heads, N, K], strided
@@ -242,13 +242,6 @@ def head_product_into(x: Tensor, matrices: Tensor, out: Tensor) -> None:
         num_warps=4,
         num_stages=2,
     )
-
-
-def head_product(x: Tensor, matrices: Tensor, packed: object) -> Tensor:
-    """Compute ``latent_ops.head_product`` with equal bits for any number of rows."""
-    out = torch.empty(len(x), *matrices.shape[:2], dtype=x.dtype, device=x.device)
-    head_product_into(x, matrices, out)
-    return out
 
 
 def kernels_of() -> Callable[..., tuple[Tensor, Tensor] | None]:

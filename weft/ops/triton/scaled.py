@@ -56,11 +56,13 @@ def _round_rows(
     K: tl.constexpr,
     K_P2: tl.constexpr,
 ):
-    """Round one row: the largest magnitude becomes 448."""
+    """Round one row: the largest magnitude becomes 448. A row with NaN gets the scale NaN."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, K_P2)
     x = tl.load(x_ptr + row * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(x), 0) / 448.0, 1e-12)
+    # Maxima and clamps drop NaN, and a fault of the row would not show.
+    scale = tl.where(tl.max((x != x).to(tl.int32), 0) > 0, float("nan"), scale)
     tl.store(scales_ptr + row, scale)
     made = tl.minimum(tl.maximum(x / scale, -448.0), 448.0)
     tl.store(values_ptr + row * K + at, made.to(values_ptr.dtype.element_ty), mask=at < K)

@@ -2,7 +2,8 @@
 Also the rotation of neighbours.
 
 One program computes some columns of a token. The weights of a token are few numbers, so every program of the
-token computes the weights again; program 0 writes the weights. Each sum runs over the streams in order.
+token computes the weights again; program 0 writes the weights. Sums of streams run in order; no sum depends
+on other tokens.
 """
 
 from __future__ import annotations
