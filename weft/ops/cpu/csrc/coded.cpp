@@ -377,7 +377,7 @@ __attribute__((noinline)) void group_sums(const Read& read, const float* x, int6
     if (k < count) add(codes.read(at), k);
 #pragma GCC unroll 4
     for (int row = 0; row < rows; ++row)
-      for (int half = 0; half < 2; ++half) to[row][half] = to_numbers<C>(sum[row][half]);
+      for (int half = 0; half < 2; ++half) to[row][half] = to_sums<C>(sum[row][half]);
   }
 }
 
@@ -482,7 +482,7 @@ void unpack(const Range& range, uint8_t* made) {
           float* floats = reinterpret_cast<float*>(to);
           for (int of = 0; of < 2; ++of)
             for (int half = 0; half < 2; ++half)
-              store(floats + of * kBlock + half * kLanes, to_numbers<C>(read.floats(half, of)));
+              store(floats + of * kBlock + half * kLanes, numbers_of<C>(read, half, of));
           continue;
         }
 #endif
