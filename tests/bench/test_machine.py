@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
 
+import pytest
+import torch
+from click.testing import CliRunner
+
 from weft.bench import machine_bench
+from weft.cli.bench.bench import bench
 from weft.ops import cpu
 
 
@@ -37,3 +44,17 @@ def test_products_of_every_format_are_measured() -> None:
     assert measured == [(name, rows) for name in machine_bench.FORMATS for rows in machine_bench.ROWS]
     assert all(one["weight_gb_s"] > 0 and one["gflop_s"] > 0 for one in report["products"])
     assert len(lines) == 4 + len(measured)
+
+
+def test_the_command_prints_and_writes_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = functools.partial(machine_bench.measure, turns=1, outputs=64, megabytes=1)
+    monkeypatch.setattr(machine_bench, "measure", small)
+    file, before = tmp_path / "machine.json", torch.get_num_threads()
+    try:
+        made = CliRunner().invoke(bench, ["machine", "--threads", "1", "--json", str(file)])
+    finally:
+        torch.set_num_threads(before)
+    assert made.exit_code == 0, made.output
+    report = json.loads(file.read_text())
+    assert report["threads"] == 1
+    assert made.stdout.splitlines() == machine_bench.summary(report)

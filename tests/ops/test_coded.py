@@ -209,6 +209,20 @@ def test_powers_up_to_the_ends_of_bf16(power: int, kernel: str) -> None:
 
 
 @pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("form", list(FORMS))
+def test_large_activations_are_exact(form: str, kernel: str) -> None:
+    """A power of two as a factor of x changes no bit of the results, except by overflow of the sums."""
+    codes = codes_of(form, (34, 130))
+    packed = ops.pack_codes(codes)
+    for dtype in DTYPES:
+        x, _, _ = case(5, (34, 130), dtype)
+        wanted = ops.linear(x, packed) * 2.0**100
+        assert wanted.isfinite().all()
+        for rows in (1, 3, 5):
+            assert torch.equal(ops.linear(x[:rows] * 2.0**100, packed), wanted[:rows])
+
+
+@pytest.mark.usefixtures("extension")
 @sampled(
     {
         "dtype": list(DTYPES),

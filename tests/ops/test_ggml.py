@@ -105,6 +105,20 @@ def test_products(dtype: torch.dtype, kind: str, kernel: str) -> None:
 
 
 @pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_activations_are_exact(kind: str) -> None:
+    """A power of two as a factor of x changes no bit of the results, except by overflow of the sums."""
+    codes, _ = codes_of(kind, (34, 256))
+    packed = ops.pack_codes(codes)
+    for dtype in DTYPES:
+        x, _, _ = case(5, (34, 256), dtype)
+        wanted = ops.linear(x, packed) * 2.0**100
+        assert wanted.isfinite().all()
+        for rows in (1, 5):
+            assert torch.equal(ops.linear(x[:rows] * 2.0**100, packed), wanted[:rows])
+
+
+@pytest.mark.usefixtures("extension")
 @sampled({"dtype": list(DTYPES), "shape": [(128, 768), (70, 2304)], "kind": KINDS, "gated": [False, True]})
 def test_bits_of_a_row_are_its_own(
     dtype: torch.dtype, shape: tuple[int, int], kind: str, gated: bool, kernel: str, threads: None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from weft.common.cores import usable_cores
-from weft.ops import coded, cpu
+from weft.ops import cpu
 from weft.ops.cpu import linear
 
 _SYSTEM = Path("/sys")
@@ -20,13 +20,13 @@ INPUTS = 4096
 ROWS = (1, 64)
 """Rows of x: one decoding sequence, which reads memory, and a part of a prompt, which computes."""
 
-#: Format -> (bytes per weight with scales, function that packs bfloat16 weights).
-FORMATS: dict[str, tuple[float, Callable[[torch.Tensor], Any]]] = {
-    "f32": (4, lambda weight: linear.pack(weight.float())),
-    "bf16": (2, linear.pack),
-    "w8a8": (1, linear.pack_w8a8),
-    "int4": (0.5 + 5 / 64, lambda weight: linear.pack_codes(coded.to_int4(weight))),
-    "w4a8": (0.5 + 5 / 64, linear.pack_w4a8),
+#: Format -> function that packs bfloat16 weights.
+FORMATS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "f32": lambda weight: linear.pack(weight.float()),
+    "bf16": linear.pack,
+    "w8a8": linear.pack_w8a8,
+    "int4": linear.pack_int4,
+    "w4a8": linear.pack_w4a8,
 }
 
 
@@ -89,23 +89,23 @@ def measure(turns: int = 7, outputs: int = 16384, megabytes: int = 256) -> dict[
     """Return the report: facts, limits, and the products of each format.
 
     Each product is x [rows, 4096] times one matrix [outputs, 4096]. Without the C++ operations ``products``
-    is empty. A product reads ``weight_gb_s`` and computes ``gflop_s``.
+    is empty. A product reads packed weights at ``weight_gb_s`` and computes at ``gflop_s``.
     """
     products = []
     if cpu.load():
-        for name, (weight_bytes, pack) in FORMATS.items():
+        for name, pack in FORMATS.items():
             packed = pack((torch.randn(outputs, INPUTS) * 0.02).bfloat16())
             for rows in ROWS:
                 x = torch.randn(rows, INPUTS).to(torch.float32 if name == "f32" else torch.bfloat16)
                 seconds = _least(functools.partial(linear.linear, x, packed), turns)
-                weights = outputs * INPUTS
+                operations = 2 * rows * outputs * INPUTS
                 products.append(
                     {
                         "format": name,
                         "rows": rows,
                         "seconds": seconds,
-                        "weight_gb_s": weight_bytes * weights / seconds / 1e9,
-                        "gflop_s": 2 * rows * weights / seconds / 1e9,
+                        "weight_gb_s": packed.data.nbytes / seconds / 1e9,
+                        "gflop_s": operations / seconds / 1e9,
                     }
                 )
     return {

@@ -14,7 +14,8 @@ namespace weft {
 namespace {
 
 constexpr int64_t kUnpacked = 256;                 // k at a time, to stay in the L1 cache
-constexpr int kDirectRows = WEFT_AVX512 ? 12 : WEFT_AVX2 ? 3 : 2;  // rows of a tile: registers for sums, and for unpacking
+// Rows of a tile: registers for sums, and for unpacking.
+constexpr int kDirectRows = WEFT_AVX512 ? 12 : WEFT_AVX2 ? 3 : 2;
 constexpr int64_t kManyRows = 13;                  // rows from which codes are unpacked in memory, with AVX-512
 constexpr int64_t kDearRows = 9;                   // the same for expensive groups: fewer than 32 k, or minimums
 constexpr int kTotalRows = 7;                      // rows of a tile: registers for sums and totals
@@ -376,18 +377,11 @@ __attribute__((noinline)) void group_sums(const Read& read, const float* x, int6
     if (k < count) add(codes.read(at), k);
 #pragma GCC unroll 4
     for (int row = 0; row < rows; ++row)
-      for (int half = 0; half < 2; ++half) to[row][half] = C::kInOrder ? sum[row][half] : in_order(sum[row][half]);
+      for (int half = 0; half < 2; ++half) to[row][half] = to_sums<C>(sum[row][half]);
   }
 }
 
-// Numbers in memory and in registers are divided by this (coded_numbers.h).
-float unit_of(const Coding& coding) {
-  return by_numbers(coding, []<class C>() { return C::kUnit; });
-}
-
 #else
-
-constexpr float unit_of(const Coding&) { return 1.0f; }
 
 // Sums of one group: a chain over its k for each row and column.
 template <class Read, int rows>
@@ -426,15 +420,12 @@ inline __attribute__((always_inline)) void group_sums(const Read& read, const ty
 // Adds a range's sums, each group times its scales, to float32 [rows, 32].
 template <class Read, int rows>
 void add_groups(const Range& range, const uint8_t* made, const Rows<typename Read::F::X>& x, float* sums) {
-  const float unit = unit_of(range.coding);
   range.each([&](int64_t k, int64_t count, const Head& head) {
     const Read read(range, made, head, k);
     vf sum[rows][2];
     group_sums<Read, rows>(read, x.x + (k - range.begin), x.x_stride, count, sum);
     for (int half = 0; half < 2; ++half) {
       const vf scale = scales_of(range.coding, head, half);
-      if (unit != 1.0f)
-        for (int row = 0; row < rows; ++row) sum[row][half] = sum[row][half] * splat(unit);
 #pragma GCC unroll 16
       for (int row = 0; row < rows; ++row) {
         float* to = sums + row * kBlock + half * kLanes;
@@ -475,7 +466,7 @@ void add_rows(const Range& range, const uint8_t* made, const Rows<typename Read:
 
 // --- in memory ------------------------------------------------------------------------------------------------
 
-// Writes the numbers of a range without scales, divided by `unit_of`: steps of bf16's format, or of float32's.
+// Writes the numbers of a range without scales: steps of bf16's format, or of float32's.
 template <class Form>
 void unpack(const Range& range, uint8_t* made) {
   by_numbers(range.coding, [&]<class C>() {
@@ -490,10 +481,8 @@ void unpack(const Range& range, uint8_t* made) {
           const auto read = codes.read(from + step * C::bytes);
           float* floats = reinterpret_cast<float*>(to);
           for (int of = 0; of < 2; ++of)
-            for (int half = 0; half < 2; ++half) {
-              const vf number = read.floats(half, of);
-              store(floats + of * kBlock + half * kLanes, C::kInOrder ? number : in_order(number));
-            }
+            for (int half = 0; half < 2; ++half)
+              store(floats + of * kBlock + half * kLanes, numbers_of<C>(read, half, of));
           continue;
         }
 #endif
@@ -646,7 +635,69 @@ bool unpacked_once(const Coding& coding, int64_t rows) {
 
 #endif
 
+#if WEFT_AVX2
+
+// k `begin` to `end` of rows, in float32. Valid until this thread's next call.
+Rows<float> in_floats(const Rows<float>& x, int64_t, int64_t begin, int64_t) {
+  return {x.x + begin, x.x_stride, x.sums, x.sums_stride};
+}
+Rows<float> in_floats(const Rows<bf16>& x, int64_t rows, int64_t begin, int64_t end) {
+  static thread_local std::vector<float> memory;
+  const int64_t count = end - begin;
+  if (memory.size() < size_t(rows * count)) memory.resize(size_t(rows * count));
+  for (int64_t row = 0; row < rows; ++row) {
+    const bf16* from = x.x + row * x.x_stride + begin;
+    float* to = memory.data() + row * count;
+    int64_t k = 0;
+    for (; k + kLanes <= count; k += kLanes) store(to + k, load(from + k));
+    for (; k < count; ++k) to[k] = widen(from[k]);
+  }
+  return {memory.data(), count, x.sums, x.sums_stride};
+}
+
+bool all_finite(const float* x, int64_t count) {
+  vf broken = splat(0.0f);
+  for (int64_t i = 0; i < count; i += kLanes) broken = fma(load(x + i), splat(0.0f), broken);  // NaN stays
+  return reduce_add(broken) == 0.0f;
+}
+
+// Few rows by codes in registers, many rows by numbers in memory. Few rows of very large x take the second way as well:
+// in registers their sums can overflow where sums of numbers do not (`kUnit`). All other sums have the same bits.
+template <class X>
+void float_coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<X>& x, int64_t rows,
+                      float* sums) {
+  std::fill(sums, sums + rows * kBlock, 0.0f);
+  if (rows <= kDirectRows) {
+    const Rows<float> whole = in_floats(x, rows, 0, inputs);
+    const bool done = by_numbers(coding, [&]<class C>() {
+      add_rows<Direct<C>, kDirectRows>({coding, w, inputs, 0, inputs}, nullptr, whole, rows, sums);
+      return C::kUnit == 1.0f || all_finite(sums, rows * kBlock);
+    });
+    if (done) return;
+    std::fill(sums, sums + rows * kBlock, 0.0f);
+  }
+  in_ranges(coding, w, inputs, [&](const Range& range, const uint8_t* made) {
+    add_rows<Unpacked, kRows>(range, made, in_floats(x, rows, range.begin, range.end), rows, sums);
+  });
+}
+
+#endif
+
 }  // namespace
+
+#if WEFT_AVX2
+
+void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<bf16>& x, int64_t rows,
+                float* sums) {
+  float_coded_sums(coding, w, inputs, x, rows, sums);
+}
+
+void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<float>& x, int64_t rows,
+                float* sums) {
+  float_coded_sums(coding, w, inputs, x, rows, sums);
+}
+
+#else
 
 void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<bf16>& x, int64_t rows,
                 float* sums) {
@@ -654,37 +705,20 @@ void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Ro
 #if WEFT_AVX512
   if (unpacked_once(coding, rows)) return add_many(coding, w, inputs, x, rows, sums);
 #endif
-#if WEFT_AVX2
-  static thread_local std::vector<float> memory;
-  if (memory.size() < size_t(rows * inputs)) memory.resize(size_t(rows * inputs));
-  for (int64_t row = 0; row < rows; ++row) {
-    const bf16* from = x.x + row * x.x_stride;
-    float* to = memory.data() + row * inputs;
-    int64_t k = 0;
-    for (; k + kLanes <= inputs; k += kLanes) store(to + k, load(from + k));
-    for (; k < inputs; ++k) to[k] = widen(from[k]);
-  }
-  coded_sums(coding, w, inputs, Rows<float>{memory.data(), inputs, x.sums, x.sums_stride}, rows, sums);
-#else
   by_numbers(coding, [&]<class C>() {
     add_rows<Direct<C>, kDirectRows>({coding, w, inputs, 0, inputs}, nullptr, x, rows, sums);
   });
-#endif
 }
 
 void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<float>& x, int64_t rows,
                 float* sums) {
   std::fill(sums, sums + rows * kBlock, 0.0f);
-#if WEFT_AVX2
-  if (rows <= kDirectRows)
-    return by_numbers(coding, [&]<class C>() {
-      add_rows<Direct<C>, kDirectRows>({coding, w, inputs, 0, inputs}, nullptr, x, rows, sums);
-    });
-#endif
   in_ranges(coding, w, inputs, [&](const Range& range, const uint8_t* made) {
     add_rows<Unpacked, kRows>(range, made, {x.x + range.begin, x.x_stride, x.sums, x.sums_stride}, rows, sums);
   });
 }
+
+#endif
 
 namespace {
 
@@ -701,14 +735,13 @@ void sum_groups(const Coding& coding, int64_t inputs, const X* x, int64_t x_stri
 
 // Writes a range's numbers in float32, scaled: [k, 32].
 void scale_up(const Range& range, float* made) {
-  const float unit = unit_of(range.coding);
   unpack<F32>(range, reinterpret_cast<uint8_t*>(made));
   range.each([&](int64_t k, int64_t count, const Head& head) {
     for (int half = 0; half < 2; ++half) {
       const vf scale = scales_of(range.coding, head, half);
       const vf minimum = range.coding.minimums() ? minimums_of(head, half) : splat(0.0f);
       float* at = made + (k - range.begin) * kBlock + half * kLanes;
-      for (int64_t i = 0; i < count; ++i, at += kBlock) store(at, load(at) * splat(unit) * scale - minimum);
+      for (int64_t i = 0; i < count; ++i, at += kBlock) store(at, load(at) * scale - minimum);
     }
   });
 }

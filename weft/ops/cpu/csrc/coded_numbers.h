@@ -16,14 +16,14 @@ constexpr uint16_t small_bf16(int value) {
 
 #if WEFT_AVX2
 
-// With AVX2 a converter makes floats, one half of the columns and one k of a step at a time: the numbers divided by
-// `kUnit`, a power of two, so that products have the bits of products with the numbers themselves.
+// With AVX2 a converter's `floats` are one half of the columns and one k of a step: the numbers divided by `kUnit`, a
+// power of two. So sums of products have the bits of sums with the numbers themselves, except that the former overflow
+// from magnitudes of 2^128 * kUnit on (coded.cpp computes such rows again).
 
 // Numbers of up to 8 bits: a signed byte becomes the upper byte of a word, with zeros below. Lanes: columns 0 to 3, 8
-// to 11, 4 to 7, 12 to 15 of a half; `in_order` puts them in order. kTwice: bytes are twice the numbers.
+// to 11, 4 to 7, 12 to 15 of a half. kTwice: bytes are twice the numbers.
 template <bool kTwice = false>
 struct InBytes {
-  static constexpr bool kInOrder = false;
   static constexpr float kUnit = kTwice ? 0x1p-25f : 0x1p-24f;
 
   struct Step {
@@ -31,12 +31,20 @@ struct InBytes {
 
     vf floats(int of, int k) const {
       const auto part = [&](int from) {
-        const __m256i places = _mm256_or_si256(_mm256_set1_epi32(int((uint32_t(from + k) << 24) | 0x808080)),
-                                               _mm256_setr_epi32(0, 2 << 24, 4 << 24, 6 << 24, 0, 2 << 24, 4 << 24, 6 << 24));
-        // places of the upper bytes: from + k, and 2, 4, 6 further on
+        // Places of the upper bytes: from + k, and 2, 4, 6 further on.
+        const __m256i first = _mm256_set1_epi32(int((uint32_t(from + k) << 24) | 0x808080));
+        const __m256i further = _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 2 << 24, 4 << 24, 6 << 24));
+        const __m256i places = _mm256_or_si256(first, further);
         return _mm256_cvtepi32_ps(_mm256_shuffle_epi8(half[of], places));
       };
       return {part(0), part(8)};
+    }
+    // The numbers themselves, in order: one instruction more.
+    vf numbers(int of, int k) const {
+      const __m256i words = _mm256_srai_epi16(k ? half[of] : _mm256_slli_epi16(half[of], 8), 8);
+      const auto part = [](__m128i x) { return _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(x)); };
+      const vf made = {part(_mm256_castsi256_si128(words)), part(_mm256_extracti128_si256(words, 1))};
+      return kTwice ? made * splat(0.5f) : made;
     }
   };
 
@@ -52,24 +60,32 @@ struct InBytes {
   }
 };
 
-// Numbers that become floats by themselves.
+// Numbers that become floats by themselves, in order.
 struct InFloats {
-  static constexpr bool kInOrder = true;
   static constexpr float kUnit = 1.0f;
 };
 
-inline vf in_order(vf x) {
-  return {_mm256_permute2f128_ps(x.a, x.b, 0x20), _mm256_permute2f128_ps(x.a, x.b, 0x31)};
+// Sums of products with the numbers from sums of products with `C`'s floats: in order, times `kUnit`.
+template <class C>
+inline vf to_sums(vf x) {
+  if constexpr (C::kUnit == 1.0f) return x;
+  return vf{_mm256_permute2f128_ps(x.a, x.b, 0x20), _mm256_permute2f128_ps(x.a, x.b, 0x31)} * splat(C::kUnit);
+}
+
+// The numbers of one half of the columns and one k of a step.
+template <class C, class Step>
+inline vf numbers_of(const Step& step, int half, int k) {
+  if constexpr (C::kUnit == 1.0f)
+    return step.floats(half, k);
+  else
+    return step.numbers(half, k);
 }
 
 // Pairs of bf16 of a step, by its floats.
 template <class C>
 inline Bf16::Step pairs_by_floats(const C& codes, const uint8_t* w) {
   const auto step = codes.read(w);
-  const auto number = [&](int half, int k) {
-    const vf made = step.floats(half, k) * splat(C::kUnit);
-    return recast<Pairs>(C::kInOrder ? made : in_order(made));
-  };
+  const auto number = [&](int half, int k) { return recast<Pairs>(numbers_of<C>(step, half, k)); };
   Bf16::Step made;
   for (int half = 0; half < 2; ++half) made.w[half] = (number(half, 0) >> 16) | (number(half, 1) & 0xffff0000u);
   return made;

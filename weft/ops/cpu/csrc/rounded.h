@@ -234,10 +234,14 @@ struct EightBytes {
   __m256i dot(__m256i sum, __m256i x) const { return _mm256_dpbusd_avx_epi32(sum, w, x); }
 };
 #else
-// Sums of two products fit 16 bits: a byte minus 128 is at most 128 in size, a code at most 127.
+// `vpmaddubsw` adds two products and saturates at 32,767, which is never reached: the size of byte - 128 is at most 128
+// (byte 0), and of a code at most 127, so two products are at most 2 * 128 * 127 = 32,512. Codes are never -128, which
+// `vpsignb` could not negate: for |x| <= largest, x * (127 / largest) rounds to at most 127 (`round_rows`).
+static_assert(2 * 128 * 127 <= INT16_MAX);
 struct EightBytes {
   __m256i w, size;
-  explicit EightBytes(__m256i read) : w(_mm256_xor_si256(read, _mm256_set1_epi8(char(0x80)))), size(_mm256_abs_epi8(w)) {}
+  explicit EightBytes(__m256i read)
+      : w(_mm256_xor_si256(read, _mm256_set1_epi8(char(0x80)))), size(_mm256_abs_epi8(w)) {}
   __m256i dot(__m256i sum, __m256i x) const {
     const __m256i twos = _mm256_maddubs_epi16(size, _mm256_sign_epi8(x, w));
     return _mm256_add_epi32(sum, _mm256_madd_epi16(twos, _mm256_set1_epi16(1)));
@@ -356,10 +360,11 @@ constexpr int kNibbleTile = WEFT_AVX512 ? 6 : WEFT_AVX2 ? 4 : 1;
 #if WEFT_AVX2
 
 // Sums of rows and of one group, int32 [rows, 32]: 8 columns of the low and 8 of the high halves at a time. Sums of
-// 8 steps fit 16 bits: 8 * 2 * 15 * 127 is 30,480. Never inlined: see `float_sums`.
+// `kAtOnce` steps fit 16 bits. Never inlined: see `float_sums`.
 template <int rows>
 __attribute__((noinline)) void nibble_sums(const int8_t* codes, int64_t stride, const uint8_t* w, int32_t* to) {
   constexpr int kSteps = kByteTileDepth / kByteDepth, kAtOnce = 8;
+  static_assert(kAtOnce * 2 * 15 * 128 <= INT16_MAX);  // neither `vpmaddubsw` nor the sums exceed 16 bits
   const __m256i fifteen = _mm256_set1_epi8(15);
   const auto at = [&](int row, int half) { return reinterpret_cast<__m256i*>(to + row * kBlock + half * kLanes); };
   for (int part = 0; part < 2; ++part, w += 32, to += 8) {
