@@ -54,7 +54,7 @@ FLAGS = (
     "-DAT_PARALLEL_OPENMP=1",
     "-D_GLIBCXX_USE_CXX11_ABI=1",
 )
-NATIVE = ("-march=native",)
+NATIVE = ("-march=native", *(prebuilt.ARM_FLAGS if platform.machine() == "aarch64" else ()))
 """Flags for the CPU of the compiling machine. A wheel uses `prebuilt.LEVELS`."""
 _COMPILERS = ("g++", "c++", "clang++")
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)

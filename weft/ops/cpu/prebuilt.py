@@ -68,13 +68,15 @@ _AMX = Level(
 )
 LEVELS = (_AMX, _AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX2_VNNI, _AVX2)
 """All levels of x86-64 for which ``csrc`` has code, the best first."""
-_NEON = Level("neon", ("-march=armv8-a",), frozenset(["asimd"]), "aarch64")
+ARM_FLAGS = ("-fno-schedule-insns",)
+"""On AArch64 GCC's first scheduling moves loads up until sums no longer fit registers."""
+_NEON = Level("neon", ("-march=armv8-a", *ARM_FLAGS), frozenset(["asimd"]), "aarch64")
 _DOTPROD = Level(
-    "neon_dotprod", ("-march=armv8.2-a+dotprod",), _NEON.needs | frozenset(["asimddp"]), "aarch64"
+    "neon_dotprod", ("-march=armv8.2-a+dotprod", *ARM_FLAGS), _NEON.needs | frozenset(["asimddp"]), "aarch64"
 )
 _I8MM = Level(
     "neon_i8mm",
-    ("-march=armv8.2-a+dotprod+i8mm+bf16",),
+    ("-march=armv8.2-a+dotprod+i8mm+bf16", *ARM_FLAGS),
     _DOTPROD.needs | frozenset(["i8mm", "bf16"]),
     "aarch64",
 )
