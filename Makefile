@@ -10,7 +10,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 # compiles Weft's modules again, even where the environment keeps Python from writing what it has compiled.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: serve test quick setup ops lint types imports unit test-slow test-transformers test-levels test-grid test-ray test-nixl test-clients soak test-gpu simulate bench bench-peers wheel docs clean help
+.PHONY: serve test quick setup ops lint types imports unit test-slow test-transformers test-levels test-arm test-grid test-ray test-nixl test-clients soak test-gpu simulate bench bench-peers wheel docs clean help
 
 # The server answers before the C++ operations are compiled, and changes to them when they are.
 serve: $(RUNTIME)  ## serve the bundled model on http://127.0.0.1:8000; ARGS="MODEL --port 8001" for another
@@ -72,6 +72,9 @@ test-slow: setup ops  ## the tests that are exhaustive or long, which the defaul
 
 test-levels: setup ops  ## the kernel tests on every lower level of CPUs that this machine executes; ARGS="avx2 -- tests" for all tests on one
 	$(TEST_ENV) $(BIN)/python scripts/test_levels.py $(ARGS)
+
+test-arm: setup  ## the kernels for AArch64, cross-compiled and run by qemu-user (apt-get install g++-aarch64-linux-gnu qemu-user)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 0 -m slow tests/ops/test_neon.py $(ARGS)
 
 test-transformers: setup ops  ## every causal class of the installed transformers: served with equal tokens, or refused (docs/reference/transformers.md)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --no-loadscope-reorder -m slow tests/models/test_generic.py $(ARGS)

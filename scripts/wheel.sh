@@ -30,9 +30,9 @@ assert pathlib.Path(weft.__file__).is_relative_to(sys.prefix), weft.__file__
 from weft.ops import cpu
 from weft.ops.cpu import build, prebuilt
 assert list(build.SOURCES.glob("*.cpp")) and list(build.SOURCES.glob("*.h")), "the C++ sources are not in the wheel"
-for level in prebuilt.LEVELS:
+for level in prebuilt.levels_here():
     assert (prebuilt.FOLDER / level.name / prebuilt.LIBRARY).exists(), f"the wheel has no library for {level.name}"
-if prebuilt.LEVELS[-1].needs <= prebuilt.cpu_features():
+if prebuilt.levels_here()[-1].needs <= prebuilt.cpu_features():
     assert cpu.load(), "the wheel's library does not load"
     print("C++ operations:", build.find().parent.name, *cpu.capabilities())
 PY

@@ -209,10 +209,11 @@ def test_make_serve_compiles_beside_the_server() -> None:
 
 
 def test_every_target_that_runs_operations_is_checked() -> None:
-    """Targets that run Python of this repository, except for GPUs, the simulator and the checks."""
+    """Targets that run Python of this repository, except for GPUs, ARM, the simulator and the checks."""
     others = {
         "serve",
         "test-gpu",
+        "test-arm",
         "simulate",
         "lint",
         "types",

@@ -110,9 +110,22 @@ def test_a_wheel_is_for_the_oldest_glibc_that_loads_it(tmp_path: Path) -> None:
     assert prebuilt.platform_tag([tmp_path / "one", tmp_path / "two"]) == "manylinux_2_33_x86_64"
 
 
-def test_other_machines_have_no_levels(calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arm_machine_builds_and_takes_its_own_levels(
+    calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
-    with pytest.raises(build.BuildError, match="for x86-64, and this machine is aarch64"):
+    assert build.build_for_wheel(tmp_path) == "manylinux_2_17_aarch64"
+    for level in prebuilt.ARM_LEVELS:
+        monkeypatch.setattr(prebuilt, "cpu_features", lambda level=level: level.needs | {"another"})
+        assert build.find() == tmp_path / level.name / build.LIBRARY
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    assert build.find() is None
+
+
+def test_other_machines_have_no_levels(calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
+    with pytest.raises(build.BuildError, match="for x86-64 and aarch64, and this machine is riscv64"):
         build.build_for_wheel(tmp_path / "out")
     assert count(calls) == 0
 

@@ -66,7 +66,7 @@ def load() -> bool:
 
 
 def capabilities() -> tuple[str, ...]:
-    """Return the instruction sets of the loaded build, e.g. ("avx2", "avx512", "avx512_bf16").
+    """Return the instruction sets of the loaded build, e.g. ("avx2", "avx512", "avx512_bf16") or ("neon",).
 
     Includes the parts of AMX permitted by the kernel. Empty without a loaded build.
     """

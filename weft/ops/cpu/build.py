@@ -54,7 +54,7 @@ FLAGS = (
     "-DAT_PARALLEL_OPENMP=1",
     "-D_GLIBCXX_USE_CXX11_ABI=1",
 )
-NATIVE = ("-march=native",)
+NATIVE = ("-march=native", *(prebuilt.ARM_FLAGS if platform.machine() == "aarch64" else ()))
 """Flags for the CPU of the compiling machine. A wheel uses `prebuilt.LEVELS`."""
 _COMPILERS = ("g++", "c++", "clang++")
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
@@ -216,14 +216,15 @@ def build(
 def build_for_wheel(
     folder: Path, *, verbose: bool = False, say: Say = lambda line: None, show: Say | None = None
 ) -> str:
-    """Build a library for each of `prebuilt.LEVELS` into ``folder``, write the manifest, and return the
+    """Build a library for each of `prebuilt.levels_here` into ``folder``, write the manifest, and return the
     wheel's platform tag.
 
     ``verbose``, ``say`` and ``show``: see `build`. Objects stay in the cache. Waits for other builds. Raises
     BuildError and OSError.
     """
-    if platform.machine() != "x86_64":
-        raise BuildError(f"wheels are for x86-64, and this machine is {platform.machine()}")
+    levels = prebuilt.levels_here()
+    if not levels:
+        raise BuildError(f"wheels are for x86-64 and aarch64, and this machine is {platform.machine()}")
     compiler = find_compiler()
     sources = sources_digest()
     cache = cache_folder()
@@ -231,7 +232,7 @@ def build_for_wheel(
     made = []
     with _lock(cache, say):
         _sweep(cache)
-        for level in prebuilt.LEVELS:
+        for level in levels:
             say(f"for {level.name}:")
             report = CompilerReport(say, show)
             objects = _compile_all(compiler, level.flags, cache / "objects", False, verbose, report)

@@ -268,8 +268,8 @@ def coded_embedding(ids: Tensor, table: PackedMatrix, dtype: torch.dtype) -> Ten
 
 
 def available() -> bool:
-    """Return True if the extension is built and the CPU has AVX2. Otherwise torch's products are faster."""
-    return cpu.load() and "avx2" in cpu.capabilities()
+    """Return True if the extension is built with AVX2 or NEON. Otherwise torch's products are faster."""
+    return cpu.load() and not {"avx2", "neon"}.isdisjoint(cpu.capabilities())
 
 
 for _op, _product, _pack, _pack_codes in (

@@ -1,4 +1,4 @@
-"""Libraries in the wheel: one for each level of x86-64 CPUs, compiled for one version of torch.
+"""Libraries in the wheel: one for each level of CPUs of an architecture, compiled for one version of torch.
 
     prebuilt/manifest.json          {"torch": "2.13.0", "sources": "<hash>", "compiler": "g++ ..."}
     prebuilt/<level>/libweft_cpu.so
@@ -36,11 +36,12 @@ class Level:
     name: str
     flags: tuple[str, ...]
     needs: frozenset[str]
+    machine: str = "x86_64"
 
     @property
     def runs_here(self) -> bool:
         """True if this machine's CPU executes all instructions of the level."""
-        return platform.machine() == "x86_64" and self.needs <= cpu_features()
+        return platform.machine() == self.machine and self.needs <= cpu_features()
 
 
 _AVX2 = Level(
@@ -66,7 +67,26 @@ _AMX = Level(
     _AVX512_BF16.needs | frozenset(["amx_tile", "amx_int8", "amx_bf16"]),
 )
 LEVELS = (_AMX, _AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX2_VNNI, _AVX2)
-"""All levels for which ``csrc`` has code, the best first."""
+"""All levels of x86-64 for which ``csrc`` has code, the best first."""
+ARM_FLAGS = ("-fno-schedule-insns",)
+"""On AArch64 GCC's first scheduling moves loads up until sums no longer fit registers."""
+_NEON = Level("neon", ("-march=armv8-a", *ARM_FLAGS), frozenset(["asimd"]), "aarch64")
+_DOTPROD = Level(
+    "neon_dotprod", ("-march=armv8.2-a+dotprod", *ARM_FLAGS), _NEON.needs | frozenset(["asimddp"]), "aarch64"
+)
+_I8MM = Level(
+    "neon_i8mm",
+    ("-march=armv8.2-a+dotprod+i8mm+bf16", *ARM_FLAGS),
+    _DOTPROD.needs | frozenset(["i8mm", "bf16"]),
+    "aarch64",
+)
+ARM_LEVELS = (_I8MM, _DOTPROD, _NEON)
+"""The same for AArch64."""
+
+
+def levels_here() -> tuple[Level, ...]:
+    """Return the levels of this machine's architecture, the best first; empty for other architectures."""
+    return tuple(level for level in (*LEVELS, *ARM_LEVELS) if level.machine == platform.machine())
 
 
 def cpu_features() -> frozenset[str]:
@@ -91,7 +111,7 @@ def forced_level() -> Level | None:
     name = env.get("WEFT_CPU_LEVEL")
     if not name:
         return None
-    names = {level.name: level for level in LEVELS}
+    names = {level.name: level for level in levels_here()}
     if name not in names:
         raise ConfigError(f"WEFT_CPU_LEVEL={name} is not a CPU level: set one of {', '.join(names)}")
     if not names[name].runs_here:
@@ -113,9 +133,9 @@ def find(sources: str) -> Path | None:
         return None
     if manifest.get("torch") != torch_version() or manifest.get("sources") != sources:
         return None
-    # ``LEVELS`` is sorted, so the first level that runs is the best.
+    # The levels are sorted, so the first level that runs is the best.
     forced = forced_level()
-    for level in LEVELS if forced is None else (forced,):
+    for level in levels_here() if forced is None else (forced,):
         library = FOLDER / level.name / LIBRARY
         if level.runs_here and library.exists():
             return library
@@ -131,7 +151,7 @@ def write_manifest(folder: Path, sources: str, compiler: str) -> None:
 def platform_tag(libraries: Iterable[Path]) -> str:
     """Return the wheel's platform tag, with the oldest glibc that can load all ``libraries``.
 
-    For example manylinux_2_34_x86_64.
+    For example manylinux_2_34_x86_64; the architecture is this machine's.
     """
     minors = [int(minor) for path in libraries for minor in _GLIBC.findall(path.read_bytes())]
-    return f"manylinux_2_{max(minors, default=17)}_x86_64"
+    return f"manylinux_2_{max(minors, default=17)}_{platform.machine()}"

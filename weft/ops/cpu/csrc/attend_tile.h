@@ -141,6 +141,27 @@ inline void transpose_16(const uint32_t* const* rows, int64_t offset, int column
   for (; c < columns; ++c)
     for (int r = 0; r < 16; ++r) to[c * kTile + r] = rows[r][offset + c];
 }
+#elif WEFT_NEON
+// Transpose 4 rows of 4 words.
+inline void transpose_4(const uint32_t* const* rows, int64_t offset, uint32_t* to) {
+  const uint32x4_t a = vld1q_u32(rows[0] + offset), b = vld1q_u32(rows[1] + offset);
+  const uint32x4_t c = vld1q_u32(rows[2] + offset), d = vld1q_u32(rows[3] + offset);
+  const auto twice = [](uint32x4_t x) { return vreinterpretq_u64_u32(x); };
+  const uint64x2_t even_low = twice(vtrn1q_u32(a, b)), odd_low = twice(vtrn2q_u32(a, b));
+  const uint64x2_t even_high = twice(vtrn1q_u32(c, d)), odd_high = twice(vtrn2q_u32(c, d));
+  vst1q_u32(to, vreinterpretq_u32_u64(vtrn1q_u64(even_low, even_high)));
+  vst1q_u32(to + kTile, vreinterpretq_u32_u64(vtrn1q_u64(odd_low, odd_high)));
+  vst1q_u32(to + 2 * kTile, vreinterpretq_u32_u64(vtrn2q_u64(even_low, even_high)));
+  vst1q_u32(to + 3 * kTile, vreinterpretq_u32_u64(vtrn2q_u64(odd_low, odd_high)));
+}
+
+inline void transpose_16(const uint32_t* const* rows, int64_t offset, int columns, uint32_t* to) {
+  int c = 0;
+  for (; c + 4 <= columns; c += 4)
+    for (int r = 0; r < 16; r += 4) transpose_4(rows + r, offset + c, to + c * kTile + r);
+  for (; c < columns; ++c)
+    for (int r = 0; r < 16; ++r) to[c * kTile + r] = rows[r][offset + c];
+}
 #else
 inline void transpose_16(const uint32_t* const* rows, int64_t offset, int columns, uint32_t* to) {
   for (int c = 0; c < columns; ++c)
@@ -267,7 +288,7 @@ struct Registers {
                    const float* alpha) {
     int at = 0;
     // 16 registers of 8 floats: 12 of sums. A single row takes 64 columns, so its sums are 8 chains.
-    if (WEFT_AVX2 && m > 1) {
+    if ((WEFT_AVX2 || WEFT_NEON) && m > 1) {
       for (; at + 32 <= n && m <= 3; at += 32) micro_rows<E, 2>(m, words, left, lda, right + at, n, c + at, n, alpha);
       for (; at < n; at += 16) micro_rows<E, 1>(m, words, left, lda, right + at, n, c + at, n, alpha);
       return;
@@ -307,10 +328,14 @@ struct PackBf16 {
   }
 };
 
-#if WEFT_AVX512_BF16
+#if WEFT_AVX512_BF16 || WEFT_NEON_BF16
 struct DotBf16 : PackBf16, Registers<DotBf16> {
   static vf dot(vf sum, vf a, vf b) {
+#if WEFT_NEON_BF16
+    return bf16_dot(sum, recast<vu>(a), recast<vu>(b));
+#else
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
+#endif
   }
 };
 #endif
@@ -945,7 +970,7 @@ enum Engine : int64_t { kAuto = 0, kWideEngine = 1, kDot = 2, kBrgemm = 3, kAmx 
 
 inline int64_t best_engine() {
   if (WEFT_AMX) return amx_permitted() ? kAmx : kBrgemm;
-  return WEFT_AVX512_BF16 ? kDot : kWideEngine;
+  return WEFT_AVX512_BF16 || WEFT_NEON_BF16 ? kDot : kWideEngine;
 }
 
 // Call go(T(), E()) with the element type and the engine.
@@ -958,7 +983,7 @@ void with_engine(at::ScalarType type, int64_t engine, F go) {
 #if WEFT_AMX
   if (engine == kAmx && amx_permitted()) return go(bf16(), Amx());
 #endif
-#if WEFT_AVX512_BF16
+#if WEFT_AVX512_BF16 || WEFT_NEON_BF16
   if (engine == kDot) return go(bf16(), DotBf16());
 #endif
   go(bf16(), Wide<bf16>());

@@ -30,6 +30,8 @@ inline vf to_floats(Words x) {
   return _mm512_cvtepi32_ps(recast<__m512i>(x));
 #elif WEFT_AVX2
   return {_mm256_cvtepi32_ps(__m256i(x.a)), _mm256_cvtepi32_ps(__m256i(x.b))};
+#elif WEFT_NEON
+  return floats_of(x);
 #else
   return recast<vf>(__builtin_convertvector(recast<Ints>(x), Floats));
 #endif
@@ -94,6 +96,22 @@ struct Int4 WEFT_BASE(InBytes<>) {
     return {{_mm256_sub_epi8(step.half[0], zero[0]), _mm256_sub_epi8(step.half[1], zero[1])}};
   }
   Bf16::Step load(const uint8_t* w) const { return pairs_by_floats(*this, w); }
+#elif WEFT_NEON
+  uint8x16_t shift[2][2];  // of a half's words 0 to 15, and 16 to 31
+  explicit Int4(const uint8_t* zero) {
+    for (int half = 0; half < 2; ++half) {
+      shift[half][0] = shift[half][1] = vdupq_n_u8(16 - kZero);
+      if (zeros != Zeros::points) continue;
+      const uint8x16_t less = vdupq_n_u8(16) - sixteen_bytes(zero + 16 * half);
+      shift[half][0] = vzip1q_u8(less, less), shift[half][1] = vzip2q_u8(less, less);
+    }
+  }
+  Bf16::Step load(const uint8_t* w) const {
+    const NumberTable<2> table(kTables.integers);
+    const Nibbles codes(w);
+    return {{table.pairs(codes.at[0][0] + shift[0][0], codes.at[0][1] + shift[0][1]),
+             table.pairs(codes.at[1][0] + shift[1][0], codes.at[1][1] + shift[1][1])}};
+  }
 #else
   const uint8_t* zero;
   explicit Int4(const uint8_t* from) : zero(from) {}
@@ -118,6 +136,8 @@ struct E2M1 WEFT_BASE(InBytes<true>) {
 #elif WEFT_AVX2
   static Step read(const uint8_t* w) { return look_up(kTables.e2m1_twice, w); }
   Bf16::Step load(const uint8_t* w) const { return pairs_by_floats(*this, w); }
+#elif WEFT_NEON
+  Bf16::Step load(const uint8_t* w) const { return NumberTable<1>(kTables.e2m1).look_up(w); }
 #else
   Bf16::Step load(const uint8_t* w) const {
     return by_words([&](int half, int word) { return e2m1_bf16(w[word] >> (4 * half) & 15); });
@@ -156,6 +176,15 @@ struct Int6 WEFT_BASE(InBytes<>) {
     return step;
   }
   Bf16::Step load(const uint8_t* w) const { return pairs_by_floats(*this, w); }
+#elif WEFT_NEON
+  Bf16::Step load(const uint8_t* w) const {
+    const NumberTable<4> table(kTables.sixes);
+    const Nibbles codes(w);
+    const uint8x16_t more = sixteen_bytes(w + 32), upper = vdupq_n_u8(0x30);
+    return {{table.pairs(codes.at[0][0] | (vshlq_n_u8(more, 4) & upper), codes.at[0][1] | (more & upper)),
+             table.pairs(codes.at[1][0] | (vshlq_n_u8(more, 2) & upper),
+                         codes.at[1][1] | (vshrq_n_u8(more, 2) & upper))}};
+  }
 #else
   Bf16::Step load(const uint8_t* w) const {
     return by_words([&](int half, int word) {
@@ -269,6 +298,9 @@ inline vf halves(const uint8_t* from) {
   return _mm512_cvtph_ps(load_as<__m256i>(from));
 #elif WEFT_AVX2 && defined(__F16C__)
   return {_mm256_cvtph_ps(four(from)), _mm256_cvtph_ps(four(from + 16))};
+#elif WEFT_NEON
+  const uint16_t* at = reinterpret_cast<const uint16_t*>(from);
+  return widen_halves(vld1q_u16(at), vld1q_u16(at + 8));
 #else
   float made[kLanes];
   uint16_t read[kLanes];

@@ -96,7 +96,50 @@ inline Bf16::Step pairs_by_floats(const C& codes, const uint8_t* w) {
 #define WEFT_BASE(base)
 #endif
 
-#if !WEFT_AVX2 && !WEFT_AVX512
+#if WEFT_NEON
+
+// 32 bytes of two codes: of the low halves, and of the high halves, words 0 to 15 and 16 to 31. A word is a column and
+// one k of a step.
+struct Nibbles {
+  uint8x16_t at[2][2];
+  explicit Nibbles(const uint8_t* w) {
+    for (int part = 0; part < 2; ++part) {
+      const uint8x16_t read = sixteen_bytes(w + 16 * part);
+      at[0][part] = read & 15, at[1][part] = vshrq_n_u8(read, 4);
+    }
+  }
+};
+
+// A table of 16, 32 or 64 numbers in bf16: their low and their high bytes.
+template <int parts>
+struct NumberTable {
+  uint8x16_t low[parts], high[parts];
+  explicit NumberTable(const uint16_t* numbers) {
+    for (int part = 0; part < parts; ++part) {
+      const uint8x16x2_t both = vld2q_u8(reinterpret_cast<const uint8_t*>(numbers + 16 * part));
+      low[part] = both.val[0], high[part] = both.val[1];
+    }
+  }
+  static uint8x16_t look(const uint8x16_t (&table)[parts], uint8x16_t code) {
+    if constexpr (parts == 1) return vqtbl1q_u8(table[0], code);
+    if constexpr (parts == 2) return vqtbl2q_u8({table[0], table[1]}, code);
+    if constexpr (parts == 4) return vqtbl4q_u8({table[0], table[1], table[2], table[3]}, code);
+  }
+  // Numbers of words 0 to 15 and 16 to 31.
+  Pairs pairs(uint8x16_t first, uint8x16_t second) const {
+    const uint8x16_t a = look(low, first), b = look(high, first), c = look(low, second), d = look(high, second);
+    const auto words = [](uint8x16_t x) { return vreinterpretq_u32_u8(x); };
+    return {words(vzip1q_u8(a, b)), words(vzip2q_u8(a, b)), words(vzip1q_u8(c, d)), words(vzip2q_u8(c, d))};
+  }
+  Bf16::Step look_up(const uint8_t* w) const {
+    const Nibbles codes(w);
+    return {{pairs(codes.at[0][0], codes.at[0][1]), pairs(codes.at[1][0], codes.at[1][1])}};
+  }
+};
+
+#endif
+
+#if !WEFT_AVX2 && !WEFT_AVX512 && !WEFT_NEON
 template <class F>
 inline Bf16::Step by_words(F f) {
   uint16_t words[2][32];
@@ -146,6 +189,19 @@ struct Int5 WEFT_BASE(InBytes<>) {
     return step;
   }
   Bf16::Step load(const uint8_t* w) const { return pairs_by_floats(*this, w); }
+#elif WEFT_NEON
+  Bf16::Step load(const uint8_t* w) const {
+    const NumberTable<2> table(kGgmlTables.fives);
+    const uint8x16_t bit = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201u));
+    Nibbles codes(w);
+    for (int half = 0; half < 2; ++half)
+      for (int part = 0; part < 2; ++part) {
+        const uint8_t* from = w + 32 + 4 * half + 2 * part;
+        const uint8x16_t fifth = vcombine_u8(vdup_n_u8(from[0]), vdup_n_u8(from[1]));
+        codes.at[half][part] = codes.at[half][part] | (vtstq_u8(fifth, bit) & 16);
+      }
+    return {{table.pairs(codes.at[0][0], codes.at[0][1]), table.pairs(codes.at[1][0], codes.at[1][1])}};
+  }
 #else
   Bf16::Step load(const uint8_t* w) const {
     return by_words([&](int half, int word) {
@@ -170,6 +226,8 @@ struct Iq4 WEFT_BASE(InBytes<>) {
 #elif WEFT_AVX2
   static Step read(const uint8_t* w) { return look_up(kGgmlTables.iq4_bytes, w); }
   Bf16::Step load(const uint8_t* w) const { return pairs_by_floats(*this, w); }
+#elif WEFT_NEON
+  Bf16::Step load(const uint8_t* w) const { return NumberTable<1>(kGgmlTables.iq4).look_up(w); }
 #else
   Bf16::Step load(const uint8_t* w) const {
     return by_words([&](int half, int word) { return kGgmlTables.iq4[w[word] >> (4 * half) & 15]; });

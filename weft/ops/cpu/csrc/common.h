@@ -38,6 +38,18 @@
 #define WEFT_AVX512_BF16 0
 #endif
 
+#if defined(__aarch64__) && defined(__ARM_NEON)
+#define WEFT_NEON 1
+#else
+#define WEFT_NEON 0
+#endif
+
+#if WEFT_NEON && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define WEFT_NEON_BF16 1
+#else
+#define WEFT_NEON_BF16 0
+#endif
+
 namespace weft {
 
 using at::Tensor;

@@ -195,7 +195,7 @@ void recur(const Panel& p, int column, const float* from, float* to, float* stri
 }
 
 void recur_all(const Panel& p, const float* from, float* to, float* strip) {
-  int most = WEFT_AVX2 ? 2 : 4;  // a, b and change of a strip fit into registers
+  int most = WEFT_AVX2 || WEFT_NEON ? 2 : 4;  // a, b and change of a strip fit into registers
   while (most > 1 && most * kLanes * p.k_dim > kStripFloats) most /= 2;
   for (int column = 0; column < p.v_dim;) {
     int lines = most;

@@ -9,7 +9,7 @@ namespace {
 using namespace vec;
 
 typedef uint8_t Codes __attribute__((vector_size(16)));
-#if WEFT_AVX2
+#if WEFT_AVX2 || WEFT_NEON
 using Words = vu;
 using Signed = vu;
 #else
@@ -24,6 +24,8 @@ inline Words widen_codes(const uint8_t* codes) {
   return recast<Words>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
 #elif WEFT_AVX2
   return {Half(_mm256_cvtepu8_epi32(two(codes))), Half(_mm256_cvtepu8_epi32(two(codes + 8)))};
+#elif WEFT_NEON
+  return widen_bytes(sixteen_bytes(codes));
 #else
   Codes read;
   std::memcpy(&read, codes, sizeof(read));
@@ -38,6 +40,8 @@ inline void narrow_codes(Words x, uint8_t* codes) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(__m256i(x.a), __m256i(x.b)), 0xd8);
   const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), bytes);
+#elif WEFT_NEON
+  vst1q_u8(codes, narrow_words(x));
 #else
   const Codes made = __builtin_convertvector(x, Codes);
   std::memcpy(codes, &made, sizeof(made));
@@ -46,12 +50,19 @@ inline void narrow_codes(Words x, uint8_t* codes) {
 
 // 16 codes as floats, exactly. The two NaN codes become 480: lines with such codes have the scale NaN.
 inline vf from_codes(const uint8_t* codes) {
+#if WEFT_NEON
+  // The fields of a code are in order in a float16 with the value divided by 2^8.
+  const uint8x16_t read = sixteen_bytes(codes);
+  const auto half = [](uint16x8_t x) { return vshlq_n_u16(x & 0x80, 8) | vshlq_n_u16(x & 0x7f, 7); };
+  return widen_halves(half(vmovl_u8(vget_low_u8(read))), half(vmovl_high_u8(read))) * splat(256.0f);
+#else
   const Words x = widen_codes(codes), size = x & 0x7fu, sign = (x & 0x80u) << 24;
   const Words bits = size << 20;
   // Codes below 8 have the exponent of 8, without the leading one.
   const vf small = recast<vf>(bits + (121u << 23)) - splat(0x1p-6f);
   const Words made = pick(size < 8u, recast<Words>(small), bits + (120u << 23));
   return recast<vf>(made | sign);
+#endif
 }
 
 // Nearest codes of 16 floats of at most 448; halves round to even.

@@ -44,7 +44,7 @@ constexpr int kRows = 3;
 // --- registers ------------------------------------------------------------------------------------------------
 
 // 16 pairs of bf16; the first value of a pair is in the low half
-#if WEFT_AVX2
+#if WEFT_AVX2 || WEFT_NEON
 using Pairs = vu;
 #else
 typedef uint32_t Pairs __attribute__((vector_size(64)));
@@ -54,6 +54,8 @@ typedef uint32_t Pairs __attribute__((vector_size(64)));
 inline vf dot_pairs(vf sum, Pairs x, Pairs w) {
 #if WEFT_AVX512_BF16
   return _mm512_dpbf16_ps(sum, recast<__m512bh>(x), recast<__m512bh>(w));
+#elif WEFT_NEON_BF16
+  return bf16_dot(sum, x, w);
 #else
   sum = fma(recast<vf>(x << 16), recast<vf>(w << 16), sum);
   return fma(recast<vf>(x & 0xffff0000u), recast<vf>(w & 0xffff0000u), sum);
@@ -115,6 +117,8 @@ inline vf int8_floats(const uint8_t* from) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_as<__m128i>(from)));
 #elif WEFT_AVX2
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(two(from))), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(two(from + 8)))};
+#elif WEFT_NEON
+  return floats_of(vld1q_s8(reinterpret_cast<const int8_t*>(from)));
 #else
   return recast<vf>(__builtin_convertvector(__builtin_convertvector(load_as<Bytes>(from), Ints), Floats));
 #endif
@@ -360,12 +364,20 @@ void narrow_tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int
 
 #endif
 
+#if WEFT_NEON
+}  // namespace
+}  // namespace weft
+#include "gemm_neon.h"
+namespace weft {
+namespace {
+#endif
+
 template <class F, class Out>
 using Tile = void (*)(const typename F::X*, int64_t, const uint8_t*, int64_t, const Finish&, Out*, int64_t, Ahead);
 
 template <class F, class Out, int... rows>
 constexpr std::array<Tile<F, Out>, sizeof...(rows)> make_tiles(std::integer_sequence<int, rows...>) {
-#if WEFT_AVX2
+#if WEFT_AVX2 || WEFT_NEON
   return {narrow_tile<F, Out, rows + 1>...};
 #else
   return {tile<F, Out, rows + 1>...};

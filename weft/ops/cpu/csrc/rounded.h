@@ -22,6 +22,9 @@
 #include "coded.h"
 #include "crew.h"
 #include "gemm_tile.h"
+#if WEFT_NEON
+#include "rounded_neon.h"
+#endif
 
 #include <vector>
 
@@ -97,6 +100,19 @@ int32_t round_bytes(const X* x, int64_t left, float inverse, int8_t* to) {
   const __m128i fours = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
   const __m128i twos = _mm_add_epi32(fours, _mm_unpackhi_epi64(fours, fours));
   return _mm_cvtsi128_si32(twos) + _mm_extract_epi32(twos, 1);
+#elif WEFT_NEON
+  int32x4_t total = vdupq_n_s32(0);
+  for (int part = 0; part < 4; ++part) {
+    const int count = int(std::clamp<int64_t>(left - 16 * part, 0, 16));
+    const vf value = count == 16 ? load(x + 16 * part) : count ? load_n(x + 16 * part, count) : splat(0.0f);
+    const vf scaled = value * splat(inverse);
+    const int32x4_t a = vcvtnq_s32_f32(scaled.a), b = vcvtnq_s32_f32(scaled.b);
+    const int32x4_t c = vcvtnq_s32_f32(scaled.c), d = vcvtnq_s32_f32(scaled.d);
+    total = total + ((a + b) + (c + d));
+    const int16x8_t low = vqmovn_high_s32(vqmovn_s32(a), b), high = vqmovn_high_s32(vqmovn_s32(c), d);
+    vst1q_s8(to + 16 * part, vqmovn_high_s16(vqmovn_s16(low), high));
+  }
+  return vaddvq_s32(total);
 #else
   int32_t total = 0;
   for (int64_t k = 0; k < kByteTileDepth; ++k) {
@@ -186,7 +202,7 @@ inline vf as_floats(ByteSums x, int32_t less) {
   return {_mm256_cvtepi32_ps(_mm256_sub_epi32(x.a, by)), _mm256_cvtepi32_ps(_mm256_sub_epi32(x.b, by))};
 }
 inline ByteSums read_sums(const int32_t* from) { return {eight(from), eight(from + 8)}; }
-#else
+#elif !WEFT_NEON
 typedef int32_t ByteSums __attribute__((vector_size(64)));
 typedef uint32_t ByteWords __attribute__((vector_size(64)));
 inline ByteSums no_sums() { return ByteSums{}; }
@@ -207,7 +223,7 @@ inline ByteWords high_halves(ByteWords w) { return low_halves(w >> 4); }
 #endif
 
 // True if the sums of byte tiles have bytes minus 128 as factors.
-#if WEFT_AVX2 && !defined(__AVXVNNI__)
+#if (WEFT_AVX2 && !defined(__AVXVNNI__)) || (WEFT_NEON && !WEFT_NEON_I8MM)
 constexpr bool kSignedBytes = true;
 #else
 constexpr bool kSignedBytes = false;
@@ -222,7 +238,7 @@ inline void finish_bytes(ByteSums first, ByteSums second, int32_t codes, float s
   finish_scaled(a * splat(step), b * splat(step), finish, out);
 }
 
-constexpr int kByteTile = WEFT_AVX512 ? kRows : WEFT_AVX2 ? 4 : 2;
+constexpr int kByteTile = WEFT_AVX512 ? kRows : WEFT_AVX2 ? 4 : WEFT_NEON ? 6 : 2;
 
 #if WEFT_AVX2
 
@@ -280,6 +296,10 @@ __attribute__((noinline)) void byte_sums(const int8_t* codes, int64_t stride, co
     for (int part = 0; part < vectors; ++part)
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + row * kBlock + 8 * part), sum[row][part]);
 }
+
+#endif
+
+#if WEFT_AVX2 || WEFT_NEON
 
 // Rows of `codes`, `stride` apart, times a block. Three rows and more: first 16 columns, then the others, so that the
 // sums stay in registers.
@@ -355,7 +375,7 @@ struct NibbleHead {
   }
 };
 
-constexpr int kNibbleTile = WEFT_AVX512 ? 6 : WEFT_AVX2 ? 4 : 1;
+constexpr int kNibbleTile = WEFT_AVX512 ? 6 : WEFT_AVX2 ? 4 : WEFT_NEON ? 6 : 1;
 
 #if WEFT_AVX2
 
@@ -399,6 +419,10 @@ __attribute__((noinline)) void nibble_sums(const int8_t* codes, int64_t stride, 
     }
   }
 }
+
+#endif
+
+#if WEFT_AVX2 || WEFT_NEON
 
 // Rows of `codes`, `stride` apart, times a block of `groups`; steps and sums: see ByteRows.
 template <class Out, int rows>

@@ -194,6 +194,36 @@ inline __m256 gap8(const uint32_t* words) {
   return _mm256_fmadd_ps(high, _mm256_set1_ps(65536.0f), low) + _mm256_set1_ps(0.5f);
 }
 inline vf gap_of(const uint32_t* words) { return {gap8(words), gap8(words + 8)}; }
+#elif WEFT_NEON
+inline void multiply(uint32x4_t x, uint32_t by, uint32x4_t& high, uint32x4_t& low) {
+  const uint32x4_t factor = vdupq_n_u32(by);
+  const uint32x4_t first = vreinterpretq_u32_u64(vmull_u32(vget_low_u32(x), vget_low_u32(factor)));
+  const uint32x4_t second = vreinterpretq_u32_u64(vmull_high_u32(x, factor));
+  high = vuzp2q_u32(first, second), low = vuzp1q_u32(first, second);
+}
+
+inline void words_of(const Key& of, uint32_t first, uint32_t* words) {
+  for (int i = 0; i < kGroup; i += 16) {
+    const uint32_t order[4] = {0, 1, 2, 3};
+    uint32x4x4_t c = {vld1q_u32(order) + ((first + i) >> 2), vdupq_n_u32(of.position), vdupq_n_u32(of.choice),
+                      vdupq_n_u32(0)};
+    uint32_t k0 = of.low, k1 = of.high;
+    for (int round = 0; round < 10; ++round) {
+      uint32x4_t a_high, a_low, b_high, b_low;
+      multiply(c.val[0], kMultiply[0], a_high, a_low);
+      multiply(c.val[2], kMultiply[1], b_high, b_low);
+      c = {b_high ^ c.val[1] ^ k0, b_low, a_high ^ c.val[3] ^ k1, a_low};
+      k0 += kWeyl[0];
+      k1 += kWeyl[1];
+    }
+    vst4q_u32(words + i, c);
+  }
+}
+// (1 - u) * 2^32, rounded
+inline vf gap_of(const uint32_t* words) {
+  const auto four = [&](int i) { return vcvtq_f32_u32(~vld1q_u32(words + 4 * i)); };
+  return vf{four(0), four(1), four(2), four(3)} + splat(0.5f);
+}
 #else
 inline void words_of(const Key& of, uint32_t first, uint32_t* words) {
   for (int i = 0; i < kGroup; i += 4) philox(of, (first + i) >> 2, words + i);

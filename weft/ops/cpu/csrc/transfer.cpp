@@ -70,6 +70,23 @@ uint64_t digest_block(const uint8_t* data, uint8_t* to) {
                      _mm256_add_epi64(_mm256_add_epi64(sums[0], sums[1]), _mm256_add_epi64(sums[2], sums[3])));
   return parts[0] + parts[1] + parts[2] + parts[3];
 }
+#elif WEFT_NEON
+// One whole block, also written to `to` if given.
+template <bool copy>
+uint64_t digest_block(const uint8_t* data, uint8_t* to) {
+  uint64x2_t sums[4] = {};
+  for (int64_t at = 0; at < kWords; at += 8)
+    for (int64_t lane = 0; lane < 4; ++lane) {
+      const int64_t word = at + 2 * lane;
+      const uint8x16_t x = vld1q_u8(data + 8 * word);
+      if constexpr (copy) vst1q_u8(to + 8 * word, x);
+      const uint64x2_t read = vreinterpretq_u64_u8(x);
+      const uint32x4_t keyed = vreinterpretq_u32_u8(x) + vreinterpretq_u32_u64(vld1q_u64(&kKeys[word]));
+      const uint64x2_t pairs = vreinterpretq_u64_u32(keyed);
+      sums[lane] = vmlal_u32(sums[lane] + read, vmovn_u64(pairs), vshrn_n_u64(pairs, 32));
+    }
+  return vaddvq_u64((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
 #else
 template <bool copy>
 uint64_t digest_block(const uint8_t* data, uint8_t* to) {

@@ -1,5 +1,5 @@
-// Vectors of 16 floats: AVX-512 if the build has it, or pairs of AVX2 vectors (vector_avx2.h), otherwise the compiler's
-// portable vectors.
+// Vectors of 16 floats: AVX-512 if the build has it, pairs of AVX2 vectors (vector_avx2.h), four NEON vectors
+// (vector_neon.h), otherwise the compiler's portable vectors.
 //
 // Every function computes each lane by one fixed sequence of operations, and the sums over lanes (`reduce_add`) have
 // one fixed tree. So a kernel built on these functions is invariant if its own order is. `fma` rounds once, except with
@@ -18,13 +18,16 @@
 #if WEFT_AVX2
 #include "vector_avx2.h"
 #endif
+#if WEFT_NEON
+#include "vector_neon.h"
+#endif
 
 namespace weft::vec {
 
 constexpr int kLanes = 16;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-#if !WEFT_AVX2
+#if !WEFT_AVX2 && !WEFT_NEON
 
 // The bits of `from` as another type of the same size.
 template <class To, class From>
@@ -90,7 +93,7 @@ inline uint32_t at_least(const uint32_t* p, uint32_t low) {
 inline vf fraction(vf x) { return _mm512_reduce_ps(x, 0x09); }   // x - floor(x); 0 for infinities
 inline vf scale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }  // x * 2^floor(n), for exp2v
 
-#elif !WEFT_AVX2
+#elif !WEFT_AVX2 && !WEFT_NEON
 
 typedef float vf __attribute__((vector_size(64), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(64), aligned(4)));
