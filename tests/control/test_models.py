@@ -539,7 +539,7 @@ class World:
                 raise Broken(f"lines of {one.name} wait for memory that is free")
         waiting = [one for one in entries if one.waiting and one.state is ModelState.COLD]
         first = min(waiting, key=lambda one: one.since, default=None)
-        if first is None or self.now < first.failed + 10.0:
+        if first is None or self.table._refusal(first) is not None:
             return
         lacking = self.table.used + first.cost - self.budget
         lacking -= sum(one.cost for one in entries if one.state is ModelState.DRAINING)

@@ -134,6 +134,10 @@ class Source:
             case "sampled":
                 slow = KEPT_AND_SLOW if "slow" in keywords else PLAIN
                 return slow | {Marks([GRID])}
+            case "seeds":
+                default, slow, grid = map(ast.literal_eval, node.args)
+                most = default if isinstance(default, int) else len(default)
+                return (KEPT_AND_SLOW if most < slow else PLAIN) | ({Marks([GRID])} if slow < grid else set())
             case "each_value" | "numbers_of":
                 return KEPT_AND_SLOW
             case "get":

@@ -118,6 +118,8 @@ SUITES_OF = {
     "pytestmark = [pytest.mark.gpu, pytest.mark.slow]\ndef test_a(): ...": {"gpu"},
     "@mostly_slow('x', [1, 2], [1])\ndef test_a(x): ...": {"default", "slow"},
     "@sampled(FEATURES)\ndef test_a(x): ...": {"default", "grid"},
+    "@seeds((1, 3), 9, 9)\ndef test_a(seeds): ...": {"default", "slow"},
+    "@seeds(6, 6, 80)\ndef test_a(seeds): ...": {"default", "grid"},
     "@pytest.mark.parametrize('x', [1, pytest.param(2, marks=pytest.mark.grid)])\ndef test_a(x): ...": {
         "default",
         "grid",
