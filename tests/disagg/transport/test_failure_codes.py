@@ -71,7 +71,7 @@ def test_blocks_are_in_use_until_a_take_that_timed_out_has_ended() -> None:
             return self.over
 
     event, work = Event(), DeviceWork.__new__(DeviceWork)
-    work._late = cast("Any", event)
+    work._last = cast("Any", event)
     memory = DeviceMemory([], work)
     assert not memory.quiet(KEY)
     event.over = True
