@@ -266,7 +266,7 @@ def test_with_one_sequence_an_owner_plans_are_those_of_first_come_first_served(
 
 
 @pytest.mark.requirement("F42")
-@seeds(4, 14, 40)
+@seeds(7, 14, 40)
 @mostly_slow("turn", [3, 128], [3])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_loads_of_several_clients(
