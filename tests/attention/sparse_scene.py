@@ -161,3 +161,24 @@ class Scene:
                 zero = torch.zeros(self.values, dtype=torch.float64)
                 made[token, head] = sum((w * k[: self.values].double() for w, k in of_keys), zero)
         return made
+
+
+def scores_of(kind: str, count: int) -> Tensor:
+    """Return float32 [count]: scores with many equal, close, tiny or infinite values; others are random."""
+    generator = torch.Generator().manual_seed(count)
+    made = torch.randn(count, generator=generator)
+    if kind == "few":
+        return made.mul(2).round()
+    if kind == "equal":
+        return torch.full((count,), 0.25)
+    if kind == "zeros":
+        return torch.where(made > 0, 0.0, -0.0)
+    if kind == "close":  # different in the last bits
+        return (torch.full((count,), 0x40490FDB) + torch.arange(count) % 5).int().view(torch.float32)
+    if kind == "falling":
+        return torch.arange(count, 0, -1).float()
+    if kind == "small":
+        return made * 1e-40
+    if kind == "infinite":
+        return torch.where(made > 0.5, torch.inf, torch.where(made < 0, -torch.inf, made))
+    return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.attention.sparse_scene import Scene, Sizes
+from tests.attention.sparse_scene import Scene, Sizes, scores_of
 from tests.support.pairwise import sampled
 from tests.support.specs import model_spec
 from weft.attention.base import CoreInput
@@ -167,28 +167,10 @@ def _of_scores(scores: Tensor, top: int) -> list[int]:
     return chosen[0].tolist()
 
 
-def _scores(kind: str, count: int) -> Tensor:
-    generator = torch.Generator().manual_seed(count)
-    made = torch.randn(count, generator=generator)
-    if kind == "few":
-        return made.mul(2).round()
-    if kind == "equal":
-        return torch.full((count,), 0.25)
-    if kind == "close":  # different in the last bits
-        return (torch.full((count,), 0x40490FDB) + torch.arange(count) % 5).int().view(torch.float32)
-    if kind == "falling":
-        return torch.arange(count, 0, -1).float()
-    if kind == "small":
-        return made * 1e-40
-    if kind == "infinite":
-        return torch.where(made > 0.5, torch.inf, torch.where(made < 0, -torch.inf, made))
-    return made
-
-
 @pytest.mark.parametrize("kind", ["random", "few", "equal", "close", "falling", "small", "infinite"])
 @pytest.mark.parametrize("count", [17, 64, 100, 1000, 5003])
 def test_the_highest_are_chosen_and_of_equals_the_lowest(kind: str, count: int) -> None:
-    scores = _scores(kind, count)
+    scores = scores_of(kind, count)
     exact = scores.tolist()
     order = sorted(range(count), key=lambda place: (-exact[place], place))
     for top in sorted({1, 2, 15, 16, count // 3, count - 1, count, count + 5}):

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.attention.sparse_scene import Scene, Sizes, segment_of
+from tests.attention.sparse_scene import Scene, Sizes, scores_of, segment_of
 from tests.support.latent import on_device
 from tests.support.pairwise import sampled
 from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
 from weft.attention.base import CoreInput, SegmentInput
+from weft.attention.gqa import triton_backend
 from weft.attention.sparse import sparse_triton
 from weft.attention.sparse.sparse_torch import TorchSparse
 from weft.attention.sparse.sparse_triton import TritonInvariantSparse, TritonSparse
@@ -216,24 +217,6 @@ def test_ties_go_to_the_lowest_group() -> None:
     assert selected[6].tolist() == [0, -1, -1]
 
 
-def _scores(kind: str, count: int) -> Tensor:
-    generator = torch.Generator().manual_seed(count)
-    made = torch.randn(count, generator=generator)
-    if kind == "few":
-        return made.mul(2).round()
-    if kind == "zeros":
-        return torch.where(made > 0, 0.0, -0.0)
-    if kind == "close":  # different in the last bits
-        return (torch.full((count,), 0x40490FDB) + torch.arange(count) % 5).int().view(torch.float32)
-    if kind == "falling":
-        return torch.arange(count, 0, -1).float()
-    if kind == "small":
-        return made * 1e-40
-    if kind == "infinite":
-        return torch.where(made > 0.5, torch.inf, torch.where(made < 0, -torch.inf, made))
-    return made
-
-
 def chosen_of(scores: Tensor, counts: list[int], top: int) -> Tensor:
     """Return the choice of rows of one token with these scores. Row i has ``counts[i]`` groups."""
     from weft.ops.triton import choice
@@ -254,7 +237,7 @@ def test_the_highest_are_chosen_and_of_equals_the_lowest(kind: str) -> None:
     counts = [17, 64, 4095, 4096, 4097, 9001]
     scores = torch.full((len(counts), 9100), torch.nan)
     for row, count in enumerate(counts):
-        scores[row, :count] = _scores(kind, count)
+        scores[row, :count] = scores_of(kind, count)
     for top in (16, 2048) if kind == "few" else (1, 16, 64, 2048):
         chosen = chosen_of(scores, counts, top)
         for row, count in enumerate(counts):
@@ -371,7 +354,7 @@ def test_tiles_of_equal_counts_are_those_of_the_host() -> None:
         rows = [(random.Random(0).randrange(9), count) for count in counts]
         segment = segment_of(rows, ())
         for queries in (1, 16):
-            made, ends = sparse_triton._tiles(segment, queries)
-            expected, wanted = sparse_triton.tiles_of(segment, queries)
+            made, ends = triton_backend.tiles_of(segment, queries)
+            expected, wanted = triton_backend._host_tiles(segment, queries, False)
             assert torch.equal(made, expected)
             assert ends.tolist() == wanted.tolist()

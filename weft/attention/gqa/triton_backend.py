@@ -223,14 +223,25 @@ def tiles_of(
 ) -> tuple[Tensor, np.ndarray]:
     """Return (tiles of ``queries`` queries, int64 [n] of row << 32 | first query; end token of each tile).
 
-    Tiles are in token order, or those of most keys come first. With one tile per row the host copies nothing,
-    so that a captured graph may contain the tiles.
+    Tiles are in token order, or those of most keys come first. In token order, rows of one tile or of equal
+    counts copy nothing from the host, so that a captured graph may contain the tiles.
     """
-    device = segment.starts.device
     counts = segment.host_counts.astype(np.int64)
-    if int(counts.max()) <= queries:
-        # Made on the device, so that a captured graph may contain the tiles.
-        return torch.arange(0, segment.rows << 32, 1 << 32, device=device), np.cumsum(counts)
+    most = int(counts.max())
+    if most > queries and (longest_first or int(counts.min()) < most):
+        return _host_tiles(segment, queries, longest_first)
+    device = segment.starts.device
+    rows = torch.arange(0, segment.rows << 32, 1 << 32, device=device)
+    if most <= queries:
+        return rows, np.cumsum(counts)
+    firsts = np.arange(0, most, queries)
+    ends = np.arange(segment.rows)[:, None] * most + np.minimum(firsts + queries, most)
+    return (rows.unsqueeze(1) + torch.arange(0, most, queries, device=device)).view(-1), ends.reshape(-1)
+
+
+def _host_tiles(segment: SegmentInput, queries: int, longest_first: bool) -> tuple[Tensor, np.ndarray]:
+    """Compute ``tiles_of`` for any rows, with an upload."""
+    counts = segment.host_counts.astype(np.int64)
     each = -(-counts // queries)  # tiles of each row
     rows = np.repeat(np.arange(segment.rows), each)
     firsts = (np.arange(len(rows)) - np.repeat(np.cumsum(each) - each, each)) * queries
@@ -239,7 +250,7 @@ def tiles_of(
     packed = (rows << 32) + firsts
     if longest_first:
         packed = packed[np.argsort(-(segment.host_starts[rows] + lasts), kind="stable")]
-    return upload(packed, device), ends
+    return upload(packed, segment.starts.device), ends
 
 
 def parts_of(tiles: Tensor, ends: np.ndarray, limit: int) -> Iterator[_TritonPart]:

@@ -86,10 +86,10 @@ class TritonSparse(SparseBackend):
         if not segment.tokens:
             return None
         queries = 1 if int(segment.host_counts.max()) == 1 else QUERIES
-        tokens, ends = _tiles(segment, 1)
+        tokens, ends = tiles_of(segment, 1)
         scored = tokens
         if queries > 1 and reads.top:
-            scored, ends = _tiles(segment, queries)
+            scored, ends = tiles_of(segment, queries)
         groups = 0 if reads.groups is None else longest(segment) // reads.ratio
         return _SparsePlan(
             tokens=tokens,
@@ -203,18 +203,6 @@ def _steps(places: int, step: int) -> int:
 def _cache(core: CoreInput, kind: int | None) -> tuple[Tensor, Tensor] | None:
     """Return (cache, block table) of a KV cache group."""
     return None if kind is None else (core.caches[kind][0], core.segment.tables[kind])
-
-
-def _tiles(segment: SegmentInput, queries: int) -> tuple[Tensor, np.ndarray]:
-    """Return ``tiles_of`` the segment, made on the device if the counts of the rows are equal."""
-    most = int(segment.host_counts.max())
-    if most <= queries or int(segment.host_counts.min()) < most:
-        return tiles_of(segment, queries)
-    device = segment.starts.device
-    rows = torch.arange(0, segment.rows << 32, 1 << 32, device=device)
-    firsts = np.arange(0, most, queries)
-    ends = np.arange(segment.rows)[:, None] * most + np.minimum(firsts + queries, most)
-    return (rows.unsqueeze(1) + torch.arange(0, most, queries, device=device)).view(-1), ends.reshape(-1)
 
 
 def _sizes(spec: ModelSpec) -> tuple[int, int, int]:
