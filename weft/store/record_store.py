@@ -53,6 +53,8 @@ class RecordStore(ABC):
         self._index = Index()
         self._counts = Counter[str]()
         self._counting = threading.Lock()
+        self._skipped = Counter[str]()
+        """Reason of ``write`` -> number of records."""
 
     @property
     def away(self) -> bool:
@@ -77,9 +79,8 @@ class RecordStore(ABC):
         """Apply age and limits. Called about once per second."""
 
     @abstractmethod
-    def flush(self, *, payer: str | None = None, salt: str | None = None, session: str | None = None) -> int:
-        """Remove the records that match all given fields, in every namespace, and return the number of
-        records known here. Without fields: everything. "" matches records without the field."""
+    def _flush(self, fields: dict[str, bytes]) -> int:
+        """``flush``. ``fields``: hashes of the given fields."""
 
     @abstractmethod
     def close(self) -> None:
@@ -87,12 +88,20 @@ class RecordStore(ABC):
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """Return the counts. From any thread."""
+        """Return the counts, see ``_stats``. From any thread."""
 
     @abstractmethod
     def _read(self, run: Sequence[Found], buffer: RecordBuffer) -> int:
         """Read the bytes of a run to the start of the buffer. Return their number. Raises RecordGone or
         StoreOff."""
+
+    def flush(self, *, payer: str | None = None, salt: str | None = None, session: str | None = None) -> int:
+        """Remove the records that match all given fields, in every namespace, and return the number of
+        records known here. Without fields: everything. "" matches records without the field."""
+        given = {"payer": payer, "salt": salt, "session": session}
+        return self._flush(
+            {name: layout.owner_hash(name, value) for name, value in given.items() if value is not None}
+        )
 
     def find(self, kind: int, key: bytes) -> Stored | None:
         """Return the block ``key`` of KV cache group ``kind`` if all parts are there, else None. Without
@@ -203,6 +212,25 @@ class RecordStore(ABC):
     def _drop(self, found: Found, reason: str) -> None:
         self._index.drop(found.segment, np.array([found.row]))
         self._count(reason, 1)
+
+    def _stats(self, *, nbytes: int, evicted: int, expired: int, flushed: int) -> StoreStats:
+        """Return the counts, with the given counts of the subclass."""
+        counts = self._counts
+        return StoreStats(
+            nbytes=nbytes,
+            records=len(self._index),
+            written=counts["written"],
+            written_bytes=counts["written_bytes"],
+            read=counts["read"],
+            read_bytes=counts["read_bytes"],
+            corrupt=counts["corrupt"],
+            gone=counts["gone"],
+            damaged=counts["damaged"],
+            evicted=evicted,
+            expired=expired,
+            flushed=flushed,
+            skipped=dict(self._skipped),
+        )
 
     def _oldest(self) -> float:
         """Return the time of writing from which on records count."""

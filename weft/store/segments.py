@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -89,7 +88,6 @@ class SegmentStore(RecordStore):
         self._tokens, self._filled = settings.write_rate, now()
         """Bytes that may be written now, and the time of this number."""
         self._maintained = self._published = -_MAINTAIN_S
-        self._skipped = Counter[str]()
         self.scan()
         with self._guarded():
             self._cleaner.count()
@@ -140,15 +138,9 @@ class SegmentStore(RecordStore):
             self._cleaner.save_use()
             self._cleaner.make_room(0)
 
-    def flush(self, *, payer: str | None = None, salt: str | None = None, session: str | None = None) -> int:
-        """Remove the records that match all given fields, in every namespace, and return the number. Without
-        fields: everything. "" matches records without the field.
-
-        The bytes are gone from the files when the call returns. Another process that stores later than the
-        call may store again.
-        """
-        given = {"payer": payer, "salt": salt, "session": session}
-        fields = {name: layout.owner_hash(name, value) for name, value in given.items() if value is not None}
+    def _flush(self, fields: dict[str, bytes]) -> int:
+        """As ``RecordStore.flush``. The bytes are gone from the files when the call returns. Another process
+        that stores later than the call may store again."""
         count = 0
         with self._guarded():
             if not fields:
@@ -184,22 +176,8 @@ class SegmentStore(RecordStore):
 
     def stats(self) -> StoreStats:
         """Return the counts. From any thread."""
-        counts, cleaner = self._counts, self._cleaner
-        return StoreStats(
-            nbytes=cleaner.nbytes,
-            records=len(self._index),
-            written=counts["written"],
-            written_bytes=counts["written_bytes"],
-            read=counts["read"],
-            read_bytes=counts["read_bytes"],
-            corrupt=counts["corrupt"],
-            gone=counts["gone"],
-            damaged=counts["damaged"],
-            evicted=cleaner.evicted,
-            expired=cleaner.expired,
-            flushed=cleaner.flushed,
-            skipped=dict(self._skipped),
-        )
+        own = self._cleaner
+        return self._stats(nbytes=own.nbytes, evicted=own.evicted, expired=own.expired, flushed=own.flushed)
 
     # Writing
 

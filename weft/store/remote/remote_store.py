@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 
@@ -87,7 +86,6 @@ class RemoteStore(RecordStore):
         self._away: float | None = None
         """Time, of ``time.monotonic``, at which the store is asked again; None while the store answers."""
         self._told_away = False
-        self._skipped = Counter[str]()
         self._nbytes = 0
         self._wake = asyncio.Event()
         self._requests = Requests()
@@ -128,11 +126,9 @@ class RemoteStore(RecordStore):
             return BlockChanges([], [], whole=not told)
         return BlockChanges(self._index.blocks(), []) if told else changes
 
-    def flush(self, *, payer: str | None = None, salt: str | None = None, session: str | None = None) -> int:
+    def _flush(self, fields: dict[str, bytes]) -> int:
         """As ``RecordStore.flush``, but whole segments with a matching record are removed, and the objects
         are removed in the background: again and again while the object store is away."""
-        given = {"payer": payer, "salt": salt, "session": session}
-        fields = {name: layout.owner_hash(name, value) for name, value in given.items() if value is not None}
         hit = [one for one in self._index.segments() if len(matching(one, fields))]
         count = sum(map(self._index.forget, hit))
         if self._open is not None and self._open.segment in hit:
@@ -152,20 +148,8 @@ class RemoteStore(RecordStore):
 
     def stats(self) -> StoreStats:
         counts = self._counts
-        return StoreStats(
-            nbytes=self._nbytes,
-            records=len(self._index),
-            written=counts["written"],
-            written_bytes=counts["written_bytes"],
-            read=counts["read"],
-            read_bytes=counts["read_bytes"],
-            corrupt=counts["corrupt"],
-            gone=counts["gone"],
-            damaged=counts["damaged"],
-            evicted=0,
-            expired=counts["expired"],
-            flushed=counts["flushed"],
-            skipped=dict(self._skipped),
+        return self._stats(
+            nbytes=self._nbytes, evicted=0, expired=counts["expired"], flushed=counts["flushed"]
         )
 
     def _write(self, record: RecordId, buffer: RecordBuffer, nbytes: int, owner: Owner) -> str:
