@@ -12,11 +12,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from weft.api.request import client_error
 from weft.common.errors import InvalidRequest, ReportedError
 from weft.engine.core import EngineCore
 from weft.models.weight_source import write_shared
-from weft.store.fixed_weights import PARTS, check_sleep, start_files, why_fixed
+from weft.store.fixed_weights import PARTS, check_parts, check_sleep, former_updates, why_fixed
 from weft.store.new_weights import SHARED, source_files
 from weft.types.weights import WeightsUpdate
 
@@ -50,8 +52,8 @@ class Weights:
         """Parts of the memory that are asleep."""
         self._freed = False
         """True while the ranks lack the weights."""
-        self._history: tuple[tuple[tuple[str, ...], bool], ...] = ()
-        """(files, partial) of the updates since the last complete one, in order."""
+        self._history: tuple[WeightsUpdate, ...] = ()
+        """Updates since the last complete one, in order."""
         self._kept: list[_Written] = []
         """Files in shared memory that a rank may still need."""
         weakref.finalize(self, _unlink, self._kept)  # also at the end of the process
@@ -96,7 +98,7 @@ class Weights:
         if not partial:
             _unlink(self._kept)
             self._history, self._freed = (), False
-        self._history = (*self._history, (files, partial))
+        self._history = (*self._history, update)
         self._kept += written
         self.label = str(number) if label is None else label
         return self.label
@@ -112,24 +114,15 @@ class Weights:
 
     def wake_up(self, core: EngineCore | Replicas, tags: Sequence[str] | None) -> None:
         """See ``LLM.wake_up``."""
-        for tag in tags or ():
-            if tag not in PARTS:
-                raise InvalidRequest(f"tags must be of {', '.join(PARTS)}", param="tags")
+        check_parts(tags or ())
         left = tuple(one for one in self.asleep if tags is not None and one not in tags)
         if not left and self._freed:
             assert isinstance(core, EngineCore)
-            for files, partial in self._former(core):
-                number = core.weights.version + 1
-                update = WeightsUpdate(version=number, files=files, partial=partial)
+            for one in former_updates(core.config, self._history):
+                update = msgspec.structs.replace(one, version=core.weights.version + 1)
                 core.weights.update(update, lambda: _turn(core))
             self._freed = False
         self.asleep = left
-
-    def _former(self, core: EngineCore) -> tuple[tuple[tuple[str, ...], bool], ...]:
-        """Return (files, partial) of all updates that make the weights in use, from a complete one on."""
-        if self._history and not self._history[0][1]:
-            return self._history
-        return ((start_files(core.config), False), *self._history)
 
     def close(self) -> None:
         """Delete the files in shared memory."""

@@ -16,7 +16,7 @@ from weft.front.http.answers import to_json
 from weft.front.http.streaming import JSON
 from weft.front.requests.context import Front
 from weft.front.requests.pausing import PauseMode
-from weft.store.fixed_weights import PARTS
+from weft.store.fixed_weights import PARTS, check_parts
 
 MOST_TAGS = 8
 
@@ -93,8 +93,7 @@ def _tags(request: Request) -> tuple[str, ...]:
     if any(key != "tags" for key, _ in given) or len(given) > MOST_TAGS:
         raise InvalidRequest("the only parameter is tags")
     tags = [tag for _, value in given for tag in value.split(",")]
-    if any(tag not in PARTS for tag in tags):
-        raise InvalidRequest(f"tags must be of {', '.join(PARTS)}", param="tags")
+    check_parts(tags)
     return tuple(tags) or PARTS
 
 

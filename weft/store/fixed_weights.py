@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from weft.common.errors import InvalidRequest
 from weft.config.resolved import EngineConfig
-from weft.config.sizing.tier import levels_of
+from weft.config.sizing.tier import level_flag
 from weft.store.new_weights import source_files
+from weft.types.weights import WeightsUpdate
 
 PARTS = ("weights", "kv_cache")
 """Parts of the memory that sleep and wake, in vLLM's words."""
@@ -17,8 +19,7 @@ def why_fixed(config: EngineConfig) -> str:
     """Return the reason why the weights of this engine can't change while the engine runs; "" if they can."""
     if config.transfer.role == "encode" or config.spec.vision is not None:
         return "models that see images take no new weights: embeddings of the old tower would stay in use"
-    flag = next((flag for flag, given in levels_of(config.tier) if given is not None), None)
-    if flag is not None:
+    if flag := level_flag(config.tier):
         return f"{flag} keeps blocks of the weights of the start: start the server without {flag}"
     if config.parallel.eplb_interval:
         return "--eplb-interval reads experts from the checkpoint of the start: start without --eplb-interval"
@@ -43,6 +44,20 @@ def check_sleep(config: EngineConfig, level: int) -> None:
         if why:
             raise InvalidRequest(f"level 2 frees the weights, use level 1: {why}", param="level")
         start_files(config)
+
+
+def check_parts(parts: Collection[str]) -> None:
+    """Raise InvalidRequest for a name that is not in ``PARTS``."""
+    if any(part not in PARTS for part in parts):
+        raise InvalidRequest(f"tags must be of {', '.join(PARTS)}", param="tags")
+
+
+def former_updates(config: EngineConfig, history: tuple[WeightsUpdate, ...]) -> tuple[WeightsUpdate, ...]:
+    """Return updates that make the weights in use, from a complete one on. ``history``: the updates since the
+    last complete one. Raises InvalidRequest for weights of the start in other files than safetensors."""
+    if history and not history[0].partial:
+        return history
+    return (WeightsUpdate(version=0, files=start_files(config)), *history)
 
 
 def start_files(config: EngineConfig) -> tuple[str, ...]:

@@ -28,8 +28,8 @@ def check_tier(config: Config, device: str) -> TierSection:
         raise ConfigError(f"--kv-host must be at least {_LEAST >> 20}M", param="--kv-host")
     if tier.kv_remote is not None:
         check_url(tier.kv_remote)
-    flag = next((flag for flag, given in levels_of(tier) if given is not None), None)
-    if flag is None:
+    flag = level_flag(tier)
+    if not flag:
         return tier
     if not config.cache.enable_prefix_caching:
         raise ConfigError(f"{flag} requires the prefix cache: remove --no-enable-prefix-caching", param=flag)
@@ -61,15 +61,16 @@ def host_bytes(tier: TierSection) -> int:
     return parse_size(tier.kv_host) or 0
 
 
-def levels_of(tier: TierSection) -> tuple[tuple[str, str | None], ...]:
-    """Return flag and value of each level."""
-    return (("--kv-host", tier.kv_host), ("--kv-disk", tier.kv_disk), ("--kv-remote", tier.kv_remote))
+def level_flag(tier: TierSection) -> str:
+    """Return the flag of the first level that is on; "" without a tier."""
+    levels = (("--kv-host", tier.kv_host), ("--kv-disk", tier.kv_disk), ("--kv-remote", tier.kv_remote))
+    return next((flag for flag, given in levels if given is not None), "")
 
 
 def _check_no_disk(tier: TierSection) -> None:
     """Raise ConfigError for settings of a disk tier that is off."""
     default = TierSection()
-    if not any(value for _, value in levels_of(tier)) and tier.kv_store != default.kv_store:
+    if not level_flag(tier) and tier.kv_store != default.kv_store:
         raise ConfigError("--kv-store requires --kv-disk, --kv-host or --kv-remote", param="--kv-store")
     for name in ("kv_disk_dir", "kv_disk_ttl", "kv_disk_write_rate", "kv_disk_shared"):
         remote = name in ("kv_disk_ttl", "kv_disk_write_rate") and tier.kv_remote is not None

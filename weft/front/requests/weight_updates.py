@@ -15,12 +15,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from weft.common.errors import InvalidRequest, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.control.fleet.instances import Instance
 from weft.control.links.links import Links
-from weft.store.fixed_weights import check_sleep, start_files, why_fixed
+from weft.store.fixed_weights import check_sleep, former_updates, why_fixed
 from weft.store.new_weights import MOST_FILES
 from weft.types.messages import SLEEP_SINCE, ToWeights, common_version
 from weft.types.weights import (
@@ -168,9 +170,7 @@ class WeightUpdates:
             if not asleep():
                 raise Unavailable("the server woke up before its memory was free")
             if level > 1 and not self.freed:
-                first = WeightsUpdate(version=0, files=start_files(self._config))
-                complete = self._history and not self._history[0].partial
-                self._former = self._history if complete else (first, *self._history)
+                self._former = former_updates(self._config, self._history)
                 self.freed = True
             able = self._engines()
             try:
@@ -188,7 +188,7 @@ class WeightUpdates:
             label = self.label
             former = self._former
             for one in former:
-                update = WeightsUpdate(version=self.number + 1, files=one.files, partial=one.partial)
+                update = msgspec.structs.replace(one, version=self.number + 1)
                 # After an error the next call begins again with the complete update.
                 await self._change(update, label, lambda: True, last=one is former[-1])
 
