@@ -40,10 +40,14 @@ def test_states() -> None:
 
 
 def resident(server: Running) -> int:
-    """Return the private bytes of all engine processes and ranks in memory."""
+    """Return the private bytes of all engine processes and ranks in memory. Spare processes, which load
+    at any time, do not count."""
     children = psutil.Process(server.process.pid).children(recursive=True)
     names = {one: " ".join(one.cmdline()) for one in children}
-    return sum(one.memory_full_info().uss for one, name in names.items() if "read_worker" not in name)
+    others = ("read_worker", "weft: spare")
+    return sum(
+        one.memory_full_info().uss for one, name in names.items() if not any(part in name for part in others)
+    )
 
 
 def state(server: Running) -> Any:
