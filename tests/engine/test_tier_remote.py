@@ -14,6 +14,7 @@ from tests.engine.test_tier import PROMPTS, bits, config_of, expected, make_chec
 from tests.support.s3_server import S3Server, s3_server
 from weft.engine.core import EngineCore
 from weft.scheduler.policy.load_speed import LoadSpeed
+from weft.types.tiers import TierStats
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,6 +37,19 @@ def start(folder: Path, shape: str, **more: Any) -> EngineCore:
     return EngineCore(config_of(folder, shape, None, **given), progress=False)
 
 
+def run_known(core: EngineCore, reference: Any) -> TierStats:
+    """Run the prompts once blocks of the object store are known, compare with ``reference``, and close the
+    engine. Return the statistics."""
+    try:
+        until_known(core)
+        assert bits(core, submits()) == reference
+        stats = core.stats().tier
+    finally:
+        core.close()
+    assert stats is not None
+    return stats
+
+
 def until_known(core: EngineCore, level: str = "remote") -> None:
     """Wait until the engine knows blocks of a level."""
     end = time.monotonic() + 30
@@ -52,14 +66,7 @@ def test_another_host_loads_the_blocks(tmp_path: Path, server: S3Server, shape: 
     first, _ = served(lambda: start(folder, shape), submits())
     assert first == reference
     assert server.objects
-    core = start(folder, shape)
-    try:
-        until_known(core)
-        assert bits(core, submits()) == reference
-        stats = core.stats().tier
-    finally:
-        core.close()
-    assert stats is not None
+    stats = run_known(start(folder, shape), reference)
     assert stats.loads == {"done": len(PROMPTS)}
     assert stats.levels["remote"].loaded > 0
     assert stats.levels.keys() == {"remote"}
@@ -95,14 +102,7 @@ def test_damaged_objects_are_computed_again(tmp_path: Path, server: S3Server) ->
         for at in range(8192, len(data) - 16384, 4096):
             damaged[at + 100] ^= 0x80
         server.objects[name] = bytes(damaged)
-    core = start(folder, "llama")
-    try:
-        until_known(core)
-        assert bits(core, submits()) == first
-        stats = core.stats().tier
-    finally:
-        core.close()
-    assert stats is not None
+    stats = run_known(start(folder, "llama"), first)
     assert set(stats.loads) <= {"corrupt", "gone"}
     assert stats.levels["remote"].corrupt > 0
 
@@ -114,11 +114,5 @@ def test_a_disk_and_a_store(tmp_path: Path, server: S3Server) -> None:
     first, stats = served(lambda: start(folder, "gpt_oss", **disks[0]), submits())
     assert stats.levels["disk"].stores == stats.levels["remote"].stores
     for disk, level in zip(disks, ("disk", "remote"), strict=True):
-        core = start(folder, "gpt_oss", **disk)
-        try:
-            until_known(core)
-            assert bits(core, submits()) == first
-            stats = core.stats().tier
-        finally:
-            core.close()
+        stats = run_known(start(folder, "gpt_oss", **disk), first)
         assert {name for name, one in stats.levels.items() if one.loaded} == {level}

@@ -12,8 +12,8 @@ import pytest
 
 from weft.common.errors import InvalidRequest, ReportedError, Unavailable
 from weft.config.sections.tier_section import TierSection
-from weft.front.requests import weight_updates
 from weft.front.requests.weight_updates import WeightUpdates
+from weft.store import fixed_weights
 from weft.store.fixed_weights import why_fixed
 from weft.store.new_weights import source_files
 from weft.types.weights import DropWeights, FreeMemory, StageWeights, UseWeights, WeightsChanged
@@ -230,7 +230,7 @@ async def partly(made: WeightUpdates, file: str) -> None:
 
 @pytest.fixture
 def start_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_updates, "start_files", lambda config: FIRST)
+    monkeypatch.setattr(fixed_weights, "start_files", lambda config: FIRST)
 
 
 @pytest.mark.usefixtures("start_weights")

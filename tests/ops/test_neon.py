@@ -5,9 +5,11 @@ Run by ``make test-arm``. Needs ``apt-get install g++-aarch64-linux-gnu qemu-use
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,13 @@ pytestmark = [
 ]
 
 
-def compiled(name: str, level: str, folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Return ``compiled_to`` with one folder. Each program is compiled once: a compilation takes a minute."""
+    return functools.cache(functools.partial(compiled_to, tmp_path_factory.mktemp("neon")))
+
+
+def compiled_to(folder: Path, name: str, level: str) -> Path:
     """Return a static program for AArch64. Sections that the program does not use, with torch's symbols, are
     dropped by the linker.
     """
@@ -62,9 +70,9 @@ def loop_of(program: Path, symbol: str) -> list[str]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", ["vectors", "tiles", "attention", "draws"])
-def test_kernels_equal_scalar_code(name: str, level: str, tmp_path: Path) -> None:
+def test_kernels_equal_scalar_code(name: str, level: str, compiled: Callable[[str, str], Path]) -> None:
     """Includes that a row's bits do not depend on the other rows of a tile."""
-    program = compiled(name, level, tmp_path)
+    program = compiled(name, level)
     assert EMULATOR is not None
     ran = subprocess.run(
         [EMULATOR, "-cpu", "max", program], capture_output=True, text=True, check=False, timeout=300
@@ -85,9 +93,11 @@ def test_kernels_equal_scalar_code(name: str, level: str, tmp_path: Path) -> Non
         ("neon_i8mm", "nibble_squares<6, 2>", "smmla"),
     ],
 )
-def test_inner_loops_have_only_vector_products(level: str, symbol: str, product: str, tmp_path: Path) -> None:
+def test_inner_loops_have_only_vector_products(
+    level: str, symbol: str, product: str, compiled: Callable[[str, str], Path]
+) -> None:
     """At least a third of a loop is the product instruction; no scalar product, and no sum goes to memory."""
-    loop = loop_of(compiled("tiles", level, tmp_path), symbol)
+    loop = loop_of(compiled("tiles", level), symbol)
     vectors = [found.group(1) for line in loop if (found := VECTOR.search(line))]
     assert vectors.count(product) * 3 >= len(loop), "\n".join(loop)
     assert not any(re.search(r"\t(fmadd|fmul\s+s|madd|str\s+q|stp\s+q)", line) for line in loop), "\n".join(

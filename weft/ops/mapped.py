@@ -45,7 +45,14 @@ class Mapped:
             end = min(end, behind + _AROUND)
         first = begin // mmap.PAGESIZE * mmap.PAGESIZE
         with contextlib.suppress(OSError, AttributeError):  # other systems than Linux may lack madvise
-            _library().madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+            advise(first, end, mmap.MADV_DONTNEED)
+
+
+def advise(begin: int, end: int, advice: int) -> bool:
+    """Give the operating system advice about addresses ``begin`` .. ``end`` - 1. ``begin``: of a page. Return
+    False for refused advice."""
+    call = _library().madvise
+    return call(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice) == 0
 
 
 @functools.cache

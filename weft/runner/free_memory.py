@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Iterable
 
 import torch
+
+from weft.ops.mapped import advise
 
 
 def free_pages(tensors: Iterable[torch.Tensor], shared: bool = False) -> int:
@@ -17,8 +18,6 @@ def free_pages(tensors: Iterable[torch.Tensor], shared: bool = False) -> int:
     ``shared``: the tensors may lie in shared memory of this process, which is emptied, too. Never pass
     ``shared`` for tensors that map a file.
     """
-    call = ctypes.CDLL(None).madvise
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     freed = 0
     for tensor in tensors:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -28,7 +27,7 @@ def free_pages(tensors: Iterable[torch.Tensor], shared: bool = False) -> int:
         if begin >= end:
             continue
         # MADV_REMOVE empties shared memory. Private memory refuses the call, and takes MADV_DONTNEED.
-        removed = shared and call(begin, end - begin, mmap.MADV_REMOVE) == 0
-        if removed or call(begin, end - begin, mmap.MADV_DONTNEED) == 0:
+        removed = shared and advise(begin, end, mmap.MADV_REMOVE)
+        if removed or advise(begin, end, mmap.MADV_DONTNEED):
             freed += end - begin
     return freed
