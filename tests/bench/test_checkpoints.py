@@ -164,6 +164,7 @@ def test_gpt_oss_has_its_experts_in_mxfp4_and_weft_serves_it(small: None, tmp_pa
     assert len(set(answer.outputs[0].token_ids)) > 1
 
 
+@pytest.mark.slow
 def test_it_is_made_once_and_is_the_same_from_the_same_seed(small: None, tmp_path: Path) -> None:
     one = checkpoints.make("qwen3-dense-s", tmp_path / "one", progress=False)
     stamp = (one / "model.safetensors").stat().st_mtime_ns

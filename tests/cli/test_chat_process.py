@@ -148,6 +148,7 @@ def test_keys(tmp_path: Path) -> None:
         assert piped("hello\n", url, WEFT_API_KEY="secret,third").stdout == "In.\n"
 
 
+@pytest.mark.slow
 def test_a_server_of_its_own_ends_with_it(tmp_path: Path) -> None:
     script = tmp_path / "s.jsonl"
     script.write_text('{"text": "From my own.", "repeat": true}\n')
@@ -260,6 +261,7 @@ def test_ctrl_c_stops_a_reply_and_cancels_its_request(terminal: Terminal, server
     assert terminal.end() == 0
 
 
+@pytest.mark.slow
 def test_inputs_are_kept_over_sessions(server: Running, tmp_path: Path) -> None:
     file = tmp_path / "state" / "history"
     for keys in ("hello\r", "\x1b[A\r"):  # the second one goes up to the first one's input

@@ -108,6 +108,7 @@ def test_the_connection_that_waits_longest_makes_room(start_fake: Any, script: A
         server.wait(lambda: server.metric("front_sequences") == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("F3")
 def test_a_body_must_make_progress(start_fake: Any) -> None:
     stall = deadline(1.0)

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.bench.records import RequestRecord, read_stream
 
@@ -23,7 +24,7 @@ def server(start_fake: Any) -> Any:
     return start_fake(constants=OFTEN)
 
 
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+@mostly_slow("route", ["/v1/completions", "/v1/chat/completions"], 1)
 def test_comments_before_and_between_tokens(server: Any, script: Any, sse: Any, route: str) -> None:
     fields = {"prompt": "abcdef"} if "chat" not in route else {}
     with server.stream(route, seed=script.SLOW, max_tokens=6, **fields) as answer:

@@ -353,6 +353,7 @@ def test_right_bodies_are_answered(fake: Any) -> None:
         assert answer.status_code == (400 if tools else 200), (route, body, answer.text)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("F1")
 def test_hundreds_of_mutated_bodies(fake: Any) -> None:
     attack(fake, 700, seed=1)

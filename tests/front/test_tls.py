@@ -82,6 +82,7 @@ def test_clients_with_the_authority_are_served(start_fake: Any, authority: Autho
     assert server.http.get("/ready").status_code == 200, "the refused clients end nothing"
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_holds_no_answer(start_fake: Any, pair: Pair) -> None:
     """The end of the server does not wait for a client that never ends its TLS connection."""
     server = start_fake(**flags(pair))
@@ -99,6 +100,7 @@ def test_a_client_that_does_not_read_holds_no_answer(start_fake: Any, pair: Pair
         assert time.monotonic() - start < 15
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_nothing_is_paused_and_cut_off(start_fake: Any, pair: Pair) -> None:
     """The limits of unread answers count the encrypted bytes, too."""
     server = start_fake(**flags(pair), constants={"weft.front.connection.UNREAD_SECONDS": deadline(1.0)})

@@ -48,7 +48,7 @@ def test_one_unified_group_is_the_simulator_of_one_scheduler() -> None:
 @mostly_slow(
     "groups",
     [Groups(unified=3), Groups(prefill=1, decode=2), Groups(prefill=2, decode=1)],
-    [Groups(unified=3), Groups(prefill=1, decode=2)],
+    [Groups(prefill=1, decode=2)],
 )
 def test_every_request_ends_with_its_tokens_and_a_seed_says_when(groups: Groups) -> None:
     arrivals = load_of()
@@ -188,6 +188,7 @@ def test_the_plan_is_the_fewest_groups_that_reach_the_goal() -> None:
     assert "1 prefill, 1 decode" in table(few)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("D27")
 def test_images_go_where_they_belong_unless_others_would_encode_them_sooner(
     monkeypatch: pytest.MonkeyPatch,

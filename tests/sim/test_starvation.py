@@ -69,7 +69,7 @@ def test_long_prompts_leave_decodes_within_twice_their_time(depth: int, table: d
 
 
 @pytest.mark.requirement("B7")
-@pytest.mark.parametrize("depth", [1, 2])
+@mostly_slow("depth", [1, 2], [2])
 def test_exclusive_steps_starve_decodes(depth: int, table: dict[str, Report]) -> None:
     report = table[f"depth {depth}, exclusive"] = starve(depth, step_policy="exclusive")
     mixed = starve(depth, itl_target_ms=1.6e3 * alone())
