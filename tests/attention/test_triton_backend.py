@@ -132,6 +132,7 @@ def test_upper_bounds_of_the_context_do_not_show(backend: Any) -> None:
     check(backend(), scene, 1e-5)
 
 
+@pytest.mark.slow
 @runs
 @pytest.mark.usefixtures("ordered_products")
 def test_a_querys_bits_depend_on_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:

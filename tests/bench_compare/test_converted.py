@@ -98,6 +98,7 @@ def test_compressed_tensors_are_near_the_model(source: Source, kind: str, bits: 
     assert (made / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
 def test_a_quantized_checkpoint_is_not_quantized_again(source: Source) -> None:
     (source.model / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
     with pytest.raises(Missing, match="quantized already"):

@@ -114,6 +114,7 @@ def test_the_cause_of_a_missing_connection_is_named(server: Running) -> None:
         assert "nothing listens" not in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
 def test_a_certificate_that_is_not_trusted_is_named(tmp_path: Path) -> None:
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -keyout key -out cert"
@@ -238,6 +239,7 @@ def test_markdown_is_shown_and_ctrl_d_leaves(terminal: Terminal) -> None:
     assert terminal.end() == 0
 
 
+@pytest.mark.slow
 def test_alt_enter_and_quotes_make_several_lines(terminal: Terminal) -> None:
     for keys in ("two\x1b\rlines\r", '"""two\rlines\r"""\r'):
         terminal.type(keys)

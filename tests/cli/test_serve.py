@@ -315,6 +315,7 @@ socket.socketpair = first
 """
 
 
+@pytest.mark.slow
 @pytest.mark.real_processes
 def test_a_signal_as_the_event_loop_begins_ends_in_order(checkpoint: str, start: Any, tmp_path: Path) -> None:
     """The signal is raised while uvloop makes its sockets. A handler that raised there would leave a
@@ -441,6 +442,7 @@ def test_a_variable_without_a_key_does_not_open_the_server(
         with_keys(from_keywords({}))
 
 
+@pytest.mark.slow
 def test_a_template_that_does_not_compile_is_told_of_at_the_start(
     checkpoint: str, start: Any, tmp_path: Path
 ) -> None:

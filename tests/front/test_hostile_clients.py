@@ -141,6 +141,7 @@ def test_the_memory_of_bodies_is_bounded(start_fake: Any) -> None:
         assert status(left) == 400
 
 
+@pytest.mark.slow
 def test_small_bodies_have_memory_of_their_own(start_fake: Any) -> None:
     """Many small uploads that stall end when they are too many, longest without progress first."""
     server = start_fake(

@@ -340,6 +340,7 @@ def attack(server: Any, bodies: int, seed: int) -> None:
     assert answer["choices"][0]["message"]["content"] == "user\nhello"
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("F64")
 def test_right_bodies_are_answered(fake: Any) -> None:
     def ask(one: tuple[str, dict[str, Any]]) -> httpx.Response:

@@ -185,6 +185,7 @@ def test_what_was_on_its_way_when_a_flow_was_paused_is_not_counted_twice(tmp_pat
     run(tmp_path, test)
 
 
+@pytest.mark.slow
 def test_many_pauses_are_no_losses_and_heads_may_die_meanwhile(tmp_path: Path) -> None:
     async def test(rig: Rig) -> None:
         flow = rig.submit(1, 2)
@@ -213,6 +214,7 @@ def test_many_pauses_are_no_losses_and_heads_may_die_meanwhile(tmp_path: Path) -
     run(tmp_path, test, count=2, restarts=3)
 
 
+@pytest.mark.slow
 def test_a_flow_that_waits_for_a_head_can_be_paused(tmp_path: Path) -> None:
     async def test(rig: Rig) -> None:
         flow = rig.submit(1)

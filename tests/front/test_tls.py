@@ -200,6 +200,7 @@ def test_a_withdrawn_authority_is_not_trusted_through_a_kept_session(
         ask(None)
 
 
+@pytest.mark.slow
 def test_several_api_servers(servers: Servers, tmp_path: Path, authority: Authority, pair: Pair) -> None:
     script = [{"match": "hello", "text": "Hi.", "repeat": True}]
     pems = ["--ssl-certfile", str(pair.certificate), "--ssl-keyfile", str(pair.key)]

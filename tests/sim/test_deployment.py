@@ -60,6 +60,7 @@ def test_every_request_ends_with_its_tokens_and_a_seed_says_when(groups: Groups)
     assert again == one
 
 
+@pytest.mark.slow
 def test_who_decodes_computes_no_prompts_and_long_prompts_disturb_nobody() -> None:
     arrivals = load_of(rate=8.0)
     unified, _ = run(Groups(unified=2), arrivals)

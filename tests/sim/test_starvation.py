@@ -79,6 +79,7 @@ def test_exclusive_steps_starve_decodes(depth: int, table: dict[str, Report]) ->
     assert report.background_itl.p99 >= 5 * mixed.background_itl.p99
 
 
+@pytest.mark.slow
 def test_prompts_go_on_when_the_target_cannot_be_met() -> None:
     """A target below the time of decodes alone: the minimum chunk applies, and every prompt is done."""
     report = starve(2, 20, itl_target_ms=0.5e3 * alone())

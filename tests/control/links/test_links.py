@@ -243,6 +243,7 @@ def test_one_that_is_retired_is_gone_and_why() -> None:
     with_links(2, work)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_owner_stops_nothing_else() -> None:
     """Streams continue at the other engine, and later events still arrive."""
 
