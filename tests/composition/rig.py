@@ -357,6 +357,10 @@ def run(
         if case["prefix"] and not alone and not case.get("disk"):
             llm.generate(asked[-3:], SamplingParams(max_tokens=1), use_tqdm=False, lora=lora[-3:])
         wanted = params(case, len(asked), stop)
+        if level := case.get("sleep", 0):
+            llm.generate(asked, wanted, use_tqdm=False, lora=lora)
+            llm.sleep(level)
+            llm.wake_up()
         outputs = llm.generate(asked, wanted, use_tqdm=False, grammar=grammar, lora=lora)
         core = llm._core
         assert core is not None
