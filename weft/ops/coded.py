@@ -440,10 +440,16 @@ def to_fp8(weight: Tensor) -> Codes:
     if (rows := rows_at_once(weight)) < len(weight):
         return _all_rows([to_fp8(some) for some in weight.split(rows)])
     exact, inputs = _grouped(weight.float(), FP8_GROUP)
-    scales = quotient(exact.abs().amax(-1), 448).clamp(min=torch.finfo(torch.float32).tiny)
-    codes = (exact / scales.unsqueeze(-1)).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    codes, scales = to_e4m3(exact, torch.finfo(torch.float32).tiny)
     values = codes.view(torch.uint8).flatten(-2)[..., :inputs].contiguous()
-    return Codes(numbers="e4m3", values=values, inputs=inputs, group=FP8_GROUP, scales=scales)
+    return Codes(numbers="e4m3", values=values, inputs=inputs, group=FP8_GROUP, scales=scales.squeeze(-1))
+
+
+def to_e4m3(exact: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """Return (E4M3 codes [.., K], scales float32 [.., 1]) of float32 [.., K]. The largest magnitude of
+    the last dimension becomes 448. ``least``: minimum scale, for zeros."""
+    scales = quotient(exact.abs().amax(-1, keepdim=True), LARGEST_E4M3).clamp(min=least)
+    return (exact / scales).clamp_(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn), scales
 
 
 def quotient(x: Tensor, by: float) -> Tensor:
@@ -475,6 +481,7 @@ DEQUANTIZED = 1 << 26
 INT4_GROUP = 64
 UNCUT = 4 * INT4_GROUP
 """If K is a multiple of this number, two and four ranks have whole groups."""
+LARGEST_E4M3 = 448.0
 FP8_GROUP = 128
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from weft.ops.coded import Codes, quotient
+from weft.ops.coded import Codes, to_e4m3
 from weft.ops.triton import coded, fused
 from weft.ops.triton.forms import power
 from weft.ops.triton.fused import LONGEST_ROW
@@ -27,7 +27,6 @@ Tensor = torch.Tensor
 _log = logging.getLogger(__name__)
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
 LEAST = 1e-12
 """Minimum scale, for rows of zeros."""
 MULTIPLE = 16
@@ -72,9 +71,7 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return (E4M3 [T, K], scales float32 [T, 1]) of x [T, K]; rows may be parts of wider rows."""
     rows, inputs = x.shape
     if inputs > LONGEST_ROW or x.stride(1) != 1:
-        exact = x.float()
-        scales = quotient(exact.abs().amax(1, keepdim=True), LARGEST).clamp(min=LEAST)
-        return (exact / scales).clamp(-LARGEST, LARGEST).to(E4M3), scales
+        return to_e4m3(x.float(), LEAST)
     values = torch.empty(rows, inputs, dtype=E4M3, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     if rows:
@@ -103,9 +100,7 @@ def gated_linear(x: Tensor, weight: Any, bias: Tensor | None, activation: str) -
 
 def rows_of_codes(weight: Tensor) -> Codes:
     """Round weight [N, K] to E4M3 with a scale per row; the largest magnitude of a row becomes 448."""
-    exact = weight.detach().float()
-    scales = quotient(exact.abs().amax(1, keepdim=True), LARGEST).clamp(min=LEAST)
-    codes = (exact / scales).clamp_(-LARGEST, LARGEST).to(E4M3)
+    codes, scales = to_e4m3(weight.detach().float(), LEAST)
     return Codes(
         numbers="e4m3",
         values=codes.view(torch.uint8),
