@@ -1,7 +1,8 @@
 """Every feature after a sleep, for every form of attention, in float64.
 
 An engine answers all prompts, sleeps, wakes up, and answers all prompts again: the tokens equal those of runs
-alone. ``-m slow`` has one case of each form, ``-m grid`` each value of each feature for each form. ``docs/composition.md`` has the results of a full run.
+alone. ``-m slow`` has one case of each form, ``-m grid`` each value of each feature for each form.
+``docs/composition.md`` has the results of a full run.
 """
 
 from __future__ import annotations
