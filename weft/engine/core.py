@@ -300,6 +300,7 @@ class EngineCore(EngineLoop[StepHandle]):
             log.info("%s", report)
         if self.tier is not None and not failed:
             self.tier.finish()
+        self.weights.close(failed)
         self.grammars.close()
         # Transfers end before the ranks: a transfer uses the memory of the ranks.
         for transfers in self.all_transfers:
