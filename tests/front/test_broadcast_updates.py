@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import re
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.new_weights import changed, read_tensors
+from tests.support.new_weights import changed, read_tensors, write_checkpoint
+from tests.support.processes import with_role
 from tests.support.servers import Running, Servers
 from tests.support.slowness import deadline
 from tests.support.trainers import Trainer, beside, dying_trainer, free_port, group_info, post
 from weft.config.hub import bundled_models
-from weft.models.weight_group import announce, update_info
+from weft.models.weight_group import announce, send, update_info
 from weft.store.new_weights import SHARED
 
 BASE = Path(bundled_models()["spool-text"])
@@ -58,7 +62,7 @@ def scored(server: Running, seed: int) -> list[float]:
 
 
 def ours() -> set[str]:
-    return {one.name for one in SHARED.iterdir() if one.name.lstrip(".").startswith("weft-")}
+    return {one.name for one in SHARED.iterdir() if re.match(r"\.?weft-\d-[0-9a-f]{16}", one.name)}
 
 
 @pytest.mark.slow
@@ -165,6 +169,64 @@ def test_a_rank_killed_amid_a_broadcast(servers: Servers) -> None:
     assert trainer.update(dict(new), "next").status_code == 200
     due = complete(server)["token_ids"]
     assert due != before
+    assert post(server, "/start_weight_update").status_code == 200
+    old_again = announce(old.items(), packed=True)
+    told = {"update_info": update_info(old_again)}
+    with beside(lambda: post(server, "/update_weights", told)) as answers:
+        os.kill(with_role(server.process.pid, "rank")[-1], signal.SIGKILL)
+        send(trainer.group, list(old.items()), old_again)
+    assert answers[0].status_code == 200
+    answer = post(server, "/finish_weight_update", {"weight_version": "again"})
+    assert answer.status_code in (200, 503)  # 503: the rank was lost while the weights were read
+    again = answer.status_code == 200
+    assert complete(server)["token_ids"] == (before if again else due)
+    if again:
+        assert trainer.update(dict(new), "next").status_code == 200
+    assert complete(server)["token_ids"] == due
     os.kill(server.engine(), signal.SIGKILL)  # the next process reads the received file
     assert complete(server)["token_ids"] == due
     assert complete(server)["weight_version"] == "next"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["keep", "recompute", "abort"])
+def test_running_requests_keep_recompute_or_end(servers: Servers, tmp_path: Path, way: str) -> None:
+    """After ``recompute``, a stream goes on as a new request of its tokens under the new weights."""
+    new = write_checkpoint(tmp_path / "new", BASE, changed(read_tensors(BASE), 1))
+    server = servers.weft(*ARGUMENTS, "--on-update", way)
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    ids: list[int] = []
+    last: dict[str, Any] = {}
+    begun = threading.Event()
+
+    def read() -> httpx.Response:
+        with httpx.stream(
+            "POST",
+            server.url + "/v1/completions",
+            json=body | {"return_token_ids": True},
+            timeout=deadline(90),
+        ) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: {"):
+                    last.update(json.loads(line[6:])["choices"][0])
+                    ids.extend(last.get("token_ids") or [])
+                    if len(ids) > 20:
+                        begun.set()
+            return stream
+
+    post(server, "/start_weight_update")
+    post(server, "/update_weights", {"update_info": {"path": str(new)}})
+    with beside(read):
+        assert begun.wait(deadline(30))
+        assert post(server, "/finish_weight_update", {"weight_version": "next"}).status_code == 200
+    if way == "abort":
+        assert last["finish_reason"] == "abort"
+        assert 20 < len(ids) < 1500
+        assert last["weight_version"] == "default"
+        return
+    assert len(ids) == 1500
+    (_, position), (at, label) = last["weight_versions"]
+    assert (position, label) == ("default", "next")
+    prompt = complete(server, max_tokens=1)["prompt_token_ids"]
+    fresh = complete(server, prompt=[*prompt, *ids[:at]], max_tokens=200)["token_ids"]
+    assert (ids[at : at + 200] == fresh) is (way == "recompute")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -22,6 +23,8 @@ from weft.store.new_weights import source_files
 MOST_LABEL = 256
 """Maximum characters of a label."""
 MOST_PATH = 4096
+ABORT_S = 2.0
+"""Maximum seconds until requests end that ``--on-update abort`` aborts."""
 BACKENDS = ("file", "shm")
 """Backends without a set-up."""
 GROUPS = ("gloo", "nccl")
@@ -193,8 +196,22 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
         label = (await _body(front, request, FinishRequest)).weight_version
         if label is not None:
             _check_label(label, "weight_version")
-        await _updates(front).finish(label, lambda: front.pausing.paused)
+        ending = front.config.scheduler.on_update == "abort"
+        leave = (lambda: _abort_all(front)) if ending else None
+        await _updates(front).finish(label, lambda: front.pausing.paused, leave)
         return _json(Said(message="Weight update finished"))
+
+
+async def _abort_all(front: Front) -> None:
+    """End all requests with the tokens so far. Waits at most ``ABORT_S`` for clients that do not read."""
+    ended = list(front.running.values())
+    for generation in ended:
+        generation.abort()
+    until = asyncio.get_running_loop().time() + ABORT_S
+    while any(one in ended for one in front.running.values()):
+        if asyncio.get_running_loop().time() > until:
+            return
+        await asyncio.sleep(0.01)
 
 
 def _add_facts(app: FastAPI, front: Front) -> None:

@@ -1,8 +1,8 @@
 """New weights of an engine: the messages of API servers, and the barrier between two steps.
 
 An ``AwaitedSource``: ``take`` waits for the steps in flight, then swaps the weights on all ranks. The events
-of the old weights leave before the answer. Running sequences go on with the KV that they have. Sequences that
-begin later, or again, share no prefix with the old version.
+of the old weights leave before the answer. Running sequences go on with the KV that they have, or begin again
+(``--on-update``). Sequences that begin later, or again, share no prefix with the old version.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class EngineWeights:
         self._fixed = why_fixed(config)
         self._together = config.transfer.role != "unified" or config.parallel.enable_expert_parallel
         """True if other engines compute the same sequences: weights change only while none is open."""
+        self._on_update = config.scheduler.on_update
         self._staging = False
         self._due: UseWeights | FreeMemory | None = None
         self._until = 0.0
@@ -209,7 +210,7 @@ class EngineWeights:
         if due is None or self._group is None:
             return []
         events: list[TokenEvent] = []
-        before = self.version
+        before, requeued = self.version, False
         try:
             drained = self._drain()
             if drained is None:
@@ -231,6 +232,7 @@ class EngineWeights:
         except GroupLost as lost:
             self._due = None
             self._lose(lost)
+            requeued = True
             digest = ""
             if isinstance(due, FreeMemory) or self.version != due.version:
                 self._fail(lost)
@@ -239,6 +241,8 @@ class EngineWeights:
             self._fail(error)
             return events
         if self.version != before and isinstance(self._scheduler, Scheduler):
+            if self._on_update == "recompute" and not requeued:
+                self._scheduler.begin_again()
             self._scheduler.use_weights(self.version)
         if self.version == due.version:
             self._used()

@@ -6,6 +6,7 @@ interrupts a NCCL call: the engine kills a receiver that is late, and goes on.
 
 from __future__ import annotations
 
+import re
 import socket
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from weft.models.weight_source import write_shared
 from weft.types.weights import ReceiveWeights, TrainerGroup
 
 LINE = b"\n"
+_PLACE = re.compile(r"^\[[^\]]*\] ")
+"""The line of gloo's source, which its errors begin with."""
 
 
 class ReceiverSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +66,7 @@ def serve(link: socket.socket, setup: ReceiverSetup) -> None:
         why = f"the tensors can't be written into shared memory: {error.strerror}"
         say(Progress(error=Unavailable(why).info()))
     except RuntimeError as error:  # of torch: a peer has ended, or a wait has ended
-        why = str(error).partition(". ")[0].partition("\n")[0][:300]
+        why = _PLACE.sub("", str(error)).partition(". ")[0].partition("\n")[0][:300]
         say(Progress(error=Unavailable(f"the trainer did not send, or has ended: {why}").info()))
     except Exception as error:
         why = f"a receiver of new weights failed: {type(error).__name__}: {error}"

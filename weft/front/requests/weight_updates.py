@@ -14,7 +14,7 @@ again, or that lost ranks between the two messages, gets the updates since the l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -189,10 +189,16 @@ class WeightUpdates:
             self._drop(able)
             raise
 
-    async def finish(self, label: str | None, paused: Callable[[], bool]) -> None:
+    async def finish(
+        self,
+        label: str | None,
+        paused: Callable[[], bool],
+        leave: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         """Stage the sources of the update on all engine processes, then use the weights.
 
-        ``paused``: returns True while the server is paused. Raises InvalidRequest for sources that do not
+        ``paused``: returns True while the server is paused. ``leave``: ends requests before the weights
+        change. Raises InvalidRequest for sources that do not
         fit, and Unavailable for an engine process that does not answer; the old weights then stay.
         """
         async with self._busy:
@@ -205,10 +211,15 @@ class WeightUpdates:
                 )
             update = WeightsUpdate(version=self.number + 1, files=tuple(self._files), partial=self._partial)
             self._files = None
-            await self._change(update, str(update.version) if label is None else label, paused)
+            await self._change(update, str(update.version) if label is None else label, paused, leave=leave)
 
     async def _change(
-        self, update: WeightsUpdate, label: str, paused: Callable[[], bool], last: bool = True
+        self,
+        update: WeightsUpdate,
+        label: str,
+        paused: Callable[[], bool],
+        last: bool = True,
+        leave: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Let all engine processes with the newest weights use ``update``. Errors: see ``finish``. ``last``:
         the weights are complete afterwards."""
@@ -217,11 +228,13 @@ class WeightUpdates:
         if not able:
             raise Unavailable("no engine process has the newest weights; try again later")
         await self._stage(able, update, paused)
+        if leave is not None:
+            await leave()
         self._labels[update.version] = label
         for old in list(self._labels)[1:-MOST_LABELS]:
             del self._labels[old]
         self._history = (*self._history, update) if update.partial else (update,)
-        self._shared.keep({file for one in (*self._history, *self._former) for file in one.files})
+        self._keep_files()
         if last:
             self.freed, self._former = False, ()
         # From here on, new attempts wait for the first process that uses the new weights.
@@ -307,9 +320,14 @@ class WeightUpdates:
 
     def _drop(self, able: list[Instance]) -> None:
         """Let ``able`` forget what the last message began."""
+        self._keep_files()
         for instance in able:
             if instance.alive:
                 self._links.tell(instance.name, DropWeights())
+
+    def _keep_files(self) -> None:
+        """Release files in shared memory that no engine process needs."""
+        self._shared.keep({file for one in (*self._history, *self._former) for file in one.files})
 
     async def _use(self, able: list[Instance]) -> None:
         """Let ``able`` use the staged weights. A process that fails follows later."""
