@@ -42,6 +42,6 @@ def test_the_last_process_that_needs_a_file_deletes_the_file(tmp_path: Path) -> 
         one.keep(files)
     first.keep([])
     assert ours.exists()
-    del last  # a process that ends without a word
+    del last, one  # a process that ends without a word
     assert not ours.exists()
     assert theirs.exists()

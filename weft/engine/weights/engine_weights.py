@@ -264,8 +264,8 @@ class EngineWeights:
         """Give memory back on all ranks, and return ``events``. Raises GroupLost."""
         assert self._group is not None
         self._forget()
-        if due.weights and not self._former:
-            self._former = tuple(file for update in self._group.updates for file in update.files)
+        if due.weights:
+            self._former += tuple(file for update in self._group.updates for file in update.files)
         self._group.free(due.weights)
         self._answers.append(WeightsChanged(version=self.version))
         return events
