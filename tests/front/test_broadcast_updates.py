@@ -24,6 +24,7 @@ from weft.models.weight_group import announce, send, update_info
 from weft.store.new_weights import SHARED
 
 BASE = Path(bundled_models()["spool-text"])
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "training-loops.md"
 ARGUMENTS = (
     "spool-text",
     "--admin-key",
@@ -230,3 +231,19 @@ def test_running_requests_keep_recompute_or_end(servers: Servers, tmp_path: Path
     prompt = complete(server, max_tokens=1)["prompt_token_ids"]
     fresh = complete(server, prompt=[*prompt, *ids[:at]], max_tokens=200)["token_ids"]
     assert (ids[at : at + 200] == fresh) is (way == "recompute")
+
+
+@pytest.mark.slow
+def test_the_transfer_of_the_guide(servers: Servers) -> None:
+    section = GUIDE.read_text().split("### Broadcasts of a trainer")[1].split("\n### ")[0]
+    names: dict[str, Any] = {}
+    exec(section.split("```python\n")[1].split("```")[0], names)
+    server = servers.weft(*ARGUMENTS)
+    before = complete(server)["token_ids"]
+    transfer = names["BroadcastTransfer"](server.url, "admin", "127.0.0.1", free_port())
+    old = read_tensors(BASE)
+    transfer.send(changed(old, 1).items(), "guide")
+    made = complete(server)
+    assert (made["weight_version"], made["token_ids"] == before) == ("guide", False)
+    transfer.send(old.items(), "back")
+    assert complete(server)["token_ids"] == before

@@ -38,6 +38,7 @@ def test_the_form_of_vllm_is_read() -> None:
     ("change", "device", "why"),
     [
         ({"backend": "nccl"}, "cpu", "use gloo, shm or file"),
+        ({"backend": "ipc"}, "cpu", "ipc passes memory of a GPU, and this server uses a CPU"),
         ({"backend": "gloo"}, "cuda", "use nccl"),
         ({"master_address": ""}, "cpu", "master_address"),
         ({"master_port": 0}, "cpu", "master_port"),
@@ -68,6 +69,10 @@ def test_a_group_that_cannot_be_formed_is_refused(change: dict[str, Any], device
         ({"shapes": [[2, 3], [1] * 9, []]}, "b has no possible shape"),
         ({"digests": [1, 2, 1 << 32]}, "CRC-32"),
         ({"digests": [1]}, "digests has 1 entries"),
+        ({"ipc_handles_pickled": "gASVBQAAAA=="}, "a pickle runs code of its sender"),
+        ({"ipc_handles": [{"GPU-1": ["rebuild", []]}] * 3}, "ipc_handles must be a list of"),
+        ({"ipc_handles": [{"gpu": "GPU-1", "name": "AAAA", "offset": 0}] * 3}, "base64 of 64 bytes"),
+        ({"ipc_handles": []}, "ipc_handles has 0 entries"),
         ({"packed": 1}, "packed must be"),
         ({"packed_buffer_size_bytes": 0}, "packed_buffer_size_bytes"),
         ({"packed_num_buffers": 1000}, "packed_num_buffers"),

@@ -27,19 +27,19 @@ ABORT_S = 2.0
 """Maximum seconds until requests end that ``--on-update abort`` aborts."""
 BACKENDS = ("file", "shm")
 """Backends without a set-up."""
-GROUPS = ("gloo", "nccl")
-"""Backends of a trainer that broadcasts tensors."""
+GROUPS = ("gloo", "nccl", "ipc")
+"""Backends with receivers."""
 _GROUP_FIELDS = ("master_address", "master_port", "rank_offset", "world_size", "timeout", *PACKING)
-_TENSOR_FIELDS = ("names", "dtype_names", "shapes", "digests", *PACKING)
+_TENSOR_FIELDS = ("names", "dtype_names", "shapes", "digests", "ipc_handles", "ipc_handles_pickled", *PACKING)
 
 
 class InitRequest(Body, frozen=True, kw_only=True):
     """POST /init_weight_transfer_engine."""
 
     init_info: dict[str, Any] = msgspec.field(default_factory=dict)
-    """``backend``: "file", "shm", "gloo" or "nccl". Without ``backend``, ``master_address`` means a group of
-    the trainer, over nccl on a GPU and over gloo on a CPU. Group: ``master_address``, ``master_port``,
-    ``rank_offset``, ``world_size``, ``timeout`` in seconds, and the fields of packing."""
+    """``backend``: "file", "shm", "gloo", "nccl" or "ipc". Without ``backend``, ``master_address`` means a
+    group of the trainer, over nccl on a GPU and over gloo on a CPU. Fields of a group: ``master_address``,
+    ``master_port``, ``rank_offset``, ``world_size``, ``timeout`` in seconds, and the fields of packing."""
 
 
 class StartRequest(Body, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ class UpdateRequest(Body, frozen=True, kw_only=True):
     update_info: dict[str, Any]
     """``path``: absolute path of a folder of safetensors, ``name``: a safetensors file in /dev/shm, or
     ``names``, ``dtype_names`` and ``shapes``: tensors that the trainer broadcasts now, with ``packed`` and
-    ``digests`` (CRC-32). ``partial``: True if some tensors only are given."""
+    ``digests`` (CRC-32), or that ``ipc_handles`` name. ``partial``: True if some tensors only are given."""
 
 
 class FinishRequest(Body, frozen=True, kw_only=True):
@@ -146,22 +146,8 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
         """Check the way of new weights. Files and shared memory need no set-up. Every rank joins the group of
         a trainer that broadcasts; the answer comes when the group is formed.
         """
-        updates = _updates(front)
-        updates.check()
-        info = (await read_body(front, request, InitRequest)).init_info
-        backend = info.get("backend", "group" if "master_address" in info else "file")
-        if backend in BACKENDS:
-            _only(info, ("backend",), "init_info")
-        elif backend in GROUPS or "backend" not in info:
-            _only(info, ("backend", *_GROUP_FIELDS), "init_info")
-            packing_of(info, "init_info")
-            await updates.join(*read_group(info, front.config.device, updates.ranks))
-            updates.packing = {key: info[key] for key in PACKING if key in info}
-        else:
-            raise InvalidRequest(
-                f"backend must be one of {', '.join((*BACKENDS, *GROUPS))}; ipc is not supported",
-                param="init_info",
-            )
+        _updates(front).check()
+        await _init(front, (await read_body(front, request, InitRequest)).init_info)
         return _json(Said(message="Weight transfer initialized"))
 
     @app.post("/start_weight_update", openapi_extra=openapi.answers_of(StartRequest, Said))
@@ -200,6 +186,21 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
         leave = (lambda: _abort_all(front)) if ending else None
         await _updates(front).finish(label, lambda: front.pausing.paused, leave)
         return _json(Said(message="Weight update finished"))
+
+
+async def _init(front: Front, info: dict[str, Any]) -> None:
+    """Check ``init_info``, and form the group of a trainer. Raises InvalidRequest, and Unavailable for a
+    trainer that does not join."""
+    backend, updates = info.get("backend", "group" if "master_address" in info else "file"), _updates(front)
+    if backend in BACKENDS:
+        _only(info, ("backend",), "init_info")
+    elif backend in GROUPS or "backend" not in info:
+        _only(info, ("backend", *_GROUP_FIELDS), "init_info")
+        packing_of(info, "init_info")
+        await updates.join(*read_group(info, front.config.device, updates.ranks))
+        updates.packing = {key: info[key] for key in PACKING if key in info}
+    else:
+        raise InvalidRequest(f"backend must be one of {', '.join((*BACKENDS, *GROUPS))}", param="init_info")
 
 
 async def _abort_all(front: Front) -> None:

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+import msgspec
+
 from weft.common.errors import InvalidRequest
-from weft.types.weights import AnnouncedTensors, TrainerGroup
+from weft.types.weights import AnnouncedTensors, IpcHandle, TrainerGroup
 
 DTYPES = {
     "float64": ("F64", 8),
@@ -34,6 +36,8 @@ DEFAULT_SECONDS = 120.0
 MOST_WORLD = 4096
 PACKING = ("packed", "packed_buffer_size_bytes", "packed_num_buffers")
 """Fields of a request about packing. Trainers send them with the set-up, or with each update."""
+HANDLE_BYTES = 64
+"""Bytes that name an allocation on a GPU."""
 
 
 def read_group(info: dict[str, Any], device: str, ranks: int) -> tuple[TrainerGroup, int]:
@@ -42,6 +46,12 @@ def read_group(info: dict[str, Any], device: str, ranks: int) -> tuple[TrainerGr
     ``device``: of the server, "cpu" or "cuda". ``ranks``: number of ranks of all engine processes.
     """
     backend = info.get("backend", "gloo" if device == "cpu" else "nccl")
+    if backend == "ipc":
+        if device == "cpu":
+            raise _bad(
+                "backend ipc passes memory of a GPU, and this server uses a CPU: use gloo, shm or file"
+            )
+        return TrainerGroup(backend="ipc", address="", port=0, world_size=1, seconds=DEFAULT_SECONDS), 1
     if (backend == "nccl") == (device == "cpu"):
         other = "gloo" if device == "cpu" else "nccl"
         raise _bad(f"backend {backend} needs another device than {device}: use {other}, shm or file")
@@ -89,6 +99,7 @@ def read_tensors(info: dict[str, Any], packing: dict[str, Any]) -> AnnouncedTens
     if any(not 0 <= one < 1 << 32 for one in digests):
         raise _bad("digests must be CRC-32 of the bytes of each tensor", "update_info")
     packed, size = packing_of({**packing, **info}, "update_info")
+    handles = _handles(info, len(names))
     return AnnouncedTensors(
         names=tuple(names),
         dtypes=tuple(one.removeprefix("torch.") for one in dtypes),
@@ -96,7 +107,26 @@ def read_tensors(info: dict[str, Any], packing: dict[str, Any]) -> AnnouncedTens
         digests=tuple(digests),
         packed=packed,
         buffer_bytes=size,
+        handles=handles,
     )
+
+
+def _handles(info: dict[str, Any], count: int) -> tuple[IpcHandle, ...]:
+    """Return the handles of ``update_info``; () without handles. Raises InvalidRequest for pickles."""
+    form = 'ipc_handles must be a list of {"gpu": UUID, "name": base64 of 64 bytes, "offset": bytes}'
+    if "ipc_handles_pickled" in info:
+        raise _bad(f"ipc_handles_pickled is refused, because a pickle runs code of its sender: {form}")
+    if "ipc_handles" not in info:
+        return ()
+    try:
+        found = msgspec.convert(info["ipc_handles"], tuple[IpcHandle, ...])
+    except msgspec.ValidationError as error:
+        raise _bad(f"{form} ({error})", "update_info") from error
+    if len(found) != count:
+        raise _bad(f"ipc_handles has {len(found)} entries, and names has {count}", "update_info")
+    if any(len(one.name) != HANDLE_BYTES or not 0 <= one.offset <= MOST_BYTES for one in found):
+        raise _bad(form, "update_info")
+    return found
 
 
 def packing_of(info: dict[str, Any], param: str) -> tuple[bool, int]:

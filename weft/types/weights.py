@@ -28,8 +28,9 @@ import msgspec
 from weft.common.errors import ErrorInfo
 
 Backend: TypeAlias = Literal["file", "shm"]
-GroupBackend: TypeAlias = Literal["gloo", "nccl"]
-"""The way of broadcasts: gloo between CPUs, nccl between NVIDIA GPUs."""
+GroupBackend: TypeAlias = Literal["gloo", "nccl", "ipc"]
+"""gloo: broadcasts between CPUs. nccl: broadcasts between NVIDIA GPUs. ipc: no broadcasts, but memory of the
+trainer's GPU, which receivers on the same host open."""
 
 
 class WeightsUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,6 +57,17 @@ class TrainerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Maximum seconds until the group is formed, and for each broadcast."""
 
 
+class IpcHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Place of a tensor in the memory of a GPU (``weft.models.ipc``)."""
+
+    gpu: str
+    """UUID of the GPU."""
+    name: bytes
+    """64 bytes of the CUDA runtime that name an allocation."""
+    offset: int
+    """Bytes from the begin of the allocation to the tensor."""
+
+
 class AnnouncedTensors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tensors that a trainer is about to send, in this order."""
 
@@ -70,8 +82,8 @@ class AnnouncedTensors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """True if each broadcast has the bytes of several tensors: the next ones until their bytes exceed
     ``buffer_bytes``."""
     buffer_bytes: int = 1 << 30
-    handles: tuple[bytes, ...] = ()
-    """CUDA IPC handle of each tensor (``weft.models.ipc``); () for broadcasts."""
+    handles: tuple[IpcHandle, ...] = ()
+    """Place of each tensor; () for broadcasts."""
 
 
 class JoinTrainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):

@@ -15,7 +15,7 @@ from weft.common.errors import InvalidRequest, ReportedError, Unavailable, WeftE
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.engine.weights.group_weights import GroupWeights
-from weft.engine.weights.receivers import Receivers
+from weft.engine.weights.receivers import Receivers, Start
 from weft.group.types import GroupLost
 from weft.scheduler.scheduler import Scheduler
 from weft.store.fixed_weights import why_fixed
@@ -54,10 +54,12 @@ class EngineWeights:
         busy: Callable[[], bool],
         lose: Callable[[GroupLost], None],
         forget: Callable[[], None],
+        start: Start,
     ) -> None:
         """``drain``: commits all steps in flight and returns the events; None while the group recovers.
         ``busy``: returns True while a sequence, a transfer or a copy of a KV tier is open. ``lose``: starts
-        the recovery of the group. ``forget``: empties the prefix cache, and plans no more copies of it."""
+        the recovery of the group. ``forget``: empties the prefix cache, and plans no more copies of it. ``start``: see
+        ``Receivers``."""
         self._group, self._drain, self._busy, self._lose = group, drain, busy, lose
         self._forget = forget
         self._scheduler = scheduler
@@ -70,7 +72,7 @@ class EngineWeights:
         self._until = 0.0
         """Time at which a busy engine refuses ``_due``."""
         self._answers: list[WeightsChanged] = []
-        self._receivers = Receivers(config.parallel.tensor_parallel_size, config.device)
+        self._receivers = Receivers(config.parallel.tensor_parallel_size, config.device, start)
         self._files = SharedFiles()
         self._received: tuple[str, ...] = ()
         """Files of an update that is not staged yet."""

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from weft.common.errors import ErrorInfo, InvalidRequest, Unavailable, WeftError
+from weft.models.ipc import opened
 from weft.models.weight_group import WeightGroup, receive
 from weft.models.weight_source import write_shared
 from weft.types.weights import ReceiveWeights, TrainerGroup
@@ -55,7 +56,8 @@ def serve(link: socket.socket, setup: ReceiverSetup) -> None:
         link.sendall(msgspec.json.encode(progress) + LINE)
 
     try:
-        group = WeightGroup(setup.group, setup.rank, setup.device)
+        by_name = setup.group.backend == "ipc"
+        group = None if by_name else WeightGroup(setup.group, setup.rank, setup.device)
         say(Progress(done=True))
         for line in link.makefile("rb"):
             told = msgspec.json.decode(line, type=ReceiveWeights)
@@ -73,13 +75,18 @@ def serve(link: socket.socket, setup: ReceiverSetup) -> None:
         say(Progress(error=InvalidRequest(why[:300]).info()))
 
 
-def _receive(group: WeightGroup, told: ReceiveWeights, writes: bool, say: Callable[[Progress], None]) -> int:
+def _receive(
+    group: WeightGroup | None, told: ReceiveWeights, writes: bool, say: Callable[[Progress], None]
+) -> int:
     """Receive one file. Return a digest that all receivers have alike."""
     digest = 0
+    if (group is None) != bool(told.tensors.handles):
+        raise InvalidRequest("ipc_handles belong to the backend ipc, and only to this backend")
+    tensors = opened(told.tensors) if group is None else receive(group, told.tensors)
 
     def counted() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal digest
-        for number, (name, tensor) in enumerate(receive(group, told.tensors), 1):
+        for number, (name, tensor) in enumerate(tensors, 1):
             found = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
             digest = zlib.crc32(found.to_bytes(4, "little"), digest)
             yield name, tensor

@@ -16,12 +16,12 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
 from weft.common.errors import ErrorInfo, InvalidRequest, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
-from weft.engine.ranks.processes import ProcessCommand, start_process
 from weft.engine.weights.receiver import LINE, Progress, ReceiverSetup
 from weft.store.announced import sizes
 from weft.store.new_weights import SHARED
@@ -36,20 +36,19 @@ LATE_S = 5.0
 SETTLE_S = 1.0
 """Seconds between the first failure of a receiver and the answer: the failures of the others tell more."""
 END_S = 5.0
+Start: TypeAlias = Callable[[bytes, int], "subprocess.Popen[bytes]"]
+"""Function from (standard input, descriptor of the link) to a process."""
 _AGAIN = "POST /init_weight_transfer_engine forms a new group"
 
 
 class _Receiver:
     """One process, and its link."""
 
-    def __init__(self, setup: ReceiverSetup) -> None:
+    def __init__(self, setup: ReceiverSetup, start: Start) -> None:
         self.link, theirs = socket.socketpair()
         self.link.setblocking(False)
         with theirs:
-            command = ProcessCommand(
-                "receiver_main", (), msgspec.msgpack.encode(setup), descriptors=(theirs.fileno(),)
-            )
-            self.process: subprocess.Popen[bytes] = start_process(command)
+            self.process = start(msgspec.msgpack.encode(setup), theirs.fileno())
         self._data = b""
         self.rank = setup.rank
         self.done: Progress | None = None
@@ -102,9 +101,12 @@ class _Receiver:
 class Receivers:
     """All receivers of one engine. Used from the thread that steps: a receiver ends with the thread."""
 
-    def __init__(self, ranks: int, device: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """``device``: "cpu", or "cuda": receiver i then uses GPU i of this process."""
-        self._ranks, self._device, self._clock = ranks, device, clock
+    def __init__(
+        self, ranks: int, device: str, start: Start, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``device``: "cpu", or "cuda": receiver i then uses GPU i of this process. ``start``: starts a
+        process of ``weft.engine.weights.receiver``."""
+        self._ranks, self._device, self._start, self._clock = ranks, device, start, clock
         self._all: list[_Receiver] = []
         self._task: JoinTrainer | ReceiveWeights | None = None
         self._seconds = 0.0
@@ -118,12 +120,13 @@ class Receivers:
         self.close()
         self._task, self._seconds = told, told.group.seconds
         self._until = self._clock() + self._seconds + START_S
-        for number in range(self._ranks):
+        by_name = told.group.backend == "ipc"  # nobody counts the receivers: the one that writes is enough
+        for number in range(1 if by_name else self._ranks):
             device = "cpu" if self._device == "cpu" else f"{self._device}:{number}"
             setup = ReceiverSetup(
                 group=told.group, rank=told.first_rank + number, writes=number == 0, device=device
             )
-            self._all.append(_Receiver(setup))
+            self._all.append(_Receiver(setup, self._start))
 
     def receive(self, told: ReceiveWeights) -> None:
         """Begin to receive tensors. ``finished`` has the result. Raises InvalidRequest without a group, and
