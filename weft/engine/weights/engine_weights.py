@@ -58,8 +58,8 @@ class EngineWeights:
     ) -> None:
         """``drain``: commits all steps in flight and returns the events; None while the group recovers.
         ``busy``: returns True while a sequence, a transfer or a copy of a KV tier is open. ``lose``: starts
-        the recovery of the group. ``forget``: empties the prefix cache, and plans no more copies of it. ``start``: see
-        ``Receivers``."""
+        the recovery of the group. ``forget``: empties the prefix cache, and plans no more copies of it.
+        ``start``: see ``Receivers``."""
         self._group, self._drain, self._busy, self._lose = group, drain, busy, lose
         self._forget = forget
         self._scheduler = scheduler
