@@ -93,6 +93,7 @@ def verl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ray = pytest.importorskip("ray")
     path = f"{ROOT / 'integrations' / 'verl'}:{ROOT}:" + ":".join(one for one in sys.path if "site" in one)
     monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # no token in the home directory
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True)
     yield ray
     ray.shutdown()
