@@ -36,6 +36,7 @@ LATE_S = 5.0
 SETTLE_S = 1.0
 """Seconds between the first failure of a receiver and the answer: the failures of the others tell more."""
 END_S = 5.0
+"""Maximum seconds for a receiver to read a task, and to end after a kill."""
 Start: TypeAlias = Callable[[bytes, int], "subprocess.Popen[bytes]"]
 """Function from (standard input, descriptor of the link) to a process."""
 _AGAIN = "POST /init_weight_transfer_engine forms a new group"
@@ -95,7 +96,8 @@ class _Receiver:
     def close(self) -> None:
         self.link.close()
         self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold a killed process
+            self.process.wait(END_S)
 
 
 class Receivers:
