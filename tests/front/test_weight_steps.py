@@ -16,7 +16,18 @@ from weft.front.requests.weight_updates import WeightUpdates
 from weft.store import fixed_weights
 from weft.store.fixed_weights import why_fixed
 from weft.store.new_weights import source_files
-from weft.types.weights import DropWeights, FreeMemory, StageWeights, UseWeights, WeightsChanged
+from weft.types.messages import RECEIVE_SINCE
+from weft.types.weights import (
+    AnnouncedTensors,
+    DropWeights,
+    FreeMemory,
+    JoinTrainer,
+    ReceiveWeights,
+    StageWeights,
+    TrainerGroup,
+    UseWeights,
+    WeightsChanged,
+)
 
 
 def config(**more: Any) -> Any:
@@ -27,7 +38,7 @@ def config(**more: Any) -> Any:
         spec=spec,
         loaded=spec,
         tier=TierSection(),
-        parallel=SimpleNamespace(eplb_interval=0, enable_expert_parallel=False),
+        parallel=SimpleNamespace(eplb_interval=0, enable_expert_parallel=False, tensor_parallel_size=2),
     )
     vars(made).update(more)
     return made
@@ -41,6 +52,8 @@ class Engines:
         self.silent: type | None = None
         self.refused = ""
         """A file that both engines refuse."""
+        self.failing = ""
+        """Name of an engine that receives nothing."""
         self.told: list[Any] = []
         self.instances = [
             SimpleNamespace(
@@ -50,7 +63,7 @@ class Engines:
                 role="unified",
                 weights=weights,
                 weights_answer=None,
-                welcome=SimpleNamespace(weights=weights),
+                welcome=SimpleNamespace(weights=weights, versions=(1, RECEIVE_SINCE)),
             )
             for name in ("a", "b")
         ]
@@ -70,6 +83,10 @@ class Engines:
                 one.weights_answer = WeightsChanged(version=one.weights, error=error)
                 return
             one.weights_answer = WeightsChanged(version=one.weights, staged=number, digest="d")
+        elif isinstance(message, JoinTrainer | ReceiveWeights):
+            digest = message.token if isinstance(message, JoinTrainer) else message.file
+            error = Unavailable("the trainer has ended").info() if name == self.failing else None
+            one.weights_answer = WeightsChanged(version=one.weights, digest=digest, error=error)
         elif isinstance(message, UseWeights | FreeMemory):
             one.weights = getattr(message, "version", one.weights)
             one.weights_answer = WeightsChanged(version=one.weights)
@@ -287,5 +304,40 @@ def test_memory_is_not_freed_after_the_wake_up() -> None:
             await call
         assert [type(one) for one in engines.told] == [FreeMemory] * 2 + [DropWeights] * 2
         assert made.freed
+
+    in_loop(engines, check)
+
+
+GROUP = TrainerGroup(backend="gloo", address="trainer", port=1, world_size=5, seconds=1.0)
+TENSORS = AnnouncedTensors(names=("a",), dtypes=("float32",), shapes=((2,),))
+
+
+def test_every_rank_joins_and_receives_and_a_failure_ends_the_group() -> None:
+    engines = Engines()
+
+    async def check(made: WeightUpdates) -> None:
+        with pytest.raises(InvalidRequest, match="comes first"):
+            await made.receive(TENSORS, False)
+        await made.join(GROUP, 1)
+        assert [one.first_rank for one in engines.told] == [1, 3]
+        made.start()
+        await made.receive(TENSORS, False)
+        await made.receive(TENSORS, True)
+        files = [one.file for one in engines.told if isinstance(one, ReceiveWeights)][::2]
+        engines.told.clear()
+        await made.finish("new", never)
+        assert staged(engines) == [(tuple(files), True)]
+        engines.failing = "b"
+        made.start()
+        with pytest.raises(ReportedError, match="ended"):
+            await made.receive(TENSORS, False)
+        assert [type(one) for one in engines.told[2:]] == [DropWeights] * 2
+        engines.failing = ""
+        with pytest.raises(InvalidRequest, match="comes first"):
+            await made.receive(TENSORS, False)
+        await made.join(GROUP, 1)
+        engines.instances[1].incarnation += 1
+        with pytest.raises(InvalidRequest, match="have started since"):
+            await made.receive(TENSORS, False)
 
     in_loop(engines, check)

@@ -87,3 +87,23 @@ def test_nothing_that_was_cached_is_hit_after_a_loss() -> None:
         rig.drain()
     assert [rig.told[n].num_cached for n in (1, 2, 3)] == [0, 16, 0]
     rig.check_told()
+
+
+def test_running_sequences_begin_again_for_new_weights() -> None:
+    """Nothing of the old weights is hit, and every sequence goes on with its tokens."""
+    rig = Rig(kv_config(caching=True), depth=1, max_num_seqs=2)
+    for number in range(3):
+        rig.submit(submit(number, [number + 1] * 9, max_tokens=8))
+    for _ in range(4):
+        rig.step()
+    hits = rig.scheduler.stats().prefix_hits
+    rig.scheduler.begin_again()
+    rig.scheduler.use_weights(1)
+    assert [one.id for one in rig.scheduler._state.waiting] == [0, 1, 2]
+    rig.audit()
+    rig.step()
+    assert rig.scheduler.stats().prefix_hits == hits
+    assert rig.scheduler.stats().preemptions == 2
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()

@@ -269,7 +269,6 @@ class LLM(PooledCalls):
             self._core = None
             if core is not None:
                 core.close()
-            self._weights.close()
 
     def __enter__(self) -> LLM:
         return self

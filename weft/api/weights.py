@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import re
-import secrets
-import time
-import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,26 +15,14 @@ from weft.engine.core import EngineCore
 from weft.models.weight_source import write_shared
 from weft.store.fixed_weights import PARTS, check_parts, check_sleep, former_updates, why_fixed
 from weft.store.new_weights import SHARED, source_files
+from weft.store.shared_files import delete_stale, new_token, shared_name
 from weft.types.weights import WeightsUpdate
 
 if TYPE_CHECKING:
     from weft.engine.server.replicas import Replicas
 
-STALE_S = 600.0
-"""Age from which a file of an ``LLM`` that has ended is deleted, in seconds."""
 DEFAULT = "default"
 """Label of the weights of the start."""
-
-
-class _Written(NamedTuple):
-    """A file in shared memory that this process has written."""
-
-    path: Path
-    lock: int
-    """Open descriptor that locks the file until the process ends."""
-
-
-_IS_OURS = re.compile(r"\.?weft-\d+-[0-9a-f]{16}\.safetensors(\.\d+)?$")
 
 
 class Weights:
@@ -54,9 +37,6 @@ class Weights:
         """True while the ranks lack the weights."""
         self._history: tuple[WeightsUpdate, ...] = ()
         """Updates since the last complete one, in order."""
-        self._kept: list[_Written] = []
-        """Files in shared memory that a rank may still need."""
-        weakref.finalize(self, _unlink, self._kept)  # also at the end of the process
 
     def update(
         self,
@@ -75,31 +55,24 @@ class Weights:
                 "the weights are empty after a sleep of level 2: update all tensors first, or end the sleep"
             )
         number = core.weights.version + 1
-        written: list[_Written] = []
         try:
             if isinstance(source, str | Path):
                 files = source_files("file", str(Path(source).resolve()))
             else:
                 delete_stale()
-                name = f"weft-{os.getpid()}-{secrets.token_hex(8)}.safetensors"
-                path = SHARED / write_shared(name, source)
-                written.append(_Written(path, os.open(path, os.O_RDONLY)))
-                fcntl.flock(written[0].lock, fcntl.LOCK_EX)
-                files = (str(path),)
+                # The engine deletes the file when no rank needs the file any more.
+                files = (str(SHARED / write_shared(shared_name(os.getpid(), new_token()), source)),)
             update = WeightsUpdate(version=number, files=files, partial=partial)
             core.weights.update(update, lambda: _turn(core))
         except BaseException as error:
-            _unlink(written)
             if isinstance(error, ReportedError) and (known := client_error(error.info())) is not None:
                 raise known from error
             if isinstance(error, ValueError):
                 raise InvalidRequest(str(error), param="source") from error
             raise
         if not partial:
-            _unlink(self._kept)
             self._history, self._freed = (), False
         self._history = (*self._history, update)
-        self._kept += written
         self.label = str(number) if label is None else label
         return self.label
 
@@ -124,10 +97,6 @@ class Weights:
             self._freed = False
         self.asleep = left
 
-    def close(self) -> None:
-        """Delete the files in shared memory."""
-        _unlink(self._kept)
-
 
 def _turn(core: EngineCore) -> None:
     """Handle frames of the ranks, and let a recovery go on."""
@@ -135,29 +104,3 @@ def _turn(core: EngineCore) -> None:
     core.hear()
     if core.recovering:
         core.step()
-
-
-def _unlink(files: list[_Written]) -> None:
-    while files:
-        path, lock = files.pop()
-        path.unlink(missing_ok=True)
-        os.close(lock)
-
-
-def delete_stale(folder: Path = SHARED) -> None:
-    """Delete files of processes that were killed: files older than ``STALE_S`` without a lock.
-
-    A lock, unlike a process id, has a meaning also between containers that share /dev/shm.
-    """
-    for path in [*folder.glob("weft-*.safetensors"), *folder.glob(".weft-*.safetensors.*")]:
-        try:
-            if time.time() - path.stat().st_mtime < STALE_S or not _IS_OURS.match(path.name):
-                continue
-            lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)
-            finally:
-                os.close(lock)
-        except OSError:  # the file is in use, gone, or of another user
-            continue

@@ -30,6 +30,7 @@ from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.engine.group import GroupExecutor
 from weft.engine.kv_events import start_kv_events
 from weft.engine.loop import EngineLoop, InFlight
+from weft.engine.ranks.processes import start_receiver
 from weft.engine.start import start_executor
 from weft.engine.step_scheduler import make_scheduler
 from weft.engine.tier_start import make_engine_tier
@@ -182,7 +183,9 @@ class EngineCore(EngineLoop[StepHandle]):
         """Return the way of new weights: staged and used by messages of API servers."""
         group, work = self.runner.weights, self._open_work
         forget = functools.partial(self.flush, FlushTier(disk=False))
-        return EngineWeights(self.config, group, self.scheduler, self._drained, work, self._lose, forget)
+        return EngineWeights(
+            self.config, group, self.scheduler, self._drained, work, self._lose, forget, start_receiver
+        )
 
     def _drained(self) -> list[TokenEvent] | None:
         """Commit all steps in flight and return the events; None while the group recovers. Raises
@@ -300,6 +303,7 @@ class EngineCore(EngineLoop[StepHandle]):
             log.info("%s", report)
         if self.tier is not None and not failed:
             self.tier.finish()
+        self.weights.close(failed)
         self.grammars.close()
         # Transfers end before the ranks: a transfer uses the memory of the ranks.
         for transfers in self.all_transfers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -16,19 +17,29 @@ from weft.front.http.streaming import JSON
 from weft.front.protocol.parse import Body
 from weft.front.requests.context import Front
 from weft.front.requests.weight_updates import WeightUpdates
+from weft.store.announced import PACKING, packing_of, read_group, read_tensors
 from weft.store.new_weights import source_files
 
 MOST_LABEL = 256
 """Maximum characters of a label."""
 MOST_PATH = 4096
+ABORT_S = 2.0
+"""Maximum seconds until requests end that ``--on-update abort`` aborts."""
 BACKENDS = ("file", "shm")
+"""Backends without a set-up."""
+GROUPS = ("gloo", "nccl", "ipc")
+"""Backends with receivers."""
+_GROUP_FIELDS = ("master_address", "master_port", "rank_offset", "world_size", "timeout", *PACKING)
+_TENSOR_FIELDS = ("names", "dtype_names", "shapes", "digests", "ipc_handles", "ipc_handles_pickled", *PACKING)
 
 
 class InitRequest(Body, frozen=True, kw_only=True):
     """POST /init_weight_transfer_engine."""
 
     init_info: dict[str, Any] = msgspec.field(default_factory=dict)
-    """``backend``: "file" (default) or "shm"."""
+    """``backend``: "file", "shm", "gloo", "nccl" or "ipc". Without ``backend``, ``master_address`` means a
+    group of the trainer, over nccl on a GPU and over gloo on a CPU. Fields of a group: ``master_address``,
+    ``master_port``, ``rank_offset``, ``world_size``, ``timeout`` in seconds, and the fields of packing."""
 
 
 class StartRequest(Body, frozen=True, kw_only=True):
@@ -42,8 +53,9 @@ class UpdateRequest(Body, frozen=True, kw_only=True):
     """POST /update_weights."""
 
     update_info: dict[str, Any]
-    """``path``: absolute path of a folder of safetensors, or ``name``: a safetensors file in /dev/shm.
-    ``partial``: True if some tensors only are given."""
+    """``path``: absolute path of a folder of safetensors, ``name``: a safetensors file in /dev/shm, or
+    ``names``, ``dtype_names`` and ``shapes``: tensors that the trainer broadcasts now, with ``packed`` and
+    ``digests`` (CRC-32), or that ``ipc_handles`` name. ``partial``: True if some tensors only are given."""
 
 
 class FinishRequest(Body, frozen=True, kw_only=True):
@@ -131,17 +143,11 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
 
     @app.post("/init_weight_transfer_engine", openapi_extra=openapi.answers_of(InitRequest, Said))
     async def init(request: Request) -> Response:
-        """Check the way of new weights. Files and shared memory need no set-up."""
+        """Check the way of new weights. Files and shared memory need no set-up. Every rank joins the group of
+        a trainer that broadcasts; the answer comes when the group is formed.
+        """
         _updates(front).check()
-        info = (await read_body(front, request, InitRequest)).init_info
-        # Trainers of vLLM name no backend: the address of a rendezvous means NCCL.
-        backend = info.get("backend", "nccl" if "master_address" in info else "file")
-        if backend not in BACKENDS:
-            raise InvalidRequest(
-                f"backend must be one of {', '.join(BACKENDS)}; nccl and ipc are not supported",
-                param="init_info",
-            )
-        _only(info, ("backend",), "init_info")
+        await _init(front, (await read_body(front, request, InitRequest)).init_info)
         return _json(Said(message="Weight transfer initialized"))
 
     @app.post("/start_weight_update", openapi_extra=openapi.answers_of(StartRequest, Said))
@@ -155,9 +161,16 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
 
     @app.post("/update_weights", openapi_extra=openapi.answers_of(UpdateRequest, Said))
     async def update(request: Request) -> Response:
-        """Add a source of tensors to the update. Engines read the source when the update is finished."""
-        files, partial = _source((await read_body(front, request, UpdateRequest)).update_info)
-        _updates(front).add(files, partial)
+        """Add a source of tensors to the update. Engines read files when the update is finished. Broadcasts
+        are received now: the answer comes when all ranks have the tensors.
+        """
+        info = (await read_body(front, request, UpdateRequest)).update_info
+        updates = _updates(front)
+        if "names" in info:
+            _only(info, (*_TENSOR_FIELDS, "partial"), "update_info")
+            await updates.receive(read_tensors(info, updates.packing), _partial(info))
+        else:
+            updates.add(_source(info), _partial(info))
         return _json(Said(message="Weights updated"))
 
     @app.post("/finish_weight_update", openapi_extra=openapi.answers_of(FinishRequest, Said))
@@ -169,8 +182,37 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
         label = (await _body(front, request, FinishRequest)).weight_version
         if label is not None:
             _check_label(label, "weight_version")
-        await _updates(front).finish(label, lambda: front.pausing.paused)
+        ending = front.config.scheduler.on_update == "abort"
+        leave = (lambda: _abort_all(front)) if ending else None
+        await _updates(front).finish(label, lambda: front.pausing.paused, leave)
         return _json(Said(message="Weight update finished"))
+
+
+async def _init(front: Front, info: dict[str, Any]) -> None:
+    """Check ``init_info``, and form the group of a trainer. Raises InvalidRequest, and Unavailable for a
+    trainer that does not join."""
+    backend, updates = info.get("backend", "group" if "master_address" in info else "file"), _updates(front)
+    if backend in BACKENDS:
+        _only(info, ("backend",), "init_info")
+    elif backend in GROUPS or "backend" not in info:
+        _only(info, ("backend", *_GROUP_FIELDS), "init_info")
+        packing_of(info, "init_info")
+        await updates.join(*read_group(info, front.config.device, updates.ranks))
+        updates.packing = {key: info[key] for key in PACKING if key in info}
+    else:
+        raise InvalidRequest(f"backend must be one of {', '.join((*BACKENDS, *GROUPS))}", param="init_info")
+
+
+async def _abort_all(front: Front) -> None:
+    """End all requests with the tokens so far. Waits at most ``ABORT_S`` for clients that do not read."""
+    ended = list(front.running.values())
+    for generation in ended:
+        generation.abort()
+    until = asyncio.get_running_loop().time() + ABORT_S
+    while any(one in ended for one in front.running.values()):
+        if asyncio.get_running_loop().time() > until:
+            return
+        await asyncio.sleep(0.01)
 
 
 def _add_facts(app: FastAPI, front: Front) -> None:
@@ -237,20 +279,28 @@ def _updates(front: Front) -> WeightUpdates:
     return front.model.weights
 
 
-def _source(info: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """Return (files, partial) of ``update_info``. Raises InvalidRequest."""
+def _source(info: dict[str, Any]) -> tuple[str, ...]:
+    """Return the files of ``update_info``. Raises InvalidRequest."""
     _only(info, ("path", "name", "partial"), "update_info")
-    path, name, partial = info.get("path"), info.get("name"), info.get("partial", False)
-    if (path is None) == (name is None) or not isinstance(partial, bool):
+    path, name = info.get("path"), info.get("name")
+    if (path is None) == (name is None):
         raise InvalidRequest(
-            "update_info must have path (a folder of safetensors) or name (a file in /dev/shm), and may have "
-            "partial (true or false)",
+            "update_info must have path (a folder of safetensors), name (a file in /dev/shm), or names with "
+            "dtype_names and shapes (tensors of a trainer's group)",
             param="update_info",
         )
     place = path if path is not None else name
     if not isinstance(place, str) or not 0 < len(place) <= MOST_PATH:
         raise InvalidRequest("path and name must be text", param="update_info")
-    return source_files("file" if path is not None else "shm", place), partial
+    return source_files("file" if path is not None else "shm", place)
+
+
+def _partial(info: dict[str, Any]) -> bool:
+    """Return True if ``update_info`` has some tensors only. Raises InvalidRequest."""
+    partial = info.get("partial", False)
+    if not isinstance(partial, bool):
+        raise InvalidRequest("partial must be true or false", param="update_info")
+    return partial
 
 
 def _only(info: dict[str, Any], known: tuple[str, ...], param: str) -> None:

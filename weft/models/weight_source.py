@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -12,27 +13,20 @@ from typing import Any
 
 import torch
 
+from weft.store.announced import DTYPES
 from weft.store.new_weights import DIGESTS, NAME, PIECE, SHARED
 
-_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-}
+_TYPES = {getattr(torch, name): code for name, (code, _) in DTYPES.items()}
 
 
-def write_shared(name: str, tensors: Iterable[tuple[str, torch.Tensor]], folder: Path = SHARED) -> str:
+def write_shared(
+    name: str, tensors: Iterable[tuple[str, torch.Tensor]], folder: Path = SHARED, replace: bool = True
+) -> str:
     """Write tensors, under published names, into the shared memory ``name`` (ends with .safetensors).
 
     Return ``name``. The file appears when it is complete, with mode 0600, and replaces a file of the same
-    name. Delete the file (/dev/shm/NAME) after the next update. Raises ValueError for a bad name, a repeated
-    tensor name or a type without a code, and OSError.
+    name; without ``replace`` a file of the same name stays. Delete the file (/dev/shm/NAME) after the next
+    update. Raises ValueError for a bad name, a repeated tensor name or a type without a code, and OSError.
     """
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no file name that ends with .safetensors")
@@ -57,7 +51,11 @@ def write_shared(name: str, tensors: Iterable[tuple[str, torch.Tensor]], folder:
                 }
                 at += data.nbytes
             _put_header(body, {"__metadata__": {DIGESTS: json.dumps(digests)}, **header}, at)
-        temporary.rename(folder / name)
+        if replace:
+            temporary.rename(folder / name)
+        else:
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, folder / name)
     finally:
         temporary.unlink(missing_ok=True)
     return name

@@ -34,7 +34,7 @@ from weft.scheduler.constraints import Constraint, TokenMatcher, masks_of
 from weft.scheduler.loads import Loads
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.scheduler.planner import Planner
-from weft.scheduler.sequence import Sequence
+from weft.scheduler.sequence import Running, Sequence
 from weft.scheduler.state import SchedulerState
 from weft.scheduler.transfers.media_transfers import MediaTransfers
 from weft.scheduler.transfers.scheduler_transfers import SchedulerTransfers
@@ -294,6 +294,13 @@ class Scheduler:
         self._blocked = False
         num_cached = max(found.num_cached, 0)
         return [TokenEvent(sequence=sequence, num_cached=num_cached, finish="abort", position=found.position)]
+
+    def begin_again(self) -> None:
+        """Preempt all running sequences: prompts and outputs are computed again. No step may be in flight."""
+        for sequence in self._state.running.snapshot():
+            run = sequence.state
+            assert isinstance(run, Running)
+            self._state.preempt(sequence, run)
 
     def lose(self) -> None:
         """Return running sequences with KV or images from transfers to the router, after ranks were lost.

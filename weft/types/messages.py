@@ -32,7 +32,15 @@ from weft.types.tier_flush import FlushTier
 from weft.types.tiers import TierStats
 from weft.types.transfer import TransferParameters
 from weft.types.transport_counts import TransportCounts
-from weft.types.weights import DropWeights, FreeMemory, StageWeights, UseWeights, WeightsChanged
+from weft.types.weights import (
+    DropWeights,
+    FreeMemory,
+    JoinTrainer,
+    ReceiveWeights,
+    StageWeights,
+    UseWeights,
+    WeightsChanged,
+)
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STEP_TOKENS = (1.0, *(2.0**power for power in range(3, 15)))
@@ -70,10 +78,10 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
 
-VERSION = 5
+VERSION = 6
 """The newest version of these messages. Version 2 added ``Hello.engine``, ``Welcome.engine`` and
 ``TransferStats.sent``, version 3 ``Submit.payer``, version 4 ``Submit.routes`` and ``Submit.forced``,
-version 5 ``FreeMemory``."""
+version 5 ``FreeMemory``, version 6 ``JoinTrainer`` and ``ReceiveWeights``."""
 OLDEST = 1
 """The oldest version understood. A sender uses only the fields of the newest common version."""
 SENT_SINCE = 2
@@ -84,6 +92,8 @@ ROUTES_SINCE = 4
 """Version that added ``Submit.routes``, ``Submit.forced`` and ``TierStats.levels``."""
 SLEEP_SINCE = 5
 """Version that added ``FreeMemory``."""
+RECEIVE_SINCE = 6
+"""Version that added ``JoinTrainer`` and ``ReceiveWeights``."""
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
 """Salt of probe sequences. API servers send probe sequences to check if an engine process produces tokens."""
@@ -537,7 +547,7 @@ class EngineFailed(_Message, frozen=True, kw_only=True):
 
 
 ToAdapters: TypeAlias = LoadAdapter | DropAdapter
-ToWeights: TypeAlias = StageWeights | UseWeights | DropWeights | FreeMemory
+ToWeights: TypeAlias = StageWeights | UseWeights | DropWeights | FreeMemory | JoinTrainer | ReceiveWeights
 ToEngine = (
     Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Profile | Shutdown | ToAdapters | FlushTier
 ) | ToWeights

@@ -8,6 +8,9 @@
       │                                  │ ── SwapWeights ───────────────► │   copy into the memory in use
       │ ◄─ WeightsChanged(version) ───── │ ◄─────────── WeightsReport ──── │   digests must be equal
 
+      │ JoinTrainer, ReceiveWeights ───► │   receiver processes: tensors of a trainer, into a file in shared
+      │ ◄─ WeightsChanged(version) ───── │   memory, which ``StageWeights`` names later
+
       │ FreeMemory(weights) ───────────► │ ── the same frame ────────────► │   a sleep: give memory back
       │ ◄─ WeightsChanged(version) ───── │ ◄─────────── WeightsReport ──── │
 
@@ -25,6 +28,9 @@ import msgspec
 from weft.common.errors import ErrorInfo
 
 Backend: TypeAlias = Literal["file", "shm"]
+GroupBackend: TypeAlias = Literal["gloo", "nccl", "ipc"]
+"""gloo: broadcasts between CPUs. nccl: broadcasts between NVIDIA GPUs. ipc: no broadcasts, but memory of the
+trainer's GPU, which receivers on the same host open."""
 
 
 class WeightsUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +42,66 @@ class WeightsUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Absolute paths of safetensors files, on the hosts of all ranks."""
     partial: bool = False
     """True if the files hold some of the tensors only. The others stay as they are."""
+
+
+class TrainerGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A process group in which a trainer, rank 0, broadcasts tensors."""
+
+    backend: GroupBackend
+    address: str
+    """Host name or address of the trainer."""
+    port: int
+    world_size: int
+    """The trainer, and one receiver for each rank of each engine."""
+    seconds: float
+    """Maximum seconds until the group is formed, and for each broadcast."""
+
+
+class IpcHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Place of a tensor in the memory of a GPU (``weft.models.ipc``)."""
+
+    gpu: str
+    """UUID of the GPU."""
+    name: bytes
+    """64 bytes of the CUDA runtime that name an allocation."""
+    offset: int
+    """Bytes from the begin of the allocation to the tensor."""
+
+
+class AnnouncedTensors(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tensors that a trainer is about to send, in this order."""
+
+    names: tuple[str, ...]
+    """Published names, as in the checkpoint."""
+    dtypes: tuple[str, ...]
+    """Names of ``weft.store.announced.DTYPES``."""
+    shapes: tuple[tuple[int, ...], ...]
+    digests: tuple[int, ...] = ()
+    """CRC-32 of the bytes of each tensor; () if the trainer sends none."""
+    packed: bool = False
+    """True if each broadcast has the bytes of several tensors: the next ones until their bytes exceed
+    ``buffer_bytes``."""
+    buffer_bytes: int = 1 << 30
+    handles: tuple[IpcHandle, ...] = ()
+    """Place of each tensor; () for broadcasts."""
+
+
+class JoinTrainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """API server to engine: join the group of a trainer with one receiver for each rank."""
+
+    token: str
+    """The answer has this text as digest."""
+    group: TrainerGroup
+    first_rank: int
+    """Rank of the engine's first receiver. The others follow."""
+
+
+class ReceiveWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """API server to engine: receive tensors from the trainer into a file in shared memory."""
+
+    file: str
+    """Absolute path, a name of ``weft.store.shared_files``. The answer has this text as digest."""
+    tensors: AnnouncedTensors
 
 
 class StageWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -51,7 +117,8 @@ class UseWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class DropWeights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """API server to engine, and engine to rank: forget staged weights. Without an answer."""
+    """API server to engine, and engine to rank: forget staged and received weights. Without an answer. A
+    receiver that still waits for the trainer ends, and leaves the group."""
 
 
 class FreeMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -63,15 +130,15 @@ class FreeMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Engine to API server: the answer to ``StageWeights``, ``UseWeights`` or ``FreeMemory``, to the sender
-    only."""
+    """Engine to API server: the answer to every other message of an update, to the sender only."""
 
     version: int
     """Version of the weights that the engine computes with."""
     staged: int = 0
     """Version of the staged weights; 0 for none."""
     digest: str = ""
-    """Digest of the files of the staged version, or of the version in use after ``UseWeights``."""
+    """Digest of the files of the staged version, or of the version in use after ``UseWeights``. After
+    ``JoinTrainer`` and ``ReceiveWeights``: the token or the file of the message."""
     error: ErrorInfo | None = None
     """The reason why the weights were not staged or not used; None after success."""
 

@@ -207,6 +207,14 @@ class SchedulerSection(Section, frozen=True, kw_only=True):
             "or only decode; prefill goes first."
         ),
     ] = "mixed"
+    on_update: Annotated[
+        Literal["keep", "recompute", "abort"],
+        Meta(
+            description="Requests that run when new weights arrive. keep: go on with the KV of the old "
+            "weights. recompute: compute prompt and output again under the new weights. abort: end with "
+            "finish_reason abort. Requests held by a pause always compute again."
+        ),
+    ] = "keep"
     steps_in_flight: Annotated[
         Literal[0, 1, 2],
         Meta(

@@ -96,6 +96,11 @@ def start_process(command: ProcessCommand) -> subprocess.Popen[bytes]:
     return process
 
 
+def start_receiver(setup: bytes, link: int) -> subprocess.Popen[bytes]:
+    """Start a receiver of new weights (``weft.engine.weights.receivers``). Raises OSError."""
+    return start_process(ProcessCommand("receiver_main", (), setup, descriptors=(link,)))
+
+
 class _Spare(NamedTuple):
     process: subprocess.Popen[bytes]
     link: socket.socket

@@ -1,8 +1,8 @@
 """New weights of an engine: the messages of API servers, and the barrier between two steps.
 
 An ``AwaitedSource``: ``take`` waits for the steps in flight, then swaps the weights on all ranks. The events
-of the old weights leave before the answer. Running sequences go on with the KV that they have. Sequences that
-begin later, or again, share no prefix with the old version.
+of the old weights leave before the answer. Running sequences go on with the KV that they have, or begin again
+(``--on-update``). Sequences that begin later, or again, share no prefix with the old version.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from weft.common.errors import InvalidRequest, ReportedError, Unavailable, WeftE
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.engine.weights.group_weights import GroupWeights
+from weft.engine.weights.receivers import Receivers, Start
 from weft.group.types import GroupLost
 from weft.scheduler.scheduler import Scheduler
 from weft.store.fixed_weights import why_fixed
+from weft.store.shared_files import SharedFiles, delete_stale, token_of
 from weft.types.messages import TokenEvent, ToWeights
 from weft.types.weights import (
     DropWeights,
     FreeMemory,
+    JoinTrainer,
+    ReceiveWeights,
     StageWeights,
     UseWeights,
     WeightsChanged,
@@ -50,21 +54,31 @@ class EngineWeights:
         busy: Callable[[], bool],
         lose: Callable[[GroupLost], None],
         forget: Callable[[], None],
+        start: Start,
     ) -> None:
         """``drain``: commits all steps in flight and returns the events; None while the group recovers.
         ``busy``: returns True while a sequence, a transfer or a copy of a KV tier is open. ``lose``: starts
-        the recovery of the group. ``forget``: empties the prefix cache, and plans no more copies of it."""
+        the recovery of the group. ``forget``: empties the prefix cache, and plans no more copies of it.
+        ``start``: see ``Receivers``."""
         self._group, self._drain, self._busy, self._lose = group, drain, busy, lose
         self._forget = forget
         self._scheduler = scheduler
         self._fixed = why_fixed(config)
         self._together = config.transfer.role != "unified" or config.parallel.enable_expert_parallel
         """True if other engines compute the same sequences: weights change only while none is open."""
+        self._on_update = config.scheduler.on_update
         self._staging = False
         self._due: UseWeights | FreeMemory | None = None
         self._until = 0.0
         """Time at which a busy engine refuses ``_due``."""
         self._answers: list[WeightsChanged] = []
+        self._receivers = Receivers(config.parallel.tensor_parallel_size, config.device, start)
+        self._files = SharedFiles()
+        self._received: tuple[str, ...] = ()
+        """Files of an update that is not staged yet."""
+        self._former: tuple[str, ...] = ()
+        """Files of the weights of before a sleep of level 2."""
+        self._hosts = config.parallel.hosts
 
     @property
     def version(self) -> int:
@@ -78,7 +92,10 @@ class EngineWeights:
             why = self._fixed or "this engine takes no new weights"
             if not isinstance(message, DropWeights):
                 self._fail(InvalidRequest(why))
+        elif isinstance(message, JoinTrainer | ReceiveWeights):
+            self._receive(message)
         elif isinstance(message, StageWeights):
+            self._files.hold(message.update.files)
             group.stage(message.update)
             self._staging = True
         elif isinstance(message, UseWeights | FreeMemory):
@@ -89,6 +106,36 @@ class EngineWeights:
         else:
             self._staging, self._due = False, None
             group.drop()
+            self._receivers.stop()
+            self._received = ()
+            self._keep_files()
+
+    def _receive(self, message: JoinTrainer | ReceiveWeights) -> None:
+        """Join the group of a trainer, or receive tensors from the trainer."""
+        try:
+            if self._hosts > 1:
+                raise InvalidRequest(
+                    "a group over several hosts receives no broadcasts: write the weights to a file system "
+                    "that all hosts share, and send the path"
+                )
+            if isinstance(message, JoinTrainer):
+                delete_stale()
+                self._receivers.join(message)
+            else:
+                token = token_of(message.file)  # files of an update that was given up are not used
+                self._received = tuple(one for one in self._received if token_of(one) == token)
+                self._keep_files()
+                self._receivers.receive(message)
+        except OSError as error:
+            self._fail(Unavailable(f"no receiver of weights can be started: {error}"))
+        except WeftError as error:
+            self._fail(error)
+
+    def _keep_files(self) -> None:
+        """Release files in shared memory that no update needs."""
+        updates = () if self._group is None else self._group.updates
+        used = [file for update in updates for file in update.files]
+        self._files.keep({*used, *self._received, *self._former})
 
     def finished(self) -> list[WeightsChanged]:
         """Return the answers since the last call, in order. Does not block."""
@@ -104,8 +151,23 @@ class EngineWeights:
                     number = self._group.staged_version
                     changed = WeightsChanged(version=self.version, staged=number, digest=digest)
                     self._answers.append(changed)
+        try:
+            if (received := self._receivers.finished()) is not None:
+                self._files.hold((received,))
+                self._received = (*self._received, received)
+                self._answers.append(WeightsChanged(version=self.version, digest=received))
+        except WeftError as error:
+            self._fail(error)
         answers, self._answers = self._answers, []
         return answers
+
+    def close(self, failed: bool = False) -> None:
+        """End the receivers, and release the files. ``failed``: another engine will need the files."""
+        self._receivers.close()
+        if failed:
+            self._files.leave()
+        else:
+            self._files.keep(())
 
     def update(self, update: WeightsUpdate, hear: Callable[[], object]) -> None:
         """Stage and use ``update`` while no sequence is open. Blocks. ``hear``: handles input of the ranks.
@@ -150,7 +212,7 @@ class EngineWeights:
         if due is None or self._group is None:
             return []
         events: list[TokenEvent] = []
-        before = self.version
+        before, requeued = self.version, False
         try:
             drained = self._drain()
             if drained is None:
@@ -172,6 +234,7 @@ class EngineWeights:
         except GroupLost as lost:
             self._due = None
             self._lose(lost)
+            requeued = True
             digest = ""
             if isinstance(due, FreeMemory) or self.version != due.version:
                 self._fail(lost)
@@ -180,15 +243,31 @@ class EngineWeights:
             self._fail(error)
             return events
         if self.version != before and isinstance(self._scheduler, Scheduler):
+            if self._on_update == "recompute" and not requeued:
+                self._scheduler.begin_again()
             self._scheduler.use_weights(self.version)
+        if self.version == due.version:
+            self._used()
         log.info("the engine computes with version %d of the weights", self.version)
         self._answers.append(WeightsChanged(version=self.version, digest=digest))
         return events
+
+    def _used(self) -> None:
+        """Release the files of former weights, and files that were received for the update in use."""
+        assert self._group is not None
+        used = {file for update in self._group.updates for file in update.files}
+        # After a sleep of level 2, ``restore`` sends the former updates again, one after the other.
+        if not set(self._group.updates[0].files) <= set(self._former):
+            self._former = ()
+        self._received = tuple(one for one in self._received if one not in used)
+        self._keep_files()
 
     def _free(self, due: FreeMemory, events: list[TokenEvent]) -> list[TokenEvent]:
         """Give memory back on all ranks, and return ``events``. Raises GroupLost."""
         assert self._group is not None
         self._forget()
+        if due.weights:
+            self._former += tuple(file for update in self._group.updates for file in update.files)
         self._group.free(due.weights)
         self._answers.append(WeightsChanged(version=self.version))
         return events

@@ -1,7 +1,8 @@
 """New weights for all engine processes of one model: the update under way, and the versions.
 
-    start ──► add source, .. ──► finish: StageWeights to all ──all read them──► UseWeights to all
-                                             └── one refuses: DropWeights to all, the old weights stay
+    join ──► every rank is in the group of a trainer (gloo, nccl)
+    start ──► add source, or receive, .. ──► finish: StageWeights to all ──all read them──► UseWeights to all
+                                                         └── one refuses: DropWeights to all
 
 A sleep of level 2 frees the weights. The next complete update fills the weights again; without an update,
 ``restore`` loads the weights of before as a new version with the same label.
@@ -13,7 +14,8 @@ again, or that lost ranks between the two messages, gets the updates since the l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -23,12 +25,17 @@ from weft.config.resolved import EngineConfig
 from weft.control.fleet.instances import Instance
 from weft.control.links.links import Links
 from weft.store.fixed_weights import check_sleep, former_updates, why_fixed
-from weft.store.new_weights import MOST_FILES
-from weft.types.messages import SLEEP_SINCE, ToWeights, common_version
+from weft.store.new_weights import MOST_FILES, SHARED
+from weft.store.shared_files import SharedFiles, new_token, shared_name
+from weft.types.messages import RECEIVE_SINCE, SLEEP_SINCE, ToWeights, common_version
 from weft.types.weights import (
+    AnnouncedTensors,
     DropWeights,
     FreeMemory,
+    JoinTrainer,
+    ReceiveWeights,
     StageWeights,
+    TrainerGroup,
     UseWeights,
     WeightsChanged,
     WeightsUpdate,
@@ -42,6 +49,8 @@ STAGE_S = 900.0
 """Maximum seconds until every engine process has read new weights."""
 USE_S = 180.0
 """Maximum seconds until every engine process uses new weights."""
+JOIN_S = 60.0
+"""Seconds that an engine process may take to answer after the time-out of a trainer's group."""
 POLL_S = 0.01
 FOLLOW_S = 1.0
 """Seconds between two looks at engine processes without the newest weights."""
@@ -62,6 +71,13 @@ class WeightUpdates:
         self._history: tuple[WeightsUpdate, ...] = ()
         """Updates since the last complete one, in order."""
         self._following: asyncio.Task[None] | None = None
+        self._joined: dict[str, int] = {}
+        """Engine processes in the group of a trainer: name -> incarnation."""
+        self._token = ""
+        """Part of the names of received files. Each update has its own."""
+        self.packing: dict[str, Any] = {}
+        """Fields of the set-up about packing."""
+        self._shared = SharedFiles()
         self.freed = False
         """True while engine processes may lack the weights."""
         self._former: tuple[WeightsUpdate, ...] = ()
@@ -98,7 +114,7 @@ class WeightUpdates:
     def start(self) -> None:
         """Begin an update. Replaces an update that was not finished. Raises InvalidRequest: see ``check``."""
         self.check()
-        self._files, self._partial = [], False
+        self._files, self._partial, self._token = [], False, new_token()
 
     def add(self, files: tuple[str, ...], partial: bool) -> None:
         """Add a source to the update. Raises InvalidRequest without ``start``."""
@@ -111,10 +127,78 @@ class WeightUpdates:
             raise InvalidRequest(f"an update may have at most {MOST_FILES} files: begin again")
         self._partial = self._partial or partial
 
-    async def finish(self, label: str | None, paused: Callable[[], bool]) -> None:
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of all engine processes."""
+        return self._config.parallel.tensor_parallel_size * max(1, len(self._engines()))
+
+    async def join(self, group: TrainerGroup, first_rank: int) -> None:
+        """Let every rank join ``group``, from rank ``first_rank`` on. Returns when the group is formed.
+
+        Raises InvalidRequest for an engine of another release, and Unavailable if the trainer does not join.
+        """
+        async with self._busy:
+            self.check()
+            able = self._engines()
+            for one in able:
+                if one.welcome is None or (common_version(one.welcome.versions) or 0) < RECEIVE_SINCE:
+                    raise InvalidRequest(
+                        f"the engine {one.name} is of a release without broadcasts; restart the engine"
+                    )
+            self._joined, token = {}, new_token()
+            ranks = self._config.parallel.tensor_parallel_size
+            messages = [
+                JoinTrainer(token=token, group=group, first_rank=first_rank + number * ranks)
+                for number in range(len(able))
+            ]
+            await self._collect(able, messages, group.seconds + JOIN_S, token)
+            self._joined = {one.name: one.incarnation for one in able}
+
+    async def receive(self, tensors: AnnouncedTensors, partial: bool) -> None:
+        """Receive ``tensors`` from the trainer as a source of the update. Returns when all ranks have them.
+
+        Raises InvalidRequest for tensors with other bytes than announced, and Unavailable for a trainer that
+        has ended or is late. The trainer then forms a new group.
+        """
+        async with self._busy:
+            able = self._engines()
+            if not self._joined or {one.name: one.incarnation for one in able} != self._joined:
+                raise InvalidRequest(
+                    "engine processes have started since the trainer's group was formed: POST "
+                    "/init_weight_transfer_engine again"
+                    if self._joined
+                    else "POST /init_weight_transfer_engine with the group of the trainer comes first"
+                )
+            file = str(SHARED / shared_name(len(self._files or ()), self._token))
+            self.add((file,), partial)
+            message = ReceiveWeights(file=file, tensors=tensors)
+            try:
+                await self._collect(able, [message] * len(able), STAGE_S, file)
+            except BaseException:
+                self._joined, self._files = {}, None
+                raise
+            self._shared.hold((file,))
+
+    async def _collect(
+        self, able: list[Instance], messages: Sequence[ToWeights], seconds: float, digest: str
+    ) -> None:
+        """Send each engine its message, and wait for the answers with ``digest``. Errors: see ``_ask``."""
+        try:
+            await self._ask(able, messages, seconds, lambda answer: answer.digest == digest)
+        except BaseException:  # the receivers of the other engines would wait for the trainer
+            self._drop(able)
+            raise
+
+    async def finish(
+        self,
+        label: str | None,
+        paused: Callable[[], bool],
+        leave: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         """Stage the sources of the update on all engine processes, then use the weights.
 
-        ``paused``: returns True while the server is paused. Raises InvalidRequest for sources that do not
+        ``paused``: returns True while the server is paused. ``leave``: ends requests before the weights
+        change. Raises InvalidRequest for sources that do not
         fit, and Unavailable for an engine process that does not answer; the old weights then stay.
         """
         async with self._busy:
@@ -127,10 +211,15 @@ class WeightUpdates:
                 )
             update = WeightsUpdate(version=self.number + 1, files=tuple(self._files), partial=self._partial)
             self._files = None
-            await self._change(update, str(update.version) if label is None else label, paused)
+            await self._change(update, str(update.version) if label is None else label, paused, leave=leave)
 
     async def _change(
-        self, update: WeightsUpdate, label: str, paused: Callable[[], bool], last: bool = True
+        self,
+        update: WeightsUpdate,
+        label: str,
+        paused: Callable[[], bool],
+        last: bool = True,
+        leave: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Let all engine processes with the newest weights use ``update``. Errors: see ``finish``. ``last``:
         the weights are complete afterwards."""
@@ -139,10 +228,13 @@ class WeightUpdates:
         if not able:
             raise Unavailable("no engine process has the newest weights; try again later")
         await self._stage(able, update, paused)
+        if leave is not None:
+            await leave()
         self._labels[update.version] = label
         for old in list(self._labels)[1:-MOST_LABELS]:
             del self._labels[old]
         self._history = (*self._history, update) if update.partial else (update,)
+        self._keep_files()
         if last:
             self.freed, self._former = False, ()
         # From here on, new attempts wait for the first process that uses the new weights.
@@ -174,7 +266,8 @@ class WeightUpdates:
                 self.freed = True
             able = self._engines()
             try:
-                await self._ask(able, FreeMemory(weights=level > 1), USE_S, _is_used)
+                free = [FreeMemory(weights=level > 1)] * len(able)
+                await self._ask(able, free, USE_S, _is_used)
             except BaseException:  # an engine that is still busy must not free the memory later
                 self._drop(able)
                 raise
@@ -193,7 +286,8 @@ class WeightUpdates:
                 await self._change(update, label, lambda: True, last=one is former[-1])
 
     def close(self) -> None:
-        """Stop to look at engine processes."""
+        """Stop to look at engine processes, and release files in shared memory."""
+        self._shared.keep(())
         if self._following is not None:
             self._following.cancel()
 
@@ -215,7 +309,8 @@ class WeightUpdates:
     async def _stage(self, able: list[Instance], update: WeightsUpdate, paused: Callable[[], bool]) -> None:
         """Let ``able`` read ``update``. Raises the error of the first process that refuses."""
         try:
-            answers = await self._ask(able, StageWeights(update=update), STAGE_S, _is_staged)
+            stage = [StageWeights(update=update)] * len(able)
+            answers = await self._ask(able, stage, STAGE_S, _is_staged)
             if len({one.digest for one in answers}) > 1:
                 raise InvalidRequest("the engine processes read different files", param="update_info")
             self._check_able(paused())  # the server may have resumed meanwhile
@@ -225,15 +320,20 @@ class WeightUpdates:
 
     def _drop(self, able: list[Instance]) -> None:
         """Let ``able`` forget what the last message began."""
+        self._keep_files()
         for instance in able:
             if instance.alive:
                 self._links.tell(instance.name, DropWeights())
+
+    def _keep_files(self) -> None:
+        """Release files in shared memory that no engine process needs."""
+        self._shared.keep({file for one in (*self._history, *self._former) for file in one.files})
 
     async def _use(self, able: list[Instance]) -> None:
         """Let ``able`` use the staged weights. A process that fails follows later."""
         version = self.number
         try:
-            await self._ask(able, UseWeights(version=version), USE_S, _is_used)
+            await self._ask(able, [UseWeights(version=version)] * len(able), USE_S, _is_used)
         except WeftError as error:
             log.warning("an engine process follows later to new weights: %s", error.message)
             if not any(one.weights == version for one in self._engines()):
@@ -242,14 +342,14 @@ class WeightUpdates:
     async def _ask(
         self,
         able: list[Instance],
-        message: ToWeights,
+        messages: Sequence[ToWeights],
         seconds: float,
         done: Callable[[WeightsChanged], bool],
     ) -> list[WeightsChanged]:
-        """Send a message to ``able``, and return the answers that are ``done``. Raises the error of an
+        """Send each of ``able`` its message, and return the answers that are ``done``. Raises the error of an
         answer, and Unavailable for a process that ends or does not answer."""
         incarnations = {one.name: one.incarnation for one in able}
-        for instance in able:
+        for instance, message in zip(able, messages, strict=True):
             instance.weights_answer = None
             if instance.alive:
                 self._links.tell(instance.name, message)
@@ -293,8 +393,8 @@ class WeightUpdates:
         for update in self._history:
             if update.version > instance.weights:
                 # A complete update needs no version before: the engine counts from its own.
-                await self._ask([instance], StageWeights(update=update), STAGE_S, _is_staged)
-                await self._ask([instance], UseWeights(version=update.version), USE_S, _is_used)
+                await self._ask([instance], [StageWeights(update=update)], STAGE_S, _is_staged)
+                await self._ask([instance], [UseWeights(version=update.version)], USE_S, _is_used)
 
 
 def _is_staged(answer: WeightsChanged) -> bool:

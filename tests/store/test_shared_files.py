@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from weft.api.weights import STALE_S, Weights, _Written, delete_stale
+from weft.store.shared_files import STALE_S, SharedFiles, delete_stale, new_token, shared_name
 
 
 def _file(path: Path, age: float) -> Path:
@@ -31,9 +31,17 @@ def test_files_of_killed_processes_are_deleted(tmp_path: Path) -> None:
     assert all(one.exists() for one in kept)
 
 
-def test_files_end_with_an_llm_that_was_not_shut_down(tmp_path: Path) -> None:
-    path = _file(tmp_path / "a", 0)
-    weights = Weights()
-    weights._kept.append(_Written(path, os.open(path, os.O_RDONLY)))
-    del weights
-    assert not path.exists()
+def test_the_last_process_that_needs_a_file_deletes_the_file(tmp_path: Path) -> None:
+    ours = _file(tmp_path / shared_name(0, new_token()), 0)
+    theirs = _file(tmp_path / "trainer.safetensors", 0)
+    files = [str(ours), str(theirs), str(tmp_path / shared_name(1, new_token()))]
+    first, last = SharedFiles(), SharedFiles()
+    for one in (first, last):
+        one.hold(files)
+        one.hold(files)
+        one.keep(files)
+    first.keep([])
+    assert ours.exists()
+    del last, one  # a process that ends without a word
+    assert not ours.exists()
+    assert theirs.exists()
