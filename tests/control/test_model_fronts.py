@@ -11,7 +11,17 @@ from tests.control.test_models import Broken, World
 from weft.common.errors import Unavailable
 from weft.control import model_fronts as f
 from weft.control import models as m
-from weft.control.model_fronts import Drop, Expel, Joined, Left, LoadSeen, ModelRecord, Reported, SharedTable, Use
+from weft.control.model_fronts import (
+    Drop,
+    Expel,
+    Joined,
+    Left,
+    LoadSeen,
+    ModelRecord,
+    Reported,
+    SharedTable,
+    Use,
+)
 from weft.control.models import Load, ModelFacts, ModelState, Unload
 from weft.control.processes.supervisor import SILENT_S
 
