@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.control.test_models import Broken, World
+from tests.support.slow import mostly_slow
 from weft.common.errors import Unavailable
 from weft.control import model_fronts as f
 from weft.control import models as m
@@ -559,7 +560,6 @@ class HearsTheDropped(SharedTable):
 BUGS = [TrustsCounts, KeepsTheDead, NoLease, ExpelsTheSlow, AddsUp, HearsTheDropped]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", BUGS)
+@mostly_slow("kind", BUGS, 2)
 def test_planted_bugs_are_found(kind: type[SharedTable]) -> None:
     assert first_broken(kind, 60) != ""

@@ -22,8 +22,6 @@ from tests.support.slowness import deadline
 LETTERS = 60
 SLOW = {"text": "x" * LETTERS, "delay_ms": 50, "repeat": True}
 
-pytestmark = pytest.mark.real_processes
-
 
 @pytest.fixture(scope="module")
 def start(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Start:

@@ -270,9 +270,9 @@ class SharedTable(m.ModelTable):
         return [one for one in actions if isinstance(one, (m.Load, m.Unload))]
 
     def _refusal_seen(self, name: str) -> bool:
-        """Return True if all members with requests that wait for the model have seen the last refusal."""
+        """Return True if requests wait for the model at a member that has seen the last refusal."""
         last = self._refused.get(name, 0)
-        return all(
+        return any(
             self._seen[front] >= last
             for front, uses in self._uses.items()
             if name in uses and uses[name].waiting

@@ -94,8 +94,8 @@ def _owner(
     if not setup.models:
         commands = LoadLink(link)
         return setup.section, RegistryOwner(reader, commands.report, commands, link.keeps)
-    from weft.cli.serve.several_models import model_set
     from weft.control.processes.model_hub import SupervisorHub
+    from weft.front.model_set import model_set
 
     hub = SupervisorHub(link, reader, f"{setup.name}/{setup.incarnation}")
     return model_set(setup.models, None, setup.section, hub)

@@ -32,12 +32,9 @@ from weft.config.topology import serves
 
 if TYPE_CHECKING:
     from weft.config.models.several import ResolvedModel
-    from weft.control.models import ModelFacts
     from weft.control.processes.engine_owner import EngineOwner
     from weft.engine.ranks.processes import Start
     from weft.engine.server.engine_processes import EngineGroups
-    from weft.front.requests.several_models import ModelSet
-    from weft.front.requests.shared_models import ModelHub
 
 _SECONDS_TO_CLOSE = 5.0
 CONFIG_ERROR = 2
@@ -133,6 +130,7 @@ def _serve(
 ) -> int:
     """Run the API server over the models. Return the exit status."""
     from weft.front.front_server import serve
+    from weft.front.model_set import model_set
 
     section, found = model_set(models, engines, front, None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
@@ -164,6 +162,7 @@ def _serve_fronts(
     from weft.engine.server.engine_processes import EngineGroups
     from weft.front.first_request import has_template
     from weft.front.front_server import ready_text
+    from weft.front.model_set import facts
 
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     section = msgspec.structs.replace(front, port=reserved.getsockname()[1])
@@ -197,47 +196,6 @@ def _serve_fronts(
     )
     none = EngineGroups((), folder, front.log_settings)
     return ClusterServer(supervisor, none, start, folder, announce, models=loads).run()
-
-
-def facts(model: ResolvedModel) -> ModelFacts:
-    """Return the settings of a model for the table of models."""
-    from weft.control.models import ModelFacts
-
-    return ModelFacts(model.name, model.cost, model.pin, model.ttl, model.starts)
-
-
-def model_set(
-    models: Sequence[ResolvedModel],
-    engines: Sequence[ModelEngines] | None,
-    front: FrontSection,
-    hub: ModelHub | None,
-) -> tuple[FrontSection, ModelSet]:
-    """Return (settings of the server with plain keys, the models for the API server). ``engines``: None if
-    another process owns the engines, which ``hub`` reaches."""
-    from weft.config.models.several import memory_budget
-    from weft.front.requests.named_model import KeyModels, split_keys
-    from weft.front.requests.several_models import ModelPlan, ModelSet
-
-    names = {
-        name: model.name
-        for model in models
-        for name in (*model.config.served_names, *model.config.accepted_names)
-    }
-    keys, of_key = split_keys(front.api_key, names)
-    section = msgspec.structs.replace(front, api_key=keys)
-    owned: Sequence[ModelEngines | None] = [None] * len(models) if engines is None else engines
-    plans = tuple(
-        ModelPlan(
-            model.config,
-            model.groups,
-            msgspec.structs.replace(model.section, api_key=keys),
-            facts(model),
-            processes,
-            model.measured,
-        )
-        for model, processes in zip(models, owned, strict=True)
-    )
-    return section, ModelSet(plans, memory_budget(front), KeyModels(of_key), hub)
 
 
 def describe(models: Sequence[ResolvedModel], front: FrontSection) -> str:

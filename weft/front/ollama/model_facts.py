@@ -88,7 +88,9 @@ def models_of(front: Front, client: int) -> list[ListedModel]:
         model = front.several.loaded_as(status.name)
         adapters = () if model is None else model.adapters.names
         config = front.several.plan_of(status.name, client).config
-        found.append(ListedModel(config, [status.name, *adapters], model is not None, status.expires_in))
+        # The state, and not the connection: all API servers of a server tell the same.
+        held = status.state in ("loaded", "draining")
+        found.append(ListedModel(config, [status.name, *adapters], held, status.expires_in))
     return found
 
 

@@ -336,6 +336,11 @@ class SharedModels(SeveralModels):
 
     # -- operators
 
+    def listed(self, client: int | None = None) -> list[ModelStatus]:
+        """See ``SeveralModels.listed``. A command through another API server shows at once."""
+        self._look_safely()
+        return super().listed(client)
+
     async def load(self, name: str) -> ModelStatus:
         """See ``SeveralModels.load``."""
         slot = self._known(name)
@@ -359,6 +364,9 @@ class SharedModels(SeveralModels):
 
     async def _ask(self, slot: _Slot, what: str, seconds: float = 0.0) -> ModelStatus:
         """Send a command, and return the state after the command. Raises WeftError."""
+        if self._reporting is not None:  # the counts of before the command come first
+            self._reporting.cancel()
+            self._report()
         await self._hub.ask(slot.name, what, seconds)
         self._look()  # refusals of before the command reach no request that comes later
         return self.status(slot.name)
