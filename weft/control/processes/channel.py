@@ -297,6 +297,11 @@ class SupervisorLink:
         for number in self._verdicts:
             self._decided(Verdict(number, error=refusal))
 
+    @property
+    def behind(self) -> bool:
+        """True while the supervisor does not read, and messages wait."""
+        return bool(self._unsent)
+
     def say(self, message: OfModels | EngineLost) -> None:
         """Send a report, after all earlier messages."""
         self._say(message)

@@ -28,6 +28,11 @@ class SupervisorHub:
         commands = channel.LoadLink(self._link, channel.Load(model, load))
         return RegistryOwner(self._reader, commands.report, commands, keeps, model=model, load=load)
 
+    @property
+    def behind(self) -> bool:
+        """True while messages wait, because the supervisor does not read."""
+        return self._link.behind
+
     def join(self) -> None:
         """Ask to be a member."""
         self._link.say(channel.FrontJoins())

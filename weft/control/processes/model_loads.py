@@ -218,7 +218,10 @@ class ModelLoads:
         log.info("loading the model %s", name)
         try:
             self._owners[name] = self._processes[name].start()
-        except OSError as error:  # no memory, or no process slots
+        except Exception as error:
+            # No memory, or no process slots. Any other error must not end the server either.
+            if not isinstance(error, (WeftError, OSError)):
+                log.exception("unexpected error in the load of the model %s", name)
             self._on(f.LoadSeen(name, self.table.loads[name], error=Unavailable(str(error))))
 
     def _begin_end(self, name: str, event: m.Event, *, order: bool) -> None:

@@ -52,6 +52,10 @@ class ModelHub(Protocol):
     member: str
     """Name of this API server in the record."""
 
+    @property
+    def behind(self) -> bool:
+        """True while messages wait, because the owner does not read."""
+
     def record(self) -> ModelsRecord | None:
         """Return the present record; None before the first."""
 
@@ -324,6 +328,9 @@ class SharedModels(SeveralModels):
         """Report the version that this API server has acted on, with the counts of the same moment."""
         self._reporting = None
         assert self._record is not None
+        if self._hub.behind:  # the owner stands still: later counts take the place of these
+            self._reporting = asyncio.get_running_loop().call_later(LOOK_S, self._report)
+            return
         self._reported = self._record.version
         self._hub.used(self._reported, {name: copy.copy(self._uses[name]) for name in self._changed})
         self._changed.clear()
