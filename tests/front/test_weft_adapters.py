@@ -75,7 +75,7 @@ def test_api_servers_of_several_models_share_the_adapters(servers: Servers, tmp_
     settings: dict[str, Any] = {name.replace("_", "-"): value for name, value in SETTINGS.items()}
     del settings["max-loras"]
     takes = {"model": str(base), "max-loras": 2, "allow-lora-updates": True}
-    models = {"takes": takes, "other": {"model": str(base), "load": "demand"}}
+    models = {"other": {"model": str(base), "load": "demand"}, "takes": takes}
     file = tmp_path / "topology.yaml"
     front = {"port": 0, "fronts": 2}
     file.write_text(yaml.safe_dump({"front": front, "threads": 1, **settings, "models": models}))
@@ -94,7 +94,7 @@ def test_api_servers_of_several_models_share_the_adapters(servers: Servers, tmp_
         httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=deadline(60)).status_code == 200
     )
     for answer in everywhere("/v1/models"):
-        assert [card["id"] for card in answer.json()["data"]] == ["takes", "other", "sql"]
+        assert [card["id"] for card in answer.json()["data"]] == ["other", "takes", "sql"]
     asked = {
         "prompt": PROMPT,
         "max_tokens": 6,
