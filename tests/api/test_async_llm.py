@@ -220,6 +220,7 @@ def test_shutdown_ends_what_runs(settings: dict[str, Any]) -> None:
     go(settings, work)
 
 
+@pytest.mark.slow
 def test_a_hanging_engine_counts_as_dead(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     hang = deadline(2.0)
     monkeypatch.setattr(EngineCore, "step", lambda core: time.sleep(hang) or [])

@@ -224,6 +224,7 @@ def test_more_heads_than_a_piece_has_rows() -> None:
     assert (found.run().double() - found.expected()).abs().max() < 2e-5
 
 
+@pytest.mark.slow
 def test_more_scores_than_are_kept_at_a_time() -> None:
     """The buffer holds 4 M scores, of tokens of several sequences."""
     found = scene([(70_000, 70), (66_000, 3)], window=4, groups=(1, 5), block=64)

@@ -107,9 +107,10 @@ def test_narrow_types(dtype: torch.dtype, tolerance: float, backend: Any) -> Non
         check(backend(), scene, tolerance)
 
 
+@pytest.mark.slow
 @runs
 @pytest.mark.parametrize("rows", [[(300, 1), (2, 1)], [(100, 17), (0, 5), (40, 3)]])
-@mostly_slow("window", [0, 80, -80], [80, -80])
+@pytest.mark.parametrize("window", [0, 80, -80])
 def test_splits_of_every_kind_give_the_same(rows: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short splits, many groups of splits in the merge, and launches in parts."""
     for name in ("SHORT_SPLIT", "LONG_SPLIT"):
@@ -131,6 +132,7 @@ def test_upper_bounds_of_the_context_do_not_show(backend: Any) -> None:
     check(backend(), scene, 1e-5)
 
 
+@pytest.mark.slow
 @runs
 @pytest.mark.usefixtures("ordered_products")
 def test_a_querys_bits_depend_on_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,8 @@ def burst(folder: Path, seats: int, size: int) -> tuple[Burst, int, int]:
 
 
 @pytest.mark.requirement("A20")
-@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [4, 8])
 def test_four_seats_answer_a_burst_in_far_fewer_steps_than_one(tmp_path: Path, size: int) -> None:
     folder = make_checkpoint(tmp_path, "qwen3_moe")
     (one, first_one, last_one), (four, first_four, last_four) = (burst(folder, n, size) for n in (1, 4))

@@ -59,6 +59,7 @@ def header(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_dense_one_has_its_size_and_is_one_that_weft_serves(tmp_path: Path) -> None:
     folder = checkpoints.make("qwen3-dense-s", tmp_path / "dense", progress=False)
     tensors = header(folder)
@@ -88,6 +89,7 @@ def test_sizes_of_the_others(name: str) -> None:
     assert abs(millions - MILLIONS[name]) < 1
 
 
+@pytest.mark.slow
 def test_the_one_that_sees(small: None, tmp_path: Path) -> None:
     """The vision checkpoint loads, has placeholders, and its output depends on the image."""
     from PIL import Image
@@ -164,6 +166,7 @@ def test_gpt_oss_has_its_experts_in_mxfp4_and_weft_serves_it(small: None, tmp_pa
     assert len(set(answer.outputs[0].token_ids)) > 1
 
 
+@pytest.mark.slow
 def test_it_is_made_once_and_is_the_same_from_the_same_seed(small: None, tmp_path: Path) -> None:
     one = checkpoints.make("qwen3-dense-s", tmp_path / "one", progress=False)
     stamp = (one / "model.safetensors").stat().st_mtime_ns

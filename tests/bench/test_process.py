@@ -123,6 +123,7 @@ def test_memory_is_summed_and_peaks_stay() -> None:
     assert peak == Peak(rss=100, pss=70, at=100)
 
 
+@pytest.mark.slow
 @pytest.mark.real_processes
 def test_weft_serve(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "weft", "serve", "spool-text", "--port", "{port}", "--threads", "1"]

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from bench import converted
 from bench.converted import Missing, Source
-from tests.support.slow import mostly_slow
 
 
 @pytest.fixture
@@ -75,7 +74,8 @@ def test_a_refusal_is_told_and_leaves_nothing(source: Source) -> None:
     assert sorted(path.name for path in source.folder.iterdir()) == ["models", "openvino"]
 
 
-@mostly_slow(("kind", "bits"), [("int8", 8), ("int4", 4)], [("int4", 4)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("int4", 4)])
 def test_compressed_tensors_are_near_the_model(source: Source, kind: str, bits: int) -> None:
     made = converted.compressed(source, kind, Path(sys.executable))
     stored = load_file(made / "model.safetensors")
@@ -98,6 +98,7 @@ def test_compressed_tensors_are_near_the_model(source: Source, kind: str, bits: 
     assert (made / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
 def test_a_quantized_checkpoint_is_not_quantized_again(source: Source) -> None:
     (source.model / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
     with pytest.raises(Missing, match="quantized already"):

@@ -40,7 +40,7 @@ def tiny(folder: Path, family: str, **more: Any) -> Path:
     return path
 
 
-@mostly_slow("family", FAMILIES, 2)
+@mostly_slow("family", FAMILIES, 1)
 def test_a_step_at_128k_takes_what_planning_set_aside(family: str, tmp_path: Path, extension: None) -> None:
     folder = tiny(tmp_path, family, **FAMILIES[family])
     made = long.Engine(folder, 1, DEPTH + long.CHUNK + 8, attention_backend="cpu")

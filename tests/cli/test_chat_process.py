@@ -114,6 +114,7 @@ def test_the_cause_of_a_missing_connection_is_named(server: Running) -> None:
         assert "nothing listens" not in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
 def test_a_certificate_that_is_not_trusted_is_named(tmp_path: Path) -> None:
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -keyout key -out cert"
@@ -148,6 +149,7 @@ def test_keys(tmp_path: Path) -> None:
         assert piped("hello\n", url, WEFT_API_KEY="secret,third").stdout == "In.\n"
 
 
+@pytest.mark.slow
 def test_a_server_of_its_own_ends_with_it(tmp_path: Path) -> None:
     script = tmp_path / "s.jsonl"
     script.write_text('{"text": "From my own.", "repeat": true}\n')
@@ -237,6 +239,7 @@ def test_markdown_is_shown_and_ctrl_d_leaves(terminal: Terminal) -> None:
     assert terminal.end() == 0
 
 
+@pytest.mark.slow
 def test_alt_enter_and_quotes_make_several_lines(terminal: Terminal) -> None:
     for keys in ("two\x1b\rlines\r", '"""two\rlines\r"""\r'):
         terminal.type(keys)
@@ -260,6 +263,7 @@ def test_ctrl_c_stops_a_reply_and_cancels_its_request(terminal: Terminal, server
     assert terminal.end() == 0
 
 
+@pytest.mark.slow
 def test_inputs_are_kept_over_sessions(server: Running, tmp_path: Path) -> None:
     file = tmp_path / "state" / "history"
     for keys in ("hello\r", "\x1b[A\r"):  # the second one goes up to the first one's input

@@ -177,6 +177,7 @@ def test_a_flood_at_the_first_second_and_encoders_that_die(start: Any, tmp_path:
     ends_in_order(server)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("D18", "D23")
 @pytest.mark.parametrize("tower", [pytest.param(True, marks=pytest.mark.grid), False])
 def test_without_anyone_to_encode_images_wait_or_go_to_a_tower(tower: bool, start: Any) -> None:

@@ -94,6 +94,7 @@ def get(url: str) -> tuple[int, Any]:
     return answer.status_code, answer.json()
 
 
+@pytest.mark.slow
 def test_engines_outlive_api_servers_and_leave_and_join_without_a_lost_request(fleet: Fleet) -> None:
     front = fleet.run("front")  # before any engine
     prefill, decode = fleet.engine("prefill0"), fleet.engine("decode0", "--port", "0", WEFT_ADMIN_KEY="k")

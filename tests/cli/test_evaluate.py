@@ -61,6 +61,7 @@ def with_tools(checkpoint: str, tmp_path: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_tools_are_asked_alike_of_weft_the_reference_and_a_server(
     with_tools: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

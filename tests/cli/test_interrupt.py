@@ -113,6 +113,7 @@ def test_an_interrupt_gives_130_and_no_traceback(watch: Any, arguments: list[str
     assert "weft: interrupted" in command.shown
 
 
+@pytest.mark.slow
 def test_bars_are_for_terminals(checkpoint: str, watch: Any) -> None:
     arguments = ["eval", "gsm-mini", checkpoint, "--limit", "2", "--max-tokens", "2"]
     command = watch(*arguments)

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zmq
 
 from tests.cli.test_serve import Server, start
@@ -40,6 +41,7 @@ def speak(server: Server, rng: random.Random) -> int:
     return len(ranks) + len(engines)
 
 
+@pytest.mark.slow
 def test_nonsense_fails_no_transfer_and_no_worker(start: Any) -> None:
     server = start("spool-text", "--prefill", "1", "--decode", "1", "--max-num-seqs", "8", "--port", "0")
     base = server.url()

@@ -16,6 +16,7 @@ from tests.support.slowness import deadline
 __all__ = ["start"]
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("F47")
 def test_engines_write_profiles_when_they_are_asked(checkpoint: str, start: Any, tmp_path: Path) -> None:
     folder = tmp_path / "profiles"

@@ -284,7 +284,7 @@ def test_sigterm_while_loading_ends_in_order(checkpoint: str, start: Any) -> Non
 
 @pytest.mark.requirement("F47")
 @pytest.mark.real_processes
-@mostly_slow("number", signals.STOPS, signals.STOPS[:2])
+@mostly_slow("number", signals.STOPS, signals.STOPS[:1])
 def test_a_signal_to_all_while_loading_ends_all_at_once(checkpoint: str, start: Any, number: int) -> None:
     """The signal arrives while the engine imports; the status is 128 plus the number of the signal."""
     server = start(checkpoint, "--port", "0")
@@ -315,6 +315,7 @@ socket.socketpair = first
 """
 
 
+@pytest.mark.slow
 @pytest.mark.real_processes
 def test_a_signal_as_the_event_loop_begins_ends_in_order(checkpoint: str, start: Any, tmp_path: Path) -> None:
     """The signal is raised while uvloop makes its sockets. A handler that raised there would leave a
@@ -441,6 +442,7 @@ def test_a_variable_without_a_key_does_not_open_the_server(
         with_keys(from_keywords({}))
 
 
+@pytest.mark.slow
 def test_a_template_that_does_not_compile_is_told_of_at_the_start(
     checkpoint: str, start: Any, tmp_path: Path
 ) -> None:
@@ -459,6 +461,7 @@ def test_a_template_that_does_not_compile_is_told_of_at_the_start(
     assert "does not compile" in refused.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_no_bars_in_a_log_and_no_folder_for_operations(checkpoint: str, start: Any, tmp_path: Path) -> None:
     """An impossible folder for operations costs one log line, and the server continues."""
     (tmp_path / "file").touch()

@@ -155,6 +155,7 @@ def test_the_hosts_of_an_expert_parallel_group_drain_together(fleet: Fleet) -> N
         assert "forms again" not in one.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_host_waits_and_answers_probes(fleet: Fleet) -> None:
     port, mine = free_port(), [free_port(), free_port()]
     head, host = head_of(fleet, port, "--port", str(mine[0])), None

@@ -87,6 +87,7 @@ def test_overrides() -> None:
         overrides("max-num-seqs=zero")
 
 
+@pytest.mark.slow
 def test_a_plan_of_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every division into roles is simulated, and the smallest number of groups that meets the goal is
     named.

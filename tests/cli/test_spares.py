@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.bench.process import ServerProcess, role_of
 from weft.bench.process_memory import tree
@@ -127,8 +126,9 @@ def test_a_server_without_spare_processes_has_no_thread_for_them() -> None:
     spares.close()
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("E16")
-@mostly_slow("kind", ["head", "rank 1"], ["head"])
+@pytest.mark.parametrize("kind", ["head", "rank 1"])
 def test_what_dies_in_a_server_is_replaced_by_the_process_that_waits(kind: str, tmp_path: Path) -> None:
     words = ["serve", "spool-text", "--tensor-parallel-size", "2", "--device", "cpu", "--threads", "1"]
     command = [sys.executable, "-c", "from weft.cli.main import main; main()", *words, "--port", "{port}"]

@@ -89,6 +89,7 @@ def test_roles_change_no_answer(name: str, start: Any, due: list[Any]) -> None:
     ends_in_order(server)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("E15", "E16")
 @pytest.mark.parametrize("pools", ["direct", pytest.param("staged", marks=pytest.mark.grid)])
 def test_a_group_of_either_role_may_die(start: Any, pools: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.composition.references import References
 from tests.composition.table import (
+    AFTER_SLEEP,
     ALONE,
     BETWEEN_GROUPS,
     GROUP_NAMES,
@@ -90,3 +91,16 @@ def disk_table(request: pytest.FixtureRequest) -> Iterator[GroupTable]:
     # Without the grid some cells have no case.
     if request.config.getoption("--write-composition") and request.config.getoption("-m") == "grid":
         write_part(PAGE, 3, made.lines())
+
+
+@pytest.fixture(scope="session")
+def sleep_table(request: pytest.FixtureRequest) -> Iterator[GroupTable]:
+    """Yield the table of features after a sleep."""
+    from tests.composition.test_pairs import NAMES as FAMILIES
+    from tests.composition.test_pairs import shown
+
+    made = GroupTable({family: shown(family) for family in FAMILIES}, AFTER_SLEEP, NAMES)
+    yield made
+    # Without the grid some cells have no case.
+    if request.config.getoption("--write-composition") and request.config.getoption("-m") == "grid":
+        write_part(PAGE, 4, made.lines())

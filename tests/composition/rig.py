@@ -137,20 +137,22 @@ def _transformers() -> Any:
     return transformers
 
 
-def few_by_default(sample: list[Row]) -> list[Row]:
-    """Return a minimal part of ``sample`` with each form of attention and each value of each feature.
+def few_by_default(sample: list[Row], *, every_form: bool = True) -> list[Row]:
+    """Return a minimal part of ``sample`` with each value of each feature, and with ``every_form`` also with
+    each form of attention.
 
     One case has images.
     """
     text = [one for one in sample if one[0] not in SEEING]
-    few = few_of([(family, {"family": family, **case}) for family, case in text])
+    few = few_of([(family, {"family": family if every_form else "", **case}) for family, case in text])
+    names = [(family, {**case, "family": family}) for family, case in few]
     images = next(one for one in sample if one[0] in SEEING)
-    return [one for one in text if (one[0], {"family": one[0], **one[1]}) in few] + [images]
+    return [one for one in text if (one[0], {**one[1], "family": one[0]}) in names] + [images]
 
 
-def cases_of(sample: list[Row]) -> list[Any]:
+def cases_of(sample: list[Row], *, every_form: bool = True) -> list[Any]:
     """Return ``sample`` as parameters of a test. Cases outside ``few_by_default`` are slow."""
-    few = few_by_default(sample)
+    few = few_by_default(sample, every_form=every_form)
     return [
         pytest.param(
             family,
@@ -355,6 +357,10 @@ def run(
         if case["prefix"] and not alone and not case.get("disk"):
             llm.generate(asked[-3:], SamplingParams(max_tokens=1), use_tqdm=False, lora=lora[-3:])
         wanted = params(case, len(asked), stop)
+        if level := case.get("sleep", 0):
+            llm.generate(asked, wanted, use_tqdm=False, lora=lora)
+            llm.sleep(level)
+            llm.wake_up()
         outputs = llm.generate(asked, wanted, use_tqdm=False, grammar=grammar, lora=lora)
         core = llm._core
         assert core is not None

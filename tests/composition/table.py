@@ -36,7 +36,8 @@ GROUP_NAMES = {
 HEADING = "# Prefill and decode in groups of their own"
 REPLICA_HEADING = "# Images on replicas that share experts"
 DISK_HEADING = "# KV on disk"
-"""Starts of the second, the third and the fourth part of the page."""
+SLEEP_HEADING = "# After a sleep"
+"""Starts of the second part of the page and of all later parts."""
 ALONE = [
     "# Which features work together",
     "",
@@ -119,12 +120,22 @@ ON_DISK = [
     "",
     "`pytest tests/composition/test_disk.py -m grid --write-composition` writes this part.",
 ]
+AFTER_SLEEP = [
+    SLEEP_HEADING,
+    "",
+    "An engine answers the prompts, sleeps, wakes up, and answers the prompts again. The sleep has level 2,",
+    "which frees the weights, or level 1 for families whose weights cannot be updated. Each cell counts the",
+    "cases in which the feature was active. The cases of a form of attention contain every value of every",
+    "feature. In each case, every sequence got the same tokens, text and logprobs as alone, in float64.",
+    "",
+    "`pytest tests/composition/test_sleep.py -m grid --write-composition` writes this part.",
+]
 
 
 def write_part(path: Path, part: int, lines: list[str]) -> None:
-    """Write one of the four parts of the page, counted from 0. Keep the other parts."""
+    """Write one part of the page, counted from 0. Keep the other parts."""
     text = path.read_text(encoding="utf-8")
-    starts = "|".join(map(re.escape, (HEADING, REPLICA_HEADING, DISK_HEADING)))
+    starts = "|".join(map(re.escape, (HEADING, REPLICA_HEADING, DISK_HEADING, SLEEP_HEADING)))
     parts = re.split(f"^(?={starts})", text, flags=re.MULTILINE)
     parts[part : part + 1] = ["\n".join(lines)]
     path.write_text("\n\n".join(one.strip() for one in parts) + "\n", encoding="utf-8")

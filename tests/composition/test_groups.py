@@ -91,7 +91,7 @@ def by_default() -> list[tuple[str, dict[str, Any]]]:
     return made + few_of([one for one in OF_FAMILIES if one[0] in SEEING and one[1]["ranks"] == (1, 1)])
 
 
-CASES = cases_of(by_default())
+CASES = cases_of(by_default(), every_form=False)  # test_pairs has every form
 CASES += [
     pytest.param(family, case, marks=pytest.mark.grid, id=f"{family}-{name(case)}")
     for family, case in OF_FAMILIES

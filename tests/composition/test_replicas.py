@@ -163,7 +163,7 @@ CASES = [
     pytest.param(
         family,
         {feature: case[feature] for feature in FEATURES},
-        marks=[] if number < 2 else [pytest.mark.slow],
+        marks=[] if number < 1 else [pytest.mark.slow],
         id=f"{family}-{name(case)}",
     )
     for number, (family, case) in enumerate(FEW)

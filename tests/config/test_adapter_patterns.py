@@ -55,6 +55,7 @@ def test_patterns_that_are_not_understood(key: str) -> None:
         Patterns([(key, 1)])
 
 
+@pytest.mark.slow
 def test_hostile_patterns_end() -> None:
     """A backtracking matcher needs exponential time for the first pattern."""
     began = time.process_time()

@@ -227,6 +227,7 @@ def resolved(command: str, hub: Path, patch: pytest.MonkeyPatch) -> EngineConfig
     return config
 
 
+@pytest.mark.slow
 def test_the_gpu_block_runs_on_a_rehearsed_gpu(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command resolves to one group on the GPU in bfloat16, and its engine answers requests."""
     monkeypatch.setattr(stand_ins, "GPU_BYTES", 1 << 28)  # the engine's tables grow with the memory

@@ -138,7 +138,7 @@ def test_beside_drafts(method: str, models: Models) -> None:
     assert sum(engine.stats().drafts)
 
 
-@pytest.mark.parametrize("shape", ["qwen3_moe", "qwen3_next"])
+@mostly_slow("shape", ["qwen3_moe", "qwen3_next"], ["qwen3_next"])
 def test_the_preempted_begin_again(shape: str, models: Models) -> None:
     engine, _ = make_engine(models.folder(shape), depth=2, chunk=5, blocks=16, max_num_seqs=4)
     filler = submit(999, FILLER, TokenParams(temperature=0.0, max_tokens=60), request=999, priority=-1)

@@ -235,7 +235,7 @@ MTP = [
 
 
 @pytest.mark.requirement("G8")
-@pytest.mark.parametrize("case", MTP, ids=name)
+@mostly_slow("case", MTP, MTP[1:2], ids=name)
 def test_with_the_models_own_drafts(case: dict[str, Any], reference: Reference) -> None:
     fixed = {"model": "deepseek_mtp", "drafter": "mtp", "drafts": 1, "policy": "mixed", "prefix": "hit"}
     check({**fixed, "n": 1, "free": True, "late": 1, **case}, reference)
@@ -272,7 +272,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.requirement("G8")
-@mostly_slow("which", LAYOUTS, [*LAYOUTS][:3])
+@mostly_slow("which", LAYOUTS, [*LAYOUTS][:1])
 def test_over_layouts(which: str, reference: Reference) -> None:
     case = LAYOUTS[which]
     model, sampling, layout = case.get("model", "qwen3_moe"), case["sampling"], case["layout"]

@@ -141,7 +141,7 @@ def _check(case: dict[str, Any], folder: Path, layout: Layout) -> EngineCore:
 
 
 @pytest.mark.requirement("A9", "A11")
-@mostly_slow("name", CASES, [*CASES][:5])
+@mostly_slow("name", CASES, [*CASES][:3])
 def test_tokens_on_two_ranks(name: str, folder: Any) -> None:
     _check(CASES[name], folder(CASES[name]["shape"]), Layout(tensor=2))
 
@@ -188,7 +188,7 @@ EXPERT_CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.requirement("A10")
-@mostly_slow("name", EXPERT_CASES, [*EXPERT_CASES][:3])
+@mostly_slow("name", EXPERT_CASES, [*EXPERT_CASES][:1])
 def test_tokens_with_divided_experts(name: str, folder: Any) -> None:
     case = EXPERT_CASES[name]
     engine = _check(case, folder(case["shape"]), Layout(tensor=2, expert=True))

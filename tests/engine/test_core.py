@@ -91,7 +91,7 @@ def test_back_to_back_steps_over_poisoned_buffers(folder: Path) -> None:
 
 
 @mostly_slow("depth", [1, 2], [2])
-@pytest.mark.parametrize("shape", ["mistral", "qwen2_windowed"])
+@mostly_slow("shape", ["mistral", "qwen2_windowed"], 1)
 def test_windows_over_a_pool_of_hardly_more_than_one(tmp_path: Path, shape: str, depth: int) -> None:
     """Blocks leave windows, are reused, and are found by prefix. No sequence reads a foreign block."""
     own = make_checkpoint(tmp_path, shape)

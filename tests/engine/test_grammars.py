@@ -122,7 +122,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@mostly_slow("how", LAYOUTS, ["drafts", "two processes, deep, drafts", "two replicas"])
+@mostly_slow("how", LAYOUTS, ["two processes, deep, drafts"])
 def test_outputs_match_their_grammars_and_are_those_of_one_alone(
     how: str, expected: list[tuple[str, str | None]]
 ) -> None:

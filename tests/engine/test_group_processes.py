@@ -123,7 +123,7 @@ def submits(case: dict[str, Any]) -> list[Submit]:
 
 @pytest.mark.requirement("E24")
 @pytest.mark.timeout(600)
-@mostly_slow("case", CASES, [CASES[0], CASES[3]])
+@mostly_slow("case", CASES, [CASES[3]])
 def test_tokens_are_those_of_each_sequence_alone(
     tmp_path: Path, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

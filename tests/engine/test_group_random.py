@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from tests.engine.group_rig import TIMEOUT, GroupRig, Ranks
 from tests.scheduler.harness import next_turn, random_bases, random_rig, random_submits
-from tests.support.slow import mostly_slow
 from weft.group.types import GroupLost
 from weft.parallel.loopback import LinkFault
 from weft.types import frames as f
@@ -207,8 +206,9 @@ SPOILS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("A7")
-@mostly_slow("spoil", SPOILS, SPOILS[:4], ids=lambda spoil: spoil.__name__ if spoil else "lost_frame")
+@pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__ if spoil else "lost_frame")
 def test_planted_divergences_are_caught_and_the_group_goes_on(
     spoil: Callable[[StepPlan, random.Random], StepPlan | None] | None,
 ) -> None:

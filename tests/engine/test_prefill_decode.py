@@ -314,7 +314,7 @@ def test_every_kind_of_cache_goes_over(
         ("lfm2_moe", {"speculative_method": "ngram", "ngram_min_length": 1}),
         ("nemotron_h", {"speculative_method": "ngram", "ngram_min_length": 1}),
     ],
-    4,
+    2,
 )
 def test_with_drafts_without_a_prefix_cache_in_8_bits_and_with_few_slots(
     pairs: Callable[..., EnginePair], tmp_path: Path, family: str, settings: dict[str, Any]

@@ -14,7 +14,6 @@ import pytest
 from tests.engine.pair_rig import EnginePair, submit, unified
 from tests.runner.transfers_rig import config_of
 from tests.support.generic_models import tiny_model
-from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
@@ -50,8 +49,9 @@ def test_groups_of_other_sizes(tmp_path: Path, sizes: tuple[int, int], family: s
         pair.close()
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("E7")
-@mostly_slow("side", ["prefill", "decode"], ["decode"])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_rank_that_is_killed_costs_its_transfers_and_nothing_else(tmp_path: Path, side: str) -> None:
     """Active transfers fail at both ends at once, and the sequences are returned to the router.
 

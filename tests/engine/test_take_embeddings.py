@@ -67,6 +67,7 @@ def test_shares_that_leave_for_host_memory_and_come_back_are_made_whole(
     check(fleet, again, {**expected, **{900 + number: tokens for number, tokens in expected.items()}})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_taker_that_loses_a_rank_has_its_images_sent_again(models: SeeingModels, fleets: Make) -> None:
     """Ranks are lost while transfers are active and while received sequences run."""

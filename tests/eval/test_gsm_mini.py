@@ -51,6 +51,7 @@ def test_templates_of_the_test_set_never_occur_in_training(train: list[Problem])
     assert all(gsm_templates.is_held_out_template(template) for template in asked)
 
 
+@pytest.mark.slow
 def test_every_test_problem_needs_a_number_pair_that_never_occurs_in_training(train: list[Problem]) -> None:
     seen = {pair for p in train for pair in p.pairs}
     assert not any(is_held_out_pair(*pair) for pair in seen)

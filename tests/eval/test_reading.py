@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.slow import mostly_slow
 from weft import LLM, SamplingParams
 from weft.cli.evaluate.image_answers import chats_of, from_reference
 from weft.cli.evaluate.text_answers import from_engine
@@ -22,7 +21,8 @@ def exact(texts: list[str]) -> int:
     return sum(map(is_right, texts, ocr_test_set(len(texts))))
 
 
-@mostly_slow("drafts", [0, 2], [2])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [0, 2])
 def test_lines_are_read(drafts: int) -> None:
     """500 lines, greedy: at least 95% exact, with and without drafts, of which most are accepted."""
     more: dict[str, Any] = {}

@@ -67,6 +67,7 @@ def test_templates_of_the_test_set_never_occur_in_training(train: list[ToolProbl
     assert not {p.question for p in train} & {p.question for p in tool_test_set()}
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("G21")
 def test_names_of_tools_of_the_test_set_never_occur_in_training(train: list[ToolProblem]) -> None:
     seen = {tool.name for p in train for tool in p.tools}

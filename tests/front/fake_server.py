@@ -5,10 +5,12 @@ The folder gets a tokenizer with one token per byte, ids 0 to 255, then ``<|im_s
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -159,10 +161,31 @@ class FakeEngines:
                 engine.wait()
 
 
+def watch_garbage(told: Path) -> None:
+    """Let SIGUSR1 collect cyclic garbage and write the types of the collected objects to ``told``, as a JSON
+    list. Only signals collect."""
+
+    def collect(*_: object) -> None:
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        gc.set_debug(0)
+        made = sorted(type(found).__name__ for found in gc.garbage)
+        gc.garbage.clear()
+        gc.collect()
+        part = told.with_suffix(".part")
+        part.write_text(json.dumps(made))
+        part.rename(told)
+
+    signal.signal(signal.SIGUSR1, collect)
+
+
 def main(folder: Path, fields: dict[str, Any]) -> int:
     if (log_file := fields.pop("log_file", None)) is not None:
         os.dup2(os.open(log_file, os.O_WRONLY | os.O_CREAT), 2)
     log.configure("info")
+    if (garbage := fields.pop("garbage", None)) is not None:
+        watch_garbage(Path(garbage))
     for name, value in fields.pop("constants", {}).items():
         module, _, constant = name.rpartition(".")
         assert hasattr(importlib.import_module(module), constant), name

@@ -228,6 +228,7 @@ def test_a_form_has_a_limit_besides_its_file(server: Running) -> None:
             assert ("--batch-max-bytes" in answer.text) == (status == 413)
 
 
+@pytest.mark.slow
 def test_a_damaged_batch_stops_no_other(server: Running, folder: Path) -> None:
     """The contents of an input file disappear while the lines wait for a slot."""
     client = client_of(server, "three")

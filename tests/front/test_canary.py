@@ -47,7 +47,7 @@ def server(start_weft: Any) -> Any:
 
 
 @pytest.mark.requirement("F46")
-@mostly_slow("attack", [each for each in ATTACKS if each not in IMAGE_ATTACKS], ["chunks", "never_read"])
+@mostly_slow("attack", [each for each in ATTACKS if each not in IMAGE_ATTACKS], ["chunks"])
 def test_a_canary_beside(server: Any, attack: str) -> None:
     command = [sys.executable, "-m", "bench.hostile", attack, server.url, "--model", server.model]
     command += ["--seconds", "1", "--scale", str(SCALE.get(attack, 0.05)), "--streams", str(SLOTS)]

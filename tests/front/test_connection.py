@@ -228,6 +228,7 @@ def test_lengths_that_are_none(raw: socket.socket, length: bytes) -> None:
     assert status(read_all(raw)) == 400
 
 
+@pytest.mark.slow
 def test_a_head_that_waits_behind_a_request_is_not_slow(app: App, raw: socket.socket) -> None:
     raw.sendall(b"POST / HTTP/1.1\r\nContent-Length: 1\r\n\r\n")
     time.sleep(3 * connection.HEAD_SECONDS)

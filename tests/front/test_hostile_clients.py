@@ -108,6 +108,7 @@ def test_the_connection_that_waits_longest_makes_room(start_fake: Any, script: A
         server.wait(lambda: server.metric("front_sequences") == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("F3")
 def test_a_body_must_make_progress(start_fake: Any) -> None:
     stall = deadline(1.0)
@@ -140,6 +141,7 @@ def test_the_memory_of_bodies_is_bounded(start_fake: Any) -> None:
         assert status(left) == 400
 
 
+@pytest.mark.slow
 def test_small_bodies_have_memory_of_their_own(start_fake: Any) -> None:
     """Many small uploads that stall end when they are too many, longest without progress first."""
     server = start_fake(

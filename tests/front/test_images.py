@@ -286,6 +286,7 @@ def test_redirects_to_private_addresses_are_refused(server: Running, files: File
     assert "/secret" not in files.asked
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("F23")
 def test_slow_and_endless_files_end_in_time(server: Running, files: Files) -> None:
     files.answers["/large"] = b"HTTP/1.1 200 OK\r\n\r\n" + bytes(5 << 20)

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.bench.records import RequestRecord, read_stream
 
@@ -23,7 +24,7 @@ def server(start_fake: Any) -> Any:
     return start_fake(constants=OFTEN)
 
 
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+@mostly_slow("route", ["/v1/completions", "/v1/chat/completions"], 1)
 def test_comments_before_and_between_tokens(server: Any, script: Any, sse: Any, route: str) -> None:
     fields = {"prompt": "abcdef"} if "chat" not in route else {}
     with server.stream(route, seed=script.SLOW, max_tokens=6, **fields) as answer:
@@ -49,6 +50,7 @@ def test_refusals_still_have_their_status(server: Any, script: Any) -> None:
         assert answer.status_code == 429
 
 
+@pytest.mark.slow
 def test_what_fails_after_the_first_comment_is_an_event(start_fake: Any, script: Any, sse: Any) -> None:
     server = start_fake(constants=OFTEN, request_timeout=deadline(1.0))
     with server.stream(seed=script.HANG) as answer:
@@ -67,6 +69,7 @@ def test_a_client_that_leaves_during_the_comments(server: Any, script: Any) -> N
     server.wait(lambda: server.metric("front_sequences") == 0, 3)
 
 
+@pytest.mark.slow
 def test_clients_skip_comments(server: Any, script: Any) -> None:
     asked: dict[str, Any] = {"model": "fake", "prompt": "abcdef", "max_tokens": 6, "seed": script.SLOW}
 

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import ConfigError, Overloaded, Unavailable
 from weft.config.flags import from_keywords
@@ -29,7 +30,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.mark.requirement("F30")
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("seed", ["HANG", "HANG_AFTER"])
+@mostly_slow("seed", ["HANG", "HANG_AFTER"], ["HANG_AFTER"])
 def test_a_client_that_leaves_frees_its_sequences(fake: Any, script: Any, seed: str, stream: bool) -> None:
     body = {"model": "fake", "prompt": "x", "seed": getattr(script, seed), "n": 2, "stream": stream}
     before = fake.metric("num_preemptions_total")
@@ -105,7 +106,7 @@ def test_a_client_that_does_not_read_cannot_stop_the_stop(start_fake: Any, scrip
 
 
 @pytest.mark.requirement("F40")
-@pytest.mark.parametrize("death", ["DIE", "FAILED", "STUCK"])
+@mostly_slow("death", ["DIE", "FAILED", "STUCK"], ["DIE"])
 def test_a_dead_head_ends_everything(start_fake: Any, script: Any, sse: Any, death: str) -> None:
     """Every live request gets exactly one terminal answer, health fails, and the process exits non-zero."""
     server = start_fake(engine_timeout=deadline(1.0))

@@ -133,6 +133,7 @@ def columns(answer: httpx.Response) -> dict[str, list[Any]]:
     return {name: [point[at] for point in found["points"]] for at, name in enumerate(found["columns"])}
 
 
+@pytest.mark.slow
 def test_the_route_continues_after_a_second(fake: Any) -> None:
     fake.chat(max_tokens=8)
     fake.wait(lambda: len(fake.http.get("/metrics/history").json()["points"]) > 1, 10)

@@ -340,6 +340,7 @@ def attack(server: Any, bodies: int, seed: int) -> None:
     assert answer["choices"][0]["message"]["content"] == "user\nhello"
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("F64")
 def test_right_bodies_are_answered(fake: Any) -> None:
     def ask(one: tuple[str, dict[str, Any]]) -> httpx.Response:
@@ -353,6 +354,7 @@ def test_right_bodies_are_answered(fake: Any) -> None:
         assert answer.status_code == (400 if tools else 200), (route, body, answer.text)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("F1")
 def test_hundreds_of_mutated_bodies(fake: Any) -> None:
     attack(fake, 700, seed=1)

@@ -185,6 +185,7 @@ def test_what_was_on_its_way_when_a_flow_was_paused_is_not_counted_twice(tmp_pat
     run(tmp_path, test)
 
 
+@pytest.mark.slow
 def test_many_pauses_are_no_losses_and_heads_may_die_meanwhile(tmp_path: Path) -> None:
     async def test(rig: Rig) -> None:
         flow = rig.submit(1, 2)
@@ -213,6 +214,7 @@ def test_many_pauses_are_no_losses_and_heads_may_die_meanwhile(tmp_path: Path) -
     run(tmp_path, test, count=2, restarts=3)
 
 
+@pytest.mark.slow
 def test_a_flow_that_waits_for_a_head_can_be_paused(tmp_path: Path) -> None:
     async def test(rig: Rig) -> None:
         flow = rig.submit(1)
@@ -349,6 +351,7 @@ SHORT_GRACE = {"weft.front.front_server.GRACE": 0.5}
 """Seconds until the server closes connections of clients that do not read."""
 
 
+@pytest.mark.slow
 def test_a_server_with_a_paused_stream_stops_in_time(start_fake: Any) -> None:
     server = start_fake(drain_timeout=0.5, constants=SHORT_GRACE)
     with begin(server, **LONG):
@@ -356,6 +359,7 @@ def test_a_server_with_a_paused_stream_stops_in_time(start_fake: Any) -> None:
         assert server.stop(signal.SIGTERM) == 0
 
 
+@pytest.mark.slow
 def test_a_paused_stream_is_finished_while_the_server_drains(start_fake: Any) -> None:
     server = start_fake(drain_timeout=60)
     raw = begin(server, **LONG)
@@ -367,6 +371,7 @@ def test_a_paused_stream_is_finished_while_the_server_drains(start_fake: Any) ->
     assert server.process.wait(deadline(20)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("F29")
 def test_a_client_that_reads_nothing_is_cut_off(start_fake: Any) -> None:
     unread = deadline(1.0)

@@ -403,6 +403,7 @@ def test_an_item_is_referred_to_once(server: Running) -> None:
     assert "twice" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_of_several_fronts_each_keeps_its_own(start_scripted: Callable[..., Running]) -> None:
     server = start_scripted(SCRIPT[-1:], "--fronts", "2", "--responses-store-bytes", "100000")
     made = post(server).json()["id"]

@@ -338,6 +338,7 @@ def answers(server: Running, batch: str) -> dict[str, str]:
     return made
 
 
+@pytest.mark.slow
 def test_lines_of_a_batch_load_their_models_and_yield_to_requests(start: Start, tmp_path: Path) -> None:
     slow = {"text": "one two three four", "repeat": True, "delay_ms": 60_000}
     models: dict[str, dict[str, Any]] = {

@@ -59,6 +59,7 @@ def test_special_tokens_typed_as_text_are_text(fake: Any) -> None:
     assert tokenize(fake, prompt="<|im_end|>").json()["tokens"] == list(b"<|im_end|>")
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("F2")
 def test_long_texts_and_large_bodies(fake: Any) -> None:
     assert tokenize(fake, prompt="x" * 100_000).json()["count"] == 100_000  # read by a process

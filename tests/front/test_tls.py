@@ -82,6 +82,7 @@ def test_clients_with_the_authority_are_served(start_fake: Any, authority: Autho
     assert server.http.get("/ready").status_code == 200, "the refused clients end nothing"
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_holds_no_answer(start_fake: Any, pair: Pair) -> None:
     """The end of the server does not wait for a client that never ends its TLS connection."""
     server = start_fake(**flags(pair))
@@ -99,6 +100,7 @@ def test_a_client_that_does_not_read_holds_no_answer(start_fake: Any, pair: Pair
         assert time.monotonic() - start < 15
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_nothing_is_paused_and_cut_off(start_fake: Any, pair: Pair) -> None:
     """The limits of unread answers count the encrypted bytes, too."""
     server = start_fake(**flags(pair), constants={"weft.front.connection.UNREAD_SECONDS": deadline(1.0)})
@@ -198,6 +200,7 @@ def test_a_withdrawn_authority_is_not_trusted_through_a_kept_session(
         ask(None)
 
 
+@pytest.mark.slow
 def test_several_api_servers(servers: Servers, tmp_path: Path, authority: Authority, pair: Pair) -> None:
     script = [{"match": "hello", "text": "Hi.", "repeat": True}]
     pems = ["--ssl-certfile", str(pair.certificate), "--ssl-keyfile", str(pair.key)]

@@ -71,6 +71,7 @@ def numbers_of(total: int, count: int) -> list[int]:
     return np.linspace(0, total - 1, count).round().astype(int).tolist()
 
 
+@pytest.mark.slow
 def test_a_file_reaches_the_head(server: Running, got: Callable[[], Any]) -> None:
     """The engine gets the chosen frames in groups of two, with their times in the file."""
     answer = ask(server, text("ab"), part(FILE), return_token_ids=True)

@@ -180,6 +180,7 @@ def test_other_apis_name_the_part(server: Running) -> None:
         assert f"messages[0].content[0]: blocks of type {kind}" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_models_without_videos_name_the_part(start_fake: Start) -> None:
     for vision, words in (({"frames": None}, "no videos"), (False, "only text")):
         blind = start_fake(vision=vision)

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.slow import mostly_slow
-
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -89,8 +87,9 @@ def test_grammars_of_large_bodies_are_proved_by_the_front(weft_server: Any) -> N
     assert "uniqueItems" in answer.json()["error"]["message"]
 
 
-@mostly_slow("padding", ["", "x" * (100 << 10)], 1, ids=["small", "large"])
-@mostly_slow("name", HOSTILE, ["large"])
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", ["", "x" * (100 << 10)], ids=["small", "large"])
+@pytest.mark.parametrize("name", HOSTILE)
 def test_grammars_that_cost_too_much_are_refused(weft_server: Any, name: str, padding: str) -> None:
     schema, code = HOSTILE[name]
     form = {

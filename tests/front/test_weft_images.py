@@ -137,6 +137,7 @@ def test_one_answer_however_a_video_comes(server: Running, folder: Path) -> None
     assert cached[0] < first < cached[2] < last  # the first group is the same
 
 
+@pytest.mark.slow
 def test_a_file_is_read_as_its_frames_are(server: Running, folder: Path) -> None:
     """A video file gives the tokens of the chosen frames as a list, in Python and over HTTP."""
     from tests.support.films import film, pictures

@@ -108,6 +108,7 @@ def test_replicas_that_share_experts(start_weft: Any, death: signal.Signals) -> 
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("E32")
 def test_choices_of_an_engine_know_what_engines_have_cached(start_weft: Any) -> None:
     """Prompts go to the engine with the cached prefix. A restarted engine reports an empty cache."""

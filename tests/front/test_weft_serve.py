@@ -394,6 +394,7 @@ def test_a_small_request_is_answered_beside_a_large_one(four: Any) -> None:
     server.wait(lambda: idle(server))
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_what_runs(four: Any) -> None:
     """Must be the last test with the shared server."""
     server = four

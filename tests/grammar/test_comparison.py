@@ -9,12 +9,12 @@ import pytest
 from bench.grammar_schemas import Drawn, functions
 from bench.grammars import Tally, bundled, trained, tried, values_of
 from tests.grammar.rig import BACKENDS
-from tests.support.slow import mostly_slow
 from weft.grammar.registry import make_compiler
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("G7")
-@mostly_slow("backend", BACKENDS, ["llguidance"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_sixty_schemas_are_kept_or_refused(backend: str) -> None:
     if backend == "xgrammar":
         pytest.importorskip("xgrammar")

@@ -45,6 +45,7 @@ def service(compiler: GuardedCompiler) -> Iterator[GrammarService]:
     service.close()
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("F16")
 def test_a_compile_without_an_end_is_refused_and_holds_no_other_up(service: GrammarService) -> None:
     endless = service.submit(ENDLESS, client=1)

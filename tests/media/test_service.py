@@ -176,6 +176,7 @@ def test_a_damaged_image_fails_alone() -> None:
     run(work)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("F23")
 def test_a_process_that_dies_fails_one_image() -> None:
     huge = image_file((3000, 3000))

@@ -180,6 +180,7 @@ def test_small_tiles_give_the_same(checkpoints: Any, paged: Any, monkeypatch: py
         assert torch.allclose(_run(paged(model), ids, [80]), whole, **EXACT)
 
 
+@pytest.mark.slow
 def test_groups_that_may_not_be_complete_go_to_the_null_block(
     checkpoints: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

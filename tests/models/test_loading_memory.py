@@ -16,7 +16,6 @@ from tests.models.test_packed_weights import LARGE, load
 from tests.models.test_quantized_loading import _folders
 from tests.ops.test_coded import codes_of, meaning
 from tests.support.mapped_pages import resident_of
-from tests.support.slow import mostly_slow
 from weft.layers.pending_codes import Note, PendingCodes, Weight, put_codes, take_apart, take_codes
 from weft.models import loader
 from weft.models.quantized.filling import FillTarget
@@ -119,9 +118,10 @@ def test_experts_leave_no_packed_copies(extension: None) -> None:
     assert after.data_ptr() == packed.data_ptr() + packed.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-@mostly_slow("name", ["fp8 blocks", "mxfp4", "nvfp4", "awq", None], ["mxfp4"])
-@mostly_slow("dtype", [torch.bfloat16, torch.float64], [torch.bfloat16])
+@pytest.mark.parametrize("name", ["fp8 blocks", "mxfp4", "nvfp4", "awq", None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_pages_of_a_file_go_when_they_were_read(
     name: str | None, dtype: torch.dtype, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,7 +75,7 @@ MODELS = ("llama", "qwen3 tied", "qwen3 moe", "gpt-oss")
 @mostly_slow(
     ("name", "kind"),
     [(name, kind) for name in MODELS for kind in KINDS],
-    [*zip(MODELS, KINDS, strict=False), ("qwen3 moe", "Q5_K"), ("qwen3 tied", "IQ4_XS"), ("llama", "Q3_K")],
+    [*zip(MODELS, KINDS, strict=False), ("qwen3 moe", "Q5_K")],
 )
 def test_logits_are_those_of_the_dequantized(name: str, kind: str, tmp_path: Path, paged: Any) -> None:
     """The float64 difference on torch is the rounding of the package; in C++ it is the rounding of sums."""

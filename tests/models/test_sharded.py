@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.support.declared_models import CASES as DECLARED
 from tests.support.ranks import on_ranks
 from tests.support.sharded import assert_parts, note_reads, weights_of
+from tests.support.slow import mostly_slow
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.config import sharding
@@ -196,7 +197,7 @@ def test_float32_as_it_is_served(checkpoints: Any, paged: Any) -> None:
         assert (found[0] - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("quantization", ["int8", "w8a8", "int4", "w4a8", "fp8"])
+@mostly_slow("quantization", ["int8", "w8a8", "int4", "w4a8", "fp8"], ["w8a8", "int4"])
 def test_ranks_round_as_one_does(quantization: str, checkpoints: Any, paged: Any) -> None:
     """Covers weights whose groups are cut, and the rounding of activations."""
     for name in ("llama-tied-mha", "qwen3-5-moe", "deepseek-v4"):

@@ -50,6 +50,7 @@ def happens(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_the_drain_of_the_head_keeps_the_ranks_and_another_address_does_not(host: Host) -> None:
     process = host._process
     host.wanted, host.head = False, ""

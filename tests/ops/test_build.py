@@ -296,6 +296,7 @@ def heed_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 def test_an_interrupted_build_stops_its_compilers_and_goes_on(
     calls: Path, sources: Path, tmp_path: Path
 ) -> None:

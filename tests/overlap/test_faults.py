@@ -67,7 +67,11 @@ def breaks(model: Decoder, where: str, call: int) -> Callable[[], None]:
 
 
 @pytest.mark.requirement("C5", "C13")
-@pytest.mark.parametrize("where", ["before", "between", "in the middle of a layer", "after", "in the head"])
+@mostly_slow(
+    "where",
+    ["before", "between", "in the middle of a layer", "after", "in the head"],
+    ["in the middle of a layer", "in the head"],
+)
 @mostly_slow("call", [1, 2, 5], [2], ids=["first micro-batch", "second micro-batch", "later step"])
 @mostly_slow("depth", [1, 2], [2])
 def test_a_rank_that_raises_ends_the_step_everywhere(folder: Path, where: str, call: int, depth: int) -> None:

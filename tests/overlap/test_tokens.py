@@ -136,7 +136,7 @@ def check_experts(reference: Reference, model: str, ranks: int, form: str, mode:
 
 
 @pytest.mark.requirement("C14")
-@mostly_slow(("model", "ranks", "form", "mode"), EXPERTS, 3)
+@mostly_slow(("model", "ranks", "form", "mode"), EXPERTS, 1)
 def test_experts_divided_over_ranks(
     reference: Reference, model: str, ranks: int, form: str, mode: str
 ) -> None:

@@ -217,6 +217,7 @@ def test_an_engine_that_waits_for_others_to_come_stops_when_it_is_aborted() -> N
     group.close()
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("C13")
 def test_whoever_does_not_come_is_waited_for_only_so_long() -> None:
     store, wakeup = dist.HashStore(), LocalWakeups(2)

@@ -100,6 +100,7 @@ def test_only_who_knows_the_secret_joins() -> None:
         engine.close()
 
 
+@pytest.mark.slow
 def test_a_rank_with_the_secret_does_not_talk_to_a_stranger_who_poses_as_the_engine() -> None:
     keys, others = derive(b"a secret of enough bytes"), derive(b"another secret, as long")
     for stranger in (ZmqEngineChannel("tcp://127.0.0.1:*", others), ZmqEngineChannel("tcp://127.0.0.1:*")):

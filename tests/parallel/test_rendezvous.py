@@ -189,6 +189,7 @@ def test_an_invalid_poll_is_dropped(store: RendezvousStore, clients: list[Rendez
     context.destroy(linger=0)
 
 
+@pytest.mark.slow
 def test_the_next_head_at_the_same_place_gets_all_entries(clients: list[RendezvousClient]) -> None:
     first = RendezvousStore("tcp://127.0.0.1:*", KEYS)
     client = connect(clients, first.address)

@@ -295,6 +295,7 @@ def test_a_peer_that_was_killed_is_noticed_long_before_the_deadline(peers: Calla
     killer.join()
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_stopped_is_given_up_at_the_deadline(peers: Callable[..., Peers]) -> None:
     group = peers(2, deadline(2.0))
     pid = group.processes[0].pid

@@ -164,6 +164,7 @@ def test_a_planted_bug_is_found(plant: Callable[[Patch], None], tmp_path: Any, m
         made.check()
 
 
+@pytest.mark.slow
 def test_changed_bytes_are_noticed(tmp_path: Any, monkeypatch: Patch) -> None:
     """A block of the sender changes after the digest."""
 
@@ -177,6 +178,7 @@ def test_changed_bytes_are_noticed(tmp_path: Any, monkeypatch: Patch) -> None:
         assert {error.code for error in errors} == {"transfer_corrupt"}
 
 
+@pytest.mark.slow
 def test_engines_of_two_groups_give_the_tokens_of_one(
     folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: Patch
 ) -> None:

@@ -79,7 +79,8 @@ def test_captured_steps_draw_the_tokens_of_the_cpu(folder_of: Any, monkeypatch: 
 def test_prompts_are_computed_before_any_request(
     name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warm-up uses a slot without a later sequence; requests are then answered."""
+    """The warm-up uses a slot without a later sequence; requests are then answered, by captured steps where
+    the model allows."""
     computed: list[int] = []
     compute = Runner._compute
 
@@ -92,7 +93,6 @@ def test_prompts_are_computed_before_any_request(
 
     _, answers, _ = rehearse(monkeypatch, folder_of(name), rig.few(50), plant=watch, warm_up=True)
     assert computed[:14] == [size for size in (64, 32, 16, 8, 4, 2, 1) for _ in range(2)]
-    assert len(computed) > 14
     assert len(answers) == 3
 
 

@@ -10,7 +10,6 @@ import pytest
 from tests.e0 import rig as e0
 from tests.rehearsal import rig
 from tests.rehearsal.test_launches import UPLOAD, Step, watched
-from tests.support.slow import mostly_slow
 from weft.engine.core import EngineCore
 from weft.ops.triton import interpreting
 from weft.runner.graphs import mixed
@@ -112,7 +111,8 @@ def test_a_step_with_prompts_is_one_copy_and_one_replay(
         assert step.launches <= COPY_LAUNCHES + ALLOC_LAUNCHES * new + APPEND_LAUNCHES * blocks
 
 
-@mostly_slow("given", EXTRAS, 1)
+@pytest.mark.slow
+@pytest.mark.parametrize("given", EXTRAS)
 def test_rows_that_kernels_cannot_draw_alone_are_launched(
     given: dict[str, Any], folder_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,7 @@ def held_by(core: EngineCore) -> list[Any]:
     return found
 
 
-@mostly_slow("name", ["awq", "gptq", "fp8 blocks", "nvfp4"], ["gptq", "nvfp4"])
+@mostly_slow("name", ["awq", "gptq", "fp8 blocks", "nvfp4"], ["nvfp4"])
 def test_published_formats_stay_packed(
     name: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +117,7 @@ def test_linear_layers_in_words(folder_of: Any, monkeypatch: pytest.MonkeyPatch)
     assert core.runner.graphs.replayed > 0
 
 
+@pytest.mark.slow
 def test_divided_experts_stay_packed(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has some of the experts, and rows are sent between ranks."""
     folder, _ = _folders(plain, tmp_path, *FORMATS["nvfp4"])
@@ -126,6 +127,7 @@ def test_divided_experts_stay_packed(plain: Path, tmp_path: Path, monkeypatch: p
     assert all(isinstance(matrix, Codes) for matrix in held_by(core))
 
 
+@pytest.mark.slow
 def test_stacked_experts_of_a_family_that_publishes_four_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

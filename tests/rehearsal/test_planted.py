@@ -123,7 +123,8 @@ def memory_given_away(patch: Patch) -> None:
 
 
 def result_read_early(patch: Patch) -> None:
-    patch.setattr(result.HostCopy, "there", lambda self: True)
+    """Plant a bug: the host reads the results of any step, captured or not, without a wait for the copies."""
+    patch.setattr(result._Copies, "there", lambda self: True)
 
 
 def buffer_reused_early(patch: Patch) -> None:
@@ -144,7 +145,7 @@ MISPLACED = (OnHost, getattr(fake_tensor, "FakeTensorDeviceMismatchError", Runti
 """Errors of tensors on two devices. Before torch 2.12 the second one has no name of its own."""
 PLANTED: list[tuple[Callable[[Patch], None], Any, dict[str, Any]]] = [
     (tensor_on_the_host, (*MISPLACED, HiddenWait), {}),
-    (item, HiddenWait, {}),
+    (item, HiddenWait, DRAFTS),  # a step without drafts draws inside its capture
     (boolean_index, HiddenWait, DRAFTS),
     (pageable_upload, HiddenWait, {}),
     (blocking_read, HiddenWait, DRAFTS),

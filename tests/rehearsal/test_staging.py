@@ -17,6 +17,7 @@ from tests.engine.pair_rig import EnginePair, submit, unified
 from tests.rehearsal.device import COMPUTE, Races, Rehearsal, current, running
 from tests.rehearsal.rig import Answers, rehearsed
 from tests.rehearsal.streams import MOVES, names_of
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.config.flags import from_keywords
@@ -121,7 +122,7 @@ def watch(patch: Patch) -> None:
     patch.setattr(staging_memory, "gather_spans", gathered)
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@mostly_slow("kind", ["shm", "tcp"], ["tcp"])
 def test_caches_arrive_and_who_waits_for_whom_is_in_the_table(
     kind: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Patch
 ) -> None:
@@ -148,6 +149,7 @@ def not_pinned(patch: Patch) -> None:
     patch.setattr(DeviceWork, "pin", lambda self, staging_memory: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "found"),
     [(no_mark, Races), (sent_early, Races), (landed_early, Races), (not_pinned, AssertionError)],

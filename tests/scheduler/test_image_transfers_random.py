@@ -16,7 +16,7 @@ import pytest
 from tests.scheduler.fake_runner import BAD_SEED, kv_config
 from tests.scheduler.image_world import World, limits
 from tests.scheduler.test_media import ask, random_parts
-from tests.support.slow import seeds
+from tests.support.slow import mostly_slow, seeds
 from weft.common.errors import EngineDead, InvalidRequest
 from weft.kv.embeddings import EmbeddingCache
 from weft.scheduler.images.image_transfers import ImageTransfers
@@ -199,7 +199,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.requirement("D16")
-@pytest.mark.parametrize("bug", list(BUGS))
+@mostly_slow("bug", list(BUGS), 2)
 def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The random loads above detect each planted bug."""
     where, name, what = BUGS[bug]

@@ -116,8 +116,8 @@ def test_a_snapshot_has_the_numbers_of_the_run() -> None:
     ("role", "rate"),
     [
         ("decode", 6.0),
-        ("prefill", 6.0),
-        ("unified", 6.0),
+        pytest.param("prefill", 6.0, marks=pytest.mark.slow),
+        pytest.param("unified", 6.0, marks=pytest.mark.slow),
         pytest.param("unified", 10.0, marks=pytest.mark.slow),
     ],
 )
@@ -139,6 +139,7 @@ def test_the_capacity_agrees_with_the_simulation(role: str, rate: float) -> None
     assert groups == 1 or min(outcomes.values()) < 0.93
 
 
+@pytest.mark.slow
 def test_a_planner_keeps_more_requests_within_their_limits_than_the_groups_it_began_with() -> None:
     """An eighth of a day. The full days are in docs/simulator.md."""
     bench = Bench(COST.scaled(12.0), Limits(6.0, 0.18), load_s=10.0)

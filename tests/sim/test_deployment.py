@@ -48,7 +48,7 @@ def test_one_unified_group_is_the_simulator_of_one_scheduler() -> None:
 @mostly_slow(
     "groups",
     [Groups(unified=3), Groups(prefill=1, decode=2), Groups(prefill=2, decode=1)],
-    [Groups(unified=3), Groups(prefill=1, decode=2)],
+    [Groups(prefill=1, decode=2)],
 )
 def test_every_request_ends_with_its_tokens_and_a_seed_says_when(groups: Groups) -> None:
     arrivals = load_of()
@@ -60,6 +60,7 @@ def test_every_request_ends_with_its_tokens_and_a_seed_says_when(groups: Groups)
     assert again == one
 
 
+@pytest.mark.slow
 def test_who_decodes_computes_no_prompts_and_long_prompts_disturb_nobody() -> None:
     arrivals = load_of(rate=8.0)
     unified, _ = run(Groups(unified=2), arrivals)
@@ -188,6 +189,7 @@ def test_the_plan_is_the_fewest_groups_that_reach_the_goal() -> None:
     assert "1 prefill, 1 decode" in table(few)
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("D27")
 def test_images_go_where_they_belong_unless_others_would_encode_them_sooner(
     monkeypatch: pytest.MonkeyPatch,

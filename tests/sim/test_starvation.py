@@ -69,7 +69,7 @@ def test_long_prompts_leave_decodes_within_twice_their_time(depth: int, table: d
 
 
 @pytest.mark.requirement("B7")
-@pytest.mark.parametrize("depth", [1, 2])
+@mostly_slow("depth", [1, 2], [2])
 def test_exclusive_steps_starve_decodes(depth: int, table: dict[str, Report]) -> None:
     report = table[f"depth {depth}, exclusive"] = starve(depth, step_policy="exclusive")
     mixed = starve(depth, itl_target_ms=1.6e3 * alone())
@@ -79,6 +79,7 @@ def test_exclusive_steps_starve_decodes(depth: int, table: dict[str, Report]) ->
     assert report.background_itl.p99 >= 5 * mixed.background_itl.p99
 
 
+@pytest.mark.slow
 def test_prompts_go_on_when_the_target_cannot_be_met() -> None:
     """A target below the time of decodes alone: the minimum chunk applies, and every prompt is done."""
     report = starve(2, 20, itl_target_ms=0.5e3 * alone())

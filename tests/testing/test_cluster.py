@@ -567,6 +567,7 @@ def test_explore_prints_what_schedules_went_through(capsys: pytest.CaptureFixtur
     assert out.endswith("all invariants held\n")
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("F48")
 def test_a_failure_prints_its_seed_and_the_command_that_repeats_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -191,6 +191,7 @@ PIECES = st.lists(
 ).map("".join)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(text=PIECES, key=PIECES, source=st.sampled_from([HERMES, CODER, DEEPSEEK, HARMONY]))
 def test_no_string_of_a_request_adds_a_control_token(

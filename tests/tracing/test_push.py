@@ -286,6 +286,7 @@ def test_the_end_has_a_deadline(collector: Collector, tmp_path: Path, monkeypatc
     assert len(read_folder(tmp_path)[0]) == 600, "the file has all spans"
 
 
+@pytest.mark.slow
 @packages
 def test_a_server_pushes_the_spans_of_all_processes(
     collector: Collector, servers: Servers, tmp_path: Path

@@ -109,6 +109,7 @@ def test_a_host_outlives_the_head_and_joins_the_next_one(meeting: Meeting) -> No
     assert answer.head == meeting.store.head != first
 
 
+@pytest.mark.slow
 def test_the_next_head_with_other_settings_refuses_the_host(meeting: Meeting) -> None:
     host = meeting.join()
     until(lambda: both(meeting, host) == (h.Admitted(), h.Admitted()))
@@ -132,6 +133,7 @@ def test_all_hosts_with_engines_drain_when_a_host_leaves(meeting: Meeting) -> No
     until(lambda: [type(found) for found in both(meeting, one)] == [h.Leaving, h.Leaving])
 
 
+@pytest.mark.slow
 def test_draining_hosts_report_their_requests_to_each_other(meeting: Meeting) -> None:
     host = meeting.join()
     until(lambda: both(meeting, host) == (h.Admitted(), h.Admitted()))

@@ -220,6 +220,7 @@ def test_prompts_are_hashed_where_there_is_a_choice() -> None:
     with_links(3, work, "prefill", "decode", "decode")
 
 
+@pytest.mark.slow
 def test_one_that_is_retired_is_gone_and_why() -> None:
     async def work(links: Links, owner: Owner) -> None:
         tokens: list[int] = []
@@ -242,6 +243,7 @@ def test_one_that_is_retired_is_gone_and_why() -> None:
     with_links(2, work)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_owner_stops_nothing_else() -> None:
     """Streams continue at the other engine, and later events still arrive."""
 
@@ -266,6 +268,7 @@ def test_an_error_of_the_owner_stops_nothing_else() -> None:
     with_links(2, work)
 
 
+@pytest.mark.slow
 def test_a_front_that_stood_still_tries_a_connection_again_before_it_reports_a_loss() -> None:
     """Its engines gave up the silent connection but live, so no engine is restarted."""
 

@@ -6,6 +6,8 @@ import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
 
+import pytest
+
 from tests.control.links.test_links import LENGTH, PROMPT, read, submit, until
 from tests.front.fake_server import FakeEngines
 from tests.support.slowness import deadline
@@ -94,6 +96,7 @@ def test_streams_go_on_after_each_of_several_resets() -> None:
     over_tcp(work)
 
 
+@pytest.mark.slow
 def test_requests_that_come_while_connections_are_refused_wait() -> None:
     async def work(links: Links, owner: RemoteOwner, proxies: list[TcpProxy]) -> None:
         first: list[int] = []
@@ -118,6 +121,7 @@ def test_requests_that_come_while_connections_are_refused_wait() -> None:
     over_tcp(work)
 
 
+@pytest.mark.slow
 def test_new_requests_go_to_an_engine_that_can_be_reached() -> None:
     async def work(links: Links, owner: RemoteOwner, proxies: list[TcpProxy]) -> None:
         proxies[0].refuses = True

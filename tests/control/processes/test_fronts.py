@@ -101,6 +101,7 @@ def ask_again(server: Running) -> str:
     return made.choices[0].text
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("E35")
 @pytest.mark.real_processes
 def test_both_serve_and_one_dies(start_fake: Any) -> None:
@@ -212,7 +213,7 @@ def test_the_server_ends_when_no_engine_is_left(start_fake: Any, script: Any) ->
     assert not any(map(is_alive, pids))
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@mostly_slow("count", [1, 2], [2])
 def test_an_engine_that_was_given_up_is_revived(start_fake: Any, count: int) -> None:
     """Both the route and the command revive, also for an API server that started while the engine was
     retired.

@@ -40,6 +40,7 @@ def insistent(server: Any) -> httpx.Response:
     raise AssertionError("no front answers")
 
 
+@pytest.mark.slow
 @pytest.mark.requirement("E35")
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.grid)])
 def test_whatever_is_killed_nothing_is_lost(start_weft: Any, tensor: int) -> None:

@@ -107,6 +107,7 @@ def test_without_faults_every_transfer_that_is_not_refused_lands() -> None:
         assert received >= 45
 
 
+@pytest.mark.slow
 def test_the_watch_on_memory_notices_what_is_freed_without_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TransferReceiver, "_needs_peer", lambda self, transfer: False)
     caught = 0

@@ -10,6 +10,7 @@ import torch
 
 from tests.disagg.protocol.memory import KINDS, Group
 from tests.disagg.transport.rig import TABLES
+from tests.support.slow import mostly_slow
 from weft.disagg.protocol.group_layout import blocks_of
 from weft.disagg.protocol.transfer_events import RankReport, RankStopped
 from weft.disagg.protocol.transfer_table import FenceBy
@@ -72,7 +73,7 @@ class Pair:
 
 
 @pytest.mark.requirement("E30")
-@pytest.mark.parametrize("fence", ["copy", "rekey"])
+@mostly_slow("fence", ["copy", "rekey"], ["rekey"])
 @pytest.mark.parametrize("damage", ["flipped", "swapped", "moved"])
 def test_a_hundred_of_a_hundred_corruptions_are_caught(damage: str, fence: FenceBy) -> None:
     caught = planted = 0

@@ -62,7 +62,7 @@ def test_an_output_gives_its_parts(name: str, seed: int) -> None:
 
 @pytest.mark.requirement("G2")
 @mostly_slow("name", FAMILIES, DEFAULT)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=SEEDS)
 def test_a_mutated_output_loses_nothing(name: str, seed: int) -> None:
     check_wrong(name, seed)

@@ -26,6 +26,33 @@ from weft.text.token_counts import cache_creation, reasoning_tokens
 FORM = StreamForm(named=True, end=b"")
 
 
+class _Pending:
+    """Logprobs of tokens without text so far.
+
+    A separate object: a method of the shape in ``Items`` would be a cycle of references, so each request,
+    with its body, would wait for the garbage collector.
+    """
+
+    def __init__(self, generation: Generation) -> None:
+        self._tokenizer = generation.tokenizer
+        self._top = generation.job.asked.top or 0
+        self._waiting: list[tuple[tuple[int, ...], Logprobs]] = []
+
+    def add(self, ids: tuple[int, ...], found: Logprobs) -> None:
+        """Add the logprobs of the tokens ``ids``."""
+        self._waiting.append((ids, found))
+
+    def take(self) -> bytes:
+        """Return the waiting logprobs, as items of a JSON array, and clear the list."""
+        waiting, self._waiting = self._waiting, []
+        # A JSON array without brackets per delta, joined below.
+        made = [
+            to_json(chat_logprobs(self._tokenizer, ids, found, self._top).content)[1:-1]
+            for ids, found in waiting
+        ]
+        return b",".join(part for part in made if part)
+
+
 class ResponsesShape(AnswerShape):
     """Answer of one request: a single response."""
 
@@ -40,9 +67,8 @@ class ResponsesShape(AnswerShape):
         self._block = block
         self._facts = unpacked(generation.job.facts)
         self._output = ChoiceOutput(generation.parser())
-        self._items = Items(self._facts, self._take_logprobs)
-        self._pending: list[tuple[tuple[int, ...], Logprobs]] = []
-        """(token ids, logprobs) of tokens without text so far."""
+        self._pending = _Pending(generation)
+        self._items = Items(self._facts, self._pending.take)
         self._events = 0
         self._opened = False
         self._answer = e.ResponseAnswer(
@@ -69,7 +95,7 @@ class ResponsesShape(AnswerShape):
         """Add a delta to the items and return the numbered events. Logprobs of tokens without text wait for
         the next text."""
         if delta.logprobs:
-            self._pending.append((delta.token_ids, delta.logprobs))
+            self._pending.add(delta.token_ids, delta.logprobs)
         return self._numbered(
             [event for found in self._output.take(delta) for event in self._items.take(found)]
         )
@@ -143,17 +169,6 @@ class ResponsesShape(AnswerShape):
             output_tokens_details=e.OutputTokensDetails(reasoning_tokens=thinking),
             total_tokens=usage.total_tokens,
         )
-
-    def _take_logprobs(self) -> bytes:
-        """Return the pending logprobs, as items of a JSON array, and clear the list."""
-        pending, self._pending = self._pending, []
-        top = self._generation.job.asked.top or 0
-        # A JSON array without brackets per delta, joined below.
-        made = [
-            to_json(chat_logprobs(self._generation.tokenizer, ids, found, top).content)[1:-1]
-            for ids, found in pending
-        ]
-        return b",".join(part for part in made if part)
 
     def _numbered(self, events: list[e.Event]) -> list[Any]:
         """Set the sequence numbers of ``events``, which continue over all calls, and return the same list."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -58,14 +58,6 @@ class Adder:
     def __init__(self, turns: Turns) -> None:
         """``turns`` receives the items."""
         self._turns = turns
-        self._item_types: Mapping[str, tuple[type[Any], Callable[[Any, str], None]]] = {
-            "message": (MessageItem, self._message),
-            "function_call": (CallItem, self._call),
-            "function_call_output": (OutputItem, self._output),
-            "custom_tool_call": (CustomCallItem, self._custom_call),
-            "custom_tool_call_output": (OutputItem, self._output),
-            "reasoning": (ReasoningItem, self._reasoning),
-        }
 
     def add(self, item: Mapping[str, Any], where: str) -> None:
         """Add one item.
@@ -77,16 +69,17 @@ class Adder:
             item_type = "message"
         if not isinstance(item_type, str):
             raise InvalidRequest(f"{where} must have a type", param=where)
-        if item_type not in self._item_types:
+        if item_type not in self._TYPES:
             raise InvalidRequest(
                 f"{where}: items of type {printable(item_type, 40)} are not supported by this server; "
-                "supported types: " + ", ".join(self._item_types),
+                "supported types: " + ", ".join(self._TYPES),
                 param=where,
                 code="unsupported_parameter",
             )
-        cls, add = self._item_types[item_type]
+        cls, add = self._TYPES[item_type]
         # Items of earlier answers come back with all fields of their server, nulls included.
-        add(convert(where, {name: value for name, value in item.items() if value is not None}, cls), where)
+        given = {name: value for name, value in item.items() if value is not None}
+        add(self, convert(where, given, cls), where)
 
     def _message(self, item: MessageItem, where: str) -> None:
         """Add a message of any role. Raises InvalidRequest for an unknown role."""
@@ -123,6 +116,16 @@ class Adder:
         reasoning = reasoning or _parts_of(item.summary, "summary_text", where)
         if reasoning:
             self._turns.thinks(reasoning)
+
+    # Functions of the class: methods of an object, kept in the object, would be a cycle of references.
+    _TYPES: ClassVar[Mapping[str, tuple[type[Any], Callable[[Any, Any, str], None]]]] = {
+        "message": (MessageItem, _message),
+        "function_call": (CallItem, _call),
+        "function_call_output": (OutputItem, _output),
+        "custom_tool_call": (CustomCallItem, _custom_call),
+        "custom_tool_call_output": (OutputItem, _output),
+        "reasoning": (ReasoningItem, _reasoning),
+    }
 
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
