@@ -24,7 +24,7 @@ from weft.config.models.several import (
 )
 from weft.config.sections.all import FrontSection
 from weft.config.topology import read_topology
-from weft.front.requests.named_model import KeyModels, seconds_of, split_keys
+from weft.front.requests.models.named_model import KeyModels, seconds_of, split_keys
 
 SMALL = "block-size: 16\nkv-cache-memory: 8M\nmax-num-seqs: 2\n"
 

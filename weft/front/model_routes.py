@@ -20,8 +20,8 @@ from weft.front.http.answers import ModelCard, to_json
 from weft.front.http.streaming import JSON
 from weft.front.protocol.parse import Body
 from weft.front.requests.context import Front
-from weft.front.requests.named_model import seconds_of
-from weft.front.requests.several_models import ModelStatus
+from weft.front.requests.models.named_model import seconds_of
+from weft.front.requests.models.several_models import ModelStatus
 
 log = get_logger(__name__)
 

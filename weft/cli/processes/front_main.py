@@ -28,7 +28,7 @@ from weft.control.processes.process_registry import RegistryOwner, RegistryReade
 from weft.engine.ranks.processes import ProcessCommand, start_process
 
 if TYPE_CHECKING:
-    from weft.front.requests.several_models import ModelSet
+    from weft.front.requests.models.several_models import ModelSet
 
 
 class FrontSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +95,7 @@ def _owner(
         commands = LoadLink(link)
         return setup.section, RegistryOwner(reader, commands.report, commands, link.keeps)
     from weft.control.processes.model_hub import SupervisorHub
-    from weft.front.model_set import model_set
+    from weft.front.requests.models.model_set import model_set
 
     hub = SupervisorHub(link, reader, f"{setup.name}/{setup.incarnation}")
     return model_set(setup.models, None, setup.section, hub)

@@ -130,7 +130,7 @@ def _serve(
 ) -> int:
     """Run the API server over the models. Return the exit status."""
     from weft.front.front_server import serve
-    from weft.front.model_set import model_set
+    from weft.front.requests.models.model_set import model_set
 
     section, found = model_set(models, engines, front, None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
@@ -162,7 +162,7 @@ def _serve_fronts(
     from weft.engine.server.engine_processes import EngineGroups
     from weft.front.first_request import has_template
     from weft.front.front_server import ready_text
-    from weft.front.model_set import facts
+    from weft.front.requests.models.model_set import facts
 
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     section = msgspec.structs.replace(front, port=reserved.getsockname()[1])

@@ -12,7 +12,7 @@ from weft.control.processes.process_registry import RegistryOwner, RegistryReade
 
 
 class SupervisorHub:
-    """Implements ``weft.front.requests.shared_models.ModelHub`` by the registry and the channel."""
+    """Implements ``weft.front.requests.models.shared_models.ModelHub`` by the registry and the channel."""
 
     def __init__(self, link: channel.SupervisorLink, reader: RegistryReader, member: str) -> None:
         """``member``: name of this API server in the record."""

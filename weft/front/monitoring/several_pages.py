@@ -53,7 +53,7 @@ lines for several models, have an empty label."""
 
 
 class Models(Protocol):
-    """The models of a server (``weft.front.requests.several_models.SeveralModels``)."""
+    """The models of a server (``weft.front.requests.models.several_models.SeveralModels``)."""
 
     table: Any
 

@@ -13,8 +13,8 @@ from weft.config.sizing.memory import weight_bytes
 from weft.front.first_request import takes_images
 from weft.front.ollama import ollama_answers as o
 from weft.front.requests.context import Front
+from weft.front.requests.models.several_models import ModelPlan
 from weft.front.requests.setup import TextSetup
-from weft.front.requests.several_models import ModelPlan
 from weft.text.model import TextModel
 
 FOR_EVER = 9_000_000_000.0

@@ -27,13 +27,13 @@ from weft.front.monitoring.request_log import RequestFacts
 from weft.front.monitoring.request_trace import RequestTrace
 from weft.front.monitoring.throughput import report
 from weft.front.monitoring.vllm_metrics import as_vllm
+from weft.front.requests.models.several_models import ModelSet, SeveralModels
+from weft.front.requests.models.shared_models import SharedModels
 from weft.front.requests.pausing import Pausing
 from weft.front.requests.proofs import Told, Unproved, digest_of
 from weft.front.requests.read_worker import Known, ReadAnswer, decode_answer, payload_of, read_with
 from weft.front.requests.reading import Job, takes_too_long
 from weft.front.requests.served_model import ServedModel
-from weft.front.requests.several_models import ModelSet, SeveralModels
-from weft.front.requests.shared_models import SharedModels
 from weft.front.requests.text_threads import TextThreads
 from weft.front.siblings import Siblings
 from weft.grammar.guard.compile_jobs import Compile

@@ -22,7 +22,7 @@ from weft.control import models as m
 from weft.control.links.owner import Owner
 from weft.control.model_fronts import ModelRecord, ModelsRecord, Use
 from weft.front.monitoring import several_pages
-from weft.front.requests.several_models import (
+from weft.front.requests.models.several_models import (
     ModelSet,
     ModelStatus,
     Prove,

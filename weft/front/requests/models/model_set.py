@@ -10,11 +10,11 @@ import msgspec
 from weft.config.models.several import ResolvedModel, memory_budget
 from weft.config.sections.all import FrontSection
 from weft.control.models import ModelFacts
-from weft.front.requests.named_model import KeyModels, split_keys
-from weft.front.requests.several_models import ModelPlan, ModelProcesses, ModelSet
+from weft.front.requests.models.named_model import KeyModels, split_keys
+from weft.front.requests.models.several_models import ModelPlan, ModelProcesses, ModelSet
 
 if TYPE_CHECKING:
-    from weft.front.requests.shared_models import ModelHub
+    from weft.front.requests.models.shared_models import ModelHub
 
 
 def facts(model: ResolvedModel) -> ModelFacts:

@@ -37,14 +37,14 @@ from weft.front.monitoring.load_history import EngineState
 from weft.front.monitoring.metrics import Metrics
 from weft.front.protocol.ollama_request import LATEST
 from weft.front.protocol.parse import printable
-from weft.front.requests.named_model import KeyModels, NamedModel, named_in
+from weft.front.requests.models.named_model import KeyModels, NamedModel, named_in
 from weft.front.requests.served_model import ServedModel, card_of_model
 from weft.front.siblings import Siblings
 from weft.tracing.writer import SpanWriter
 
 if TYPE_CHECKING:
     from weft.front.requests.context import Front
-    from weft.front.requests.shared_models import ModelHub
+    from weft.front.requests.models.shared_models import ModelHub
 
 log = get_logger(__name__)
 
