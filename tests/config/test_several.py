@@ -24,7 +24,7 @@ from weft.config.models.several import (
 )
 from weft.config.sections.all import FrontSection
 from weft.config.topology import read_topology
-from weft.front.requests.named_model import KeyModels, seconds_of, split_keys
+from weft.front.requests.models.named_model import KeyModels, seconds_of, split_keys
 
 SMALL = "block-size: 16\nkv-cache-memory: 8M\nmax-num-seqs: 2\n"
 
@@ -92,7 +92,6 @@ models:
         ("models: {a: {}}\ngroups: [{role: unified}]", "write groups under each model"),
         ("models: {a: {groups: []}}", "groups must be a list"),
         ("models: {a: {groups: [{role: prefill}]}}", "model a: the groups cannot serve requests"),
-        ("models: {a: {}}\nfront: {fronts: 2}", "--fronts above 1"),
         ("models: {a: {}}\nfront: {vllm-metrics: true}", "--vllm-metrics is for a server of one model"),
         ("models: {a: {memory: 2G}}\nfront: {models-memory: 1G}", "model a needs 2.00 GiB"),
         (

@@ -19,8 +19,8 @@ from weft.config.flags import SETTINGS
 from weft.control.fleet.open_sequences import LATE, NO_ROLE
 from weft.front.http.streaming import late
 from weft.front.messages import messages_errors as messages_errors
+from weft.front.requests.models.several_models import NotLoaded
 from weft.front.requests.reading import Reader
-from weft.front.requests.several_models import NotLoaded
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
 from weft.types.grammar import Grammar

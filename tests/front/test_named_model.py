@@ -11,7 +11,7 @@ import pytest
 
 from weft.common.errors import InvalidRequest
 from weft.front.protocol.keep_alive import LONGEST_S
-from weft.front.requests.named_model import SMALL_BODY, NamedModel, named_in
+from weft.front.requests.models.named_model import SMALL_BODY, NamedModel, named_in
 from weft.front.requests.text_threads import TextThreads
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import yaml
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.loras import make_adapter
 from tests.support.servers import Servers
+from tests.support.slowness import deadline
 from tests.support.text_folders import IMAGE_TEMPLATE, write_small_tokenizer
 from weft import LLM
 from weft.types.sampling import SamplingParams
@@ -61,3 +65,50 @@ def test_tokens_of_adapters_over_http(servers: Servers, tmp_path: Path, groups: 
             answer = server.http.post("/v1/completions", json={**asked, "model": model})
             assert answer.status_code == 200, answer.text
             assert answer.json()["choices"][0]["token_ids"] == tokens, model
+
+
+def test_api_servers_of_several_models_share_the_adapters(servers: Servers, tmp_path: Path) -> None:
+    """An adapter that one of two API servers loads is served, listed and unloaded by both."""
+    base = Path(make_checkpoint(tmp_path, "llama"))
+    write_small_tokenizer(base, {}, IMAGE_TEMPLATE)
+    folder = make_adapter(tmp_path / "sql", base, seed=1)
+    settings: dict[str, Any] = {name.replace("_", "-"): value for name, value in SETTINGS.items()}
+    del settings["max-loras"]
+    takes = {"model": str(base), "max-loras": 2, "allow-lora-updates": True}
+    models = {"other": {"model": str(base), "load": "demand"}, "takes": takes}
+    file = tmp_path / "topology.yaml"
+    front = {"port": 0, "fronts": 2}
+    file.write_text(yaml.safe_dump({"front": front, "threads": 1, **settings, "models": models}))
+    program = "from weft.cli.main import main; main()"
+    server = servers.start([sys.executable, "-c", program, "up", str(file)], 180.0, HF_HUB_OFFLINE="1")
+
+    def everywhere(route: str, body: dict[str, Any] | None = None) -> list[Any]:
+        """Return answers over 12 connections, which reach both API servers almost surely."""
+        return [
+            httpx.request("POST" if body else "GET", server.url + route, json=body, timeout=deadline(60))
+            for _ in range(12)
+        ]
+
+    body = {"lora_name": "sql", "lora_path": str(folder)}
+    assert (
+        httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=deadline(60)).status_code == 200
+    )
+    for answer in everywhere("/v1/models"):
+        assert [card["id"] for card in answer.json()["data"]] == ["other", "takes", "sql"]
+    asked = {
+        "prompt": PROMPT,
+        "max_tokens": 6,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    texts = {}
+    for model in ("takes", "other", "sql"):
+        answers = everywhere("/v1/completions", {**asked, "model": model})
+        assert [answer.status_code for answer in answers] == [200] * 12, answers[0].text
+        texts[model] = {str(answer.json()["choices"][0]["token_ids"]) for answer in answers}
+    assert texts["takes"] == texts["other"] != texts["sql"]
+    assert all(len(each) == 1 for each in texts.values())
+    gone = httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": "sql"}, timeout=deadline(60))
+    assert gone.status_code == 200
+    assert {one.status_code for one in everywhere("/v1/completions", {**asked, "model": "sql"})} == {404}

@@ -271,6 +271,11 @@ class Entry:
         return self.facts.ttl if self.keep is None else self.keep
 
     @property
+    def failure(self) -> str:
+        """Reason of the last failure; "" after a load that succeeded."""
+        return "" if self.error is None else self.error.message
+
+    @property
     def expires(self) -> float | None:
         """Time of the unload if no request comes; None for never, and for a model in use."""
         busy = self.used or self.batch or self.lines
@@ -472,13 +477,17 @@ class ModelTable:
         for entry in self.entries.values():
             if entry.state is not ModelState.DRAINING or entry.ending:
                 continue
-            if not entry.open:
+            if self._may_end(entry):
                 entry.ending = True
                 actions.append(Unload(entry.name))
             elif entry.lines and entry.stops:
                 actions.append(StopLines(entry.name))
             entry.stops = False
         return actions
+
+    def _may_end(self, entry: Entry) -> bool:
+        """Return True if no request can be at a model that drains."""
+        return not entry.open
 
     def _begin(self, entry: Entry, for_batch: bool = False) -> Load:
         entry.state, entry.since, entry.for_batch = ModelState.LOADING, self._now, for_batch

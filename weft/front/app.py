@@ -35,7 +35,7 @@ from weft.front.openai.completions import add_completions
 from weft.front.openai.embeddings_route import add_embeddings
 from weft.front.openai.scoring_route import add_scoring
 from weft.front.requests.context import Front
-from weft.front.requests.several_models import NotLoaded
+from weft.front.requests.models.several_models import NotLoaded
 from weft.front.responses.routes import add_responses
 from weft.front.sleep_routes import add_sleep_routes
 from weft.front.small_routes import add_tokenizing

@@ -33,7 +33,7 @@ from weft.front.lifecycle import Phase
 from weft.front.middleware import AccessGate
 from weft.front.requests.context import Front
 from weft.front.requests.generation import probe
-from weft.front.requests.several_models import ModelSet
+from weft.front.requests.models.several_models import ModelSet
 from weft.front.siblings import Siblings
 
 log = weft_log.get_logger(__name__)

@@ -14,7 +14,7 @@ from weft.front.http.answers import to_json
 from weft.front.http.streaming import JSON
 from weft.front.lifecycle import Phase
 from weft.front.requests.context import Front
-from weft.front.requests.several_models import SeveralModels
+from weft.front.requests.models.several_models import SeveralModels
 
 READY_WINDOW = 30.0
 """Maximum seconds since the engine's last progress for a ready server."""

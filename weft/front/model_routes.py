@@ -20,8 +20,8 @@ from weft.front.http.answers import ModelCard, to_json
 from weft.front.http.streaming import JSON
 from weft.front.protocol.parse import Body
 from weft.front.requests.context import Front
-from weft.front.requests.named_model import seconds_of
-from weft.front.requests.several_models import ModelStatus
+from weft.front.requests.models.named_model import seconds_of
+from weft.front.requests.models.several_models import ModelStatus
 
 log = get_logger(__name__)
 
@@ -115,20 +115,20 @@ async def load_model(front: Front, model: str) -> ModelStatus:
     return statuses(front)[0]
 
 
-def unload_model(front: Front, model: str) -> ModelStatus:
+async def unload_model(front: Front, model: str) -> ModelStatus:
     """Unload a model after its running requests. Return its present state. Raises NotFound, and
     InvalidRequest for a server of one model."""
     if front.several is not None:
-        return front.several.unload(model)
+        return await front.several.unload(model)
     front.check_model(model)
     raise InvalidRequest("a server of one model keeps the model loaded; /admin/drain ends the server")
 
 
-def pin_model(front: Front, model: str, pinned: bool) -> ModelStatus:
+async def pin_model(front: Front, model: str, pinned: bool) -> ModelStatus:
     """Pin or unpin a model. Return its present state. Raises NotFound, and InvalidRequest for the unpin of
     the only model of a server."""
     if front.several is not None:
-        return front.several.pin(model, pinned)
+        return await front.several.pin(model, pinned)
     front.check_model(model)
     if not pinned:
         raise InvalidRequest("a server of one model keeps the model loaded", param="pinned")
@@ -154,7 +154,7 @@ def add_models(app: FastAPI, front: Front) -> None:
         log.info("load of the model %s requested by an operator", asked.model)
         status = await load_model(front, asked.model)
         if keep is not None and front.several is not None:
-            status = front.several.keep(asked.model, keep)
+            status = await front.several.keep(asked.model, keep)
         return _json(status)
 
     @app.post("/admin/models/unload", openapi_extra=openapi.answers_of(ModelRequest, ModelStatus))
@@ -165,13 +165,13 @@ def add_models(app: FastAPI, front: Front) -> None:
         """
         asked = await read_body(front, request, ModelRequest)
         log.info("unload of the model %s requested by an operator", asked.model)
-        return _json(unload_model(front, asked.model))
+        return _json(await unload_model(front, asked.model))
 
     @app.post("/admin/models/pin", openapi_extra=openapi.answers_of(PinModelRequest, ModelStatus))
     async def pin(request: Request) -> Response:
         """Pin a model: neither time nor another model unloads the model. Or take the pin back."""
         asked = await read_body(front, request, PinModelRequest)
-        return _json(pin_model(front, asked.model, asked.pinned))
+        return _json(await pin_model(front, asked.model, asked.pinned))
 
 
 def _json(value: object) -> Response:

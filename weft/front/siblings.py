@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from weft.common.errors import Unavailable
 
@@ -30,8 +31,9 @@ class Siblings:
         self._folder = folder
         self._others = others
         self._server: asyncio.Server | None = None
-        self.adapters: Callable[[str], bytes] = lambda change: b""
-        """Applies a change of LoRA adapters, or returns all adapters for "". Set by their owner."""
+        self.adapters: dict[str, Callable[[str], bytes]] = {}
+        """Model -> applies a change of LoRA adapters of the model, or returns all adapters for "". Set by
+        their owners."""
         self.pause: Callable[[str], bytes] = lambda state: b""
         """Takes the pause of another API server, and returns the pause here. Set by the owner."""
 
@@ -50,7 +52,9 @@ class Siblings:
                 if what == "abort":
                     writer.write(FOUND if abort(which) else b"")
                 elif what == "adapter":
-                    writer.write(self.adapters(which))
+                    model, _, change = which.partition(" ")
+                    if (take := self.adapters.get(unquote(model))) is not None:
+                        writer.write(take(change))
                 elif what == "pause":
                     writer.write(self.pause(which))
                 elif what == "history":
@@ -76,13 +80,14 @@ class Siblings:
         """Abort the request of this id in the other API servers. Return True if the request was found."""
         return FOUND in (await self._ask_all(f"abort {rid}")).values()
 
-    async def tell_adapter(self, change: str) -> None:
-        """Send a change of LoRA adapters to the other API servers."""
-        await self._ask_all(f"adapter {change}")
+    async def tell_adapter(self, model: str, change: str) -> None:
+        """Send a change of LoRA adapters of a model to the other API servers."""
+        await self._ask_all(f"adapter {quote(model, safe='')} {change}")
 
-    async def ask_adapters(self) -> list[bytes]:
-        """Return the LoRA adapters of each other API server that answers."""
-        return [answer for answer in (await self._ask_all("adapter")).values() if answer]
+    async def ask_adapters(self, model: str) -> list[bytes]:
+        """Return the LoRA adapters of a model at each other API server that answers."""
+        answers = await self._ask_all(f"adapter {quote(model, safe='')}")
+        return [answer for answer in answers.values() if answer]
 
     async def tell_pause(self, state: str) -> list[bytes]:
         """Send the state of the pause to each other API server, and return the answers.

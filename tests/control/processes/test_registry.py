@@ -53,7 +53,7 @@ def test_what_a_front_sees_of_engines(tmp_path: Path) -> None:
     owner = RegistryOwner(
         RegistryReader(tmp_path),
         lambda name, incarnation, _: lost.append((name, incarnation)),
-        channel.SupervisorLink(channel.channel()[1], serving=False),
+        channel.LoadLink(channel.SupervisorLink(channel.channel()[1], serving=False)),
     )
     write(tmp_path, ProcessRegistry((engine(1, endpoint=None),)))
     address = owner.present()["0"]
@@ -88,7 +88,7 @@ def test_a_front_and_its_supervisor_hear_each_other() -> None:
         link = channel.SupervisorLink(theirs, serving=False)
         link.attach(lambda: told.append("drain"), lambda: told.append("stop"))
         link.ready()
-        link.report("0", 7, EngineDead("gone"))
+        channel.LoadLink(link).report("0", 7, EngineDead("gone"))
         channel.tell(ours, "drain")
         channel.tell(ours, "stop")
         async with asyncio.timeout(deadline(30)):
@@ -130,7 +130,8 @@ def test_a_command_waits_for_the_verdict(monkeypatch: pytest.MonkeyPatch) -> Non
     async def front() -> None:
         link = channel.SupervisorLink(theirs, serving=False)
         link.attach(lambda: None, lambda: None)
-        first, second = (asyncio.ensure_future(link.scale("decode", count)) for count in (3, 4))
+        commands = channel.LoadLink(link)
+        first, second = (asyncio.ensure_future(commands.scale("decode", count)) for count in (3, 4))
         async with asyncio.timeout(deadline(30)):
             numbers = await asked(2)
             # Verdicts may come in any order.
@@ -144,9 +145,9 @@ def test_a_command_waits_for_the_verdict(monkeypatch: pytest.MonkeyPatch) -> Non
             assert caught.value.info() == refusal
             monkeypatch.setattr(channel, "VERDICT_S", 0.05)
             with pytest.raises(DeadlineExceeded, match="weft status"):
-                await link.restart("decode0", "")
+                await commands.restart("decode0", "")
             monkeypatch.setattr(channel, "VERDICT_S", 60.0)
-            last = asyncio.ensure_future(link.remove("decode0"))
+            last = asyncio.ensure_future(commands.remove("decode0"))
             await asyncio.sleep(0)
             ours.close()
             with pytest.raises(WeftError, match="shutting down"):

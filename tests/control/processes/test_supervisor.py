@@ -351,3 +351,16 @@ def test_an_engine_with_the_order_to_end_is_replaced_although_the_server_drains(
     assert actions == [Quit("0", 1)]
     made.on(s.Signalled(signal.SIGTERM), 4.5)
     assert made.on(s.SupervisorTick(), 4.0 + QUIT_S) == [Kill("head", "0", 1), Start("head", "0", 2)]
+
+
+def test_a_server_whose_engines_come_and_go_with_models_has_none_here_and_serves() -> None:
+    made = serving(engines=0)
+    assert made.on(s.RestartAsked(), 2.0) == made.on(s.SupervisorTick(), 2.0) == []
+    assert made.on(s.FrontIsLost("0", 1), 3.0) == [Kill("front", "0", 1), Start("front", "0", 2)]
+    assert made.on(s.FrontIsLost("0", 1), 3.1) == [], "an earlier process"
+    made.on(s.ProcessEnded("front", "1", 1, 1), 4.0)
+    assert made.fronts.entries["1"].state is ProcessState.RUNNING, "replaced"
+    made.on(s.FrontIsReady("0", 2), 5.0)
+    assert made.on(s.Signalled(signal.SIGTERM), 6.0) == [s.Tell("0", "drain"), s.Tell("1", "stop")]
+    made.on(s.ProcessEnded("front", "1", 2, 0), 7.0)
+    assert made.on(s.ProcessEnded("front", "0", 2, 0), 7.0) == [s.Exit(0)]

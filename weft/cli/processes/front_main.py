@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,11 +20,15 @@ from weft.cli.processes import child
 from weft.common import log
 from weft.common.errors import WeftError
 from weft.common.title import set_title
+from weft.config.models.several import ResolvedModel
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import FrontSection
-from weft.control.processes.channel import SupervisorLink
+from weft.control.processes.channel import LoadLink, SupervisorLink
 from weft.control.processes.process_registry import RegistryOwner, RegistryReader
 from weft.engine.ranks.processes import ProcessCommand, start_process
+
+if TYPE_CHECKING:
+    from weft.front.requests.models.several_models import ModelSet
 
 
 class FrontSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +42,9 @@ class FrontSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of the registry."""
     serving: bool = False
     """True if other API servers of the server answer requests already."""
+    incarnation: int = 1
+    models: tuple[ResolvedModel, ...] = ()
+    """Models of a server of several models."""
 
 
 def start_front(setup: FrontSetup, link: socket.socket) -> subprocess.Popen[bytes]:
@@ -58,11 +66,12 @@ def run(arguments: list[str]) -> int:
     parent, descriptor = arguments
     child.begin(int(parent))
     setup = child.read_setup(FrontSetup)
-    set_title(f"front {setup.name}", setup.config.served_names[0])
+    models = f"{len(setup.models)} models" if setup.models else setup.config.served_names[0]
+    set_title(f"front {setup.name}", models)
     log.configure(setup.section.log_settings, f"front {setup.name}")
     link = SupervisorLink(socket.socket(fileno=int(descriptor)), setup.serving)
     reader = RegistryReader(Path(setup.folder))
-    owner = RegistryOwner(reader, link.report, link, link.keeps)
+    section, owner = _owner(setup, link, reader)
     from weft.front.front_server import serve
     from weft.front.siblings import Siblings
 
@@ -71,10 +80,25 @@ def run(arguments: list[str]) -> int:
 
     siblings = Siblings(setup.name, Path(setup.folder), fronts)
     try:
-        return serve(setup.config, setup.section, owner, link, siblings)
+        return serve(setup.config, section, owner, link, siblings)
     except WeftError as error:
         print(f"weft: {error.message}", file=sys.stderr, flush=True)
         return 2
+
+
+def _owner(
+    setup: FrontSetup, link: SupervisorLink, reader: RegistryReader
+) -> tuple[FrontSection, RegistryOwner | ModelSet]:
+    """Return the settings with plain keys, and the owner of the engines, or all models of a server of several
+    models."""
+    if not setup.models:
+        commands = LoadLink(link)
+        return setup.section, RegistryOwner(reader, commands.report, commands, link.keeps)
+    from weft.control.processes.model_hub import SupervisorHub
+    from weft.front.requests.models.model_set import model_set
+
+    hub = SupervisorHub(link, reader, f"{setup.name}/{setup.incarnation}")
+    return model_set(setup.models, None, setup.section, hub)
 
 
 if __name__ == "__main__":

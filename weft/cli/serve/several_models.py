@@ -1,4 +1,8 @@
-"""A server of several models: one API server in this process, which starts and ends the engines of each."""
+"""A server of several models.
+
+One API server runs in this process and owns the engines of all models. With ``--fronts N`` the API servers
+are child processes, and this process is their supervisor (``weft.control.processes``).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import functools
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +35,6 @@ if TYPE_CHECKING:
     from weft.control.processes.engine_owner import EngineOwner
     from weft.engine.ranks.processes import Start
     from weft.engine.server.engine_processes import EngineGroups
-    from weft.front.requests.several_models import ModelSet
 
 _SECONDS_TO_CLOSE = 5.0
 CONFIG_ERROR = 2
@@ -88,8 +93,9 @@ def run_models(models: Sequence[ResolvedModel], front: FrontSection) -> int:
     from weft.engine.ranks.processes import Spares
     from weft.front.front_server import bind
 
-    listener = bind(front.host, front.port)
-    set_title("server", f"{len(models)} models")
+    # The socket of several API servers only reserves the port.
+    listener = bind(front.host, front.port, listens=front.fronts == 1)
+    set_title("server" if front.fronts == 1 else "supervisor", f"{len(models)} models")
     child.forbid_core_dumps()
     for number in signals.heeded():
         signal.signal(number, signals.end)
@@ -101,7 +107,10 @@ def run_models(models: Sequence[ResolvedModel], front: FrontSection) -> int:
     engines = [ModelEngines(model, folder, operations.start) for model in models]
     status = 1
     try:
-        status = _serve(models, engines, front, listener)
+        if front.fronts == 1:
+            status = _serve(models, engines, front, listener)
+        else:
+            status = _serve_fronts(models, engines, front, folder, listener)
     finally:
         signals.ignore()
         signal.signal(signals.RESTART, signal.SIG_IGN)
@@ -121,8 +130,9 @@ def _serve(
 ) -> int:
     """Run the API server over the models. Return the exit status."""
     from weft.front.front_server import serve
+    from weft.front.requests.models.model_set import model_set
 
-    section, found = model_set(models, engines, front)
+    section, found = model_set(models, engines, front, None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
 
     def restart(*_: object) -> None:
@@ -134,34 +144,58 @@ def _serve(
     return serve(found.plans[0].config, section, found, listener=listener)
 
 
-def model_set(
-    models: Sequence[ResolvedModel], engines: Sequence[ModelEngines], front: FrontSection
-) -> tuple[FrontSection, ModelSet]:
-    """Return (settings of the server with plain keys, the models for the API server)."""
+def _serve_fronts(
+    models: Sequence[ResolvedModel],
+    engines: Sequence[ModelEngines],
+    front: FrontSection,
+    folder: Path,
+    reserved: socket.socket,
+) -> int:
+    """Run several API servers over the models, as their supervisor. Return the exit status. ``reserved``: see
+    ``weft.cli.serve.server.run_fronts``."""
+    from weft.cli.processes.front_main import FrontSetup, start_front
     from weft.config.models.several import memory_budget
-    from weft.control.models import ModelFacts
-    from weft.front.requests.named_model import KeyModels, split_keys
-    from weft.front.requests.several_models import ModelPlan, ModelSet
+    from weft.control.model_fronts import SharedTable
+    from weft.control.processes.cluster_server import ClusterServer
+    from weft.control.processes.model_loads import ModelLoads
+    from weft.control.processes.supervisor import Supervisor
+    from weft.engine.server.engine_processes import EngineGroups
+    from weft.front.first_request import has_template
+    from weft.front.front_server import ready_text
+    from weft.front.requests.models.model_set import facts
 
-    names = {
-        name: model.name
-        for model in models
-        for name in (*model.config.served_names, *model.config.accepted_names)
-    }
-    keys, of_key = split_keys(front.api_key, names)
-    section = msgspec.structs.replace(front, api_key=keys)
-    plans = tuple(
-        ModelPlan(
-            model.config,
-            model.groups,
-            msgspec.structs.replace(model.section, api_key=keys),
-            ModelFacts(model.name, model.cost, model.pin, model.ttl, model.starts),
-            processes,
-            model.measured,
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    section = msgspec.structs.replace(front, port=reserved.getsockname()[1])
+    config = models[0].config
+
+    def start(name: str, incarnation: int, link: socket.socket) -> subprocess.Popen[bytes]:
+        setup = FrontSetup(
+            config=config,
+            section=section,
+            name=name,
+            folder=str(folder),
+            serving=incarnation > 1,
+            incarnation=incarnation,
+            models=tuple(models),
         )
-        for model, processes in zip(models, engines, strict=True)
+        return start_front(setup, link)
+
+    def announce() -> None:
+        chats = has_template(config, front)
+        names = [model.name for model in models]
+        sys.stdout.write(ready_text(reserved, config, section, chats=chats, names=names))
+        sys.stdout.flush()
+
+    table = SharedTable([facts(model) for model in models], memory_budget(front))
+    loads = ModelLoads(table, {one.name: each for one, each in zip(models, engines, strict=True)})
+    supervisor = Supervisor(
+        (),
+        [str(number) for number in range(front.fronts)],
+        restarts=front.engine_restarts,
+        drain_timeout=front.drain_timeout,
     )
-    return section, ModelSet(plans, memory_budget(front), KeyModels(of_key))
+    none = EngineGroups((), folder, front.log_settings)
+    return ClusterServer(supervisor, none, start, folder, announce, models=loads).run()
 
 
 def describe(models: Sequence[ResolvedModel], front: FrontSection) -> str:

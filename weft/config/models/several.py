@@ -233,8 +233,6 @@ def resolve_models(
     Models that load at the start share cores and memory with each other, and with the largest model that
     loads on demand. Raise ConfigError with the name of the model.
     """
-    if section.fronts > 1:
-        raise ConfigError("--fronts above 1 is for a server of one model", param="--fronts")
     for flag, given in (("--vllm-metrics", section.vllm_metrics), ("--build-ops", section.build_ops)):
         if given:
             raise ConfigError(f"{flag} is for a server of one model", param=flag)

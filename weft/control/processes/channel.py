@@ -8,12 +8,13 @@ import itertools
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from weft.common.errors import DeadlineExceeded, ErrorInfo, ReportedError, Unavailable, WeftError
 from weft.control.links.owner import Scaled
+from weft.control.model_fronts import Use
 from weft.control.processes.supervisor import Order
 
 ALIVE_S = 1.0
@@ -22,6 +23,15 @@ MOST_BYTES = 64 << 10
 """Maximum size of a message."""
 VERDICT_S = 20.0
 """Maximum seconds between a command of an operator and the supervisor's verdict."""
+MOST_USES = 32
+"""Maximum number of models in one message: names may be long, and ``MOST_BYTES`` holds."""
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """One load of one model, in a server of several models; without a name in a server of one model."""
+
+    model: str = ""
+    number: int = 0
 
 
 class FrontReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -50,6 +60,7 @@ class GroupRevived(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
     name: str
     request: int
+    load: Load = Load()
 
 
 class GroupsScaled(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -58,6 +69,7 @@ class GroupsScaled(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     base: str
     groups: int
     request: int
+    load: Load = Load()
 
 
 class GroupRemoved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -68,6 +80,7 @@ class GroupRemoved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
     name: str
     request: int
+    load: Load = Load()
 
 
 class GroupRestarted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -79,6 +92,7 @@ class GroupRestarted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
     name: str
     request: int
     topology: str = ""
+    load: Load = Load()
 
 
 class EngineLost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -87,6 +101,38 @@ class EngineLost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     name: str
     incarnation: int
     error: ErrorInfo
+    load: Load = Load()
+
+
+class ModelAsked(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """API server to supervisor: an operator loads, unloads or pins a model by HTTP, or sets its time without
+    a request until the unload."""
+
+    model: str
+    what: Literal["load", "unload", "pin", "unpin", "keep"]
+    request: int
+    seconds: float = 0.0
+    """For ``keep``."""
+
+
+class FrontJoins(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """API server to supervisor, once: may begin requests for models from now on."""
+
+
+class ModelsUsed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """API server to supervisor: ``Reported`` of ``weft.control.model_fronts``."""
+
+    seen: int
+    uses: dict[str, Use]
+
+
+class ModelReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """API server to supervisor: ``LoadSeen`` of ``weft.control.model_fronts``."""
+
+    load: Load
+    cost: int = 0
+    error: ErrorInfo | None = None
+    lost: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -105,7 +151,8 @@ class Verdict(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 Command: TypeAlias = GroupRevived | GroupRestarted | GroupsScaled | GroupRemoved
-FromFront: TypeAlias = FrontReady | FrontAlive | DrainAsked | Command | EngineLost
+OfModels: TypeAlias = FrontJoins | ModelsUsed | ModelReady
+FromFront: TypeAlias = FrontReady | FrontAlive | DrainAsked | Command | ModelAsked | OfModels | EngineLost
 _from_front = msgspec.msgpack.Decoder(FromFront)
 _to_front = msgspec.msgpack.Decoder(Stop | Verdict)
 
@@ -154,8 +201,7 @@ def hear(link: socket.socket) -> list[FromFront] | None:
 class SupervisorLink:
     """The API server's end of the socket pair.
 
-    Implement ``weft.front.front_server.FrontSupervisor``, and
-    ``weft.control.processes.process_registry.Commands``. Use from one event loop.
+    Implement ``weft.front.front_server.FrontSupervisor``. Use from one event loop.
     """
 
     def __init__(self, link: socket.socket, serving: bool) -> None:
@@ -216,25 +262,7 @@ class SupervisorLink:
         """Request a drain of the whole server."""
         self._say(DrainAsked())
 
-    async def revive(self, name: str) -> Scaled:
-        """Start the retired engines of group ``name``, or engine ``name``. Return the changes. Raise as
-        ``_command``."""
-        return await self._command(lambda number: GroupRevived(name, number))
-
-    async def scale(self, base: str, groups: int) -> Scaled:
-        """Change the number of groups of one base name. Return the changes. Raise as ``_command``."""
-        return await self._command(lambda number: GroupsScaled(base, groups, number))
-
-    async def remove(self, name: str) -> Scaled:
-        """Remove group ``name``, or engine ``name``. Return the changes. Raise as ``_command``."""
-        return await self._command(lambda number: GroupRemoved(name, number))
-
-    async def restart(self, name: str, topology: str) -> Scaled:
-        """Restart group ``name``, engine ``name``, or all engines (""), in turn. Return the changes. Raise as
-        ``_command``."""
-        return await self._command(lambda number: GroupRestarted(name, number, topology))
-
-    async def _command(self, make: Callable[[int], Command]) -> Scaled:
+    async def command(self, make: Callable[[int], Command | ModelAsked]) -> Scaled:
         """Send the command that ``make`` returns for a new number. Return the changes.
 
         Raise the supervisor's refusal, Unavailable if the supervisor ends, or DeadlineExceeded after
@@ -269,9 +297,14 @@ class SupervisorLink:
         for number in self._verdicts:
             self._decided(Verdict(number, error=refusal))
 
-    def report(self, name: str, incarnation: int, error: WeftError) -> None:
-        """Report the loss of an engine process."""
-        self._say(EngineLost(name, incarnation, error.info()))
+    @property
+    def behind(self) -> bool:
+        """True while the supervisor does not read, and messages wait."""
+        return bool(self._unsent)
+
+    def say(self, message: OfModels | EngineLost) -> None:
+        """Send a report, after all earlier messages."""
+        self._say(message)
 
     def _say(self, message: FromFront) -> None:
         """Send messages in order.
@@ -288,3 +321,35 @@ class SupervisorLink:
             except OSError:
                 return
             self._unsent.popleft()
+
+
+class LoadLink:
+    """Commands of operators and reports of losses, for the engines of a server of one model, or of one load
+    of a model. Implement ``weft.control.processes.process_registry.Commands``."""
+
+    def __init__(self, link: SupervisorLink, load: Load = Load()) -> None:
+        self._link, self._load = link, load
+
+    async def revive(self, name: str) -> Scaled:
+        """Start the retired engines of group ``name``, or engine ``name``. Return the changes. Raise as
+        ``SupervisorLink.command``."""
+        return await self._link.command(lambda number: GroupRevived(name, number, self._load))
+
+    async def scale(self, base: str, groups: int) -> Scaled:
+        """Change the number of groups of one base name. Return the changes. Raise as
+        ``SupervisorLink.command``."""
+        return await self._link.command(lambda number: GroupsScaled(base, groups, number, self._load))
+
+    async def remove(self, name: str) -> Scaled:
+        """Remove group ``name``, or engine ``name``. Return the changes. Raise as
+        ``SupervisorLink.command``."""
+        return await self._link.command(lambda number: GroupRemoved(name, number, self._load))
+
+    async def restart(self, name: str, topology: str) -> Scaled:
+        """Restart group ``name``, engine ``name``, or all engines (""), in turn. Return the changes. Raise as
+        ``SupervisorLink.command``."""
+        return await self._link.command(lambda number: GroupRestarted(name, number, topology, self._load))
+
+    def report(self, name: str, incarnation: int, error: WeftError) -> None:
+        """Report the loss of an engine process."""
+        self._link.say(EngineLost(name, incarnation, error.info(), self._load))

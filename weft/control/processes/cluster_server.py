@@ -31,6 +31,7 @@ from weft.control.links.shutdown import shut_down
 from weft.control.processes import channel, commands, process_registry
 from weft.control.processes import supervisor as s
 from weft.control.processes.engine_owner import Probes, Starter
+from weft.control.processes.model_loads import ModelLoads
 from weft.control.processes.rolling import Quit, Settings, Switch
 from weft.control.processes.table import Forget, Kill, ProcessState, Start
 
@@ -60,13 +61,17 @@ class ClusterServer:
         secret: str | None = None,
         clock: Clock | None = None,
         on_switch: Callable[[], None] = lambda: None,
+        models: ModelLoads | None = None,
     ) -> None:
         """Set up the server; start nothing.
 
         ``folder``: folder of the registry. ``announce`` is called once all API servers answer requests.
         ``secret``: path of the file with the group's secret, if engines may run on other hosts. ``on_switch``
-        carries out `Switch`.
+        carries out `Switch`. ``models``: of a server of several models, which has no other engines.
         """
+        self._models = models
+        if models is not None:
+            models.expel = self._expel
         self._supervisor = supervisor
         self._engines = engines
         self._start_front = start_front
@@ -119,6 +124,8 @@ class ClusterServer:
 
     def _start(self) -> None:
         """Start the engines, write the registry, then start the API servers."""
+        if self._models is not None:
+            self._models.start()
         actions = self._supervisor.start(self._clock.now())
         engines = [one for one in actions if isinstance(one, Start) and one.role == "head"]
         self._carry_out(engines)
@@ -138,6 +145,7 @@ class ClusterServer:
             self._on(s.Signalled(self._signals.popleft()))
         for name, (incarnation, process, _) in list(self._fronts.items()):
             if (status := process.poll()) is not None:
+                self._front_left(name, incarnation)
                 self._on(s.ProcessEnded("front", name, incarnation, status))
         for name, address in list(self._addresses.items()):
             if (status := address.process.poll()) is not None:
@@ -145,6 +153,8 @@ class ClusterServer:
         if self._asked:
             self._asked = False
             self._on(s.RestartAsked())
+            if self._models is not None:
+                self._models.restart()
         if self._switch_asked:
             self._switch_asked = False
             self._on(s.SwitchAsked())
@@ -152,6 +162,10 @@ class ClusterServer:
             self._on(s.EngineSeen(name, incarnation, idle))
         self._go_on()
         self._on(s.SupervisorTick())
+        if self._models is not None:
+            if self._supervisor.phase is s.ServerPhase.DRAINING:
+                self._models.drain()
+            self._models.turn()
         self._publish()
         self._answer()
 
@@ -177,10 +191,33 @@ class ClusterServer:
                 self._on(s.FrontIsAlive(name, incarnation, message.kept))
             elif isinstance(message, channel.DrainAsked):
                 self._signals.append(signal.SIGTERM)
+            elif self._models is not None:
+                self._of_models(self._models, name, incarnation, message)
             elif isinstance(message, channel.Command):
                 self._command(name, incarnation, message)
-            else:
+            elif isinstance(message, channel.EngineLost):
                 self._on(s.FrontLostEngine(message.name, message.incarnation, ReportedError(message.error)))
+
+    def _of_models(self, models: ModelLoads, name: str, incarnation: int, message: channel.FromFront) -> None:
+        """Handle a message to a server of several models."""
+        if isinstance(message, channel.EngineLost):
+            models.lost(message)
+        elif isinstance(message, channel.Command | channel.ModelAsked):
+            self._verdicts.append((name, incarnation, models.command(message)))
+            models.renew()
+        elif isinstance(message, channel.OfModels):
+            models.hear(_member(name, incarnation), message)
+
+    def _front_left(self, name: str, incarnation: int) -> None:
+        """Close the requests of an API server whose process has ended."""
+        if self._models is not None:
+            # The last reports of the process must not arrive after its end.
+            self._models.left(_member(name, incarnation))
+
+    def _expel(self, front: str) -> None:
+        """Replace an API server that does not answer."""
+        name, _, incarnation = front.rpartition("/")
+        self._on(s.FrontIsLost(name, int(incarnation)))
 
     def _command(
         self, name: str, incarnation: int, asked: channel.Command, prepared: Future[None] | None = None
@@ -270,19 +307,21 @@ class ClusterServer:
 
         Wait up to 30 s for the end. Raises subprocess.TimeoutExpired after the wait.
         """
-        _, process, link = self._fronts.pop(name)
+        incarnation, process, link = self._fronts.pop(name)
         if link in self._selector.get_map():
             self._selector.unregister(link)
         link.close()
         process.kill()
         process.wait(30.0)
+        self._front_left(name, incarnation)
 
     def _publish(self) -> None:
         """Write the registry if its content has changed.
 
         A failed write is logged and tried again in the next round.
         """
-        found = process_registry.ProcessRegistry((*self._engine_records(), *self._front_records()))
+        models = None if self._models is None else self._models.record()
+        found = process_registry.ProcessRegistry((*self._engine_records(), *self._front_records()), models)
         if found != self._published:
             try:
                 process_registry.write(self._folder, found)
@@ -293,28 +332,12 @@ class ClusterServer:
 
     def _engine_records(self) -> list[process_registry.ProcessRecord]:
         """Return the registry entries of all started engines."""
-        records = []
+        made = [] if self._models is None else self._models.engine_records()
         for name, entry in self._supervisor.engines.entries.items():
-            address = self._addresses.get(name)
-            endpoint = None if address is None else address.endpoint
-            process = None if address is None else address.process
-            records.append(
-                process_registry.ProcessRecord(
-                    role="head",
-                    name=name,
-                    incarnation=entry.incarnation,
-                    state=entry.condition,
-                    expert_group=entry.member.expert_group,
-                    group=entry.member.group,
-                    base=entry.member.base,
-                    group_role=entry.member.role,
-                    endpoint=endpoint() if callable(endpoint) else endpoint,
-                    pid=process.pid if isinstance(process, subprocess.Popen) else None,
-                    secret=self._secret if address is not None and address.keys is not None else None,
-                    error=None if entry.error is None else entry.error.info(),
-                )
+            made.append(
+                process_registry.record_of_engine(name, entry, self._addresses.get(name), self._secret)
             )
-        return records
+        return made
 
     def _front_records(self) -> list[process_registry.ProcessRecord]:
         """Return the registry entries of all API servers."""
@@ -344,4 +367,10 @@ class ClusterServer:
             running = [
                 n for n, e in self._supervisor.engines.entries.items() if e.state is ProcessState.RUNNING
             ]
-            shut_down([self._addresses[name] for name in running])
+            of_models = [] if self._models is None else self._models.addresses()
+            shut_down([*(self._addresses[name] for name in running), *of_models])
+
+
+def _member(name: str, incarnation: int) -> str:
+    """Return the name of an API server's process for the table of models."""
+    return f"{name}/{incarnation}"

@@ -91,7 +91,7 @@ def _changes(
                 if supervisor.rolling.active:
                     raise Unavailable(BUSY)
                 if prepared is None:
-                    return Prepares(_in_thread(partial(starter.prepare, topology, names)))
+                    return Prepares(in_thread(partial(starter.prepare, topology, names)))
                 prepared.result()
             on(s.RestartAsked(name, bool(topology)))
         case channel.GroupRevived(name):
@@ -101,8 +101,8 @@ def _changes(
     return Scaled(tuple(names))
 
 
-def _in_thread(work: Callable[[], None]) -> Future[None]:
-    """Run ``work`` in a thread, which does not delay the end of the server."""
+def in_thread(work: Callable[[], None]) -> Future[None]:
+    """Run ``work`` in a daemon thread, which does not delay the end of the server."""
     done: Future[None] = Future()
 
     def run() -> None:

@@ -15,7 +15,7 @@ from weft.control.links.probe import EngineProbe
 from weft.control.processes.rolling import BUSY, RENEWS, Quit, RollingRestart, Settings, Switch
 from weft.control.processes.rolling import Action as Step
 from weft.control.processes.scaling import plan_removal, plan_restart, plan_scale, to_revive
-from weft.control.processes.table import Forget, Member, ProcessState, ProcessTable, Start
+from weft.control.processes.table import Forget, Member, ProcessEntry, ProcessState, ProcessTable, Start
 
 log = get_logger(__name__)
 
@@ -169,6 +169,29 @@ class EngineOwner:
     def replace(self, name: str, incarnation: int, error: WeftError) -> None:
         """Replace an engine process after a loss report from the API server."""
         self._carry_out(self._table.lose(name, incarnation, error, self._clock.now()))
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Addresses of the last process of each engine."""
+        return list(self._addresses.values())
+
+    @property
+    def entries(self) -> list[tuple[str, ProcessEntry, Address | None]]:
+        """Name, state and address of each engine, in order."""
+        return [(name, entry, self._addresses.get(name)) for name, entry in self._table.entries.items()]
+
+    def ended(self) -> list[tuple[str, int, int]]:
+        """Return (name, incarnation, exit status) of each running engine whose process has ended.
+
+        For an owner whose API servers are other processes: an API server in this process sees the end by its
+        links.
+        """
+        return [
+            (name, address.incarnation, status)
+            for name, address in self._addresses.items()
+            if self._table.running(name, address.incarnation) is not None
+            and (status := address.process.poll()) is not None
+        ]
 
     async def scale(self, base: str, groups: int) -> Scaled:
         """Change the number of groups: see ``weft.control.links.owner.Owner``."""

@@ -8,16 +8,18 @@ state.
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from weft.common.errors import EngineDead, ErrorInfo, ReportedError, WeftError
 from weft.control.links.link import Address, ProcessElsewhere
 from weft.control.links.owner import EngineInfo, Scaled
-from weft.control.processes.table import Condition, Role
+from weft.control.model_fronts import ModelsRecord
+from weft.control.processes.table import Condition, ProcessEntry, Role
 from weft.parallel.secret import CurveKeys, read_keys
 
 NAME = "registry"
@@ -46,16 +48,47 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Path of the file with the group's secret, for an engine that needs encryption keys."""
     error: ErrorInfo | None = None
     """Retired only: reason of the retirement."""
+    model: str = ""
+    """Engine only: model of the engine, in a server of several models."""
+    load: int = 0
+    """Engine only: number of the load of ``model``."""
+
+
+def record_of_engine(
+    name: str, entry: ProcessEntry, address: Address | None, secret: str | None = None, **of_load: Any
+) -> ProcessRecord:
+    """Return the entry of an engine. ``address``: None before the first process. ``secret``: path of the file
+    with the group's secret. ``of_load``: ``model`` and ``load``."""
+    endpoint = None if address is None else address.endpoint
+    process = None if address is None else address.process
+    return ProcessRecord(
+        role="head",
+        name=name,
+        incarnation=entry.incarnation,
+        state=entry.condition,
+        expert_group=entry.member.expert_group,
+        group=entry.member.group,
+        base=entry.member.base,
+        group_role=entry.member.role,
+        endpoint=endpoint() if callable(endpoint) else endpoint,
+        pid=process.pid if isinstance(process, subprocess.Popen) else None,
+        secret=secret if address is not None and address.keys is not None else None,
+        error=None if entry.error is None else entry.error.info(),
+        **of_load,
+    )
 
 
 class ProcessRegistry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All processes of a server."""
 
     processes: tuple[ProcessRecord, ...] = ()
+    models: ModelsRecord | None = None
+    """State of the models of a server of several models."""
 
-    def of(self, role: Role) -> list[ProcessRecord]:
-        """Return the processes of one role, in start order."""
-        return [record for record in self.processes if record.role == role]
+    def of(self, role: Role, model: str = "", load: int = 0) -> list[ProcessRecord]:
+        """Return the processes of one role, in start order. ``model``, ``load``: engines of one load."""
+        wanted = (role, model, load)
+        return [record for record in self.processes if (record.role, record.model, record.load) == wanted]
 
 
 def write(folder: Path, registry: ProcessRegistry) -> None:
@@ -124,10 +157,14 @@ class RegistryOwner:
         report: Callable[[str, int, WeftError], None],
         commands: Commands,
         keeps: Callable[[int], None] = lambda kept: None,
+        *,
+        model: str = "",
+        load: int = 0,
     ) -> None:
         """``report`` notifies the supervisor of a lost engine. ``keeps`` reports the number of begun
-        sequences at no engine.
+        sequences at no engine. ``model``, ``load``: of the engines, in a server of several models.
         """
+        self._of_load = model, load
         self._reader = reader
         self._keeps, self._report, self._commands = keeps, report, commands
         self._keys: dict[str, CurveKeys] = {}
@@ -137,7 +174,7 @@ class RegistryOwner:
         good.
         """
         self._keeps(kept)
-        return {record.name: self._of(record) for record in self._reader.read().of("head")}
+        return {record.name: self._of(record) for record in self._engines()}
 
     def replace(self, name: str, incarnation: int, error: WeftError) -> None:
         """Report a lost engine to the supervisor."""
@@ -145,7 +182,7 @@ class RegistryOwner:
 
     def describe(self) -> list[EngineInfo]:
         """Return all members: see ``weft.control.links.owner.Owner``."""
-        engines = self._reader.read().of("head")
+        engines = self._engines()
         return [
             EngineInfo(
                 one.name,
@@ -178,6 +215,9 @@ class RegistryOwner:
     def drain(self) -> None:
         """Do nothing: the order to drain came from the supervisor."""
 
+    def _engines(self) -> list[ProcessRecord]:
+        return self._reader.read().of("head", *self._of_load)
+
     def _of(self, record: ProcessRecord) -> Address | WeftError:
         """Return the address of the process in ``record``, or the error if the process has ended for good."""
         if record.state in ("retired", "ended"):
@@ -200,7 +240,7 @@ class RegistryOwner:
 
     def _endpoint(self, name: str, incarnation: int) -> str | None:
         """Return the address of an engine process from the present registry, or None if unknown."""
-        for record in self._reader.read().of("head"):
+        for record in self._engines():
             if (record.name, record.incarnation) == (name, incarnation):
                 return record.endpoint
         return None

@@ -68,6 +68,13 @@ class FrontLostEngine(NamedTuple):
     error: WeftError
 
 
+class FrontIsLost(NamedTuple):
+    """An API server does not answer, and must be replaced."""
+
+    name: str
+    incarnation: int
+
+
 class FrontIsReady(NamedTuple):
     """An API server answers requests."""
 
@@ -135,6 +142,7 @@ class SupervisorTick(NamedTuple):
 Event: TypeAlias = (
     ProcessEnded
     | FrontLostEngine
+    | FrontIsLost
     | FrontIsReady
     | FrontIsAlive
     | Signalled
@@ -190,6 +198,8 @@ class Supervisor:
         each engine group. ``serves``: see ``table.ProcessTable``.
         """
         self.engines = t.ProcessTable("head", engines, restarts, serves)
+        # A server of several models has no engines here: its engines come and go with the models.
+        self._ends_with_engines = bool(self.engines.entries)
         self.rolling = RollingRestart(self.engines, drain_timeout)
         self.fronts = t.ProcessTable("front", fronts, restarts)
         self.phase = ServerPhase.STARTING
@@ -227,7 +237,7 @@ class Supervisor:
             log.error("%s %s ended with status %d", t.LABELS[event.role], event.name, event.status)
             return self._exit(event.status if event.status == CONFIG_ERROR else 1)
         # API servers end on request while draining, and on their own once no engine is left. Replace none.
-        if event.role == "front" and (self.phase is ServerPhase.DRAINING or self.engines.over):
+        if event.role == "front" and (self.phase is ServerPhase.DRAINING or self._engines_over):
             self._failed |= entry.ready and event.status not in (0, FORCED)
             self.fronts.end(event.name, event.incarnation)
             return self._after([])
@@ -243,6 +253,10 @@ class Supervisor:
         """Replace an engine after a loss report."""
         return self._lose("head", event.name, event.incarnation, event.error)
 
+    def _front_lost(self, event: FrontIsLost) -> list[Action]:
+        """Replace an API server that does not answer."""
+        return self._lose("front", event.name, event.incarnation, EngineDead("the API server did not answer"))
+
     def _lose(self, role: t.Role, name: str, incarnation: int, error: WeftError) -> list[Action]:
         """Report the loss to the process table and return the resulting actions."""
         if role == "front":  # the streams of a lost API server end with the API server
@@ -255,12 +269,17 @@ class Supervisor:
         Without engines the API servers notify clients and end without an order. So waiting restarts are
         cancelled.
         """
-        if self.phase is ServerPhase.DRAINING or self.engines.over:
+        if self.phase is ServerPhase.DRAINING or self._engines_over:
             self.fronts.give_up()
         if not self.fronts.over:
             return actions
-        drained = self.phase is ServerPhase.DRAINING and not self._failed and not self.engines.over
+        drained = self.phase is ServerPhase.DRAINING and not self._failed and not self._engines_over
         return [*actions, *self._exit((FORCED if self._forced else 0) if drained else 1)]
+
+    @property
+    def _engines_over(self) -> bool:
+        """True if no engine is left, and none will be started."""
+        return self._ends_with_engines and self.engines.over
 
     def _table(self, role: t.Role) -> t.ProcessTable:
         return self.engines if role == "head" else self.fronts
@@ -403,6 +422,7 @@ class Supervisor:
 _HANDLERS: dict[type, Callable[[Supervisor, Any], list[Action]]] = {
     ProcessEnded: Supervisor._ended,
     FrontLostEngine: Supervisor._lost,
+    FrontIsLost: Supervisor._front_lost,
     FrontIsReady: Supervisor._ready,
     FrontIsAlive: Supervisor._alive,
     Signalled: Supervisor._signalled,

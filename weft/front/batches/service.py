@@ -309,7 +309,7 @@ class BatchService:
         others = _online(front) + sum(one.elsewhere for one in engines)
         now = time.monotonic()
         # All models share the cores, so a request for any model counts.
-        if others or any(_online(one) for one in self._fronts() if one is not front):
+        if others or any(_online(one) + _elsewhere(one) for one in self._fronts() if one is not front):
             self._online = now
         most = room_of(slots, others, now - self._online, front.section.batch_online_share)
         return max(min(most - mine, MOST_STARTS), 0)
@@ -375,6 +375,11 @@ class BatchService:
 def _online(front: Front) -> int:
     """Return the number of open sequences of clients."""
     return sum(one.submit.priority < BATCH_PRIORITY for one in front.links.fleet.entries.values())
+
+
+def _elsewhere(front: Front) -> int:
+    """Return the sequences of other API servers at the engines of a model."""
+    return sum(one.elsewhere for one in front.links.instances if one.alive)
 
 
 def _broken(error: WeftError) -> LineBroken:

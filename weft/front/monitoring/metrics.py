@@ -427,13 +427,18 @@ class Metrics:
         Samples get the label ``front`` and are not added up. A restarted API server counts from 0;
         Prometheus expects restarts of a series, but not of a sum.
         """
-        merged: dict[str, Metric] = {}
-        for front, page in pages.items():
-            for family in text_string_to_metric_families(page.decode()):
-                whole = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                for sample in family.samples:
-                    whole.samples.append(sample._replace(labels={**sample.labels, "front": front}))
-        return generate_latest(self.engines) + generate_latest(_Families(merged.values()))
+        return generate_latest(self.engines) + labelled(pages)
+
+
+def labelled(pages: Mapping[str, bytes]) -> bytes:
+    """Return the samples of several API servers with the label ``front``. ``pages``: name -> page."""
+    merged: dict[str, Metric] = {}
+    for front, page in pages.items():
+        for family in text_string_to_metric_families(page.decode()):
+            whole = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                whole.samples.append(sample._replace(labels={**sample.labels, "front": front}))
+    return generate_latest(_Families(merged.values()))
 
 
 def engine_page(engines: Any, model: str) -> bytes:

@@ -21,7 +21,7 @@ from weft.front.monitoring.front_tables import (
     PROCESS,
     SPANS_DROPPED,
 )
-from weft.front.monitoring.metrics import Metrics
+from weft.front.monitoring.metrics import Metrics, labelled
 
 NO_LINKS: Any = SimpleNamespace(
     asleep=0,
@@ -53,10 +53,12 @@ lines for several models, have an empty label."""
 
 
 class Models(Protocol):
-    """The models of a server (``weft.front.requests.several_models.SeveralModels``)."""
+    """The models of a server (``weft.front.requests.models.several_models.SeveralModels``)."""
 
     table: Any
-    loads: Mapping[str, int]
+
+    @property
+    def loads(self) -> Mapping[str, int]: ...
 
 
 class ModelsCollector(Collector):
@@ -95,18 +97,44 @@ class _Families(CollectorRegistry):
 
 def page(process: Metrics, models: Iterable[Metrics]) -> bytes:
     """Return one exposition: each family once, with the samples of the process or of all models."""
-    families: dict[str, Metric] = {}
+    made = list(models)
+    return generate_latest(
+        _Families(_merged([*_own_families(process, made), *_engine_families(process, made)]))
+    )
 
-    def add(family: Metric) -> None:
-        whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-        whole.samples += family.samples
 
+def own(process: Metrics, models: Iterable[Metrics]) -> bytes:
+    """Return the metrics that this API server counts, without those that all API servers see."""
+    return generate_latest(_Families(_merged(_own_families(process, models))))
+
+
+def render_all(process: Metrics, models: Iterable[Metrics], pages: Mapping[str, bytes]) -> bytes:
+    """Return the exposition of several API servers. ``pages``: name -> ``own`` of each."""
+    return generate_latest(_Families(_merged(_engine_families(process, models)))) + labelled(pages)
+
+
+def _own_families(process: Metrics, models: Iterable[Metrics]) -> Iterable[Metric]:
     for family in process.registry.collect():
         if family.name in _OF_PROCESS | _OF_BOTH:
-            add(family)
+            yield family
     for metrics in models:
-        for registry in (metrics.engines, metrics.registry):
-            for family in registry.collect():
-                if family.name not in _OF_PROCESS:
-                    add(family)
-    return generate_latest(_Families(families.values()))
+        for family in metrics.registry.collect():
+            if family.name not in _OF_PROCESS:
+                yield family
+
+
+def _engine_families(process: Metrics, models: Iterable[Metrics]) -> Iterable[Metric]:
+    for family in process.engines.collect():
+        if family.name in _OF_BOTH:
+            yield family
+    for metrics in models:
+        yield from (family for family in metrics.engines.collect() if family.name not in _OF_PROCESS)
+
+
+def _merged(families: Iterable[Metric]) -> Iterable[Metric]:
+    """Return each family once, with all samples."""
+    made: dict[str, Metric] = {}
+    for family in families:
+        whole = made.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+        whole.samples += family.samples
+    return made.values()

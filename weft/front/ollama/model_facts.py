@@ -13,8 +13,8 @@ from weft.config.sizing.memory import weight_bytes
 from weft.front.first_request import takes_images
 from weft.front.ollama import ollama_answers as o
 from weft.front.requests.context import Front
+from weft.front.requests.models.several_models import ModelPlan
 from weft.front.requests.setup import TextSetup
-from weft.front.requests.several_models import ModelPlan
 from weft.text.model import TextModel
 
 FOR_EVER = 9_000_000_000.0
@@ -88,7 +88,9 @@ def models_of(front: Front, client: int) -> list[ListedModel]:
         model = front.several.loaded_as(status.name)
         adapters = () if model is None else model.adapters.names
         config = front.several.plan_of(status.name, client).config
-        found.append(ListedModel(config, [status.name, *adapters], model is not None, status.expires_in))
+        # The state, and not the connection: all API servers of a server tell the same.
+        held = status.state in ("loaded", "draining")
+        found.append(ListedModel(config, [status.name, *adapters], held, status.expires_in))
     return found
 
 

@@ -146,9 +146,9 @@ class Adapters:
         metrics.registry.register(AdapterMetrics(metrics.model, lambda: list(self._by_name), requests))
         if siblings is not None:
             self._siblings = siblings
-            siblings.adapters = self._on_sibling
+            siblings.adapters[self._models[0]] = self._on_sibling
         # The other API servers know all later changes, so their answer counts instead of --lora-modules.
-        lists = await siblings.ask_adapters() if siblings is not None else []
+        lists = await siblings.ask_adapters(self._models[0]) if siblings is not None else []
         for known in lists:
             for one in _lists.decode(known):
                 self._by_name.setdefault(one.name, one)
@@ -163,9 +163,11 @@ class Adapters:
                 log.warning("LoRA adapter %r: %s", one.name, error.message)
 
     def close(self) -> None:
-        """End the background task. Idempotent."""
+        """End the background task, and answer no other API server any more. Idempotent."""
         if self._task is not None:
             self._task.cancel()
+        if self._siblings is not None:
+            self._siblings.adapters.pop(self._models[0], None)
 
     # -- names --------------------------------------------------------------------------------------
 
@@ -385,7 +387,7 @@ class Adapters:
     async def _tell(self, change: Change) -> None:
         """Send a change to the other API servers of the server."""
         if self._siblings is not None:
-            await self._siblings.tell_adapter(msgspec.json.encode(change).decode())
+            await self._siblings.tell_adapter(self._models[0], msgspec.json.encode(change).decode())
 
     def _on_sibling(self, line: str) -> bytes:
         """Apply a change of another API server; an empty line asks for all adapters, as JSON."""

@@ -27,12 +27,13 @@ from weft.front.monitoring.request_log import RequestFacts
 from weft.front.monitoring.request_trace import RequestTrace
 from weft.front.monitoring.throughput import report
 from weft.front.monitoring.vllm_metrics import as_vllm
+from weft.front.requests.models.several_models import ModelSet, SeveralModels
+from weft.front.requests.models.shared_models import SharedModels
 from weft.front.requests.pausing import Pausing
 from weft.front.requests.proofs import Told, Unproved, digest_of
 from weft.front.requests.read_worker import Known, ReadAnswer, decode_answer, payload_of, read_with
 from weft.front.requests.reading import Job, takes_too_long
 from weft.front.requests.served_model import ServedModel
-from weft.front.requests.several_models import ModelSet, SeveralModels
 from weft.front.requests.text_threads import TextThreads
 from weft.front.siblings import Siblings
 from weft.grammar.guard.compile_jobs import Compile
@@ -113,7 +114,11 @@ class Front:
         """The models of a server of several models; None for a server of one model."""
         if isinstance(owner, ModelSet):
             self.config = config
-            self.several = several = SeveralModels(owner, section, self, self._spans)
+            if owner.hub is None:
+                several = SeveralModels(owner, section, self, self._spans)
+            else:
+                several = SharedModels(owner, section, self, self._spans, siblings, joining)
+            self.several = several
             self.metrics, self.lifecycle = several.metrics, several.lifecycle
         else:
             self._bind(ServedModel(config, section, owner, joining=joining, spans=self._spans))
@@ -138,7 +143,8 @@ class Front:
         files, or the WeftError of an engine that does not start. Several models: start only the tasks; see
         ``SeveralModels.start``."""
         if self._siblings is not None:
-            await self._siblings.start(self.metrics.own, self._abort_here, self._own_history)
+            own = self.metrics.own if self.several is None else self.several.own
+            await self._siblings.start(own, self._abort_here, self._own_history)
             await self.pausing.join()
         if self.several is None:
             await self.model.start(self.threads, self.running, self._siblings)
@@ -208,14 +214,13 @@ class Front:
     async def metrics_page(self) -> bytes:
         """Return the metrics of the whole server, in Prometheus text format, without API servers that do not
         answer in time. With ``--vllm-metrics`` the page also has vLLM's names."""
-        if self.several is not None:
-            return self.several.page()
         if self._siblings is None:
-            page = self.metrics.render()
+            page = self.metrics.render() if self.several is None else self.several.page()
         else:
             others = await self._siblings.pages()
-            page = self.metrics.render_all({self._siblings.name: self.metrics.own(), **others})
-        if not self.section.vllm_metrics:
+            source = self.metrics if self.several is None else self.several
+            page = source.render_all({self._siblings.name: source.own(), **others})
+        if not self.section.vllm_metrics:  # servers of several models refuse the flag
             return page
         return page + as_vllm(page, self.config, self.links.instances, self.links.asleep)
 

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -37,12 +37,14 @@ from weft.front.monitoring.load_history import EngineState
 from weft.front.monitoring.metrics import Metrics
 from weft.front.protocol.ollama_request import LATEST
 from weft.front.protocol.parse import printable
-from weft.front.requests.named_model import KeyModels, NamedModel, named_in
+from weft.front.requests.models.named_model import KeyModels, NamedModel, named_in
 from weft.front.requests.served_model import ServedModel, card_of_model
+from weft.front.siblings import Siblings
 from weft.tracing.writer import SpanWriter
 
 if TYPE_CHECKING:
     from weft.front.requests.context import Front
+    from weft.front.requests.models.shared_models import ModelHub
 
 log = get_logger(__name__)
 
@@ -75,7 +77,8 @@ class ModelPlan(NamedTuple):
     section: FrontSection
     """Settings of the server, with the text settings of the model."""
     facts: m.ModelFacts
-    processes: ModelProcesses
+    processes: ModelProcesses | None
+    """None if another process owns the engines."""
     measured: bool = True
     """True: the engines' report replaces the memory in ``facts``."""
 
@@ -87,8 +90,43 @@ class ModelSet(NamedTuple):
     budget: int | None
     """Maximum bytes of all loaded models."""
     keys: KeyModels
-    shared: bool = False
-    """False: the engines end with this API server."""
+    hub: ModelHub | None = None
+    """The owner of the engines, which several API servers share; None for engines that end with this API
+    server."""
+
+    @property
+    def shared(self) -> bool:
+        return self.hub is not None
+
+
+class ModelState(Protocol):
+    """State of one model, as ``SeveralModels`` reads the state."""
+
+    @property
+    def state(self) -> m.ModelState: ...
+    @property
+    def cost(self) -> int: ...
+    @property
+    def pinned(self) -> bool: ...
+    @property
+    def open(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def expires(self) -> float | None: ...
+    @property
+    def failure(self) -> str: ...
+
+
+class ModelStates(Protocol):
+    """States of all models: ``weft.control.models.ModelTable``, or the last record of the owner."""
+
+    @property
+    def entries(self) -> Mapping[str, ModelState]: ...
+
+    def admits(self, name: str) -> bool: ...
+
+    def wait(self, name: str) -> float: ...
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,11 +205,12 @@ class SeveralModels:
             for slot in self._slots.values()
             for name in (*slot.plan.config.accepted_names, *slot.plan.config.served_names)
         }
-        self.table = m.ModelTable([plan.facts for plan in models.plans], models.budget)
+        self._table = m.ModelTable([plan.facts for plan in models.plans], models.budget)
+        self.table: ModelStates = self._table
         self.lifecycle = Lifecycle(lambda: sum(one.lifecycle.capacity for one in self.loaded))
         self.metrics = Metrics("", several_pages.NO_LINKS, spans)
         """Metrics of the process. Each model has its own."""
-        self.metrics.registry.register(several_pages.ModelsCollector(self))
+        self._register()
         self._past = [[0.0] * len(bounds) for bounds in LATENCY_BOUNDS]
         """Latencies of earlier loads."""
         self.stop_lines: Callable[[str], None] = lambda model: None
@@ -185,6 +224,10 @@ class SeveralModels:
         self.died = asyncio.Event()
         """Never set: a model whose engines are lost is loaded again on demand."""
 
+    def _register(self) -> None:
+        """Add the metrics of ``several_pages.MODELS``."""
+        self.metrics.registry.register(several_pages.ModelsCollector(self))
+
     # -- life ---------------------------------------------------------------------------------------
 
     async def start(self, prove: Prove) -> None:
@@ -192,7 +235,7 @@ class SeveralModels:
         Raises the error of the first model that does not load."""
         self._prove = prove
         self._ticking = asyncio.create_task(self._tick())
-        self._carry_out(self.table.start(self._clock.now()))
+        self._carry_out(self._table.start(self._clock.now()))
         first = [slot for slot in self._slots.values() if slot.plan.facts.starts]
         await asyncio.gather(*(slot.settled.wait() for slot in first))
         for slot in first:
@@ -277,7 +320,7 @@ class SeveralModels:
         counts the request as waiting. Raises WeftError."""
         if self.table.admits(slot.name):
             return False
-        if self.table.entries[slot.name].waiting >= slot.most_waiting:
+        if self._waiting(slot) >= slot.most_waiting:
             raise Overloaded(f"too many requests wait for the model {slot.name}; try again later")
         waiter = self._wait(slot)
         self._on(m.Wanted(slot.name))
@@ -297,6 +340,10 @@ class SeveralModels:
                 raise NotLoaded(what, wait) from None
             raise
         return True
+
+    def _waiting(self, slot: _Slot) -> int:
+        """Return the number of requests of this API server that wait for a model."""
+        return self._table.entries[slot.name].waiting
 
     def _wait(self, slot: _Slot) -> asyncio.Future[None]:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -322,7 +369,7 @@ class SeveralModels:
     def batch_wants(self, models: Collection[str]) -> None:
         """Note the models that lines of batches need. The table loads the models when no request needs the
         memory. ``models``: first names."""
-        for name, entry in self.table.entries.items():
+        for name, entry in self._table.entries.items():
             if entry.batch != (name in models):
                 self._on(m.BatchWants(name, name in models))
 
@@ -382,7 +429,7 @@ class SeveralModels:
                     running=entry.open,
                     waiting=entry.waiting,
                     expires_in=None if expires is None else max(expires - now, 0.0),
-                    failure="" if entry.error is None else entry.error.message,
+                    failure=entry.failure,
                 )
             )
         return made
@@ -438,19 +485,19 @@ class SeveralModels:
                 self._on(m.GaveUp(slot.name))
         return self.status(slot.name)
 
-    def unload(self, name: str) -> ModelStatus:
+    async def unload(self, name: str) -> ModelStatus:
         """Unload a model when its running requests have ended. Return the present state. Raises NotFound."""
         slot = self._known(name)
         self._on(m.UnloadAsked(slot.name))
         return self.status(slot.name)
 
-    def pin(self, name: str, pinned: bool) -> ModelStatus:
+    async def pin(self, name: str, pinned: bool) -> ModelStatus:
         """Pin or unpin a model. Return the present state. Raises NotFound."""
         slot = self._known(name)
         self._on(m.PinAsked(slot.name, pinned))
         return self.status(slot.name)
 
-    def keep(self, name: str, seconds: float) -> ModelStatus:
+    async def keep(self, name: str, seconds: float) -> ModelStatus:
         """Set the seconds without a request until the unload. Return the present state. Raises NotFound."""
         slot = self._known(name)
         self._on(m.Kept(slot.name, seconds))
@@ -466,7 +513,7 @@ class SeveralModels:
 
     def _on(self, event: m.Event) -> None:
         """Pass an event to the table, and carry out the actions."""
-        self._carry_out(self.table.on(event, self._clock.now()))
+        self._carry_out(self._table.on(event, self._clock.now()))
 
     def _carry_out(self, actions: Sequence[m.Action]) -> None:
         """Begin each action, and wake the requests of models that admit requests."""
@@ -483,7 +530,7 @@ class SeveralModels:
         for slot in self._slots.values():
             if slot.waiters and self.table.admits(slot.name):
                 _settle(slot, None)
-            entry = self.table.entries[slot.name]
+            entry = self._table.entries[slot.name]
             if not entry.asked and entry.state is not m.ModelState.LOADING:
                 slot.settled.set()
 
@@ -497,7 +544,7 @@ class SeveralModels:
             if not isinstance(error, (WeftError, OSError)):
                 log.exception("unexpected error in the load of the model %s", slot.name)
             slot.error = error if isinstance(error, WeftError) else Unavailable(str(error))
-            await asyncio.to_thread(slot.plan.processes.close, 0.0)
+            await self._end(slot, 0.0)
             log.error("the model %s could not be loaded: %s", slot.name, slot.error.message)
             self._on(m.Failed(slot.name, _failure(slot.name, slot.error)))
             return
@@ -511,16 +558,25 @@ class SeveralModels:
 
     async def _loaded(self, slot: _Slot) -> tuple[ServedModel, Front]:
         """Start the processes of a model, and wait for a first token. Raises WeftError and OSError."""
-        owner = slot.plan.processes.start()
+        assert slot.plan.processes is not None, "this API server owns the engines"
+        return await self._connected(slot, slot.plan.processes.start())
+
+    async def _connected(
+        self, slot: _Slot, owner: Owner, siblings: Siblings | None = None, joining: bool = False
+    ) -> tuple[ServedModel, Front]:
+        """Connect to the engines of ``owner``, and wait for a first token. Raises WeftError. ``siblings``,
+        ``joining``: see ``ServedModel``."""
         plan = slot.plan
-        model = ServedModel(plan.config, plan.section, owner, spans=self._spans, server=self.lifecycle)
+        model = ServedModel(
+            plan.config, plan.section, owner, joining=joining, spans=self._spans, server=self.lifecycle
+        )
         try:
-            await model.start(self._front.threads, self._front.running)
+            await model.start(self._front.threads, self._front.running, siblings)
             front = self._front.of(model)
             assert self._prove is not None
             await self._prove(front)
         except BaseException:
-            await model.close()
+            await model.close(shutdown=not owner.shared)
             raise
         return model, front
 
@@ -533,19 +589,29 @@ class SeveralModels:
 
     async def _unload(self, slot: _Slot) -> None:
         """Close a model, and end its processes. The table gets Gone."""
+        await self._close_model(slot)
+        await self._end(slot, END_S)
+        log.info("the model %s is unloaded", slot.name)
+        self._on(m.Gone(slot.name))
+
+    async def _close_model(self, slot: _Slot) -> None:
+        """Close the connections of a model. The model serves no request from the call on."""
         model, slot.model, slot.front = slot.model, None, None
         if slot.watch is not None:
             slot.watch.cancel()
-        if model is not None:
-            for past, now in zip(self._past, model.metrics.latencies(), strict=True):
-                past[:] = map(sum, zip(past, now, strict=True))
-            try:
-                await model.close()
-            except Exception:
-                log.exception("unexpected error in the unload of the model %s", slot.name)
-        await asyncio.to_thread(slot.plan.processes.close, END_S)
-        log.info("the model %s is unloaded", slot.name)
-        self._on(m.Gone(slot.name))
+        if model is None:
+            return
+        for past, now in zip(self._past, model.metrics.latencies(), strict=True):
+            past[:] = map(sum, zip(past, now, strict=True))
+        try:
+            await model.close(shutdown=not model.owner.shared)
+        except Exception:
+            log.exception("unexpected error in the unload of the model %s", slot.name)
+
+    async def _end(self, slot: _Slot, seconds: float) -> None:
+        """End the processes of a model: see ``ModelProcesses.close``."""
+        if slot.plan.processes is not None:
+            await asyncio.to_thread(slot.plan.processes.close, seconds)
 
     async def _tick(self) -> None:
         """Report the time to the table until a cancellation."""
@@ -578,6 +644,14 @@ class SeveralModels:
     def page(self) -> bytes:
         """Return the metrics of the server and of all loaded models, in Prometheus text format."""
         return several_pages.page(self.metrics, [model.metrics for model in self.loaded])
+
+    def own(self) -> bytes:
+        """Return the part of ``page`` that this API server counts: see ``Metrics.own``."""
+        return several_pages.own(self.metrics, [model.metrics for model in self.loaded])
+
+    def render_all(self, pages: Mapping[str, bytes]) -> bytes:
+        """Return the page of several API servers: see ``Metrics.render_all``."""
+        return several_pages.render_all(self.metrics, [model.metrics for model in self.loaded], pages)
 
 
 def _settle(slot: _Slot, error: WeftError | None) -> None:
