@@ -429,7 +429,7 @@ void expanded(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatr
   const int64_t most = std::max<int64_t>(1, int64_t(budget) / each / kSplit) * kSplit;
   const auto parts = batches(given.rows, most, given.window);
   std::vector<Piece> all = given.rows.cut(kRows, 1, given.window);
-  const int64_t floats = State::floats(given.value);
+  const int64_t floats = State::floats(kRows, given.value);
   std::vector<size_t> from(size_t(given.rows.count) + 1, all.size());  // first piece of each row
   int64_t carried = 0;
   for (size_t i = all.size(); i-- > 0;) from[size_t(all[i].row)] = i;

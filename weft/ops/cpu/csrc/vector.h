@@ -178,6 +178,23 @@ inline vf scale2(vf x, vf n) {
 
 #endif
 
+// 16 pairs of bf16; the first value of a pair is in the low half
+#if WEFT_AVX2 || WEFT_NEON
+using Pairs = vu;
+#else
+typedef uint32_t Pairs __attribute__((vector_size(64)));
+#endif
+
+inline vf firsts(Pairs x) { return recast<vf>(x << 16); }
+inline vf seconds(Pairs x) { return recast<vf>(x & 0xffff0000u); }
+
+// Floats rounded to bf16, to nearest even. A NaN stays a NaN if one of its upper 16 bits of fraction is set: so are the
+// NaNs of instructions and of bf16.
+inline vf rounded_bf16(vf x) {
+  const Pairs bits = recast<Pairs>(x);
+  return seconds(bits + ((bits >> 16 & 1u) + 0x7fffu));
+}
+
 // Lane r is row r's, of `count` rows at most kLanes; other lanes are undefined. A row's bits equal `reduce_add` or
 // `reduce_max` of the row, independent of the other rows.
 #if WEFT_AVX512
