@@ -390,58 +390,82 @@ struct Amx : PackBf16 {
 // The products also prefetch the next tile, if `ahead` is not null: one line of the CPU's cache at a time, because a
 // burst of prefetches waits for memory while no product runs.
 
-// C[R, 16 N keys] = A B, for R rows of `words` pairs of floats. `ahead`: of the next tile, by key.
-template <int R, int N>
-inline void score_rows(int words, const float* a, int64_t lda, const uint32_t* b, float* c, const bf16* const* ahead) {
-  vf sum[R][N];
+// sum[r][n] += value(r) * line(n). With few rows all values stay in registers, otherwise all lines: at most 16 registers
+// of AVX2 are in use. A sum that the compiler keeps in memory makes each product wait for the store before.
+template <int R, int N, class Value, class Line>
+inline __attribute__((always_inline)) void add_products(vh (&sum)[R][N], Value value, Line line) {
+  if constexpr (R <= 3) {
+    vh values[R];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) sum[r][n] = splat(0.0f);
-  for (int k = 0; k < words; ++k) {
-    const auto half = [&](const float* from, auto widen) __attribute__((always_inline)) {
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) {
-        const vf line = widen(load_as<Pairs>(b + k * kTile + n * kLanes));
+    for (int r = 0; r < R; ++r) values[r] = splat_part(value(r));
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) sum[r][n] = fma(splat(from[r * lda]), line, sum[r][n]);
-      }
-    };
-    half(a + 2 * k, firsts);
-    half(a + 2 * k + 1, seconds);
-    // 16 steps of a key's column are the 16 pairs of a line of memory.
-    if (ahead)
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) fetch(ahead[n * kLanes + k % kLanes] + k / kLanes * 2 * kLanes);
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) store(c + r * kTile + n * kLanes, sum[r][n]);
-}
-
-// C = C * alpha + P V for R rows and 16 N elements of the values, from element `at` of each line on.
-template <int R, int N>
-inline void value_rows(const bf16* const* lines, int at, const float* p, float* c, int64_t ldc, const float* alpha,
-                       const bf16* const* ahead) {
-  vf sum[R][N];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) sum[r][n] = load(c + r * ldc + at + n * kLanes) * splat(alpha[r]);
-  for (int k = 0; k < kTile; ++k) {
-#pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      const vf line = load(lines[k] + at + n * kLanes);
+      const vh x = line(n);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) sum[r][n] = fma(splat(p[r * kTile + k]), line, sum[r][n]);
-      if (ahead && n % 2 == 0) fetch(ahead[k] + at + n * kLanes);
+      for (int r = 0; r < R; ++r) sum[r][n] = fma(values[r], x, sum[r][n]);
+    }
+  } else {
+    vh lines[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) lines[n] = line(n);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const vh x = splat_part(value(r));
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) sum[r][n] = fma(x, lines[n], sum[r][n]);
     }
   }
+}
+
+// C[R, N parts of keys] = A B, for R rows of `words` pairs of floats. `ahead`: of the next tile, by key.
+template <int R, int N>
+inline void score_rows(int words, const float* a, int64_t lda, const uint32_t* b, float* c, const bf16* const* ahead) {
+  vh sum[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) sum[r][n] = splat_part(0.0f);
+  for (int k = 0; k < words; ++k) {
+    const uint32_t* line = b + k * kTile;
+    const float* x = a + 2 * k;
+    add_products<R, N>(
+        sum, [&](int r) { return x[r * lda]; }, [&](int n) { return first_parts(line + n * kPart); });
+    asm("" : "+r"(line));  // otherwise the compiler keeps the loaded pairs in registers, and sums in memory
+    add_products<R, N>(
+        sum, [&](int r) { return x[r * lda + 1]; }, [&](int n) { return second_parts(line + n * kPart); });
+    // 16 pairs of a key are a line of memory. Of 16 steps the first 8 fetch a line of every eighth key.
+    if (ahead && k % 16 < 8)
+#pragma GCC unroll 8
+      for (int n = 0; n < N * kPart; n += 8) fetch(ahead[n + k % 8] + k / 16 * 32);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) store_part(c + r * kTile + n * kPart, sum[r][n]);
+}
+
+// C = C * alpha + P V for R rows and N parts of the values, from element `at` of each line on. `ahead`: of the next tile,
+// fetched from element `first` on.
+template <int R, int N>
+inline void value_rows(const bf16* const* lines, int at, const float* p, float* c, int64_t ldc, const float* alpha,
+                       const bf16* const* ahead, int first) {
+  vh sum[R][N];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) sum[r][n] = load_part(c + r * ldc + at + n * kPart) * splat_part(alpha[r]);
+  for (int k = 0; k < kTile; ++k) {
+    const bf16* line = lines[k] + at;
+    add_products<R, N>(
+        sum, [&](int r) { return p[r * kTile + k]; }, [&](int n) { return load_part(line + n * kPart); });
+    if (ahead)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) store(c + r * ldc + at + n * kLanes, sum[r][n]);
+      for (int n = 0; n < N * kPart; n += 32) fetch(ahead[k] + first + n);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) store_part(c + r * ldc + at + n * kPart, sum[r][n]);
 }
 
 // Call f with the number of rows as a constant, 1 to 6.
@@ -469,7 +493,7 @@ struct Wide : Registers<Wide<T>> {
   using elem = float;
   static constexpr int kWide = 1;
   // Most rows of a piece that is not packed as floats.
-  static constexpr int kFew = std::is_same_v<T, bf16> ? 12 : 0;
+  static constexpr int kFew = std::is_same_v<T, bf16> ? kFetchRows : 0;
 
   static vf dot(vf sum, vf a, vf b) { return fma(a, b, sum); }
   static void widen_row(const T* from, int count, float* to) {
@@ -509,30 +533,37 @@ struct Wide : Registers<Wide<T>> {
   static void few_scores(int m, int k, const float* a, const float* pairs, float* c, const bf16* const* ahead) {
     const auto* b = reinterpret_cast<const uint32_t*>(pairs);
     in_register_tiles(m, [&](int row, auto rows) {
-      constexpr int N = columns_of(rows());
-      for (int at = 0; at < kTile; at += N * kLanes)
-        score_rows<rows(), N>(k / 2, a + int64_t(row) * k, k, b + at, c + row * kTile + at,
-                              ahead && !row ? ahead + at : nullptr);
+      const bf16* const* next = row ? nullptr : ahead;
+      in_columns<rows()>(kTile, [&](int at, auto parts) {
+        score_rows<rows(), parts()>(k / 2, a + int64_t(row) * k, k, b + at, c + row * kTile + at,
+                                    next ? next + at : nullptr);
+      });
     });
   }
   // C[m, n] = C[i] * alpha[i] + P[m, kTile] V, with V in lines.
   static void few_values(int m, int n, const float* p, const bf16* const* lines, float* c, const float* alpha,
                          const bf16* const* ahead) {
     in_register_tiles(m, [&](int row, auto rows) {
-      constexpr int N = columns_of(rows());
       const float* left = p + row * kTile;
       float* to = c + int64_t(row) * n;
-      // Every second part of 16 elements begins a line of memory.
-      const auto next = [&](int at) { return !row && at % (2 * kLanes) == 0 ? ahead : nullptr; };
-      int at = 0;
-      for (; at + N * kLanes <= n; at += N * kLanes) value_rows<rows(), N>(lines, at, left, to, n, alpha + row, next(at));
-      for (; at < n; at += kLanes) value_rows<rows(), 1>(lines, at, left, to, n, alpha + row, next(at));
+      in_columns<rows()>(n, [&](int at, auto parts) {
+        // The first of these columns that begins a line of memory, if any.
+        const int first = (at + 31) / 32 * 32;
+        const bf16* const* next = row || first >= at + parts() * kPart ? nullptr : ahead;
+        value_rows<rows(), parts()>(lines, at, left, to, n, alpha + row, next, first);
+      });
     });
   }
 
  private:
-  // Vectors of columns in a register tile.
-  static constexpr int columns_of(int rows) { return WEFT_AVX512 ? 4 : rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+  // Call f(first column, parts of vectors as a constant) for register tiles of at most 12 of AVX2's 16 registers.
+  template <int R, class F>
+  static void in_columns(int n, F f) {
+    constexpr int one = kLanes / kPart, most = one * (WEFT_AVX512 || R == 1 ? 4 : R <= 3 ? 2 : 1);
+    int at = 0;
+    for (; at + most * kPart <= n; at += most * kPart) f(at, std::integral_constant<int, most>());
+    for (; at < n; at += one * kPart) f(at, std::integral_constant<int, one>());
+  }
 
   // Call f(first row, rows as a constant) for tiles of similar size.
   template <class F>

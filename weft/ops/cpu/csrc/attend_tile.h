@@ -440,6 +440,13 @@ class Worker {
 // For `work` keys * rows of `elements` each.
 inline int threads_for(int64_t work, int64_t elements) { return work * elements < 128 * kAlone ? 1 : team(); }
 
+// Returns the least number of parts that share a token's heads. Splits of keys are enough work for all threads if there
+// are `splits` of them; otherwise few sequences divide their heads, and each part reads all keys.
+inline int64_t parts_of_heads(int64_t sequences, int64_t splits, int64_t heads, int64_t threads) {
+  const bool divided = sequences < threads && (heads > kFetchRows || splits < 2 * threads);
+  return divided ? std::max<int64_t>(1, std::min(threads, heads / 4)) : 1;
+}
+
 // Data shared by the threads of one call. The scene is a copy; objects behind its pointers must live as long.
 template <class E, class S>
 class Attending {
