@@ -417,9 +417,27 @@ inline __attribute__((always_inline)) void add_products(vh (&sum)[R][N], Value v
   }
 }
 
-// C[R, N parts of keys] = A B, for R rows of `words` pairs of floats. `ahead`: of the next tile, by key.
+// Prefetches of a tile's keys or values, in the order of memory: key by key, the lines of the CPU's cache of each.
+struct Ahead {
+  static constexpr int kLine = 64 / int(sizeof(bf16));  // elements
+
+  const bf16* const* keys = nullptr;  // null: nothing to prefetch
+  int lines = 0, key = 0, line = 0;   // of each key; the next one
+
+  // Begins at line `first` of all lines.
+  static Ahead at(const bf16* const* keys, int dim, int first) {
+    const int lines = (dim + kLine - 1) / kLine;
+    return {keys, lines, first / lines, first % lines};
+  }
+  void step() {
+    fetch(keys[key] + line * kLine);
+    if (++line == lines) line = 0, ++key;
+  }
+};
+
+// C[R, N parts of keys] = A B, for R rows of `words` pairs of floats.
 template <int R, int N>
-inline void score_rows(int words, const float* a, int64_t lda, const uint32_t* b, float* c, const bf16* const* ahead) {
+inline void score_rows(int words, const float* a, int64_t lda, const uint32_t* b, float* c, Ahead ahead) {
   vh sum[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -433,10 +451,10 @@ inline void score_rows(int words, const float* a, int64_t lda, const uint32_t* b
     asm("" : "+r"(line));  // otherwise the compiler keeps the loaded pairs in registers, and sums in memory
     add_products<R, N>(
         sum, [&](int r) { return x[r * lda + 1]; }, [&](int n) { return second_parts(line + n * kPart); });
-    // 16 pairs of a key are a line of memory. Of 16 steps the first 8 fetch a line of every eighth key.
-    if (ahead && k % 16 < 8)
-#pragma GCC unroll 8
-      for (int n = 0; n < N * kPart; n += 8) fetch(ahead[n + k % 8] + k / 16 * 32);
+    // 16 pairs are a line, so 16 steps are enough for a line of 16 keys.
+    if (ahead.keys)
+#pragma GCC unroll 4
+      for (int n = 0; n < N * kPart; n += kLanes) ahead.step();
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -444,11 +462,10 @@ inline void score_rows(int words, const float* a, int64_t lda, const uint32_t* b
     for (int n = 0; n < N; ++n) store_part(c + r * kTile + n * kPart, sum[r][n]);
 }
 
-// C = C * alpha + P V for R rows and N parts of the values, from element `at` of each line on. `ahead`: of the next tile,
-// fetched from element `first` on.
+// C = C * alpha + P V for R rows and N parts of the values, from element `at` of each line on.
 template <int R, int N>
 inline void value_rows(const bf16* const* lines, int at, const float* p, float* c, int64_t ldc, const float* alpha,
-                       const bf16* const* ahead, int first) {
+                       Ahead ahead) {
   vh sum[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -458,9 +475,9 @@ inline void value_rows(const bf16* const* lines, int at, const float* p, float* 
     const bf16* line = lines[k] + at;
     add_products<R, N>(
         sum, [&](int r) { return p[r * kTile + k]; }, [&](int n) { return load_part(line + n * kPart); });
-    if (ahead)
+    if (ahead.keys)
 #pragma GCC unroll 4
-      for (int n = 0; n < N * kPart; n += 32) fetch(ahead[k] + first + n);
+      for (int n = 0; n < N * kPart; n += Ahead::kLine) ahead.step();
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -533,10 +550,10 @@ struct Wide : Registers<Wide<T>> {
   static void few_scores(int m, int k, const float* a, const float* pairs, float* c, const bf16* const* ahead) {
     const auto* b = reinterpret_cast<const uint32_t*>(pairs);
     in_register_tiles(m, [&](int row, auto rows) {
-      const bf16* const* next = row ? nullptr : ahead;
       in_columns<rows()>(kTile, [&](int at, auto parts) {
         score_rows<rows(), parts()>(k / 2, a + int64_t(row) * k, k, b + at, c + row * kTile + at,
-                                    next ? next + at : nullptr);
+                                    ahead && !row ? Ahead::at(ahead, k, at * ((k + Ahead::kLine - 1) / Ahead::kLine))
+                                                  : Ahead());
       });
     });
   }
@@ -548,9 +565,10 @@ struct Wide : Registers<Wide<T>> {
       float* to = c + int64_t(row) * n;
       in_columns<rows()>(n, [&](int at, auto parts) {
         // The first of these columns that begins a line of memory, if any.
-        const int first = (at + 31) / 32 * 32;
-        const bf16* const* next = row || first >= at + parts() * kPart ? nullptr : ahead;
-        value_rows<rows(), parts()>(lines, at, left, to, n, alpha + row, next, first);
+        const int line = (at + Ahead::kLine - 1) / Ahead::kLine;
+        const bool any = ahead && !row && line * Ahead::kLine < at + parts() * kPart;
+        value_rows<rows(), parts()>(lines, at, left, to, n, alpha + row,
+                                    any ? Ahead::at(ahead, n, line * kTile) : Ahead());
       });
     });
   }
