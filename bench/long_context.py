@@ -2,13 +2,13 @@
 
 python -m bench.long_context --json bench/results/long-context-mine.json --before OLD/libweft_cpu.so
 
-Each case is one call of the C++ operations for one layer in bf16, or with an FP8 cache. ``bound`` is the larger
-of two times: the bytes of the cache (and of the latent matrices) at the speed of reading memory, and the
-operations at the speed of torch's fastest product of 1024 x 1024 matrices. Both speeds are measured between the
-rounds of the cases. A choice and the attention of a sparse case are bounded separately.
+Each case is one call of the C++ operations for one layer in bf16, or with an FP8 cache. ``bound`` is the
+larger of two times: the bytes of the cache (and of the latent matrices) at the speed of reading memory, and
+the operations at the speed of torch's fastest product of 1024 x 1024 matrices. Both speeds are measured
+between the rounds of the cases. A choice and the attention of a sparse case are bounded separately.
 
-With ``--before`` a second process loads that library, and both processes take turns round by round. All times and
-speeds are the best of all rounds, because a shared machine disturbs single rounds.
+With ``--before`` a second process loads that library, and both processes take turns round by round. All
+times and speeds are the best of all rounds, because a shared machine disturbs single rounds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from bench import gemm, record
-from bench.sparse import MODELS, VALUES, Work
+from bench.sparse import MODELS, Work
 from weft.attention.sparse.sparse_cpu import CpuSparse
 from weft.ops import kv_fp8
 from weft.ops.cpu import build
@@ -45,7 +45,7 @@ WAIT = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One form of attention. ``heads`` are query heads. A latent case has one line of ``dim`` per position."""
+    """One form of attention. ``heads`` are query heads. Latent cases have a line of ``dim`` per position."""
 
     kind: str
     heads: int
@@ -198,6 +198,7 @@ def work_for_parent(library: str, threads: int) -> None:
     torch.set_num_threads(threads)
     torch.ops.load_library(library)
     parts: list[Part] = []
+    answer: list[Any]
     for line in sys.stdin:
         verb, *arguments = json.loads(line)
         if verb == "make":
@@ -213,12 +214,21 @@ class Worker:
     """A process with one library. Every answer has a deadline of ``WAIT`` seconds."""
 
     def __init__(self, library: Path, threads: int) -> None:
-        command = [sys.executable, "-m", "bench.long_context", "--threads", str(threads), "--worker", library]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.long_context",
+            "--threads",
+            str(threads),
+            "--worker",
+            str(library),
+        ]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, *request: object) -> Any:
         """Return the answer to a request. Raise SystemExit if the worker ends or is late."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         with selectors.DefaultSelector() as ready:
@@ -240,13 +250,15 @@ def measure(workers: dict[str, Worker], limits: Limits, args: argparse.Namespace
     for name in args.cases:
         for context in args.contexts:
             for rows in args.rows if CASES[name].tokens == 1 else [1]:
-                work = [worker.ask("make", name, context, rows) for worker in workers.values()][0]
+                for worker in workers.values():
+                    work = worker.ask("make", name, context, rows)
                 times: dict[str, list[float]] = {}
                 for _ in range(args.rounds):
                     limits.measure(1)
                     for label, worker in workers.items():
                         found = worker.ask("time", args.seconds)
-                        times[label] = [min(pair) for pair in zip(found, times.get(label, found), strict=True)]
+                        least = times.get(label, found)
+                        times[label] = [min(pair) for pair in zip(found, least, strict=True)]
                 results.append({"case": name, "context": context, "rows": rows, "work": work, "times": times})
                 print(name, context, rows, times, file=sys.stderr)
     return results
@@ -280,7 +292,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", default=";".join(CASES), help="parts of the names of cases, with semicolons")
+    cases = "parts of the names of cases, with semicolons"
+    parser.add_argument("--cases", default=";".join(CASES), help=cases)
     parser.add_argument("--contexts", default="8192,32768,131072", help="positions, with commas")
     parser.add_argument("--rows", default="1,4", help="numbers of sequences of decode cases")
     parser.add_argument("--before", type=Path, help="a library of earlier sources, to compare with")
