@@ -39,6 +39,8 @@ Call = Callable[[], object]
 BLOCK = 64
 CHUNK = 64
 """Tokens of a sparse prefill."""
+PAUSE = 0.05
+"""Seconds before a measurement. The threads of another process's last operation spin for a while."""
 WAIT = 300.0
 """Most seconds that a worker takes for an answer."""
 
@@ -256,6 +258,7 @@ def measure(workers: dict[str, Worker], limits: Limits, args: argparse.Namespace
                 for _ in range(args.rounds):
                     limits.measure(1)
                     for label, worker in workers.items():
+                        time.sleep(PAUSE)
                         found = worker.ask("time", args.seconds)
                         least = times.get(label, found)
                         times[label] = [min(pair) for pair in zip(found, least, strict=True)]
