@@ -40,32 +40,32 @@ VALUES = 512
 
 
 class Work:
-    """``count`` tokens at the end of a context of so many positions."""
+    """``count`` tokens at the end of a context of so many positions, for each of ``rows`` sequences."""
 
-    def __init__(self, reads: Reads, context: int, count: int) -> None:
+    def __init__(self, reads: Reads, context: int, count: int, rows: int = 1) -> None:
         torch.manual_seed(0)
         self.reads = reads
-        self.context, self.count = context, count
+        self.context, self.tokens = context, count * rows
         blocks = -(-context // BLOCK)
-        table = (torch.randperm(blocks) + 1).view(1, blocks)
+        table = (torch.randperm(rows * blocks) + 1).view(rows, blocks)
         per_block = BLOCK // reads.ratio
-        self.caches = {0: (torch.randn(blocks + 1, per_block, reads.dim + INDEX_DIM).bfloat16(),)}
+        self.caches = {0: (torch.randn(rows * blocks + 1, per_block, reads.dim + INDEX_DIM).bfloat16(),)}
         if reads.entries is not None:
-            self.caches[reads.entries] = (torch.randn(blocks + 1, BLOCK, reads.dim).bfloat16(),)
-        self.q = torch.randn(count, HEADS, reads.dim).bfloat16()
-        self.index_q = torch.randn(count, INDEX_HEADS, INDEX_DIM).bfloat16()
-        self.weights = torch.randn(count, INDEX_HEADS)
-        self.out = torch.empty(count, HEADS, VALUES, dtype=torch.bfloat16)
+            self.caches[reads.entries] = (torch.randn(rows * blocks + 1, BLOCK, reads.dim).bfloat16(),)
+        self.q = torch.randn(self.tokens, HEADS, reads.dim).bfloat16()
+        self.index_q = torch.randn(self.tokens, INDEX_HEADS, INDEX_DIM).bfloat16()
+        self.weights = torch.randn(self.tokens, INDEX_HEADS)
+        self.out = torch.empty(self.tokens, HEADS, VALUES, dtype=torch.bfloat16)
         self.segment = SegmentInput(
             begin=0,
-            rows=1,
-            tokens=count,
-            host_counts=np.array([count], np.int32),
-            host_starts=np.array([context - count], np.int32),
-            q_offsets=torch.tensor([0, count], dtype=torch.int32),
-            starts=torch.tensor([context - count]),
-            slots=torch.zeros(1, dtype=torch.int64),
-            live=torch.zeros(1, dtype=torch.int64),
+            rows=rows,
+            tokens=self.tokens,
+            host_counts=np.full(rows, count, np.int32),
+            host_starts=np.full(rows, context - count, np.int32),
+            q_offsets=torch.arange(rows + 1, dtype=torch.int32) * count,
+            starts=torch.full((rows,), context - count),
+            slots=torch.zeros(rows, dtype=torch.int64),
+            live=torch.zeros(rows, dtype=torch.int64),
             tables=(table, table),
         )
 
@@ -74,14 +74,17 @@ class Work:
         """Operations of (selection, core attention)."""
         seen = self.context // self.reads.ratio
         keys = min(seen, self.reads.top) + self.reads.window
-        choice = 2.0 * self.count * seen * INDEX_HEADS * INDEX_DIM if seen > self.reads.top else 0.0
-        return choice, 2.0 * self.count * keys * HEADS * (self.reads.dim + self.out.shape[2])
+        choice = 2.0 * self.tokens * seen * INDEX_HEADS * INDEX_DIM if seen > self.reads.top else 0.0
+        return choice, 2.0 * self.tokens * keys * HEADS * (self.reads.dim + self.out.shape[2])
+
+    def core(self, plan: Any) -> CoreInput:
+        """Return the input of core attention with a backend's plan."""
+        return CoreInput(self.segment, self.caches, self.reads.dim**-0.5, plan)
 
     def seconds(self, backend: SparseBackend) -> tuple[float, float]:
         """Return the seconds of (plan and selection, core attention)."""
         began = time.perf_counter()
-        plan = backend.plan(self.segment, self.reads, self.caches)
-        core = CoreInput(self.segment, self.caches, self.reads.dim**-0.5, plan)
+        core = self.core(backend.plan(self.segment, self.reads, self.caches))
         chosen = backend.select(self.index_q, self.weights, core, self.reads)
         between = time.perf_counter()
         backend.attend(self.q, self.out, core, self.reads, chosen)

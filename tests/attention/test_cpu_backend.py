@@ -190,6 +190,15 @@ def test_a_long_row_divided_among_threads_has_the_same_bits(engine: int) -> None
     assert torch.equal(bits(scene.run([(1, 149, 1)], engine)), bits(alone[-1:]))
 
 
+@pytest.mark.parametrize("shape", [(8, 2, 128, 64), (6, 2, 80, 16), (3, 1, 64, 64)])
+def test_few_rows_have_the_bits_of_many(shape: tuple[int, int, int, int]) -> None:
+    """A piece of few rows is not packed as floats: 1 to 8 queries against 40, in float products."""
+    scene = Scene([(600, 40)], shape)
+    whole = bits(scene.run(engine=1))
+    for count in (1, 2, 3, 5, 8):
+        assert torch.equal(bits(scene.run([(0, 40 - count, count)], engine=1)), whole[-count:])
+
+
 def test_a_query_with_nan_spoils_its_own_row_alone() -> None:
     scene = Scene([(100, 9)])
     before = scene.run()

@@ -203,3 +203,20 @@ def test_cpu_reads_every_code_under_every_scale(dtype: torch.dtype) -> None:
     assert torch.equal(made[whole], exact[whole])
     assert ((made[~whole] == 0) | (made[~whole] == exact[~whole])).all()
     assert out[-1].isnan().all()
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("power", [-126, -111, -110, -3, 0, 60, 110, 111, 119])
+def test_the_cpu_reads_every_code_exactly(power: int) -> None:
+    """A query with one key returns the value of the key: here all codes of numbers, at one scale."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0
+    cache = codes.view(torch.float8_e4m3fn).expand(1, 2, 1, 1, 256).contiguous()
+    scales = torch.full((1, 2, 1, 1), 2.0**power)
+    out = torch.empty(1, 1, 256, dtype=torch.bfloat16)
+    q, table, starts = torch.zeros(1, 1, 256).bfloat16(), torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1)
+    offsets = torch.tensor([0, 1], dtype=torch.int32)
+    torch.ops.weft_cpu.attend.default(q, out, cache, offsets, starts.long(), table, 0, 1.0, 0, None, scales)
+    expected = cache[0, 1, 0].float() * scales[0, 1, 0]
+    expected[expected.abs() < 2.0**-126] = 0.0  # outputs have no smaller numbers
+    assert torch.equal(out[0].float(), expected)

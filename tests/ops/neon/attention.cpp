@@ -47,9 +47,45 @@ void check_wide() {
   }
 }
 
+// 1 to 8 rows of bf16 without packed floats have the bits of packed floats.
+void check_few() {
+  constexpr int k = 96, most = 8;
+  for (int n : {16, 32, 80, 128}) {
+    const std::vector<float> a = draw_all<float>(most * k), p = draw_all<float>(most * kTile);
+    const std::vector<bf16> keys = draw_all<bf16>(kTile * k), values = draw_all<bf16>(size_t(kTile * n));
+    const std::vector<float> alpha = draw_all<float>(most), start = draw_all<float>(size_t(most * n));
+    const bf16 *key_lines[kTile], *value_lines[kTile];
+    for (int r = 0; r < kTile; ++r) key_lines[r] = keys.data() + r * k, value_lines[r] = values.data() + r * n;
+    std::vector<float> packed_k(kTile * k), pairs(kTile * k), packed_v(size_t(kTile * n)), scratch(kTile * k);
+    Wide<bf16>::pack_k(key_lines, nullptr, k, packed_k.data(), scratch.data());
+    Wide<bf16>::pack_v(value_lines, nullptr, n, packed_v.data());
+    PackBf16::pack_k(key_lines, nullptr, k, reinterpret_cast<bf16*>(pairs.data()), nullptr);
+    for (int rows = 1; rows <= most; ++rows) {
+      std::vector<float> scores(most * kTile), made(most * kTile), sums = start, few = start;
+      Wide<bf16>::gemm(rows, kTile, k, a.data(), k, packed_k.data(), scores.data(), nullptr, true);
+      Wide<bf16>::few_scores(rows, k, a.data(), pairs.data(), made.data(), key_lines);
+      for (int i = 0; i < rows * kTile; ++i) expect_bits(made[size_t(i)], scores[size_t(i)], "few scores", rows, i);
+      Wide<bf16>::gemm(rows, n, kTile, p.data(), kTile, packed_v.data(), sums.data(), alpha.data(), true);
+      Wide<bf16>::few_values(rows, n, p.data(), value_lines, few.data(), alpha.data(), value_lines);
+      for (int i = 0; i < rows * n; ++i) expect_bits(few[size_t(i)], sums[size_t(i)], "few values", rows, i);
+    }
+  }
+}
+
+// Rounding to bf16 in floats is the rounding of a store.
+void check_rounding() {
+  for (int i = 0; i < 1000; ++i) {
+    float x[kLanes], made[kLanes];
+    for (float& each : x) each = bits_to_float(draw());
+    store(made, rounded_bf16(load(x)));
+    for (int l = 0; l < kLanes; ++l)
+      if (!std::isnan(x[l])) expect_bits(made[l], bits_to_float(uint32_t(round_bf16(x[l])) << 16), "rounded", i, l);
+  }
+}
+
 }  // namespace
 
 int main() {
-  check_transpose(), check_wide();
+  check_transpose(), check_wide(), check_few(), check_rounding();
   return report();
 }

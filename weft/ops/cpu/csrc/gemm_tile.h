@@ -43,13 +43,6 @@ constexpr int kRows = 3;
 
 // --- registers ------------------------------------------------------------------------------------------------
 
-// 16 pairs of bf16; the first value of a pair is in the low half
-#if WEFT_AVX2 || WEFT_NEON
-using Pairs = vu;
-#else
-typedef uint32_t Pairs __attribute__((vector_size(64)));
-#endif
-
 // sum + x.first * w.first + x.second * w.second
 inline vf dot_pairs(vf sum, Pairs x, Pairs w) {
 #if WEFT_AVX512_BF16

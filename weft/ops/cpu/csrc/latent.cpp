@@ -105,8 +105,8 @@ namespace {
 inline void take_pairs(const bf16* from, int n, vf& first, vf& second) {
   Pairs x{};
   std::memcpy(&x, from, size_t(n) * 2 * sizeof(bf16));
-  first = recast<vf>(x << 16);
-  second = recast<vf>(x & 0xffff0000u);
+  first = firsts(x);
+  second = seconds(x);
 }
 
 inline void take_pairs(const float* from, int n, vf& first, vf& second) {
@@ -286,11 +286,13 @@ struct Absorbed {
 // Returns the number of pieces that share a query's heads. Few long sequences are divided over the threads.
 template <class T>
 int head_parts(const Given<T>& given) {
-  int64_t work = 0;
-  for (const Piece& piece : given.rows.cut(kRows, 1, given.window)) work += piece.cost(given.heads);
+  int64_t work = 0, splits = 0;
+  for (const Piece& piece : given.rows.cut(kRows, 1, given.window)) {
+    work += piece.cost(given.heads);
+    splits += piece.splits();
+  }
   const int64_t threads = threads_for(work, given.width() + given.lora);
-  const int64_t wanted = std::min<int64_t>(given.rows.count < threads ? threads : 1, given.heads / 4);
-  for (int64_t parts = std::max<int64_t>(1, wanted);; ++parts)
+  for (int64_t parts = parts_of_heads(given.rows.count, splits, given.heads, threads);; ++parts)
     if (given.heads % parts == 0 && given.heads / parts <= kRows) return int(parts);
 }
 
@@ -429,7 +431,7 @@ void expanded(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatr
   const int64_t most = std::max<int64_t>(1, int64_t(budget) / each / kSplit) * kSplit;
   const auto parts = batches(given.rows, most, given.window);
   std::vector<Piece> all = given.rows.cut(kRows, 1, given.window);
-  const int64_t floats = State::floats(given.value);
+  const int64_t floats = State::floats(kRows, given.value);
   std::vector<size_t> from(size_t(given.rows.count) + 1, all.size());  // first piece of each row
   int64_t carried = 0;
   for (size_t i = all.size(); i-- > 0;) from[size_t(all[i].row)] = i;

@@ -167,6 +167,7 @@ void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, co
     const int64_t* picks = chosen ? chosen->const_data_ptr<int64_t>() : nullptr;
     std::vector<List> lists;
     lists.reserve(size_t(tokens));
+    int64_t splits = 0;
     over_tokens(offsets, starts, tokens, [&](int64_t row, int64_t token, int64_t position) {
       List list{row, entries ? lowest(position, int(window)) : 0, 0, 0};
       const int64_t limit = groups ? (position + 1) / ratio : 0;
@@ -178,10 +179,9 @@ void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, co
       else if (list.groups)
         far.check(row, picks[token * top], picks[token * top + list.groups - 1] + 1);
       lists.push_back(list);
+      splits += (list.window + list.groups + kSplit - 1) / kSplit;
     });
-    // For few tokens, heads are divided over the threads.
-    const int64_t wanted = tokens < at::get_num_threads() ? std::min<int64_t>(at::get_num_threads(), heads / 4) : 1;
-    int64_t parts = std::max<int64_t>(1, wanted);
+    int64_t parts = parts_of_heads(tokens, splits, heads, at::get_num_threads());
     while (heads % parts || heads / parts > kRows) ++parts;
     const Chosen<T> scene{q.const_data_ptr<T>(),
                           out.mutable_data_ptr<T>(),

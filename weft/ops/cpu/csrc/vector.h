@@ -178,6 +178,49 @@ inline vf scale2(vf x, vf n) {
 
 #endif
 
+// 16 pairs of bf16; the first value of a pair is in the low half
+#if WEFT_AVX2 || WEFT_NEON
+using Pairs = vu;
+#else
+typedef uint32_t Pairs __attribute__((vector_size(64)));
+#endif
+
+// Parts of vectors of `kPart` floats, for register tiles that a whole vector does not fit: a register of AVX2, otherwise a
+// vector. `first_parts` and `second_parts`: the first or second numbers of pairs of bf16.
+#if WEFT_AVX2
+constexpr int kPart = 8;
+using vh = __m256;
+inline vh splat_part(float x) { return _mm256_set1_ps(x); }
+inline vh load_part(const float* p) { return _mm256_loadu_ps(p); }
+inline vh load_part(const bf16* p) { return widen8(four(p)); }
+inline void store_part(float* p, vh x) { _mm256_storeu_ps(p, x); }
+inline vh fma(vh a, vh b, vh c) { return _mm256_fmadd_ps(a, b, c); }
+inline vh first_parts(const uint32_t* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(eight(p), 16)); }
+// By two shifts: a mask would occupy a register.
+inline vh second_parts(const uint32_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(eight(p), 16), 16));
+}
+#else
+constexpr int kPart = kLanes;
+using vh = vf;
+inline vh splat_part(float x) { return splat(x); }
+inline vh load_part(const float* p) { return load(p); }
+inline vh load_part(const bf16* p) { return load(p); }
+inline void store_part(float* p, vh x) { store(p, x); }
+inline vh first_parts(const uint32_t* p) { return recast<vf>(load_as<Pairs>(p) << 16); }
+inline vh second_parts(const uint32_t* p) { return recast<vf>(load_as<Pairs>(p) & 0xffff0000u); }
+#endif
+
+inline vf firsts(Pairs x) { return recast<vf>(x << 16); }
+inline vf seconds(Pairs x) { return recast<vf>(x & 0xffff0000u); }
+
+// Floats rounded to bf16, to nearest even. A NaN stays a NaN if one of its upper 16 bits of fraction is set: so are the
+// NaNs of instructions and of bf16.
+inline vf rounded_bf16(vf x) {
+  const Pairs bits = recast<Pairs>(x);
+  return seconds(bits + ((bits >> 16 & 1u) + 0x7fffu));
+}
+
 // Lane r is row r's, of `count` rows at most kLanes; other lanes are undefined. A row's bits equal `reduce_add` or
 // `reduce_max` of the row, independent of the other rows.
 #if WEFT_AVX512
