@@ -18,6 +18,7 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.config.families.facts import Facts, read_json
 from weft.config.media import BICUBIC, MediaFacts, VideoFacts
+from weft.config.parts.tiles import TileFacts
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -33,6 +34,8 @@ _PROCESSORS = {
     "longest": ("PixtralImageProcessor", "PixtralImageProcessorFast", "PixtralImageProcessorPil"),
     "fixed": ("Gemma3ImageProcessor", "Gemma3ImageProcessorFast", "Gemma3ImageProcessorPil"),
     "budget": ("Gemma4ImageProcessor", "Gemma4ImageProcessorFast", "Gemma4ImageProcessorPil"),
+    "ratio": ("GotOcr2ImageProcessor", "GotOcr2ImageProcessorFast", "GotOcr2ImageProcessorPil"),
+    "canvas": ("Llama4ImageProcessor", "Llama4ImageProcessorFast"),
 }
 _BILINEAR = 2
 
@@ -212,6 +215,59 @@ def budget_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> Medi
         around="tokens",
         **colours,
         **tokens,
+    )
+
+
+MOST_TILES = 64
+"""Maximum number of tiles that a checkpoint may ask for."""
+
+
+def ratio_facts(folder: Path, *, side: int, patch: int, merge: int, **tokens: Any) -> MediaFacts:
+    """Return ``MediaFacts`` of kind ``tiles`` with the rule ``ratio``; see ``area_facts``.
+
+    ``side``: side of a tile in pixels. Raise ConfigError.
+    """
+    read = _Processor.of_images(folder, "ratio")
+    # The processor of the model cuts images, whatever ``crop_to_patches`` of the image processor says.
+    read.facts.get("crop_to_patches")
+    most = read.facts.integer("max_patches", 12, high=MOST_TILES)
+    tiles = TileFacts(rule="ratio", least=read.facts.integer("min_patches", 1, high=most), most=most)
+    colours = read.colours(_CLIP_MEAN, _CLIP_STD)
+    return _tiled(read, tiles, colours, side=side, default=384, patch=patch, merge=merge, **tokens)
+
+
+def canvas_facts(
+    folder: Path, *, side: int, patch: int, merge: int, between: tuple[int, int, int], **tokens: Any
+) -> MediaFacts:
+    """Return ``MediaFacts`` of kind ``tiles`` with the rule ``canvas``; see ``area_facts``.
+
+    ``side``: side of a tile in pixels. ``between``: tokens beside a tile, below a row of tiles, and in front
+    of the whole image. Raise ConfigError.
+    """
+    read = _Processor.of_images(folder, "canvas")
+    beside, below, whole = between
+    tiles = TileFacts(
+        rule="canvas",
+        most=read.facts.integer("max_patches", 16, high=MOST_TILES),
+        grow=read.facts.flag("resize_to_max_canvas", False),
+        beside=beside,
+        below=below,
+        whole=whole,
+    )
+    colours = {**read.colours(_HALVES, _HALVES, _BILINEAR), "bfloat16": True}
+    return _tiled(read, tiles, colours, side=side, default=336, patch=patch, merge=merge, **tokens)
+
+
+def _tiled(
+    read: _Processor, tiles: TileFacts, colours: dict[str, Any], *, side: int, default: int, **sizes: int
+) -> MediaFacts:
+    """Return ``MediaFacts`` of kind ``tiles``. Raise ConfigError unless the file has the tower's side."""
+    size = read.facts.get("size")
+    size = {"height": default, "width": default} if size is None else size
+    if size != {"height": side, "width": side}:
+        raise read.fail("size", f"must have the image_size of vision_config as height and width: {side}")
+    return MediaFacts(
+        kind="tiles", temporal=1, longest=side, tiles=tiles, around="tokens", **colours, **sizes
     )
 
 
