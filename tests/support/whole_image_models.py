@@ -1,4 +1,4 @@
-"""Tiny models of Gemma 3, Gemma 4, Mistral Small 3.x, InternVL and Llama 4, whose towers read whole images."""
+"""Tiny models of Gemma 3, Gemma 4, Mistral Small 3.x, InternVL and Llama 4: towers of transformers."""
 
 from __future__ import annotations
 

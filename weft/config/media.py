@@ -141,7 +141,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def texts(self) -> tuple[int, ...]:
-        """Special tokens that only images write: placeholders, and the tokens around, in and between images."""
+        """Tokens that only images write: placeholders, and the tokens around, in and between images."""
         between = () if self.tiles is None else self.tiles.tokens
         one_by_one = (self.start, self.end, self.row_end)
         return (*self.placeholders, *(token for token in one_by_one if token is not None), *between)

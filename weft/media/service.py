@@ -16,6 +16,7 @@ from weft.config.sections.media_section import MediaSection
 from weft.media.decode import can_decode, missing
 from weft.media.headers import ImageHeader
 from weft.media.media_errors import TOO_LARGE, UNREACHABLE, BadMedia
+from weft.media.media_items import items_of
 from weft.media.media_memory import MediaLease, MediaMemory
 from weft.media.media_messages import Decode, DecodeFile, Fetch, MediaDone, WorkerRules, packed, result_of
 from weft.media.pictures import Picture, Wanted, runs_of
@@ -183,8 +184,9 @@ class MediaService:
         cost: float = 1.0,
         video: bool = False,
     ) -> tuple[MediaDone, memoryview]:
-        """Run one task in ``pool`` and return (reply, bytes behind the reply). ``places``: the place of each frame in the
-        request, for errors. ``cost``: the client's use of the pool. ``video``: the file is a video.
+        """Run one task in ``pool`` and return (reply, bytes behind the reply). ``places``: the place of each
+        frame in the request, for errors. ``cost``: the client's use of the pool. ``video``: the file is a
+        video.
 
         Raises InvalidRequest with the place for an error of the image, WeftError with the place if the
         worker dies, and the pool's own errors, such as Overloaded.

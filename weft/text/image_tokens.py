@@ -43,7 +43,7 @@ def with_images(rendered: str, rules: AroundRules | None, tokenizer: Tokenizer) 
 
 
 class Counted(Protocol):
-    """An item with its tokens (``Picture`` of ``weft.media``): an image, a part of an image, a frame group."""
+    """An item with its tokens: an image, a part of an image, or a frame group (``weft.media.Picture``)."""
 
     @property
     def count(self) -> int: ...

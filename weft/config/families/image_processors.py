@@ -259,7 +259,7 @@ def canvas_facts(
 
 
 def _tiled(
-    read: _Processor, tiles: TileFacts, colours: dict[str, Any], *, side: int, default: int, **sizes: int
+    read: _Processor, tiles: TileFacts, colours: dict[str, Any], *, side: int, default: int, **sizes: Any
 ) -> MediaFacts:
     """Return ``MediaFacts`` of kind ``tiles``. Raise ConfigError unless the file has the tower's side."""
     size = read.facts.get("size")

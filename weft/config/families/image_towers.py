@@ -151,7 +151,7 @@ def first_of(facts: Facts, *names: str) -> str:
     return next((name for name in names if facts.get(name) is not None), names[0])
 
 
-def require_only(facts: Facts, name: str, value: int) -> None:
+def require_only(facts: Facts, name: str, value: int | str) -> None:
     """Raise ConfigError unless the field is missing or has ``value``."""
     if facts.get(name) not in (None, value):
         raise facts.fail(name, f"= {facts.get(name)!r} is not supported")

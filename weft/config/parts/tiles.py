@@ -1,7 +1,7 @@
 """Tiles of an image: squares of the resized image, each of which a model reads as an image of its own.
 
     ratio    as many tiles as come nearest to the shape of the image, which is stretched (InternVL)
-    canvas   the tiles that need the least scaling without distortion; the rest of the canvas is black (Llama 4)
+    canvas   the tiles that need least scaling without distortion; the rest of their area is black (Llama 4)
 
 A small version of the whole image, one more tile, follows unless one tile shows the whole image.
 """

@@ -1,7 +1,8 @@
 """Towers of Gemma 3, Gemma 4, Mistral Small 3.x, InternVL and Llama 4, with the modules of transformers.
 
-A tower has two parts with the names of the checkpoint: an encoder, and the projector to the hidden size of the
-text model. Weft's loader fills both by the names of the modules. A tile of InternVL or Llama 4 is an image here.
+A tower has two parts with the names of the checkpoint: an encoder, and the projector to the hidden size of
+the text model. Weft's loader fills both by the names of the modules. Each tile of an image of InternVL or
+Llama 4 is an image here.
 """
 
 from __future__ import annotations
