@@ -1,4 +1,4 @@
-"""Gemma 3, Gemma 4 and Mistral Small 3.x with images against transformers: towers, logits, chunks, ranks."""
+"""Models with towers of transformers against transformers: towers, logits, chunks, ranks."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def _renamed(source: str, target: Path, change: Any) -> str:
     return str(target)
 
 
-@mostly_slow("name", ["gemma3", "gemma4", "mistral3"], ["gemma3"])
+@mostly_slow("name", ["gemma3", "gemma4", "mistral3", "internvl"], ["gemma3"])
 def test_published_names(name: str, seeing: Any, paged: Any, tmp_path: Path) -> None:
     """Publishers and transformers write the names in two forms. The tower loads alone, too."""
     checkpoint = seeing(name)

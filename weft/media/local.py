@@ -70,8 +70,8 @@ class LocalPictures:
     def _pixels(
         self, run: Sequence[Picture], opened: Mapping[str, Image], files: Mapping[str, memoryview]
     ) -> list[bytes]:
-        """Return the pixels of all items of one image, or of one frame group, as bytes: uint8 [frames, height,
-        width, 3]. ``opened``: name -> upright Pillow image. Raises InvalidRequest."""
+        """Return the pixels of all items of one image, or of one frame group: uint8 [frames, height, width,
+        3] as bytes. ``opened``: name -> upright Pillow image. Raises InvalidRequest."""
         targets = [picture.target for picture in run]
         made = []
         for frame in run[0].frames:

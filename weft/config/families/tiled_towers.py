@@ -66,7 +66,7 @@ def internvl_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -
 
 
 def llama4_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionSpec:
-    """Return the tower of Llama 4: an encoder with a rotation in two dims, and an adapter. Raise ConfigError."""
+    """Return the tower of Llama 4: an encoder with axial rotation, and an adapter. Raise ConfigError."""
     require_transformers(spec)
     require_only(vision, "num_channels", 3)
     require_only(vision, "vision_feature_select_strategy", "default")
