@@ -357,7 +357,7 @@ def test_a_worker_makes_all_tiles_of_one_file(name: str, tmp_path: Path) -> None
         n for at, one in zip(starts, found, strict=True) for n in range(at, at + one.count)
     ]
     run, alone = runs_of(found)
-    assert (len(run), len(alone)) == (4 if name == "internvl" else 7, 1)
+    assert (len(run), len(alone)) == (3 if name == "internvl" else 7, 1)
     file = DecodeFile(header=read_header(files[0]), size=len(files[0]))
     task = Decode(files=(file,), targets=tuple(one.target for one in run), into=(None,) * len(run))
     done, rest = reply_of(b"".join(answer_to(packed(task) + files[0], Fetcher((), 0, 0), RULES)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from weft.config.families.facts import MOST_PARTS, Facts, read_json
-from weft.config.families.image_processors import canvas_facts, ratio_facts
+from weft.config.families.image_processors import BILINEAR, CLIP_MEAN, CLIP_STD, HALVES, Processor
 from weft.config.families.image_towers import (
     activation_of,
     first_of,
@@ -15,10 +16,14 @@ from weft.config.families.image_towers import (
     special_ids,
 )
 from weft.config.families.towers import require_transformers
+from weft.config.media import MediaFacts
+from weft.config.parts.tiles import TileFacts
 from weft.config.spec import ModelSpec, VisionSpec
 
 _INTERN_AROUND = ("<img>", "</img>")
 _LLAMA_BETWEEN = ("<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>")
+MOST_TILES = 64
+"""Maximum number of tiles that a checkpoint may ask for."""
 
 
 def internvl_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionSpec:
@@ -53,7 +58,7 @@ def internvl_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -
         parameters=layers * (4 * hidden**2 + 2 * hidden * inner)
         + hidden * (3 * patch**2 + (side // patch) ** 2)
         + (joined + spec.hidden) * spec.hidden,
-        media=ratio_facts(
+        media=_ratio_facts(
             folder,
             side=side,
             patch=patch,
@@ -102,7 +107,7 @@ def llama4_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> 
         + hidden * (3 * patch**2 + (side // patch) ** 2)
         + inner * joined
         + out * (out + spec.hidden),
-        media=canvas_facts(
+        media=_canvas_facts(
             folder,
             side=side,
             patch=patch,
@@ -133,3 +138,52 @@ def _merge(facts: Facts, name: str, side: int, patch: int) -> int:
     if merge < 1 or merge * ratio != 1 or side % (patch * merge):
         raise facts.fail(name, f"{ratio} does not divide {side} x {side} pixels into whole tokens")
     return merge
+
+
+def _ratio_facts(folder: Path, *, side: int, patch: int, merge: int, **tokens: Any) -> MediaFacts:
+    """Return ``MediaFacts`` of kind ``tiles`` with the rule ``ratio``; see ``area_facts``.
+
+    ``side``: side of a tile in pixels. Raise ConfigError.
+    """
+    read = Processor.of_images(folder, "ratio")
+    # The processor of the model cuts images, whatever ``crop_to_patches`` of the image processor says.
+    read.facts.get("crop_to_patches")
+    most = read.facts.integer("max_patches", 12, high=MOST_TILES)
+    tiles = TileFacts(rule="ratio", least=read.facts.integer("min_patches", 1, high=most), most=most)
+    colours = read.colours(CLIP_MEAN, CLIP_STD)
+    return _tiled(read, tiles, colours, side=side, default=384, patch=patch, merge=merge, **tokens)
+
+
+def _canvas_facts(
+    folder: Path, *, side: int, patch: int, merge: int, between: tuple[int, int, int], **tokens: Any
+) -> MediaFacts:
+    """Return ``MediaFacts`` of kind ``tiles`` with the rule ``canvas``; see ``area_facts``.
+
+    ``side``: side of a tile in pixels. ``between``: tokens beside a tile, below a row of tiles, and in front
+    of the whole image. Raise ConfigError.
+    """
+    read = Processor.of_images(folder, "canvas")
+    beside, below, whole = between
+    tiles = TileFacts(
+        rule="canvas",
+        most=read.facts.integer("max_patches", 16, high=MOST_TILES),
+        grow=read.facts.flag("resize_to_max_canvas", False),
+        beside=beside,
+        below=below,
+        whole=whole,
+    )
+    colours = {**read.colours(HALVES, HALVES, BILINEAR), "bfloat16": True}
+    return _tiled(read, tiles, colours, side=side, default=336, patch=patch, merge=merge, **tokens)
+
+
+def _tiled(
+    read: Processor, tiles: TileFacts, colours: dict[str, Any], *, side: int, default: int, **sizes: Any
+) -> MediaFacts:
+    """Return ``MediaFacts`` of kind ``tiles``. Raise ConfigError unless the file has the tower's side."""
+    size = read.facts.get("size")
+    size = {"height": default, "width": default} if size is None else size
+    if size != {"height": side, "width": side}:
+        raise read.fail("size", f"must have the image_size of vision_config as height and width: {side}")
+    return MediaFacts(
+        kind="tiles", temporal=1, longest=side, tiles=tiles, around="tokens", **colours, **sizes
+    )
