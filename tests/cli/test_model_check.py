@@ -39,6 +39,9 @@ def test_the_facts_of_a_bundled_model() -> None:
     assert memory.weights > memory.embeddings + memory.tower > memory.tower > 0
     assert memory.kv_per_1000_tokens > 0 < memory.state_per_sequence
     assert {"generate", "images", "embed (last)"} <= set(report.tasks)
+    assert report.images is not None
+    assert report.images.startswith("at most ")
+    assert report.images.endswith("<|image_pad|> in the chat template")
     small = check_model(asked("spool-vision", quantization="int4")).memory
     assert small is not None
     assert small.weights < memory.weights

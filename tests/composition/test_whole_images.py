@@ -1,4 +1,4 @@
-"""Images of Gemma 3, Gemma 4 and Mistral Small 3.x with all features, also between groups, in float64."""
+"""Images of models with towers of transformers, with all features, also between groups, in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models.test_whole_images import shapes
 from tests.support.seen import Seen
 from tests.support.slow import mostly_slow
 from tests.support.vision_models import make_prompt
-from tests.support.whole_image_models import CASES, END, FILES, PROCESSORS, ROW_END
+from tests.support.whole_image_models import CASES, FILES, PROCESSORS
 from weft.bench.bench_tokenizer import write_tokenizer
 from weft.config.families import load_spec
 
@@ -39,10 +39,9 @@ def _save(folder: Path, name: str) -> None:
     for file, content in FILES.get(family, {}).items():
         (folder / file).write_text(json.dumps(content))
     write_tokenizer(folder, VOCAB, MAX_LEN)
-    if family == "Mistral3":
+    if more := FILES.get(family, {}).get("tokenizer_config.json"):
         path = folder / "tokenizer_config.json"
-        added = {str(ROW_END): {"content": "[IMG_BREAK]"}, str(END): {"content": "[IMG_END]"}}
-        path.write_text(json.dumps({**json.loads(path.read_text()), "added_tokens_decoder": added}))
+        path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
 
 
 def _prompts(name: str, folder: Path) -> list[dict[str, Any]]:
@@ -100,7 +99,7 @@ def test_prefill_decode_and_encode_groups(name: str, encoders: int, folder: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral3"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral3", "internvl", "llama4"])
 def test_two_ranks_take_embeddings(name: str, folder: Path) -> None:
     """The ranks share the rows of embeddings, and compute steps in two micro-batches."""
     case = {**EVERYTHING, "blocks": "smaller", "ranks": (2, 1), "overlap": True, "encoders": 2, "chunk": 0}

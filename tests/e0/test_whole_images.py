@@ -1,4 +1,4 @@
-"""Exact tokens with images of Gemma 3, Gemma 4 and Mistral Small 3.x in float64."""
+"""Exact tokens with images of models with towers of transformers, in float64."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_chunks_and_hits(name: str, how: tuple[int, int, bool], images: WholeIma
     assert inside, "no hit ends within an image"
 
 
-@mostly_slow("name", ["gemma3", "mistral3", "ministral3"], ["gemma3"])
+@mostly_slow("name", ["gemma3", "mistral3", "ministral3", "internvl", "llama4"], ["gemma3"])
 def test_the_preempted_begin_again(name: str, images: WholeImages) -> None:
     check_preempted(name, images, blocks=12)
 
@@ -137,7 +137,7 @@ def test_drafts_by_ngrams(name: str, images: WholeImages) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["off", "all"])
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral3"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral3", "internvl", "llama4"])
 def test_over_ranks(name: str, overlap: str, images: WholeImages) -> None:
     """An image may be divided by micro-batches only if chunks may cut."""
     turns = [[one] for one in images.batch(name, GREEDY)]

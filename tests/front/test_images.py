@@ -109,7 +109,7 @@ def got(log: Path) -> Callable[[], list[dict[str, Any]]]:
 
 
 def expected(file: bytes, start: int) -> dict[str, Any]:
-    one = Pictures(FACTS, MediaSection()).fitted(Frame(where="x", header=read_header(file)))
+    (one,) = Pictures(FACTS, MediaSection()).fitted(Frame(where="x", header=read_header(file)))
     pixels = pixels_of(file, one.frames[0].header, one.target)
     return {
         "key": key_of(pixels, one.target).hex(),

@@ -46,7 +46,7 @@ def groups(frames: Sequence[bytes]) -> list[dict[str, Any]]:
     given = [Frame(where="x", header=read_header(file), data=memoryview(file)) for file in frames]
     made = []
     for one in Pictures(FACTS, MediaSection()).groups(given, "x"):
-        pixels = group_pixels([(frame.data, frame.header) for frame in one.frames], one.target)
+        (pixels,) = group_pixels([(frame.data, frame.header) for frame in one.frames], [one.target])
         made.append(
             {
                 "key": key_of(pixels, one.target).hex(),

@@ -70,7 +70,7 @@ def test_one_answer_however_an_image_comes(server: Running, folder: Path) -> Non
         vision = load_spec(str(folder)).vision
         assert vision is not None
         local = LocalPictures(vision.media, MediaSection())
-        items = local.items([ImagePart(Image.open(io.BytesIO(file)), "x") for file in (A, B)])
+        _, items = local.measured([ImagePart(Image.open(io.BytesIO(file)), "x") for file in (A, B)])
         ids = whole.prompt_token_ids
         starts = [i for i, token in enumerate(ids) if token == PLACEHOLDER and ids[i - 1] == START]
         prompt = {"prompt_token_ids": ids, "media": placed(items, starts)}

@@ -47,7 +47,7 @@ def run(work: Callable[[MediaService], Coroutine[Any, Any, None]], **fields: Any
 
 def picture(file: bytes) -> Picture:
     frame = Frame(where=WHERE, header=read_header(file), data=memoryview(file))
-    return Pictures(FACTS, MediaSection()).fitted(frame)
+    return Pictures(FACTS, MediaSection()).fitted(frame)[0]
 
 
 def chunk(name: bytes, data: bytes) -> bytes:

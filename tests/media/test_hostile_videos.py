@@ -54,7 +54,7 @@ def groups(file: bytes, numbers: list[int], name: str = "video 1") -> list[Pictu
 def picture() -> Picture:
     file = image_file()
     frame = Frame(where="image", header=read_header(file), data=memoryview(file))
-    return Pictures(FACTS, MediaSection()).fitted(frame)
+    return Pictures(FACTS, MediaSection()).fitted(frame)[0]
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def run(work: Callable[[MediaService], Coroutine[Any, Any, None]], **fields: Any
 
 
 def picture(file: bytes, where: str = WHERE, **fields: Any) -> Picture:
-    return Pictures(FACTS, MediaSection(**fields)).fitted(frame(file, where))
+    return Pictures(FACTS, MediaSection(**fields)).fitted(frame(file, where))[0]
 
 
 def frame(file: bytes, where: str = WHERE, url: str = "") -> Frame:
@@ -52,7 +52,7 @@ def frame(file: bytes, where: str = WHERE, url: str = "") -> Frame:
 
 
 def by_hand(one: Picture) -> MediaItem:
-    pixels = decode.group_pixels([(frame.data, frame.header) for frame in one.frames], one.target)
+    (pixels,) = decode.group_pixels([(frame.data, frame.header) for frame in one.frames], [one.target])
     key = decode.key_of(pixels, one.target)
     return MediaItem(key=key, start=one.start, count=one.count, grid=one.grid, pixels=pixels)
 
@@ -329,9 +329,9 @@ def test_files_are_fetched_by_processes(files: Any, monkeypatch: pytest.MonkeyPa
             found = await media.fetch(wanted, lease)
             assert [bytes(file) for file in found.values()] == list(answers.values())
             assert lease.size == sum(map(len, answers.values()))
-            made = [pictures.fitted(frame(bytes(file), url=url)) for url, file in found.items()]
+            made = [pictures.fitted(frame(bytes(file), url=url))[0] for url, file in found.items()]
             items = await media.decode(made, found, lease)
-            here = [pictures.fitted(frame(file)) for file in answers.values()]
+            here = [pictures.fitted(frame(file))[0] for file in answers.values()]
             assert [item.key for item in items] == [by_hand(one).key for one in here]
 
     run(work, allowed_media_domains=(f"127.0.0.1:{port}",))
@@ -389,7 +389,7 @@ def test_addresses_that_are_not_public_are_refused_by_the_real_worker(files: Any
 
 def test_pixels_have_the_shape_of_their_grid() -> None:
     header = ImageHeader(format="PNG", width=100, height=50, orientation=8)
-    found = Pictures(FACTS, MediaSection()).fitted(Frame(where=WHERE, header=header))
+    (found,) = Pictures(FACTS, MediaSection()).fitted(Frame(where=WHERE, header=header))
     _, rows, columns = found.grid
     assert found.target.canvas == (rows * FACTS.patch, columns * FACTS.patch)
     assert rows > columns

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,8 @@ from transformers import Qwen2VLImageProcessor
 from tests.support.vision_models import make_prompt, random_image
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec, towers
+from weft.config.families.facts import Facts
+from weft.config.families.vision import read_tower
 from weft.config.sizing.memory import tower_bytes, weight_bytes
 from weft.config.spec import ModelSpec
 from weft.models.loader import load_model
@@ -131,9 +134,11 @@ def test_a_tower_without_support_is_refused(tmp_path: Path) -> None:
     text |= {"vocab_size": 99, "head_dim": 12, "intermediate_size": 32, "num_key_value_heads": 2}
     text |= {"intermediate_size_mlp": 32, "num_local_experts": 2}
     (tmp_path / "config.json").write_text(json.dumps({**config, "text_config": text}))
-    with pytest.raises(ConfigError, match=r"images of Llama4.* are not supported: --language-model-only"):
-        load_spec(str(tmp_path))
-    assert load_spec(str(tmp_path), language_model_only=True).vision is None
+    spec = load_spec(str(tmp_path), language_model_only=True)
+    assert spec.vision is None
+    other = msgspec.structs.replace(spec, architecture="OtherForConditionalGeneration")
+    with pytest.raises(ConfigError, match=r"images of Other.* are not supported: --language-model-only"):
+        read_tower(Facts(config), tmp_path, other)
 
 
 def test_image_settings_are_those_of_the_reference(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Gemma 3, Gemma 4 and Mistral Small 3.x with images against transformers: towers, logits, chunks, ranks."""
+"""Models with towers of transformers against transformers: towers, logits, chunks, ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.ranks import on_ranks
 from tests.support.slow import mostly_slow
 from tests.support.vision_models import Prompt, make_prompt, random_image
-from tests.support.whole_image_models import CASES, PLACEHOLDER, inputs_of, types_name
+from tests.support.whole_image_models import CASES, PLACEHOLDER, SQUARE, inputs_of, types_name
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.sizing.memory import weight_bytes
@@ -29,8 +29,8 @@ NAMES = list(CASES)
 
 
 def shapes(name: str, *parts: int | tuple[int, int]) -> list[int | tuple[int, int]]:
-    """Return parts of a prompt. Images of Gemma 3 all have 3 x 3 tokens."""
-    return [(3, 3) if name == "gemma3" and isinstance(part, tuple) else part for part in parts]
+    """Return parts of a prompt. Images of Gemma 3, and tiles, all have 3 x 3 tokens."""
+    return [(3, 3) if name in SQUARE and isinstance(part, tuple) else part for part in parts]
 
 
 def several(name: str, spec: Any, seed: int) -> Prompt:
@@ -58,13 +58,17 @@ def test_towers_float64(name: str, seeing: Any) -> None:
     checkpoint = seeing(name)
     model = checkpoint.load(torch.float64)
     reference = checkpoint.reference_in_float64()
-    for size in [(24, 24)] if name == "gemma3" else [(24, 24), (8, 56), (32, 8)]:
+    for size in [(24, 24)] if name in SQUARE else [(24, 24), (8, 56), (32, 8)]:
         image = random_image(*size, seed=5)
         with torch.inference_mode():
             found = model.vision.embed(image).main
         given = inputs_of([image], model.spec, torch.float64)
         with torch.no_grad():
-            made = reference.model.get_image_features(**given, return_dict=True).pooler_output
+            if name == "llama4":
+                made = reference.get_image_features(**given, return_dict=True).last_hidden_state
+                made = reference.multi_modal_projector(made)
+            else:
+                made = reference.model.get_image_features(**given, return_dict=True).pooler_output
         theirs = made[0] if not isinstance(made, Tensor) or made.dim() == 3 else made
         if model.spec.vision.media.row_end is not None:
             columns = size[1] // 8
@@ -210,7 +214,7 @@ def _renamed(source: str, target: Path, change: Any) -> str:
     return str(target)
 
 
-@mostly_slow("name", ["gemma3", "gemma4", "mistral3"], ["gemma3"])
+@mostly_slow("name", ["gemma3", "gemma4", "mistral3", "internvl"], ["gemma3"])
 def test_published_names(name: str, seeing: Any, paged: Any, tmp_path: Path) -> None:
     """Publishers and transformers write the names in two forms. The tower loads alone, too."""
     checkpoint = seeing(name)

@@ -12,7 +12,7 @@ _EXPERTS = {
     "moe_intermediate_size": 24,
     "head_dim": 16,
 }
-_LLAMA4 = {
+LLAMA4 = {
     "head_dim": 16,
     "num_local_experts": 4,
     "intermediate_size": 24,
@@ -237,8 +237,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Ministral",
         {"head_dim": 12, "sliding_window": 6, "layer_types": [_SLIDING, _FULL, _SLIDING]},
     ),
-    "llama4": ("Llama4Text", {**_LLAMA4, "floor_scale": 16, "attention_chunk_size": 128}),
-    "llama4-chunks": ("Llama4Text", {**_LLAMA4, "floor_scale": 4, "attention_chunk_size": 5}),
+    "llama4": ("Llama4Text", {**LLAMA4, "floor_scale": 16, "attention_chunk_size": 128}),
+    "llama4-chunks": ("Llama4Text", {**LLAMA4, "floor_scale": 4, "attention_chunk_size": 5}),
     "llama4-plain": (
         "Llama4Text",
         {

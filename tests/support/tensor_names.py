@@ -26,6 +26,7 @@ WRAPPED: dict[str, tuple[str, str, str]] = {
     "ministral3-vision": ("ministral3", "Mistral3ForConditionalGeneration", "ministral3"),
     "gemma3-vision": ("gemma3", "Gemma3ForConditionalGeneration", "gemma3_text"),
     "gemma4-vision": ("gemma4-inputs", "Gemma4ForConditionalGeneration", "gemma4_text"),
+    "internvl-vision": ("qwen2-layer-types-yarn", "InternVLForConditionalGeneration", "qwen2"),
     "llama4-vision": ("llama4", "Llama4ForConditionalGeneration", "llama4_text"),
 }
 """Text model of an architecture with a tower: name -> (case, architecture, ``model_type``)."""

@@ -1,4 +1,4 @@
-"""Tiny models of Gemma 3, Gemma 4 and Mistral Small 3.x, whose towers read whole images."""
+"""Tiny models of Gemma 3, Gemma 4, Mistral Small 3.x, InternVL and Llama 4: towers of transformers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from typing import Any
 
 import torch
 
+from tests.support.declared_models import LLAMA4
 from weft.config.spec import ModelSpec
 from weft.models.vision.base import colour_table
 
 Tensor = torch.Tensor
 PLACEHOLDER, ROW_END, START, END = 120, 121, 122, 123
+BESIDE, BELOW, WHOLE = 124, 125, 126
+SQUARE = ("gemma3", "internvl", "internvl-qwen3", "llama4")
+"""Models whose items all have 3 x 3 tokens."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 _TEXT: dict[str, Any] = {
     "vocab_size": 131,
@@ -31,6 +35,27 @@ _SIGLIP = {
     "image_size": 24,
     "patch_size": 4,
     "vision_use_head": False,
+}
+_INTERN_VIT = {
+    "hidden_size": 24,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": [24, 24],
+    "patch_size": [4, 4],
+}
+_LLAMA4_TOWER = {
+    "hidden_size": 24,
+    # The size of four joined patches.
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 24,
+    "patch_size": 4,
+    "projector_input_dim": 40,
+    "projector_output_dim": 40,
+    "vision_output_dim": 40,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 _GEMMA4_TOWER = {
     "hidden_size": 24,
@@ -54,6 +79,17 @@ _PIXTRAL = {
     "patch_size": 4,
     "image_size": 60,
 }
+
+
+def _internvl(model_type: str, tower: dict[str, Any], **text: Any) -> dict[str, Any]:
+    own = {name: value for name, value in _TEXT.items() if model_type != "qwen2" or name != "head_dim"}
+    return {
+        "text_config": {**own, "model_type": model_type, **text},
+        "vision_config": {**_INTERN_VIT, **tower},
+        "image_token_id": PLACEHOLDER,
+        "image_seq_length": 9,
+        "tie_word_embeddings": model_type != "qwen2",
+    }
 
 
 def _gemma4(**text: Any) -> dict[str, Any]:
@@ -130,6 +166,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "internvl": ("InternVL", _internvl("qwen2", {"attention_bias": True})),
+    # The largest towers: norms over all heads, and norms without a mean.
+    "internvl-qwen3": ("InternVL", _internvl("qwen3", {"use_qk_norm": True, "norm_type": "rms_norm"})),
+    "llama4": (
+        "Llama4",
+        {
+            "text_config": {**LLAMA4, **_TEXT, "attention_chunk_size": 5, "floor_scale": 4},
+            "vision_config": _LLAMA4_TOWER,
+            "image_token_index": PLACEHOLDER,
+            "boi_token_index": START,
+            "eoi_token_index": END,
+        },
+    ),
 }
 
 _COLOURS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
@@ -154,6 +203,22 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "size": {"longest_edge": 60},
         **_COLOURS,
     },
+    "InternVL": {
+        "image_processor_type": "GotOcr2ImageProcessorFast",
+        "crop_to_patches": False,
+        "size": {"height": 24, "width": 24},
+        "max_patches": 6,
+        "resample": 3,
+        **_COLOURS,
+    },
+    "Llama4": {
+        "image_processor_type": "Llama4ImageProcessor",
+        "size": {"height": 24, "width": 24},
+        "max_patches": 5,
+        "resample": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
 }
 #: Further files of a checkpoint.
 FILES: dict[str, dict[str, dict[str, Any]]] = {
@@ -170,7 +235,21 @@ FILES: dict[str, dict[str, dict[str, Any]]] = {
                 str(END): {"content": "[IMG_END]"},
             }
         },
-    }
+    },
+    "InternVL": {
+        "tokenizer_config.json": {
+            "added_tokens_decoder": {str(START): {"content": "<img>"}, str(END): {"content": "</img>"}}
+        }
+    },
+    "Llama4": {
+        "tokenizer_config.json": {
+            "added_tokens_decoder": {
+                str(BESIDE): {"content": "<|tile_x_separator|>"},
+                str(BELOW): {"content": "<|tile_y_separator|>"},
+                str(WHOLE): {"content": "<|image|>"},
+            }
+        }
+    },
 }
 
 
@@ -180,7 +259,7 @@ def inputs_of(images: list[Tensor], spec: ModelSpec, dtype: torch.dtype) -> dict
     media = spec.vision.media
     colours = colour_table(media, torch.float32, torch.device("cpu"))
     pixels = [torch.stack([colours[c][image[0, ..., c].long()] for c in range(3)]) for image in images]
-    if media.kind == "fixed":
+    if media.kind in ("fixed", "tiles"):
         return {"pixel_values": torch.stack(pixels).to(dtype)}
     if media.kind == "longest":
         sizes = [tuple(one.shape[1:]) for one in pixels]

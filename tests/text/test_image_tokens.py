@@ -99,10 +99,12 @@ def _reference(name: str, image: int, grid: tuple[int, int, int], count: int) ->
 
 
 class Item(msgspec.Struct):
-    """The tokens of an image."""
+    """The tokens of an image, or of a part of an image."""
 
     count: int
     grid: tuple[int, int, int]
+    number: int = 0
+    front: tuple[int, ...] = ()
 
 
 @pytest.mark.parametrize("number", range(len(CONTENTS)))

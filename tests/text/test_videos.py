@@ -25,7 +25,6 @@ from weft.text.image_tokens import expanded
 from weft.text.images import VideoPart, group_times, video_part
 from weft.text.tokenizer import Tokenizer
 from weft.text.videos import VideoFile
-from weft.types.media_item import MediaItem
 from weft.types.video_clip import VideoClip
 
 FOLDER = Path(weft.__file__).parent / "checkpoints" / "spool-vision"
@@ -80,7 +79,7 @@ def test_ids_are_the_reference_s(number: int) -> None:
     shown = [part for part in content if part["type"] != "text"]
     counts = [n for place, part in enumerate(shown) for n in [3 + place] * _groups(part)]
     ids, starts = expanded(
-        prompt.ids, facts, [MediaItem(key=b"", start=0, count=n, grid=(1, 2, 2 * n)) for n in counts]
+        prompt.ids, facts, [SimpleNamespace(count=n, grid=(1, 2, 2 * n), number=0, front=()) for n in counts]
     )
 
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)

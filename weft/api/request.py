@@ -167,9 +167,9 @@ class RequestMaker:
         ids = made.ids
         media: tuple[MediaItem, ...] = ()
         if made.shown and self._pictures is not None:
-            items = self._pictures.items(made.shown, videos)
+            found, items = self._pictures.measured(made.shown, videos)
             # One placeholder per image becomes as many placeholders as the image has embedding rows.
-            ids, starts = expanded(ids, self._pictures.facts, items)
+            ids, starts = expanded(ids, self._pictures.facts, found)
             media = placed(items, starts)
             self._check(media, ids)
         request = self._make(

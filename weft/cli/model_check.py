@@ -12,10 +12,12 @@ from weft.common.errors import WeftError
 from weft.config import hub
 from weft.config.cache_layout import block_bytes
 from weft.config.families.weight_files import check_weight_files, safetensors_files
+from weft.config.media import MediaFacts
 from weft.config.resolve import check_checkpoint, choose_device, choose_dtype, read_spec, resolve
 from weft.config.sections.all import Config
 from weft.config.sharding import local_spec
 from weft.config.sizing.cache_sizes import planned_weights
+from weft.config.sizing.media_limits import most_tokens
 from weft.config.sizing.memory import hit_unit, show_bytes, state_bytes, tower_bytes
 from weft.config.spec import DTYPE_BYTES, ModelSpec
 from weft.text.chat import image_rules
@@ -58,6 +60,8 @@ class Report(msgspec.Struct, kw_only=True):
     memory: Memory | None = None
     tokenizer: str | None = None
     template: str | None = None
+    images: str | None = None
+    """Items and tokens of an image, and the token of an image in the chat template."""
     output: str | None = None
     """Parts of the output that Weft separates."""
     tasks: list[str] = []
@@ -156,8 +160,25 @@ def _read_text(report: Report, spec: ModelSpec | None, path: str) -> None:
         return
     report.tokenizer = f"{text.tokenizer.vocab_size} tokens, ends: {_names(text)}"
     report.template = "none" if text.chat.source is None else text.chat.problem or "read"
+    if facts is not None:
+        report.images = _images(text, facts)
     parts = {"reasoning": text.output.tells_reasoning, "tool calls": text.output.tells_calls}
     report.output = ", ".join(name for name, there in parts.items() if there) or "text alone"
+
+
+def _images(text: TextModel, facts: MediaFacts) -> str:
+    """Return the line on images: the cost of an image, and the token of an image in the chat template."""
+    tokens = f"at most {most_tokens(facts)} tokens"
+    if facts.tiles is not None:
+        tokens = f"at most {facts.most_views} tiles of {most_tokens(facts)} tokens"
+    name = text.tokenizer.token_text(facts.placeholder if facts.shown is None else facts.shown)
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    try:
+        # Only the placeholder is counted: the file is not read.
+        text.chat.encode([{"role": "user", "content": [image]}])
+    except WeftError:
+        return f"{tokens}; the chat template does not write {name} for an image, so images get 400"
+    return f"{tokens}; {name} in the chat template"
 
 
 def _names(text: TextModel) -> str:
@@ -186,6 +207,7 @@ def lines_of(report: Report) -> list[str]:
     rows += [
         ("tokenizer", report.tokenizer),
         ("chat template", report.template),
+        ("images", report.images),
         ("separated output", report.output),
         ("tasks", ", ".join(report.tasks)),
         *(("note", one) for one in report.notes),

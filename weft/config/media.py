@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from weft.common.errors import InvalidRequest
+from weft.config.parts.tiles import TileFacts, tiling
 
 BICUBIC = 3
 """Pillow's number of the filter."""
@@ -30,6 +31,17 @@ class Fit(NamedTuple):
     """Frame groups, rows and columns of patches."""
     tokens: int
     """Number of placeholder tokens."""
+
+
+class View(NamedTuple):
+    """A part of an image that the model reads as an image of its own: a tile, or the whole image."""
+
+    fit: Fit
+    """Sizes of the whole image; grid and number of tokens of the view."""
+    part: tuple[int, int, int, int] | None = None
+    """(top, left, height, width) of the view in pixels of the padded image; None: the view is the image."""
+    front: tuple[int, ...] = ()
+    """Tokens of text in front of the view, behind the view before."""
 
 
 class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +78,7 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
 class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Fitting, colours and token count of a model's images."""
 
-    kind: Literal["area", "patches", "longest", "fixed", "budget"]
+    kind: Literal["area", "patches", "longest", "fixed", "budget", "tiles"]
     """Rule for the size of an image:
 
         area      resize to whole tokens on both sides, with the area within bounds (Qwen)
@@ -74,6 +86,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         longest   shrink to the longest side, then resize up to whole tokens (Pixtral)
         fixed     resize to one square (Gemma 3)
         budget    resize to the largest area of whole tokens within a number of tokens (Gemma 4)
+        tiles     resize and cut into squares (``tiles``); each square is an item (InternVL, Llama 4)
     """
     patch: int
     """Side of a patch in pixels."""
@@ -88,15 +101,19 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_side: int = 0
     """Bounds of the number of patches per image and per side, kind ``patches``."""
     longest: int = 0
-    """Bound of a side in pixels, kind ``longest``; the side in pixels, kind ``fixed``."""
+    """Bound of a side in pixels, kind ``longest``; the side in pixels, kinds ``fixed`` and ``tiles``."""
     budget: int = 0
     """Bound of the number of tokens, kind ``budget``."""
+    tiles: TileFacts | None = None
+    """Rule for the number of tiles, kind ``tiles``."""
     resample: int = BICUBIC
     """Pillow's number of the resize filter."""
     rescale: float = 1 / 255
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     """A colour c becomes (c * rescale - mean) / std."""
+    bfloat16: bool = False
+    """True if the reference computes colours in bfloat16."""
     placeholder: int
     """Token that stands for a part of an image."""
     video: int | None = None
@@ -123,8 +140,20 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         return (self.placeholder,) if self.video is None else (self.placeholder, self.video)
 
     @property
+    def texts(self) -> tuple[int, ...]:
+        """Tokens that only images write: placeholders, and the tokens around, in and between images."""
+        between = () if self.tiles is None else self.tiles.tokens
+        one_by_one = (self.start, self.end, self.row_end)
+        return (*self.placeholders, *(token for token in one_by_one if token is not None), *between)
+
+    @property
+    def most_views(self) -> int:
+        """Maximum number of items of one image."""
+        return 1 if self.tiles is None else self.tiles.most_views
+
+    @property
     def most_patches(self) -> int:
-        """Number of patches of the largest image, approximately for kind ``longest``."""
+        """Number of patches of the largest item, approximately for kind ``longest``."""
         if self.kind == "area":
             return self.max_pixels // self.patch**2
         if self.kind == "patches":
@@ -139,6 +168,28 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         if height < 1 or width < 1:
             raise InvalidRequest(f"an image of {width} x {height} pixels is empty")
         return self._fit(_SIZES[self.kind](self, height, width))
+
+    def views_of(self, height: int, width: int) -> list[View]:
+        """Return the items of an image of ``height`` x ``width`` pixels, in order: tiles and the whole image,
+        or the image alone. Raise InvalidRequest; see ``grid_of``.
+        """
+        whole = self.grid_of(height, width)
+        tiles, side = self.tiles, self.longest
+        if tiles is None:
+            return [View(whole)]
+        cut = tiling(tiles, side, height, width)
+        fit = whole._replace(size=cut.size, padded=(cut.rows * side, cut.columns * side))
+        front = () if tiles.whole is None else (tiles.whole,)
+        if cut.rows * cut.columns == 1:
+            return [View(fit, front=front)]
+        beside = () if tiles.beside is None else (tiles.beside,)
+        below = () if tiles.below is None else (tiles.below,)
+        made = [
+            View(fit, (row * side, column * side, side, side), beside if column else below if row else ())
+            for row in range(cut.rows)
+            for column in range(cut.columns)
+        ]
+        return [*made, View(whole, front=below + front)]
 
     def tokens_of(self, placeholder: int, count: int, grid: tuple[int, int, int]) -> list[int]:
         """Return the ``count`` tokens of an image or frame group of ``grid`` patches."""
@@ -255,6 +306,7 @@ _SIZES: dict[str, Callable[[MediaFacts, int, int], tuple[int, int]]] = {
     "patches": MediaFacts._by_patches,
     "longest": MediaFacts._by_longest,
     "fixed": lambda facts, height, width: (facts.longest, facts.longest),
+    "tiles": lambda facts, height, width: (facts.longest, facts.longest),
     "budget": MediaFacts._by_budget,
 }
 """Kind -> (height, width) after resizing."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -42,28 +43,35 @@ def load() -> None:
     del BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 
-def group_pixels(files: Sequence[tuple[bytes | memoryview, ImageHeader]], target: Target) -> bytes:
-    """Return uint8 [frames, canvas height, canvas width, 3] as bytes, for one image file or the files of a
-    frame group.
+def group_pixels(
+    files: Sequence[tuple[bytes | memoryview, ImageHeader]], targets: Sequence[Target]
+) -> list[bytes]:
+    """Return the pixels of each target, uint8 [frames, height, width, 3] as bytes, for one image file or the
+    files of a frame group.
 
     ``files``: (file, its header). Raises BadMedia with the number of the frame.
     """
     made = []
     for number, (data, header) in enumerate(files):
         try:
-            made.append(pixels_of(data, header, target))
+            made.append(_views_of(data, header, targets))
         except BadMedia as error:
             raise BadMedia(error.reason, error.code, number) from None
-    return made[0] if len(made) == 1 else b"".join(made)
+    return made[0] if len(made) == 1 else [b"".join(frames) for frames in zip(*made, strict=True)]
 
 
 def pixels_of(data: bytes | memoryview, header: ImageHeader, target: Target) -> bytes:
-    """Return uint8 [canvas height, canvas width, 3] of one file as bytes: upright, on white, resized.
+    """Return uint8 [height, width, 3] of one file as bytes: upright, on white, resized.
 
     The caller must have checked the pixel count of ``header`` against the server's limit: Pillow's own
     limit is switched off for the process. Raises BadMedia for a damaged file, for a size other than the
     header's, for lack of memory, and without Pillow.
     """
+    return _views_of(data, header, (target,))[0]
+
+
+def _views_of(data: bytes | memoryview, header: ImageHeader, targets: Sequence[Target]) -> list[bytes]:
+    """Return the pixels of each target of one file; see ``pixels_of``. The file is decoded once."""
     load()
     from PIL import Image
 
@@ -74,7 +82,7 @@ def pixels_of(data: bytes | memoryview, header: ImageHeader, target: Target) -> 
             if image.size != (header.width, header.height):
                 raise BadMedia("is damaged: its headers have two different sizes")
             image.load()
-            return finished(upright(image, header.orientation), target)
+            return views(upright(image, header.orientation), targets)
     except BadMedia:
         raise
     except MemoryError:
@@ -99,9 +107,9 @@ def upright(image: Image, orientation: int) -> Image:
     return image if turn is None else image.transpose(turn)
 
 
-def finished(image: Image, target: Target) -> bytes:
-    """Return the model's pixels of an upright image: uint8 [canvas height, canvas width, 3] as bytes.
-    Transparent parts become white.
+def views(image: Image, targets: Sequence[Target]) -> list[bytes]:
+    """Return the pixels of each target of an upright image: uint8 [height, width, 3] as bytes. Transparent
+    parts become white. Neighbouring targets with the same size are parts of one resized image.
     """
     from PIL import Image as images
 
@@ -112,22 +120,43 @@ def finished(image: Image, target: Target) -> bytes:
         del clear, white
     if image.mode != "RGB":
         image = image.convert("RGB")
+    made: list[bytes] = []
+    for _, same in itertools.groupby(targets, lambda one: (one.height, one.width, one.canvas)):
+        parts = list(same)
+        canvas = _resized(image, parts[0])
+        for part in (target.part for target in parts):
+            # Pillow's box is (left, top, right, bottom).
+            box = None if part is None else (part[1], part[0], part[1] + part[3], part[0] + part[2])
+            made.append((canvas if box is None else canvas.crop(box)).tobytes())
+    return made
+
+
+def finished(image: Image, target: Target) -> bytes:
+    """Return the pixels of one target of an upright image; see ``views``."""
+    return views(image, (target,))[0]
+
+
+def _resized(image: Image, target: Target) -> Image:
+    """Return an image in RGB in the size of the canvas of ``target``."""
+    from PIL import Image as images
+
     image = image.resize((target.width, target.height), resample=images.Resampling(target.resample))
     height, width = target.canvas
-    if (width, height) != image.size:
-        # [height, width, 3]; the image is in the upper left corner, the rest stays black.
-        canvas = images.new("RGB", (width, height))
-        canvas.paste(image, (0, 0))
-        image = canvas
-    return image.tobytes()
+    if (width, height) == image.size:
+        return image
+    # [height, width, 3]; the image is in the upper left corner, the rest stays black.
+    canvas = images.new("RGB", (width, height))
+    canvas.paste(image, (0, 0))
+    return canvas
 
 
 def key_of(pixels: bytes | memoryview, target: Target) -> bytes:
-    """Return the cache key of an image or frame group: a hash of the pixels, their shape and the model's
-    processing.
+    """Return the cache key of an item: a hash of the pixels, their shape and the model's processing.
+
+    Equal tiles have one key, wherever they are in an image.
     """
     found = blake2b(digest_size=KEY_BYTES)
-    for part in (target.fingerprint, repr(target.canvas).encode()):
+    for part in (target.fingerprint, repr(target.shape).encode()):
         found.update(len(part).to_bytes(8, "little") + part)
     found.update(pixels)
     return found.digest()

@@ -9,11 +9,12 @@ import msgspec
 
 from weft.config.media import MediaFacts
 from weft.config.sections.media_section import MediaSection
-from weft.media.decode import finished, key_of, load, pixels_of
+from weft.media.decode import group_pixels, load, views
 from weft.media.fetch import Fetcher
 from weft.media.headers import ImageHeader
 from weft.media.local_videos import LocalVideos
 from weft.media.media_errors import INVALID, BadMedia
+from weft.media.media_items import item_of
 from weft.media.pictures import Asked, NeedsFiles, Picture, Pictures, headers_of, runs_of
 from weft.media.video_header import Header, VideoHeader
 from weft.types.media_item import MediaItem
@@ -34,9 +35,12 @@ class LocalPictures:
         """Return the video files of a new request, none so far."""
         return LocalVideos(self._pictures, self._fetcher)
 
-    def items(self, parts: Sequence[Asked], videos: LocalVideos | None = None) -> list[MediaItem]:
-        """Return one item per image and per frame group of ``parts``, in order, each at position 0, with
-        pixels. Fetches and decodes here, and blocks meanwhile. ``videos``: the request's video files.
+    def measured(
+        self, parts: Sequence[Asked], videos: LocalVideos | None = None
+    ) -> tuple[list[Picture], list[MediaItem]]:
+        """Return the pictures of ``parts`` in order (images, or tiles of images, and frame groups), and the
+        item of each, at position 0, with pixels. Fetches and decodes here, and blocks meanwhile. ``videos``:
+        the request's video files.
 
         Raises InvalidRequest with the part for an image that is refused, missing or damaged.
         """
@@ -60,26 +64,27 @@ class LocalPictures:
             if videos is not None and isinstance(run[0].frames[0].header, VideoHeader):
                 made += videos.items(run)
             else:
-                made.append(_item(run[0], self._pixels(run[0], opened, files)))
-        return made
+                made += map(item_of, run, self._pixels(run, opened, files))
+        return found, made
 
     def _pixels(
-        self, picture: Picture, opened: Mapping[str, Image], files: Mapping[str, memoryview]
-    ) -> bytes:
-        """Return the pixels of all frames of a picture: uint8 [frames, height, width, 3] as bytes.
-        ``opened``: name -> upright Pillow image. Raises InvalidRequest."""
+        self, run: Sequence[Picture], opened: Mapping[str, Image], files: Mapping[str, memoryview]
+    ) -> list[bytes]:
+        """Return the pixels of all items of one image, or of one frame group: uint8 [frames, height, width,
+        3] as bytes. ``opened``: name -> upright Pillow image. Raises InvalidRequest."""
+        targets = [picture.target for picture in run]
         made = []
-        for frame in picture.frames:
+        for frame in run[0].frames:
             try:
                 if (image := opened.get(frame.url)) is not None:
-                    made.append(finished(image, picture.target))
+                    made.append(views(image, targets))
                 else:
                     data = files[frame.url] if frame.url else frame.data
                     assert isinstance(frame.header, ImageHeader)
-                    made.append(pixels_of(data, frame.header, picture.target))
+                    made.append(group_pixels([(data, frame.header)], targets))
             except BadMedia as error:
                 raise error.at(frame.where) from None
-        return b"".join(made)
+        return [b"".join(frames) for frames in zip(*made, strict=True)]
 
 
 class _Named(msgspec.Struct, frozen=True):
@@ -130,11 +135,6 @@ def _upright(source: Any) -> Image:
         return ImageOps.exif_transpose(source)
     except Exception:  # Pillow may read the file only now
         raise BadMedia("cannot be decoded: the file is damaged or cut off") from None
-
-
-def _item(picture: Picture, pixels: bytes) -> MediaItem:
-    key = key_of(pixels, picture.target)
-    return MediaItem(key=key, start=0, count=picture.count, grid=picture.grid, pixels=pixels)
 
 
 def placed(items: Sequence[MediaItem], starts: Sequence[int]) -> tuple[MediaItem, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.media.decode import key_of
 from weft.media.fetch import Fetcher
 from weft.media.media_errors import BadMedia
+from weft.media.media_items import item_of
 from weft.media.pictures import NeedsFiles, Picture, Pictures, Wanted
 from weft.media.video import groups_of, header_of
 from weft.media.video_choice import AskedFile, choosing
@@ -60,9 +60,7 @@ class LocalVideos:
         target, most = groups[0].target, self._pictures.section.max_image_pixels
         try:
             return [
-                MediaItem(
-                    key=key_of(pixels, target), start=0, count=group.count, grid=group.grid, pixels=pixels
-                )
+                item_of(group, pixels)
                 for group, pixels in zip(
                     groups,
                     groups_of(self._files[first.url], first.header, numbers, target, most),

@@ -18,6 +18,7 @@ from weft.media.video_header import BadVideo, VideoHeader
 
 _LENGTH = struct.Struct("<I")
 Side: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 20)]
+Edge: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 20)]
 
 
 class WorkerRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,17 +39,24 @@ class WorkerRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """The pixels of one image as a model needs the image."""
+    """The pixels of one item, an image or a part of an image, as a model needs the item."""
 
     height: Side
     """Height and ``width`` of the resized image."""
     width: Side
     canvas: tuple[Side, Side]
-    """(height, width) of the pixels. The image is in the upper left corner; the rest is black."""
+    """(height, width) of all pixels. The image is in the upper left corner; the rest is black."""
+    part: tuple[Edge, Edge, Side, Side] | None = None
+    """(top, left, height, width) of the item on the canvas; None for the whole canvas."""
     resample: Annotated[int, Meta(ge=0, le=5)]
     """Pillow's number of the resize filter."""
     fingerprint: bytes
     """Hash of the model's processing. Equal images with different processing get different keys."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(height, width) of the item's pixels."""
+        return self.canvas if self.part is None else self.part[2:]
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -73,9 +81,10 @@ class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Task: decode the files behind the head, of an image or of a frame group, in order."""
 
     files: tuple[DecodeFile, ...]
-    target: Target
-    into: SharedName | None = None
-    """Shared memory for the pixels. If writing fails, the reply contains the pixels."""
+    targets: tuple[Target, ...]
+    """One target for each item of the image; a frame group has one item."""
+    into: tuple[SharedName | None, ...]
+    """Shared memory for the pixels of each item. If writing fails, the reply contains the pixels."""
 
 
 class ReadVideo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -102,8 +111,6 @@ class MediaDone(msgspec.Struct, frozen=True, kw_only=True):
     Pixels are uint8 [frames, height, width, 3].
     """
 
-    key: bytes = b""
-    """Cache key of the pixels."""
     reason: str = ""
     """Reason of a failure; see ``BadMedia``."""
     code: str = ""
@@ -112,9 +119,9 @@ class MediaDone(msgspec.Struct, frozen=True, kw_only=True):
     header: VideoHeader | None = None
     """Header of a video file."""
     keys: tuple[bytes, ...] = ()
-    """Cache key of each frame group of a video file."""
+    """Cache key of each item: of an image, or of each frame group of a video file."""
     written: tuple[bool, ...] = ()
-    """True for each frame group in shared memory. The pixels of the other groups follow, in order."""
+    """True for each item in shared memory. The pixels of the other items follow, in order."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -134,14 +141,13 @@ def task_of(payload: bytes) -> tuple[Task, memoryview]:
     return _task.decode(head), rest
 
 
-def result_of(answer: bytes | bytearray) -> tuple[bytes, memoryview]:
-    """Return (key, bytes behind the reply). The bytes are a view into ``answer``; a fetched file has an
-    empty key. Raises BadMedia for a reply with a failure, and ValueError or msgspec.DecodeError for an
-    invalid reply."""
+def result_of(answer: bytes | bytearray) -> tuple[MediaDone, memoryview]:
+    """Return (reply, bytes behind the reply). The bytes are a view into ``answer``. Raises BadMedia for a
+    reply with a failure, and ValueError or msgspec.DecodeError for an invalid reply."""
     done, rest = reply_of(answer)
     if done.reason:
         raise BadMedia(done.reason, done.code, done.frame)
-    return done.key, rest
+    return done, rest
 
 
 def video_result_of(answer: bytes | bytearray) -> tuple[MediaDone, memoryview]:

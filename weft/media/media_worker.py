@@ -23,13 +23,13 @@ from weft.common.confine import confine
 from weft.common.log import get_logger
 from weft.common.priority import LONG_S, step_back
 from weft.common.workers import Answer, serve
-from weft.media.decode import can_decode, group_pixels, key_of, load
+from weft.media.decode import can_decode, group_pixels, load
 from weft.media.fetch import Fetcher
 from weft.media.headers import ImageHeader
 from weft.media.media_errors import UNREACHABLE, BadMedia
 from weft.media.media_messages import Decode, Fetch, MediaDone, WorkerRules, packed, task_of
 from weft.media.video import can_decode_videos, load_videos
-from weft.media.video_tasks import video_reply, written
+from weft.media.video_tasks import items_reply, video_reply
 
 log = get_logger(__name__)
 
@@ -69,9 +69,7 @@ def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[byt
         task, data = task_of(payload)
         if isinstance(task, Decode):
             # Long decodes must not slow down the engines and other requests.
-            pixels, key = _stepping_back(lambda: _decoded(task, data))
-            done = packed(MediaDone(key=key))
-            return (done,) if written(pixels, task.into) else (done, pixels)
+            return _stepping_back(lambda: _decoded(task, data))
         if not isinstance(task, Fetch):
             return _stepping_back(lambda: video_reply(task, data, rules.most_pixels))
         with _interrupted(rules.seconds + GRACE_S):
@@ -111,10 +109,9 @@ def _stepping_back(work: Callable[[], T]) -> T:
     return found[0]
 
 
-def _decoded(task: Decode, data: memoryview) -> tuple[bytes, bytes]:
-    """Return (pixels, cache key) of a task. Raises BadMedia and MemoryError."""
-    pixels = group_pixels(_files(task, data), task.target)
-    return pixels, key_of(pixels, task.target)
+def _decoded(task: Decode, data: memoryview) -> tuple[bytes, ...]:
+    """Return the reply to ``task``. Raises BadMedia and MemoryError."""
+    return items_reply(group_pixels(_files(task, data), task.targets), task.targets, task.into)
 
 
 def _files(task: Decode, data: memoryview) -> list[tuple[bytes | memoryview, ImageHeader]]:

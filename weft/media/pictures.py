@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from weft.common.errors import InvalidRequest
-from weft.config.media import Fit, MediaFacts
+from weft.config.media import MediaFacts, View
 from weft.config.sections.media_section import MediaSection
 from weft.media.decode import KEY_BYTES
 from weft.media.headers import ImageHeader, read_header
@@ -87,7 +87,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of one run of placeholders in a prompt: an image or a frame group."""
+    """The content of one run of placeholders in a prompt: an image, a part of an image, or a frame group."""
 
     where: str
     """The part of the request, for errors."""
@@ -100,11 +100,20 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """Number of placeholder tokens."""
     start: int = 0
     """Position of the first placeholder token."""
+    number: int = 0
+    """Number of the part within its image. The parts of an image follow each other."""
+    front: tuple[int, ...] = ()
+    """Tokens of text in front of the part; see ``View.front``."""
+
+    @property
+    def more(self) -> int:
+        """Number of tokens that the picture adds to the prompt with one placeholder for each image."""
+        return self.count + len(self.front) - (self.number == 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the decoded pixels."""
-        height, width = self.target.canvas
+        height, width = self.target.shape
         return len(self.frames) * height * width * 3
 
 
@@ -136,8 +145,12 @@ class Pictures:
             min_pixels=least,
             max_pixels=min(facts.max_pixels, LOW_PIXELS),
             max_patches=min(facts.max_patches, LOW_PIXELS // facts.patch**2),
-            longest=facts.longest if facts.kind == "fixed" else min(facts.longest, math.isqrt(LOW_PIXELS)),
+            longest=facts.longest
+            if facts.kind in ("fixed", "tiles")
+            else min(facts.longest, math.isqrt(LOW_PIXELS)),
             budget=min(facts.budget, max(1, LOW_PIXELS // (facts.patch * facts.merge) ** 2)),
+            # One tile shows the whole image.
+            tiles=facts.tiles and msgspec.structs.replace(facts.tiles, least=1, most=1),
         )
 
     def measured(self, parts: Sequence[Asked], known: Mapping[str, Header]) -> list[Picture]:
@@ -177,7 +190,7 @@ class Pictures:
             if part.is_video:
                 found += self.groups(frames, part.where)
             else:
-                found.append(self.fitted(frames[0], part.detail))
+                found += self.fitted(frames[0], part.detail)
         return found
 
     def _is_missing(self, source: str, where: str, known: Mapping[str, Header]) -> bool:
@@ -216,16 +229,16 @@ class Pictures:
             ).at(frame.where)
         return frame
 
-    def fitted(self, frame: Frame, detail: str = "auto") -> Picture:
-        """Return one image fitted to the model's sizes. ``detail``: "low" limits the image to
-        ``LOW_PIXELS``. Raises InvalidRequest for an image over the server's limit or outside the model's
-        sizes."""
+    def fitted(self, frame: Frame, detail: str = "auto") -> list[Picture]:
+        """Return the items of one image, fitted to the model's sizes: one, or tiles. ``detail``: "low" limits
+        the image to ``LOW_PIXELS``, and to one tile. Raises InvalidRequest for an image over the server's
+        limit or outside the model's sizes."""
         facts = self._low if detail == "low" else self.facts
         try:
-            fit = facts.grid_of(*self._checked(frame).header.shown)
+            found = facts.views_of(*self._checked(frame).header.shown)
         except InvalidRequest as error:
             raise InvalidRequest(f"{frame.where}: {error.message}", param=frame.where) from None
-        return self._picture(frame.where, (frame,), fit)
+        return [self._picture(frame.where, (frame,), view, number) for number, view in enumerate(found)]
 
     def groups(self, frames: Sequence[Frame], where: str) -> list[Picture]:
         """Return the frame groups of a video, fitted to the model's sizes. The last group may have fewer
@@ -253,28 +266,38 @@ class Pictures:
             raise InvalidRequest(f"{where}: {error.message}", param=where) from None
         # The last group may be shorter.
         cuts = [tuple(frames[begin : begin + size]) for begin in range(0, len(frames), size)]
-        return [self._picture(where, cut, fit) for cut in cuts]
+        return [self._picture(where, cut, View(fit)) for cut in cuts]
 
-    def _picture(self, where: str, frames: tuple[Frame, ...], fit: Fit) -> Picture:
+    def _picture(self, where: str, frames: tuple[Frame, ...], view: View, number: int = 0) -> Picture:
+        fit = view.fit
         target = Target(
             height=fit.size[0],
             width=fit.size[1],
             canvas=fit.padded,
+            part=view.part,
             resample=self.facts.resample,
             fingerprint=self._fingerprint,
         )
-        return Picture(where=where, frames=frames, target=target, grid=fit.grid, count=fit.tokens)
+        return Picture(
+            where=where,
+            frames=frames,
+            target=target,
+            grid=fit.grid,
+            count=fit.tokens,
+            number=number,
+            front=view.front,
+        )
 
 
 def runs_of(pictures: Sequence[Picture]) -> list[list[Picture]]:
-    """Return ``pictures`` in order, with all groups of one video file together. An image, or a group of a
-    list of frames, stands alone."""
+    """Return ``pictures`` in order, with all parts of one image and all groups of one video file together. A
+    group of a list of frames stands alone."""
     runs: list[list[Picture]] = []
     for picture in pictures:
         first = picture.frames[0]
         same = runs and runs[-1][0].frames[0]
         # Two parts of a message may name the same file.
-        if (
+        if picture.number or (
             same
             and isinstance(first.header, VideoHeader)
             and (first.url, picture.where) == (same.url, runs[-1][0].where)

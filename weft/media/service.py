@@ -16,8 +16,9 @@ from weft.config.sections.media_section import MediaSection
 from weft.media.decode import can_decode, missing
 from weft.media.headers import ImageHeader
 from weft.media.media_errors import TOO_LARGE, UNREACHABLE, BadMedia
+from weft.media.media_items import items_of
 from weft.media.media_memory import MediaLease, MediaMemory
-from weft.media.media_messages import Decode, DecodeFile, Fetch, WorkerRules, packed, result_of
+from weft.media.media_messages import Decode, DecodeFile, Fetch, MediaDone, WorkerRules, packed, result_of
 from weft.media.pictures import Picture, Wanted, runs_of
 from weft.media.video_header import VideoHeader, of_video
 from weft.media.video_service import VideoService
@@ -140,49 +141,39 @@ class MediaService:
         few = asyncio.Semaphore(self._section.media_workers)
 
         async def one(run: list[Picture]) -> list[MediaItem]:
-            """Decode an image, or all groups of a video file."""
+            """Decode all items of an image or of a video file."""
             first = run[0].frames[0]
             async with few:
                 if isinstance(first.header, VideoHeader):
                     return await self.videos.decode(run, files[first.url], lease, client)
-                return [await self._decode(run[0], files, lease, client)]
+                return await self._decode(run, files, lease, client)
 
         return tuple(itertools.chain.from_iterable(await _all(map(one, runs_of(pictures)))))
 
     async def _decode(
-        self, picture: Picture, files: Mapping[str, memoryview], lease: MediaLease, client: int
-    ) -> MediaItem:
-        """Decode one picture in a worker and return its media item. Pixels are in shared memory where
-        possible, else in the item. Raises WeftError with the part of the request."""
-        shared = lease.share(picture.nbytes)
-        into = None if shared is None else shared.name
-        data = [files[frame.url] if frame.url else frame.data for frame in picture.frames]
-        each = zip(picture.frames, data, strict=True)
+        self, run: Sequence[Picture], files: Mapping[str, memoryview], lease: MediaLease, client: int
+    ) -> list[MediaItem]:
+        """Decode the items of one image in a worker, in order. Pixels are in shared memory where possible,
+        else in the items. Raises WeftError with the part of the request."""
+        shared = [lease.share(picture.nbytes) for picture in run]
+        frames = run[0].frames
+        data = [files[frame.url] if frame.url else frame.data for frame in frames]
+        each = zip(frames, data, strict=True)
         sizes = tuple(
             DecodeFile(header=cast(ImageHeader, frame.header), size=len(file)) for frame, file in each
         )
-        task = packed(Decode(files=sizes, target=picture.target, into=into))
-        places = [frame.where for frame in picture.frames]
-        cost = float(sum(frame.header.work for frame in picture.frames) + sum(map(len, data)))
-        key, pixels = await self._call(self._decoders, places, task, *data, client=client, cost=cost)
-        # No pixels in the reply: the worker wrote the pixels to shared memory.
-        if shared is not None and not len(pixels):
-            try:
-                pixels = shared.seal()
-            except OSError:
-                raise _failed(picture.where) from None
-        else:
-            into = None
-        if len(pixels) != picture.nbytes:
-            raise _failed(picture.where)
-        return MediaItem(
-            key=key,
-            start=picture.start,
-            count=picture.count,
-            grid=picture.grid,
-            pixels=cast(bytes, pixels),  # no copy: copying megabytes would block the event loop
-            shared=into,
+        task = Decode(
+            files=sizes,
+            targets=tuple(picture.target for picture in run),
+            into=tuple(None if one is None else one.name for one in shared),
         )
+        places = [frame.where for frame in frames]
+        cost = float(sum(frame.header.work for frame in frames) + sum(map(len, data)))
+        done, rest = await self._call(self._decoders, places, packed(task), *data, client=client, cost=cost)
+        try:
+            return items_of(run, shared, done, rest)
+        except (OSError, ValueError):
+            raise _failed(run[0].where) from None
 
     async def _call(
         self,
@@ -192,9 +183,10 @@ class MediaService:
         client: int = -1,
         cost: float = 1.0,
         video: bool = False,
-    ) -> tuple[bytes, memoryview]:
-        """Run one task in ``pool`` and return (key, bytes). ``places``: the place of each frame in the
-        request, for errors. ``cost``: the client's use of the pool. ``video``: the file is a video.
+    ) -> tuple[MediaDone, memoryview]:
+        """Run one task in ``pool`` and return (reply, bytes behind the reply). ``places``: the place of each
+        frame in the request, for errors. ``cost``: the client's use of the pool. ``video``: the file is a
+        video.
 
         Raises InvalidRequest with the place for an error of the image, WeftError with the place if the
         worker dies, and the pool's own errors, such as Overloaded.

@@ -6,7 +6,6 @@ These processes are not those that decode images, so images never wait for a lon
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import msgspec
 
@@ -14,6 +13,7 @@ from weft.common.errors import DeadlineExceeded, WeftError
 from weft.common.workers import CpuSpent, WorkerDied, WorkerPool
 from weft.config.sections.media_section import MediaSection
 from weft.media.media_errors import BadMedia
+from weft.media.media_items import items_of
 from weft.media.media_memory import MediaLease
 from weft.media.media_messages import DecodeVideo, MediaDone, ReadVideo, packed, video_result_of
 from weft.media.pictures import Picture, Wanted
@@ -66,31 +66,10 @@ class VideoService:
         )
         cost = float(header.work * (numbers[-1][-1] + 1) + len(file))
         done, rest = await self._call(where, packed(task), file, client=client, cost=cost)
-        if not len(done.keys) == len(done.written) == len(groups):
-            raise _failed(where)
-        items, at = [], 0
-        for group, memory, key, is_written in zip(groups, shared, done.keys, done.written, strict=True):
-            if is_written and memory is not None:
-                try:
-                    pixels = memory.seal()
-                except OSError:
-                    raise _failed(where) from None
-            else:
-                pixels, memory = rest[at : at + group.nbytes], None
-                at += group.nbytes
-            if len(pixels) != group.nbytes:
-                raise _failed(where)
-            items.append(
-                MediaItem(
-                    key=key,
-                    start=group.start,
-                    count=group.count,
-                    grid=group.grid,
-                    pixels=cast(bytes, pixels),  # no copy, as for images
-                    shared=None if memory is None else memory.name,
-                )
-            )
-        return items
+        try:
+            return items_of(groups, shared, done, rest)
+        except (OSError, ValueError):
+            raise _failed(where) from None
 
     async def _call(
         self, where: str, *payload: bytes | memoryview, client: int, cost: float

@@ -1,11 +1,13 @@
-"""The work of a media worker on video files."""
+"""The replies of a media worker with pixels, and the work on video files."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 from weft.common.errors import PixelsLost
 from weft.common.shared_bytes import SharedName, write_shared
 from weft.media.decode import key_of
-from weft.media.media_messages import DecodeVideo, MediaDone, ReadVideo, packed
+from weft.media.media_messages import DecodeVideo, MediaDone, ReadVideo, Target, packed
 from weft.media.video import groups_of, header_of
 
 
@@ -16,11 +18,19 @@ def video_reply(task: ReadVideo | DecodeVideo, data: memoryview, most_pixels: in
     """
     if isinstance(task, ReadVideo):
         return (packed(MediaDone(header=header_of(data, most_pixels))),)
-    keys, flags, rest = [], [], []
     groups = groups_of(data, task.header, task.groups, task.target, most_pixels)
-    for pixels, into in zip(groups, task.into, strict=True):
-        keys.append(key_of(pixels, task.target))
-        flags.append(written(pixels, into))
+    return items_reply(groups, [task.target] * len(task.groups), task.into)
+
+
+def items_reply(
+    items: Iterable[bytes], targets: Sequence[Target], into: Sequence[SharedName | None]
+) -> tuple[bytes, ...]:
+    """Return the reply with the key and the pixels of each item, in pieces. Pixels that fit into the shared
+    memory ``into`` go there as soon as the item is made, and are not part of the reply."""
+    keys, flags, rest = [], [], []
+    for pixels, target, name in zip(items, targets, into, strict=True):
+        keys.append(key_of(pixels, target))
+        flags.append(written(pixels, name))
         if not flags[-1]:
             rest.append(pixels)
     return (packed(MediaDone(keys=tuple(keys), written=tuple(flags))), *rest)

@@ -75,12 +75,11 @@ class ImageRules(NamedTuple):
 def image_rules(facts: MediaFacts | None, most: int) -> tuple[ImageRules | None, list[int]]:
     """Return the image rules for ``ChatFormat`` (None without images) and the token ids forbidden to text.
 
-    The forbidden ids are the placeholders and the tokens around images.
+    The forbidden ids are the placeholders and the tokens around, in and between images.
     """
     if facts is None:
         return None, []
-    tokens = (facts.placeholder, facts.video, facts.start, facts.end, facts.row_end)
-    hidden = [token for token in tokens if token is not None]
+    hidden = list(dict.fromkeys(facts.texts))
     if facts.frames is None or facts.video is None or facts.start is None or facts.end is None:
         start, end = (facts.start, facts.end) if facts.around else (None, None)
         shown = ImageRules(facts.placeholder, Shows(most), shown=facts.shown, around=facts.around)

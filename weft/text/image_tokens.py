@@ -43,7 +43,7 @@ def with_images(rendered: str, rules: AroundRules | None, tokenizer: Tokenizer) 
 
 
 class Counted(Protocol):
-    """An image or a frame group with its tokens (``MediaItem``, or ``Picture`` of ``weft.media``)."""
+    """An item with its tokens: an image, a part of an image, or a frame group (``weft.media.Picture``)."""
 
     @property
     def count(self) -> int: ...
@@ -51,19 +51,31 @@ class Counted(Protocol):
     @property
     def grid(self) -> tuple[int, int, int]: ...
 
+    @property
+    def number(self) -> int:
+        """Number of the part within its image."""
+
+    @property
+    def front(self) -> tuple[int, ...]:
+        """Tokens of text in front of the part."""
+
 
 def expanded(ids: Sequence[int], facts: MediaFacts, items: Sequence[Counted]) -> tuple[list[int], list[int]]:
-    """Return (``ids`` with all tokens of each image in place of its placeholder, start of each image).
+    """Return (``ids`` with all tokens of each image in place of its placeholder, start of each item).
 
-    The n-th placeholder stands for ``items[n]``. Missing items raise IndexError.
+    The n-th placeholder stands for the n-th image or frame group, with all its parts. Missing items raise
+    IndexError.
     """
     made: list[int] = []
     starts: list[int] = []
     for token in ids:
-        if token in facts.placeholders:
+        if token not in facts.placeholders:
+            made.append(token)
+            continue
+        first = len(starts)
+        while len(starts) == first or (len(starts) < len(items) and items[len(starts)].number):
             item = items[len(starts)]
+            made.extend(item.front)
             starts.append(len(made))
             made.extend(facts.tokens_of(token, item.count, item.grid))
-        else:
-            made.append(token)
     return made, starts

@@ -19,9 +19,9 @@ from weft.common.errors import ConfigError
 from weft.config.families.facts import Facts, read_json
 from weft.config.media import BICUBIC, MediaFacts, VideoFacts
 
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-_HALVES = (0.5, 0.5, 0.5)
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+HALVES = (0.5, 0.5, 0.5)
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _VIDEO_FILE = "video_preprocessor_config.json"
 _VIDEO_PROCESSORS = ("Qwen3VLVideoProcessor",)
@@ -33,8 +33,10 @@ _PROCESSORS = {
     "longest": ("PixtralImageProcessor", "PixtralImageProcessorFast", "PixtralImageProcessorPil"),
     "fixed": ("Gemma3ImageProcessor", "Gemma3ImageProcessorFast", "Gemma3ImageProcessorPil"),
     "budget": ("Gemma4ImageProcessor", "Gemma4ImageProcessorFast", "Gemma4ImageProcessorPil"),
+    "ratio": ("GotOcr2ImageProcessor", "GotOcr2ImageProcessorFast", "GotOcr2ImageProcessorPil"),
+    "canvas": ("Llama4ImageProcessor", "Llama4ImageProcessorFast"),
 }
-_BILINEAR = 2
+BILINEAR = 2
 
 #: Field names in checkpoints with code, and the names in transformers.
 _OTHER_NAMES = {"in_patch_limit": "max_patches", "merge_kernel_size": "merge_size"}
@@ -50,7 +52,7 @@ def area_facts(
     ``patch``, ``temporal`` and ``merge`` are the tower's sizes; the files must agree. ``videos``: False for
     a model without videos. ``tokens``: ``placeholder``, ``video``, ``start``, ``end``.
     """
-    read = _Processor.of_images(folder, "area")
+    read = Processor.of_images(folder, "area")
     read.agree("patch_size", patch, 14)
     read.agree("temporal_patch_size", temporal, 2)
     read.agree("merge_size", merge, 2)
@@ -65,7 +67,7 @@ def area_facts(
         merge=merge,
         min_pixels=least,
         max_pixels=most,
-        **read.colours(_CLIP_MEAN, _CLIP_STD),
+        **read.colours(CLIP_MEAN, CLIP_STD),
         **tokens,
     )
     return msgspec.structs.replace(made, frames=_frames(folder, made)) if videos else made
@@ -78,18 +80,18 @@ def _frames(folder: Path, images: MediaFacts) -> VideoFacts | None:
     """
     found = _video_content(folder)
     if found is not None:
-        return _video_facts(_Processor(*found, "video_processor_type", _VIDEO_PROCESSORS), images)
+        return _video_facts(Processor(*found, "video_processor_type", _VIDEO_PROCESSORS), images)
     config = read_json(folder, _FILES[0])
     if config is None:
         return None
     try:
-        return _video_facts(_Processor(_FILES[0], config, "", ()), images)
+        return _video_facts(Processor(_FILES[0], config, "", ()), images)
     # The file is valid for images, but not for videos: the model takes no videos.
     except ConfigError:
         return None
 
 
-def _video_facts(read: _Processor, images: MediaFacts) -> VideoFacts:
+def _video_facts(read: Processor, images: MediaFacts) -> VideoFacts:
     """Return the fitting of video frames. Raise ConfigError if frames would be cut or coloured unlike images.
 
     The same tower encodes images and frames, so both must agree.
@@ -97,7 +99,7 @@ def _video_facts(read: _Processor, images: MediaFacts) -> VideoFacts:
     read.agree("patch_size", images.patch, 16)
     read.agree("temporal_patch_size", images.temporal, 2)
     read.agree("merge_size", images.merge, 2)
-    for name, value in read.colours(_HALVES, _HALVES).items():
+    for name, value in read.colours(HALVES, HALVES).items():
         if value != getattr(images, name):
             raise read.fail(
                 _NAMES.get(name, name), f"must be the same as for images: {getattr(images, name)}"
@@ -120,7 +122,7 @@ def patches_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> Med
 
     Raise ConfigError.
     """
-    read = _Processor.of_images(folder, "patches")
+    read = Processor.of_images(folder, "patches")
     read.agree("patch_size", patch, 14)
     read.agree("merge_size", merge, 2)
     if read.facts.get("fixed_output_tokens") is not None:
@@ -136,7 +138,7 @@ def patches_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> Med
         merge=merge,
         max_patches=read.facts.integer("max_patches", 16384),
         max_side=Facts(size, file=read.name).integer("max_height", 512),
-        **read.colours(_HALVES, _HALVES),
+        **read.colours(HALVES, HALVES),
         **tokens,
     )
 
@@ -146,7 +148,7 @@ def longest_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> Med
 
     Raise ConfigError.
     """
-    read = _Processor.of_images(folder, "longest")
+    read = Processor.of_images(folder, "longest")
     # The processor has the size of a patch and of a token. The image processor's patch is not used.
     whole = Facts(read_json(folder, "processor_config.json") or {}, file="processor_config.json")
     for name, wanted in (("patch_size", patch), ("spatial_merge_size", merge)):
@@ -162,7 +164,7 @@ def longest_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> Med
         temporal=1,
         merge=merge,
         longest=Facts(size, file=read.name).integer("longest_edge"),
-        **read.colours(_CLIP_MEAN, _CLIP_STD),
+        **read.colours(CLIP_MEAN, CLIP_STD),
         **tokens,
     )
 
@@ -172,7 +174,7 @@ def fixed_facts(folder: Path, *, side: int, patch: int, merge: int, **tokens: An
 
     ``side``: side of the tower's images in pixels. Raise ConfigError.
     """
-    read = _Processor.of_images(folder, "fixed")
+    read = Processor.of_images(folder, "fixed")
     if read.facts.flag("do_pan_and_scan", False):
         raise read.fail("do_pan_and_scan", "is not supported")
     size = read.facts.get("size")
@@ -187,7 +189,7 @@ def fixed_facts(folder: Path, *, side: int, patch: int, merge: int, **tokens: An
         longest=side,
         shown=tokens["start"],
         around="lines",
-        **read.colours(_HALVES, _HALVES, _BILINEAR),
+        **read.colours(HALVES, HALVES, BILINEAR),
         **tokens,
     )
 
@@ -197,7 +199,7 @@ def budget_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> Medi
 
     Raise ConfigError.
     """
-    read = _Processor.of_images(folder, "budget", plain=True)
+    read = Processor.of_images(folder, "budget", plain=True)
     read.agree("patch_size", patch, 16)
     read.agree("pooling_kernel_size", merge, 3)
     colours = read.colours((0.0,) * 3, (1.0,) * 3)
@@ -215,7 +217,7 @@ def budget_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> Medi
     )
 
 
-class _Processor:
+class Processor:
     """Settings file of an image processor or a video processor."""
 
     def __init__(
@@ -246,7 +248,7 @@ class _Processor:
                 raise self.fail(name, "is not supported")
 
     @classmethod
-    def of_images(cls, folder: Path, kind: str, *, plain: bool = False) -> _Processor:
+    def of_images(cls, folder: Path, kind: str, *, plain: bool = False) -> Processor:
         name, config = _content(folder)
         old = "image_processor_type" not in config and "feature_extractor_type" in config
         field = "feature_extractor_type" if old else "image_processor_type"

@@ -6,6 +6,7 @@ All read a whole image: SigLIP (arXiv 2502.14786), Gemma 4's tower, and Pixtral 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,20 @@ from weft.config.families.towers import require_transformers
 from weft.config.spec import ModelSpec, VisionSpec
 
 _BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
-_OUTER = ("mm_tokens_per_image", "spatial_merge_size", "projector_hidden_act", "multimodal_projector_bias")
+_OUTER = (
+    "mm_tokens_per_image",
+    "spatial_merge_size",
+    "projector_hidden_act",
+    "multimodal_projector_bias",
+    "downsample_ratio",
+)
 """Fields beside ``vision_config`` that the modules read."""
 
 
 def gemma3_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionSpec:
     """Return the tower of Gemma 3: SigLIP, and a mean over squares of patches. Raise ConfigError."""
     require_transformers(spec)
-    _only(vision, "num_channels", 3)
+    require_only(vision, "num_channels", 3)
     side, patch = vision.integer("image_size", 224), vision.integer("patch_size", 16)
     tokens = facts.integer("mm_tokens_per_image", 256)
     patches, rows = side // patch, math.isqrt(tokens)
@@ -33,7 +40,7 @@ def gemma3_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> 
         raise facts.fail(
             "mm_tokens_per_image", f"{tokens} is no square that divides {patches} x {patches} patches"
         )
-    hidden, heads = _heads(vision, 768, 12)
+    hidden, heads = hidden_and_heads(vision, 768, 12)
     layers = vision.integer("num_hidden_layers", 12, high=MOST_PARTS)
     inner = vision.integer("intermediate_size", 3072)
     each = 4 * hidden**2 + 2 * hidden * inner
@@ -43,10 +50,10 @@ def gemma3_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> 
         layers=layers,
         heads=heads,
         intermediate=inner,
-        activation=_activation(vision, "hidden_act", "gelu_pytorch_tanh"),
+        activation=activation_of(vision, "hidden_act", "gelu_pytorch_tanh"),
         output=spec.hidden,
         side=0,
-        settings=_settings(facts, spec, vision_use_head=False),
+        settings=settings_of(facts, spec, vision_use_head=False),
         parameters=layers * each + hidden * (3 * patch**2 + patches**2 + spec.hidden),
         ahead="all",
         media=fixed_facts(
@@ -54,9 +61,9 @@ def gemma3_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> 
             side=side,
             patch=patch,
             merge=patches // rows,
-            placeholder=facts.integer(_first(facts, "image_token_index", "image_token_id"), 262144),
-            start=facts.integer(_first(facts, "boi_token_index", "boi_token_id"), 255999),
-            end=facts.integer(_first(facts, "eoi_token_index", "eoi_token_id"), 256000),
+            placeholder=facts.integer(first_of(facts, "image_token_index", "image_token_id"), 262144),
+            start=facts.integer(first_of(facts, "boi_token_index", "boi_token_id"), 255999),
+            end=facts.integer(first_of(facts, "eoi_token_index", "eoi_token_id"), 256000),
         ),
     )
 
@@ -64,7 +71,7 @@ def gemma3_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> 
 def gemma4_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionSpec:
     """Return the tower of Gemma 4. Videos and audio are not served. Raise ConfigError."""
     require_transformers(spec)
-    hidden, heads = _heads(vision, 768, 12)
+    hidden, heads = hidden_and_heads(vision, 768, 12)
     patch, merge = vision.integer("patch_size", 16), vision.integer("pooling_kernel_size", 3)
     layers = vision.integer("num_hidden_layers", 16, high=MOST_PARTS)
     inner = vision.integer("intermediate_size", 3072)
@@ -89,11 +96,11 @@ def gemma4_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> 
         layers=layers,
         heads=heads,
         intermediate=inner,
-        activation=_activation(vision, "hidden_activation", "gelu_pytorch_tanh"),
+        activation=activation_of(vision, "hidden_activation", "gelu_pytorch_tanh"),
         gated=True,
         output=spec.hidden,
         side=0,
-        settings=_settings(facts, spec),
+        settings=settings_of(facts, spec),
         parameters=layers * (attention + 3 * hidden * inner)
         + hidden * (3 * patch**2 + 2 * table + spec.hidden),
         ahead="windows" if ahead else "none",
@@ -104,9 +111,9 @@ def gemma4_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> 
 def mistral3_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionSpec:
     """Return the tower of Mistral Small 3.x and Ministral 3: Pixtral. Raise ConfigError."""
     require_transformers(spec)
-    _only(vision, "num_channels", 3)
-    _only(facts, "vision_feature_layer", -1)
-    hidden, heads = _heads(vision, 1024, 16)
+    require_only(vision, "num_channels", 3)
+    require_only(facts, "vision_feature_layer", -1)
+    hidden, heads = hidden_and_heads(vision, 1024, 16)
     if vision.integer("head_dim", hidden // heads) != hidden // heads:
         raise vision.fail("head_dim", f"must be {hidden // heads}: hidden_size by num_attention_heads")
     if hidden // heads % 4:
@@ -114,7 +121,7 @@ def mistral3_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -
     patch, merge = vision.integer("patch_size", 16), facts.integer("spatial_merge_size", 2)
     layers = vision.integer("num_hidden_layers", 24, high=MOST_PARTS)
     inner = vision.integer("intermediate_size", 4096)
-    breaks, end = _special_ids(folder, _names(folder))
+    breaks, end = special_ids(folder, _names(folder))
     projector = merge**2 * hidden**2 + (hidden + spec.hidden) * spec.hidden
     return VisionSpec(
         kind="mistral3",
@@ -122,45 +129,45 @@ def mistral3_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -
         layers=layers,
         heads=heads,
         intermediate=inner,
-        activation=_activation(vision, "hidden_act", "gelu"),
+        activation=activation_of(vision, "hidden_act", "gelu"),
         gated=True,
         output=spec.hidden,
         side=0,
-        settings=_settings(facts, spec),
+        settings=settings_of(facts, spec),
         parameters=layers * (4 * hidden**2 + 3 * hidden * inner) + 3 * patch**2 * hidden + projector,
         media=longest_facts(
             folder,
             patch=patch,
             merge=merge,
-            placeholder=facts.integer(_first(facts, "image_token_index", "image_token_id"), 10),
+            placeholder=facts.integer(first_of(facts, "image_token_index", "image_token_id"), 10),
             row_end=breaks,
             end=end,
         ),
     )
 
 
-def _first(facts: Facts, *names: str) -> str:
+def first_of(facts: Facts, *names: str) -> str:
     """Return the first of ``names`` with a value; the first name without any."""
     return next((name for name in names if facts.get(name) is not None), names[0])
 
 
-def _only(facts: Facts, name: str, value: int) -> None:
+def require_only(facts: Facts, name: str, value: int | str) -> None:
     """Raise ConfigError unless the field is missing or has ``value``."""
     if facts.get(name) not in (None, value):
         raise facts.fail(name, f"= {facts.get(name)!r} is not supported")
 
 
-def _heads(vision: Facts, hidden: int, heads: int) -> tuple[int, int]:
+def hidden_and_heads(vision: Facts, hidden: int, heads: int) -> tuple[int, int]:
     """Return (hidden size, heads), with defaults. Raise ConfigError."""
     return vision.integer("hidden_size", hidden), vision.integer("num_attention_heads", heads)
 
 
-def _activation(vision: Facts, name: str, default: str) -> str:
+def activation_of(vision: Facts, name: str, default: str) -> str:
     """Return the activation in field ``name``. Raise ConfigError for an unknown activation."""
     return Facts({"hidden_act": vision.get(name) or default}, file=vision.file).activation()
 
 
-def _settings(facts: Facts, spec: ModelSpec, **vision: Any) -> str:
+def settings_of(facts: Facts, spec: ModelSpec, **vision: Any) -> str:
     """Return the JSON text for the configuration class of transformers.
 
     The text model is only described as far as the modules of the tower read its fields.
@@ -178,14 +185,14 @@ def _names(folder: Path) -> tuple[str, str]:
     return str(names[0]), str(names[1])
 
 
-def _special_ids(folder: Path, names: tuple[str, str]) -> tuple[int, int]:
-    """Return the ids of two special tokens, from the files of the tokenizer. Raise ConfigError."""
+def special_ids(folder: Path, names: Sequence[str]) -> list[int]:
+    """Return the ids of special tokens, from the files of the tokenizer. Raise ConfigError."""
     for read in (_of_settings, _of_tekken, _of_tokenizer):
         known = read(folder)
         if set(names) <= known.keys():
-            return known[names[0]], known[names[1]]
+            return [known[name] for name in names]
     raise ConfigError(
-        f"no file of the tokenizer has the tokens {names[0]} and {names[1]}, which stand in images; add "
+        f"no file of the tokenizer has the tokens {' and '.join(names)}, which stand in images; add "
         "tokenizer_config.json, tekken.json or tokenizer.json, or pass --language-model-only",
         param="--model",
     )

@@ -74,6 +74,8 @@ MODEL_TYPES = {
     "kimi_k25": "KimiK25ForConditionalGeneration",
     "gpt_oss": "GptOssForCausalLM",
     **DECLARED_TYPES,
+    "internvl": "InternVLForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
@@ -85,6 +87,14 @@ MODEL_TYPES = {
 
 _SPELLINGS = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM"}
 """Spelling of an architecture in published files -> spelling of transformers."""
+
+_UNCONVERTED = {
+    "InternVLChatModel": (
+        "Use the same model in the form of transformers (InternVLForConditionalGeneration), whose name ends "
+        "in -hf, for example OpenGVLab/InternVL3-8B-hf or OpenGVLab/InternVL3_5-8B-HF"
+    )
+}
+"""Architecture with code -> the served form of the same models."""
 
 _HEAD = re.compile(r"(^|\.)lm_head\.|^(model\.)?head\.")
 """Names of the tensors of an output head, with any prefix. DeepSeek V4 uses ``head``."""
@@ -152,6 +162,7 @@ def _read_config(path: Path, trust_remote_code: bool) -> dict[str, Any]:
     config = read_json(path, "config.json")
     if config is None:
         raise ConfigError(f"model folder {path.name!r} has no config.json", param="--model")
+    _refuse_unconverted(config)
     if config.get("auto_map") and not trust_remote_code:
         raise ConfigError(
             "config.json names code in the checkpoint (auto_map). Weft does not run the code; pass "
@@ -159,6 +170,16 @@ def _read_config(path: Path, trust_remote_code: bool) -> dict[str, Any]:
             param="--trust-remote-code",
         )
     return config
+
+
+def _refuse_unconverted(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a checkpoint in a form that is not served, with the name of the served form."""
+    for name, served in _UNCONVERTED.items():
+        if config.get("architectures") == [name]:
+            raise ConfigError(
+                f"architecture {name!r} runs with code in the checkpoint, and is not served. {served}",
+                param="--model",
+            )
 
 
 def refuse_unserved(folder: Path, model_impl: str = "auto") -> None:
@@ -169,6 +190,7 @@ def refuse_unserved(folder: Path, model_impl: str = "auto") -> None:
     """
     config = read_json(folder, "config.json")
     if config is not None and config.get("architectures"):
+        _refuse_unconverted(config)
         architecture = _architecture(Facts(config))
         if generic.serves(architecture, model_impl, FAMILIES):
             generic.probed_spec(folder, architecture, None)

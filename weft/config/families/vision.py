@@ -11,6 +11,7 @@ from weft.common.errors import ConfigError
 from weft.config.families.facts import MOST_PARTS, Facts
 from weft.config.families.image_processors import area_facts, patches_facts
 from weft.config.families.image_towers import gemma3_tower, gemma4_tower, mistral3_tower
+from weft.config.families.tiled_towers import internvl_tower, llama4_tower
 from weft.config.families.towers import qwen2_tower
 from weft.config.spec import ModelSpec, VisionSpec
 
@@ -191,6 +192,8 @@ _TOWERS: dict[str, Callable[[Facts, Facts, Path, ModelSpec], VisionSpec]] = {
     "Gemma3ForConditionalGeneration": gemma3_tower,
     "Gemma4ForConditionalGeneration": gemma4_tower,
     "Mistral3ForConditionalGeneration": mistral3_tower,
+    "InternVLForConditionalGeneration": internvl_tower,
+    "Llama4ForConditionalGeneration": llama4_tower,
     "Kimi_K25ForConditionalGeneration": _kimi,
     "KimiK25ForConditionalGeneration": _kimi,
 }

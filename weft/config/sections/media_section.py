@@ -30,8 +30,8 @@ class MediaSection(Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=256,
-            description="Maximum images per prompt. Two frames of a video count as one image. 0: "
-            "reject images.",
+            description="Maximum images per prompt. Two frames of a video count as one image, and so do all "
+            "tiles of an image. 0: reject images.",
             extra={"reader": most_images},
         ),
     ] = 16

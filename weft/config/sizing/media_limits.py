@@ -59,7 +59,7 @@ def media_limits(
         row_bytes=row_bytes,
         cache_bytes=max(DEFAULT_BYTES, largest) if asked is None else asked,
         encode_patches=section.max_encode_patches,
-        most_items=section.limit_mm_per_prompt,
+        most_items=section.limit_mm_per_prompt * media.most_views,
         sections=spec.rope.sections is not None,
         tower=tower,
         takes=takes,
@@ -135,7 +135,7 @@ def embedding_bytes(
 
 
 def most_tokens(media: MediaFacts) -> int:
-    """Return the tokens of the largest image or frame group.
+    """Return the tokens of the largest item: an image, a tile or a frame group.
 
     Very elongated images may exceed the number slightly.
     """

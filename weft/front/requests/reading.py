@@ -254,8 +254,8 @@ class Reader:
         if not prompt.shown or self._pictures is None:
             return prompt, ()
         found = self._pictures.measured(prompt.shown, self._files)
-        # Each image has one placeholder so far and will get `count`: check before the expansion.
-        least = len(prompt.ids) + sum(picture.count - 1 for picture in found)
+        # Each image has one placeholder so far: check the length before the expansion.
+        least = len(prompt.ids) + sum(picture.more for picture in found)
         if least > self.limits.max_model_len:
             raise self.too_long(TooManyTokens(least), "messages")
         ids, starts = expanded(prompt.ids, self._pictures.facts, found)

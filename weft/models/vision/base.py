@@ -171,7 +171,10 @@ def colour_table(media: MediaFacts, dtype: torch.dtype, device: torch.device) ->
     values = torch.arange(256, dtype=torch.float64)
     mean = torch.tensor(media.mean, dtype=torch.float32).unsqueeze(1)
     std = torch.tensor(media.std, dtype=torch.float32).unsqueeze(1)
-    if media.kind == "area":
+    if media.bfloat16:
+        narrow = values.to(torch.bfloat16) * media.rescale
+        table = (narrow - mean.to(torch.bfloat16)) / std.to(torch.bfloat16)
+    elif media.kind == "area":
         table = ((values * media.rescale).to(torch.float32) - mean) / std
     else:  # for this kind the reference rescales mean and deviation, not the pixels
         scale = 1.0 / media.rescale

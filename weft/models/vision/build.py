@@ -21,6 +21,8 @@ _TOWERS: dict[str, Callable[[VisionSpec, Build], Tower]] = {
     "gemma3": ImageTower,
     "gemma4": ImageTower,
     "mistral3": ImageTower,
+    "internvl": ImageTower,
+    "llama4": ImageTower,
 }
 
 

@@ -86,13 +86,14 @@ def fill_buffers(module: Any, device: torch.device) -> None:
         for name in names:
             # NaN, or -1, shows a buffer that the class does not compute.
             old = part._buffers[name]
-            unset = torch.nan if old.is_floating_point() else -1
+            unset = torch.nan if old.is_floating_point() or old.is_complex() else -1
             part._buffers[name] = torch.full_like(old, unset, device="cpu")
         if names:
             module._init_weights(part)
         for name in names:
             made = part._buffers[name]
-            if bool((made.isnan() if made.is_floating_point() else made < 0).any()):
+            is_number = made.is_floating_point() or made.is_complex()
+            if bool((made.isnan() if is_number else made < 0).any()):
                 raise ConfigError(f"transformers does not compute the buffer {name}", param="--model")
             part._buffers[name] = part._buffers[name].to(device)
 

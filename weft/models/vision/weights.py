@@ -127,6 +127,8 @@ _ADD = {
     "gemma3": add_images,
     "gemma4": add_images,
     "mistral3": add_images,
+    "internvl": add_images,
+    "llama4": add_images,
 }
 
 

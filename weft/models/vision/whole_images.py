@@ -1,7 +1,8 @@
-"""Towers of Gemma 3, Gemma 4 and Mistral Small 3.x, with the modules of transformers.
+"""Towers of Gemma 3, Gemma 4, Mistral Small 3.x, InternVL and Llama 4, with the modules of transformers.
 
-A tower has two parts with the names of the checkpoint: the encoder ``vision_tower``, and the projector to the
-hidden size of the text model. Weft's loader fills both by the names of the modules.
+A tower has two parts with the names of the checkpoint: an encoder, and the projector to the hidden size of
+the text model. Weft's loader fills both by the names of the modules. Each tile of an image of InternVL or
+Llama 4 is an image here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,12 +25,29 @@ from weft.models.weights import WeightMap
 
 Tensor = torch.Tensor
 
+
+class _Classes(NamedTuple):
+    """Classes of transformers, and names of the parts in a checkpoint."""
+
+    package: str
+    config: str
+    projector: str
+    projector_class: str
+    encoder: str = "vision_tower"
+    encoder_class: str = ""
+    """Class of the encoder; "" for the class of ``vision_config``."""
+
+
+_PROJECTOR = "multi_modal_projector"
 _CLASSES = {
-    "gemma3": ("gemma3", "Gemma3Config", "multi_modal_projector", "Gemma3MultiModalProjector"),
-    "gemma4": ("gemma4", "Gemma4Config", "embed_vision", "Gemma4MultimodalEmbedder"),
-    "mistral3": ("mistral3", "Mistral3Config", "multi_modal_projector", "Mistral3MultiModalProjector"),
+    "gemma3": _Classes("gemma3", "Gemma3Config", _PROJECTOR, "Gemma3MultiModalProjector"),
+    "gemma4": _Classes("gemma4", "Gemma4Config", "embed_vision", "Gemma4MultimodalEmbedder"),
+    "mistral3": _Classes("mistral3", "Mistral3Config", _PROJECTOR, "Mistral3MultiModalProjector"),
+    "internvl": _Classes("internvl", "InternVLConfig", _PROJECTOR, "InternVLMultiModalProjector"),
+    "llama4": _Classes(
+        "llama4", "Llama4Config", _PROJECTOR, "Llama4MultiModalProjector", "vision_model", "Llama4VisionModel"
+    ),
 }
-"""Kind -> (package in transformers, configuration class, name of the projector, class of the projector)."""
 _INNER = {"gemma3": "vision_model."}
 """Kind -> prefix of the encoder's tensors below ``vision_tower.`` in most checkpoints."""
 
@@ -49,7 +67,7 @@ class ImageTower(Tower):
             for name, parameter in part._parameters.items():
                 if parameter is not None:
                     part._parameters[name] = build.weight(*parameter.shape)
-        fill_buffers(self.module.vision_tower, build.device)
+        fill_buffers(getattr(self.module, _CLASSES[vision.kind].encoder), build.device)
 
     def embed_batch(self, images: Sequence[Tensor]) -> list[Embedding]:
         """Encode images one by one; see ``Tower.embed_batch``."""
@@ -66,6 +84,10 @@ class ImageTower(Tower):
             return self._gemma4(pixels)
         if self._kind == "mistral3":
             return self._mistral3(pixels)
+        if self._kind == "internvl":
+            return self._internvl(pixels)
+        if self._kind == "llama4":
+            return self._llama4(pixels)
         tower, project = self.module.vision_tower, self.module.multi_modal_projector
         rows: Tensor = project(tower(pixel_values=pixels.unsqueeze(0)).last_hidden_state)[0]
         return rows
@@ -95,6 +117,22 @@ class ImageTower(Tower):
         rows: Tensor = self.module.multi_modal_projector(x[0], [tuple(pixels.shape[1:])])
         return with_gaps(rows, cut.shape[3] // media.merge)
 
+    def _internvl(self, pixels: Tensor) -> Tensor:
+        """Return [tokens, output] for a tile, pixels [3, side, side]."""
+        made = self.module.vision_tower(pixel_values=pixels.unsqueeze(0)).last_hidden_state[0, 1:]
+        columns, merge = pixels.shape[2] // self._media.patch, self._media.merge
+        # [row, patch row, column, patch column, hidden] -> the patches of a token side by side
+        squares = made.view(-1, merge, columns // merge, merge, made.shape[1]).transpose(1, 2)
+        rows: Tensor = self.module.multi_modal_projector(squares.flatten(2).flatten(0, 1))
+        return rows
+
+    def _llama4(self, pixels: Tensor) -> Tensor:
+        """Return [tokens, output] for a tile, pixels [3, side, side]."""
+        tower = self.module.vision_model
+        given = pixels.unsqueeze(0).to(tower.class_embedding.dtype)
+        rows: Tensor = self.module.multi_modal_projector(tower(given).last_hidden_state[0])
+        return rows
+
 
 def _places(rows: int, columns: int, device: torch.device) -> Tensor:
     """Return row and column of each patch, int64 [rows * columns, 2]."""
@@ -111,18 +149,19 @@ def with_gaps(rows: Tensor, columns: int) -> Tensor:
 
 def image_skeleton(vision: VisionSpec) -> Any:
     """Return encoder and projector without memory, on the meta device. Raises ConfigError."""
-    package, config_name, projector, projector_name = _CLASSES[vision.kind]
+    names = _CLASSES[vision.kind]
     try:
-        code = import_module(f"transformers.models.{package}.modeling_{package}")
-        config = getattr(import_module(f"transformers.models.{package}"), config_name)(
-            **json.loads(vision.settings)
-        )
+        package = f"transformers.models.{names.package}"
+        code = import_module(f"{package}.modeling_{names.package}")
+        config = getattr(import_module(package), names.config)(**json.loads(vision.settings))
         config._attn_implementation = config.vision_config._attn_implementation = "sdpa"
         given = (config.vision_config, config.text_config) if vision.kind == "gemma4" else (config,)
         made = nn.Module()
         with torch.device("meta"):
-            made.vision_tower = code.AutoModel.from_config(config.vision_config).eval()
-            made.add_module(projector, getattr(code, projector_name)(*given).eval())
+            own = names.encoder_class
+            make = getattr(code, own) if own else code.AutoModel.from_config
+            made.add_module(names.encoder, make(config.vision_config).eval())
+            made.add_module(names.projector, getattr(code, names.projector_class)(*given).eval())
     except Exception as error:  # modeling code raises many types
         raise ConfigError(
             f"transformers cannot make the tower from vision_config: {error}", param="--model"
@@ -144,7 +183,8 @@ def _names(vision: VisionSpec) -> tuple[str, ...]:
 
 def add_images(made: WeightMap, vision: VisionSpec) -> None:
     """Add the tensors of a tower to ``made``: in each published form, alone or below ``model.``."""
-    for part in ("vision_tower.", f"{_CLASSES[vision.kind][2]}."):
+    classes = _CLASSES[vision.kind]
+    for part in (f"{classes.encoder}.", f"{classes.projector}."):
         names = [name for name in _names(vision) if name.startswith(part)]
         forms = [part, f"model.{part}"]
         if part == "vision_tower." and vision.kind in _INNER:

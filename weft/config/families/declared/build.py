@@ -10,7 +10,7 @@ from weft.config.families.declared.class_defaults import class_defaults
 from weft.config.families.declared.readers import plain_activation
 from weft.config.families.declared.ropes import RopeInput
 from weft.config.families.declared.row import Row, flag
-from weft.config.families.declared.rows import ROWS, TEXT_ROWS, WRAPPERS
+from weft.config.families.declared.rows import ROWS, TEXT_ROWS, TIED, WRAPPERS
 from weft.config.families.declared.sections import flat_text
 from weft.config.families.deepseek import with_mtp
 from weft.config.families.facts import MOST_PARTS, WITHOUT_EFFECT, Facts
@@ -96,6 +96,8 @@ def _text_facts(facts: Facts) -> Facts:
     """Return the fields of ``text_config``, with the fields that the outer configuration completes."""
     text = facts.get("text_config")
     text = flat_text(facts) if text is None else text
+    if facts.get("architectures")[0] in TIED and isinstance(text, dict):
+        text = {"tie_word_embeddings": True, **text}
     facts.get("vision_config")  # the tower is read elsewhere
     return text_facts(facts, text, f"{facts.file} (text_config)")
 

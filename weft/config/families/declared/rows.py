@@ -522,6 +522,10 @@ ROWS: dict[str, Row] = {
 """Architecture in config.json -> row."""
 
 TEXT_ROWS: dict[str, Row] = {
+    "llama": ROWS["LlamaForCausalLM"],
+    "qwen2": ROWS["Qwen2ForCausalLM"],
+    "qwen3": ROWS["Qwen3ForCausalLM"],
+    "qwen3_moe": ROWS["Qwen3MoeForCausalLM"],
     "mistral": ROWS["MistralForCausalLM"],
     "gemma3_text": ROWS["Gemma3ForCausalLM"],
     "llama4_text": ROWS["Llama4ForCausalLM"],
@@ -538,10 +542,15 @@ WRAPPERS: dict[str, tuple[str, ...]] = {
     "Gemma3ForConditionalGeneration": ("gemma3_text",),
     "Gemma4ForConditionalGeneration": ("gemma4_text",),
     "Llama4ForConditionalGeneration": ("llama4_text",),
+    # InternVL3 and InternVL3.5, in the form of transformers.
+    "InternVLForConditionalGeneration": ("qwen2", "qwen3", "qwen3_moe", "llama"),
     "Qwen2VLForConditionalGeneration": ("qwen2_vl_text",),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl_text",),
 }
 """Architecture with a tower -> types of its text model."""
+
+TIED = ("InternVLForConditionalGeneration",)
+"""Architectures whose configuration class ties the output head, unless a file says otherwise."""
 
 MODEL_TYPES: dict[str, str] = {
     class_defaults()[row.config].model_type: name
