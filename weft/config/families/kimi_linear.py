@@ -35,10 +35,14 @@ _ROW = Row(
         "num_experts_per_token": "num_experts_per_tok",
         "num_shared_experts": "n_shared_experts",
         "moe_renormalize": "norm_topk_prob",
-        "moe_router_activation_func": "scoring_func",
     },
     # The latent attention of this architecture never rotates, and groups of experts always count.
-    only={"mla_use_nope": (True, None), "use_grouped_topk": (True, None), "num_nextn_predict_layers": (0, None)},
+    only={
+        "mla_use_nope": (True, None),
+        "moe_router_activation_func": ("sigmoid", None),
+        "num_nextn_predict_layers": (0, None),
+        "use_grouped_topk": (True, None),
+    },
     # The sizes of heads are in fields of their own.
     unused=("head_dim", "qk_head_dim", "rope_theta", "rope_scaling", "rope_parameters", "text_config"),
 )
