@@ -107,7 +107,11 @@ class Scene:
         slots = random.Random(0).sample(range(len(lengths) + 2), len(lengths))
         gate_scale = 40.0 if wild else 2.0
         self.rows = [
-            Row(noise(n, 2 * (key + value)).to(dtype), (gate_scale * noise(n, v_heads + decays)).to(dtype), slot)
+            Row(
+                noise(n, 2 * (key + value)).to(dtype),
+                (gate_scale * noise(n, v_heads + decays)).to(dtype),
+                slot,
+            )
             for n, slot in zip(lengths, slots, strict=True)
         ]
         self.state: State = tuple(
@@ -330,7 +334,11 @@ def test_chunks_do_not_show_in_float64(shape: tuple[int, ...], size: int) -> Non
 BITWISE: list[Any] = [
     *((InvariantDelta(), shape, dtype) for shape in SHAPES[:2] for dtype in (torch.float64, torch.float32)),
     (InvariantDelta(), KIMI[0], torch.float32),
-    *((CpuDelta(), shape, dtype) for shape in (*CPU_SHAPES, *CPU_KIMI) for dtype in (torch.float32, torch.bfloat16)),
+    *(
+        (CpuDelta(), shape, dtype)
+        for shape in (*CPU_SHAPES, *CPU_KIMI)
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
 ]
 
 
@@ -461,7 +469,9 @@ def test_rows_of_equal_counts_ask_the_host_nothing(
     out = torch.empty(len(qkvz), scene.spec.v_heads * scene.spec.v_dim, dtype=qkvz.dtype)
     with Guard():
         prepared = backend.prepare(segment, 0, state_cache(scene.spec), 64, qkvz.dtype)
-        backend.run(scene.inputs(qkvz, gates), out, DeltaInput(segment, scene.state, scene.weights, True, prepared))
+        backend.run(
+            scene.inputs(qkvz, gates), out, DeltaInput(segment, scene.state, scene.weights, True, prepared)
+        )
     assert backend.capturable
     assert not out.isnan().any()
 

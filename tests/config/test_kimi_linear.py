@@ -80,11 +80,22 @@ def test_as_published(tmp_path: Path) -> None:
         ("latent", full),
         ("delta", tuple(i for i in range(27) if i not in full)),
     ]
-    assert (spec.delta.k_heads, spec.delta.k_dim, spec.delta.gate_rank, spec.delta.decays) == (32, 128, 128, 4096)
+    assert (spec.delta.k_heads, spec.delta.k_dim, spec.delta.gate_rank, spec.delta.decays) == (
+        32,
+        128,
+        128,
+        4096,
+    )
     assert (spec.mla.q_lora, spec.mla.rope, spec.mla.scale) == (None, 64, 192**-0.5)
     assert not inverse_frequencies(spec.rope).any(), "no pair rotates"
     moe = spec.moe
-    assert (moe.experts, moe.top_k, moe.scale, moe.scoring, moe.correction) == (256, 8, 2.446, "sigmoid", True)
+    assert (moe.experts, moe.top_k, moe.scale, moe.scoring, moe.correction) == (
+        256,
+        8,
+        2.446,
+        "sigmoid",
+        True,
+    )
     assert (moe.layers, moe.shared) == (tuple(range(1, 27)), 1024)
     assert (spec.max_position, spec.norm_eps, spec.eos_ids) == (1 << 20, 1e-5, (163586,))
     assert weight_bytes(spec, "bfloat16") / 2e9 == pytest.approx(49, abs=0.3), "48B, and the tables of tokens"
@@ -119,9 +130,7 @@ def test_the_form_of_transformers_is_the_same_model(tmp_path: Path) -> None:
         ({"linear_attn_config": {"full_attn_layers": [0, 4]}}, "full_attn_layers"),
     ],
 )
-def test_settings_with_other_results_are_refused(
-    changes: dict[str, Any], named: str, tmp_path: Path
-) -> None:
+def test_settings_with_other_results_are_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     """Several of the settings are those of Kimi K3, which has the same ``model_type``."""
     config = {**PUBLISHED, **changes}
     if "linear_attn_config" in changes:

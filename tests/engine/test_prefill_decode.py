@@ -287,7 +287,11 @@ FAMILIES = (
 
 
 @pytest.mark.requirement("E4")
-@mostly_slow("family", FAMILIES, [one for one in FAMILIES if one not in ("lfm2_moe", "falcon_h1", "kimi_linear", "llama4")])
+@mostly_slow(
+    "family",
+    FAMILIES,
+    [one for one in FAMILIES if one not in ("lfm2_moe", "falcon_h1", "kimi_linear", "llama4")],
+)
 @mostly_slow("blocks", [(8, 8), (8, 16)], [(8, 16)])
 def test_every_kind_of_cache_goes_over(
     pairs: Callable[..., EnginePair], tmp_path: Path, family: str, blocks: tuple[int, int]

@@ -41,6 +41,4 @@ class KimiDelta(DeltaNet):
 
     def _inputs(self, x: Tensor, adapters: AdapterRows | None) -> DeltaInputs:
         decay, gate, b = self.gates(x, adapters).split(self._sizes, dim=1)
-        return DeltaInputs(
-            self.qkv(x, adapters), self.gate(gate, adapters), b, self.decay(decay, adapters)
-        )
+        return DeltaInputs(self.qkv(x, adapters), self.gate(gate, adapters), b, self.decay(decay, adapters))

@@ -47,7 +47,13 @@ _ROW = Row(
     unused=("head_dim", "qk_head_dim", "rope_theta", "rope_scaling", "rope_parameters", "text_config"),
 )
 _OF_EXPERTS = (
-    *("first_k_dense_replace", "moe_layer_freq", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
+    *(
+        "first_k_dense_replace",
+        "moe_layer_freq",
+        "n_routed_experts",
+        "n_shared_experts",
+        "num_experts_per_tok",
+    ),
     *("moe_intermediate_size", "routed_scaling_factor", "norm_topk_prob", "scoring_func", "topk_method"),
     *("n_group", "topk_group"),
 )

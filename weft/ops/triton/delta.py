@@ -105,9 +105,7 @@ def _keep_inputs(
             if (copy == live) == (turn == 1):
                 at = j - (TAPS - 2) + row
                 fresh = at >= 0
-                new = tl.load(
-                    qkv_ptr + (token + at) * stride + channel + dim, mask=inside & fresh, other=0.0
-                )
+                new = tl.load(qkv_ptr + (token + at) * stride + channel + dim, mask=inside & fresh, other=0.0)
                 old = (at < 0) & (start + at >= 0)
                 kept = tl.load(past_ptr + (at + TAPS - 1) * DIM + dim, mask=inside & old, other=0.0)
                 value = tl.where(fresh, new, kept)
