@@ -33,7 +33,7 @@ class DeltaNet(Packs):
     out         [hidden, v heads]
     """
 
-    adapted = ("qkvz", "gates", "out")
+    adapted: tuple[str, ...] = ("qkvz", "gates", "out")
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Kimi Linear: Kimi Delta Attention or latent attention, then routed experts or a dense feed-forward block."""
+"""Kimi Linear: Kimi Delta Attention or latent attention, then routed experts or a dense feed-forward."""
 
 from __future__ import annotations
 
