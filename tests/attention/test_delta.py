@@ -231,7 +231,7 @@ def bits(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("wild", [False, True])
 @pytest.mark.parametrize("backend", [TorchDelta(), InvariantDelta()], ids=["torch", "invariant"])
-@pytest.mark.parametrize("shape", [*SHAPES, *KIMI])
+@pytest.mark.parametrize("shape", [*SHAPES, KIMI[0]])
 def test_torch_is_exact_in_float64(shape: tuple[int, ...], backend: DeltaBackend, wild: bool) -> None:
     """The gates include complete decay and no decay."""
     scene = Scene(shape, wild=wild)
@@ -267,7 +267,7 @@ def test_cpu_is_close_to_float64(shape: tuple[int, ...], dtype: torch.dtype, wil
         (KIMI[0], torch.bfloat16),
         (KIMI[1], torch.float32),
     ],
-    [(SHAPES[2], torch.float16), (KIMI[1], torch.float32)],
+    [(SHAPES[2], torch.float16)],
 )
 def test_triton_is_close_to_float64(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Rows of several chunks and sizes; one row is too long for the kernel of the fast form."""
@@ -279,6 +279,16 @@ def test_triton_is_close_to_float64(shape: tuple[int, ...], dtype: torch.dtype) 
             limit = {torch.float32: 1e-5, torch.float16: 2e-3}.get(dtype, 1.6e-2)
             assert distance(made, right) < limit
             assert distance(scene.state[3][row.slot, 0], right_state) < 1e-5
+
+
+@triton_runs
+def test_triton_with_decays_by_channel() -> None:
+    """The short form of ``test_triton_is_close_to_float64``."""
+    scene = Scene(KIMI[1], torch.float32, lengths=[4, 1])
+    for row, made in zip(scene.rows, scene.whole(TritonDelta()), strict=True):
+        right, right_state = expected(scene, row)
+        assert distance(made, right) < 1e-5
+        assert distance(scene.state[3][row.slot, 0], right_state) < 1e-5
 
 
 @triton_runs
@@ -373,7 +383,7 @@ def backends_for(shape: tuple[int, ...]) -> list[DeltaBackend]:
 
 
 @pytest.mark.usefixtures("extension")
-@mostly_slow("shape", [SHAPES[1], CPU_SHAPES[0], CPU_SHAPES[2], CPU_KIMI[1], SHAPES[2], KIMI[1]], 4)
+@mostly_slow("shape", [SHAPES[1], CPU_SHAPES[0], CPU_SHAPES[2], CPU_KIMI[1], SHAPES[2], KIMI[1]], 3)
 def test_drafts_leave_a_state_for_each_token(shape: tuple[int, ...]) -> None:
     """Verify rows of different counts, cut back at random, end in the state of plain decoding."""
     for backend in backends_for(shape):

@@ -44,7 +44,7 @@ _ROW = Row(
         "use_grouped_topk": (True, None),
     },
     # The sizes of heads are in fields of their own.
-    unused=("head_dim", "qk_head_dim", "rope_theta", "rope_scaling", "rope_parameters", "text_config"),
+    unused=("head_dim", "qk_head_dim", "rope_theta", "rope_scaling", "rope_parameters"),
 )
 _OF_EXPERTS = (
     *(
