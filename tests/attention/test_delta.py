@@ -16,7 +16,7 @@ from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
 from weft.attention import recurrent
 from weft.attention.base import SegmentInput
-from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaWeights
+from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaInputs, DeltaWeights
 from weft.attention.delta.delta_cpu import CpuDelta
 from weft.attention.delta.delta_torch import InvariantDelta, TorchDelta
 from weft.attention.delta.delta_triton import TritonDelta, TritonInvariantDelta
@@ -32,8 +32,9 @@ State = tuple[Tensor, ...]
 
 NAN = float("nan")
 COPIES = 4
-#: (key heads, value heads, key dims, value dims, taps)
+#: (key heads, value heads, key dims, value dims, taps), and a rank for a decay of every key channel
 SHAPES = ((2, 4, 16, 32, 4), (3, 3, 8, 12, 3), (1, 3, 24, 5, 2))
+KIMI = ((3, 3, 12, 12, 3, 12), (1, 2, 24, 5, 2, 4))
 #: Shapes for the C++ operations: strips of every width, several strips, remainders.
 CPU_SHAPES = (
     (4, 8, 64, 64, 4),
@@ -42,6 +43,7 @@ CPU_SHAPES = (
     (1, 1, 256, 16, 2),
     (2, 2, 32, 112, 4),
 )
+CPU_KIMI = ((2, 2, 128, 128, 4, 128), (1, 2, 16, 48, 3, 16), (2, 4, 32, 112, 2, 8))
 LENGTHS = [1, 70, 5, 130, 17, 64, 33]
 
 
@@ -56,8 +58,9 @@ def _threads() -> Iterator[None]:
 
 
 def make_spec(shape: tuple[int, ...]) -> DeltaSpec:
-    k_heads, v_heads, k_dim, v_dim, conv = shape
-    return DeltaSpec(layers=(0,), k_heads=k_heads, v_heads=v_heads, k_dim=k_dim, v_dim=v_dim, conv=conv)
+    k_heads, v_heads, k_dim, v_dim, conv, *rank = shape
+    sizes = {"k_heads": k_heads, "v_heads": v_heads, "k_dim": k_dim, "v_dim": v_dim, "conv": conv}
+    return DeltaSpec(layers=(0,), **sizes, gate_rank=sum(rank))
 
 
 @dataclass
@@ -65,7 +68,9 @@ class Row:
     """A sequence: its inputs, the number of computed tokens, and the place of its state."""
 
     qkvz: Tensor
+    """[T, q heads | k heads | v heads | z heads]."""
     gates: Tensor
+    """[T, b | a]."""
     slot: int
     done: int = 0
     live: int = 0
@@ -83,8 +88,8 @@ class Scene:
         wild: bool = False,
     ) -> None:
         self.spec = make_spec(shape)
-        k_heads, v_heads, k_dim, v_dim, conv = shape
-        key, value = k_heads * k_dim, v_heads * v_dim
+        k_heads, v_heads, k_dim, v_dim, conv, *_ = shape
+        key, value, decays = k_heads * k_dim, v_heads * v_dim, self.spec.decays
         generator = torch.Generator().manual_seed(0)
 
         def noise(*size: int) -> Tensor:
@@ -94,14 +99,19 @@ class Scene:
         self.weights = DeltaWeights(
             taps=noise(conv, 2 * key + value).to(exact),
             rate=noise(v_heads).exp().to(exact),
-            bias=noise(v_heads).to(exact),
+            bias=noise(*((v_heads, k_dim) if self.spec.gate_rank else (v_heads,))).to(exact),
             norm=(1 + 0.3 * noise(v_dim)).to(exact),
             eps=1e-6,
+            sigmoid=self.spec.gate_rank > 0,
         )
         slots = random.Random(0).sample(range(len(lengths) + 2), len(lengths))
         gate_scale = 40.0 if wild else 2.0
         self.rows = [
-            Row(noise(n, 2 * (key + value)).to(dtype), (gate_scale * noise(n, 2 * v_heads)).to(dtype), slot)
+            Row(
+                noise(n, 2 * (key + value)).to(dtype),
+                (gate_scale * noise(n, v_heads + decays)).to(dtype),
+                slot,
+            )
             for n, slot in zip(lengths, slots, strict=True)
         ]
         self.state: State = tuple(
@@ -136,8 +146,7 @@ class Scene:
         qkvz, gates = self._amid(qkvz), self._amid(gates)
         out = torch.full_like(qkvz, NAN)[:, : self.spec.v_heads * self.spec.v_dim]
         backend.run(
-            qkvz[3:-2],
-            gates[3:-2],
+            self.inputs(qkvz[3:-2], gates[3:-2]),
             out[3:-2],
             DeltaInput(segment, self.state, self.weights, each, prepared),
         )
@@ -148,6 +157,11 @@ class Scene:
             row.out += list(values)
             row.done += count
             row.live = count - 1 if each else 0
+
+    def inputs(self, qkvz: Tensor, gates: Tensor) -> DeltaInputs:
+        """Return the parts of the inputs, with the strides of ``qkvz`` and ``gates``."""
+        value, heads = self.spec.v_heads * self.spec.v_dim, self.spec.v_heads
+        return DeltaInputs(qkvz[:, :-value], qkvz[:, -value:], gates[:, :heads], gates[:, heads:])
 
     @staticmethod
     def _amid(rows: Tensor) -> Tensor:
@@ -190,13 +204,15 @@ def expected(scene: Scene, row: Row) -> tuple[Tensor, Tensor]:
             v = mixed[t, 2 * key + head * spec.v_dim : 2 * key + (head + 1) * spec.v_dim]
             q = q / (q.square().sum() + 1e-6).sqrt() * spec.k_dim**-0.5
             k = k / (k.square().sum() + 1e-6).sqrt()
-            step = torch.nn.functional.softplus(gates[t, spec.v_heads + head] + weights.bias[head].double())
-            state = state * (-weights.rate[head].double() * step).exp()
+            a = gates[t, spec.v_heads :].unflatten(0, (spec.v_heads, -1))[head]
+            step = torch.nn.functional.softplus(a + weights.bias[head].double())
+            # One decay, or one for each row of the state.
+            state = state * (-weights.rate[head].double() * step).exp().unsqueeze(1)
             state = state + torch.outer(k, gates[t, head].sigmoid() * (v - k @ state))
             o = q @ state
             o = o / (o.square().mean() + weights.eps).sqrt() * weights.norm.double()
             z = x[t, 2 * key + value + head * spec.v_dim : 2 * key + value + (head + 1) * spec.v_dim]
-            outs[t, head] = o * torch.nn.functional.silu(z)
+            outs[t, head] = o * (z.sigmoid() if weights.sigmoid else torch.nn.functional.silu(z))
         states[head] = state
     return outs.flatten(1), states
 
@@ -215,7 +231,7 @@ def bits(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("wild", [False, True])
 @pytest.mark.parametrize("backend", [TorchDelta(), InvariantDelta()], ids=["torch", "invariant"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, KIMI[0]])
 def test_torch_is_exact_in_float64(shape: tuple[int, ...], backend: DeltaBackend, wild: bool) -> None:
     """The gates include complete decay and no decay."""
     scene = Scene(shape, wild=wild)
@@ -230,7 +246,7 @@ def test_torch_is_exact_in_float64(shape: tuple[int, ...], backend: DeltaBackend
 @pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize("wild", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", CPU_SHAPES)
+@pytest.mark.parametrize("shape", [*CPU_SHAPES, *CPU_KIMI])
 def test_cpu_is_close_to_float64(shape: tuple[int, ...], dtype: torch.dtype, wild: bool) -> None:
     """In bf16 the reference has the same inputs, so only the rounding of outputs remains."""
     scene = Scene(shape, dtype, lengths=[40, 1, 7], wild=wild)
@@ -248,6 +264,8 @@ def test_cpu_is_close_to_float64(shape: tuple[int, ...], dtype: torch.dtype, wil
         (SHAPES[1], torch.bfloat16),
         (SHAPES[2], torch.float16),
         (CPU_SHAPES[1], torch.bfloat16),
+        (KIMI[0], torch.bfloat16),
+        (KIMI[1], torch.float32),
     ],
     [(SHAPES[2], torch.float16)],
 )
@@ -264,12 +282,23 @@ def test_triton_is_close_to_float64(shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 @triton_runs
-def test_triton_keeps_bits_and_a_state_for_each_token() -> None:
+def test_triton_with_decays_by_channel() -> None:
+    """The short form of ``test_triton_is_close_to_float64``."""
+    scene = Scene(KIMI[1], torch.float32, lengths=[4, 1])
+    for row, made in zip(scene.rows, scene.whole(TritonDelta()), strict=True):
+        right, right_state = expected(scene, row)
+        assert distance(made, right) < 1e-5
+        assert distance(scene.state[3][row.slot, 0], right_state) < 1e-5
+
+
+@triton_runs
+@mostly_slow("shape", [SHAPES[2], KIMI[1]], [SHAPES[2]])
+def test_triton_keeps_bits_and_a_state_for_each_token(shape: tuple[int, ...]) -> None:
     """Chunks, company and drafts that are cut back leave the bits of one token after another."""
     backend, lengths = TritonInvariantDelta(), [9, 4]
-    whole = Scene(SHAPES[2], torch.float32, lengths)
+    whole = Scene(shape, torch.float32, lengths)
     right = whole.whole(backend)
-    drafted = Scene(SHAPES[2], torch.float32, lengths)
+    drafted = Scene(shape, torch.float32, lengths)
     first, second = drafted.rows
     drafted.step(backend, [(first, 2)])
     # (tokens of a verify row, rejected tokens)
@@ -283,8 +312,9 @@ def test_triton_keeps_bits_and_a_state_for_each_token() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_torch_in_narrower_types(dtype: torch.dtype) -> None:
-    scene = Scene(SHAPES[0], dtype, lengths=[150, 3])
+@pytest.mark.parametrize("shape", [SHAPES[0], KIMI[0]])
+def test_torch_in_narrower_types(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    scene = Scene(shape, dtype, lengths=[150, 3])
     for row, made in zip(scene.rows, scene.whole(TorchDelta()), strict=True):
         assert distance(made, expected(scene, row)[0]) < {torch.float32: 1e-5, torch.float16: 1e-3}.get(
             dtype, 8e-3
@@ -301,7 +331,7 @@ def in_chunks(scene: Scene, backend: DeltaBackend, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 64, 100])
-@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("shape", [*SHAPES[:2], KIMI[0]])
 def test_chunks_do_not_show_in_float64(shape: tuple[int, ...], size: int) -> None:
     whole, cut = Scene(shape), Scene(shape)
     right = whole.whole(TorchDelta())
@@ -313,7 +343,12 @@ def test_chunks_do_not_show_in_float64(shape: tuple[int, ...], size: int) -> Non
 
 BITWISE: list[Any] = [
     *((InvariantDelta(), shape, dtype) for shape in SHAPES[:2] for dtype in (torch.float64, torch.float32)),
-    *((CpuDelta(), shape, dtype) for shape in CPU_SHAPES for dtype in (torch.float32, torch.bfloat16)),
+    (InvariantDelta(), KIMI[0], torch.float32),
+    *(
+        (CpuDelta(), shape, dtype)
+        for shape in (*CPU_SHAPES, *CPU_KIMI)
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
 ]
 
 
@@ -342,13 +377,13 @@ def test_bits_do_not_depend_on_chunks_company_or_threads(
 
 def backends_for(shape: tuple[int, ...]) -> list[DeltaBackend]:
     made: list[DeltaBackend] = [TorchDelta(), InvariantDelta()]
-    if kernels.interpreting() and shape == SHAPES[2]:
+    if kernels.interpreting() and shape in (SHAPES[2], KIMI[1]):
         made += [TritonDelta(), TritonInvariantDelta()]
-    return [*made, CpuDelta()] if shape in CPU_SHAPES else made
+    return [*made, CpuDelta()] if shape in (*CPU_SHAPES, *CPU_KIMI) else made
 
 
 @pytest.mark.usefixtures("extension")
-@mostly_slow("shape", [SHAPES[1], CPU_SHAPES[0], CPU_SHAPES[2], SHAPES[2]], 3)
+@mostly_slow("shape", [SHAPES[1], CPU_SHAPES[0], CPU_SHAPES[2], CPU_KIMI[1], SHAPES[2], KIMI[1]], 3)
 def test_drafts_leave_a_state_for_each_token(shape: tuple[int, ...]) -> None:
     """Verify rows of different counts, cut back at random, end in the state of plain decoding."""
     for backend in backends_for(shape):
@@ -378,7 +413,7 @@ def test_drafts_leave_a_state_for_each_token(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("extension")
-@mostly_slow("shape", [CPU_SHAPES[0], SHAPES[2]], 1)
+@mostly_slow("shape", [CPU_SHAPES[0], SHAPES[2], CPU_KIMI[1], KIMI[1]], 1)
 @pytest.mark.parametrize("each", [False, True])
 def test_only_the_rows_own_copies_are_written(each: bool, shape: tuple[int, ...]) -> None:
     for backend in backends_for(shape):
@@ -394,7 +429,7 @@ def test_only_the_rows_own_copies_are_written(each: bool, shape: tuple[int, ...]
 
 
 @pytest.mark.usefixtures("extension")
-@mostly_slow("shape", [CPU_SHAPES[0], SHAPES[2]], 1)
+@mostly_slow("shape", [CPU_SHAPES[0], SHAPES[2], CPU_KIMI[1], KIMI[1]], 1)
 def test_a_new_sequence_starts_from_zeros(shape: tuple[int, ...]) -> None:
     for backend in backends_for(shape):
         scene = Scene(shape, torch.float32, [8])
@@ -407,9 +442,10 @@ def test_a_new_sequence_starts_from_zeros(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("extension")
-def test_a_broken_row_spoils_itself_alone() -> None:
-    for backend in backends_for(CPU_SHAPES[0]):
-        clean, broken = (Scene(CPU_SHAPES[0], torch.float32, [20, 20, 30, 70]) for _ in range(2))
+@mostly_slow("shape", [CPU_SHAPES[0], CPU_KIMI[1]], 1)
+def test_a_broken_row_spoils_itself_alone(shape: tuple[int, ...]) -> None:
+    for backend in backends_for(shape):
+        clean, broken = (Scene(shape, torch.float32, [20, 20, 30, 70]) for _ in range(2))
         right = clean.whole(backend)
         broken.rows[1].qkvz[7, 3] = NAN
         broken.rows[3].gates[65] = NAN
@@ -443,7 +479,9 @@ def test_rows_of_equal_counts_ask_the_host_nothing(
     out = torch.empty(len(qkvz), scene.spec.v_heads * scene.spec.v_dim, dtype=qkvz.dtype)
     with Guard():
         prepared = backend.prepare(segment, 0, state_cache(scene.spec), 64, qkvz.dtype)
-        backend.run(qkvz, gates, out, DeltaInput(segment, scene.state, scene.weights, True, prepared))
+        backend.run(
+            scene.inputs(qkvz, gates), out, DeltaInput(segment, scene.state, scene.weights, True, prepared)
+        )
     assert backend.capturable
     assert not out.isnan().any()
 

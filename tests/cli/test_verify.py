@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.checkpoints import make_checkpoint
 from weft.cli.main import main
 from weft.cli.verify import verify_run, verify_tier
 from weft.common.errors import ConfigError
@@ -34,6 +35,20 @@ def test_it_passes_against_the_reference(checkpoint: str, capsys: pytest.Capture
     assert "greedy tokens in float64: 4 of 4 prompts equal over 8 tokens" in out
     assert "within 0.0001" in out
     assert out.endswith("verify: passed\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["qwen3_next", "kimi_linear"])
+def test_models_with_states_pass_against_the_reference(
+    shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The blocks of a state's KV cache group are snapshots: the forward pass needs none."""
+    pytest.importorskip("transformers", reason="needs the transformers package")
+    folder = make_checkpoint(tmp_path, shape)
+    status, out = verified(capsys, "--reference", str(folder), *FEW, "--tokenizer", "spool-text")
+    assert status == 0, out
+    assert "greedy tokens in float64: 4 of 4 prompts equal over 8 tokens" in out
+    assert "within 0.0001" in out
 
 
 def test_it_finds_a_defect(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from tests.e0.rig import CPU, Answer, make_engine, run, spec_of, submit
 from tests.support.checkpoints import make_checkpoint
-from tests.support.loras import CONV, DELTA, DENSE, LATENT, MAMBA, PARALLEL, make_adapter, merge
+from tests.support.loras import CONV, DELTA, DENSE, KIMI, LATENT, MAMBA, PARALLEL, make_adapter, merge
 from weft.common.errors import InvalidRequest
 from weft.config.adapters import read_adapter
 from weft.config.sections.all import SpeculationSection
@@ -30,7 +30,7 @@ from weft.types.sampling import TokenParams
 GREEDY = TokenParams(temperature=0.0, max_tokens=9)
 PROMPTS = [[5 + 3 * i % 60 for i in range(length)] for length in (19, 26, 7)]
 TARGETS = {"llama": DENSE, "mistral": DENSE, "deepseek_v3": LATENT, "qwen3_next": DELTA}
-TARGETS |= {"lfm2": CONV, "nemotron_h": MAMBA, "falcon_h1": PARALLEL}
+TARGETS |= {"kimi_linear": KIMI, "lfm2": CONV, "nemotron_h": MAMBA, "falcon_h1": PARALLEL}
 
 
 class World:

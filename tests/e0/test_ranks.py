@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "experts, preemption": {"shape": "qwen3_moe", "blocks": 24, "sampling": "seeded"},
     "states, prefix hits, deep": {"shape": "qwen3_next_wide", "chunk": 16, "depth": 2, "hits": True},
     "latents, seeded": {"shape": "deepseek_v3", "chunk": 16, "sampling": "seeded"},
+    "states and latents": {"shape": "kimi_linear", "chunk": 16, "depth": 2, "hits": True},
     "sparse, hashed experts": {"shape": "deepseek_v4", "chunk": 7},
     "module's drafts, deep": {"shape": "mtp", "depth": 2, "speculation": "mtp"},
     "lines in 8 bits": {"shape": "qwen3_moe", "chunk": 16, "cache": "fp8"},
@@ -176,6 +177,12 @@ EXPERT_CASES: dict[str, dict[str, Any]] = {
         "chunk": 16,
         "hits": True,
         "experts": ExpertOptions(dispatch="gather"),
+    },
+    "reduce, states and latents, prefix hits": {
+        "shape": "kimi_linear",
+        "chunk": 7,
+        "hits": True,
+        "experts": ExpertOptions(dispatch="reduce"),
     },
     "moving, redundant, deep": {
         "shape": "deepseek_v3",

@@ -41,10 +41,13 @@ class Alone:
         return self._tokens[key]
 
 
-#: Delta nets, short convolutions, Mamba2, Mamba2 beside attention.
+#: Delta nets, delta nets by channel beside latents, short convolutions, Mamba2, Mamba2 beside attention.
 FAMILIES = [
     "qwen3_next",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfm2", "nemotron_h", "falcon_h1")),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("kimi_linear", "lfm2", "nemotron_h", "falcon_h1")
+    ),
 ]
 
 

@@ -102,6 +102,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
         },
     ),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_key_value_heads": 6,
+            "linear_num_heads": 4,
+            "linear_head_dim": 32,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "moe_intermediate_size": 48,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+    ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv", "conv"], "conv_L_cache": 3}),
     "nemotron_h": (
         "NemotronH",

@@ -214,6 +214,14 @@ OTHERS += [
 FIRST = {case["model"]: case for case in reversed(OTHERS)}
 """Model -> the first of its cases."""
 OTHERS += [
+    {"model": "kimi_linear", "form": form, "dtype": dtype, "batch": 16, "chunk": chunk, **more}
+    for form, dtype, chunk, more in (
+        ("cpp", "bfloat16", 16, {"prefix": "hit", "preempt": True}),
+        ("cpp", "float32", 256, {"preempt": True, "sampling": "seeded"}),
+        ("fallback", "float32", 16, {"prefix": "hit"}),
+    )
+]
+OTHERS += [
     {"model": "lfm2", "form": form, "dtype": dtype, "batch": 16, "chunk": chunk, **more}
     for form, dtype, chunk, more in (
         ("cpp", "bfloat16", 16, {"prefix": "hit", "preempt": True}),

@@ -28,6 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen3_moe": {},
     "qwen3_next": {},
+    "kimi_linear": {"deterministic": True},
     "lfm2": {},
     "nemotron_h": {"deterministic": True},
     "gpt_oss": {},

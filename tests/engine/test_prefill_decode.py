@@ -281,13 +281,17 @@ def test_a_group_with_a_role_serves_sequences_without_a_transfer(
 
 FAMILIES = (
     *("mistral", "deepseek_v3", "qwen3_next", "deepseek_v4", "lfm2_moe", "nemotron_h", "falcon_h1"),
-    "llama4",
+    *("kimi_linear", "llama4"),
 )
 """Families with windows, latents, recurrent states of three forms, compressed entries, and chunks."""
 
 
 @pytest.mark.requirement("E4")
-@mostly_slow("family", FAMILIES, [one for one in FAMILIES if one not in ("lfm2_moe", "falcon_h1", "llama4")])
+@mostly_slow(
+    "family",
+    FAMILIES,
+    [one for one in FAMILIES if one not in ("lfm2_moe", "falcon_h1", "kimi_linear", "llama4")],
+)
 @mostly_slow("blocks", [(8, 8), (8, 16)], [(8, 16)])
 def test_every_kind_of_cache_goes_over(
     pairs: Callable[..., EnginePair], tmp_path: Path, family: str, blocks: tuple[int, int]
@@ -313,6 +317,7 @@ def test_every_kind_of_cache_goes_over(
         ("qwen3_next", {"steps_in_flight": 2, "max_num_seqs": 2}),
         ("lfm2_moe", {"speculative_method": "ngram", "ngram_min_length": 1}),
         ("nemotron_h", {"speculative_method": "ngram", "ngram_min_length": 1}),
+        ("kimi_linear", {"speculative_method": "ngram", "ngram_min_length": 1}),
     ],
     2,
 )

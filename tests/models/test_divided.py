@@ -68,6 +68,7 @@ MODELS = (
     "deepseek-v4-odd",
     "deepseek-v32",
     "glm-dsa",
+    "kimi-linear",
     "lfm2-moe",
     "nemotron-h-moe",
     "gemma4-moe",

@@ -49,6 +49,7 @@ DEFAULT = (
     "deepseek-v3",
     "deepseek-v3-full-queries-bias",
     "qwen3-next",
+    "kimi-linear",
     "gpt-oss",
     "deepseek-v4",
     "deepseek-v32",

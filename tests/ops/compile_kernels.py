@@ -10,6 +10,7 @@ shared memory, registers of a thread, bytes of its stack (where spilled register
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -338,27 +339,34 @@ def routers() -> None:
             routing.cut(chosen, experts, tile_m)
 
 
-def delta(k_heads: int, v_heads: int, dim: int, taps: int, dtype: torch.dtype) -> None:
-    """The gated delta net for decode rows, which keep a state for each token, and for chunks."""
+def delta(
+    k_heads: int, v_heads: int, dim: int, taps: int, dtype: torch.dtype, *, by_channel: bool = False
+) -> None:
+    """The gated delta net for decode rows, which keep a state for each token, and for chunks.
+
+    by_channel: with a decay for every key channel.
+    """
     from weft.ops.triton import delta as kernels
 
     channels = (2 * k_heads + v_heads) * dim
     keys = torch.empty(5, 2, k_heads, taps - 1, dim, dtype=dtype)
     values = torch.empty(5, 2, v_heads, taps - 1, dim, dtype=dtype)
     state = (keys, keys.clone(), values, torch.empty(5, 2, v_heads, dim, dim))
-    weights = tuple(torch.empty(*size) for size in ((taps, channels), (v_heads,), (v_heads,), (dim,)))
+    decays = (v_heads, dim) if by_channel else (v_heads,)
+    weights = tuple(torch.empty(*size) for size in ((taps, channels), (v_heads,), decays, (dim,)))
+    widths = (channels, v_heads * dim, v_heads, math.prod(decays))
     rows = (torch.zeros(4, dtype=torch.int32), *(torch.zeros(3, dtype=torch.int64) for _ in range(3)))
     out = torch.empty(3, v_heads * dim, dtype=dtype)
     for each in (False, True):
         kernels.run(
-            torch.empty(3, channels + v_heads * dim, dtype=dtype),
-            torch.empty(3, 2 * v_heads, dtype=dtype),
+            tuple(torch.empty(3, width, dtype=dtype) for width in widths),  # type: ignore[arg-type]
             out,
             state,
             weights,  # type: ignore[arg-type]
             rows,
             eps=1e-6,
             length_eps=1e-6,
+            sigmoid=by_channel,
             each=each,
         )
 
@@ -461,6 +469,7 @@ def others() -> None:
     experts(HALF)
     routers()
     delta(16, 32, 128, 4, HALF)
+    delta(32, 32, 128, 4, HALF, by_channel=True)
     packed(HALF, "int4 zeros", "nvfp4")
     draws(HALF)
     if int(sys.argv[1]) >= 89:

@@ -144,41 +144,45 @@ def replace_pieces() -> torch_moe.Pieces:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("heads", [(16, 32), (2, 6)])
-def test_gated_delta_net(heads: tuple[int, int], count: int) -> None:
+@pytest.mark.parametrize(("heads", "channels"), [((16, 32), False), ((2, 6), False), ((32, 32), True)])
+def test_gated_delta_net(heads: tuple[int, int], channels: bool, count: int) -> None:
     """Outputs and every copy of the states equal torch; a row alone has equal bits."""
     from weft.attention.delta.delta_torch import TorchDelta
     from weft.attention.delta.delta_triton import TritonDelta
 
     run: dict[str, tuple[Tensor, tuple[Tensor, ...]]] = {}
     for backend in (TorchDelta(), TritonDelta()):
-        run[type(backend).__name__] = delta_step(backend.run, heads, 5, count)
+        run[type(backend).__name__] = delta_step(backend.run, heads, 5, count, channels)
     (wanted, states), (made, own) = run["TorchDelta"], run["TritonDelta"]
     assert near(made, wanted, 2e-2)
     for one, other in zip(own, states, strict=True):
         assert torch.equal(one.isnan(), other.isnan())
         assert near(one.nan_to_num(), other.nan_to_num(), 1e-4)
-    alone, _ = delta_step(TritonDelta().run, heads, 1, count)
+    alone, _ = delta_step(TritonDelta().run, heads, 1, count, channels)
     assert torch.equal(alone, made[:count])
 
 
 def delta_step(
-    run: Callable[..., None], heads: tuple[int, int], rows: int, count: int
+    run: Callable[..., None], heads: tuple[int, int], rows: int, count: int, by_channel: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return (outputs, states) of a step of ``count`` tokens for ``rows`` rows; row 2 begins."""
+    """Return (outputs, states) of a step of ``count`` tokens for ``rows`` rows; row 2 begins.
+
+    by_channel: with a decay for every key channel.
+    """
     import numpy as np
 
     from weft.attention.base import SegmentInput
-    from weft.attention.delta.delta_backend import DeltaInput, DeltaWeights
+    from weft.attention.delta.delta_backend import DeltaInput, DeltaInputs, DeltaWeights
 
     (k_heads, v_heads), dim, taps, copies = heads, 128, 4, 4
     channels = (2 * k_heads + v_heads) * dim
     weights = DeltaWeights(
         taps=noise(taps, channels, dtype=torch.float32, seed=1),
         rate=noise(v_heads, dtype=torch.float32, seed=2).exp(),
-        bias=noise(v_heads, dtype=torch.float32, seed=3),
+        bias=noise(*((v_heads, dim) if by_channel else (v_heads,)), dtype=torch.float32, seed=3),
         norm=noise(dim, dtype=torch.float32, seed=4),
         eps=1e-6,
+        sigmoid=by_channel,
     )
     shapes = ((k_heads, taps - 1), (k_heads, taps - 1), (v_heads, taps - 1), (v_heads, dim))
     dtypes = (HALF, HALF, HALF, torch.float32)
@@ -193,7 +197,9 @@ def delta_step(
         for number, part in enumerate(state):
             part[slots[row], live[row]] = noise(*part.shape[2:], seed=100 * row + number).to(part.dtype)
     qkvz = noise(5 * count, channels + v_heads * dim, seed=7)[: rows * count]
-    gates = noise(5 * count, 2 * v_heads, seed=8)[: rows * count]
+    decays = v_heads * dim if by_channel else v_heads
+    gates = noise(5 * count, v_heads + decays, seed=8)[: rows * count]
+    inputs = DeltaInputs(qkvz[:, :channels], qkvz[:, channels:], gates[:, :v_heads], gates[:, v_heads:])
     segment = SegmentInput(
         begin=0,
         rows=rows,
@@ -207,7 +213,7 @@ def delta_step(
         tables=(),
     )
     out = torch.empty(rows * count, v_heads * dim, dtype=HALF, device=DEVICE)
-    run(qkvz, gates, out, DeltaInput(segment, state, weights, True))
+    run(inputs, out, DeltaInput(segment, state, weights, True))
     return out, state
 
 

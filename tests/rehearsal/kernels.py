@@ -616,14 +616,13 @@ def _delta_states(given: Given) -> None:
     heads = given.K_HEADS * given.GROUP
     given.need(given.grid[1] == heads, "every head has a program")
     given.need(given.grid[2] * given.TILE >= given.V_DIM, "columns without a program")
-    tokens = given.qkvz_ptr.shape[0]
-    given.reach(
-        "gates_ptr", (tokens - 1) * given.gates_stride + 2 * heads, given.qkvz_ptr.dtype, aligned=False
-    )
+    decays = heads * (given.K_DIM if given.BY_CHANNEL else 1)
+    _delta_columns(given, "b", heads)
+    _delta_columns(given, "a", decays)
     given.array("taps_ptr", given.TAPS * (2 * given.K_HEADS * given.K_DIM + heads * given.V_DIM), *WIDE)
     _copies(given, "state_ptr", "state", heads * given.K_DIM * given.V_DIM, torch.float32)
-    for name in ("rate_ptr", "bias_ptr"):
-        given.array(name, heads, *WIDE)
+    given.array("rate_ptr", heads, *WIDE)
+    given.array("bias_ptr", decays, *WIDE)
 
 
 def _delta_outputs(given: Given) -> None:
@@ -633,18 +632,18 @@ def _delta_outputs(given: Given) -> None:
     given.need(given.grid[1] == heads + 2 * given.K_HEADS, "every head has a program")
     given.need(given.V_DIM <= given.V_P2, "a head is larger than the program")
     given.need(given.TAPS - 1 <= given.TAPS_P2, "inputs are left out")
-    last = (given.qkvz_ptr.shape[0] - 1) * given.out_stride
-    given.reach("out_ptr", last + heads * given.V_DIM, given.qkvz_ptr.dtype, aligned=False)
+    _delta_columns(given, "z", heads * given.V_DIM)
+    _delta_columns(given, "out", heads * given.V_DIM)
     given.array("norm_ptr", given.V_DIM, *WIDE)
 
 
 def _delta_rows(given: Given) -> None:
     """Check the arguments that both kernels of the gated delta net share."""
     given.need(given.K_DIM <= given.K_P2, "a key is larger than the program")
-    heads, rows, dtype = given.K_HEADS * given.GROUP, given.grid[0], given.qkvz_ptr.dtype
-    tokens = given.qkvz_ptr.shape[0]
-    width = 2 * (given.K_HEADS * given.K_DIM + heads * given.V_DIM)
-    given.reach("qkvz_ptr", (tokens - 1) * given.qkvz_stride + width, *HALF, aligned=False)
+    heads, rows, dtype = given.K_HEADS * given.GROUP, given.grid[0], given.qkv_ptr.dtype
+    tokens = given.qkv_ptr.shape[0]
+    width = 2 * given.K_HEADS * given.K_DIM + heads * given.V_DIM
+    given.reach("qkv_ptr", (tokens - 1) * given.qkv_stride + width, *HALF, aligned=False)
     given.array("o_ptr", tokens * heads * given.V_DIM, *WIDE)
     for name in ("q_ptr", "k_ptr"):
         _copies(given, name, "key", given.K_HEADS * (given.TAPS - 1) * given.K_DIM, dtype)
@@ -652,6 +651,12 @@ def _delta_rows(given: Given) -> None:
     given.reach("offsets_ptr", rows + 1, torch.int32, aligned=False)
     for name in ("starts_ptr", "slots_ptr", "live_ptr"):
         given.reach(name, rows, torch.int64, aligned=False)
+
+
+def _delta_columns(given: Given, name: str, columns: int) -> None:
+    """Check a matrix with the rows and the dtype of qkv."""
+    last = (given.qkv_ptr.shape[0] - 1) * given.values[f"{name}_stride"]
+    given.reach(f"{name}_ptr", last + columns, given.qkv_ptr.dtype, aligned=False)
 
 
 def _copies(given: Given, name: str, stride: str, elements: int, dtype: torch.dtype) -> None:

@@ -34,6 +34,7 @@ FAMILIES = [
     "deepseek-v32",
     "glm-dsa",
     "deepseek-v4",
+    "kimi-linear",
     "lfm2-moe",
     "nemotron-h-moe",
     "granite-hybrid",
@@ -41,7 +42,15 @@ FAMILIES = [
 ]
 
 
-BRIEF = {"llama-biases-head-dim", "qwen3-next", "qwen3-5-moe", "lfm2-moe", "granite-hybrid", "falcon-h1"}
+BRIEF = {
+    "llama-biases-head-dim",
+    "qwen3-next",
+    "qwen3-5-moe",
+    "kimi-linear",
+    "lfm2-moe",
+    "granite-hybrid",
+    "falcon-h1",
+}
 """Families whose longer prompts are covered by other families or tests."""
 ONE = {"deepseek-v4"}
 """Families with so many operators that one prompt is enough."""

@@ -78,6 +78,26 @@ def _qwen3_next_wide() -> tuple[str, dict[str, Any]]:
     return family, {**settings, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 
+def _kimi_linear() -> tuple[str, dict[str, Any]]:
+    return "KimiLinear", {
+        **{name: value for name, value in _COMMON.items() if name != "head_dim"},
+        "initializer_range": 0.33,
+        "num_hidden_layers": 4,
+        "intermediate_size": 64,
+        "num_key_value_heads": 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "moe_intermediate_size": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+
+
 def _lfm2() -> tuple[str, dict[str, Any]]:
     return "Lfm2Moe", {
         **{name: value for name, value in _COMMON.items() if name != "head_dim"},
@@ -192,6 +212,7 @@ SHAPES = {
     "qwen3_next_wide": _qwen3_next_wide,
     "deepseek_v3": _deepseek_v3,
     "falcon_h1": _falcon_h1,
+    "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,
     "nemotron_h": _nemotron_h,
 }

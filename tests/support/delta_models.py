@@ -28,6 +28,22 @@ _MROPE = {
     "mrope_interleaved": True,
 }
 
+_KIMI: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "pad_token_id": None,
+}
+
 #: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", {**_SHAPE, **_MOE, "mlp_only_layers": [1]}),
@@ -63,5 +79,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
             "tie_word_embeddings": True,
         },
+    ),
+    "kimi-linear": ("KimiLinear", _KIMI),
+    # Sizes that the C++ operations do not support, low-rank queries, biases, groups of experts.
+    "kimi-linear-odd-heads": (
+        "KimiLinear",
+        {
+            **_KIMI,
+            "num_hidden_layers": 3,
+            "layer_types": [FULL, LINEAR, FULL],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "linear_num_heads": 3,
+            "linear_head_dim": 12,
+            "linear_conv_kernel_dim": 3,
+            "q_lora_rank": 20,
+            "attention_bias": True,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+        },
+    ),
+    "kimi-linear-dense": (
+        "KimiLinear",
+        {**_KIMI, "mlp_layer_types": ["dense"] * 4, "layer_types": [LINEAR] * 4, "rms_norm_eps": 1e-3},
     ),
 }

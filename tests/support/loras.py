@@ -20,6 +20,7 @@ LATENT = r"(self_attn\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|o_proj)|layers\.0\.
 DELTA = (
     r"(linear_attn\.(in_proj_qkvz|in_proj_ba|out_proj)|self_attn\.(q|k|v|o)_proj|layers\.1\.mlp\.\w+_proj)$"
 )
+KIMI = r"(self_attn\.([qkvbo]_proj|[fg]_[ab]_proj|kv_a_proj_with_mqa)|shared_experts\.(gate|up|down)_proj)$"
 CONV = r"(conv\.(in|out)_proj|self_attn\.(q|k|v)_proj|self_attn\.out_proj|layers\.0\.feed_forward\.w[123])$"
 PARALLEL = r"(mamba\.(in|out)_proj|self_attn\.(q|k|v|o)_proj|feed_forward\.(gate|up|down)_proj)$"
 

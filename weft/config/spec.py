@@ -161,7 +161,7 @@ class IndexSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Gated delta net. Source: Yang et al. 2024, arXiv 2412.06464."""
+    """Gated delta net, or Kimi Delta Attention. Source: arXiv 2412.06464; arXiv 2510.26692."""
 
     layers: tuple[int, ...]
     k_heads: int
@@ -170,6 +170,14 @@ class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True):
     v_dim: int
     conv: int
     """Taps of the causal convolution."""
+    gate_rank: int = 0
+    """Kimi Delta Attention: rank of the projections of the decays and of the output gate. Every key channel
+    has a decay, and the output gate is a sigmoid. 0: every value head has a decay, and the gate is a silu."""
+
+    @property
+    def decays(self) -> int:
+        """Number of decays per token."""
+        return self.v_heads * (self.k_dim if self.gate_rank else 1)
 
 
 class SparseSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ _FAMILIES = (
     "deepseek_v32",
     "deepseek_v4",
     "kimi_k25",
+    "kimi_linear",
     "gpt_oss",
     "declared",
     "lfm2",

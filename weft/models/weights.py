@@ -199,9 +199,11 @@ def add_block(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: s
     """Add the norms and the attention of one layer to ``made``."""
     for name, norm in _NORMS[spec.norms.place]:
         made.add_norm(spec, f"{theirs}.{name}", f"{ours}.{norm}")
+    if spec.delta is not None and layer in spec.delta.layers:
+        return  # the family knows the names
     if spec.mla is not None:
         _add_latent_attention(made, spec, f"{theirs}.self_attn", f"{ours}.attention")
-    elif spec.delta is None or layer not in spec.delta.layers:
+    else:
         add_attention(made, spec, layer, f"{theirs}.self_attn", f"{ours}.attention")
 
 
@@ -302,6 +304,7 @@ def add_experts(
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     *,
     shared: str = "shared_experts",
+    shared_names: tuple[str, str, str] | None = None,
     hashed: bool = False,
 ) -> None:
     """Add to ``made`` a router ``gate``, experts in either published form, and the further parts of
@@ -309,8 +312,8 @@ def add_experts(
 
     names: the family's names of an expert's gate, up and down matrices. The fused form is
     ``experts.gate_up_proj`` [experts, 2 n, hidden] and ``experts.down_proj`` [experts, hidden, n]; the other
-    form has single experts. shared: the family's name of the shared expert. hashed: the table
-    ``gate.tid2eid`` chooses experts.
+    form has single experts. shared: the family's name of the shared expert. shared_names: names of the
+    matrices of the shared expert (None: ``names``). hashed: the table ``gate.tid2eid`` chooses experts.
     """
     assert spec.moe is not None
     n = spec.moe.intermediate
@@ -322,9 +325,10 @@ def add_experts(
         made.add(f"{theirs}.gate.e_score_correction_bias", f"{ours}.router.correction")
     if spec.moe.shared:
         s = spec.moe.shared
-        made.add(f"{theirs}.{shared}.{gate}.weight", f"{ours}.shared.gate_up", slice(0, s))
-        made.add(f"{theirs}.{shared}.{up}.weight", f"{ours}.shared.gate_up", slice(s, 2 * s))
-        made.add(f"{theirs}.{shared}.{down}.weight", f"{ours}.shared.down")
+        shared_gate, shared_up, shared_down = shared_names or names
+        made.add(f"{theirs}.{shared}.{shared_gate}.weight", f"{ours}.shared.gate_up", slice(0, s))
+        made.add(f"{theirs}.{shared}.{shared_up}.weight", f"{ours}.shared.gate_up", slice(s, 2 * s))
+        made.add(f"{theirs}.{shared}.{shared_down}.weight", f"{ours}.shared.down")
         if spec.moe.shared_gate:
             made.add(f"{theirs}.{shared}_gate.weight", f"{ours}.shared.gate")
     single = []

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from weft.attention.base import LayerCache
-from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaWeights
+from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaInputs, DeltaWeights
 from weft.attention.gqa.gqa import AttentionInput
-from weft.config.spec import ModelSpec
+from weft.config.spec import DeltaSpec, ModelSpec
 from weft.layers.build import Build, Packs
 from weft.layers.dense import Linear, RowLinear
-from weft.layers.shard import joined
+from weft.layers.shard import Shard, joined
+from weft.ops.low_rank import AdapterRows
 
 Tensor = torch.Tensor
 
@@ -32,7 +33,7 @@ class DeltaNet(Packs):
     out         [hidden, v heads]
     """
 
-    adapted = ("qkvz", "gates", "out")
+    adapted: tuple[str, ...] = ("qkvz", "gates", "out")
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()
@@ -42,20 +43,36 @@ class DeltaNet(Packs):
         heads = build.part(delta.v_heads)
         key = build.part(delta.k_heads).times(delta.k_dim)
         value = heads.times(delta.v_dim)
+        # Kimi Delta Attention has a decay for every key channel.
+        decays = heads.times(delta.k_dim if delta.gate_rank else 1)
         self._kind = spec.cache_of(layer)
+        self._decays = (heads.count, delta.k_dim) if delta.gate_rank else (heads.count,)
+        self._sigmoid = delta.gate_rank > 0
         self._value = value.count
         self._eps = spec.norm_eps
-        self.qkvz = Linear(spec.hidden, joined(key, key, value, value), build)
-        self.gates = Linear(spec.hidden, joined(heads, heads), build)
+        self._add_inputs(spec.hidden, delta, key, heads, build)
         channels = joined(key, key, value)
         self.conv: nn.Parameter | None = build.weight(
             channels.count, 1, delta.conv, shard=channels, wide=True
         )
         self.log_rate = build.weight(heads.count, shard=heads, wide=True)
-        self.step_bias = build.weight(heads.count, shard=heads, wide=True)
+        self.step_bias = build.weight(decays.count, shard=decays, wide=True)
         self.norm = build.weight(delta.v_dim, wide=True)
         self.out = RowLinear(value, spec.hidden, build)
         self._weights: DeltaWeights | None = None
+
+    def _add_inputs(self, hidden: int, delta: DeltaSpec, key: Shard, heads: Shard, build: Build) -> None:
+        """Add the input projections. ``key``: this rank's key channels; ``heads``: its value heads."""
+        value = heads.times(delta.v_dim)
+        self.qkvz = Linear(hidden, joined(key, key, value, value), build)
+        self.gates = Linear(hidden, joined(heads, heads), build)
+
+    def _inputs(self, x: Tensor, adapters: AdapterRows | None) -> DeltaInputs:
+        """Return the inputs of the core for x [T, hidden]."""
+        qkvz = self.qkvz(x, adapters)
+        qkv, z = qkvz.split((qkvz.shape[1] - self._value, self._value), dim=1)
+        b, a = self.gates(x, adapters).chunk(2, dim=1)
+        return DeltaInputs(qkv, z, b, a)
 
     def pack(self) -> None:
         """Compute the weights in the form of the backend, and drop ``conv``.
@@ -66,9 +83,10 @@ class DeltaNet(Packs):
         self._weights = DeltaWeights(
             taps=self.conv.data[:, 0].T.contiguous(),
             rate=self.log_rate.data.exp(),
-            bias=self.step_bias.data,
+            bias=self.step_bias.data.view(self._decays),
             norm=self.norm.data,
             eps=self._eps,
+            sigmoid=self._sigmoid,
         )
         self.conv = None
 
@@ -84,19 +102,18 @@ class DeltaNet(Packs):
         assert isinstance(backend, DeltaBackend)
         assert self._weights is not None, "not packed"
         step = shared.step
-        qkvz = self.qkvz(x, step.adapters)
-        gates = self.gates(x, step.adapters)
-        out = qkvz.new_empty(x.shape[0], self._value)
+        inputs = self._inputs(x, step.adapters)
+        out = x.new_empty(len(x), self._value)
         # Only decode rows may be cut back to an earlier token (rejected drafts), so only decode rows store a
         # state per token.
         for segment, prepared, each in zip(step.segments, step.prepared, (False, True), strict=True):
             if not segment.tokens:
                 continue
             rows = slice(segment.begin, segment.begin + segment.tokens)
+            alone = segment.tokens == len(x)
             backend.run(
-                qkvz[rows],
-                gates[rows],
-                out[rows],
+                inputs if alone else inputs.of(rows),
+                out if alone else out[rows],
                 DeltaInput(segment, caches[self._kind], self._weights, each, prepared[self._kind]),
             )
         wanted = out if logits_indices is None else out[logits_indices]

@@ -1,15 +1,18 @@
 """Interface of the gated delta net's core: the part of a layer between its projections, per segment.
 
-For a token with query q, key k (both of length 1), value v and gates g <= 0, 0 < b < 1, for each value head:
+For a token with query q, key k (both of length 1), value v and gates g <= 0, 0 < beta < 1, for each value
+head:
 
     q, k, v    silu of a causal convolution over the inputs of the token and of the last tokens before
-    S          <- e^g S + k outer b (v - k e^g S)          the state, [k_dim, v_dim]
+    g          = -rate softplus(a + bias)                  one number, or [k_dim, 1]: one per row of S
+    beta       = sigmoid(b)
+    S          <- e^g S + k outer beta (v - k e^g S)       the state, [k_dim, v_dim]
     o          = q S / sqrt(k_dim)
-    out        = rms norm(o) * silu(z)
+    out        = rms norm(o) * silu(z), or rms norm(o) * sigmoid(z)
 
 A sequence of any length stores only the last inputs of the convolution and S: the parts of a ``state`` cache.
 
-Source: Yang et al. 2024, arXiv 2412.06464.
+Source: Yang et al. 2024, arXiv 2412.06464; one g per row of S (Kimi Delta Attention): arXiv 2510.26692.
 """
 
 from __future__ import annotations
@@ -33,12 +36,31 @@ class DeltaWeights:
     """[conv, channels]: taps of the convolution, the tap of the oldest input first. Channels: q, k, v
     heads."""
     rate: Tensor
-    """[v_heads]: g = -rate * softplus(a + bias)."""
-    bias: Tensor
     """[v_heads]."""
+    bias: Tensor
+    """[v_heads], or [v_heads, k_dim] with a decay for every key channel."""
     norm: Tensor
     """[v_dim]."""
     eps: float
+    sigmoid: bool = False
+    """True if the output gate is sigmoid(z), False for silu(z)."""
+
+
+class DeltaInputs(NamedTuple):
+    """Results of the projections for T tokens. Rows may have strides, elements of a row are contiguous."""
+
+    qkv: Tensor
+    """[T, q heads | k heads | v heads]."""
+    z: Tensor
+    """[T, v_heads * v_dim]."""
+    b: Tensor
+    """[T, v_heads]."""
+    a: Tensor
+    """[T, v_heads], or [T, v_heads * k_dim] with a decay for every key channel."""
+
+    def of(self, rows: slice) -> DeltaInputs:
+        """Return the inputs of the tokens ``rows``."""
+        return DeltaInputs(*(part[rows] for part in self))
 
 
 class DeltaInput(NamedTuple):
@@ -63,8 +85,7 @@ class DeltaBackend(Backend):
     @abstractmethod
     def run(
         self,
-        qkvz: Tensor,  # [T, q heads | k heads | v heads | z heads] of this segment
-        gates: Tensor,  # [T, b | a], one of each for a value head
+        inputs: DeltaInputs,  # of this segment
         out: Tensor,  # [T, v_heads * v_dim], written
         delta: DeltaInput,
     ) -> None:

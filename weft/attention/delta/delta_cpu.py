@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput
+from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaInputs
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops.cpu.served import check_built, check_served
@@ -46,13 +46,12 @@ class CpuDelta(DeltaBackend):
             )
         check_built("delta net backend 'cpu'")
 
-    def run(self, qkvz: Tensor, gates: Tensor, out: Tensor, delta: DeltaInput) -> None:
+    def run(self, inputs: DeltaInputs, out: Tensor, delta: DeltaInput) -> None:
         """Run the compiled operation; see ``DeltaBackend.run``. Writes ``out`` and the states in place."""
         segment = delta.segment
         weights = delta.weights
         torch.ops.weft_cpu.delta_net.default(
-            qkvz,
-            gates,
+            *inputs,
             out,
             *delta.state,
             weights.taps,
@@ -60,6 +59,7 @@ class CpuDelta(DeltaBackend):
             weights.bias,
             weights.norm,
             weights.eps,
+            weights.sigmoid,
             segment.q_offsets,
             segment.starts,
             segment.slots,

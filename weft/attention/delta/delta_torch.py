@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaWeights
+from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaInputs, DeltaWeights
 from weft.attention.recurrent import (
     FEW,
     ByRowGroups,
@@ -33,6 +33,10 @@ from weft.attention.recurrent import (
 Tensor = torch.Tensor
 
 CHUNK = 64
+BLOCK = 16
+"""Tokens of a block with a decay for every key channel. Divides ``CHUNK``."""
+SPAN_BY_CHANNEL = 256
+"""Tokens in one computation with a decay for every key channel. Bounds the memory. A multiple of CHUNK."""
 LENGTH_EPS = 1e-6
 
 
@@ -54,43 +58,49 @@ class _DeltaTokens:
     k: Tensor
     v: Tensor
     log_decay: Tensor
-    """[B, v_heads, n]."""
+    """[B, v_heads, n, 1], or [B, v_heads, n, k_dim] with a decay for every key channel."""
     beta: Tensor
     """[B, v_heads, n]."""
+
+    def part(self, begin: int, end: int) -> _DeltaTokens:
+        """Return the tokens ``begin`` to ``end`` - 1."""
+        parts = (self.q, self.k, self.v, self.log_decay, self.beta)
+        return _DeltaTokens(*(part[:, :, begin:end] for part in parts))
 
 
 class TorchDelta(ByRowGroups, DeltaBackend):
     """Reference backend of the gated delta net. Stateless, so threads may share an instance."""
 
-    def run(self, qkvz: Tensor, gates: Tensor, out: Tensor, delta: DeltaInput) -> None:
+    def run(self, inputs: DeltaInputs, out: Tensor, delta: DeltaInput) -> None:
         """See ``DeltaBackend.run``. Writes ``out`` and the states in place; does nothing without tokens."""
         recurrence = _DeltaRecurrence(self, delta.state, delta.weights)
-        recurrence.advance((qkvz, gates), out, delta.segment, delta.prepared, each=delta.each)
+        recurrence.advance(inputs, out, delta.segment, delta.prepared, each=delta.each)
 
     def tokens(
-        self, qkvz: Tensor, gates: Tensor, rows: _DeltaRows, weights: DeltaWeights, real: Tensor | None
+        self, inputs: DeltaInputs, rows: _DeltaRows, weights: DeltaWeights, real: Tensor | None
     ) -> Tensor:
-        """Return outputs [B, n, v_heads * v_dim] for qkvz [B, n, .] and gates [B, n, .]. Advances ``rows``.
+        """Return outputs [B, n, v_heads * v_dim] for ``inputs``, each [B, n, .]. Advances ``rows``.
 
         real: int64 [B], number of real tokens per row, in front of the padding; None: all n.
         """
         v_heads, k_dim, v_dim = rows.state.shape[1:]
-        batch, n = qkvz.shape[:2]
+        qkv, z, b, a = (part.to(rows.state.dtype) for part in inputs)
+        batch, n = qkv.shape[:2]
         value = v_heads * v_dim
-        inputs, z = qkvz.to(rows.state.dtype).split((qkvz.shape[2] - value, value), dim=2)
-        mixed, rows.past = convolve(inputs, rows.past, weights.taps, real)
+        mixed, rows.past = convolve(qkv, rows.past, weights.taps, real)
         mixed = silu(mixed)
         key = (mixed.shape[2] - value) // 2
         q, k, v = mixed.split((key, key, value), dim=2)
         # Value heads per key head.
         group = v_heads * k_dim // key
         q, k = (self._length_1(x.view(batch, n, -1, k_dim)).transpose(1, 2) for x in (q, k))
-        b, a = gates.to(mixed.dtype).transpose(1, 2).chunk(2, dim=1)  # [B, v_heads, n]
-        log_decay = -weights.rate.view(-1, 1) * softplus(a + weights.bias.view(-1, 1))
-        beta = sigmoid(b)
+        a = a.view(batch, n, v_heads, -1) + weights.bias.view(v_heads, -1)
+        # [B, v_heads, n, 1 or k_dim]
+        log_decay = (-weights.rate.view(-1, 1) * softplus(a)).transpose(1, 2)
+        beta = sigmoid(b.transpose(1, 2))
         if real is not None:  # padding must leave the state unchanged
             filler = torch.arange(n, device=real.device) >= real.view(-1, 1, 1)
-            log_decay = log_decay.masked_fill(filler, 0.0)
+            log_decay = log_decay.masked_fill(filler.unsqueeze(3), 0.0)
             beta = beta.masked_fill(filler, 0.0)
         tokens = _DeltaTokens(
             (q * k_dim**-0.5).repeat_interleave(group, dim=1),
@@ -102,7 +112,7 @@ class TorchDelta(ByRowGroups, DeltaBackend):
         o, rows.state = self._recur(tokens, rows.state)
         o = o.transpose(1, 2)  # [B, n, v_heads, v_dim]
         o = o * torch.rsqrt(self._sum(o.square(), 3) / v_dim + weights.eps) * weights.norm
-        return o.reshape(batch, n, value) * silu(z)
+        return o.reshape(batch, n, value) * (sigmoid(z) if weights.sigmoid else silu(z))
 
     def _length_1(self, x: Tensor) -> Tensor:
         """Return x [B, n, heads, dim] with each head divided by its length."""
@@ -111,7 +121,15 @@ class TorchDelta(ByRowGroups, DeltaBackend):
     def _recur(self, tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return (outputs [B, v_heads, n, v_dim], state after the last token)."""
         n = tokens.q.shape[2]
-        return self._one_by_one(tokens, state) if n <= FEW else _chunked(tokens, state)
+        if n <= FEW:
+            return self._one_by_one(tokens, state)
+        if tokens.log_decay.shape[3] == 1:
+            return _chunked(tokens, state)
+        made = []
+        for begin in range(0, n, SPAN_BY_CHANNEL):
+            out, state = _chunked(tokens.part(begin, min(begin + SPAN_BY_CHANNEL, n)), state)
+            made.append(out)
+        return torch.cat(made, dim=2), state
 
     def _one_by_one(self, tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return (outputs [B, heads, n, v_dim], state after the last token).
@@ -121,7 +139,7 @@ class TorchDelta(ByRowGroups, DeltaBackend):
         decays = tokens.log_decay.exp()
         made = []
         for t in range(tokens.q.shape[2]):
-            state = state * decays[:, :, t, None, None]
+            state = state * decays[:, :, t].unsqueeze(3)
             change = (tokens.v[:, :, t] - self._read(tokens.k[:, :, t], state)) * tokens.beta[:, :, t, None]
             state = state + tokens.k[:, :, t, :, None] * change.unsqueeze(2)
             made.append(self._read(tokens.q[:, :, t], state))
@@ -171,8 +189,7 @@ class _DeltaRecurrence(Recurrence[_DeltaRows]):
         self._recurrent[:, copy].index_copy_(0, slots, rows.state)
 
     def tokens(self, inputs: tuple[Tensor, ...], rows: _DeltaRows, real: Tensor | None) -> Tensor:
-        qkvz, gates = inputs
-        return self._backend.tokens(qkvz, gates, rows, self._weights, real)
+        return self._backend.tokens(DeltaInputs(*inputs), rows, self._weights, real)
 
 
 def _chunked(tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,27 +202,79 @@ def _chunked(tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """
     n = tokens.q.shape[2]
     filler = -n % CHUNK
-    q, k, v = (_in_chunks(F.pad(x, (0, 0, 0, filler))) for x in (tokens.q, tokens.k, tokens.v))
+    q, k, v, log_decay = (
+        _in_chunks(F.pad(x, (0, 0, 0, filler))) for x in (tokens.q, tokens.k, tokens.v, tokens.log_decay)
+    )
     beta = _in_chunks(F.pad(tokens.beta, (0, filler)).unsqueeze(3))  # [B, heads, chunks, CHUNK, 1]
-    log_decay = _in_chunks(F.pad(tokens.log_decay, (0, filler)).unsqueeze(3))
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu()
-    # e^(G_i - G_j), j <= i, from separate sums: the difference of two large sums would lose digits.
-    between = log_decay.expand(-1, -1, -1, -1, CHUNK).masked_fill(later, 0.0).cumsum(3)
-    between = between.masked_fill(later.triu(1), -torch.inf).exp()
-    system = beta * (k @ k.transpose(3, 4)) * between  # the diagonal is not read
+    products = _products if log_decay.shape[4] == 1 else _products_by_channel
+    of_keys, seen = products(torch.cat((k, q), dim=3), k, log_decay).split(CHUNK, dim=3)
+    system = beta * of_keys  # the diagonal is not read
     grown = log_decay.cumsum(3).exp()
     right = torch.cat((beta * v, beta * grown * k), dim=4)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     alone, of_state = solved.split((v.shape[4], k.shape[4]), dim=4)  # d = alone - of_state S
-    seen = (q @ k.transpose(3, 4)) * between
     q = q * grown
-    k = k * between[:, :, :, -1].unsqueeze(4)
+    k = k * _after(log_decay).exp()
     made = []
     for c in range(q.shape[2]):
         change = alone[:, :, c] - of_state[:, :, c] @ state
         made.append(q[:, :, c] @ state + seen[:, :, c] @ change)
-        state = state * grown[:, :, c, -1:] + k[:, :, c].transpose(2, 3) @ change
+        state = state * grown[:, :, c, -1].unsqueeze(3) + k[:, :, c].transpose(2, 3) @ change
     return torch.cat(made, dim=2)[:, :, :n], state
+
+
+def _products(x: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
+    """Return the products of x_i and e^(G_i - G_j) k_j for j <= i, else 0: [.., rows of x, n].
+
+    x: [.., r n, k_dim], r stacks of n tokens; k: [.., n, k_dim]; log_decay: [.., n, 1].
+    """
+    between = _between(log_decay).squeeze(-1)
+    return (x @ k.transpose(-2, -1)) * torch.cat((between,) * (x.shape[-2] // k.shape[-2]), dim=-2)
+
+
+def _products_by_channel(x: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
+    """Return the same as ``_products`` for log_decay [.., n, k_dim], in blocks of ``BLOCK`` tokens.
+
+    Products of two blocks are products of matrices: e^(G_i - G_j) is a product of the decays up to i in the
+    block of i, of all decays of the blocks between, and of the decays after j in the block of j. No factor
+    exceeds 1.
+    """
+    blocks = k.shape[-2] // BLOCK
+    x = x.unflatten(-2, (-1, blocks, BLOCK)).transpose(-4, -3)  # [.., blocks, r, BLOCK, k_dim]
+    k, g = (one.unflatten(-2, (blocks, BLOCK)) for one in (k, log_decay))
+    whole = g.sum(-2, keepdim=True)
+    first = x * g.cumsum(-2).exp().unsqueeze(-3)
+    last = _after(g)
+    result = x.new_zeros(*x.shape[:-1], blocks, BLOCK)
+    for i in range(blocks):
+        of_i = first[..., i, :, :, :].flatten(-3, -2)
+        past = torch.zeros_like(whole[..., 0, :, :])
+        for j in reversed(range(i)):
+            of_j = k[..., j, :, :] * (last[..., j, :, :] + past).exp()
+            result[..., i, :, :, j, :] = (of_i @ of_j.transpose(-2, -1)).unflatten(-2, (-1, BLOCK))
+            past = past + whole[..., j, :, :]
+        pairs = k[..., i, None, :, :] * _between(g[..., i, :, :])  # [.., BLOCK of i, BLOCK of j, k_dim]
+        inside = pairs @ x[..., i, :, :, :].movedim(-3, -1)  # [.., BLOCK of i, BLOCK of j, r]
+        result[..., i, :, :, i, :] = inside.movedim(-1, -3)
+    return result.flatten(-2).transpose(-4, -3).flatten(-4, -2)
+
+
+def _between(log_decay: Tensor) -> Tensor:
+    """Return e^(G_i - G_j) for j <= i, else 0: [.., i, j, channels] from log_decay [.., n, channels].
+
+    The sums are separate: the difference of two large sums would lose digits.
+    """
+    n = log_decay.shape[-2]
+    later = torch.ones(n, n, dtype=torch.bool, device=log_decay.device).triu().unsqueeze(2)
+    each = log_decay.unsqueeze(-2).expand(*log_decay.shape[:-1], n, -1)
+    sums = each.masked_fill(later, 0.0).cumsum(-3)
+    return sums.masked_fill(later.squeeze(2).triu(1).unsqueeze(2), -torch.inf).exp()
+
+
+def _after(log_decay: Tensor) -> Tensor:
+    """Return the sum of the log decays after each token: [.., n, channels], 0 for the last token."""
+    after = F.pad(log_decay[..., 1:, :], (0, 0, 0, 1))
+    return after.flip(-2).cumsum(-2).flip(-2)
 
 
 def _in_chunks(x: Tensor) -> Tensor:

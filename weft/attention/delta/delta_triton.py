@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from weft.attention.base import SegmentInput
-from weft.attention.delta.delta_backend import DeltaInput
+from weft.attention.delta.delta_backend import DeltaInput, DeltaInputs
 from weft.attention.delta.delta_torch import CHUNK, LENGTH_EPS, TorchDelta
 from weft.attention.recurrent import RowGroup
 from weft.common.errors import ConfigError
@@ -54,25 +54,25 @@ class TritonDelta(TorchDelta):
             return ()
         return super().prepare(segment, kind, spec, block_size, dtype)
 
-    def run(self, qkvz: Tensor, gates: Tensor, out: Tensor, delta: DeltaInput) -> None:
+    def run(self, inputs: DeltaInputs, out: Tensor, delta: DeltaInput) -> None:
         """See ``DeltaBackend.run``. Writes ``out`` and the states in place."""
         segment, weights = delta.segment, delta.weights
         if not self._by_kernel(segment):
-            super().run(qkvz, gates, out, delta)
+            super().run(inputs, out, delta)
             return
         if not segment.tokens:
             return
         from weft.ops.triton.delta import run
 
         run(
-            qkvz,
-            gates,
+            inputs,
             out,
             delta.state,
             (weights.taps, weights.rate, weights.bias, weights.norm),
             (segment.q_offsets, segment.starts, segment.slots, segment.live),
             eps=weights.eps,
             length_eps=LENGTH_EPS,
+            sigmoid=weights.sigmoid,
             each=delta.each,
         )
 

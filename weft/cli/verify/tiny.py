@@ -61,6 +61,25 @@ _DELTA: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
     "partial_rotary_factor": 0.5,
 }
+_KIMI: dict[str, Any] = {
+    **{name: value for name, value in _LATENT.items() if not name.startswith(("n_", "norm_", "scoring"))},
+    "num_hidden_layers": 4,
+    "linear_attn_config": {
+        "kda_layers": [1, 2, 4],
+        "full_attn_layers": [3],
+        "num_heads": 8,
+        "head_dim": 16,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "q_lora_rank": None,
+    "num_experts": 8,
+    "num_shared_experts": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_expert_group": 1,
+    "topk_group": 1,
+}
 _INDEX = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 24}
 
 #: Family name -> (architecture, model_type, fields besides the common part).
@@ -156,6 +175,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "gemma2",
         {"hidden_act": "gelu_pytorch_tanh", "sliding_window": 24, "attn_logit_softcapping": 2.0},
     ),
+    "kimi_linear": ("KimiLinearForCausalLM", "kimi_linear", _KIMI),
     "lfm2_moe": (
         "Lfm2MoeForCausalLM",
         "lfm2_moe",

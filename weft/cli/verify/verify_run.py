@@ -334,6 +334,8 @@ class ForwardOnly:
             )
         )
         for kind, pool in enumerate(kv.pools):
+            if pool.cache.kind == "state":  # blocks are snapshots: the state itself is in the slot
+                continue
             blocks = -(-count // pool.block_size)
             if blocks > pool.num_blocks:
                 raise ConfigError(

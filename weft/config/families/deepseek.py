@@ -19,7 +19,7 @@ _V2 = Defaults(max_position=2048, bos_id=1, eos_ids=(2,))
 _V3 = Defaults(max_position=4096, bos_id=0, eos_ids=(1,))
 
 
-class _Routing(msgspec.Struct, frozen=True, kw_only=True):
+class Routing(msgspec.Struct, frozen=True, kw_only=True):
     """Routing of a version; fields as in ``MoESpec``."""
 
     scoring: Literal["softmax", "sigmoid"]
@@ -60,14 +60,14 @@ def build_latent(facts: Facts, override: int | None) -> ModelSpec:
 
     Versions with another meaning of ``layer_types`` build on the result.
     """
-    return _build(facts, override, _V3, _v3_routing, first_dense=3, q_lora=1536)
+    return _build(facts, override, _V3, v3_routing, first_dense=3, q_lora=1536)
 
 
 def _build(
     facts: Facts,
     override: int | None,
     defaults: Defaults,
-    routing: Callable[[Facts], _Routing],
+    routing: Callable[[Facts], Routing],
     *,
     first_dense: int,
     q_lora: int,
@@ -86,7 +86,7 @@ def _build(
         rotated=rope,
         head_dim=nope + rope,
         o_bias=facts.flag("attention_bias", False),
-        moe=_moe(facts, layers, routing, first_dense),
+        moe=routed_experts(facts, routed_layers(facts, layers, first_dense), routing),
     )
     mla = latent_attention(facts, spec.rope, nope, rope, q_lora)
     cache = CacheSpec(kind="latent", layers=tuple(range(layers)), width=mla.kv_lora + mla.rope, form="latent")
@@ -109,7 +109,7 @@ def with_mtp(spec: ModelSpec, modules: int) -> ModelSpec:
     return msgspec.structs.replace(spec, mtp_layers=modules, caches=caches, moe=moe)
 
 
-def latent_attention(facts: Facts, rope: RopeSpec, nope: int, rotated: int, q_lora: int) -> MLASpec:
+def latent_attention(facts: Facts, rope: RopeSpec, nope: int, rotated: int, q_lora: int | None) -> MLASpec:
     """Return the latent attention spec. Raise ConfigError."""
     scale = (nope + rotated) ** -0.5
     if rope.kind == "yarn" and rope.mscale_all_dim:
@@ -136,17 +136,23 @@ def _temperature(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _moe(facts: Facts, layers: int, routing: Callable[[Facts], _Routing], first_dense: int) -> MoESpec | None:
-    """Return the routed experts, or None if no layer routes. Raise ConfigError."""
-    experts = (
-        facts.integer("n_routed_experts", low=0, high=MOST_PARTS) if facts.get("n_routed_experts") else 0
-    )
+def routed_layers(facts: Facts, layers: int, first_dense: int) -> tuple[int, ...]:
+    """Return the layers with routed experts; ``first_dense``: default of ``first_k_dense_replace``."""
+    if not facts.get("n_routed_experts"):
+        return ()
     first = facts.integer("first_k_dense_replace", first_dense, low=0)
     every = facts.integer("moe_layer_freq", 1)
-    routed = tuple(i for i in range(first, layers) if experts and i % every == 0)
+    return tuple(i for i in range(first, layers) if i % every == 0)
+
+
+def routed_experts(
+    facts: Facts, routed: tuple[int, ...], routing: Callable[[Facts], Routing]
+) -> MoESpec | None:
+    """Return the routed experts of the layers ``routed``, or None if no layer routes. Raise ConfigError."""
     shared = facts.integer("n_shared_experts", 0, low=0)
     if not routed:
         return None
+    experts = facts.integer("n_routed_experts", high=MOST_PARTS)
     how = routing(facts)
     top_k = facts.integer("num_experts_per_tok", 8)
     inner = facts.integer("moe_intermediate_size")
@@ -171,7 +177,7 @@ def _moe(facts: Facts, layers: int, routing: Callable[[Facts], _Routing], first_
     )
 
 
-def _v2_routing(facts: Facts) -> _Routing:
+def _v2_routing(facts: Facts) -> Routing:
     """Return the routing of V2. Raise ConfigError."""
     method = facts.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
@@ -184,7 +190,7 @@ def _v2_routing(facts: Facts) -> _Routing:
         # DeepSeek's code then omits routed_scaling_factor. Other implementations apply both or neither.
         raise facts.fail("norm_topk_prob", "= true is not supported for DeepSeek V2")
     grouped = method == "group_limited_greedy"
-    return _Routing(
+    return Routing(
         scoring="softmax",
         correction=False,
         groups=facts.integer("n_group", 1) if grouped else 1,
@@ -195,7 +201,7 @@ def _v2_routing(facts: Facts) -> _Routing:
     )
 
 
-def _v3_routing(facts: Facts) -> _Routing:
+def v3_routing(facts: Facts) -> Routing:
     """Return the routing of V3. Raise ConfigError."""
     for name, only in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if (facts.get(name) or only) != only:
@@ -203,7 +209,7 @@ def _v3_routing(facts: Facts) -> _Routing:
     # A missing field means the published model's value; an explicit null means one group.
     groups = facts.integer("n_group", 1) if "n_group" in facts else 8
     chosen = facts.integer("topk_group", 1) if "topk_group" in facts else 4
-    return _Routing(
+    return Routing(
         scoring="sigmoid",
         correction=True,
         groups=groups,

@@ -44,6 +44,7 @@ FAMILIES.add("Qwen3VLForConditionalGeneration", "weft.config.families.qwen3_vl:b
 FAMILIES.add("Qwen3VLMoeForConditionalGeneration", "weft.config.families.qwen3_vl:build_spec")
 FAMILIES.add("Kimi_K25ForConditionalGeneration", "weft.config.families.kimi_k25:build_spec")
 FAMILIES.add("KimiK25ForConditionalGeneration", "weft.config.families.kimi_k25:build_spec")
+FAMILIES.add("KimiLinearForCausalLM", "weft.config.families.kimi_linear:build_spec")
 FAMILIES.add("GptOssForCausalLM", "weft.config.families.gpt_oss:build_spec")
 for _architecture_name in ROWS:
     FAMILIES.add(_architecture_name, "weft.config.families.declared.build:build_spec")
@@ -72,6 +73,7 @@ MODEL_TYPES = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "kimi_k25": "KimiK25ForConditionalGeneration",
+    "kimi_linear": "KimiLinearForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     **DECLARED_TYPES,
     "internvl": "InternVLForConditionalGeneration",

@@ -18,7 +18,11 @@ def recurrent_elements(spec: ModelSpec) -> int:
     if (delta := spec.delta) is not None:
         key = delta.k_heads * delta.k_dim
         value = delta.v_heads * delta.v_dim
-        one = spec.hidden * (2 * key + 3 * value + 2 * delta.v_heads) + delta.conv * (2 * key + value)
+        one = spec.hidden * (2 * key + 2 * value + delta.v_heads) + delta.conv * (2 * key + value)
+        if rank := delta.gate_rank:
+            one += rank * (2 * spec.hidden + delta.decays + value)
+        else:
+            one += spec.hidden * (delta.decays + value)
         total += len(delta.layers) * one
     if (conv := spec.conv) is not None:
         channels = conv.heads * conv.dim
@@ -36,7 +40,7 @@ def recurrent_row(spec: ModelSpec) -> int:
     rows = [0]
     if spec.delta is not None:
         heads = spec.delta.k_heads * spec.delta.k_dim + spec.delta.v_heads * spec.delta.v_dim
-        rows.append(4 * heads)
+        rows.append(4 * heads + (2 * spec.delta.decays if spec.delta.gate_rank else 0))
     if spec.conv is not None:
         rows.append(8 * spec.conv.heads * spec.conv.dim)
     if spec.mamba is not None:

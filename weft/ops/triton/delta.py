@@ -5,9 +5,10 @@
     _delta_outputs   norm and gate of each head, then the last inputs of the convolution
 
 All sums are float32, in an order that depends on the sizes of a head only, so the bits of a row depend
-neither on other rows nor on the chunks of its tokens.
+neither on other rows nor on the chunks of its tokens. With a decay for every key channel (``BY_CHANNEL``) the
+decays of a token are a column, one for each row of the state.
 
-Source: Yang et al. 2024, arXiv 2412.06464.
+Source: Yang et al. 2024, arXiv 2412.06464; arXiv 2510.26692.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ MOST_KEYS, MOST_VALUES = 256, 1024
 
 
 @triton.jit
-def _input_ptr(qkvz_ptr, past_ptr, token, at, channel, stride, DIM: tl.constexpr, TAPS: tl.constexpr):
+def _input_ptr(qkv_ptr, past_ptr, token, at, channel, stride, DIM: tl.constexpr, TAPS: tl.constexpr):
     """Return the address of channels ``channel`` .. of the row's token ``at``, at least -(TAPS - 1)."""
     # Tokens before the step are the last inputs of the slot: [TAPS - 1, DIM].
-    return tl.where(at >= 0, qkvz_ptr + (token + at) * stride + channel, past_ptr + (at + TAPS - 1) * DIM)
+    return tl.where(at >= 0, qkv_ptr + (token + at) * stride + channel, past_ptr + (at + TAPS - 1) * DIM)
 
 
 @triton.jit
 def _mixed(
-    qkvz_ptr,
+    qkv_ptr,
     past_ptr,
     taps_ptr,  # float32 [TAPS, CHANNELS]
     token,
@@ -52,7 +53,7 @@ def _mixed(
     total = tl.zeros(dim.shape, dtype=tl.float32)
     for tap in tl.static_range(TAPS):
         at = j - (TAPS - 1) + tap
-        ptr = _input_ptr(qkvz_ptr, past_ptr, token, at, channel, stride, DIM, TAPS)
+        ptr = _input_ptr(qkv_ptr, past_ptr, token, at, channel, stride, DIM, TAPS)
         x = tl.load(ptr + dim, mask=dim < DIM, other=0.0).to(tl.float32)
         # Nothing precedes position 0. The memory of the slot may hold NaN.
         x = tl.where(start + at >= 0, x, 0.0)
@@ -61,8 +62,18 @@ def _mixed(
 
 
 @triton.jit
+def _decay_input(ptr, at, k_dim, K_DIM: tl.constexpr, BY_CHANNEL: tl.constexpr):
+    """Return the float32 numbers of one head: a number, or one for each key channel."""
+    if BY_CHANNEL:
+        result = tl.load(ptr + at, mask=k_dim < K_DIM, other=0.0).to(tl.float32)
+    else:
+        result = tl.load(ptr + at).to(tl.float32)
+    return result
+
+
+@triton.jit
 def _keep_inputs(
-    qkvz_ptr,
+    qkv_ptr,
     past_ptr,  # the row's live copy of the head's last inputs
     to_ptr,  # the head's last inputs of the row's slot, copy 0
     copy_stride,
@@ -94,9 +105,7 @@ def _keep_inputs(
             if (copy == live) == (turn == 1):
                 at = j - (TAPS - 2) + row
                 fresh = at >= 0
-                new = tl.load(
-                    qkvz_ptr + (token + at) * stride + channel + dim, mask=inside & fresh, other=0.0
-                )
+                new = tl.load(qkv_ptr + (token + at) * stride + channel + dim, mask=inside & fresh, other=0.0)
                 old = (at < 0) & (start + at >= 0)
                 kept = tl.load(past_ptr + (at + TAPS - 1) * DIM + dim, mask=inside & old, other=0.0)
                 value = tl.where(fresh, new, kept)
@@ -119,8 +128,9 @@ def _row(offsets_ptr, starts_ptr, slots_ptr, live_ptr):
 # A row's columns lie anywhere in a step's columns. Do not compile a program per alignment.
 @triton.jit(do_not_specialize_on_alignment=["offsets_ptr", "starts_ptr", "slots_ptr", "live_ptr"])
 def _delta_states(
-    qkvz_ptr,  # [T, q heads | k heads | v heads | z heads] of wider rows
-    gates_ptr,  # [T, b | a] of wider rows
+    qkv_ptr,  # [T, q heads | k heads | v heads] of wider rows
+    b_ptr,  # [T, V_HEADS] of wider rows
+    a_ptr,  # [T, V_HEADS], or [T, V_HEADS * K_DIM] with BY_CHANNEL, of wider rows
     o_ptr,  # float32 [T, V_HEADS, V_DIM]
     q_ptr,  # [slots, copies, K_HEADS, TAPS - 1, K_DIM]: last inputs; slots and copies may lie apart
     k_ptr,
@@ -128,13 +138,14 @@ def _delta_states(
     state_ptr,  # float32 [slots, copies, V_HEADS, K_DIM, V_DIM]
     taps_ptr,  # float32 [TAPS, 2 * K_HEADS * K_DIM + V_HEADS * V_DIM]
     rate_ptr,  # float32 [V_HEADS]
-    bias_ptr,  # float32 [V_HEADS]
+    bias_ptr,  # float32 [V_HEADS], or [V_HEADS, K_DIM] with BY_CHANNEL
     offsets_ptr,  # int32 [R + 1]
     starts_ptr,  # int64 [R]
     slots_ptr,  # int64 [R]
     live_ptr,  # int64 [R]
-    qkvz_stride,
-    gates_stride,
+    qkv_stride,
+    b_stride,
+    a_stride,
     key_slot,  # elements from slot to slot, and from copy to copy
     key_copy,
     value_slot,
@@ -149,6 +160,7 @@ def _delta_states(
     V_DIM: tl.constexpr,
     TAPS: tl.constexpr,
     TILE: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     EACH: tl.constexpr,
 ):
     """Advance TILE columns of one head's state by the tokens of one row."""
@@ -166,31 +178,39 @@ def _delta_states(
     of_keys = slot * key_slot + live * key_copy + key_head * ((TAPS - 1) * K_DIM)
     v_past = v_ptr + slot * value_slot + live * value_copy + head * ((TAPS - 1) * V_DIM)
     rate = tl.load(rate_ptr + head)
-    bias = tl.load(bias_ptr + head)
+    # Offset of the decays of the head in a row of a, and in the biases.
+    if BY_CHANNEL:
+        decay_at = head * K_DIM + k_dim
+    else:
+        decay_at = head
+    bias = _decay_input(bias_ptr, decay_at, k_dim, K_DIM, BY_CHANNEL)
     own_ptr = state_ptr + slot * state_slot + head * (K_DIM * V_DIM)
     places = own_ptr + k_dim[:, None] * V_DIM + v_dim[None, :]
     state = tl.load(places + live * state_copy, mask=inside, other=0.0)
     state = tl.where(start > 0, state, 0.0)
     for j in range(0, count):
         q = _mixed(
-            qkvz_ptr, q_ptr + of_keys, taps_ptr, token, j, start, key_head * K_DIM, k_dim, qkvz_stride,
+            qkv_ptr, q_ptr + of_keys, taps_ptr, token, j, start, key_head * K_DIM, k_dim, qkv_stride,
             K_DIM, TAPS, CHANNELS,
         )  # fmt: skip
         k = _mixed(
-            qkvz_ptr, k_ptr + of_keys, taps_ptr, token, j, start, KEYS + key_head * K_DIM, k_dim, qkvz_stride,
+            qkv_ptr, k_ptr + of_keys, taps_ptr, token, j, start, KEYS + key_head * K_DIM, k_dim, qkv_stride,
             K_DIM, TAPS, CHANNELS,
         )  # fmt: skip
         v = _mixed(
-            qkvz_ptr, v_past, taps_ptr, token, j, start, 2 * KEYS + head * V_DIM, v_dim, qkvz_stride,
+            qkv_ptr, v_past, taps_ptr, token, j, start, 2 * KEYS + head * V_DIM, v_dim, qkv_stride,
             V_DIM, TAPS, CHANNELS,
         )  # fmt: skip
         q = q * (tl.rsqrt(tl.sum(q * q, 0) + length_eps) * K_DIM**-0.5)
         k = k * tl.rsqrt(tl.sum(k * k, 0) + length_eps)
-        gates = gates_ptr + (token + j) * gates_stride + head
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(gates).to(tl.float32)))
-        a = tl.load(gates + V_HEADS).to(tl.float32) + bias
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + (token + j) * b_stride + head).to(tl.float32)))
+        a = _decay_input(a_ptr + (token + j) * a_stride, decay_at, k_dim, K_DIM, BY_CHANNEL) + bias
         softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-        state = state * tl.exp(-rate * softplus)
+        decay = tl.exp(-rate * softplus)
+        if BY_CHANNEL:
+            state = state * decay[:, None]
+        else:
+            state = state * decay
         change = (v - tl.sum(k[:, None] * state, 0)) * beta
         state = state + k[:, None] * change[None, :]
         o = tl.sum(q[:, None] * state, 0)
@@ -203,7 +223,8 @@ def _delta_states(
 
 @triton.jit(do_not_specialize_on_alignment=["offsets_ptr", "starts_ptr", "slots_ptr", "live_ptr"])
 def _delta_outputs(
-    qkvz_ptr,  # up to o_ptr as in ``_delta_states``
+    qkv_ptr,  # as in ``_delta_states``
+    z_ptr,  # [T, V_HEADS * V_DIM] of wider rows
     o_ptr,
     out_ptr,  # [T, V_HEADS * V_DIM] of wider rows
     q_ptr,
@@ -214,7 +235,8 @@ def _delta_outputs(
     starts_ptr,
     slots_ptr,
     live_ptr,
-    qkvz_stride,
+    qkv_stride,
+    z_stride,
     out_stride,
     key_slot,
     key_copy,
@@ -229,12 +251,12 @@ def _delta_outputs(
     V_P2: tl.constexpr,
     TAPS: tl.constexpr,
     TAPS_P2: tl.constexpr,
+    SIGMOID: tl.constexpr,
     EACH: tl.constexpr,
 ):
     """Finish a value head of one row, or keep the last inputs of a head of q or k."""
     V_HEADS: tl.constexpr = K_HEADS * GROUP
     KEYS: tl.constexpr = K_HEADS * K_DIM
-    CHANNELS: tl.constexpr = 2 * KEYS + V_HEADS * V_DIM
     token, count, start, slot, live = _row(offsets_ptr, starts_ptr, slots_ptr, live_ptr)
     if count == 0:
         return
@@ -244,8 +266,8 @@ def _delta_outputs(
         part_ptr = tl.where(head < K_HEADS, q_ptr, k_ptr)
         part_ptr += slot * key_slot + head % K_HEADS * ((TAPS - 1) * K_DIM)
         _keep_inputs(
-            qkvz_ptr, part_ptr + live * key_copy, part_ptr, key_copy, token, count, start, live,
-            head * K_DIM, qkvz_stride, K_DIM, K_P2, TAPS, TAPS_P2, EACH,
+            qkv_ptr, part_ptr + live * key_copy, part_ptr, key_copy, token, count, start, live,
+            head * K_DIM, qkv_stride, K_DIM, K_P2, TAPS, TAPS_P2, EACH,
         )  # fmt: skip
     else:
         dim = tl.arange(0, V_P2)
@@ -254,14 +276,18 @@ def _delta_outputs(
         for j in range(0, count):
             o = tl.load(o_ptr + ((token + j) * V_HEADS + head) * V_DIM + dim, mask=inside, other=0.0)
             o = o * tl.rsqrt(tl.sum(o * o, 0) / V_DIM + eps) * norm
-            z_ptr = qkvz_ptr + (token + j) * qkvz_stride + CHANNELS + head * V_DIM
-            z = tl.load(z_ptr + dim, mask=inside, other=0.0).to(tl.float32)
-            o = (o * (z / (1.0 + tl.exp(-z)))).to(out_ptr.dtype.element_ty)
+            gate_ptr = z_ptr + (token + j) * z_stride + head * V_DIM
+            z = tl.load(gate_ptr + dim, mask=inside, other=0.0).to(tl.float32)
+            if SIGMOID:
+                gate = 1.0 / (1.0 + tl.exp(-z))
+            else:
+                gate = z / (1.0 + tl.exp(-z))
+            o = (o * gate).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + (token + j) * out_stride + head * V_DIM + dim, o, mask=inside)
         part_ptr = v_ptr + slot * value_slot + head * ((TAPS - 1) * V_DIM)
         _keep_inputs(
-            qkvz_ptr, part_ptr + live * value_copy, part_ptr, value_copy, token, count, start, live,
-            2 * KEYS + head * V_DIM, qkvz_stride, V_DIM, V_P2, TAPS, TAPS_P2, EACH,
+            qkv_ptr, part_ptr + live * value_copy, part_ptr, value_copy, token, count, start, live,
+            2 * KEYS + head * V_DIM, qkv_stride, V_DIM, V_P2, TAPS, TAPS_P2, EACH,
         )  # fmt: skip
 
 
@@ -271,8 +297,7 @@ def fits(k_dim: int, v_dim: int) -> bool:
 
 
 def run(
-    qkvz: Tensor,
-    gates: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
     out: Tensor,
     state: tuple[Tensor, ...],
     weights: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -280,41 +305,46 @@ def run(
     *,
     eps: float,
     length_eps: float,
+    sigmoid: bool,
     each: bool,
 ) -> None:
     """Compute ``DeltaBackend.run`` for any number of tokens per row, one token after another.
 
-    weights: taps [taps, channels], rate [v_heads], bias [v_heads], norm [v_dim], float32. rows: offsets int32
-    [R + 1], starts, slots, live int64 [R]. length_eps: addend to the square of the length of q and k.
+    inputs: qkv, z, b, a as in ``DeltaInputs``. weights: taps [taps, channels], rate [v_heads], bias [v_heads]
+    or [v_heads, k_dim], norm [v_dim], float32. rows: offsets int32 [R + 1], starts, slots, live int64 [R].
+    length_eps: addend to the square of the length of q and k. sigmoid: kind of the output gate.
     """
+    qkv, z, b, a = inputs
     q, k, v, recurrent = state
     k_heads, v_heads = q.shape[2], v.shape[2]
     k_dim, v_dim = recurrent.shape[3:]
     assert q.stride() == k.stride(), "queries and keys lie alike"
-    for part in (*state, qkvz.unsqueeze(0), gates.unsqueeze(0), out.unsqueeze(0)):
+    for part in (*state, *(one.unsqueeze(0) for one in (*inputs, out))):
         assert part[0, 0].is_contiguous(), "rows and heads are contiguous"
-    o = torch.empty((len(qkvz), v_heads, v_dim), dtype=torch.float32, device=qkvz.device)
+    o = torch.empty((len(qkv), v_heads, v_dim), dtype=torch.float32, device=qkv.device)
     *of_states, norm = weights
     taps = len(weights[0])
     strides = (q.stride(0), q.stride(1), v.stride(0), v.stride(1))
     sizes = {"K_HEADS": k_heads, "GROUP": v_heads // k_heads, "K_DIM": k_dim, "K_P2": power(k_dim)}
     sizes |= {"V_DIM": v_dim, "TAPS": taps, "EACH": each}
-    tensors = (qkvz, gates, o, q, k, v, recurrent, *of_states, *rows)
-    numbers = (qkvz.stride(0), gates.stride(0), *strides, recurrent.stride(0), recurrent.stride(1))
+    tensors = (qkv, b, a, o, q, k, v, recurrent, *of_states, *rows)
+    numbers = (qkv.stride(0), b.stride(0), a.stride(0), *strides, recurrent.stride(0), recurrent.stride(1))
     _delta_states[(len(rows[1]), v_heads, triton.cdiv(v_dim, TILE))](
         *tensors,
         *numbers,
         length_eps,
         **sizes,
         TILE=TILE,
+        BY_CHANNEL=weights[2].dim() == 2,
         # As many threads as dims of a key: Triton then loads a key once, not once per layout.
         num_warps=max(1, power(k_dim) // 32),
     )
     _delta_outputs[(len(rows[1]), v_heads + 2 * k_heads)](
-        *(qkvz, o, out, q, k, v, norm, *rows),
-        *(qkvz.stride(0), out.stride(0), *strides, eps),
+        *(qkv, z, o, out, q, k, v, norm, *rows),
+        *(qkv.stride(0), z.stride(0), out.stride(0), *strides, eps),
         **sizes,
         V_P2=power(v_dim),
         TAPS_P2=power(taps - 1),
+        SIGMOID=sigmoid,
         num_warps=1,
     )

@@ -79,6 +79,7 @@ _BY_MODEL = {
     "deepseek_v4": "deepseek_v4",
     "gpt_oss": "gpt_oss",
     "kimi_k2": "kimi_k2",
+    "kimi_linear": "kimi_k2",
     "glm4_moe": "glm45",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2",

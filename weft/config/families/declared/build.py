@@ -88,7 +88,7 @@ def _read(row: Row, facts: Facts, override: int | None) -> ModelSpec:
     fields = {renamed.get(name, name): value for name, value in known.fields.items()}
     full = facts.completed(fields, renamed)
     spec = _spec(row, full, override)
-    _refuse_others(row, full, fields)
+    refuse_others(row, full, fields)
     return spec
 
 
@@ -150,7 +150,7 @@ def _spec(row: Row, facts: Facts, override: int | None) -> ModelSpec:
     return spec
 
 
-def _refuse_others(row: Row, facts: Facts, defaults: dict[str, Any]) -> None:
+def refuse_others(row: Row, facts: Facts, defaults: dict[str, Any]) -> None:
     """Raise ConfigError for an unread field that may change results."""
     for name, values in row.only.items():
         value = facts.get(name)

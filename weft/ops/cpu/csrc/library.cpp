@@ -52,9 +52,9 @@ void describe_attention(torch::Library& m) {
   m.impl("latent_absorbed", kCpu, TORCH_FN(attend::latent_absorbed));
   m.impl("latent_expanded", kCpu, TORCH_FN(attend::latent_expanded));
   m.def(
-      "delta_net(Tensor qkvz, Tensor gates, Tensor(a!) out, Tensor(b!) conv_q, Tensor(c!) conv_k, Tensor(d!) conv_v, "
-      "Tensor(e!) state, Tensor taps, Tensor rate, Tensor bias, Tensor norm, float eps, Tensor q_offsets, "
-      "Tensor starts, Tensor slots, Tensor live, bool each) -> ()");
+      "delta_net(Tensor qkv, Tensor z, Tensor b, Tensor a, Tensor(a!) out, Tensor(b!) conv_q, Tensor(c!) conv_k, "
+      "Tensor(d!) conv_v, Tensor(e!) state, Tensor taps, Tensor rate, Tensor bias, Tensor norm, float eps, "
+      "bool squashed, Tensor q_offsets, Tensor starts, Tensor slots, Tensor live, bool each) -> ()");
   m.def("sigmoid_gate(Tensor x, Tensor gate) -> Tensor");
   m.impl("delta_net", kCpu, TORCH_FN(delta_net));
   m.impl("sigmoid_gate", kCpu, TORCH_FN(sigmoid_gate));

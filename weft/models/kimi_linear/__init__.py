@@ -1,0 +1,1 @@
+"""Kimi Linear: Kimi Delta Attention and latent attention without rotation, routed experts."""
