@@ -45,10 +45,9 @@
 #pragma once
 
 #include "amx.h"
+#include "brgemm.h"
 #include "crew.h"
 #include "vector.h"
-
-#include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
 #include <atomic>
@@ -352,10 +351,9 @@ struct Brgemm : PackBf16 {
         for (int i = 0; i < n; i += kLanes) store(c + r * n + i, load(c + r * n + i) * splat(alpha[r]));
     // Few different shapes, because each shape is compiled at its first use.
     const int rows = exact ? m : m <= 4 ? 4 : (m + 15) / 16 * 16;
-    at::native::cpublas::brgemm(rows, n, k, lda, n, n, alpha != nullptr, static_cast<const bf16*>(a),
-                                static_cast<const bf16*>(b), c);
+    brgemm(rows, n, k, lda, n, n, alpha != nullptr, static_cast<const bf16*>(a), static_cast<const bf16*>(b), c);
   }
-  static void release() { at::native::cpublas::brgemm_release(); }
+  static void release() { brgemm_release(); }
 };
 
 #if WEFT_AMX
@@ -900,8 +898,8 @@ struct Rows {
 
   static Rows of(const Tensor& offsets, const Tensor& starts, const Tensor& table, int64_t block) {
     const int64_t rows = offsets.size(0) - 1;
-    TORCH_CHECK(table.is_contiguous() && offsets.is_contiguous() && starts.is_contiguous(), "attend: rows");
-    TORCH_CHECK(starts.size(0) == rows && table.dim() == 2 && table.size(0) == rows, "attend: rows");
+    WEFT_CHECK(table.is_contiguous() && offsets.is_contiguous() && starts.is_contiguous(), "attend: rows");
+    WEFT_CHECK(starts.size(0) == rows && table.dim() == 2 && table.size(0) == rows, "attend: rows");
     return {offsets.const_data_ptr<int32_t>(),
             starts.const_data_ptr<int64_t>(),
             table.const_data_ptr<int64_t>(),
@@ -912,7 +910,7 @@ struct Rows {
 
   // Checks that every table entry to be read names a block of the cache.
   void check(int64_t tokens, int64_t blocks, int window) const {
-    TORCH_CHECK(offsets[0] == 0 && offsets[count] == tokens, "attend: q_offsets do not cover q");
+    WEFT_CHECK(offsets[0] == 0 && offsets[count] == tokens, "attend: q_offsets do not cover q");
     for (int64_t row = 0; row < count; ++row) {
       const int64_t queries = offsets[row + 1] - offsets[row], start = starts[row];
       WEFT_CHECK(queries >= 0 && start >= 0, "attend: row ", row, " has ", queries, " tokens from position ", start);
@@ -975,10 +973,10 @@ inline int64_t best_engine() {
 
 // Call go(T(), E()) with the element type and the engine.
 template <class F>
-void with_engine(at::ScalarType type, int64_t engine, F go) {
+void with_engine(Dtype type, int64_t engine, F go) {
   if (engine == kAuto) engine = best_engine();
-  if (type == at::kFloat) return go(float(), Wide<float>());
-  TORCH_CHECK(type == at::kBFloat16, "attend: bfloat16 or float32");
+  if (type == Dtype::f32) return go(float(), Wide<float>());
+  WEFT_CHECK(type == Dtype::bf16, "attend: bfloat16 or float32");
   if (engine == kBrgemm) return go(bf16(), Brgemm());
 #if WEFT_AMX
   if (engine == kAmx && amx_permitted()) return go(bf16(), Amx());

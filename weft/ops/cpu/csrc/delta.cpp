@@ -348,7 +348,7 @@ T* state_part(const Tensor& part, const Tensor& state, int64_t heads, int64_t li
 
 template <class T>
 void check_rows(const Call<T>& c, int64_t rows, int64_t tokens, int64_t slots) {
-  TORCH_CHECK(c.offsets[0] == 0 && c.offsets[rows] == tokens, "delta_net: q_offsets do not cover the tokens");
+  WEFT_CHECK(c.offsets[0] == 0 && c.offsets[rows] == tokens, "delta_net: q_offsets do not cover the tokens");
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t count = c.offsets[r + 1] - c.offsets[r];
     WEFT_CHECK(count >= 0 && (!c.each || count <= c.copies), "delta_net: row ", r, " has ", count, " tokens and ",
@@ -359,8 +359,8 @@ void check_rows(const Call<T>& c, int64_t rows, int64_t tokens, int64_t slots) {
   }
 }
 
-bool is_floats(const Tensor& x, at::IntArrayRef sizes) {
-  return x.scalar_type() == at::kFloat && x.is_contiguous() && x.sizes() == sizes;
+bool is_floats(const Tensor& x, Sizes sizes) {
+  return x.dtype() == Dtype::f32 && x.is_contiguous() && x.sizes() == sizes;
 }
 
 }  // namespace
@@ -369,7 +369,7 @@ void delta_net(const Tensor& qkvz, const Tensor& gates, const Tensor& out, const
                const Tensor& conv_v, const Tensor& state, const Tensor& taps, const Tensor& rate, const Tensor& bias,
                const Tensor& norm, double eps, const Tensor& offsets, const Tensor& starts, const Tensor& slots,
                const Tensor& live, bool each) {
-  TORCH_CHECK(state.dim() == 5 && conv_q.dim() == 5 && taps.dim() == 2, "delta_net: shapes");
+  WEFT_CHECK(state.dim() == 5 && conv_q.dim() == 5 && taps.dim() == 2, "delta_net: shapes");
   const int64_t tokens = qkvz.size(0), rows = offsets.size(0) - 1, lines = taps.size(0) - 1;
   const int64_t k_heads = conv_q.size(2), v_heads = state.size(2), k_dim = state.size(3), v_dim = state.size(4);
   const int64_t key = k_heads * k_dim, value = v_heads * v_dim;
@@ -377,18 +377,18 @@ void delta_net(const Tensor& qkvz, const Tensor& gates, const Tensor& out, const
   for (const int64_t dim : {k_dim, v_dim})
     WEFT_CHECK(dim > 0 && dim % kLanes == 0 && dim <= kMaxDim, "delta_net: heads of ", dim);
   WEFT_CHECK(1 <= lines && lines <= 3, "delta_net: a convolution of ", lines + 1, " taps");
-  TORCH_CHECK(qkvz.dim() == 2 && qkvz.size(1) == 2 * (key + value) && qkvz.stride(1) == 1, "delta_net: qkvz");
-  TORCH_CHECK(gates.dim() == 2 && gates.size(0) == tokens && gates.size(1) == 2 * v_heads && gates.stride(1) == 1 &&
-                  gates.scalar_type() == qkvz.scalar_type(),
-              "delta_net: gates");
-  TORCH_CHECK(out.dim() == 2 && out.size(0) == tokens && out.size(1) == value && out.stride(1) == 1 &&
-                  out.scalar_type() == qkvz.scalar_type(),
-              "delta_net: out");
-  TORCH_CHECK(is_floats(state, state.sizes()) && is_floats(taps, {lines + 1, 2 * key + value}) &&
-                  is_floats(rate, {v_heads}) && is_floats(bias, {v_heads}) && is_floats(norm, {v_dim}),
-              "delta_net: state and weights are float32");
+  WEFT_CHECK(qkvz.dim() == 2 && qkvz.size(1) == 2 * (key + value) && qkvz.stride(1) == 1, "delta_net: qkvz");
+  WEFT_CHECK(gates.dim() == 2 && gates.size(0) == tokens && gates.size(1) == 2 * v_heads && gates.stride(1) == 1 &&
+                 gates.dtype() == qkvz.dtype(),
+             "delta_net: gates");
+  WEFT_CHECK(out.dim() == 2 && out.size(0) == tokens && out.size(1) == value && out.stride(1) == 1 &&
+                 out.dtype() == qkvz.dtype(),
+             "delta_net: out");
+  WEFT_CHECK(is_floats(state, state.sizes()) && is_floats(taps, {lines + 1, 2 * key + value}) &&
+                 is_floats(rate, {v_heads}) && is_floats(bias, {v_heads}) && is_floats(norm, {v_dim}),
+             "delta_net: state and weights are float32");
   for (const Tensor* column : {&starts, &slots, &live})
-    TORCH_CHECK(column->dim() == 1 && column->size(0) == rows && column->is_contiguous(), "delta_net: rows");
+    WEFT_CHECK(column->dim() == 1 && column->size(0) == rows && column->is_contiguous(), "delta_net: rows");
   if (!tokens) return;
   const auto go = [&]<class T>(T) {
     Call<T> c;
@@ -427,17 +427,17 @@ void delta_net(const Tensor& qkvz, const Tensor& gates, const Tensor& out, const
         return run<T, 2>(c, rows, tokens);
     }
   };
-  if (qkvz.scalar_type() == at::kFloat) return go(float());
-  WEFT_CHECK(qkvz.scalar_type() == at::kBFloat16, "delta_net: bfloat16 or float32, not ", qkvz.scalar_type());
+  if (qkvz.dtype() == Dtype::f32) return go(float());
+  WEFT_CHECK(qkvz.dtype() == Dtype::bf16, "delta_net: bfloat16 or float32, not ", qkvz.dtype());
   go(bf16());
 }
 
 // x * sigmoid(gate), in x's dtype. Rows may have strides, elements of a row may not.
 Tensor sigmoid_gate(const Tensor& x, const Tensor& gate) {
-  TORCH_CHECK(x.dim() == 2 && gate.dim() == 2 && x.size(0) == gate.size(0) && x.scalar_type() == gate.scalar_type(),
-              "sigmoid_gate: shapes");
-  TORCH_CHECK(gate.size(1) == x.size(1) && x.stride(1) == 1 && gate.stride(1) == 1, "sigmoid_gate: shapes");
-  Tensor made = empty_tensor(x.sizes(), x.options());
+  WEFT_CHECK(x.dim() == 2 && gate.dim() == 2 && x.size(0) == gate.size(0) && x.dtype() == gate.dtype(),
+             "sigmoid_gate: shapes");
+  WEFT_CHECK(gate.size(1) == x.size(1) && x.stride(1) == 1 && gate.stride(1) == 1, "sigmoid_gate: shapes");
+  Tensor made = empty_tensor(x.sizes(), x.dtype());
   const int64_t n = x.size(1);
   const auto go = [&]<class T>(T) {
     const T *from = x.const_data_ptr<T>(), *by = gate.const_data_ptr<T>();
@@ -453,12 +453,12 @@ Tensor sigmoid_gate(const Tensor& x, const Tensor& gate) {
     };
     spread(x.size(0), grain, work);
   };
-  if (x.scalar_type() == at::kFloat)
+  if (x.dtype() == Dtype::f32)
     go(float());
-  else if (x.scalar_type() == at::kBFloat16)
+  else if (x.dtype() == Dtype::bf16)
     go(bf16());
   else
-    WEFT_CHECK(false, "sigmoid_gate: bfloat16 or float32, not ", x.scalar_type());
+    WEFT_CHECK(false, "sigmoid_gate: bfloat16 or float32, not ", x.dtype());
   return made;
 }
 

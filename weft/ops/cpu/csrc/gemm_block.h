@@ -10,13 +10,12 @@
 // permit AMX, ATen's brgemm (oneDNN), with all of K in one call, is the substitute.
 #pragma once
 
-#include <ATen/native/CPUBlas.h>
-
 #include <bit>
 #include <type_traits>
 #include <vector>
 
 #include "amx.h"
+#include "brgemm.h"
 #include "coded.h"
 #include "crew.h"
 #include "gemm_tile.h"
@@ -176,7 +175,7 @@ inline void release_sums() {
 #if WEFT_AMX
   amx::release();
 #endif
-  if (use_brgemm) at::native::cpublas::brgemm_release();
+  if (use_brgemm) brgemm_release();
 }
 
 #if WEFT_AMX
@@ -304,20 +303,19 @@ void run_amx(const Product<bf16, Out>& product, const Weights& weights, const Su
     amx::Right right{nullptr, Bf16::bytes};
     int64_t step = 0, until = 0;
     const auto sum = [&]<int R>(std::integral_constant<int, R>, int64_t last, bool add, float* to)
-                         __attribute__((always_inline)) {
-                           add ? amx::take<R, 2>(to, kBlock) : amx::clear<R, 2>();
-                           while (step < last) {
-                             if (step == until) right.at = weights.at(step, until);
-                             for (const int64_t stop = std::min(until, last); step < stop; ++step) {
-                               for (int64_t i = 0; i < each && next < next_end; ++i, next += 64)
-                                 __builtin_prefetch(next, 0, 2);
-                               amx::step<R, 2>(left, right);
-                               left.at = static_cast<const char*>(left.at) + left.deep;
-                               right.at = static_cast<const char*>(right.at) + Stored::kTileBytes;
-                             }
-                           }
-                           amx::put<R, 2>(to, kBlock);
-                         };
+        __attribute__((always_inline)) {
+      add ? amx::take<R, 2>(to, kBlock) : amx::clear<R, 2>();
+      while (step < last) {
+        if (step == until) right.at = weights.at(step, until);
+        for (const int64_t stop = std::min(until, last); step < stop; ++step) {
+          for (int64_t i = 0; i < each && next < next_end; ++i, next += 64) __builtin_prefetch(next, 0, 2);
+          amx::step<R, 2>(left, right);
+          left.at = static_cast<const char*>(left.at) + left.deep;
+          right.at = static_cast<const char*>(right.at) + Stored::kTileBytes;
+        }
+      }
+      amx::put<R, 2>(to, kBlock);
+    };
     const auto sum_all = [&](auto tiles_of) __attribute__((always_inline)) {
       if (!scales.at) return sum(tiles_of, steps, !fresh, total);
       if (fresh) std::fill(total, total + rows * kBlock, 0.0f);
@@ -358,11 +356,10 @@ void run_brgemm(const Product<bf16, Out>& product, const uint8_t* w, const SumSc
   for (int64_t row = begin; row < end; row += kBrgemmRows) {
     const int64_t rows = std::min(kBrgemmRows, end - row);
     const bf16* x = product.x + row * product.x_stride;
-    if (even > 0)
-      at::native::cpublas::brgemm(rows, kBlock, even, product.x_stride, kBlock, kBlock, false, x, weights, sums);
+    if (even > 0) brgemm(rows, kBlock, even, product.x_stride, kBlock, kBlock, false, x, weights, sums);
     if (even < inputs) {
       for (int64_t r = 0; r < rows; ++r) last[2 * r] = x[r * product.x_stride + even], last[2 * r + 1] = bf16(0.0f);
-      at::native::cpublas::brgemm(rows, kBlock, 2, 2, kBlock, kBlock, even > 0, last, weights + even * kBlock, sums);
+      brgemm(rows, kBlock, 2, 2, kBlock, kBlock, even > 0, last, weights + even * kBlock, sums);
     }
     for (int64_t r = 0; r < rows; ++r)
       finish_row(load(sums + r * kBlock), load(sums + r * kBlock + kLanes), finish,

@@ -55,6 +55,6 @@ Tensor moe_part(const Tensor& given, const Tensor& given_places, const std::opti
                 const Moe& moe);
 Tensor moe_shared(const Tensor& given, const Moe& moe);
 Tensor moe_finish(const Tensor& given, const std::optional<Tensor>& scales, const std::optional<Tensor>& shared,
-                  const std::optional<Tensor>& gates, at::ScalarType dtype);
+                  const std::optional<Tensor>& gates, Dtype dtype);
 
 }  // namespace weft
