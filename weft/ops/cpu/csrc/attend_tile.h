@@ -977,7 +977,8 @@ void with_engine(Dtype type, int64_t engine, F go) {
   if (engine == kAuto) engine = best_engine();
   if (type == Dtype::f32) return go(float(), Wide<float>());
   WEFT_CHECK(type == Dtype::bf16, "attend: bfloat16 or float32");
-  if (engine == kBrgemm) return go(bf16(), Brgemm());
+  if constexpr (kBrgemmBuilt)
+    if (engine == kBrgemm) return go(bf16(), Brgemm());
 #if WEFT_AMX
   if (engine == kAmx && amx_permitted()) return go(bf16(), Amx());
 #endif

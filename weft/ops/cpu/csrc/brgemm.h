@@ -2,9 +2,12 @@
 // after its last product. Defined in torch.h.
 #pragma once
 
-#include "tensor.h"
+#include "common.h"
 
 namespace weft {
+
+// brgemm has no bf16 below AVX-512, so other builds leave out what calls it.
+constexpr bool kBrgemmBuilt = WEFT_AVX512;
 
 void brgemm(int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride, int64_t c_stride, bool add,
             const bf16* a, const bf16* b, float* c);

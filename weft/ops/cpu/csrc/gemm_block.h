@@ -543,7 +543,7 @@ void run_coded(const Product<X, Out>& product, const uint8_t* w, const Finish& f
                int64_t column, const uint8_t* next) {
   const int64_t inputs = product.layout.inputs;
   if (product.coding.rounds_rows()) return run_bytes(product, w, finish, begin, end, column, next);
-  if constexpr (std::is_same_v<X, bf16>) {
+  if constexpr (kBrgemmBuilt && std::is_same_v<X, bf16>) {
     const SumScales scales = SumScales::of(product.coding, w, inputs);
     if (use_brgemm)
       return run_made(product, makes_codes(product.coding, w, inputs, !scales.at), scales, finish, begin, end, column,
@@ -567,7 +567,7 @@ template <class F, class Out>
 void run_block(const Product<typename F::X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin,
                int64_t end, int64_t column, const uint8_t* next = nullptr) {
   if (product.coding) return run_coded(product, w, finish, begin, end, column, next);
-  if constexpr (std::is_same_v<typename F::X, bf16>) {
+  if constexpr (kBrgemmBuilt && std::is_same_v<typename F::X, bf16>) {
     if (use_brgemm) {
       const int64_t bytes = divide_up(product.layout.inputs, F::depth) * F::bytes;
       if constexpr (std::is_same_v<F, Bf16>) return run_brgemm(product, w, {}, finish, begin, end, column, next, bytes);

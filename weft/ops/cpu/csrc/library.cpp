@@ -5,6 +5,9 @@
 
 #include <torch/custom_class.h>
 
+#include <utility>
+#include <variant>
+
 #include "amx.h"
 #include "moe.h"
 #include "operators.h"
@@ -157,7 +160,54 @@ struct HeldCoding : torch::CustomClassHolder {
   const Coding coding;
 };
 
-struct HeldSpec : torch::CustomClassHolder, MoeSpec {};
+// Fields by name, in one call: a property of the class for each field takes seconds to compile.
+struct HeldSpec : torch::CustomClassHolder, MoeSpec {
+  using Field = std::variant<int64_t MoeSpec::*, bool MoeSpec::*, double MoeSpec::*>;
+
+  HeldSpec(const std::vector<std::string>& names, const std::vector<double>& values) {
+    WEFT_CHECK(names.size() == values.size(), "MoeSpec: a value for each name");
+    for (size_t i = 0; i < names.size(); ++i) {
+      const Field found = field(names[i]);
+      if (const auto* integer = std::get_if<int64_t MoeSpec::*>(&found)) {
+        WEFT_CHECK(values[i] == double(int64_t(values[i])), "MoeSpec: ", names[i], " is an 'int', not ", values[i]);
+        this->** integer = int64_t(values[i]);
+      } else if (const auto* flag = std::get_if<bool MoeSpec::*>(&found)) {
+        this->** flag = values[i] != 0;
+      } else {
+        this->*std::get<double MoeSpec::*>(found) = values[i];
+      }
+    }
+  }
+  double get(const std::string& name) const {
+    return std::visit([&](auto member) { return double(this->*member); }, field(name));
+  }
+
+ private:
+  static Field field(const std::string& name) {
+    static constexpr std::pair<const char*, Field> fields[] = {
+        {"hidden", &MoeSpec::hidden},
+        {"experts", &MoeSpec::experts},
+        {"local_experts", &MoeSpec::local_experts},
+        {"top_k", &MoeSpec::top_k},
+        {"intermediate", &MoeSpec::intermediate},
+        {"shared_intermediate", &MoeSpec::shared_intermediate},
+        {"gated_shared", &MoeSpec::gated_shared},
+        {"activation", &MoeSpec::activation},
+        {"limit", &MoeSpec::limit},
+        {"alpha", &MoeSpec::alpha},
+        {"scoring", &MoeSpec::scoring},
+        {"renormalize", &MoeSpec::renormalize},
+        {"groups", &MoeSpec::groups},
+        {"top_groups", &MoeSpec::top_groups},
+        {"top2", &MoeSpec::top2},
+        {"scale", &MoeSpec::scale},
+    };
+    for (const auto& [known, member] : fields)
+      if (name == known) return member;
+    WEFT_CHECK(false, "MoeSpec has no field ", name);
+    __builtin_unreachable();
+  }
+};
 
 std::optional<Tensor> held(const std::optional<at::Tensor>& given) {
   return given ? std::optional<Tensor>(owned(*given)) : std::nullopt;
@@ -200,23 +250,8 @@ void describe_moe(torch::Library& m) {
       torch::init<int64_t, int64_t, int64_t, int64_t>(), "",
       {torch::arg("numbers"), torch::arg("scales"), torch::arg("zeros"), torch::arg("group")});
   m.class_<HeldSpec>("MoeSpec")
-      .def(torch::init<>())
-      .def_readwrite<int64_t>("hidden", &MoeSpec::hidden)
-      .def_readwrite<int64_t>("experts", &MoeSpec::experts)
-      .def_readwrite<int64_t>("local_experts", &MoeSpec::local_experts)
-      .def_readwrite<int64_t>("top_k", &MoeSpec::top_k)
-      .def_readwrite<int64_t>("intermediate", &MoeSpec::intermediate)
-      .def_readwrite<int64_t>("shared_intermediate", &MoeSpec::shared_intermediate)
-      .def_readwrite<bool>("gated_shared", &MoeSpec::gated_shared)
-      .def_readwrite<int64_t>("activation", &MoeSpec::activation)
-      .def_readwrite<double>("limit", &MoeSpec::limit)
-      .def_readwrite<double>("alpha", &MoeSpec::alpha)
-      .def_readwrite<int64_t>("scoring", &MoeSpec::scoring)
-      .def_readwrite<bool>("renormalize", &MoeSpec::renormalize)
-      .def_readwrite<int64_t>("groups", &MoeSpec::groups)
-      .def_readwrite<int64_t>("top_groups", &MoeSpec::top_groups)
-      .def_readwrite<bool>("top2", &MoeSpec::top2)
-      .def_readwrite<double>("scale", &MoeSpec::scale);
+      .def(torch::init<std::vector<std::string>, std::vector<double>>())
+      .def("get", &HeldSpec::get);
   m.class_<HeldMatrix>("MoeMatrix")
       .def(torch::init<HeldMatrix::Given, HeldMatrix::Given, HeldMatrix::Given,
                        std::optional<c10::intrusive_ptr<HeldCoding>>>(),

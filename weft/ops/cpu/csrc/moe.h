@@ -11,7 +11,7 @@ namespace weft {
 
 class Moe;
 
-// Sizes and rules of a routed block. Python sets the fields by name (library.cpp).
+// Sizes and rules of a routed block. Python gives the fields by name (library.cpp).
 struct MoeSpec {
   int64_t hidden = 0;
   int64_t experts = 0;              // of the router

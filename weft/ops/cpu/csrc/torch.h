@@ -164,6 +164,7 @@ void brgemm(int64_t m, int64_t n, int64_t k, int64_t a_stride, int64_t b_stride,
 void brgemm_release() { at::native::cpublas::brgemm_release(); }
 
 bool brgemm_works() {
+  if (!kBrgemmBuilt) return false;
   alignas(64) bf16 x[2] = {}, weights[64] = {};
   alignas(64) float sums[32];
   try {
