@@ -1,7 +1,7 @@
 // Threads of a captured step, with few waits between threads.
 //
 // Outside a program the loop of an operation is a parallel region: all threads begin and end together, and no thread
-// computes while the next operation is called. Inside a program (program.cpp) one region covers the whole step: a
+// computes while the next operation is called. Inside a program (program.h) one region covers the whole step: a
 // *crew*. The leader makes the calls and leaves loops behind as *jobs*. All threads walk through the jobs in order; the
 // leader joins in when no call is left. So calls cost little while there is work, and a late thread finds the others
 // working.
