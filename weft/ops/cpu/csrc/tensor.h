@@ -38,7 +38,7 @@ int64_t bytes_of(Dtype type);
 
 // bf16 in memory. Kernels widen and narrow numbers in registers (vector.h).
 struct bf16 {
-  uint16_t x = 0;
+  uint16_t x;
   bf16() = default;
   explicit bf16(float value);
   explicit operator float() const;
