@@ -46,7 +46,7 @@ def work(arguments: list[str]) -> int:
 
             run_scripted(config, listener)
         else:
-            # Imports torch. The collector would visit torch's objects several times, and find nothing to free.
+            # Imports torch. The collector would visit torch's objects several times and free nothing.
             gc.disable()
             from weft.engine.server.engine_server import run_engine
 

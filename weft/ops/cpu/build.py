@@ -22,7 +22,6 @@ import platform
 import re
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,15 @@ from weft.common.cores import usable_cores
 from weft.common.measurements import cache_folder
 from weft.config.devices import available_memory
 from weft.ops.cpu import prebuilt
-from weft.ops.cpu.compilers import BuildError, CompilerReport, Say, compile_files, run, temporary
+from weft.ops.cpu.compilers import (
+    BuildError,
+    CompilerReport,
+    Say,
+    compile_files,
+    precompiled,
+    run,
+    temporary,
+)
 from weft.ops.cpu.prebuilt import LIBRARY
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -295,34 +302,13 @@ def _compile_all(
         processes = processes_for(len(missing))
         report.say(_announcement([source for source, _ in missing], processes, compiler))
         command = [compiler.path, *flags, *headers]
-        with _precompiled(command, compiler, folder, len(missing)) as first:
+        few = len(missing) < _PRECOMPILED_FILES or "clang" in compiler.version
+        with precompiled(command, None if few else SOURCES / PRECOMPILED, folder) as first:
             compile_files([*command, *first], missing, processes, verbose, report)
     # Mark all objects as used, so `_prune` keeps them.
     for made in objects:
         os.utime(made)
     return objects
-
-
-@contextlib.contextmanager
-def _precompiled(
-    command: Sequence[str], compiler: CppCompiler, folder: Path, files: int
-) -> Iterator[Sequence[str]]:
-    """Yield the compiler's flags that include `PRECOMPILED` as headers compiled once, for several files.
-
-    Yields no flags for few files, for other compilers than GCC, and if the headers do not compile alone: the
-    sources include the headers themselves.
-    """
-    headers = SOURCES / PRECOMPILED
-    if files < _PRECOMPILED_FILES or "clang" in compiler.version or not headers.exists():
-        yield ()
-        return
-    with tempfile.TemporaryDirectory(dir=folder, prefix="partial-") as made:
-        # GCC takes first.h.gch for first.h, or reads first.h if GCC cannot use first.h.gch.
-        first = Path(made) / "first.h"
-        first.write_text(f'#include "{headers}"\n')
-        compile_headers = [*command, "-x", "c++-header", str(first), "-o", f"{first}.gch"]
-        ran = subprocess.run(compile_headers, capture_output=True, check=False)
-        yield ("-include", str(first)) if ran.returncode == 0 else ()
 
 
 def object_paths(compiler: CppCompiler, target: Sequence[str], folder: Path) -> dict[Path, Path]:
