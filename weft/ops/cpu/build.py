@@ -31,16 +31,8 @@ from weft.common import env
 from weft.common.cores import usable_cores
 from weft.common.measurements import cache_folder
 from weft.config.devices import available_memory
-from weft.ops.cpu import prebuilt
-from weft.ops.cpu.compilers import (
-    BuildError,
-    CompilerReport,
-    Say,
-    compile_files,
-    precompiled,
-    run,
-    temporary,
-)
+from weft.ops.cpu import compilers, prebuilt
+from weft.ops.cpu.compilers import BuildError, CompilerReport, Say, compile_files, precompiled, run
 from weft.ops.cpu.prebuilt import LIBRARY
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -88,9 +80,6 @@ SECONDS = {
 }
 """Estimated CPU seconds of each file with g++ 12 on an EPYC with AVX2. The slowest files are compiled first.
 Torch's headers take 7 s of library.cpp; no other file includes torch's headers."""
-PRECOMPILED = "precompiled.h"
-_PRECOMPILED_FILES = 4
-"""Compiling the headers takes as long as reading the headers in three files."""
 COMPILER_BYTES = 1 << 30
 """Memory per compiler in bytes. The highest measured use was 0.8 GB."""
 
@@ -302,8 +291,9 @@ def _compile_all(
         processes = processes_for(len(missing))
         report.say(_announcement([source for source, _ in missing], processes, compiler))
         command = [compiler.path, *flags, *headers]
-        few = len(missing) < _PRECOMPILED_FILES or "clang" in compiler.version
-        with precompiled(command, None if few else SOURCES / PRECOMPILED, folder) as first:
+        # Compiling the headers takes as long as reading the headers in three files.
+        few = len(missing) < 4 or "clang" in compiler.version
+        with precompiled(command, None if few else SOURCES / "precompiled.h", folder) as first:
             compile_files([*command, *first], missing, processes, verbose, report)
     # Mark all objects as used, so `_prune` keeps them.
     for made in objects:
@@ -365,7 +355,7 @@ def _link(compiler: CppCompiler, objects: list[Path], target: Path, verbose: boo
     library = _torch_folder() / "lib"
     openmp = sorted([*library.glob("libgomp*.so*"), *library.parent.with_name("torch.libs").glob("libgomp*")])
     target.parent.mkdir(parents=True, exist_ok=True)
-    with temporary(target) as partial:
+    with compilers.temporary(target) as partial:
         command = [compiler.path, "-shared", *map(str, objects), "-o", str(partial), f"-L{library}"]
         command += ["-ltorch", "-ltorch_cpu", "-lc10", str(openmp[0]) if openmp else "-lgomp"]
         command += _shared_runtime(compiler)
