@@ -385,7 +385,7 @@ def test_experts_are_rounded(form: str, extension: None) -> None:
 
 @pytest.mark.usefixtures("extension")
 def test_structs_take_known_names_and_numbers() -> None:
-    assert struct("MoeSpec", hidden=64, scale=2.5).hidden == 64
+    assert struct("MoeSpec", hidden=64, scale=2.5).get("hidden") == 64
     with pytest.raises(RuntimeError, match="MoeSpec"):
         struct("MoeSpec", hiden=64)
     with pytest.raises(RuntimeError, match="'int'"):

@@ -24,8 +24,8 @@ CONSTANT = re.compile(r'(\s*"[^"]*")+|\s*kAbortedText')
 STREAMS = re.compile(r"\b(basic_)?([io]*(string)?stream|streambuf|stringbuf|ios)\b|\b(locale|ios_base)\b")
 COUNTED = "std::ios_base::Init::"
 """g++ 12 and older count the users of std::cout in each source with <iostream>, as torch's headers do."""
-BOXED = {"library.cpp", "program.cpp"}
-"""Sources with torch's boxed values. The headers of boxed values format their own errors by streams."""
+BOXED = {"library.cpp"}
+"""The source with torch's boxed values. The headers of boxed values format their own errors by streams."""
 
 
 def symbols(path: Path) -> list[str]:

@@ -28,6 +28,8 @@ from weft.ops.cpu import build
 
 _NICENESS = 10
 """Low priority: the compilers get the cores that serving leaves."""
+_SAID_S = 15.0
+"""Seconds between two lines about the progress of the build."""
 _END_S = 5.0
 """Seconds for the build to end its compilers when the server ends."""
 
@@ -86,16 +88,22 @@ class OperationsBuild:
                 self._process.kill()
 
     def _follow(self) -> None:
-        """Log the lines of the build and then its result; call ``ready`` after success.
+        """Log the first line of the build, its progress now and then, and its result; call ``ready`` after
+        success.
 
         After ``close`` neither happens. Body of a thread.
         """
         assert self._process.stdout is not None
-        last = ""
+        last, said = "", float("-inf")
         for line in self._process.stdout:
-            if line.strip():
-                last = line.strip()
-                log.debug("build-ops: %s", last)
+            if not line.strip():
+                continue
+            last = line.strip()
+            if time.monotonic() - said >= _SAID_S and not self._closed:
+                said = time.monotonic()
+                log.info("C++ operations: %s", last)
+            else:
+                log.debug("C++ operations: %s", last)
         status = self._process.wait()
         if self._closed:
             return

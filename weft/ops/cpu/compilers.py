@@ -132,6 +132,25 @@ def compile_files(
             one.stop()
 
 
+@contextlib.contextmanager
+def precompiled(command: Sequence[str], headers: Path | None, folder: Path) -> Iterator[Sequence[str]]:
+    """Yield flags of GCC that include ``headers``, compiled once in ``folder``.
+
+    Yields no flags without headers, and if the headers do not compile alone: each source includes what the
+    source uses.
+    """
+    if headers is None or not headers.exists():
+        yield ()
+        return
+    with tempfile.TemporaryDirectory(dir=folder, prefix="partial-") as made:
+        # GCC takes first.h.gch for first.h, or reads first.h if GCC cannot use first.h.gch.
+        first = Path(made) / "first.h"
+        first.write_text(f'#include "{headers}"\n')
+        compile_headers = [*command, "-x", "c++-header", str(first), "-o", f"{first}.gch"]
+        ran = subprocess.run(compile_headers, capture_output=True, check=False)
+        yield ("-include", str(first)) if ran.returncode == 0 else ()
+
+
 def run(command: Sequence[str], failure: str, verbose: bool, say: Say) -> None:
     """Run one command to its end.
 

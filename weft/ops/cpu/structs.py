@@ -10,12 +10,12 @@ import torch
 from weft.ops.ggml import Coding
 
 
-def struct(name: str, **fields: object) -> Any:
-    """Return a new struct ``name`` of the extension with ``fields``. Raises if the struct lacks a field."""
-    made = getattr(torch.classes.weft_cpu, name)()
-    for field, value in fields.items():
-        setattr(made, field, value)
-    return made
+def struct(name: str, **fields: float) -> Any:
+    """Return a new struct ``name`` of the extension with ``fields``: integers, booleans and floats.
+
+    Raises RuntimeError if the struct lacks a field, or if an integer field gets a fraction.
+    """
+    return getattr(torch.classes.weft_cpu, name)(list(fields), [float(value) for value in fields.values()])
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 All steps with one token per row and the same number of rows make the same sequence of operator calls. The
 tensors of a call are either fixed (weights, caches, slot columns) or results of earlier calls.
 ``capture_calls`` runs the function of such a step once and records its calls below Python. The returned
-function repeats the calls from C++ (csrc/program.cpp). A capture fixes all host values of the function
+function repeats the calls from C++ (csrc/program.h). A capture fixes all host values of the function
 (shapes, slices, branches). So host values may depend only on the number of rows and on the context bucket.
 
 Collectives in shared memory are recorded like other calls (csrc/collectives.cpp). Such calls name the memory
@@ -130,7 +130,7 @@ def _signature(op: torch._ops.OpOverload) -> _Signature:
 
 
 class _Code:
-    """Encoded program. The numbers equal those of ``Code`` in csrc/program.cpp."""
+    """Encoded program. The numbers equal those of ``Code`` in csrc/program.h."""
 
     NONE, TENSOR, READ, INT, FLOAT, BOOL, STRING, INTS, TYPE, DEVICE, OBJECT, TENSORS = range(12)
 

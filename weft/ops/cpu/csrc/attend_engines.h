@@ -5,9 +5,8 @@
 #pragma once
 
 #include "amx.h"
+#include "brgemm.h"
 #include "vector.h"
-
-#include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
 #include <type_traits>
@@ -313,10 +312,9 @@ struct Brgemm : PackBf16 {
         for (int i = 0; i < n; i += kLanes) store(c + r * n + i, load(c + r * n + i) * splat(alpha[r]));
     // Few different shapes, because each shape is compiled at its first use.
     const int rows = exact ? m : m <= 4 ? 4 : (m + 15) / 16 * 16;
-    at::native::cpublas::brgemm(rows, n, k, lda, n, n, alpha != nullptr, static_cast<const bf16*>(a),
-                                static_cast<const bf16*>(b), c);
+    brgemm(rows, n, k, lda, n, n, alpha != nullptr, static_cast<const bf16*>(a), static_cast<const bf16*>(b), c);
   }
-  static void release() { at::native::cpublas::brgemm_release(); }
+  static void release() { brgemm_release(); }
 };
 
 #if WEFT_AMX

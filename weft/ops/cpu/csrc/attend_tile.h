@@ -549,8 +549,8 @@ struct Rows {
 
   static Rows of(const Tensor& offsets, const Tensor& starts, const Tensor& table, int64_t block) {
     const int64_t rows = offsets.size(0) - 1;
-    TORCH_CHECK(table.is_contiguous() && offsets.is_contiguous() && starts.is_contiguous(), "attend: rows");
-    TORCH_CHECK(starts.size(0) == rows && table.dim() == 2 && table.size(0) == rows, "attend: rows");
+    WEFT_CHECK(table.is_contiguous() && offsets.is_contiguous() && starts.is_contiguous(), "attend: rows");
+    WEFT_CHECK(starts.size(0) == rows && table.dim() == 2 && table.size(0) == rows, "attend: rows");
     return {offsets.const_data_ptr<int32_t>(),
             starts.const_data_ptr<int64_t>(),
             table.const_data_ptr<int64_t>(),
@@ -561,7 +561,7 @@ struct Rows {
 
   // Checks that every table entry to be read names a block of the cache.
   void check(int64_t tokens, int64_t blocks, int window) const {
-    TORCH_CHECK(offsets[0] == 0 && offsets[count] == tokens, "attend: q_offsets do not cover q");
+    WEFT_CHECK(offsets[0] == 0 && offsets[count] == tokens, "attend: q_offsets do not cover q");
     for (int64_t row = 0; row < count; ++row) {
       const int64_t queries = offsets[row + 1] - offsets[row], start = starts[row];
       WEFT_CHECK(queries >= 0 && start >= 0, "attend: row ", row, " has ", queries, " tokens from position ", start);
@@ -624,11 +624,12 @@ inline int64_t best_engine() {
 
 // Call go(T(), E()) with the element type and the engine.
 template <class F>
-void with_engine(at::ScalarType type, int64_t engine, F go) {
+void with_engine(Dtype type, int64_t engine, F go) {
   if (engine == kAuto) engine = best_engine();
-  if (type == at::kFloat) return go(float(), Wide<float>());
-  TORCH_CHECK(type == at::kBFloat16, "attend: bfloat16 or float32");
-  if (engine == kBrgemm) return go(bf16(), Brgemm());
+  if (type == Dtype::f32) return go(float(), Wide<float>());
+  WEFT_CHECK(type == Dtype::bf16, "attend: bfloat16 or float32");
+  if constexpr (kBrgemmBuilt)
+    if (engine == kBrgemm) return go(bf16(), Brgemm());
 #if WEFT_AMX
   if (engine == kAmx && amx_permitted()) return go(bf16(), Amx());
 #endif

@@ -96,40 +96,40 @@ void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, con
                     const Tensor& starts, const Tensor& table, int64_t window, double scale, int64_t engine,
                     const std::optional<Tensor>& sinks, const std::optional<Tensor>& scales, double softcap,
                     const std::optional<Tensor>& ends) {
-  TORCH_CHECK(q.dim() == 3 && out.sizes() == q.sizes() && cache.dim() == 5 && cache.size(1) == 2, "attend: shapes");
-  TORCH_CHECK(q.scalar_type() == out.scalar_type(), "attend: dtypes");
-  TORCH_CHECK(cache.scalar_type() == (scales ? at::kFloat8_e4m3fn : q.scalar_type()), "attend: the cache's dtype");
-  TORCH_CHECK(!scales || (scales->scalar_type() == at::kFloat && scales->is_contiguous() &&
-                          scales->sizes() == leading(cache.sizes(), 4)),
-              "attend: scales");
-  TORCH_CHECK(cache.is_contiguous(), "attend: cache");
+  WEFT_CHECK(q.dim() == 3 && out.sizes() == q.sizes() && cache.dim() == 5 && cache.size(1) == 2, "attend: shapes");
+  WEFT_CHECK(q.dtype() == out.dtype(), "attend: dtypes");
+  WEFT_CHECK(cache.dtype() == (scales ? Dtype::f8 : q.dtype()), "attend: the cache's dtype");
+  WEFT_CHECK(!scales || (scales->dtype() == Dtype::f32 && scales->is_contiguous() &&
+                         scales->sizes() == cache.sizes().leading(4)),
+             "attend: scales");
+  WEFT_CHECK(cache.is_contiguous(), "attend: cache");
   const int heads = int(q.size(1)), dim = int(q.size(2)), kv_heads = int(cache.size(2));
   const Rows rows = Rows::of(offsets, starts, table, cache.size(3));
   WEFT_CHECK(dim == cache.size(4) && dim % 16 == 0 && dim <= kMostDim, "attend: head_dim ", dim);
   WEFT_CHECK(heads % kv_heads == 0 && heads / kv_heads <= kRows, "attend: ", heads, " heads");
   WEFT_CHECK(scale > 0 && softcap >= 0, "attend: scale ", scale, ", softcap ", softcap);
   if (q.size(0) == 0) return;
-  TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == dim && out.stride(2) == 1 && out.stride(1) == dim, "attend: strides");
+  WEFT_CHECK(q.stride(2) == 1 && q.stride(1) == dim && out.stride(2) == 1 && out.stride(1) == dim, "attend: strides");
   rows.check(q.size(0), cache.size(0), int(window));
   const int64_t* seen = nullptr;
   if (ends) {
-    TORCH_CHECK(ends->scalar_type() == at::kLong && ends->is_contiguous() && ends->numel() == q.size(0),
-                "attend: the ends must be int64 [tokens]");
+    WEFT_CHECK(ends->dtype() == Dtype::i64 && ends->is_contiguous() && ends->numel() == q.size(0),
+               "attend: the ends must be int64 [tokens]");
     seen = ends->const_data_ptr<int64_t>();
     check_ends(rows, seen);
   }
   std::shared_ptr<float[]> drawn;
   if (sinks) {
-    WEFT_CHECK(sinks->scalar_type() == q.scalar_type() && sinks->numel() == heads && sinks->is_contiguous(),
+    WEFT_CHECK(sinks->dtype() == q.dtype() && sinks->numel() == heads && sinks->is_contiguous(),
                "attend: the sinks must be [", heads, "] in q's dtype");
     drawn = std::make_shared<float[]>(size_t(heads));
     for (int64_t i = 0; i < heads; ++i) {
       const float sink =
-          q.scalar_type() == at::kFloat ? sinks->const_data_ptr<float>()[i] : widen(sinks->const_data_ptr<bf16>()[i]);
+          q.dtype() == Dtype::f32 ? sinks->const_data_ptr<float>()[i] : widen(sinks->const_data_ptr<bf16>()[i]);
       drawn[i] = sink * kLog2E;
     }
   }
-  with_engine(q.scalar_type(), engine, [&]<class T, class E>(T, E) {
+  with_engine(q.dtype(), engine, [&]<class T, class E>(T, E) {
     Grouped<T> scene{rows,
                      q.const_data_ptr<T>(),
                      out.mutable_data_ptr<T>(),

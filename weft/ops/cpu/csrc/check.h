@@ -1,14 +1,12 @@
-// Checks whose messages have values, without C++ streams.
+// Checks of arguments, without torch's headers and without C++ streams.
 //
 // TORCH_CHECK(condition, "text ", number) writes the message through a std::ostringstream inside this library. Such a
 // message ends the process where two copies of libstdc++ meet: the stream of one copy then asks the locale of the
-// other. So a check with values is a WEFT_CHECK, and a check with constant text may be a TORCH_CHECK. Both raise
-// c10::Error, which Python gets as a RuntimeError; a WEFT_CHECK_INDEX raises an IndexError.
+// other. So every check of an operation is a WEFT_CHECK. A WEFT_CHECK raises c10::Error, which Python gets as a
+// RuntimeError; a WEFT_CHECK_INDEX raises an IndexError. torch.h defines how.
 #pragma once
 
-#include <c10/core/ScalarType.h>
-#include <c10/util/ArrayRef.h>
-#include <c10/util/Exception.h>
+#include "tensor.h"
 
 #include <concepts>
 #include <cstdint>
@@ -16,27 +14,31 @@
 #include <string>
 #include <string_view>
 
-#define WEFT_CHECK(condition, ...)                                                                         \
-  do {                                                                                                     \
-    if (C10_UNLIKELY(!(condition))) ::weft::fail({__func__, __FILE__, uint32_t(__LINE__)}, {__VA_ARGS__}); \
+#define WEFT_CHECK(condition, ...)                                                                  \
+  do {                                                                                              \
+    if (!(condition)) [[unlikely]]                                                                  \
+      ::weft::fail({__func__, __FILE__, uint32_t(__LINE__), ::weft::Raised::error}, {__VA_ARGS__}); \
   } while (false)
 
-#define WEFT_CHECK_INDEX(condition, ...)                                                                         \
-  do {                                                                                                           \
-    if (C10_UNLIKELY(!(condition))) ::weft::fail_index({__func__, __FILE__, uint32_t(__LINE__)}, {__VA_ARGS__}); \
+#define WEFT_CHECK_INDEX(condition, ...)                                                            \
+  do {                                                                                              \
+    if (!(condition)) [[unlikely]]                                                                  \
+      ::weft::fail({__func__, __FILE__, uint32_t(__LINE__), ::weft::Raised::index}, {__VA_ARGS__}); \
   } while (false)
 
 namespace weft {
+
+const char* name_of(Dtype type);
 
 // A part of a message. Refers to texts and sizes, so it lives as long as the expression that makes it.
 class MessagePart {
  public:
   MessagePart(const char* text) : text_(text) {}
   MessagePart(const std::string& text) : text_(text) {}
-  MessagePart(at::ScalarType type) : text_(at::toString(type)) {}
+  MessagePart(Dtype type) : text_(name_of(type)) {}
   MessagePart(std::integral auto number) : kind_(Kind::integer), integer_(int64_t(number)) {}
   MessagePart(double number) : kind_(Kind::real), real_(number) {}
-  MessagePart(at::IntArrayRef sizes) : kind_(Kind::sizes), sizes_(sizes) {}
+  MessagePart(Sizes sizes) : kind_(Kind::sizes), sizes_(sizes) {}
 
   void append_to(std::string& message) const;
 
@@ -47,11 +49,22 @@ class MessagePart {
     std::string_view text_;
     int64_t integer_;
     double real_;
-    at::IntArrayRef sizes_;
+    Sizes sizes_;
   };
 };
 
-[[noreturn]] void fail(c10::SourceLocation where, std::initializer_list<MessagePart> parts);
-[[noreturn]] void fail_index(c10::SourceLocation where, std::initializer_list<MessagePart> parts);
+enum class Raised { error, index };
+
+struct Place {
+  const char *function, *file;
+  uint32_t line;
+  Raised raised;
+};
+
+[[noreturn]] void fail(Place place, std::initializer_list<MessagePart> parts);
+// Raises a failure of a group of ranks (torch's DistError).
+[[noreturn]] void fail_group(const char* text);
+// In a handler: raises the present error of an operation as a failure of the group, and passes other exceptions on.
+[[noreturn]] void fail_group();
 
 }  // namespace weft

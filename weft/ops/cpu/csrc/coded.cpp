@@ -13,14 +13,14 @@
 namespace weft {
 namespace {
 
-constexpr int64_t kUnpacked = 256;                 // k at a time, to stay in the L1 cache
+constexpr int64_t kUnpacked = 256;  // k at a time, to stay in the L1 cache
 // Rows of a tile: registers for sums, and for unpacking.
 constexpr int kDirectRows = WEFT_AVX512 ? 12 : WEFT_AVX2 ? 3 : 2;
-constexpr int64_t kManyRows = 13;                  // rows from which codes are unpacked in memory, with AVX-512
-constexpr int64_t kDearRows = 9;                   // the same for expensive groups: fewer than 32 k, or minimums
-constexpr int kTotalRows = 7;                      // rows of a tile: registers for sums and totals
-constexpr int kTurn = 8;                           // steps at a time: the size of the smallest common groups
-constexpr int64_t kLine = 64;                      // bytes of a cache line
+constexpr int64_t kManyRows = 13;  // rows from which codes are unpacked in memory, with AVX-512
+constexpr int64_t kDearRows = 9;   // the same for expensive groups: fewer than 32 k, or minimums
+constexpr int kTotalRows = 7;      // rows of a tile: registers for sums and totals
+constexpr int kTurn = 8;           // steps at a time: the size of the smallest common groups
+constexpr int64_t kLine = 64;      // bytes of a cache line
 constexpr uint32_t kHigh = 0xffff0000u;
 
 // --- codes to pairs of bf16, exactly --------------------------------------------------------------------------
@@ -46,7 +46,7 @@ constexpr uint16_t e2m1_bf16(int code) {
 }
 
 struct Tables {
-  alignas(64) uint16_t integers[32], e2m1[32], sixes[64];                        // of i - 16; of i & 15; of i - 32
+  alignas(64) uint16_t integers[32], e2m1[32], sixes[64];  // of i - 16; of i & 15; of i - 32
   alignas(16) int8_t e2m1_twice[16];                       // integers
   constexpr Tables() : integers(), e2m1(), sixes(), e2m1_twice() {
     for (int i = 0; i < 64; ++i) sixes[i] = small_bf16(i - 32);
@@ -181,9 +181,9 @@ struct Int6 WEFT_BASE(InBytes<>) {
     const NumberTable<4> table(kTables.sixes);
     const Nibbles codes(w);
     const uint8x16_t more = sixteen_bytes(w + 32), upper = vdupq_n_u8(0x30);
-    return {{table.pairs(codes.at[0][0] | (vshlq_n_u8(more, 4) & upper), codes.at[0][1] | (more & upper)),
-             table.pairs(codes.at[1][0] | (vshlq_n_u8(more, 2) & upper),
-                         codes.at[1][1] | (vshrq_n_u8(more, 2) & upper))}};
+    return {
+        {table.pairs(codes.at[0][0] | (vshlq_n_u8(more, 4) & upper), codes.at[0][1] | (more & upper)),
+         table.pairs(codes.at[1][0] | (vshlq_n_u8(more, 2) & upper), codes.at[1][1] | (vshrq_n_u8(more, 2) & upper))}};
   }
 #else
   Bf16::Step load(const uint8_t* w) const {
@@ -305,7 +305,7 @@ inline vf halves(const uint8_t* from) {
   float made[kLanes];
   uint16_t read[kLanes];
   std::memcpy(read, from, sizeof(read));
-  for (int i = 0; i < kLanes; ++i) made[i] = c10::detail::fp16_ieee_to_fp32_value(read[i]);
+  for (int i = 0; i < kLanes; ++i) made[i] = half_to_float(read[i]);
   return load(made);
 #endif
 }

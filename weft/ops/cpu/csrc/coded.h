@@ -79,10 +79,10 @@ struct Coding {
                    group % 2 == 0,
                "no coding of numbers ", numbers, ", scales ", scales, ", zeros ", zeros, ", group ", group);
     const Coding made{Numbers(numbers), Scales(scales), Zeros(zeros), group};
-    TORCH_CHECK(made.scales == Scales::levels ? kSpan % made.group == 0 : !made.minimums(), "a coding of two levels");
-    TORCH_CHECK(made.numbers != Numbers::nibbles || made.group == 64, "nibbles have groups of 64");
-    TORCH_CHECK(!made.minimums() || made.numbers == Numbers::int4 || made.five(), "minimums are of 4 or 5 bits");
-    TORCH_CHECK(made.minimums() || !made.five(), "5 bits have minimums");
+    WEFT_CHECK(made.scales == Scales::levels ? kSpan % made.group == 0 : !made.minimums(), "a coding of two levels");
+    WEFT_CHECK(made.numbers != Numbers::nibbles || made.group == 64, "nibbles have groups of 64");
+    WEFT_CHECK(!made.minimums() || made.numbers == Numbers::int4 || made.five(), "minimums are of 4 or 5 bits");
+    WEFT_CHECK(made.minimums() || !made.five(), "5 bits have minimums");
     return made;
   }
 };

@@ -153,7 +153,7 @@ inline Bf16::Step by_words(F f) {
 constexpr int kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 struct GgmlTables {
-  alignas(64) uint16_t fives[32], iq4[32];       // of i; of i & 15
+  alignas(64) uint16_t fives[32], iq4[32];  // of i; of i & 15
   alignas(16) int8_t iq4_bytes[16];
   constexpr GgmlTables() : fives(), iq4(), iq4_bytes() {
     for (int i = 0; i < 32; ++i) fives[i] = small_bf16(i), iq4[i] = small_bf16(kIq4[i & 15]);

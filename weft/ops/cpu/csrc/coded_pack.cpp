@@ -35,8 +35,8 @@ struct Published {
   }
 };
 
-bool fits(const Tensor& part, at::ScalarType type, int64_t rows, int64_t width) {
-  return part.scalar_type() == type && part.is_contiguous() && part.dim() == 2 && part.size(0) == rows &&
+bool fits(const Tensor& part, Dtype type, int64_t rows, int64_t width) {
+  return part.dtype() == type && part.is_contiguous() && part.dim() == 2 && part.size(0) == rows &&
          part.size(1) == width;
 }
 
@@ -54,8 +54,7 @@ inline void put(const Coding& coding, uint8_t* steps, int column, int64_t k, int
     return;
   }
   step[word] = uint8_t(step[word] | (code & 15) << (4 * half));
-  if (coding.five())
-    step[32 + 4 * half + word / 8] = uint8_t(step[32 + 4 * half + word / 8] | code >> 4 << word % 8);
+  if (coding.five()) step[32 + 4 * half + word / 8] = uint8_t(step[32 + 4 * half + word / 8] | code >> 4 << word % 8);
   if (coding.numbers == Numbers::int6)
     step[32 + word % 16] = uint8_t(step[32 + word % 16] | code >> 4 << (word / 16 * 4 + half * 2));
 }
@@ -86,24 +85,24 @@ void pack_block(const Coding& coding, const Published& from, const Layout& layou
 // [rows, groups], float32 or bytes; zeros: bytes [rows, groups] -> bytes [blocks, bytes of a block]
 Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optional<Tensor>& zeros, int64_t inputs,
                   bool gated, const Coding& coding) {
-  TORCH_CHECK(bool(coding) && (coding.zeros == Zeros::points) == zeros.has_value() && coding.numbers != Numbers::int6 &&
-                  !coding.five() && coding.numbers != Numbers::iq4 && !coding.rounds_rows() &&
-                  coding.scales != Scales::halves && coding.scales != Scales::levels,
-              "pack_coded: numbers, scales and zero points as the coding says");
-  TORCH_CHECK(values.scalar_type() == at::kByte && values.dim() == 2 && values.is_contiguous(), "pack_coded: values");
+  WEFT_CHECK(bool(coding) && (coding.zeros == Zeros::points) == zeros.has_value() && coding.numbers != Numbers::int6 &&
+                 !coding.five() && coding.numbers != Numbers::iq4 && !coding.rounds_rows() &&
+                 coding.scales != Scales::halves && coding.scales != Scales::levels,
+             "pack_coded: numbers, scales and zero points as the coding says");
+  WEFT_CHECK(values.dtype() == Dtype::u8 && values.dim() == 2 && values.is_contiguous(), "pack_coded: values");
   const int64_t rows = values.size(0), groups = coding.groups(inputs);
-  TORCH_CHECK(!gated || rows % 2 == 0, "a gated weight must have an even number of rows");
-  TORCH_CHECK(values.size(1) == (coding.four() ? divide_up(inputs, 2) : inputs), "pack_coded: values");
-  TORCH_CHECK(fits(scales, coding.scales == Scales::floats ? at::kFloat : at::kByte, rows, groups),
-              "pack_coded: scales");
-  TORCH_CHECK(!zeros || fits(*zeros, at::kByte, rows, groups), "pack_coded: zeros");
+  WEFT_CHECK(!gated || rows % 2 == 0, "a gated weight must have an even number of rows");
+  WEFT_CHECK(values.size(1) == (coding.four() ? divide_up(inputs, 2) : inputs), "pack_coded: values");
+  WEFT_CHECK(fits(scales, coding.scales == Scales::floats ? Dtype::f32 : Dtype::u8, rows, groups),
+             "pack_coded: scales");
+  WEFT_CHECK(!zeros || fits(*zeros, Dtype::u8, rows, groups), "pack_coded: zeros");
   const Layout layout{inputs, rows, gated};
   const int64_t block_bytes = coding.offset(inputs);
-  Tensor packed = empty_weights({layout.blocks(), block_bytes}, values.options());
+  Tensor packed = empty_weights({layout.blocks(), block_bytes}, values.dtype());
   const Published from{values.const_data_ptr<uint8_t>(), zeros ? zeros->const_data_ptr<uint8_t>() : nullptr,
                        static_cast<const uint8_t*>(scales.const_data_ptr()), values.size(1), groups};
   uint8_t* to = packed.mutable_data_ptr<uint8_t>();
-  at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(layout.blocks(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) pack_block(coding, from, layout, block, to + block * block_bytes);
   });
   return packed;
@@ -111,15 +110,15 @@ Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optiona
 
 // values: int8 [rows, inputs], -127 to 127 -> bytes [blocks, bytes of a block], for rows in 8 bits (rounded.h)
 Tensor pack_bytes(const Tensor& values, bool gated) {
-  TORCH_CHECK(values.scalar_type() == at::kChar && values.dim() == 2 && values.is_contiguous(), "pack_bytes: values");
-  TORCH_CHECK(!gated || values.size(0) % 2 == 0, "a gated weight must have an even number of rows");
+  WEFT_CHECK(values.dtype() == Dtype::i8 && values.dim() == 2 && values.is_contiguous(), "pack_bytes: values");
+  WEFT_CHECK(!gated || values.size(0) % 2 == 0, "a gated weight must have an even number of rows");
   WEFT_CHECK(values.size(1) <= kByteInputs, "rows of more than ", kByteInputs, " inputs are not rounded to 8 bits");
   const Layout layout{values.size(1), values.size(0), gated};
   const int64_t block_bytes = Coding{Numbers::bytes}.offset(layout.inputs);
-  Tensor packed = empty_weights({layout.blocks(), block_bytes}, values.options().dtype(at::kByte));
+  Tensor packed = empty_weights({layout.blocks(), block_bytes}, Dtype::u8);
   const int8_t* from = values.const_data_ptr<int8_t>();
   uint8_t* made = packed.mutable_data_ptr<uint8_t>();
-  at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(layout.blocks(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       uint8_t* to = made + block * block_bytes;
       std::memset(to, 128, size_t(block_bytes));
@@ -138,17 +137,17 @@ Tensor pack_bytes(const Tensor& values, bool gated) {
 // [rows, groups of 64] -> bytes [blocks, bytes of a block], for rows in 8 bits (rounded.h)
 Tensor pack_nibbles(const Tensor& values, const Tensor& scales, const Tensor& zeros, int64_t inputs, bool gated) {
   const int64_t rows = values.size(0), groups = divide_up(inputs, kByteTileDepth);
-  TORCH_CHECK(fits(values, at::kByte, rows, divide_up(inputs, 2)) && fits(scales, at::kFloat, rows, groups) &&
-                  fits(zeros, at::kByte, rows, groups),
-              "pack_nibbles: values, scales and zeros");
-  TORCH_CHECK(!gated || rows % 2 == 0, "a gated weight must have an even number of rows");
+  WEFT_CHECK(fits(values, Dtype::u8, rows, divide_up(inputs, 2)) && fits(scales, Dtype::f32, rows, groups) &&
+                 fits(zeros, Dtype::u8, rows, groups),
+             "pack_nibbles: values, scales and zeros");
+  WEFT_CHECK(!gated || rows % 2 == 0, "a gated weight must have an even number of rows");
   const Layout layout{inputs, rows, gated};
   const int64_t block_bytes = Coding{Numbers::nibbles}.offset(inputs), line = values.size(1);
-  Tensor packed = empty_weights({layout.blocks(), block_bytes}, values.options());
+  Tensor packed = empty_weights({layout.blocks(), block_bytes}, values.dtype());
   const uint8_t *from = values.const_data_ptr<uint8_t>(), *zero = zeros.const_data_ptr<uint8_t>();
   const float* scale = scales.const_data_ptr<float>();
   uint8_t* made = packed.mutable_data_ptr<uint8_t>();
-  at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(layout.blocks(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       uint8_t* to = made + block * block_bytes;
       std::memset(to, 0, size_t(block_bytes));
@@ -171,7 +170,7 @@ Tensor pack_nibbles(const Tensor& values, const Tensor& scales, const Tensor& ze
 }
 
 // Uninitialized bytes for packed weights.
-Tensor weight_bytes(at::IntArrayRef sizes) { return empty_weights(sizes, at::TensorOptions().dtype(at::kByte)); }
+Tensor weight_bytes(Sizes sizes) { return empty_weights(sizes, Dtype::u8); }
 
 namespace {
 
@@ -316,20 +315,19 @@ void drop_pages(const uint8_t* begin, const uint8_t* end) {
 // blocks: bytes [rows, bytes of a row] of `kind` (Kind) -> bytes [blocks, bytes of a block]. mapped: `blocks` are a
 // private mapping of an unmodified file; pages are dropped after reading.
 Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given, bool mapped) {
-  TORCH_CHECK(given >= 0 && given <= 8, "pack_ggml: kind");
+  WEFT_CHECK(given >= 0 && given <= 8, "pack_ggml: kind");
   const Kind kind = Kind(given);
   const Coding coding = coding_of(kind);
-  TORCH_CHECK(blocks.scalar_type() == at::kByte && blocks.dim() == 2 &&
-                  (blocks.size(0) == 0 || blocks.stride(1) == 1) && inputs % numbers_of(kind) == 0 &&
-                  blocks.size(1) == inputs / numbers_of(kind) * bytes_of(kind),
-              "pack_ggml: blocks");
-  TORCH_CHECK(!gated || blocks.size(0) % 2 == 0, "a gated weight must have an even number of rows");
+  WEFT_CHECK(blocks.dtype() == Dtype::u8 && blocks.dim() == 2 && (blocks.size(0) == 0 || blocks.stride(1) == 1) &&
+                 inputs % numbers_of(kind) == 0 && blocks.size(1) == inputs / numbers_of(kind) * bytes_of(kind),
+             "pack_ggml: blocks");
+  WEFT_CHECK(!gated || blocks.size(0) % 2 == 0, "a gated weight must have an even number of rows");
   const Layout layout{inputs, blocks.size(0), gated};
   const int64_t block_bytes = coding.offset(inputs), line = blocks.stride(0);
-  Tensor packed = empty_weights({layout.blocks(), block_bytes}, blocks.options());
+  Tensor packed = empty_weights({layout.blocks(), block_bytes}, blocks.dtype());
   const uint8_t* from = blocks.const_data_ptr<uint8_t>();
   uint8_t* made = packed.mutable_data_ptr<uint8_t>();
-  at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(layout.blocks(), 1, [&](int64_t begin, int64_t end) {
     int64_t dropped = begin * kBlock;  // rows up to here are dropped
     for (int64_t block = begin; block < end; ++block) {
       uint8_t* to = made + block * block_bytes;
@@ -352,19 +350,19 @@ Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given
 
 // ids int64 [T] -> [T, inputs] of a packed matrix of `rows` rows; factors: float32 [rows] or none.
 Tensor embedding_coded(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t inputs,
-                       const std::optional<Tensor>& factors, const Coding& coding, at::ScalarType type) {
-  TORCH_CHECK(ids.scalar_type() == at::kLong && ids.dim() == 1, "ids must be int64 [T]");
-  TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "rows are bfloat16 or float32");
-  TORCH_CHECK(coding && !coding.rounds_rows() && packed.scalar_type() == at::kByte && packed.is_contiguous() &&
-                  packed.dim() == 2 && packed.size(0) == divide_up(rows, kBlock) &&
-                  packed.size(1) == coding.offset(inputs),
-              "the packed table is of another shape");
-  TORCH_CHECK(!factors || (factors->scalar_type() == at::kFloat && factors->numel() == rows), "factors");
+                       const std::optional<Tensor>& factors, const Coding& coding, Dtype type) {
+  WEFT_CHECK(ids.dtype() == Dtype::i64 && ids.dim() == 1, "ids must be int64 [T]");
+  WEFT_CHECK(type == Dtype::bf16 || type == Dtype::f32, "rows are bfloat16 or float32");
+  WEFT_CHECK(coding && !coding.rounds_rows() && packed.dtype() == Dtype::u8 && packed.is_contiguous() &&
+                 packed.dim() == 2 && packed.size(0) == divide_up(rows, kBlock) &&
+                 packed.size(1) == coding.offset(inputs),
+             "the packed table is of another shape");
+  WEFT_CHECK(!factors || (factors->dtype() == Dtype::f32 && factors->numel() == rows), "factors");
   const Tensor list = ids.contiguous();
   const int64_t* wanted = list.const_data_ptr<int64_t>();
   for (int64_t token = 0; token < ids.size(0); ++token)
     WEFT_CHECK_INDEX(wanted[token] >= 0 && wanted[token] < rows, "id ", wanted[token], " is not in a table of ", rows);
-  Tensor out = empty_tensor({ids.size(0), inputs}, packed.options().dtype(type));
+  Tensor out = empty_tensor({ids.size(0), inputs}, type);
   const uint8_t* from = packed.const_data_ptr<uint8_t>();
   const auto fill = [&]<class X>(X* to) {
     spread(ids.size(0), 4, [&](int64_t begin, int64_t end) {
@@ -377,7 +375,7 @@ Tensor embedding_coded(const Tensor& ids, const Tensor& packed, int64_t rows, in
       }
     });
   };
-  if (type == at::kBFloat16)
+  if (type == Dtype::bf16)
     fill(out.mutable_data_ptr<bf16>());
   else
     fill(out.mutable_data_ptr<float>());

@@ -10,7 +10,7 @@
 // sequential, from any thread. `abort` may come at any time, and makes waiting calls throw.
 //
 // A failure in a collective, and every call after an abort, is a DistError for every caller: a program that replays a
-// collective (program.cpp) passes the error on. `ring_times` returns the times of a thread's collectives.
+// collective (program.h) passes the error on. `ring_times` returns the times of a thread's collectives.
 #include "operators.h"
 #include "segment.h"
 
@@ -27,6 +27,12 @@ constexpr int64_t kBlock = 512;  // elements summed at a time: their wide sums s
 
 // Bytes of all ranks. Above, each rank sums a part. Up to here, or with two ranks, all ranks sum everything at once.
 constexpr int64_t kOneRound = 1 << 16;
+
+struct half {
+  uint16_t bits;
+  explicit half(float value) : bits(float_to_half(value)) {}
+  explicit operator float() const { return half_to_float(bits); }
+};
 
 template <class T>
 struct Wide {
@@ -71,16 +77,16 @@ void add_bytes(const std::vector<const char*>& parts, int64_t count, char* out) 
   add_up<T>(parts, count, reinterpret_cast<T*>(out));
 }
 
-Adder adder(at::ScalarType dtype) {
+Adder adder(Dtype dtype) {
   switch (dtype) {
-    case at::kDouble:
+    case Dtype::f64:
       return add_bytes<double>;
-    case at::kFloat:
+    case Dtype::f32:
       return add_bytes<float>;
-    case at::kBFloat16:
+    case Dtype::bf16:
       return add_bytes<bf16>;
-    case at::kHalf:
-      return add_bytes<at::Half>;
+    case Dtype::f16:
+      return add_bytes<half>;
     default:
       WEFT_CHECK(false, "no sums of ", dtype, " in shared memory");
   }
@@ -109,7 +115,7 @@ class Ring {
     const Tensor x = given.contiguous();
     std::vector<int64_t> shape = x.sizes().vec();
     shape.insert(shape.begin(), shared_.size);
-    Tensor out = empty_tensor(shape, x.options());
+    Tensor out = empty_tensor(shape, x.dtype());
     const int64_t total = bytes_of(x);
     const char* from = static_cast<const char*>(x.const_data_ptr());
     char* to = static_cast<char*>(out.mutable_data_ptr());
@@ -131,19 +137,19 @@ class Ring {
   Tensor exchange(const Tensor& given, const std::vector<int64_t>& sends, const std::vector<int64_t>& receives) {
     const Tensor x = given.contiguous();
     const int size = shared_.size;
-    TORCH_CHECK(x.dim() > 0 && int(sends.size()) == size && int(receives.size()) == size, "exchange: one count a rank");
+    WEFT_CHECK(x.dim() > 0 && int(sends.size()) == size && int(receives.size()) == size, "exchange: one count a rank");
     std::vector<int64_t> shape = x.sizes().vec(), ends(size + 1, 0), places(size + 1, 0);
     int64_t row = x.element_size();
     for (size_t dim = 1; dim < shape.size(); ++dim) row *= shape[dim];
     for (int peer = 0; peer < size; ++peer) {
-      TORCH_CHECK(sends[peer] >= 0 && receives[peer] >= 0, "exchange: a negative count");
+      WEFT_CHECK(sends[peer] >= 0 && receives[peer] >= 0, "exchange: a negative count");
       ends[peer + 1] = ends[peer] + sends[peer] * row;
       places[peer + 1] = places[peer] + receives[peer] * row;
     }
     WEFT_CHECK(ends[size] == bytes_of(x), "exchange: the counts are not those of ", shape[0], " rows");
     shape[0] = 0;
     for (int64_t count : receives) shape[0] += count;
-    Tensor out = empty_tensor(shape, x.options());
+    Tensor out = empty_tensor(shape, x.dtype());
     const char* from = static_cast<const char*>(x.const_data_ptr());
     char* to = static_cast<char*>(out.mutable_data_ptr());
     guarded([&] {
@@ -164,8 +170,8 @@ class Ring {
 
   Tensor sum(const Tensor& given) {
     const Tensor x = given.contiguous();
-    const Adder add = adder(x.scalar_type());
-    Tensor out = empty_tensor(x.sizes(), x.options());
+    const Adder add = adder(x.dtype());
+    Tensor out = empty_tensor(x.sizes(), x.dtype());
     const int64_t total = bytes_of(x);
     const char* from = static_cast<const char*>(x.const_data_ptr());
     char* to = static_cast<char*>(out.mutable_data_ptr());
@@ -223,12 +229,12 @@ class Ring {
 
   void announce(Kind kind, const Tensor& x, int64_t bytes) {
     Note& note = shared_.note();
-    note.kind = kind, note.dtype = uint32_t(x.scalar_type()), note.bytes = bytes;
+    note.kind = kind, note.dtype = uint32_t(x.dtype()), note.bytes = bytes;
   }
 
   void agree(int peer, Kind kind, const Tensor& x, int64_t bytes) const {
     const Note& note = shared_.note(peer);
-    WEFT_CHECK(note.kind == kind && note.dtype == uint32_t(x.scalar_type()) && note.bytes == bytes, "rank ", peer,
+    WEFT_CHECK(note.kind == kind && note.dtype == uint32_t(x.dtype()) && note.bytes == bytes, "rank ", peer,
                " is in another collective: kind ", note.kind, " of ", note.bytes, " bytes, and here ", int(kind),
                " of ", bytes);
   }
@@ -241,12 +247,9 @@ class Ring {
     try {
       shared_.begin();
       work();
-    } catch (const c10::Error& error) {
-      shared_.abort();
-      C10_THROW_ERROR(DistError, error.what_without_backtrace());
     } catch (...) {
       shared_.abort();
-      throw;
+      fail_group();
     }
     if (times.kept) times.push_back(began, Clock::now());
   }
@@ -262,7 +265,7 @@ int64_t rings_made = 0;
 std::shared_ptr<Ring> find(int64_t number) {
   const std::lock_guard<std::mutex> held(rings_lock);
   const auto found = rings.find(number);
-  if (found == rings.end()) C10_THROW_ERROR(DistError, "the group was closed");
+  if (found == rings.end()) fail_group("the group was closed");
   return found->second;
 }
 
@@ -288,7 +291,7 @@ void ring_close(int64_t number) {
 
 // float64 [collectives, 2]: begin and end of each collective of this thread since the last call. `keep`: record.
 Tensor ring_times(bool keep) {
-  Tensor made = empty_tensor({int64_t(times.seconds.size() / 2), 2}, at::TensorOptions().dtype(at::kDouble));
+  Tensor made = empty_tensor({int64_t(times.seconds.size() / 2), 2}, Dtype::f64);
   std::copy(times.seconds.begin(), times.seconds.end(), made.mutable_data_ptr<double>());
   times.seconds.clear();
   times.kept = keep;
@@ -297,7 +300,7 @@ Tensor ring_times(bool keep) {
 
 Tensor ring_gather(const Tensor& x, int64_t ring) { return find(ring)->gather(x); }
 Tensor ring_sum(const Tensor& x, int64_t ring) { return find(ring)->sum(x); }
-Tensor ring_exchange(const Tensor& x, at::IntArrayRef sends, at::IntArrayRef receives, int64_t ring) {
+Tensor ring_exchange(const Tensor& x, Sizes sends, Sizes receives, int64_t ring) {
   return find(ring)->exchange(x, sends.vec(), receives.vec());
 }
 

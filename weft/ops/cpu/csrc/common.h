@@ -5,14 +5,12 @@
 //     So each output element has one fixed sequence of floating-point operations. The compiler may not fuse
 //     products and sums by itself (-ffp-contract=off): fused operations are written explicitly.
 //   * bf16 is widened to float exactly, and rounded once, to nearest even.
-//   * Checks of shapes and dtypes stand at the entry; kernels below trust their arguments. A check is a TORCH_CHECK if
-//     its text is constant, and a WEFT_CHECK (check.h) if the text has values. No check of an operation uses streams.
+//   * Checks of shapes and dtypes stand at the entry; kernels below trust their arguments. A check is a WEFT_CHECK
+//     (check.h), without streams.
+//   * Only library.cpp includes torch's headers. Kernels get tensors as plain pointers and sizes (tensor.h).
 #pragma once
 
 #include "check.h"
-
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -52,17 +50,6 @@
 
 namespace weft {
 
-using at::Tensor;
-using bf16 = at::BFloat16;
-
-// `at::empty`; its header takes as long to compile as all other includes here together.
-Tensor empty_tensor(at::IntArrayRef sizes, const at::TensorOptions& options);
-
-// The first `count` sizes, or all sizes if there are fewer. `IntArrayRef::slice` would bring a stream for its message.
-inline at::IntArrayRef leading(at::IntArrayRef sizes, size_t count) {
-  return {sizes.data(), std::min(count, sizes.size())};
-}
-
 inline float bits_to_float(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof(value));
@@ -84,6 +71,30 @@ inline uint16_t round_bf16(float value) {
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
   return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
+
+inline bf16::bf16(float value) : x(round_bf16(value)) {}
+inline bf16::operator float() const { return widen(*this); }
+
+// IEEE float16 and float32; rounds to nearest even.
+#if defined(__F16C__)
+inline float half_to_float(uint16_t bits) { return _cvtsh_ss(bits); }
+inline uint16_t float_to_half(float value) { return _cvtss_sh(value, 0); }
+#elif WEFT_NEON
+inline float half_to_float(uint16_t bits) {
+  __fp16 value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return float(value);
+}
+inline uint16_t float_to_half(float value) {
+  const __fp16 rounded = __fp16(value);
+  uint16_t bits;
+  std::memcpy(&bits, &rounded, sizeof(bits));
+  return bits;
+}
+#else  // in torch.h
+float half_to_float(uint16_t bits);
+uint16_t float_to_half(float value);
+#endif
 
 inline void narrow(float value, bf16* to) { to->x = round_bf16(value); }
 inline void narrow(float value, float* to) { *to = value; }

@@ -92,25 +92,25 @@ inline void rotate(float* x, int64_t size, const float* cos, const float* sin, i
 // complete. bias float [overlap * ratio, n]; norms: float weights of each vector, n elements together.
 void compress_groups(const Tensor& sources, const Tensor& groups, const Tensor& offsets, const Tensor& starts,
                      const Tensor& table, const Tensor& writes, const Tensor& cos, const Tensor& sin,
-                     const Tensor& bias, at::TensorList norms, int64_t ratio, int64_t overlap, double eps) {
-  TORCH_CHECK(ratio > 0 && overlap > 0 && bias.dim() == 2 && bias.size(0) == overlap * ratio && bias.is_contiguous() &&
-                  bias.scalar_type() == at::kFloat,
-              "compress_groups: bias");
+                     const Tensor& bias, const std::vector<Tensor>& norms, int64_t ratio, int64_t overlap, double eps) {
+  WEFT_CHECK(ratio > 0 && overlap > 0 && bias.dim() == 2 && bias.size(0) == overlap * ratio && bias.is_contiguous() &&
+                 bias.dtype() == Dtype::f32,
+             "compress_groups: bias");
   const int64_t size = bias.size(1), tokens = writes.size(0), rows = starts.size(0), half = cos.size(1);
-  TORCH_CHECK(sources.dim() == 3 && sources.is_contiguous() && sources.size(2) == overlap * 2 * size &&
-                  groups.dim() == 3 && groups.is_contiguous() && groups.size(2) == size &&
-                  groups.scalar_type() == sources.scalar_type(),
-              "compress_groups: caches");
-  TORCH_CHECK(offsets.is_contiguous() && starts.is_contiguous() && offsets.size(0) == rows + 1 && table.dim() == 2 &&
-                  table.is_contiguous() && table.size(0) == rows && writes.dim() == 1 && writes.is_contiguous(),
-              "compress_groups: rows");
-  TORCH_CHECK(cos.dim() == 2 && cos.size(0) == tokens && cos.sizes() == sin.sizes() && cos.is_contiguous() &&
-                  sin.is_contiguous() && cos.scalar_type() == at::kFloat && sin.scalar_type() == at::kFloat,
-              "compress_groups: angles");
+  WEFT_CHECK(sources.dim() == 3 && sources.is_contiguous() && sources.size(2) == overlap * 2 * size &&
+                 groups.dim() == 3 && groups.is_contiguous() && groups.size(2) == size &&
+                 groups.dtype() == sources.dtype(),
+             "compress_groups: caches");
+  WEFT_CHECK(offsets.is_contiguous() && starts.is_contiguous() && offsets.size(0) == rows + 1 && table.dim() == 2 &&
+                 table.is_contiguous() && table.size(0) == rows && writes.dim() == 1 && writes.is_contiguous(),
+             "compress_groups: rows");
+  WEFT_CHECK(cos.dim() == 2 && cos.size(0) == tokens && cos.sizes() == sin.sizes() && cos.is_contiguous() &&
+                 sin.is_contiguous() && cos.dtype() == Dtype::f32 && sin.dtype() == Dtype::f32,
+             "compress_groups: angles");
   int64_t whole = 0;
   for (const Tensor& norm : norms) {
-    TORCH_CHECK(norm.scalar_type() == at::kFloat && norm.is_contiguous() && norm.numel() >= 2 * half,
-                "compress_groups: norms");
+    WEFT_CHECK(norm.dtype() == Dtype::f32 && norm.is_contiguous() && norm.numel() >= 2 * half,
+               "compress_groups: norms");
     whole += norm.numel();
   }
   WEFT_CHECK(whole == size, "compress_groups: vectors of ", whole, " elements in entries of ", size);

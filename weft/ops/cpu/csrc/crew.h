@@ -1,7 +1,7 @@
 // Threads of a captured step, with few waits between threads.
 //
 // Outside a program the loop of an operation is a parallel region: all threads begin and end together, and no thread
-// computes while the next operation is called. Inside a program (program.cpp) one region covers the whole step: a
+// computes while the next operation is called. Inside a program (program.h) one region covers the whole step: a
 // *crew*. The leader makes the calls and leaves loops behind as *jobs*. All threads walk through the jobs in order; the
 // leader joins in when no call is left. So calls cost little while there is work, and a late thread finds the others
 // working.
@@ -116,7 +116,7 @@ class Crew {
 // Number of threads for a loop of this thread.
 inline int team() {
   if (const Crew* crew = Crew::current()) return crew->threads();
-  return at::in_parallel_region() ? 1 : at::get_num_threads();
+  return in_parallel_region() ? 1 : num_threads();
 }
 
 // Runs f(begin, end) for parts of 0 .. n - 1 of at least `grain`, and waits for the end.
@@ -134,8 +134,8 @@ void spread(int64_t n, int64_t grain, const F& f) {
   std::atomic<int64_t> waited{0};
   const int64_t began = now_ns();
   int64_t ended = began;
-  at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
-    const bool first = at::get_thread_num() == 0;
+  parallel_for(n, grain, [&](int64_t begin, int64_t end) {
+    const bool first = thread_number() == 0;
     if (!first) waited.fetch_add(now_ns() - began, std::memory_order_relaxed);
     f(begin, end);
     if (first) ended = now_ns();

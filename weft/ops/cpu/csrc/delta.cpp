@@ -393,7 +393,7 @@ T* state_part(const Tensor& part, const Tensor& state, int64_t heads, int64_t li
 
 template <class T>
 void check_rows(const Call<T>& c, int64_t rows, int64_t tokens, int64_t slots) {
-  TORCH_CHECK(c.offsets[0] == 0 && c.offsets[rows] == tokens, "delta_net: q_offsets do not cover the tokens");
+  WEFT_CHECK(c.offsets[0] == 0 && c.offsets[rows] == tokens, "delta_net: q_offsets do not cover the tokens");
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t count = c.offsets[r + 1] - c.offsets[r];
     WEFT_CHECK(count >= 0 && (!c.each || count <= c.copies), "delta_net: row ", r, " has ", count, " tokens and ",
@@ -404,8 +404,8 @@ void check_rows(const Call<T>& c, int64_t rows, int64_t tokens, int64_t slots) {
   }
 }
 
-bool is_floats(const Tensor& x, at::IntArrayRef sizes) {
-  return x.scalar_type() == at::kFloat && x.is_contiguous() && x.sizes() == sizes;
+bool is_floats(const Tensor& x, Sizes sizes) {
+  return x.dtype() == Dtype::f32 && x.is_contiguous() && x.sizes() == sizes;
 }
 
 }  // namespace
@@ -415,7 +415,7 @@ void delta_net(const Tensor& qkv, const Tensor& z, const Tensor& b, const Tensor
                const Tensor& taps, const Tensor& rate, const Tensor& bias, const Tensor& norm, double eps,
                bool squashed, const Tensor& offsets, const Tensor& starts, const Tensor& slots, const Tensor& live,
                bool each) {
-  TORCH_CHECK(state.dim() == 5 && conv_q.dim() == 5 && taps.dim() == 2, "delta_net: shapes");
+  WEFT_CHECK(state.dim() == 5 && conv_q.dim() == 5 && taps.dim() == 2, "delta_net: shapes");
   const int64_t tokens = qkv.size(0), rows = offsets.size(0) - 1, lines = taps.size(0) - 1;
   const int64_t k_heads = conv_q.size(2), v_heads = state.size(2), k_dim = state.size(3), v_dim = state.size(4);
   const int64_t key = k_heads * k_dim, value = v_heads * v_dim;
@@ -426,19 +426,19 @@ void delta_net(const Tensor& qkv, const Tensor& z, const Tensor& b, const Tensor
   WEFT_CHECK(1 <= lines && lines <= 3, "delta_net: a convolution of ", lines + 1, " taps");
   const auto has_rows = [&](const Tensor& x, int64_t columns) {
     return x.dim() == 2 && x.size(0) == tokens && x.size(1) == columns && x.stride(1) == 1 &&
-           x.scalar_type() == qkv.scalar_type();
+           x.dtype() == qkv.dtype();
   };
   WEFT_CHECK(has_rows(qkv, 2 * key + value), "delta_net: qkv of shape ", qkv.sizes());
   WEFT_CHECK(has_rows(z, value), "delta_net: z of shape ", z.sizes());
   WEFT_CHECK(has_rows(b, v_heads), "delta_net: b of shape ", b.sizes());
   WEFT_CHECK(has_rows(a, by_channel ? v_heads * k_dim : v_heads), "delta_net: a of shape ", a.sizes());
   WEFT_CHECK(has_rows(out, value), "delta_net: out of shape ", out.sizes());
-  TORCH_CHECK(is_floats(state, state.sizes()) && is_floats(taps, {lines + 1, 2 * key + value}) &&
+  WEFT_CHECK(is_floats(state, state.sizes()) && is_floats(taps, {lines + 1, 2 * key + value}) &&
                   is_floats(rate, {v_heads}) && is_floats(norm, {v_dim}) &&
                   (by_channel ? is_floats(bias, {v_heads, k_dim}) : is_floats(bias, {v_heads})),
               "delta_net: state and weights are float32");
   for (const Tensor* column : {&starts, &slots, &live})
-    TORCH_CHECK(column->dim() == 1 && column->size(0) == rows && column->is_contiguous(), "delta_net: rows");
+    WEFT_CHECK(column->dim() == 1 && column->size(0) == rows && column->is_contiguous(), "delta_net: rows");
   if (!tokens) return;
   const auto go = [&]<class T>(T) {
     Call<T> c;
@@ -483,17 +483,17 @@ void delta_net(const Tensor& qkv, const Tensor& z, const Tensor& b, const Tensor
         return run<T, 2>(c, rows, tokens);
     }
   };
-  if (qkv.scalar_type() == at::kFloat) return go(float());
-  WEFT_CHECK(qkv.scalar_type() == at::kBFloat16, "delta_net: bfloat16 or float32, not ", qkv.scalar_type());
+  if (qkv.dtype() == Dtype::f32) return go(float());
+  WEFT_CHECK(qkv.dtype() == Dtype::bf16, "delta_net: bfloat16 or float32, not ", qkv.dtype());
   go(bf16());
 }
 
 // x * sigmoid(gate), in x's dtype. Rows may have strides, elements of a row may not.
 Tensor sigmoid_gate(const Tensor& x, const Tensor& gate) {
-  TORCH_CHECK(x.dim() == 2 && gate.dim() == 2 && x.size(0) == gate.size(0) && x.scalar_type() == gate.scalar_type(),
-              "sigmoid_gate: shapes");
-  TORCH_CHECK(gate.size(1) == x.size(1) && x.stride(1) == 1 && gate.stride(1) == 1, "sigmoid_gate: shapes");
-  Tensor made = empty_tensor(x.sizes(), x.options());
+  WEFT_CHECK(x.dim() == 2 && gate.dim() == 2 && x.size(0) == gate.size(0) && x.dtype() == gate.dtype(),
+             "sigmoid_gate: shapes");
+  WEFT_CHECK(gate.size(1) == x.size(1) && x.stride(1) == 1 && gate.stride(1) == 1, "sigmoid_gate: shapes");
+  Tensor made = empty_tensor(x.sizes(), x.dtype());
   const int64_t n = x.size(1);
   const auto go = [&]<class T>(T) {
     const T *from = x.const_data_ptr<T>(), *by = gate.const_data_ptr<T>();
@@ -509,12 +509,12 @@ Tensor sigmoid_gate(const Tensor& x, const Tensor& gate) {
     };
     spread(x.size(0), grain, work);
   };
-  if (x.scalar_type() == at::kFloat)
+  if (x.dtype() == Dtype::f32)
     go(float());
-  else if (x.scalar_type() == at::kBFloat16)
+  else if (x.dtype() == Dtype::bf16)
     go(bf16());
   else
-    WEFT_CHECK(false, "sigmoid_gate: bfloat16 or float32, not ", x.scalar_type());
+    WEFT_CHECK(false, "sigmoid_gate: bfloat16 or float32, not ", x.dtype());
   return made;
 }
 

@@ -33,7 +33,7 @@ auto by_dtypes(const Tensor& x, bool wide, const char* op, F f) {
 
 bool is_norm_weight(const Tensor& weight, const Tensor& x, int64_t n) {
   return weight.dim() == 1 && weight.size(0) == n && weight.is_contiguous() &&
-         (weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat);
+         (weight.dtype() == x.dtype() || weight.dtype() == Dtype::f32);
 }
 
 void check_norm(const Tensor& x, const Tensor& weight, const char* op) {
@@ -45,9 +45,9 @@ void check_norm(const Tensor& x, const Tensor& weight, const char* op) {
 Tensor rms_norm(const Tensor& given, const Tensor& weight, double eps) {
   check_norm(given, weight, "rms_norm");
   const Tensor x = in_order(given);
-  Tensor normed = empty_tensor(x.sizes(), x.options());
+  Tensor normed = empty_tensor(x.sizes(), x.dtype());
   const int64_t n = weight.size(0), rows = n ? x.numel() / n : 0;
-  by_dtypes(x, weight.scalar_type() == at::kFloat, "rms_norm", [&]<class T, class W>(T, W) {
+  by_dtypes(x, weight.dtype() == Dtype::f32, "rms_norm", [&]<class T, class W>(T, W) {
     const T* from = x.const_data_ptr<T>();
     const W* w = weight.const_data_ptr<W>();
     T* to = normed.mutable_data_ptr<T>();
@@ -62,12 +62,11 @@ Tensor rms_norm(const Tensor& given, const Tensor& weight, double eps) {
 // Overwrites x with the stream.
 Tensor add_rms_norm_(const Tensor& x, const Tensor& given, const Tensor& weight, double eps) {
   check_norm(x, weight, "add_rms_norm");
-  TORCH_CHECK(x.is_contiguous() && given.sizes() == x.sizes() && given.scalar_type() == x.scalar_type(),
-              "add_rms_norm: delta");
+  WEFT_CHECK(x.is_contiguous() && given.sizes() == x.sizes() && given.dtype() == x.dtype(), "add_rms_norm: delta");
   const Tensor delta = in_order(given);
-  Tensor normed = empty_tensor(x.sizes(), x.options());
+  Tensor normed = empty_tensor(x.sizes(), x.dtype());
   const int64_t n = weight.size(0), rows = n ? x.numel() / n : 0;
-  by_dtypes(x, weight.scalar_type() == at::kFloat, "add_rms_norm", [&]<class T, class W>(T, W) {
+  by_dtypes(x, weight.dtype() == Dtype::f32, "add_rms_norm", [&]<class T, class W>(T, W) {
     const T* add = delta.const_data_ptr<T>();
     const W* w = weight.const_data_ptr<W>();
     T *stream = x.mutable_data_ptr<T>(), *to = normed.mutable_data_ptr<T>();
@@ -103,32 +102,30 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
                       const std::optional<Tensor>& k_weight, double eps, const Tensor& cos, const Tensor& sin,
                       const Tensor& cache, const Tensor& writes, const std::optional<Tensor>& scales) {
   constexpr int64_t kMost = 512;
-  TORCH_CHECK(cache.dim() == 5 && cache.size(1) == 2 && cache.size(2) == kv_heads && cache.is_contiguous(),
-              "qkv_rope_cache: cache");
+  WEFT_CHECK(cache.dim() == 5 && cache.size(1) == 2 && cache.size(2) == kv_heads && cache.is_contiguous(),
+             "qkv_rope_cache: cache");
   const int64_t tokens = qkv.size(0), dim = cache.size(4), block = cache.size(3), width = (heads + 2 * kv_heads) * dim;
-  TORCH_CHECK(qkv.dim() == 2 && qkv.size(1) == width && qkv.stride(1) == 1 && dim <= kMost, "qkv_rope_cache: qkv");
-  TORCH_CHECK(cos.dim() == 2 && cos.size(0) == tokens && cos.sizes() == sin.sizes() && 2 * cos.size(1) <= dim &&
-                  cos.is_contiguous() && sin.is_contiguous() && cos.scalar_type() == at::kFloat &&
-                  sin.scalar_type() == at::kFloat,
-              "qkv_rope_cache: angles");
-  TORCH_CHECK(writes.dim() == 1 && writes.size(0) == tokens && writes.is_contiguous(), "qkv_rope_cache: writes");
+  WEFT_CHECK(qkv.dim() == 2 && qkv.size(1) == width && qkv.stride(1) == 1 && dim <= kMost, "qkv_rope_cache: qkv");
+  WEFT_CHECK(cos.dim() == 2 && cos.size(0) == tokens && cos.sizes() == sin.sizes() && 2 * cos.size(1) <= dim &&
+                 cos.is_contiguous() && sin.is_contiguous() && cos.dtype() == Dtype::f32 && sin.dtype() == Dtype::f32,
+             "qkv_rope_cache: angles");
+  WEFT_CHECK(writes.dim() == 1 && writes.size(0) == tokens && writes.is_contiguous(), "qkv_rope_cache: writes");
   const auto is_float = [](const std::optional<Tensor>& weight) {
-    return weight.has_value() && weight->scalar_type() == at::kFloat;
+    return weight.has_value() && weight->dtype() == Dtype::f32;
   };
   const bool wide = is_float(q_weight) || is_float(k_weight);
   for (const auto* weight : {&q_weight, &k_weight})
-    TORCH_CHECK(!weight->has_value() || (is_norm_weight(**weight, qkv, dim) && wide == is_float(*weight)),
-                "qkv_rope_cache: norm weight");
-  TORCH_CHECK(cache.scalar_type() == (scales ? at::kFloat8_e4m3fn : qkv.scalar_type()),
-              "qkv_rope_cache: the cache has another dtype");
-  TORCH_CHECK(!scales || (dim % kLanes == 0 && scales->scalar_type() == at::kFloat && scales->is_contiguous() &&
-                          scales->sizes() == leading(cache.sizes(), 4)),
-              "qkv_rope_cache: scales");
+    WEFT_CHECK(!weight->has_value() || (is_norm_weight(**weight, qkv, dim) && wide == is_float(*weight)),
+               "qkv_rope_cache: norm weight");
+  WEFT_CHECK(cache.dtype() == (scales ? Dtype::f8 : qkv.dtype()), "qkv_rope_cache: the cache has another dtype");
+  WEFT_CHECK(!scales || (dim % kLanes == 0 && scales->dtype() == Dtype::f32 && scales->is_contiguous() &&
+                         scales->sizes() == cache.sizes().leading(4)),
+             "qkv_rope_cache: scales");
   const int64_t half = cos.size(1), places = cache.size(0) * block;
   const int64_t* place = writes.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < tokens; ++t)
     WEFT_CHECK(place[t] >= 0 && place[t] < places, "qkv_rope_cache: token ", t, " goes to ", place[t], " of ", places);
-  Tensor q = empty_tensor({tokens, heads, dim}, qkv.options());
+  Tensor q = empty_tensor({tokens, heads, dim}, qkv.dtype());
   by_dtypes(qkv, wide, "qkv_rope_cache", [&]<class T, class W>(T, W) {
     const T* from = qkv.const_data_ptr<T>();
     const W* qw = q_weight ? q_weight->const_data_ptr<W>() : nullptr;
@@ -167,11 +164,11 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
 // activation(gate) * up, the activation rounded to x's dtype before the product. code: see gemm_tile.h.
 Tensor gated(const Tensor& given, int64_t code) {
   WEFT_CHECK(code >= 1 && code <= 4, "gated: activation ", code);
-  TORCH_CHECK(given.dim() >= 1 && given.size(-1) % 2 == 0, "gated: shape");
+  WEFT_CHECK(given.dim() >= 1 && given.size(-1) % 2 == 0, "gated: shape");
   const Tensor x = in_order(given);
   auto sizes = x.sizes().vec();
   sizes.back() /= 2;
-  Tensor made = empty_tensor(sizes, x.options());
+  Tensor made = empty_tensor(sizes, x.dtype());
   const int64_t n = sizes.back(), rows = n ? made.numel() / n : 0;
   by_dtype(x, "gated", [&]<class T>(T) {
     const T* from = x.const_data_ptr<T>();

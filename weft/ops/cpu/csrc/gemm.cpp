@@ -147,11 +147,11 @@ void leave(std::vector<Loop> loops) {
 
 // --- entries --------------------------------------------------------------------------------------------------
 
-int64_t depth_of(at::ScalarType type) { return type == at::kBFloat16 ? Bf16::depth : F32::depth; }
+int64_t depth_of(Dtype type) { return type == Dtype::bf16 ? Bf16::depth : F32::depth; }
 
 void check_dtype(const Tensor& tensor, const char* what) {
-  WEFT_CHECK(tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kFloat, what,
-             " must be bfloat16 or float32, not ", tensor.scalar_type());
+  WEFT_CHECK(tensor.dtype() == Dtype::bf16 || tensor.dtype() == Dtype::f32, what, " must be bfloat16 or float32, not ",
+             tensor.dtype());
 }
 
 template <class Narrow, class Plain, class X>
@@ -175,9 +175,9 @@ void run_as(const Layout& layout, const Tensor& x, const Tensor& packed, const s
 }
 
 void check_rows(const Tensor& x, int64_t rows, const std::optional<Tensor>& bias, const std::optional<Tensor>& scales) {
-  WEFT_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->numel() == rows && bias->is_contiguous()),
+  WEFT_CHECK(!bias || (bias->dtype() == x.dtype() && bias->numel() == rows && bias->is_contiguous()),
              "the bias must be [", rows, "] in x's dtype");
-  WEFT_CHECK(!scales || (scales->scalar_type() == at::kFloat && scales->numel() == rows && scales->is_contiguous()),
+  WEFT_CHECK(!scales || (scales->dtype() == Dtype::f32 && scales->numel() == rows && scales->is_contiguous()),
              "the scales must be float32 [", rows, "]");
 }
 
@@ -186,7 +186,7 @@ Tensor rowwise(const Tensor& x) { return in_order(x, x.size(1) <= 1 || x.stride(
 void run_any(const Layout& layout, const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
              const std::optional<Tensor>& scales, Activation activation, const Coding& coding, Tensor& out,
              std::vector<Loop>* loops = nullptr) {
-  if (x.scalar_type() == at::kBFloat16)
+  if (x.dtype() == Dtype::bf16)
     run_as<Int8Bf16, Bf16, bf16>(layout, x, packed, bias, scales, activation, coding, out, loops);
   else
     run_as<Int8F32, F32, float>(layout, x, packed, bias, scales, activation, coding, out, loops);
@@ -196,7 +196,7 @@ void run_any(const Layout& layout, const Tensor& x, const Tensor& packed, const 
 Tensor multiply(const Tensor& x, const Tensor& packed, const Layout& layout, const std::optional<Tensor>& bias,
                 const std::optional<Tensor>& scales, int64_t activation, const Coding& coding) {
   check_rows(x, layout.rows, bias, scales);
-  Tensor out = empty_tensor({x.size(0), layout.outputs()}, x.options());
+  Tensor out = empty_tensor({x.size(0), layout.outputs()}, x.dtype());
   if (out.numel() == 0) return out;
   run_any(layout, rowwise(x), packed, bias, scales, Activation(activation), coding, out);
   return out;
@@ -204,7 +204,7 @@ Tensor multiply(const Tensor& x, const Tensor& packed, const Layout& layout, con
 
 void check_x(const Tensor& x) {
   check_dtype(x, "x");
-  TORCH_CHECK(x.dim() == 2, "x must be [rows, inputs]");
+  WEFT_CHECK(x.dim() == 2, "x must be [rows, inputs]");
 }
 
 }  // namespace
@@ -215,10 +215,10 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t rows, const std::op
               const std::optional<Tensor>& scales, int64_t activation) {
   check_x(x);
   const Layout layout{x.size(1), rows, activation != 0};
-  const int64_t steps = divide_up(layout.inputs, depth_of(x.scalar_type()));
+  const int64_t steps = divide_up(layout.inputs, depth_of(x.dtype()));
   WEFT_CHECK(packed.dim() == 4 && packed.size(0) == layout.blocks() && packed.size(1) == steps, "x has ", layout.inputs,
              " inputs, and the packed weight is for others");
-  WEFT_CHECK(packed.scalar_type() == (scales ? at::kByte : x.scalar_type()), "x is ", x.scalar_type(),
+  WEFT_CHECK(packed.dtype() == (scales ? Dtype::u8 : x.dtype()), "x is ", x.dtype(),
              ", and the packed weight is for another dtype");
   return multiply(x, packed, layout, bias, scales, activation, {});
 }
@@ -226,7 +226,7 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t rows, const std::op
 namespace {
 
 void check_coded(const Tensor& packed, const Layout& layout, const Coding& coding) {
-  WEFT_CHECK(coding && packed.dim() == 2 && packed.scalar_type() == at::kByte && packed.is_contiguous() &&
+  WEFT_CHECK(coding && packed.dim() == 2 && packed.dtype() == Dtype::u8 && packed.is_contiguous() &&
                  packed.size(0) == layout.blocks() && packed.size(1) == coding.offset(layout.inputs) &&
                  layout.inputs > 0,
              "x has ", layout.inputs, " inputs, and the packed weight is for others");
@@ -245,17 +245,17 @@ Tensor linear_coded(const Tensor& x, const Tensor& packed, int64_t rows, const s
 
 // The same for rows in several codings, one after another: each entry of `packed` has an entry of `rows` and of
 // `codings`.
-Tensor linear_parts(const Tensor& x, at::TensorList packed, at::IntArrayRef rows, const std::optional<Tensor>& bias,
+Tensor linear_parts(const Tensor& x, const std::vector<Tensor>& packed, Sizes rows, const std::optional<Tensor>& bias,
                     const std::optional<Tensor>& factors, const std::vector<Coding>& codings) {
   check_x(x);
-  TORCH_CHECK(rows.size() == packed.size() && codings.size() == packed.size(), "rows and codings for each part");
+  WEFT_CHECK(rows.size() == packed.size() && codings.size() == packed.size(), "rows and codings for each part");
   int64_t all = 0;
   for (const int64_t count : rows) {
-    TORCH_CHECK(count >= 0, "rows");
+    WEFT_CHECK(count >= 0, "rows");
     all += count;
   }
   check_rows(x, all, bias, factors);
-  Tensor out = empty_tensor({x.size(0), all}, x.options());
+  Tensor out = empty_tensor({x.size(0), all}, x.dtype());
   const Tensor from = rowwise(x);
   const auto part = [](const std::optional<Tensor>& of, int64_t begin, int64_t count) {
     return of ? std::optional<Tensor>(of->narrow(0, begin, count)) : std::nullopt;
@@ -288,16 +288,16 @@ void pack_block(const X* weight, const Layout& layout, int64_t block, int64_t de
 }
 
 Layout layout_of(const Tensor& weight, bool gated) {
-  TORCH_CHECK(weight.dim() == 2 || weight.dim() == 3, "a weight must be [outputs, inputs], or some of them");
-  TORCH_CHECK(!gated || weight.size(-2) % 2 == 0, "a gated weight must have an even number of rows");
+  WEFT_CHECK(weight.dim() == 2 || weight.dim() == 3, "a weight must be [outputs, inputs], or some of them");
+  WEFT_CHECK(!gated || weight.size(-2) % 2 == 0, "a gated weight must have an even number of rows");
   return {weight.size(-1), weight.size(-2), gated};
 }
 
 // Memory for a packed `weight`: [blocks, steps, 32, k per step], or [matrices, blocks, ..].
-Tensor packed_like(const Tensor& weight, const Layout& layout, int64_t depth, at::ScalarType type) {
+Tensor packed_like(const Tensor& weight, const Layout& layout, int64_t depth, Dtype type) {
   std::vector<int64_t> sizes{layout.blocks(), divide_up(layout.inputs, depth), kBlock, depth};
   if (weight.dim() == 3) sizes.insert(sizes.begin(), weight.size(0));
-  return empty_weights(sizes, weight.options().dtype(type));
+  return empty_weights(sizes, type);
 }
 
 int64_t matrices(const Tensor& weight) { return weight.dim() == 3 ? weight.size(0) : 1; }
@@ -308,11 +308,11 @@ int64_t matrices(const Tensor& weight) { return weight.dim() == 3 ? weight.size(
 Tensor pack(const Tensor& weight, bool gated) {
   check_dtype(weight, "a weight to pack");
   const Layout layout = layout_of(weight, gated);
-  const int64_t depth = depth_of(weight.scalar_type()), steps = divide_up(layout.inputs, depth);
+  const int64_t depth = depth_of(weight.dtype()), steps = divide_up(layout.inputs, depth);
   const Tensor plain = weight.contiguous();
-  Tensor packed = packed_like(weight, layout, depth, weight.scalar_type());
+  Tensor packed = packed_like(weight, layout, depth, weight.dtype());
   const auto fill = [&]<class X>(const X* from, X* to) {
-    at::parallel_for(0, matrices(weight) * layout.blocks(), 1, [&](int64_t begin, int64_t end) {
+    parallel_for(matrices(weight) * layout.blocks(), 1, [&](int64_t begin, int64_t end) {
       for (int64_t at = begin; at < end; ++at)
         pack_block(from + at / layout.blocks() * layout.rows * layout.inputs, layout, at % layout.blocks(), depth,
                    to + at * steps * kBlock * depth);
@@ -328,14 +328,14 @@ Tensor pack(const Tensor& weight, bool gated) {
 // values: int8 [rows, K], -127 to 127 -> bytes [blocks, steps, 32, k per step] for activations of bf16 or float32; the
 // same for each of [matrices, rows, K]
 Tensor pack_int8(const Tensor& values, bool gated, bool for_bf16) {
-  TORCH_CHECK(values.scalar_type() == at::kChar, "values to pack must be int8");
+  WEFT_CHECK(values.dtype() == Dtype::i8, "values to pack must be int8");
   const Layout layout = layout_of(values, gated);
   const int64_t depth = for_bf16 ? Bf16::depth : F32::depth, steps = divide_up(layout.inputs, depth);
   const Tensor plain = values.contiguous();
-  Tensor packed = packed_like(values, layout, depth, at::kByte);
+  Tensor packed = packed_like(values, layout, depth, Dtype::u8);
   const int8_t* from = plain.const_data_ptr<int8_t>();
   uint8_t* to = packed.mutable_data_ptr<uint8_t>();
-  at::parallel_for(0, matrices(values) * layout.blocks(), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(matrices(values) * layout.blocks(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block)
       for (int column = 0; column < kBlock; ++column) {
         const int64_t inside = layout.row(block % layout.blocks(), column);
@@ -353,16 +353,16 @@ Tensor pack_int8(const Tensor& values, bool gated, bool for_bf16) {
 // Return rows of a packed plain matrix of `rows` rows: ids int64 [T] -> [T, inputs].
 Tensor embedding(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t inputs) {
   check_dtype(packed, "the table");
-  TORCH_CHECK(ids.scalar_type() == at::kLong && ids.dim() == 1, "ids must be int64 [T]");
+  WEFT_CHECK(ids.dtype() == Dtype::i64 && ids.dim() == 1, "ids must be int64 [T]");
   const int64_t depth = packed.size(3), steps = packed.size(1);
-  TORCH_CHECK(depth == depth_of(packed.scalar_type()) && steps == divide_up(inputs, depth) &&
-                  packed.size(0) == divide_up(rows, kBlock),
-              "the packed table is of another shape");
+  WEFT_CHECK(depth == depth_of(packed.dtype()) && steps == divide_up(inputs, depth) &&
+                 packed.size(0) == divide_up(rows, kBlock),
+             "the packed table is of another shape");
   const Tensor list = ids.contiguous();
   const int64_t* wanted = list.const_data_ptr<int64_t>();
   for (int64_t token = 0; token < ids.size(0); ++token)
     WEFT_CHECK_INDEX(wanted[token] >= 0 && wanted[token] < rows, "id ", wanted[token], " is not in a table of ", rows);
-  Tensor out = empty_tensor({ids.size(0), inputs}, packed.options());
+  Tensor out = empty_tensor({ids.size(0), inputs}, packed.dtype());
   const auto fill = [&]<class X>(const X* from, X* to) {
     spread(ids.size(0), 16, [&](int64_t begin, int64_t end) {
       for (int64_t token = begin; token < end; ++token) {
@@ -383,7 +383,7 @@ Tensor embedding(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t 
 // Sets whether bf16 sums come from AMX (amx.h, or ATen's brgemm); returns the previous value. For tests and
 // measurements.
 bool set_brgemm(bool value) {
-  TORCH_CHECK(!value || brgemm_works(), "set_brgemm: ATen's brgemm does not take bfloat16 on this CPU");
+  WEFT_CHECK(!value || brgemm_works(), "set_brgemm: ATen's brgemm does not take bfloat16 on this CPU");
   return std::exchange(use_brgemm, value);
 }
 

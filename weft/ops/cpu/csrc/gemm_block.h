@@ -10,13 +10,12 @@
 // permit AMX, ATen's brgemm (oneDNN), with all of K in one call, is the substitute.
 #pragma once
 
-#include <ATen/native/CPUBlas.h>
-
 #include <bit>
 #include <type_traits>
 #include <vector>
 
 #include "amx.h"
+#include "brgemm.h"
 #include "coded.h"
 #include "crew.h"
 #include "gemm_tile.h"
@@ -176,7 +175,7 @@ inline void release_sums() {
 #if WEFT_AMX
   amx::release();
 #endif
-  if (use_brgemm) at::native::cpublas::brgemm_release();
+  if (use_brgemm) brgemm_release();
 }
 
 #if WEFT_AMX
@@ -304,20 +303,19 @@ void run_amx(const Product<bf16, Out>& product, const Weights& weights, const Su
     amx::Right right{nullptr, Bf16::bytes};
     int64_t step = 0, until = 0;
     const auto sum = [&]<int R>(std::integral_constant<int, R>, int64_t last, bool add, float* to)
-                         __attribute__((always_inline)) {
-                           add ? amx::take<R, 2>(to, kBlock) : amx::clear<R, 2>();
-                           while (step < last) {
-                             if (step == until) right.at = weights.at(step, until);
-                             for (const int64_t stop = std::min(until, last); step < stop; ++step) {
-                               for (int64_t i = 0; i < each && next < next_end; ++i, next += 64)
-                                 __builtin_prefetch(next, 0, 2);
-                               amx::step<R, 2>(left, right);
-                               left.at = static_cast<const char*>(left.at) + left.deep;
-                               right.at = static_cast<const char*>(right.at) + Stored::kTileBytes;
-                             }
-                           }
-                           amx::put<R, 2>(to, kBlock);
-                         };
+        __attribute__((always_inline)) {
+      add ? amx::take<R, 2>(to, kBlock) : amx::clear<R, 2>();
+      while (step < last) {
+        if (step == until) right.at = weights.at(step, until);
+        for (const int64_t stop = std::min(until, last); step < stop; ++step) {
+          for (int64_t i = 0; i < each && next < next_end; ++i, next += 64) __builtin_prefetch(next, 0, 2);
+          amx::step<R, 2>(left, right);
+          left.at = static_cast<const char*>(left.at) + left.deep;
+          right.at = static_cast<const char*>(right.at) + Stored::kTileBytes;
+        }
+      }
+      amx::put<R, 2>(to, kBlock);
+    };
     const auto sum_all = [&](auto tiles_of) __attribute__((always_inline)) {
       if (!scales.at) return sum(tiles_of, steps, !fresh, total);
       if (fresh) std::fill(total, total + rows * kBlock, 0.0f);
@@ -358,11 +356,10 @@ void run_brgemm(const Product<bf16, Out>& product, const uint8_t* w, const SumSc
   for (int64_t row = begin; row < end; row += kBrgemmRows) {
     const int64_t rows = std::min(kBrgemmRows, end - row);
     const bf16* x = product.x + row * product.x_stride;
-    if (even > 0)
-      at::native::cpublas::brgemm(rows, kBlock, even, product.x_stride, kBlock, kBlock, false, x, weights, sums);
+    if (even > 0) brgemm(rows, kBlock, even, product.x_stride, kBlock, kBlock, false, x, weights, sums);
     if (even < inputs) {
       for (int64_t r = 0; r < rows; ++r) last[2 * r] = x[r * product.x_stride + even], last[2 * r + 1] = bf16(0.0f);
-      at::native::cpublas::brgemm(rows, kBlock, 2, 2, kBlock, kBlock, even > 0, last, weights + even * kBlock, sums);
+      brgemm(rows, kBlock, 2, 2, kBlock, kBlock, even > 0, last, weights + even * kBlock, sums);
     }
     for (int64_t r = 0; r < rows; ++r)
       finish_row(load(sums + r * kBlock), load(sums + r * kBlock + kLanes), finish,
@@ -546,7 +543,7 @@ void run_coded(const Product<X, Out>& product, const uint8_t* w, const Finish& f
                int64_t column, const uint8_t* next) {
   const int64_t inputs = product.layout.inputs;
   if (product.coding.rounds_rows()) return run_bytes(product, w, finish, begin, end, column, next);
-  if constexpr (std::is_same_v<X, bf16>) {
+  if constexpr (kBrgemmBuilt && std::is_same_v<X, bf16>) {
     const SumScales scales = SumScales::of(product.coding, w, inputs);
     if (use_brgemm)
       return run_made(product, makes_codes(product.coding, w, inputs, !scales.at), scales, finish, begin, end, column,
@@ -570,7 +567,7 @@ template <class F, class Out>
 void run_block(const Product<typename F::X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin,
                int64_t end, int64_t column, const uint8_t* next = nullptr) {
   if (product.coding) return run_coded(product, w, finish, begin, end, column, next);
-  if constexpr (std::is_same_v<typename F::X, bf16>) {
+  if constexpr (kBrgemmBuilt && std::is_same_v<typename F::X, bf16>) {
     if (use_brgemm) {
       const int64_t bytes = divide_up(product.layout.inputs, F::depth) * F::bytes;
       if constexpr (std::is_same_v<F, Bf16>) return run_brgemm(product, w, {}, finish, begin, end, column, next, bytes);

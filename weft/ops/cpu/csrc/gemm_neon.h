@@ -1,5 +1,5 @@
-// Tiles of a matrix product with NEON (gemm_tile.h): four columns of weights at a time serve all rows, so that the sums of
-// three rows (24 registers) stay in registers. With bf16 instructions a pair of k is one BFDOT, otherwise two FMLA.
+// Tiles of a matrix product with NEON (gemm_tile.h): four columns of weights at a time serve all rows, so that the sums
+// of three rows (24 registers) stay in registers. With bf16 instructions a pair of k is one BFDOT, otherwise two FMLA.
 #pragma once
 
 #include "gemm_tile.h"
@@ -37,7 +37,7 @@ template <class F, int rows>
 inline __attribute__((always_inline)) void add_pairs(float32x4_t (&sum)[rows][8], const uint32x2_t (&x)[rows],
                                                      const uint8_t* w) {
 #if !WEFT_NEON_BF16
-  const int32x2_t shift = vcreate_s32(16);                // of the first k of a pair
+  const int32x2_t shift = vcreate_s32(16);  // of the first k of a pair
   const uint32x2_t mask = vcreate_u32(0xffff0000ffffffff);
   float32x2_t value[rows];
 #pragma GCC unroll 4
@@ -49,7 +49,8 @@ inline __attribute__((always_inline)) void add_pairs(float32x4_t (&sum)[rows][8]
 #if WEFT_NEON_BF16
 #pragma GCC unroll 4
     for (int row = 0; row < rows; ++row)
-      sum[row][quad] = vbfdotq_lane_f32(sum[row][quad], vreinterpretq_bf16_u32(pairs), vreinterpret_bf16_u32(x[row]), 0);
+      sum[row][quad] =
+          vbfdotq_lane_f32(sum[row][quad], vreinterpretq_bf16_u32(pairs), vreinterpret_bf16_u32(x[row]), 0);
 #else
     const float32x4_t first = vreinterpretq_f32_u32(pairs << 16), second = vreinterpretq_f32_u32(pairs & 0xffff0000u);
 #pragma GCC unroll 4

@@ -40,10 +40,10 @@ struct HeadMatrices {
   int64_t inputs, outputs;
 
   static HeadMatrices of(const Tensor& packed, int64_t heads, int64_t inputs, int64_t outputs) {
-    TORCH_CHECK(packed.dim() == 5 && packed.is_contiguous() && packed.size(0) == heads &&
-                    packed.size(1) == divide_up(outputs, kBlock) && packed.size(2) == divide_up(inputs, F::depth) &&
-                    packed.size(3) == kBlock && packed.size(4) == F::depth,
-                "latent: packed matrices");
+    WEFT_CHECK(packed.dim() == 5 && packed.is_contiguous() && packed.size(0) == heads &&
+                   packed.size(1) == divide_up(outputs, kBlock) && packed.size(2) == divide_up(inputs, F::depth) &&
+                   packed.size(3) == kBlock && packed.size(4) == F::depth,
+               "latent: packed matrices");
     return {static_cast<const uint8_t*>(packed.const_data_ptr()), inputs, outputs};
   }
 
@@ -82,9 +82,9 @@ void over_heads(int64_t heads, int64_t rows, int64_t elements, F f) {
 
 // x [T, heads, inputs], strided except in its last dim -> [T, heads, outputs], each head with its own matrix.
 Tensor latent_multiply(const Tensor& x, const Tensor& packed, int64_t outputs) {
-  TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1 && outputs > 0, "latent_multiply: shapes");
+  WEFT_CHECK(x.dim() == 3 && x.stride(2) == 1 && outputs > 0, "latent_multiply: shapes");
   const int64_t tokens = x.size(0), heads = x.size(1), inputs = x.size(2);
-  Tensor made = empty_tensor({tokens, heads, outputs}, x.options());
+  Tensor made = empty_tensor({tokens, heads, outputs}, x.dtype());
   by_dtype(x, "latent_multiply", [&]<class T>(T) {
     const auto matrices = HeadMatrices<T>::of(packed, heads, inputs, outputs);
     const T* from = x.const_data_ptr<T>();
@@ -122,9 +122,9 @@ struct Angles {
   bool interleaved;  // input pairs are neighbours; output pairs are halves
 
   static Angles of(const Tensor& cos, const Tensor& sin, int64_t tokens, bool interleaved) {
-    TORCH_CHECK(cos.dim() == 2 && cos.size(0) == tokens && cos.sizes() == sin.sizes() && cos.is_contiguous() &&
-                    sin.is_contiguous() && cos.scalar_type() == at::kFloat && sin.scalar_type() == at::kFloat,
-                "latent: angles");
+    WEFT_CHECK(cos.dim() == 2 && cos.size(0) == tokens && cos.sizes() == sin.sizes() && cos.is_contiguous() &&
+                   sin.is_contiguous() && cos.dtype() == Dtype::f32 && sin.dtype() == Dtype::f32,
+               "latent: angles");
     return {cos.const_data_ptr<float>(), sin.const_data_ptr<float>(), cos.size(1), interleaved};
   }
 
@@ -145,17 +145,17 @@ struct Angles {
 
 // Check a cache of lines. In 8 bits: codes of latents, their scales, and rotated keys in the model's dtype.
 void check_lines(const Tensor& cache, const std::optional<Tensor>& scales, const std::optional<Tensor>& rotated,
-                 at::ScalarType type, int64_t lora, int64_t rope) {
-  TORCH_CHECK(scales.has_value() == rotated.has_value(), "latent: scales without keys");
-  TORCH_CHECK(cache.is_contiguous() && cache.size(2) == (scales ? lora : lora + rope) &&
-                  cache.scalar_type() == (scales ? at::kFloat8_e4m3fn : type),
-              "latent: cache");
-  TORCH_CHECK(!scales || (lora % kLanes == 0 && lora <= attend::kMaxDim && scales->scalar_type() == at::kFloat &&
-                          scales->is_contiguous() && scales->sizes() == leading(cache.sizes(), 2)),
-              "latent: scales");
-  TORCH_CHECK(!scales || (rotated->scalar_type() == type && rotated->is_contiguous() && rotated->dim() == 3 &&
-                          leading(rotated->sizes(), 2) == leading(cache.sizes(), 2) && rotated->size(2) == rope),
-              "latent: rotated keys");
+                 Dtype type, int64_t lora, int64_t rope) {
+  WEFT_CHECK(scales.has_value() == rotated.has_value(), "latent: scales without keys");
+  WEFT_CHECK(cache.is_contiguous() && cache.size(2) == (scales ? lora : lora + rope) &&
+                 cache.dtype() == (scales ? Dtype::f8 : type),
+             "latent: cache");
+  WEFT_CHECK(!scales || (lora % kLanes == 0 && lora <= attend::kMaxDim && scales->dtype() == Dtype::f32 &&
+                         scales->is_contiguous() && scales->sizes() == cache.sizes().leading(2)),
+             "latent: scales");
+  WEFT_CHECK(!scales || (rotated->dtype() == type && rotated->is_contiguous() && rotated->dim() == 3 &&
+                         rotated->sizes().leading(2) == cache.sizes().leading(2) && rotated->size(2) == rope),
+             "latent: rotated keys");
 }
 
 // --- the cache line -------------------------------------------------------------------------------------------
@@ -168,24 +168,24 @@ Tensor latent_rope_cache(const Tensor& joined, const std::optional<Tensor>& q_we
                          const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& cache,
                          const Tensor& writes, const std::optional<Tensor>& scales,
                          const std::optional<Tensor>& rotated) {
-  TORCH_CHECK(joined.dim() == 2 && joined.stride(1) == 1 && weight.dim() == 1 && weight.is_contiguous(),
-              "latent_rope_cache: shapes");
+  WEFT_CHECK(joined.dim() == 2 && joined.stride(1) == 1 && weight.dim() == 1 && weight.is_contiguous(),
+             "latent_rope_cache: shapes");
   const int64_t tokens = joined.size(0), lora = weight.size(0);
   const Angles angles = Angles::of(cos, sin, tokens, interleaved);
   const int64_t width = lora + 2 * angles.half, first = joined.size(1) - width;
-  TORCH_CHECK(first >= 0 && cache.dim() == 3, "latent_rope_cache: cache");
-  check_lines(cache, scales, rotated, joined.scalar_type(), lora, width - lora);
-  TORCH_CHECK(weight.scalar_type() == joined.scalar_type(), "latent_rope_cache: dtypes");
-  TORCH_CHECK(!q_weight || (q_weight->numel() == first && q_weight->is_contiguous() &&
-                            q_weight->scalar_type() == joined.scalar_type()),
-              "latent_rope_cache: norm weight");
-  TORCH_CHECK(writes.dim() == 1 && writes.size(0) == tokens && writes.is_contiguous(), "latent_rope_cache: writes");
+  WEFT_CHECK(first >= 0 && cache.dim() == 3, "latent_rope_cache: cache");
+  check_lines(cache, scales, rotated, joined.dtype(), lora, width - lora);
+  WEFT_CHECK(weight.dtype() == joined.dtype(), "latent_rope_cache: dtypes");
+  WEFT_CHECK(
+      !q_weight || (q_weight->numel() == first && q_weight->is_contiguous() && q_weight->dtype() == joined.dtype()),
+      "latent_rope_cache: norm weight");
+  WEFT_CHECK(writes.dim() == 1 && writes.size(0) == tokens && writes.is_contiguous(), "latent_rope_cache: writes");
   const int64_t* place = writes.const_data_ptr<int64_t>();
   const int64_t places = cache.size(0) * cache.size(1);
   for (int64_t t = 0; t < tokens; ++t)
     WEFT_CHECK(place[t] >= 0 && place[t] < places, "latent_rope_cache: token ", t, " goes to ", place[t], " of ",
                places);
-  Tensor q = empty_tensor({tokens, q_weight ? first : 0}, joined.options());
+  Tensor q = empty_tensor({tokens, q_weight ? first : 0}, joined.dtype());
   by_dtype(joined, "latent_rope_cache", [&]<class T>(T) {
     const T *from = joined.const_data_ptr<T>(), *w = weight.const_data_ptr<T>();
     const T* qw = q_weight ? q_weight->const_data_ptr<T>() : nullptr;
@@ -386,7 +386,7 @@ void expand(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatric
       pieces.push_back({part.row, at, std::min(part.end, at + kProductRows), part.base + at - part.begin});
   const int64_t count = int64_t(pieces.size()), stride = given.nope + given.value;
   // Whole pieces if there are enough: a piece's lines are gathered once per item.
-  const int64_t some = count >= 4 * at::get_num_threads() ? given.heads : 1, groups = given.heads / some;
+  const int64_t some = count >= 4 * num_threads() ? given.heads : 1, groups = given.heads / some;
   spread(count * groups, 1, [&](int64_t begin, int64_t end) {
     static thread_local Kept kept;
     T* lines = reinterpret_cast<T*>(kept.at_least(size_t(kProductRows * given.lora) * sizeof(T)));
@@ -484,18 +484,18 @@ struct Inputs {
   int64_t lora;
 
   void check() const {
-    TORCH_CHECK(
+    WEFT_CHECK(
         q.dim() == 3 && out.dim() == 3 && cache.dim() == 3 && out.size(0) == q.size(0) && out.size(1) == q.size(1),
         "latent: shapes");
-    TORCH_CHECK(q.scalar_type() == out.scalar_type(), "latent: dtypes");
+    WEFT_CHECK(q.dtype() == out.dtype(), "latent: dtypes");
     const int64_t rope = 2 * cos.size(1), nope = q.size(2) - rope, value = out.size(2);
-    check_lines(cache, scales, rotated, q.scalar_type(), lora, rope);
+    check_lines(cache, scales, rotated, q.dtype(), lora, rope);
     for (const int64_t size : {rope, nope, value, lora})
       WEFT_CHECK(size > 0 && size % 16 == 0 && size <= kMaxDim, "latent: a part of ", size, " elements");
     WEFT_CHECK(lora + rope <= kMaxDim && nope + rope <= kMaxDim, "latent: lines of ", lora + rope);
     WEFT_CHECK(scale > 0 && window >= 0, "latent: scale ", scale, ", window ", window);
-    TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == q.size(2) && out.stride(2) == 1 && out.stride(1) == value,
-                "latent: strides");
+    WEFT_CHECK(q.stride(2) == 1 && q.stride(1) == q.size(2) && out.stride(2) == 1 && out.stride(1) == value,
+               "latent: strides");
   }
 
   // Call f(given, E()) with the element type and the engine.
@@ -503,7 +503,7 @@ struct Inputs {
   void go(int64_t engine, F f) const {
     const Rows rows = Rows::of(offsets, starts, table, cache.size(1));
     rows.check(q.size(0), cache.size(0), int(window));
-    with_engine(q.scalar_type(), engine, [&]<class T, class E>(T, E) {
+    with_engine(q.dtype(), engine, [&]<class T, class E>(T, E) {
       const int rope = int(2 * cos.size(1));
       f(Given<T>{rows, q.const_data_ptr<T>(), out.mutable_data_ptr<T>(), q.stride(0), out.stride(0),
                  scales ? nullptr : cache.const_data_ptr<T>(),

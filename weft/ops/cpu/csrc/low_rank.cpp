@@ -35,7 +35,7 @@ std::vector<RowBlock> row_blocks(const int32_t* numbers, const int32_t* ranks, i
   std::vector<RowBlock> made;
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t place = numbers[row];
-    TORCH_CHECK(place < places, "low_rank: place");
+    WEFT_CHECK(place < places, "low_rank: place");
     if (place < 0 || !ranks[place]) continue;
     const bool joins = !made.empty() && made.back().place == place && made.back().count < kRows &&
                        made.back().begin + made.back().count == row;
@@ -48,12 +48,12 @@ std::vector<RowBlock> row_blocks(const int32_t* numbers, const int32_t* ranks, i
 }
 
 // Pieces of at most kWidth outputs of one part.
-std::vector<Outputs> pieces(at::IntArrayRef spans, int64_t outputs, int64_t parts) {
-  TORCH_CHECK(spans.size() % 3 == 0, "low_rank: spans");
+std::vector<Outputs> pieces(Sizes spans, int64_t outputs, int64_t parts) {
+  WEFT_CHECK(spans.size() % 3 == 0, "low_rank: spans");
   std::vector<Outputs> made;
   for (size_t i = 0; i < spans.size(); i += 3) {
     const int64_t part = spans[i], end = spans[i + 2];
-    TORCH_CHECK(part >= 0 && part < parts && spans[i + 1] >= 0 && end <= outputs, "low_rank: spans");
+    WEFT_CHECK(part >= 0 && part < parts && spans[i + 1] >= 0 && end <= outputs, "low_rank: spans");
     for (int64_t begin = spans[i + 1]; begin < end; begin += kWidth)
       made.push_back({part, begin, std::min(begin + kWidth, end)});
   }
@@ -123,17 +123,16 @@ void by_count(int64_t count, F f) {
 // numbers int32 [T], -1 for no adapter; ranks int32 [places], used ranks of the `most`; spans: (part, begin, end) of
 // outputs, one after another.
 void low_rank(const Tensor& y, const Tensor& given, const Tensor& a, const Tensor& b, const Tensor& numbers,
-              const Tensor& ranks, at::IntArrayRef spans) {
+              const Tensor& ranks, Sizes spans) {
   const Tensor x = in_order(given);
   const int64_t rows = x.size(0), inputs = x.size(1), outputs = y.size(1);
-  TORCH_CHECK(y.is_contiguous() && a.is_contiguous() && b.is_contiguous(), "low_rank: order");
-  TORCH_CHECK(a.dim() == 4 && b.dim() == 3 && a.size(3) == inputs && b.size(2) == outputs && a.size(2) == b.size(1) &&
-                  a.size(0) == b.size(0) && ranks.size(0) == a.size(0) && numbers.size(0) == rows && y.size(0) == rows,
-              "low_rank: shape");
-  TORCH_CHECK(numbers.scalar_type() == at::kInt && ranks.scalar_type() == at::kInt && numbers.is_contiguous() &&
-                  ranks.is_contiguous() && y.scalar_type() == x.scalar_type() && a.scalar_type() == x.scalar_type() &&
-                  b.scalar_type() == x.scalar_type(),
-              "low_rank: types");
+  WEFT_CHECK(y.is_contiguous() && a.is_contiguous() && b.is_contiguous(), "low_rank: order");
+  WEFT_CHECK(a.dim() == 4 && b.dim() == 3 && a.size(3) == inputs && b.size(2) == outputs && a.size(2) == b.size(1) &&
+                 a.size(0) == b.size(0) && ranks.size(0) == a.size(0) && numbers.size(0) == rows && y.size(0) == rows,
+             "low_rank: shape");
+  WEFT_CHECK(numbers.dtype() == Dtype::i32 && ranks.dtype() == Dtype::i32 && numbers.is_contiguous() &&
+                 ranks.is_contiguous() && y.dtype() == x.dtype() && a.dtype() == x.dtype() && b.dtype() == x.dtype(),
+             "low_rank: types");
   const int64_t parts = a.size(1), most = a.size(2), width = parts * most;
   const int32_t* rank_of = ranks.const_data_ptr<int32_t>();
   const auto blocks = row_blocks(numbers.const_data_ptr<int32_t>(), rank_of, a.size(0), rows);
@@ -155,9 +154,8 @@ void low_rank(const Tensor& y, const Tensor& given, const Tensor& a, const Tenso
         const T* lines = as + ((block.place * parts + part) * most + first) * inputs;
         float* to = z + (i / steps) * kRows * width + part * most + first;
         by_count(block.count, [&]<class N>(N) {
-          by_count(std::min(kStep, rank - first), [&]<class M>(M) {
-            inner<N::value, M::value>(xs + block.begin * inputs, lines, inputs, to, width);
-          });
+          by_count(std::min(kStep, rank - first),
+                   [&]<class M>(M) { inner<N::value, M::value>(xs + block.begin * inputs, lines, inputs, to, width); });
         });
       }
     });

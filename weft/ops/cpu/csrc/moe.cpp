@@ -122,10 +122,10 @@ class Moe {
         alpha(float(spec.alpha)) {
     const int64_t experts = rule.experts, k = rule.top_k, here = spec.local_experts;
     WEFT_CHECK(k >= 1 && k <= std::min(kMostChosen, experts), "moe: top_k must be 1 to ", kMostChosen);
-    TORCH_CHECK(rule.groups >= 1 && experts % rule.groups == 0 && rule.top_groups >= 1 &&
-                    rule.top_groups <= std::min(rule.groups, kMostChosen) &&
-                    experts / rule.groups * rule.top_groups >= k,
-                "moe: groups");
+    WEFT_CHECK(rule.groups >= 1 && experts % rule.groups == 0 && rule.top_groups >= 1 &&
+                   rule.top_groups <= std::min(rule.groups, kMostChosen) &&
+                   experts / rule.groups * rule.top_groups >= k,
+               "moe: groups");
     const int64_t rows = experts + (gated_shared ? 1 : 0);
     router = {std::move(given.router), {hidden, rows, false}, 1};
     up = {std::move(given.up), {hidden, 2 * intermediate, true}, here};
@@ -136,17 +136,16 @@ class Moe {
       shared_down = {std::move(given.shared_down), {shared, hidden, false}, 1};
       check(shared_up, "shared gate_up"), check(shared_down, "shared down");
     }
-    TORCH_CHECK(!gated_shared || shared, "moe: a gate of no shared expert");
+    WEFT_CHECK(!gated_shared || shared, "moe: a gate of no shared expert");
     if (correction) {
-      TORCH_CHECK(
-          correction->scalar_type() == at::kFloat && correction->numel() == experts && correction->is_contiguous(),
-          "moe: correction");
+      WEFT_CHECK(correction->dtype() == Dtype::f32 && correction->numel() == experts && correction->is_contiguous(),
+                 "moe: correction");
       rule.correction = correction->const_data_ptr<float>();
     }
     if (table) {
       const Tensor& ids = *table;
-      TORCH_CHECK(ids.scalar_type() == at::kLong && ids.dim() == 2 && ids.size(1) == k && ids.is_contiguous(),
-                  "moe: the table must be int64 [tokens, top_k]");
+      WEFT_CHECK(ids.dtype() == Dtype::i64 && ids.dim() == 2 && ids.size(1) == k && ids.is_contiguous(),
+                 "moe: the table must be int64 [tokens, top_k]");
       const int64_t* id = ids.const_data_ptr<int64_t>();
       for (int64_t i = 0; i < ids.numel(); ++i)
         WEFT_CHECK(id[i] >= 0 && id[i] < experts, "moe: the table names expert ", id[i], " of ", experts);
@@ -175,20 +174,19 @@ class Moe {
     const Tensor& packed = *matrix.packed;
     const int64_t dims = packed.dim(), depth = dims >= 4 ? packed.size(-1) : 0;
     const int64_t blocks = matrix.matrices * matrix.layout.blocks();
-    WEFT_CHECK(!matrix.coding || (packed.scalar_type() == at::kByte &&
+    WEFT_CHECK(!matrix.coding || (packed.dtype() == Dtype::u8 &&
                                   packed.numel() == blocks * matrix.coding.offset(matrix.layout.inputs)),
                "moe: ", what, " is packed for another shape");
     WEFT_CHECK(matrix.coding || (dims >= 4 && depth > 0 && packed.size(-2) == kBlock &&
                                  packed.numel() == blocks * divide_up(matrix.layout.inputs, depth) * kBlock * depth),
                "moe: ", what, " is packed for another shape");
     const int64_t rows = matrix.matrices * matrix.layout.rows;
-    WEFT_CHECK(!matrix.scales || (matrix.scales->scalar_type() == at::kFloat && matrix.scales->numel() == rows &&
+    WEFT_CHECK(!matrix.scales || (matrix.scales->dtype() == Dtype::f32 && matrix.scales->numel() == rows &&
                                   matrix.scales->is_contiguous()),
                "moe: scales of ", what);
-    WEFT_CHECK(matrix.coding || (packed.scalar_type() == at::kByte) == matrix.scales.has_value(), "moe: scales of ",
-               what);
+    WEFT_CHECK(matrix.coding || (packed.dtype() == Dtype::u8) == matrix.scales.has_value(), "moe: scales of ", what);
     WEFT_CHECK(!matrix.bias || (matrix.bias->numel() == rows && matrix.bias->is_contiguous() &&
-                                (matrix.scales || matrix.coding || matrix.bias->scalar_type() == packed.scalar_type())),
+                                (matrix.scales || matrix.coding || matrix.bias->dtype() == packed.dtype())),
                "moe: bias of ", what);
   }
 };
@@ -456,7 +454,7 @@ class Pass {
     if constexpr (std::is_same_v<X, float>) {
       multiply<F32>(moe_.router, item, x, x_stride_, Activation::none, out, width_);
     } else {
-      if (moe_.router.packed->scalar_type() == at::kBFloat16)
+      if (moe_.router.packed->dtype() == Dtype::bf16)
         return multiply<Bf16>(moe_.router, item, x, x_stride_, Activation::none, out, width_);
       const int64_t rows = item.row_end - item.row_begin, hidden = moe_.hidden;
       static thread_local std::vector<float> memory;
@@ -596,7 +594,7 @@ void by_format(const Moe& moe, const Tensor& x, const int64_t* ids, Tensor* out,
   const auto as = [&]<class F>(F) {
     in_parts<F>(moe, x, ids, out ? out->mutable_data_ptr<typename F::X>() : nullptr, run);
   };
-  if (x.scalar_type() == at::kBFloat16)
+  if (x.dtype() == Dtype::bf16)
     int8 ? as(Int8Bf16()) : as(Bf16());
   else
     int8 ? as(Int8F32()) : as(F32());
@@ -605,23 +603,22 @@ void by_format(const Moe& moe, const Tensor& x, const int64_t* ids, Tensor* out,
 // x [T, hidden] in bf16 or float32, matching the weights; returns contiguous rows.
 Tensor checked(const Tensor& given, const Moe& moe) {
   WEFT_CHECK(given.dim() == 2 && given.size(1) == moe.hidden, "moe: x must be [tokens, ", moe.hidden, "]");
-  const bool narrow = given.scalar_type() == at::kBFloat16;
-  TORCH_CHECK(narrow || given.scalar_type() == at::kFloat, "moe: x must be bfloat16 or float32");
+  const bool narrow = given.dtype() == Dtype::bf16;
+  WEFT_CHECK(narrow || given.dtype() == Dtype::f32, "moe: x must be bfloat16 or float32");
   for (const Matrix* matrix : {&moe.up, &moe.down, &moe.shared_up, &moe.shared_down})
-    WEFT_CHECK(!matrix->packed || matrix->packed->scalar_type() == at::kByte ||
-                   matrix->packed->scalar_type() == given.scalar_type(),
-               "moe: x is ", given.scalar_type(), ", and the packed weights are for another dtype");
-  TORCH_CHECK(narrow || moe.router.packed->scalar_type() == at::kFloat, "moe: the router is packed for bfloat16");
+    WEFT_CHECK(!matrix->packed || matrix->packed->dtype() == Dtype::u8 || matrix->packed->dtype() == given.dtype(),
+               "moe: x is ", given.dtype(), ", and the packed weights are for another dtype");
+  WEFT_CHECK(narrow || moe.router.packed->dtype() == Dtype::f32, "moe: the router is packed for bfloat16");
   for (const Matrix* matrix : {&moe.up, &moe.down})
-    TORCH_CHECK(!matrix->bias || matrix->bias->scalar_type() == given.scalar_type(), "moe: biases of another dtype");
+    WEFT_CHECK(!matrix->bias || matrix->bias->dtype() == given.dtype(), "moe: biases of another dtype");
   return in_order(given, given.stride(1) == 1 || moe.hidden <= 1);
 }
 
 // The ids of `tokens` tokens if experts come from a table; otherwise nothing.
 Tensor checked_ids(const Optional& ids, const Moe& moe, int64_t tokens) {
   if (!moe.table) return {};
-  TORCH_CHECK(ids && ids->scalar_type() == at::kLong && ids->dim() == 1 && ids->size(0) == tokens,
-              "moe: the token ids must be int64 [tokens]");
+  WEFT_CHECK(ids && ids->dtype() == Dtype::i64 && ids->dim() == 1 && ids->size(0) == tokens,
+             "moe: the token ids must be int64 [tokens]");
   const Tensor list = in_order(*ids);
   const int64_t* id = list.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < list.numel(); ++i)
@@ -644,7 +641,7 @@ Tensor moe(const Tensor& given, const Optional& ids, const Moe& moe) {
   WEFT_CHECK(moe.up.matrices == moe.rule.experts, "moe: ", moe.up.matrices, " of ", moe.rule.experts,
              " experts are here");
   const Tensor x = checked(given, moe);
-  Tensor out = empty_tensor({x.size(0), moe.hidden}, x.options());
+  Tensor out = empty_tensor({x.size(0), moe.hidden}, x.dtype());
   if (x.size(0) == 0) return out;
   const Tensor list = checked_ids(ids, moe, x.size(0));
   by_format(moe, x, data_of(list), &out, []<class P>(const std::shared_ptr<P>& pass, int64_t) { P::run(pass); });
@@ -656,9 +653,9 @@ Tensor moe(const Tensor& given, const Optional& ids, const Moe& moe) {
 std::tuple<Tensor, Tensor, Tensor> moe_route(const Tensor& given, const Optional& ids, const Moe& moe) {
   const Tensor x = checked(given, moe);
   const int64_t k = moe.rule.top_k;
-  Tensor chosen = empty_tensor({x.size(0), k}, x.options().dtype(at::kLong));
-  Tensor weights = empty_tensor({x.size(0), k}, x.options().dtype(at::kFloat));
-  Tensor gates = empty_tensor({x.size(0), moe.gated_shared ? 1 : 0}, weights.options());
+  Tensor chosen = empty_tensor({x.size(0), k}, Dtype::i64);
+  Tensor weights = empty_tensor({x.size(0), k}, Dtype::f32);
+  Tensor gates = empty_tensor({x.size(0), moe.gated_shared ? 1 : 0}, weights.dtype());
   if (x.size(0) > 0) {
     const Tensor list = checked_ids(ids, moe, x.size(0));
     int64_t* to = chosen.mutable_data_ptr<int64_t>();
@@ -675,20 +672,19 @@ std::tuple<Tensor, Tensor, Tensor> moe_route(const Tensor& given, const Optional
 Tensor moe_part(const Tensor& given, const Tensor& given_places, const Optional& given_scales, const Moe& moe) {
   const Tensor x = checked(given, moe);
   const int64_t k = moe.rule.top_k;
-  WEFT_CHECK(given_places.scalar_type() == at::kLong && given_places.dim() == 2 && given_places.size(0) == x.size(0) &&
+  WEFT_CHECK(given_places.dtype() == Dtype::i64 && given_places.dim() == 2 && given_places.size(0) == x.size(0) &&
                  given_places.size(1) == k,
              "moe: places must be int64 [tokens, ", k, "]");
-  WEFT_CHECK(
-      !given_scales || (given_scales->scalar_type() == at::kFloat && given_scales->sizes() == given_places.sizes()),
-      "moe: scales must be float32 [tokens, ", k, "]");
+  WEFT_CHECK(!given_scales || (given_scales->dtype() == Dtype::f32 && given_scales->sizes() == given_places.sizes()),
+             "moe: scales must be float32 [tokens, ", k, "]");
   const Tensor places = given_places.contiguous(), scales = given_scales ? given_scales->contiguous() : Tensor();
   const int64_t* place = places.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < places.numel(); ++i)
     WEFT_CHECK_INDEX(place[i] >= -1 && place[i] < moe.up.matrices, "moe: place ", place[i], " of ", moe.up.matrices);
   const float* scale = scales.defined() ? scales.const_data_ptr<float>() : nullptr;
   const bool sums = scales.defined();
-  Tensor out = sums ? empty_tensor({x.size(0), 1, moe.hidden}, x.options())
-                    : empty_tensor({x.size(0), k, moe.hidden}, x.options().dtype(at::kFloat));
+  Tensor out =
+      sums ? empty_tensor({x.size(0), 1, moe.hidden}, x.dtype()) : empty_tensor({x.size(0), k, moe.hidden}, Dtype::f32);
   const int64_t row = (sums ? 1 : k) * moe.hidden * int64_t(out.element_size());
   char* to = static_cast<char*>(out.mutable_data_ptr());
   by_format(moe, x, nullptr, nullptr, [&]<class P>(const std::shared_ptr<P>& pass, int64_t begin) {
@@ -699,9 +695,9 @@ Tensor moe_part(const Tensor& given, const Tensor& given_places, const Optional&
 
 // Return the shared expert of x [T, hidden]: float32 [T, hidden], without its gate.
 Tensor moe_shared(const Tensor& given, const Moe& moe) {
-  TORCH_CHECK(moe.shared, "moe: there is no shared expert");
+  WEFT_CHECK(moe.shared, "moe: there is no shared expert");
   const Tensor x = checked(given, moe);
-  Tensor out = empty_tensor({x.size(0), moe.hidden}, x.options().dtype(at::kFloat));
+  Tensor out = empty_tensor({x.size(0), moe.hidden}, Dtype::f32);
   float* to = out.mutable_data_ptr<float>();
   by_format(moe, x, nullptr, nullptr, [&]<class P>(const std::shared_ptr<P>& pass, int64_t begin) {
     P::run_shared(pass, to + begin * moe.hidden);
@@ -739,23 +735,23 @@ void finish(const Tensor& total, const float* scales, const float* shared, const
 // Returns the block's output [T, hidden] in `dtype`. total [T, A, hidden]: sums (A = 1, in `dtype`) or, with scales
 // float32 [T, A], separate experts (float32); shared float32 [T, hidden], gates float32 [T, 1 or 0].
 Tensor moe_finish(const Tensor& given, const Optional& scales, const Optional& shared, const Optional& gates,
-                  at::ScalarType dtype) {
-  TORCH_CHECK(given.dim() == 3 && given.size(1) > 0 && (scales || given.size(1) == 1),
-              "moe: total must be [T, A, hidden]");
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16, "moe: bfloat16 or float32");
-  TORCH_CHECK(given.scalar_type() == (scales ? at::kFloat : dtype), "moe: total is of another dtype");
+                  Dtype dtype) {
+  WEFT_CHECK(given.dim() == 3 && given.size(1) > 0 && (scales || given.size(1) == 1),
+             "moe: total must be [T, A, hidden]");
+  WEFT_CHECK(dtype == Dtype::f32 || dtype == Dtype::bf16, "moe: bfloat16 or float32");
+  WEFT_CHECK(given.dtype() == (scales ? Dtype::f32 : dtype), "moe: total is of another dtype");
   const Tensor total = given.contiguous();
-  Tensor out = empty_tensor({total.size(0), total.size(2)}, total.options().dtype(dtype));
+  Tensor out = empty_tensor({total.size(0), total.size(2)}, dtype);
   const auto floats = [&](const Optional& of, int64_t count, const char* what) -> Tensor {
     if (!of || of->numel() == 0) return {};
-    WEFT_CHECK(of->scalar_type() == at::kFloat && of->numel() == count, "moe: ", what, " of another shape or dtype");
+    WEFT_CHECK(of->dtype() == Dtype::f32 && of->numel() == count, "moe: ", what, " of another shape or dtype");
     return of->contiguous();
   };
   const Tensor by = floats(scales, total.size(0) * total.size(1), "scales"),
                more = floats(shared, out.numel(), "shared"), gate = floats(gates, total.size(0), "gates");
   if (out.numel() == 0) return out;
   const auto data = [](const Tensor& of) { return of.defined() ? of.const_data_ptr<float>() : nullptr; };
-  if (dtype == at::kFloat)
+  if (dtype == Dtype::f32)
     finish<float>(total, data(by), data(more), data(gate), out.mutable_data_ptr<float>());
   else if (scales)
     finish<float>(total, data(by), data(more), data(gate), out.mutable_data_ptr<bf16>());

@@ -11,7 +11,7 @@ namespace weft {
 
 class Moe;
 
-// Sizes and rules of a routed block. Python sets the fields by name (library.cpp).
+// Sizes and rules of a routed block. Python gives the fields by name (library.cpp).
 struct MoeSpec {
   int64_t hidden = 0;
   int64_t experts = 0;              // of the router
@@ -55,6 +55,6 @@ Tensor moe_part(const Tensor& given, const Tensor& given_places, const std::opti
                 const Moe& moe);
 Tensor moe_shared(const Tensor& given, const Moe& moe);
 Tensor moe_finish(const Tensor& given, const std::optional<Tensor>& scales, const std::optional<Tensor>& shared,
-                  const std::optional<Tensor>& gates, at::ScalarType dtype);
+                  const std::optional<Tensor>& gates, Dtype dtype);
 
 }  // namespace weft

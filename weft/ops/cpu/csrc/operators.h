@@ -1,7 +1,7 @@
 // Operators of `torch.ops.weft_cpu`, by the file with the definition. The schema of an operator is in library.cpp; its
 // documentation is at the definition.
 //
-// Only library.cpp and program.cpp include torch/library.h, which takes as long to compile as many kernels. To add an
+// Only library.cpp includes torch's headers. To add an
 // operator: define the operator outside of unnamed namespaces, declare it here, and add its schema to library.cpp.
 #pragma once
 
@@ -15,10 +15,6 @@
 namespace weft {
 
 struct Coding;  // coded.h
-
-// --- capabilities.cpp ---
-
-std::vector<std::string> capabilities();
 
 // --- crew.cpp ---
 
@@ -50,7 +46,7 @@ Tensor sparse_select(const Tensor& q, const Tensor& weights, const Tensor& cache
 
 void compress_groups(const Tensor& sources, const Tensor& groups, const Tensor& offsets, const Tensor& starts,
                      const Tensor& table, const Tensor& writes, const Tensor& cos, const Tensor& sin,
-                     const Tensor& bias, at::TensorList norms, int64_t ratio, int64_t overlap, double eps);
+                     const Tensor& bias, const std::vector<Tensor>& norms, int64_t ratio, int64_t overlap, double eps);
 
 // --- latent.cpp ---
 
@@ -95,7 +91,7 @@ Tensor gated(const Tensor& given, int64_t code);
 // --- low_rank.cpp ---
 
 void low_rank(const Tensor& y, const Tensor& given, const Tensor& a, const Tensor& b, const Tensor& numbers,
-              const Tensor& ranks, at::IntArrayRef spans);
+              const Tensor& ranks, Sizes spans);
 
 // --- gemm.cpp ---
 
@@ -103,7 +99,7 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t rows, const std::op
               const std::optional<Tensor>& scales, int64_t activation);
 Tensor linear_coded(const Tensor& x, const Tensor& packed, int64_t rows, const std::optional<Tensor>& bias,
                     const std::optional<Tensor>& factors, int64_t activation, const Coding& coding);
-Tensor linear_parts(const Tensor& x, at::TensorList packed, at::IntArrayRef rows, const std::optional<Tensor>& bias,
+Tensor linear_parts(const Tensor& x, const std::vector<Tensor>& packed, Sizes rows, const std::optional<Tensor>& bias,
                     const std::optional<Tensor>& factors, const std::vector<Coding>& codings);
 Tensor pack(const Tensor& weight, bool gated);
 Tensor pack_int8(const Tensor& values, bool gated, bool for_bf16);
@@ -117,9 +113,9 @@ Tensor pack_nibbles(const Tensor& values, const Tensor& scales, const Tensor& ze
 Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optional<Tensor>& zeros, int64_t inputs,
                   bool gated, const Coding& coding);
 Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given, bool mapped);
-Tensor weight_bytes(at::IntArrayRef sizes);
+Tensor weight_bytes(Sizes sizes);
 Tensor embedding_coded(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t inputs,
-                       const std::optional<Tensor>& factors, const Coding& coding, at::ScalarType type);
+                       const std::optional<Tensor>& factors, const Coding& coding, Dtype type);
 
 // --- sampling.cpp ---
 
@@ -143,7 +139,7 @@ void ring_close(int64_t number);
 Tensor ring_times(bool keep);
 Tensor ring_gather(const Tensor& x, int64_t ring);
 Tensor ring_sum(const Tensor& x, int64_t ring);
-Tensor ring_exchange(const Tensor& x, at::IntArrayRef sends, at::IntArrayRef receives, int64_t ring);
+Tensor ring_exchange(const Tensor& x, Sizes sends, Sizes receives, int64_t ring);
 
 // --- transfer.cpp ---
 

@@ -438,8 +438,8 @@ void nibble_tile(const int8_t* codes, int64_t stride, const float* steps, const 
     w += kNibbleGroup;
     for (int row = 0; row < rows; ++row)
       for (int half = 0; half < 2; ++half)
-        total[row][half] = head.add(total[row][half], read_sums(part + row * kBlock + half * kLanes), half, sums[row],
-                                    steps[row]);
+        total[row][half] =
+            head.add(total[row][half], read_sums(part + row * kBlock + half * kLanes), half, sums[row], steps[row]);
   }
   for (int row = 0; row < rows; ++row) finish_row(total[row][0], total[row][1], finish, out + row * out_stride);
 }
@@ -558,7 +558,7 @@ template <class Out>
 void run_nibble_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end, Out* out,
                       int64_t out_stride, const uint8_t* following, uint8_t* made) {
   const int64_t groups = x.depth / kByteTileDepth, pairs = divide_up(end - begin, kBytePair);
-  const auto make = [&](int64_t group, uint8_t* to) __attribute__((always_inline)) {
+  const auto make = [&](int64_t group, uint8_t * to) __attribute__((always_inline)) {
     const uint8_t* from = w + group * kNibbleGroup + kNibbleHead;
     const auto four_times = [&](int half) {  // zero point of each column
       return _mm512_shuffle_epi8(_mm512_cvtepu8_epi32(load_as<__m128i>(from - kBlock + half * kLanes)),
@@ -599,19 +599,20 @@ void run_nibble_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish,
         }
       }
     };
-    by_tiles(rows, [&]<int R>(std::integral_constant<int, R>) __attribute__((always_inline)) {
-      amx::Left left{x.codes + x.at(first, 0), kByteTileDepth, kByteTileBytes, kByteTileRows * x.depth};
-      amx::Right right{made, kByteStep};
-      for (int64_t group = 0; group < groups; ++group) {
-        if (pairs == 1) {
-          right.at = made + group % 2 * 2 * kByteTileBytes;
-          if (group + 1 < groups) make(group + 1, made + (group + 1) % 2 * 2 * kByteTileBytes);
-          amx::settle();
-        }
-        byte_sums<R, amx::Kind::signed_bytes>(left, right, 1, next, sums[group / kTogether % 2][group % kTogether]);
-        if (group % kTogether == 0 && group > 0) amx::settle(), add(group - kTogether, group);
-      }
-    });
+    by_tiles(
+        rows, [&]<int R>(std::integral_constant<int, R>) __attribute__((always_inline)) {
+          amx::Left left{x.codes + x.at(first, 0), kByteTileDepth, kByteTileBytes, kByteTileRows * x.depth};
+          amx::Right right{made, kByteStep};
+          for (int64_t group = 0; group < groups; ++group) {
+            if (pairs == 1) {
+              right.at = made + group % 2 * 2 * kByteTileBytes;
+              if (group + 1 < groups) make(group + 1, made + (group + 1) % 2 * 2 * kByteTileBytes);
+              amx::settle();
+            }
+            byte_sums<R, amx::Kind::signed_bytes>(left, right, 1, next, sums[group / kTogether % 2][group % kTogether]);
+            if (group % kTogether == 0 && group > 0) amx::settle(), add(group - kTogether, group);
+          }
+        });
     amx::settle();
     add((groups - 1) / kTogether * kTogether, groups);
     for (int64_t r = 0; r < rows; ++r)

@@ -223,15 +223,15 @@ inline void byte_sums(const int8_t* codes, int64_t stride, const uint8_t* w, int
   if constexpr (rows > 1) {
     const int64_t twos = steps / 2;
     byte_squares<rows, vectors>(codes, stride, w, twos, to);
-    if (steps % 2)
-      byte_dots<rows, vectors>(codes + 8 * twos, stride, w + twos * kBlock * 8, 1, true, to);
+    if (steps % 2) byte_dots<rows, vectors>(codes + 8 * twos, stride, w + twos * kBlock * 8, 1, true, to);
     return;
   }
 #endif
   byte_dots<rows, vectors>(codes, stride, w, steps, false, to);
 }
 
-// Sums of rows and of one group of 64 k of nibbles, int32 [rows, 32]. More than two rows: half of the columns at a time.
+// Sums of rows and of one group of 64 k of nibbles, int32 [rows, 32]. More than two rows: half of the columns at a
+// time.
 template <int rows>
 inline void nibble_sums(const int8_t* codes, int64_t stride, const uint8_t* w, int32_t* to) {
   constexpr int quads = rows > 2 ? 2 : 4;

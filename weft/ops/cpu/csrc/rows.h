@@ -69,8 +69,8 @@ void norm_row(const T* x, const T* delta, const W* weight, float eps, int64_t n,
 
 template <class F>
 auto by_dtype(const Tensor& x, const char* op, F f) {
-  if (x.scalar_type() == at::kBFloat16) return f(bf16());
-  WEFT_CHECK(x.scalar_type() == at::kFloat, op, ": bfloat16 or float32, not ", x.scalar_type());
+  if (x.dtype() == Dtype::bf16) return f(bf16());
+  WEFT_CHECK(x.dtype() == Dtype::f32, op, ": bfloat16 or float32, not ", x.dtype());
   return f(float());
 }
 

@@ -325,8 +325,8 @@ Masks masks_of(const std::optional<Tensor>& words, const std::optional<Tensor>& 
 
 template <class F>
 auto by_dtype(const Tensor& x, const char* op, F f) {
-  if (x.scalar_type() == at::kBFloat16) return f(bf16());
-  WEFT_CHECK(x.scalar_type() == at::kFloat, op, ": bfloat16 or float32, not ", x.scalar_type());
+  if (x.dtype() == Dtype::bf16) return f(bf16());
+  WEFT_CHECK(x.dtype() == Dtype::f32, op, ": bfloat16 or float32, not ", x.dtype());
   return f(float());
 }
 
@@ -336,8 +336,8 @@ std::tuple<Tensor, Tensor> greedy(const Tensor& logits, const Tensor& rows, int6
                                   const std::optional<Tensor>& words, const std::optional<Tensor>& places) {
   const Rows of = check(logits, rows, vocab, "greedy");
   const Masks masks = masks_of(words, places, of, "greedy");
-  Tensor ids = empty_tensor({of.count}, rows.options());
-  Tensor error = empty_tensor({of.count}, rows.options().dtype(at::kBool));
+  Tensor ids = empty_tensor({of.count}, rows.dtype());
+  Tensor error = empty_tensor({of.count}, Dtype::boolean);
   by_dtype(logits, "greedy", [&]<class T>(T) {
     const T* x = logits.const_data_ptr<T>();
     int64_t* id = ids.mutable_data_ptr<int64_t>();
@@ -361,14 +361,14 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& rows, int6
   const Rows of = check(logits, rows, vocab, "sample");
   const Masks masks = masks_of(words, places, of, "sample");
   for (const Tensor* column : {&temperature, &min_p, &seed, &choice, &position})
-    TORCH_CHECK(column->dim() == 1 && column->size(0) == of.count, "sample: columns");
+    WEFT_CHECK(column->dim() == 1 && column->size(0) == of.count, "sample: columns");
   const Tensor degrees = temperature.contiguous(), least = min_p.contiguous(), seeds = seed.contiguous(),
                choices = choice.contiguous(), positions = position.contiguous();
   const double *t = degrees.const_data_ptr<double>(), *p = least.const_data_ptr<double>();
   const int64_t *s = seeds.const_data_ptr<int64_t>(), *c = choices.const_data_ptr<int64_t>(),
                 *at = positions.const_data_ptr<int64_t>();
-  Tensor ids = empty_tensor({of.count}, rows.options());
-  Tensor error = empty_tensor({of.count}, rows.options().dtype(at::kBool));
+  Tensor ids = empty_tensor({of.count}, rows.dtype());
+  Tensor error = empty_tensor({of.count}, Dtype::boolean);
   by_dtype(logits, "sample", [&]<class T>(T) {
     const T* x = logits.const_data_ptr<T>();
     int64_t* id = ids.mutable_data_ptr<int64_t>();
@@ -394,8 +394,8 @@ template <class T>
 struct Column {
   const T* first;
   int64_t stride;
-  Column(const Tensor& of, int64_t slots, at::ScalarType type, const char* name)
-      : first(of.dim() == 1 && of.size(0) >= slots && of.scalar_type() == type ? of.const_data_ptr<T>() : nullptr),
+  Column(const Tensor& of, int64_t slots, Dtype type, const char* name)
+      : first(of.dim() == 1 && of.size(0) >= slots && of.dtype() == type ? of.const_data_ptr<T>() : nullptr),
         stride(of.dim() == 1 ? of.stride(0) : 0) {
     WEFT_CHECK(first, "end_decode_: ", name);
   }
@@ -415,17 +415,17 @@ std::tuple<Tensor, Tensor> end_decode(const Tensor& logits, const Tensor& slots,
                                       const Tensor& choice, const Tensor& history, const Tensor& num_computed,
                                       const std::optional<Tensor>& live) {
   constexpr double kGreedy = 1e-5;  // see weft/runner/sampling/slot_params.py
-  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && vocab > 0 && vocab <= logits.size(1) && slots.dim() == 1 &&
-                  slots.is_contiguous() && slots.size(0) <= logits.size(0),
-              "end_decode_: logits");
-  TORCH_CHECK(history.dim() == 2 && history.is_contiguous() && num_computed.dim() == 1 &&
-                  num_computed.is_contiguous() && num_computed.size(0) == history.size(0) &&
-                  (!live || (live->is_contiguous() && live->numel() == history.size(0))),
-              "end_decode_: slots");
+  WEFT_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && vocab > 0 && vocab <= logits.size(1) && slots.dim() == 1 &&
+                 slots.is_contiguous() && slots.size(0) <= logits.size(0),
+             "end_decode_: logits");
+  WEFT_CHECK(history.dim() == 2 && history.is_contiguous() && num_computed.dim() == 1 && num_computed.is_contiguous() &&
+                 num_computed.size(0) == history.size(0) &&
+                 (!live || (live->is_contiguous() && live->numel() == history.size(0))),
+             "end_decode_: slots");
   const int64_t count = slots.size(0), length = history.size(1), most = temperature.size(0);
   const int64_t* slot = slots.const_data_ptr<int64_t>();
-  const Column<double> t(temperature, most, at::kDouble, "temperature"), p(min_p, most, at::kDouble, "min_p");
-  const Column<int64_t> s(seed, most, at::kLong, "seed"), c(choice, most, at::kLong, "choice");
+  const Column<double> t(temperature, most, Dtype::f64, "temperature"), p(min_p, most, Dtype::f64, "min_p");
+  const Column<int64_t> s(seed, most, Dtype::i64, "seed"), c(choice, most, Dtype::i64, "choice");
   int32_t* ids = history.mutable_data_ptr<int32_t>();
   int64_t* computed = num_computed.mutable_data_ptr<int64_t>();
   int64_t* state = live ? live->mutable_data_ptr<int64_t>() : nullptr;
@@ -433,8 +433,8 @@ std::tuple<Tensor, Tensor> end_decode(const Tensor& logits, const Tensor& slots,
     WEFT_CHECK(slot[r] >= 0 && slot[r] < std::min(most, history.size(0)), "end_decode_: slot ", slot[r], " of ", most);
     WEFT_CHECK(computed[slot[r]] >= 0 && computed[slot[r]] + 1 < length, "end_decode_: slot ", slot[r], " is full");
   }
-  Tensor made = empty_tensor({count}, slots.options());
-  Tensor error = empty_tensor({count}, slots.options().dtype(at::kBool));
+  Tensor made = empty_tensor({count}, slots.dtype());
+  Tensor error = empty_tensor({count}, Dtype::boolean);
   int64_t* token = made.mutable_data_ptr<int64_t>();
   bool* wrong = error.mutable_data_ptr<bool>();
   by_dtype(logits, "end_decode_", [&]<class T>(T) {
@@ -469,8 +469,8 @@ std::tuple<Tensor, Tensor> allow_bits(const Tensor& logits, const Tensor& rows, 
                                       const Tensor& places) {
   const Rows of = check(logits, rows, vocab, "allow_bits");
   const Masks masks = masks_of(words, places, of, "allow_bits");
-  Tensor made = empty_tensor({of.count, vocab}, logits.options().dtype(at::kFloat));
-  Tensor error = empty_tensor({of.count}, rows.options().dtype(at::kBool));
+  Tensor made = empty_tensor({of.count, vocab}, Dtype::f32);
+  Tensor error = empty_tensor({of.count}, Dtype::boolean);
   float* out = made.mutable_data_ptr<float>();
   bool* wrong = error.mutable_data_ptr<bool>();
   by_dtype(logits, "allow_bits", [&]<class T>(T) {

@@ -63,11 +63,11 @@ class Segment {
       : rank(rank), size(int(pids.size())), bytes(bytes), timeout_(timeout), patience_(seconds(spin)) {
     WEFT_CHECK(size > 1 && size <= kMostRanks && rank >= 0 && rank < size, "a segment is for 2 to ", kMostRanks,
                " ranks");
-    TORCH_CHECK(bytes >= 64 && bytes % 64 == 0, "the bytes of a slot must be a multiple of 64");
+    WEFT_CHECK(bytes >= 64 && bytes % 64 == 0, "the bytes of a slot must be a multiple of 64");
     length_ = kHead + 2 * size * (kNoteBytes + bytes);
-    struct stat found{};
+    struct stat found {};
     if (rank == 0) WEFT_CHECK(ftruncate(fd, length_) == 0, "no shared memory: ", strerror(errno));
-    TORCH_CHECK(fstat(fd, &found) == 0 && found.st_size == length_, "the segment is of another size");
+    WEFT_CHECK(fstat(fd, &found) == 0 && found.st_size == length_, "the segment is of another size");
     void* at = mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     WEFT_CHECK(at != MAP_FAILED, "the segment cannot be mapped: ", strerror(errno));
     head_ = static_cast<Head*>(at);
@@ -91,7 +91,7 @@ class Segment {
   // Begins a collective of one or more rounds. Throws if the group has ended.
   void begin() {
     until_ = Clock::now() + seconds(timeout_);
-    TORCH_CHECK(!(head_->word.load(std::memory_order_acquire) & kAborted), kAbortedText);
+    WEFT_CHECK(!(head_->word.load(std::memory_order_acquire) & kAborted), kAbortedText);
   }
 
   // This rank's slot of the next round; another rank's slot of the complete round.
@@ -112,7 +112,7 @@ class Segment {
     } else {
       wait(complete);
     }
-    TORCH_CHECK(reached(head_->word.load(std::memory_order_acquire), complete), kAbortedText);
+    WEFT_CHECK(reached(head_->word.load(std::memory_order_acquire), complete), kAbortedText);
   }
 
   // Ends the group, for all ranks. May be called from any thread.

@@ -27,9 +27,8 @@ struct Entries {
   int64_t table_width = 0, block = 1, blocks = 0, width = 0, from = 0;
 
   static Entries of(const Tensor& cache, const Tensor& table, int64_t rows, int64_t dim, bool last) {
-    TORCH_CHECK(cache.dim() == 3 && cache.is_contiguous() && cache.scalar_type() == c10::CppTypeToScalarType<T>::value,
-                "sparse: cache");
-    TORCH_CHECK(table.dim() == 2 && table.is_contiguous() && table.size(0) == rows, "sparse: table");
+    WEFT_CHECK(cache.dim() == 3 && cache.is_contiguous() && cache.dtype() == dtype_of<T>, "sparse: cache");
+    WEFT_CHECK(table.dim() == 2 && table.is_contiguous() && table.size(0) == rows, "sparse: table");
     WEFT_CHECK(dim > 0 && dim % kLanes == 0 && dim <= std::min<int64_t>(kMaxDim, cache.size(2)), "sparse: ", dim,
                " elements of entries of ", cache.size(2));
     return {cache.const_data_ptr<T>(),
@@ -61,11 +60,11 @@ struct Entries {
 // Calls f(row, token, position) for every token.
 template <class F>
 void over_tokens(const Tensor& offsets, const Tensor& starts, int64_t tokens, F f) {
-  TORCH_CHECK(offsets.is_contiguous() && starts.is_contiguous() && offsets.size(0) == starts.size(0) + 1,
-              "sparse: rows");
+  WEFT_CHECK(offsets.is_contiguous() && starts.is_contiguous() && offsets.size(0) == starts.size(0) + 1,
+             "sparse: rows");
   const int32_t* bounds = offsets.const_data_ptr<int32_t>();
   const int64_t* first = starts.const_data_ptr<int64_t>();
-  TORCH_CHECK(bounds[0] == 0 && bounds[starts.size(0)] == tokens, "sparse: q_offsets do not cover q");
+  WEFT_CHECK(bounds[0] == 0 && bounds[starts.size(0)] == tokens, "sparse: q_offsets do not cover q");
   for (int64_t row = 0; row < starts.size(0); ++row) {
     WEFT_CHECK(bounds[row] <= bounds[row + 1] && first[row] >= 0, "sparse: row ", row);
     for (int64_t token = bounds[row]; token < bounds[row + 1]; ++token) f(row, token, first[row] + token - bounds[row]);
@@ -141,25 +140,25 @@ void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, co
                    const std::optional<Tensor>& groups, const std::optional<Tensor>& group_table, int64_t ratio,
                    const std::optional<Tensor>& chosen, const std::optional<Tensor>& sinks, double scale,
                    int64_t engine) {
-  TORCH_CHECK(q.dim() == 3 && out.dim() == 3 && out.size(0) == q.size(0) && out.size(1) == q.size(1) &&
-                  q.scalar_type() == out.scalar_type(),
-              "sparse_attend: shapes");
+  WEFT_CHECK(q.dim() == 3 && out.dim() == 3 && out.size(0) == q.size(0) && out.size(1) == q.size(1) &&
+                 q.dtype() == out.dtype(),
+             "sparse_attend: shapes");
   const int64_t tokens = q.size(0), heads = q.size(1), dim = q.size(2), value = out.size(2);
   WEFT_CHECK(value > 0 && value <= dim && value % kLanes == 0, "sparse_attend: values of ", value);
-  TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == dim && out.stride(2) == 1 && out.stride(1) == value,
-              "sparse_attend: strides");
-  TORCH_CHECK(entries.has_value() == entry_table.has_value() && groups.has_value() == group_table.has_value() &&
-                  (!entries || window > 0) && ratio > 0 && scale > 0,
-              "sparse_attend: caches");
-  TORCH_CHECK(!chosen || (groups && chosen->scalar_type() == at::kLong && chosen->is_contiguous() &&
-                          chosen->dim() == 2 && chosen->size(0) == tokens),
-              "sparse_attend: chosen");
-  TORCH_CHECK(!sinks || (sinks->scalar_type() == at::kFloat && sinks->numel() == heads && sinks->is_contiguous()),
-              "sparse_attend: sinks");
+  WEFT_CHECK(q.stride(2) == 1 && q.stride(1) == dim && out.stride(2) == 1 && out.stride(1) == value,
+             "sparse_attend: strides");
+  WEFT_CHECK(entries.has_value() == entry_table.has_value() && groups.has_value() == group_table.has_value() &&
+                 (!entries || window > 0) && ratio > 0 && scale > 0,
+             "sparse_attend: caches");
+  WEFT_CHECK(!chosen || (groups && chosen->dtype() == Dtype::i64 && chosen->is_contiguous() && chosen->dim() == 2 &&
+                         chosen->size(0) == tokens),
+             "sparse_attend: chosen");
+  WEFT_CHECK(!sinks || (sinks->dtype() == Dtype::f32 && sinks->numel() == heads && sinks->is_contiguous()),
+             "sparse_attend: sinks");
   if (tokens == 0) return;
   std::vector<float> drawn;
   for (int64_t i = 0; sinks && i < heads; ++i) drawn.push_back(sinks->const_data_ptr<float>()[i] * kLog2E);
-  with_engine(q.scalar_type(), engine, [&]<class T, class E>(T, E) {
+  with_engine(q.dtype(), engine, [&]<class T, class E>(T, E) {
     const int64_t rows = starts.size(0), top = chosen ? chosen->size(1) : 0;
     Entries<T> near, far;
     if (entries) near = Entries<T>::of(*entries, *entry_table, rows, dim, false);
@@ -181,7 +180,7 @@ void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, co
       lists.push_back(list);
       splits += (list.window + list.groups + kSplit - 1) / kSplit;
     });
-    int64_t parts = parts_of_heads(tokens, splits, heads, at::get_num_threads());
+    int64_t parts = parts_of_heads(tokens, splits, heads, num_threads());
     while (heads % parts || heads / parts > kRows) ++parts;
     const Chosen<T> scene{q.const_data_ptr<T>(),
                           out.mutable_data_ptr<T>(),
@@ -350,14 +349,14 @@ inline void highest(const float* scores, int64_t count, int64_t top, int64_t* to
 // int64 [T, top]: ascending, then -1.
 Tensor sparse_select(const Tensor& q, const Tensor& weights, const Tensor& cache, const Tensor& offsets,
                      const Tensor& starts, const Tensor& table, int64_t ratio, int64_t top, int64_t engine) {
-  TORCH_CHECK(q.dim() == 3 && weights.dim() == 2 && weights.sizes() == leading(q.sizes(), 2) &&
-                  weights.scalar_type() == at::kFloat && weights.is_contiguous(),
-              "sparse_select: shapes");
-  TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == q.size(2) && ratio > 0 && top > 0, "sparse_select: strides");
+  WEFT_CHECK(q.dim() == 3 && weights.dim() == 2 && weights.sizes() == q.sizes().leading(2) &&
+                 weights.dtype() == Dtype::f32 && weights.is_contiguous(),
+             "sparse_select: shapes");
+  WEFT_CHECK(q.stride(2) == 1 && q.stride(1) == q.size(2) && ratio > 0 && top > 0, "sparse_select: strides");
   const int64_t tokens = q.size(0);
-  Tensor made = empty_tensor({tokens, top}, q.options().dtype(at::kLong));
+  Tensor made = empty_tensor({tokens, top}, Dtype::i64);
   int64_t* to = made.mutable_data_ptr<int64_t>();
-  with_engine(q.scalar_type(), engine, [&]<class T, class E>(T, E) {
+  with_engine(q.dtype(), engine, [&]<class T, class E>(T, E) {
     const Entries<T> keys = Entries<T>::of(cache, table, starts.size(0), q.size(2), true);
     std::vector<Asked> asked;
     over_tokens(offsets, starts, tokens, [&](int64_t row, int64_t token, int64_t position) {

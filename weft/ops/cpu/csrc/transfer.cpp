@@ -121,17 +121,15 @@ uint64_t digest_span(const uint8_t* data, uint8_t* to, int64_t bytes, uint64_t s
 }
 
 void check_memory(const Tensor& memory, const char* what) {
-  WEFT_CHECK(memory.scalar_type() == at::kByte && memory.dim() == 1 && memory.is_contiguous(), what,
-             " is not uint8 [bytes]");
-  WEFT_CHECK(memory.device().is_cpu(), what, " is not in the memory of the CPU");
+  WEFT_CHECK(memory.dtype() == Dtype::u8 && memory.dim() == 1 && memory.is_contiguous(), what, " is not uint8 [bytes]");
+  WEFT_CHECK(memory.is_cpu(), what, " is not in the memory of the CPU");
 }
 
 int64_t check_spans(const Tensor& spans, const Tensor& seeds, int64_t columns) {
-  WEFT_CHECK(spans.scalar_type() == at::kLong && spans.dim() == 2 && spans.size(1) == columns && spans.is_contiguous(),
+  WEFT_CHECK(spans.dtype() == Dtype::i64 && spans.dim() == 2 && spans.size(1) == columns && spans.is_contiguous(),
              "spans are not int64 [n, ", columns, "]");
-  TORCH_CHECK(
-      seeds.scalar_type() == at::kLong && seeds.dim() == 1 && seeds.is_contiguous() && seeds.size(0) == spans.size(0),
-      "seeds are not int64 [n], one a span");
+  WEFT_CHECK(seeds.dtype() == Dtype::i64 && seeds.dim() == 1 && seeds.is_contiguous() && seeds.size(0) == spans.size(0),
+             "seeds are not int64 [n], one a span");
   return spans.size(0);
 }
 
@@ -146,7 +144,7 @@ Tensor digest_spans(const Tensor& memory, const Tensor& spans, const Tensor& see
   const int64_t count = check_spans(spans, seeds, 2);
   const int64_t* span = spans.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < count; ++i) check_inside(span[2 * i], span[2 * i + 1], memory.numel(), "memory");
-  Tensor out = empty_tensor({count}, seeds.options());
+  Tensor out = empty_tensor({count}, seeds.dtype());
   int64_t* digests = out.mutable_data_ptr<int64_t>();
   const uint8_t* data = memory.const_data_ptr<uint8_t>();
   std::vector<uint64_t> sums;
@@ -165,7 +163,7 @@ Tensor copy_spans(const Tensor& source, Tensor& target, const Tensor& spans, con
     check_inside(span[3 * i], span[3 * i + 2], source.numel(), "source");
     check_inside(span[3 * i + 1], span[3 * i + 2], target.numel(), "target");
   }
-  Tensor out = empty_tensor({count}, seeds.options());
+  Tensor out = empty_tensor({count}, seeds.dtype());
   int64_t* digests = out.mutable_data_ptr<int64_t>();
   const uint8_t* from = source.const_data_ptr<uint8_t>();
   uint8_t* to = target.mutable_data_ptr<uint8_t>();

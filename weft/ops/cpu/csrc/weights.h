@@ -11,7 +11,6 @@
 
 #include "common.h"
 
-#include <ATen/ops/from_blob.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -62,12 +61,12 @@ class WeightRegion {
 };
 
 // Like `empty_tensor` on the CPU. From any thread.
-inline Tensor empty_weights(at::IntArrayRef sizes, const at::TensorOptions& options) {
+inline Tensor empty_weights(Sizes sizes, Dtype type) {
   static std::mutex mutex;
   static std::weak_ptr<WeightRegion> newest;
-  size_t bytes = options.dtype().itemsize();
+  size_t bytes = size_t(bytes_of(type));
   for (const int64_t size : sizes) bytes *= size_t(size);
-  if (bytes == 0) return empty_tensor(sizes, options);
+  if (bytes == 0) return empty_tensor(sizes, type);
   const std::lock_guard lock(mutex);
   std::shared_ptr<WeightRegion> region = newest.lock();
   void* at = region ? region->take(bytes) : nullptr;
@@ -81,7 +80,7 @@ inline Tensor empty_weights(at::IntArrayRef sizes, const at::TensorOptions& opti
     const std::lock_guard held(mutex);
     region->give(place, bytes);
   };
-  return at::from_blob(at, sizes, drop, options);
+  return tensor_over(at, sizes, type, drop);
 }
 
 }  // namespace weft

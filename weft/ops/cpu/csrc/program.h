@@ -7,6 +7,8 @@
 // small operator, and a program has a thousand arguments. A program belongs to one thread: two threads may not call
 // `run` at the same time. If a call throws, the registers are emptied and the exception passes; the program can run
 // again.
+#pragma once
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
@@ -20,8 +22,8 @@
 #include <utility>
 #include <vector>
 
-#include "common.h"
 #include "crew.h"
+#include "torch.h"
 
 namespace weft {
 namespace {
@@ -61,7 +63,7 @@ enum Code : int64_t {
 };
 
 struct Values {
-  std::vector<Tensor> tensors;
+  std::vector<at::Tensor> tensors;
   std::vector<double> floats;
   std::vector<std::string> strings;
 };
@@ -121,7 +123,7 @@ class Program : public torch::CustomClassHolder {
   // operators: "name.overload" of each called operator. code, for each call: index of the operator; number of
   // arguments, arguments; number of results, register of each (-1: unused); number of registers without later readers,
   // registers.
-  void load(std::vector<std::string> operators, std::vector<int64_t> code, std::vector<Tensor> tensors,
+  void load(std::vector<std::string> operators, std::vector<int64_t> code, std::vector<at::Tensor> tensors,
             std::vector<double> floats, std::vector<std::string> strings) {
     const Values values{std::move(tensors), std::move(floats), std::move(strings)};
     std::vector<c10::OperatorHandle> handles;
@@ -170,7 +172,7 @@ class Program : public torch::CustomClassHolder {
 
  private:
   int64_t next() {
-    TORCH_CHECK(!code_.empty(), "the program ends in the middle of a call");
+    WEFT_CHECK(!code_.empty(), "the program ends in the middle of a call");
     const int64_t number = code_.front();
     code_ = code_.subspan(1);
     return number;
@@ -231,14 +233,14 @@ class Program : public torch::CustomClassHolder {
 
   c10::IValue list_of(const Argument& argument) const {
     if (!argument.optional_entries) {
-      c10::List<Tensor> made;
+      c10::List<at::Tensor> made;
       for (const Argument& entry : argument.entries) made.push_back(value_of(entry).toTensor());
       return made;
     }
-    c10::List<std::optional<Tensor>> made;
+    c10::List<std::optional<at::Tensor>> made;
     for (const Argument& entry : argument.entries) {
       const c10::IValue& value = value_of(entry);
-      made.push_back(value.isNone() ? std::nullopt : std::optional<Tensor>(value.toTensor()));
+      made.push_back(value.isNone() ? std::nullopt : std::optional<at::Tensor>(value.toTensor()));
     }
     return made;
   }
@@ -278,7 +280,7 @@ class Program : public torch::CustomClassHolder {
 
   // Replaces the list on the stack by its tensors.
   void spread(const Call& call) {
-    const c10::List<Tensor> made = stack_.at(0).toTensorList();
+    const c10::List<at::Tensor> made = stack_.at(0).toTensorList();
     WEFT_CHECK(made.size() == call.results.size(), call.op.schema().name(), " made ", made.size(), " tensors, and ",
                call.results.size(), " when it was captured");
     stack_.clear();
@@ -310,9 +312,8 @@ class Program : public torch::CustomClassHolder {
   int64_t held_bytes_ = 0;
 };
 
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
+// Describes the class for Python.
+void describe_program(torch::Library& m) {
   m.class_<Program>("Program")
       .def(torch::init<>())
       .def("object", &Program::object)
@@ -320,5 +321,7 @@ TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
       .def("run", &Program::run)
       .def("size", &Program::size);
 }
+
+}  // namespace
 
 }  // namespace weft
