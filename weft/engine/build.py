@@ -24,7 +24,7 @@ from weft.config.sizing.draft import draft_part
 from weft.config.sizing.memory import activation_bytes, pools_for
 from weft.config.spec import ModelSpec
 from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings, open_transfers, transports_of
-from weft.engine.tiers.open_tier import noted_weights, open_tier
+from weft.engine.tiers.open_tier import names_of, noted_weights, open_tier
 from weft.engine.weights.rank_weights import RankWeights, Tensors
 from weft.layers.build import AdapterOptions, Build, ExpertOptions
 from weft.models.drafted import DraftedModel
@@ -39,6 +39,7 @@ from weft.runner.graphs.mixed import DECODES, TOKENS
 from weft.runner.graphs.programs import capture_calls
 from weft.runner.runner import Runner
 from weft.runner.step_trace import StepTrace
+from weft.store.weight_names import WeightNames
 from weft.store.weights_digest import WeightsDigest
 from weft.types.weights import WeightsUpdate
 
@@ -138,7 +139,8 @@ class LoadedModel:
         # Memory that a network card or another library maps must keep its pages.
         plain = config.transfer.role == "unified" or {"shm", "tcp"}.issuperset(transports_of(config))
         caches = runner.freeable if plain else tuple
-        runner.weights = open_weights(config, self.model, mesh, rank, caches)
+        names = names_of(config, rank, self.weights)
+        runner.weights = open_weights(config, self.model, mesh, rank, caches, names)
         # A warm-up step of connected ranks would need collectives before the group has formed.
         if device.type == "cuda" and not meets:
             runner.warm_up(config.scheduler.max_num_batched_tokens, self.progress)
@@ -270,8 +272,10 @@ def open_weights(
     mesh: Mesh | None,
     rank: int,
     caches: Callable[[], Sequence[torch.Tensor]] = tuple,
+    names: WeightNames | None = None,
 ) -> RankWeights:
-    """Return the weights of ``rank`` for ``model``, which is in use. A draft model keeps its weights."""
+    """Return the weights of ``rank`` for ``model``, which is in use. A draft model keeps its weights. For
+    ``caches`` and ``names`` see ``RankWeights``."""
     target = getattr(model, "target", model)
     # A temporary model must not add callbacks to the mesh.
     apart = None if mesh is None else replace(mesh, formed=[])
@@ -283,7 +287,7 @@ def open_weights(
         fresh = read_model(config, apart, config.model_path, config.loaded, files=files, changed=changed)
         return weights_of(fresh, changed)
 
-    return RankWeights(rank, lambda: weights_of(target), read, caches)
+    return RankWeights(rank, lambda: weights_of(target), read, caches, names)
 
 
 def release_unused() -> None:

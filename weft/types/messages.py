@@ -146,6 +146,8 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     """Places for LoRA adapters. 0: the engine process takes no messages about adapters."""
     weights: int = -1
     """Version of the weights in use. -1: the engine process takes no messages about weights."""
+    weights_name: str | None = None
+    """As ``WeightsChanged.name``."""
 
 
 class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -27,6 +27,17 @@ from weft.common.errors import ErrorInfo
 Backend: TypeAlias = Literal["file", "shm"]
 
 
+def prefix_name(version: int, name: str | None) -> bytes:
+    """Return the name of weights in the hashes of prefixes; b"" for the weights of the start.
+
+    ``name``: of ``WeightsChanged``. Without one, the number of the version names the weights within the
+    present processes.
+    """
+    if name is not None:
+        return name.encode()
+    return version.to_bytes(8, "little") if version else b""
+
+
 class WeightsUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The weights of one version, as all processes can read them."""
 
@@ -62,7 +73,9 @@ class FreeMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """True: also give the memory of the weights back. An update must come before the next step."""
 
 
-class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class WeightsChanged(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag=True
+):
     """Engine to API server: the answer to ``StageWeights``, ``UseWeights`` or ``FreeMemory``, to the sender
     only."""
 
@@ -72,6 +85,9 @@ class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Version of the staged weights; 0 for none."""
     digest: str = ""
     """Digest of the files of the staged version, or of the version in use after ``UseWeights``."""
+    name: str | None = None
+    """Name of the weights in use by content, from an engine with a KV tier; "" for the weights of the start.
+    None: the number of the version is the name."""
     error: ErrorInfo | None = None
     """The reason why the weights were not staged or not used; None after success."""
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from weft.common.errors import InvalidRequest, ReportedError, Unavailable, WeftError
+from weft.common.errors import ErrorInfo, InvalidRequest, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.engine.weights.group_weights import GroupWeights
@@ -26,6 +26,7 @@ from weft.types.weights import (
     UseWeights,
     WeightsChanged,
     WeightsUpdate,
+    prefix_name,
 )
 
 log = get_logger(__name__)
@@ -71,6 +72,11 @@ class EngineWeights:
         """Version of the weights in use; 0 for those of the start."""
         return 0 if self._group is None else self._group.version
 
+    @property
+    def name(self) -> str | None:
+        """Name of the weights in use, see ``WeightsChanged.name``."""
+        return None if self._group is None else self._group.name
+
     def begin(self, message: ToWeights) -> None:
         """Carry out a message. ``finished`` has the answer later."""
         group = self._group
@@ -102,8 +108,7 @@ class EngineWeights:
                 if digest is not None:
                     self._staging = False
                     number = self._group.staged_version
-                    changed = WeightsChanged(version=self.version, staged=number, digest=digest)
-                    self._answers.append(changed)
+                    self._answers.append(self._changed(staged=number, digest=digest))
         answers, self._answers = self._answers, []
         return answers
 
@@ -180,9 +185,9 @@ class EngineWeights:
             self._fail(error)
             return events
         if self.version != before and isinstance(self._scheduler, Scheduler):
-            self._scheduler.use_weights(self.version)
+            self._scheduler.use_weights(prefix_name(self.version, self.name))
         log.info("the engine computes with version %d of the weights", self.version)
-        self._answers.append(WeightsChanged(version=self.version, digest=digest))
+        self._answers.append(self._changed(digest=digest))
         return events
 
     def _free(self, due: FreeMemory, events: list[TokenEvent]) -> list[TokenEvent]:
@@ -190,13 +195,17 @@ class EngineWeights:
         assert self._group is not None
         self._forget()
         self._group.free(due.weights)
-        self._answers.append(WeightsChanged(version=self.version))
+        self._answers.append(self._changed())
         return events
 
     def asked(self, scheduler: object) -> list[TokenEvent]:
         """Return no events: the scheduler requests nothing."""
         return []
 
+    def _changed(self, staged: int = 0, digest: str = "", error: ErrorInfo | None = None) -> WeightsChanged:
+        """Return an answer with the version and the name in use."""
+        return WeightsChanged(version=self.version, name=self.name, staged=staged, digest=digest, error=error)
+
     def _fail(self, error: WeftError) -> None:
         log.warning("new weights, or a sleep, are refused: %s", error.message)
-        self._answers.append(WeightsChanged(version=self.version, error=error.info()))
+        self._answers.append(self._changed(error=error.info()))

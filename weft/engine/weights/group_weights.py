@@ -56,6 +56,11 @@ class GroupWeights:
         return self._own.version
 
     @property
+    def name(self) -> str | None:
+        """Name of the weights in use, see ``WeightsChanged.name``."""
+        return self._own.name
+
+    @property
     def staged_version(self) -> int:
         """Version of the staged weights; 0 for none."""
         return 0 if self._update is None else self._update.version
