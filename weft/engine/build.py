@@ -30,7 +30,9 @@ from weft.layers.build import AdapterOptions, Build, ExpertOptions
 from weft.models.drafted import DraftedModel
 from weft.models.eagle import EagleModel, load_eagle
 from weft.models.loader import Model, load_model
-from weft.models.refill import weights_of
+from weft.models.refill import refill, weights_of
+from weft.moe.balance import ExpertLayers
+from weft.moe.placement import Placement as ExpertPlacement
 from weft.ops import cpu
 from weft.ops.coded import DEQUANTIZED
 from weft.parallel.mesh import Mesh, make_mesh
@@ -211,6 +213,7 @@ def read_model(
     adapters: AdapterOptions = AdapterOptions(),
     files: Sequence[Path] | None = None,
     changed: set[str] | None = None,
+    placements: Sequence[ExpertPlacement] | None = None,
 ) -> Model:
     """Load a model of this rank from ``path``, with the settings of ``config``. For the other parameters and
     the errors see ``load_model``."""
@@ -233,6 +236,7 @@ def read_model(
         adapters=adapters,
         files=files,
         changed=changed,
+        placements=placements,
     )
 
 
@@ -280,14 +284,46 @@ def open_weights(
     # A temporary model must not add callbacks to the mesh.
     apart = None if mesh is None else replace(mesh, formed=[])
 
+    experts = target.experts
+
+    def places() -> tuple[ExpertPlacement, ...] | None:
+        return None if experts is None else experts.placements
+
+    def model_of(
+        update: WeightsUpdate | None, changed: set[str] | None, placed: Sequence[ExpertPlacement] | None
+    ) -> Model:
+        """Return a model with the weights of ``update``; None: of the start."""
+        return read_model(
+            config,
+            apart,
+            config.model_path,
+            config.loaded,
+            files=None if update is None else [Path(one) for one in update.files],
+            changed=changed,
+            placements=placed,
+        )
+
     @torch.no_grad()
     def read(update: WeightsUpdate) -> Tensors:
         changed = set[str]() if update.partial else None
-        files = [Path(one) for one in update.files]
-        fresh = read_model(config, apart, config.model_path, config.loaded, files=files, changed=changed)
-        return weights_of(fresh, changed)
+        return weights_of(model_of(update, changed, places()), changed)
 
-    return RankWeights(rank, lambda: weights_of(target), read, caches, names)
+    made = RankWeights(rank, lambda: weights_of(target), read, caches, names, places)
+
+    @torch.no_grad()
+    def reload(placements: Sequence[ExpertPlacement]) -> ExpertLayers | None:
+        """Return the experts of another placement, with the weights in use."""
+        first = made.updates[0] if made.updates and not made.updates[0].partial else None
+        fresh = model_of(first, None, placements)
+        for update in made.updates[1 if first is not None else 0 :]:
+            changed = set[str]()
+            part = model_of(update, changed, placements)
+            refill(weights_of(fresh), weights_of(part, changed))
+        return fresh.experts
+
+    if experts is not None:
+        experts.reload = reload
+    return made
 
 
 def release_unused() -> None:

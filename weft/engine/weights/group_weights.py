@@ -113,6 +113,8 @@ class GroupWeights:
             raise InvalidRequest(f"version {version} of the weights was not staged")
         if self._lost:
             raise self._failed(Unavailable("a rank was lost since new weights were read; try again"))
+        if self._own.moved:  # all ranks move experts together
+            raise self._failed(Unavailable("experts have moved since new weights were read; try again"))
         self._update = None
         self.updates = (*self.updates, update) if update.partial else (update,)
         self._chosen(self.updates)

@@ -43,6 +43,8 @@ class _Staged:
     update: WeightsUpdate
     digest: str = ""
     name: str | None = None
+    places: object = None
+    """Places of experts for which ``tensors`` were read."""
     tensors: Tensors | None = None
     error: WeftError | None = None
 
@@ -57,12 +59,15 @@ class RankWeights:
         read: Read,
         caches: Callable[[], Sequence[torch.Tensor]] = tuple,
         names: WeightNames | None = None,
+        places: Callable[[], object] = lambda: None,
     ) -> None:
         """``held``: returns the tensors in use, by place. Called once, before the first update. ``caches``:
         returns the memory of the KV cache that ``free`` gives back. ``names``: names weights by content; None
-        without a KV tier."""
+        without a KV tier. ``places``: returns the present places of experts, compared with ``==``."""
         self.rank = rank
-        self._caches, self._names = caches, names
+        self._caches, self._names, self._places = caches, names, places
+        self.updates: tuple[WeightsUpdate, ...] = ()
+        """Updates from the last complete one to the version in use, in order."""
         self.name: str | None = None if names is None else ""
         """Name of the weights in use, see ``WeightsChanged.name``."""
         self.version = 0
@@ -113,6 +118,11 @@ class RankWeights:
         assert report is not None
         return report
 
+    @property
+    def moved(self) -> bool:
+        """True if experts have moved since the staged weights were read: the weights fit no more."""
+        return self._staged is not None and self._staged.places != self._places()
+
     def swap(self, version: int) -> WeightsReport:
         """Copy the staged weights into the memory in use. Idempotent. Raises EngineDead for other weights."""
         if version == self.version:
@@ -120,7 +130,11 @@ class RankWeights:
         staged = self._staged
         if staged is None or staged.tensors is None or staged.update.version != version:
             raise EngineDead(f"rank {self.rank} has not read version {version} of the weights")
+        if self.moved:
+            raise EngineDead(f"experts of rank {self.rank} have moved since version {version} was read")
         refill(self._held, staged.tensors)
+        update = staged.update
+        self.updates = (*self.updates, update) if update.partial else (update,)
         self.version, self.name, self._staged = version, staged.name, None
         digest = staged.digest
         del staged
@@ -180,6 +194,7 @@ class RankWeights:
             if self._names is not None:
                 staged.name, state = self._names.of(staged.update, self.name or "")
             self._held = self._held or self._find()
+            staged.places = self._places()
             tensors = self._read(staged.update)
             if self._names is not None and self._names.state(staged.update) != state:
                 raise changed()
