@@ -16,8 +16,6 @@ PARTS = ("weights", "kv_cache")
 
 def why_fixed(config: EngineConfig) -> str:
     """Return the reason why the weights of this engine can't change while the engine runs; "" if they can."""
-    if config.transfer.role == "encode" or config.spec.vision is not None:
-        return "models that see images take no new weights: embeddings of the old tower would stay in use"
     if config.loaded.quantized is not None and config.loaded.quantized.method == "gguf":
         return "the weights of GGUF files are mapped, and can't change: serve safetensors"
     return ""

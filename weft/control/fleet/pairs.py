@@ -144,6 +144,8 @@ class Router:
         session = entry.submit.session
         asked = entry.submit
         takers = [one for one in takers if one.has_adapter(asked.adapter) and one.weights == self.weights]
+        if encoders is not None:  # embeddings and prompts are computed with the same weights
+            encoders = [one for one in encoders if one.weights == self.weights]
         names = asked.adapter, self.weights_name(takers)
         hashes = hashes_of(asked.prompt_ids, asked.salt, entry.hashes, asked.media, *names)
         helped = encoders is not None and bool(entry.submit.media)

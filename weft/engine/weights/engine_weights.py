@@ -16,6 +16,7 @@ from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.engine.weights.group_weights import GroupWeights
 from weft.group.types import GroupLost
+from weft.scheduler.encode.encode_scheduler import EncodeScheduler
 from weft.scheduler.scheduler import Scheduler
 from weft.store.fixed_weights import why_fixed
 from weft.types.messages import TokenEvent, ToWeights
@@ -184,7 +185,7 @@ class EngineWeights:
         except WeftError as error:
             self._fail(error)
             return events
-        if self.version != before and isinstance(self._scheduler, Scheduler):
+        if self.version != before and isinstance(self._scheduler, Scheduler | EncodeScheduler):
             self._scheduler.use_weights(prefix_name(self.version, self.name))
         log.info("the engine computes with version %d of the weights", self.version)
         self._answers.append(self._changed(digest=digest))
