@@ -1,4 +1,4 @@
-"""New weights of an ``LLM`` with a KV tier: no block of one version serves another, also in a later process."""
+"""New weights of an ``LLM`` with a KV tier: no block of one version serves another, here and later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New weights of models that see images: of the tower, of the text part, and no embedding of the old tower."""
+"""New weights of models that see images: no embedding of the old tower is used."""
 
 from __future__ import annotations
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e0.rig import submit
-from tests.e1.rig import MAX_LEN, VOCAB, make_checkpoint
+from tests.e1.rig import MAX_LEN, make_checkpoint
 from tests.support.new_weights import changed, read_tensors, write_checkpoint
 from tests.support.slowness import deadline
 from weft.common.errors import Unavailable
@@ -78,7 +77,7 @@ def placements(core: EngineCore) -> Any:
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> Iterator[dict[str, Path]]:
+def folders(tmp_path: Path) -> dict[str, Path]:
     """Return three checkpoints: "old", "new", and "mixed", which is "new" with the routed layer 1 of a third.
     "part" has this layer alone."""
     (tmp_path / "made").mkdir()
@@ -86,7 +85,7 @@ def folders(tmp_path: Path) -> Iterator[dict[str, Path]]:
     tensors = read_tensors(old)
     new = changed(tensors, 1)
     part = {name: one for name, one in changed(tensors, 2).items() if ".layers.1.mlp." in name}
-    yield {
+    return {
         "old": old,
         "new": write_checkpoint(tmp_path / "new", old, new),
         "mixed": write_checkpoint(tmp_path / "mixed", old, new | part),
@@ -108,7 +107,7 @@ def expected(folder: Path) -> list[int]:
 
 
 def test_experts_get_new_weights_where_they_are(folders: dict[str, Path]) -> None:
-    """Before and after a loss of a rank, which reads its experts of the new weights again, and their parts."""
+    """Before and after a loss of a rank, which reads its experts of both updates again."""
     due = {name: expected(folders[name]) for name in ("old", "new", "mixed")}
     assert len({str(one) for one in due.values()}) == 3
     core = start(folders["old"])

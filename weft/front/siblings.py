@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from weft.common.errors import Unavailable
 
@@ -18,6 +19,8 @@ ANSWER_S = 1.0
 """Maximum seconds for the answers of other API servers. An API server without an answer is left out of the
 page."""
 FOUND = b"found"
+MOST_LINE = 64 << 20
+"""Maximum bytes of one line: the state of weights may name thousands of files."""
 
 
 class Siblings:
@@ -34,6 +37,11 @@ class Siblings:
         """Applies a change of LoRA adapters, or returns all adapters for "". Set by their owner."""
         self.pause: Callable[[str], bytes] = lambda state: b""
         """Takes the pause of another API server, and returns the pause here. Set by the owner."""
+        self.weights: dict[str, Callable[[str], bytes]] = {}
+        """Model -> takes the updates of weights of another API server, and returns the updates here. Set by
+        their owners."""
+        self.carry: Callable[[str], Awaitable[bytes]] | None = None
+        """Carries out a call for another API server, and returns the answer. Set by the owner."""
 
     async def start(
         self, page: Callable[[], bytes], abort: Callable[[str], bool], history: Callable[[int], bytes]
@@ -51,6 +59,12 @@ class Siblings:
                     writer.write(FOUND if abort(which) else b"")
                 elif what == "adapter":
                     writer.write(self.adapters(which))
+                elif what == "weights":
+                    model, _, state = which.partition(" ")
+                    if (take_state := self.weights.get(unquote(model))) is not None:
+                        writer.write(take_state(state))
+                elif what == "carry" and self.carry is not None:
+                    writer.write(await self.carry(which))
                 elif what == "pause":
                     writer.write(self.pause(which))
                 elif what == "history":
@@ -62,7 +76,7 @@ class Siblings:
 
         path = self._path(self.name)
         path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(answer, path)
+        self._server = await asyncio.start_unix_server(answer, path, limit=MOST_LINE)
 
     async def pages(self) -> dict[str, bytes]:
         """Return the pages of the other API servers by name, without API servers that do not answer."""
@@ -97,6 +111,25 @@ class Siblings:
                 raise Unavailable(f"the API server {name} did not answer; try again")
         return [answer for answer in answers if answer]
 
+    @property
+    def carrier(self) -> str:
+        """Name of the API server that carries out changes for all: the first of those that run."""
+        return min((self.name, *self._others()), key=lambda name: (len(name), name))
+
+    async def tell_weights(self, model: str, state: str) -> list[bytes]:
+        """Send the updates of a model's weights to each other API server, and return the answers."""
+        answers = await self._ask_all(f"weights {quote(model, safe='')} {state}")
+        return [answer for answer in answers.values() if answer]
+
+    async def ask_carrier(self, call: str, seconds: float) -> bytes:
+        """Return the answer of the carrier, another API server, to ``call``. Raises Unavailable without an
+        answer within ``seconds``."""
+        carrier = self.carrier
+        answer = await self._ask(carrier, f"carry {call}", seconds)
+        if not answer:
+            raise Unavailable(f"the API server {carrier}, which changes weights, did not answer; try again")
+        return answer
+
     async def _listens(self, name: str) -> bool:
         """Return True if a process listens on the socket of an API server."""
         try:
@@ -118,10 +151,10 @@ class Siblings:
         if self._server is not None:
             self._server.close()
 
-    async def _ask(self, name: str, line: str) -> bytes | None:
-        """Return the answer of one API server; None after ``ANSWER_S`` seconds or a failed connection."""
+    async def _ask(self, name: str, line: str, seconds: float = ANSWER_S) -> bytes | None:
+        """Return the answer of one API server; None after ``seconds`` or a failed connection."""
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(seconds):
                 reader, writer = await asyncio.open_unix_connection(self._path(name))
                 try:
                     writer.write(line.encode() + b"\n")

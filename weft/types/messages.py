@@ -70,10 +70,10 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
 
-VERSION = 5
+VERSION = 6
 """The newest version of these messages. Version 2 added ``Hello.engine``, ``Welcome.engine`` and
 ``TransferStats.sent``, version 3 ``Submit.payer``, version 4 ``Submit.routes`` and ``Submit.forced``,
-version 5 ``FreeMemory``."""
+version 5 ``FreeMemory``, version 6 reports of changed weights to every API server."""
 OLDEST = 1
 """The oldest version understood. A sender uses only the fields of the newest common version."""
 SENT_SINCE = 2
@@ -82,6 +82,8 @@ TIER_SINCE = 3
 """Version that added ``EngineStats.tier`` and ``FlushTier``."""
 ROUTES_SINCE = 4
 """Version that added ``Submit.routes``, ``Submit.forced`` and ``TierStats.levels``."""
+REPORTS_SINCE = 6
+"""Version since which each API server gets a ``WeightsChanged`` when another changes the weights."""
 SLEEP_SINCE = 5
 """Version that added ``FreeMemory``."""
 MAX_FRAME = 64 << 20

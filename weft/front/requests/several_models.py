@@ -39,6 +39,7 @@ from weft.front.protocol.ollama_request import LATEST
 from weft.front.protocol.parse import printable
 from weft.front.requests.named_model import KeyModels, NamedModel, named_in
 from weft.front.requests.served_model import ServedModel, card_of_model
+from weft.front.requests.weight_updates import UpdatesState
 from weft.tracing.writer import SpanWriter
 
 if TYPE_CHECKING:
@@ -136,6 +137,10 @@ class _Slot:
         """Waits for the death of the engines."""
         self.error: WeftError | None = None
         """Error of the last load, as raised."""
+        self.updates: UpdatesState | None = None
+        """Updates of the weights during earlier loads; None for the weights of the files."""
+        self.forgets = False
+        """True if an operator unloads the model, with its updates."""
         self.settled = asyncio.Event()
         """Set once the load of the start has succeeded or failed."""
 
@@ -441,6 +446,9 @@ class SeveralModels:
     def unload(self, name: str) -> ModelStatus:
         """Unload a model when its running requests have ended. Return the present state. Raises NotFound."""
         slot = self._known(name)
+        if slot.model is not None and slot.model.weights.number:
+            log.warning("the next load of the model %s has the weights of its files", slot.name)
+            slot.forgets = True
         self._on(m.UnloadAsked(slot.name))
         return self.status(slot.name)
 
@@ -449,6 +457,11 @@ class SeveralModels:
         slot = self._known(name)
         self._on(m.PinAsked(slot.name, pinned))
         return self.status(slot.name)
+
+    def updated(self, name: str) -> None:
+        """Pin a loaded model with new weights: a later load would have to read all updates again. ``name``:
+        as for ``front_of``."""
+        self._on(m.PinAsked(self.front_of(name).names[0], True))
 
     def keep(self, name: str, seconds: float) -> ModelStatus:
         """Set the seconds without a request until the unload. Return the present state. Raises NotFound."""
@@ -516,6 +529,8 @@ class SeveralModels:
         model = ServedModel(plan.config, plan.section, owner, spans=self._spans, server=self.lifecycle)
         try:
             await model.start(self._front.threads, self._front.running)
+            if slot.updates is not None:
+                model.weights.take(slot.updates)
             front = self._front.of(model)
             assert self._prove is not None
             await self._prove(front)
@@ -537,6 +552,9 @@ class SeveralModels:
         if slot.watch is not None:
             slot.watch.cancel()
         if model is not None:
+            # After a failure of the engines the next load brings the same weights, not those of the files.
+            changed = model.weights.number > 0 and not slot.forgets
+            slot.updates, slot.forgets = model.weights.state if changed else None, False
             for past, now in zip(self._past, model.metrics.latencies(), strict=True):
                 past[:] = map(sum, zip(past, now, strict=True))
             try:
