@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.support.new_weights import changed, read_tensors, write_checkpoint
+from tests.support.pictures import image_file, image_part
 from tests.support.processes import with_role
 from tests.support.servers import Running, Servers
 from tests.support.slowness import deadline
@@ -266,3 +267,39 @@ def test_one_of_several_models(servers: Servers, tmp_path: Path) -> None:
     fresh = ask("one")
     assert fresh["token_ids"] == before["token_ids"]
     assert "weight_version" not in fresh
+
+
+@pytest.mark.slow
+def test_groups_that_encode_images_change(servers: Servers, tmp_path: Path) -> None:
+    """The tower of an encode group, and the text part of another group, with one update."""
+    folder = Path(bundled_models()["spool-vision"])
+    tensors = read_tensors(folder)
+    new = write_checkpoint(tmp_path / "new", folder, changed(tensors, 1))
+    messages = [{"role": "user", "content": [image_part(image_file((64, 32), seed=1))]}]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    def alone(model: Path) -> list[int]:
+        with LLM(str(model), dtype="float32") as llm:
+            return list(llm.chat(messages, params, use_tqdm=False)[0].outputs[0].token_ids)
+
+    due = [alone(folder), alone(new)]
+    assert due[0] != due[1]
+    server = servers.weft(
+        *("spool-vision", "--admin-key", "admin", "--dtype", "float32", "--threads", "1"),
+        *("--max-num-seqs", "4", "--encode", "1"),
+    )
+
+    def seen() -> list[int]:
+        body = {"messages": messages, "temperature": 0, "max_tokens": 6, "ignore_eos": True}
+        body |= {"return_token_ids": True}
+        answer = httpx.post(server.url + "/v1/chat/completions", json=body, timeout=deadline(60))
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["choices"][0]["token_ids"])
+
+    assert seen() == seen() == due[0]
+    assert update(server, new, "early").status_code == 400  # only during a pause
+    for path, expected in ((new, due[1]), (folder, due[0])):
+        assert post(server, "/pause?mode=keep&clear_cache=false").status_code == 200
+        assert update(server, path, None).status_code == 200
+        assert post(server, "/resume").status_code == 200
+        assert seen() == expected
