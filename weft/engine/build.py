@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,13 +25,11 @@ from weft.config.sizing.memory import activation_bytes, pools_for
 from weft.config.spec import ModelSpec
 from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings, open_transfers, transports_of
 from weft.engine.tiers.open_tier import names_of, noted_weights, open_tier
-from weft.engine.weights.rank_weights import RankWeights, Tensors
+from weft.engine.weights.open_weights import open_weights
 from weft.layers.build import AdapterOptions, Build, ExpertOptions
 from weft.models.drafted import DraftedModel
 from weft.models.eagle import EagleModel, load_eagle
 from weft.models.loader import Model, load_model
-from weft.models.refill import refill, weights_of
-from weft.moe.balance import ExpertLayers
 from weft.moe.placement import Placement as ExpertPlacement
 from weft.ops import cpu
 from weft.ops.coded import DEQUANTIZED
@@ -41,9 +39,7 @@ from weft.runner.graphs.mixed import DECODES, TOKENS
 from weft.runner.graphs.programs import capture_calls
 from weft.runner.runner import Runner
 from weft.runner.step_trace import StepTrace
-from weft.store.weight_names import WeightNames
 from weft.store.weights_digest import WeightsDigest
-from weft.types.weights import WeightsUpdate
 
 log = get_logger(__name__)
 
@@ -142,7 +138,10 @@ class LoadedModel:
         plain = config.transfer.role == "unified" or {"shm", "tcp"}.issuperset(transports_of(config))
         caches = runner.freeable if plain else tuple
         names = names_of(config, rank, self.weights)
-        runner.weights = open_weights(config, self.model, mesh, rank, caches, names)
+        # A temporary model must not add callbacks to the mesh.
+        apart = None if mesh is None else replace(mesh, formed=[])
+        again = functools.partial(read_model, config, apart, config.model_path, config.loaded)
+        runner.weights = open_weights(self.model, rank, again, caches, names)
         # A warm-up step of connected ranks would need collectives before the group has formed.
         if device.type == "cuda" and not meets:
             runner.warm_up(config.scheduler.max_num_batched_tokens, self.progress)
@@ -268,62 +267,6 @@ def load_weights(config: EngineConfig, mesh: Mesh | None, progress: bool) -> Mod
     section = config.model
     head = load_eagle(draft, part, build, section.load_format, section.seed or 0, progress)
     return EagleModel(model, head)
-
-
-def open_weights(
-    config: EngineConfig,
-    model: Model,
-    mesh: Mesh | None,
-    rank: int,
-    caches: Callable[[], Sequence[torch.Tensor]] = tuple,
-    names: WeightNames | None = None,
-) -> RankWeights:
-    """Return the weights of ``rank`` for ``model``, which is in use. A draft model keeps its weights. For
-    ``caches`` and ``names`` see ``RankWeights``."""
-    target = getattr(model, "target", model)
-    # A temporary model must not add callbacks to the mesh.
-    apart = None if mesh is None else replace(mesh, formed=[])
-
-    experts = target.experts
-
-    def places() -> tuple[ExpertPlacement, ...] | None:
-        return None if experts is None else experts.placements
-
-    def model_of(
-        update: WeightsUpdate | None, changed: set[str] | None, placed: Sequence[ExpertPlacement] | None
-    ) -> Model:
-        """Return a model with the weights of ``update``; None: of the start."""
-        return read_model(
-            config,
-            apart,
-            config.model_path,
-            config.loaded,
-            files=None if update is None else [Path(one) for one in update.files],
-            changed=changed,
-            placements=placed,
-        )
-
-    @torch.no_grad()
-    def read(update: WeightsUpdate) -> Tensors:
-        changed = set[str]() if update.partial else None
-        return weights_of(model_of(update, changed, places()), changed)
-
-    made = RankWeights(rank, lambda: weights_of(target), read, caches, names, places)
-
-    @torch.no_grad()
-    def reload(placements: Sequence[ExpertPlacement]) -> ExpertLayers | None:
-        """Return the experts of another placement, with the weights in use."""
-        first = made.updates[0] if made.updates and not made.updates[0].partial else None
-        fresh = model_of(first, None, placements)
-        for update in made.updates[1 if first is not None else 0 :]:
-            changed = set[str]()
-            part = model_of(update, changed, placements)
-            refill(weights_of(fresh), weights_of(part, changed))
-        return fresh.experts
-
-    if experts is not None:
-        experts.reload = reload
-    return made
 
 
 def release_unused() -> None:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from weft.common.log import get_logger
 from weft.config.gpus import engine_rank
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.engine.build import ALONE_S, DTYPES, LoadedModel, device_of, load, trace_of
 from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings
-from weft.engine.weights.rank_weights import RankWeights, Tensors
-from weft.models.refill import weights_of
+from weft.engine.weights.open_weights import open_weights
 from weft.models.tower import TowerAlone, load_tower
 from weft.parallel.mesh import Mesh
 from weft.runner.encode_runner import EncodeRunner
 from weft.runner.step_trace import StepTrace
-from weft.types.weights import WeightsUpdate
 
 log = get_logger(__name__)
 
@@ -52,7 +49,7 @@ class LoadedTower:
             trace=self.trace,
             step_timeout=ALONE_S,
         )
-        runner.weights = _open_weights(config, self.model, self.rank)
+        runner.weights = open_weights(self.model, self.rank, functools.partial(_read_tower, config))
         return runner
 
 
@@ -98,18 +95,6 @@ def _read_tower(
         files=files,
         changed=changed,
     )
-
-
-def _open_weights(config: EngineConfig, model: TowerAlone, rank: int) -> RankWeights:
-    """Return the weights of the tower in use on ``rank``. Other tensors of an update are ignored."""
-
-    @torch.no_grad()
-    def read(update: WeightsUpdate) -> Tensors:
-        changed = set[str]() if update.partial else None
-        fresh = _read_tower(config, files=[Path(one) for one in update.files], changed=changed)
-        return weights_of(fresh, changed)
-
-    return RankWeights(rank, lambda: weights_of(model), read)
 
 
 def load_rank(

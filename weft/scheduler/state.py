@@ -353,7 +353,7 @@ class SchedulerState:
             mark = sequence.id.to_bytes(16, "little", signed=True) + computed.to_bytes(8, "little") + name
             sequence.chain = sequence.chain.diverged(sequence.tokens, computed, mark)
             sequence.weights = MIXED
-        self.media.forget_all()
+        self.media.cache.forget_all()  # embeddings of the old tower
         self.weights = name
 
     def insert(self, sequence: Sequence, slot: int, committed: int) -> None:

@@ -185,11 +185,18 @@ class EngineWeights:
         except WeftError as error:
             self._fail(error)
             return events
-        if self.version != before and isinstance(self._scheduler, Scheduler | EncodeScheduler):
-            self._scheduler.use_weights(prefix_name(self.version, self.name))
+        if self.version != before:
+            self._rename_prefixes()
         log.info("the engine computes with version %d of the weights", self.version)
         self._answers.append(self._changed(digest=digest))
         return events
+
+    def _rename_prefixes(self) -> None:
+        """Let no later sequence find blocks or embeddings of the old weights."""
+        if isinstance(self._scheduler, Scheduler):
+            self._scheduler.use_weights(prefix_name(self.version, self.name))
+        elif isinstance(self._scheduler, EncodeScheduler):
+            self._scheduler.cache.forget_all()
 
     def _free(self, due: FreeMemory, events: list[TokenEvent]) -> list[TokenEvent]:
         """Give memory back on all ranks, and return ``events``. Raises GroupLost."""

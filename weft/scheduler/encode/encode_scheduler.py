@@ -122,12 +122,6 @@ class EncodeScheduler:
         told, self._events = self._events[-1:], self._events[:-1]
         return told
 
-    def use_weights(self, name: bytes) -> None:
-        """Drop every embedding of the tower's former weights. No step may be in flight."""
-        for held in list(self.cache):
-            self.cache.drop(held)
-        self._blocked = False
-
     def arrived(self, sequence: int) -> None:
         """Do nothing: a sequence waits only for transfers."""
 

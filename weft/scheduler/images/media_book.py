@@ -247,11 +247,6 @@ class MediaBook:
             if held is not None and all(other == sequence.id for other in self._users.get(item.key, ())):
                 self.cache.drop(held)
 
-    def forget_all(self) -> None:
-        """Drop every embedding, after a change of the tower's weights. No step may be in flight."""
-        for held in list(self.cache):
-            self.cache.drop(held)
-
     def clear(self) -> None:
         """Forget everything, after the ranks lost all embeddings."""
         self.cache.clear()
