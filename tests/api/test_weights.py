@@ -61,6 +61,8 @@ FORMS: list[dict[str, Any]] = [
     {"dtype": "bfloat16", "quantization": "w4a8"},
     {"dtype": "bfloat16", "tensor_parallel_size": 2},
     {"dtype": "bfloat16", "tensor_parallel_size": 2, "quantization": "int8"},
+    {"dtype": "bfloat16", "model_impl": "transformers"},
+    {"dtype": "bfloat16", "model_impl": "transformers", "tensor_parallel_size": 2, "quantization": "int8"},
 ]
 
 

@@ -64,8 +64,7 @@ ALONE = [
     "generic backend | [training loops](guides/training-loops.md#routed-experts) |",
     "| latent attention, recurrent states, images, quantized weights or several ranks in `weft train` | "
     "[train](guides/train.md) |",
-    "| live weight updates with images, GGUF files, a KV tier (`--kv-disk`, `--kv-remote`, `--kv-host`), "
-    "`--eplb-interval`, the generic backend, `--fronts` or several models (refused at the first call) | "
+    "| live weight updates of GGUF files (refused at the first call) | "
     "[training loops](guides/training-loops.md#what-is-refused) |",
     "",
     "Each cell counts the cases of `tests/composition` in which both features were active. Counters show",

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from weft.common.errors import InvalidRequest, ReportedError, Unavailable
-from weft.config.sections.tier_section import TierSection
+from weft.front.requests import weight_updates
 from weft.front.requests.weight_updates import WeightUpdates
+from weft.front.siblings import Siblings
 from weft.store import fixed_weights
 from weft.store.fixed_weights import why_fixed
 from weft.store.new_weights import source_files
@@ -32,12 +33,10 @@ from weft.types.weights import (
 
 def config(**more: Any) -> Any:
     """Return the settings that ``why_fixed`` and ``WeightUpdates`` read."""
-    spec = SimpleNamespace(vision=None, quantized=None, implementation="weft")
+    spec = SimpleNamespace(quantized=None)
     made = SimpleNamespace(
-        transfer=SimpleNamespace(role="unified"),
-        spec=spec,
         loaded=spec,
-        tier=TierSection(),
+        served_names=("m",),
         parallel=SimpleNamespace(eplb_interval=0, enable_expert_parallel=False, tensor_parallel_size=2),
     )
     vars(made).update(more)
@@ -69,6 +68,7 @@ class Engines:
         ]
 
     def use_version(self, version: int) -> None:
+        assert version > self.weights
         self.weights = version
 
     def tell(self, name: str, message: Any) -> None:
@@ -123,14 +123,7 @@ def in_loop(engines: Engines, check: Callable[[WeightUpdates], Any], **more: Any
 
 
 FIXED: list[tuple[dict[str, Any], str]] = [
-    ({"tier": TierSection(kv_disk="1G")}, "--kv-disk"),
-    ({"tier": TierSection(kv_remote="s3://bucket")}, "--kv-remote"),
-    ({"tier": TierSection(kv_host="1G")}, "--kv-host"),
-    ({"parallel": SimpleNamespace(eplb_interval=9)}, "--eplb-interval"),
-    ({"spec": SimpleNamespace(vision=object())}, "images"),
-    ({"transfer": SimpleNamespace(role="encode")}, "images"),
     ({"loaded": SimpleNamespace(quantized=SimpleNamespace(method="gguf"))}, "GGUF"),
-    ({"loaded": SimpleNamespace(quantized=None, implementation="transformers")}, "generic backend"),
 ]
 
 
@@ -339,5 +332,56 @@ def test_every_rank_joins_and_receives_and_a_failure_ends_the_group() -> None:
         engines.instances[1].incarnation += 1
         with pytest.raises(InvalidRequest, match="have started since"):
             await made.receive(TENSORS, False)
+
+    in_loop(engines, check)
+
+
+class Folder:
+    """The API servers of one server, as each other's ``Siblings``."""
+
+    def __init__(self) -> None:
+        self.up: dict[str, Any] = {}
+        self.names: list[str] = []
+
+    def one(self, name: str) -> Any:
+        made = Siblings(name, Path(), lambda: self.names)
+
+        async def tell(model: str, state: str) -> list[bytes]:
+            others = [self.up[other] for other in self.names if other != name]
+            return [other.weights[model](state) for other in others]
+
+        made.tell_weights = tell  # type: ignore[method-assign]
+        self.up[name] = made
+        self.names.append(name)
+        return made
+
+
+def test_another_api_server_goes_on_after_the_carrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others know version and label before an engine reports the version. The next carrier asks the
+    others, and brings an engine that starts again to the newest weights. A later API server asks, too."""
+    monkeypatch.setattr(weight_updates, "FOLLOW_S", 0.01)
+    engines, folder = Engines(), Folder()
+    seen = [Engines(), Engines(), Engines()]  # what each other API server knows
+
+    async def check(made: WeightUpdates) -> None:
+        others = [WeightUpdates(config(), one) for one in seen]  # type: ignore[arg-type]
+        await made.share(folder.one("0"))
+        await others[0].share(folder.one("1"))
+        folder.names.remove("1")  # misses the update
+        await others[1].share(folder.one("2"))
+        await made.finish("new", never)
+        assert (others[1].number, others[1].label) == (1, "new")
+        folder.names[:] = ["2", "3", "1"]
+        await others[2].share(folder.one("3"))
+        assert (others[2].number, others[2].label) == (1, "new")
+        await others[1].rename("named")
+        assert [one.label for one in others] == ["named"] * 3
+        assert seen[0].told == seen[2].told == []
+        folder.names[:] = ["1", "3"]
+        while not all(one.weights == 1 for one in seen[0].instances):
+            await asyncio.sleep(0.005)
+        assert seen[2].told == []  # the first in order carries, and nobody else
+        for one in others:
+            one.close()
 
     in_loop(engines, check)

@@ -18,6 +18,7 @@ from weft.kv.hashing import (
     salted_root,
 )
 from weft.types.media_item import MediaItem
+from weft.types.weights import prefix_name
 
 
 def chain(
@@ -53,10 +54,27 @@ def test_salts_media_and_requests_separate() -> None:
 
 
 def test_weights_separate_and_the_first_weights_count_as_absent() -> None:
-    assert salted_root("a", "b", 0) == salted_root("a", "b")
+    assert salted_root("a", "b", prefix_name(0, None)) == salted_root("a", "b")
+    assert [prefix_name(3, "ab"), prefix_name(3, "")] == [b"ab", b""]
     assert salted_root("a").hex() == "5113ace3e4c2863e9782471beb873105"
-    roots = [salted_root("a", "", n) for n in range(3)] + [request_root(1, "a", "", n) for n in range(3)]
+    names = [prefix_name(n, None) for n in range(3)]
+    roots = [salted_root("a", "", n) for n in names] + [request_root(1, "a", "", n) for n in names]
     assert len(set(roots)) == 6
+
+
+def test_a_chain_that_diverges_shares_no_later_hash() -> None:
+    """Blocks that were complete keep their hashes, also where the chain already reached further."""
+    tokens = array("i", range(18))
+    whole = HashChain(salted_root(""), 4)
+    due = list(whole.grow(tokens, 18))
+    parts = [whole.diverged(tokens, 9, mark).grow(tokens, 18) for mark in (b"1", b"2")]
+    again = whole.diverged(tokens, 9, b"1").diverged(tokens, 14, b"2").grow(tokens, 18)
+    assert [one[:2] for one in (*parts, again)] == [due[:2]] * 3
+    assert again[2] == parts[0][2]
+    later = [*due[2:], *parts[0][2:], *parts[1][2:], again[3]]
+    assert len(set(later)) == len(later) == 7
+    assert whole.diverged(tokens, 2, b"1").grow(tokens, 18)[0] != due[0]
+    assert whole.grow(tokens, 18) == due
 
 
 @pytest.mark.requirement("F33")

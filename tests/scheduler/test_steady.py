@@ -188,7 +188,7 @@ def constrained(rig: Rig) -> None:
 
 def other_weights(rig: Rig) -> None:
     landed(rig)
-    rig.scheduler.use_weights(1)
+    rig.scheduler.use_weights(b"1")
     rig.submit(submit(7, [1, 2, 3], max_tokens=9))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,13 +24,13 @@ from weft.config.sizing.draft import draft_part
 from weft.config.sizing.memory import activation_bytes, pools_for
 from weft.config.spec import ModelSpec
 from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings, open_transfers, transports_of
-from weft.engine.tiers.open_tier import noted_weights, open_tier
-from weft.engine.weights.rank_weights import RankWeights, Tensors
+from weft.engine.tiers.open_tier import names_of, noted_weights, open_tier
+from weft.engine.weights.open_weights import open_weights
 from weft.layers.build import AdapterOptions, Build, ExpertOptions
 from weft.models.drafted import DraftedModel
 from weft.models.eagle import EagleModel, load_eagle
 from weft.models.loader import Model, load_model
-from weft.models.refill import weights_of
+from weft.moe.placement import Placement as ExpertPlacement
 from weft.ops import cpu
 from weft.ops.coded import DEQUANTIZED
 from weft.parallel.mesh import Mesh, make_mesh
@@ -40,7 +40,6 @@ from weft.runner.graphs.programs import capture_calls
 from weft.runner.runner import Runner
 from weft.runner.step_trace import StepTrace
 from weft.store.weights_digest import WeightsDigest
-from weft.types.weights import WeightsUpdate
 
 log = get_logger(__name__)
 
@@ -138,7 +137,11 @@ class LoadedModel:
         # Memory that a network card or another library maps must keep its pages.
         plain = config.transfer.role == "unified" or {"shm", "tcp"}.issuperset(transports_of(config))
         caches = runner.freeable if plain else tuple
-        runner.weights = open_weights(config, self.model, mesh, rank, caches)
+        names = names_of(config, rank, self.weights)
+        # A temporary model must not add callbacks to the mesh.
+        apart = None if mesh is None else replace(mesh, formed=[])
+        again = functools.partial(read_model, config, apart, config.model_path, config.loaded)
+        runner.weights = open_weights(self.model, rank, again, caches, names)
         # A warm-up step of connected ranks would need collectives before the group has formed.
         if device.type == "cuda" and not meets:
             runner.warm_up(config.scheduler.max_num_batched_tokens, self.progress)
@@ -209,6 +212,7 @@ def read_model(
     adapters: AdapterOptions = AdapterOptions(),
     files: Sequence[Path] | None = None,
     changed: set[str] | None = None,
+    placements: Sequence[ExpertPlacement] | None = None,
 ) -> Model:
     """Load a model of this rank from ``path``, with the settings of ``config``. For the other parameters and
     the errors see ``load_model``."""
@@ -231,6 +235,7 @@ def read_model(
         adapters=adapters,
         files=files,
         changed=changed,
+        placements=placements,
     )
 
 
@@ -262,28 +267,6 @@ def load_weights(config: EngineConfig, mesh: Mesh | None, progress: bool) -> Mod
     section = config.model
     head = load_eagle(draft, part, build, section.load_format, section.seed or 0, progress)
     return EagleModel(model, head)
-
-
-def open_weights(
-    config: EngineConfig,
-    model: Model,
-    mesh: Mesh | None,
-    rank: int,
-    caches: Callable[[], Sequence[torch.Tensor]] = tuple,
-) -> RankWeights:
-    """Return the weights of ``rank`` for ``model``, which is in use. A draft model keeps its weights."""
-    target = getattr(model, "target", model)
-    # A temporary model must not add callbacks to the mesh.
-    apart = None if mesh is None else replace(mesh, formed=[])
-
-    @torch.no_grad()
-    def read(update: WeightsUpdate) -> Tensors:
-        changed = set[str]() if update.partial else None
-        files = [Path(one) for one in update.files]
-        fresh = read_model(config, apart, config.model_path, config.loaded, files=files, changed=changed)
-        return weights_of(fresh, changed)
-
-    return RankWeights(rank, lambda: weights_of(target), read, caches)
 
 
 def release_unused() -> None:

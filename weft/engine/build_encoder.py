@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from weft.common.log import get_logger
 from weft.config.gpus import engine_rank
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.engine.build import ALONE_S, DTYPES, LoadedModel, device_of, load, trace_of
 from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings
+from weft.engine.weights.open_weights import open_weights
 from weft.models.tower import TowerAlone, load_tower
 from weft.parallel.mesh import Mesh
 from weft.runner.encode_runner import EncodeRunner
@@ -34,7 +38,7 @@ class LoadedTower:
     def runner(self, kv: KVConfig | None = None) -> EncodeRunner:
         """Allocate all memory for steps and return the runner. May be called once."""
         config = self.config
-        return EncodeRunner(
+        runner = EncodeRunner(
             self.model.vision,
             kv or self.kv,
             dtype=DTYPES[config.dtype],
@@ -45,6 +49,8 @@ class LoadedTower:
             trace=self.trace,
             step_timeout=ALONE_S,
         )
+        runner.weights = open_weights(self.model, self.rank, functools.partial(_read_tower, config))
+        return runner
 
 
 def load_encoder(config: EngineConfig, *, progress: bool = True, mesh: Mesh | None = None) -> LoadedTower:
@@ -53,7 +59,6 @@ def load_encoder(config: EngineConfig, *, progress: bool = True, mesh: Mesh | No
     Every rank has the whole tower; with several ranks, log a warning. Raises the ConfigError of
     ``weft.engine.build.load``.
     """
-    device = device_of(config)
     check_transfers(config)
     rank = engine_rank(config) if mesh is None else mesh.rank
     ranks = config.parallel.tensor_parallel_size
@@ -65,18 +70,31 @@ def load_encoder(config: EngineConfig, *, progress: bool = True, mesh: Mesh | No
             ranks,
         )
     path = config.runner.trace
-    model = load_tower(
+    model = _read_tower(config, progress=progress)
+    trace = StepTrace(trace_of(path, rank, config.group)) if path else None
+    return LoadedTower(config=config, model=model, rank=rank, trace=trace)
+
+
+def _read_tower(
+    config: EngineConfig,
+    *,
+    progress: bool = False,
+    files: Sequence[Path] | None = None,
+    changed: set[str] | None = None,
+) -> TowerAlone:
+    """Load the tower with the settings of ``config``. Raises the errors of ``load_tower``."""
+    return load_tower(
         config.model_path,
         config.spec,
         DTYPES[config.dtype],
-        device,
-        config.model.load_format,
+        device_of(config),
+        config.model.load_format if files is None else "safetensors",
         config.model.seed or 0,
         progress,
         invariant=config.runner.deterministic,
+        files=files,
+        changed=changed,
     )
-    trace = StepTrace(trace_of(path, rank, config.group)) if path else None
-    return LoadedTower(config=config, model=model, rank=rank, trace=trace)
 
 
 def load_rank(

@@ -288,6 +288,7 @@ class EngineCore(EngineLoop[StepHandle]):
             tower=kv.media is not None and kv.media.tower,
             tower_fingerprint=self._tower,
             weights=self.weights.version,
+            weights_name=self.weights.name,
             max_loras=self.config.lora.max_loras if self.config.transfer.role != "encode" else 0,
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -19,6 +19,8 @@ ANSWER_S = 1.0
 """Maximum seconds for the answers of other API servers. An API server without an answer is left out of the
 page."""
 FOUND = b"found"
+MOST_LINE = 64 << 20
+"""Maximum bytes of one line: the state of weights may name thousands of files."""
 
 
 class Siblings:
@@ -36,6 +38,13 @@ class Siblings:
         their owners."""
         self.pause: Callable[[str], bytes] = lambda state: b""
         """Takes the pause of another API server, and returns the pause here. Set by the owner."""
+        self.weights: dict[str, Callable[[str], bytes]] = {}
+        """Model -> takes the updates of weights of another API server, and returns the updates here. Set by
+        their owners."""
+        self.carry: Callable[[str], Awaitable[bytes]] | None = None
+        """Carries out a call for another API server, and returns the answer. Set by the owner."""
+        self.leave: Callable[[str], Awaitable[None]] | None = None
+        """Ends all requests of a model. Set by the owner."""
 
     async def start(
         self, page: Callable[[], bytes], abort: Callable[[str], bool], history: Callable[[int], bytes]
@@ -55,6 +64,14 @@ class Siblings:
                     model, _, change = which.partition(" ")
                     if (take := self.adapters.get(unquote(model))) is not None:
                         writer.write(take(change))
+                elif what == "weights":
+                    model, _, state = which.partition(" ")
+                    if (take_state := self.weights.get(unquote(model))) is not None:
+                        writer.write(take_state(state))
+                elif what == "carry" and self.carry is not None:
+                    writer.write(await self.carry(which))
+                elif what == "leave" and self.leave is not None:
+                    await self.leave(unquote(which))
                 elif what == "pause":
                     writer.write(self.pause(which))
                 elif what == "history":
@@ -66,7 +83,7 @@ class Siblings:
 
         path = self._path(self.name)
         path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(answer, path)
+        self._server = await asyncio.start_unix_server(answer, path, limit=MOST_LINE)
 
     async def pages(self) -> dict[str, bytes]:
         """Return the pages of the other API servers by name, without API servers that do not answer."""
@@ -102,6 +119,29 @@ class Siblings:
                 raise Unavailable(f"the API server {name} did not answer; try again")
         return [answer for answer in answers if answer]
 
+    @property
+    def carrier(self) -> str:
+        """Name of the API server that carries out changes for all: the first of those that run."""
+        return min((self.name, *self._others()), key=lambda name: (len(name), name))
+
+    async def tell_weights(self, model: str, state: str) -> list[bytes]:
+        """Send the updates of a model's weights to each other API server, and return the answers."""
+        answers = await self._ask_all(f"weights {quote(model, safe='')} {state}")
+        return [answer for answer in answers.values() if answer]
+
+    async def tell_leave(self, model: str, seconds: float) -> None:
+        """Let each other API server end its requests of a model. Waits at most ``seconds``."""
+        await self._ask_all(f"leave {quote(model, safe='')}", seconds)
+
+    async def ask_carrier(self, call: str, seconds: float) -> bytes:
+        """Return the answer of the carrier, another API server, to ``call``. Raises Unavailable without an
+        answer within ``seconds``."""
+        carrier = self.carrier
+        answer = await self._ask(carrier, f"carry {call}", seconds)
+        if not answer:
+            raise Unavailable(f"the API server {carrier}, which changes weights, did not answer; try again")
+        return answer
+
     async def _listens(self, name: str) -> bool:
         """Return True if a process listens on the socket of an API server."""
         try:
@@ -111,11 +151,11 @@ class Siblings:
         writer.close()
         return True
 
-    async def _ask_all(self, line: str) -> dict[str, bytes]:
+    async def _ask_all(self, line: str, seconds: float = ANSWER_S) -> dict[str, bytes]:
         """Send ``line`` to all other API servers at once. Return name -> answer, without API servers that
         do not answer in time."""
         names = [name for name in self._others() if name != self.name]
-        answers = await asyncio.gather(*(self._ask(name, line) for name in names))
+        answers = await asyncio.gather(*(self._ask(name, line, seconds) for name in names))
         return {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
 
     async def close(self) -> None:
@@ -123,10 +163,10 @@ class Siblings:
         if self._server is not None:
             self._server.close()
 
-    async def _ask(self, name: str, line: str) -> bytes | None:
-        """Return the answer of one API server; None after ``ANSWER_S`` seconds or a failed connection."""
+    async def _ask(self, name: str, line: str, seconds: float = ANSWER_S) -> bytes | None:
+        """Return the answer of one API server; None after ``seconds`` or a failed connection."""
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(seconds):
                 reader, writer = await asyncio.open_unix_connection(self._path(name))
                 try:
                     writer.write(line.encode() + b"\n")

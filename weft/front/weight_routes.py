@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from weft.common.errors import InvalidRequest
+from weft.common.errors import ErrorInfo, InvalidRequest, ReportedError, WeftError
 from weft.front.admin import chosen, read_body
 from weft.front.http import openapi
 from weft.front.http.answers import to_json
@@ -25,6 +26,8 @@ MOST_LABEL = 256
 MOST_PATH = 4096
 ABORT_S = 2.0
 """Maximum seconds until requests end that ``--on-update abort`` aborts."""
+CARRY_S = 1200.0
+"""Maximum seconds until the API server that carries out an update has answered another."""
 BACKENDS = ("file", "shm")
 """Backends without a set-up."""
 GROUPS = ("gloo", "nccl", "ipc")
@@ -36,6 +39,8 @@ _TENSOR_FIELDS = ("names", "dtype_names", "shapes", "digests", "ipc_handles", "i
 class InitRequest(Body, frozen=True, kw_only=True):
     """POST /init_weight_transfer_engine."""
 
+    model: str = ""
+    """Name of the model, in a server of several models."""
     init_info: dict[str, Any] = msgspec.field(default_factory=dict)
     """``backend``: "file", "shm", "gloo", "nccl" or "ipc". Without ``backend``, ``master_address`` means a
     group of the trainer, over nccl on a GPU and over gloo on a CPU. Fields of a group: ``master_address``,
@@ -45,6 +50,7 @@ class InitRequest(Body, frozen=True, kw_only=True):
 class StartRequest(Body, frozen=True, kw_only=True):
     """POST /start_weight_update."""
 
+    model: str = ""
     is_checkpoint_format: bool = True
     """Only True: names and shapes are those of the checkpoint."""
 
@@ -52,6 +58,7 @@ class StartRequest(Body, frozen=True, kw_only=True):
 class UpdateRequest(Body, frozen=True, kw_only=True):
     """POST /update_weights."""
 
+    model: str = ""
     update_info: dict[str, Any]
     """``path``: absolute path of a folder of safetensors, ``name``: a safetensors file in /dev/shm, or
     ``names``, ``dtype_names`` and ``shapes``: tensors that the trainer broadcasts now, with ``packed`` and
@@ -61,6 +68,7 @@ class UpdateRequest(Body, frozen=True, kw_only=True):
 class FinishRequest(Body, frozen=True, kw_only=True):
     """POST /finish_weight_update."""
 
+    model: str = ""
     weight_version: str | None = None
     """Label of the new version; null for its number."""
 
@@ -68,6 +76,7 @@ class FinishRequest(Body, frozen=True, kw_only=True):
 class VersionRequest(Body, frozen=True, kw_only=True):
     """POST /update_weight_version."""
 
+    model: str = ""
     new_version: str
 
 
@@ -96,6 +105,12 @@ class WorldSize(msgspec.Struct, kw_only=True):
     """Answer of GET /get_world_size."""
 
     world_size: int
+
+
+class _Carried(msgspec.Struct, kw_only=True):
+    """Answer to a call of another API server."""
+
+    error: ErrorInfo | None = None
 
 
 class ServedModel(msgspec.Struct, kw_only=True):
@@ -140,23 +155,22 @@ class ServerInfo(msgspec.Struct, kw_only=True):
 def add_weight_routes(app: FastAPI, front: Front) -> None:
     """Add the routes."""
     _add_facts(app, front)
+    if front.siblings is not None:
+        front.siblings.carry = lambda call: _carried(front, call)
+        front.siblings.leave = lambda model: _end_all(front, model)
 
     @app.post("/init_weight_transfer_engine", openapi_extra=openapi.answers_of(InitRequest, Said))
     async def init(request: Request) -> Response:
         """Check the way of new weights. Files and shared memory need no set-up. Every rank joins the group of
         a trainer that broadcasts; the answer comes when the group is formed.
         """
-        _updates(front).check()
-        await _init(front, (await read_body(front, request, InitRequest)).init_info)
+        await _carry(front, request, await read_body(front, request, InitRequest))
         return _json(Said(message="Weight transfer initialized"))
 
     @app.post("/start_weight_update", openapi_extra=openapi.answers_of(StartRequest, Said))
     async def start(request: Request) -> Response:
         """Begin an update. Replaces an update that was not finished."""
-        asked = await _body(front, request, StartRequest)
-        if not asked.is_checkpoint_format:
-            raise InvalidRequest("is_checkpoint_format must be true", param="is_checkpoint_format")
-        _updates(front).start()
+        await _carry(front, request, await _body(front, request, StartRequest))
         return _json(Said(message="Weight update started"))
 
     @app.post("/update_weights", openapi_extra=openapi.answers_of(UpdateRequest, Said))
@@ -164,13 +178,7 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
         """Add a source of tensors to the update. Engines read files when the update is finished. Broadcasts
         are received now: the answer comes when all ranks have the tensors.
         """
-        info = (await read_body(front, request, UpdateRequest)).update_info
-        updates = _updates(front)
-        if "names" in info:
-            _only(info, (*_TENSOR_FIELDS, "partial"), "update_info")
-            await updates.receive(read_tensors(info, updates.packing), _partial(info))
-        else:
-            updates.add(_source(info), _partial(info))
+        await _carry(front, request, await read_body(front, request, UpdateRequest))
         return _json(Said(message="Weights updated"))
 
     @app.post("/finish_weight_update", openapi_extra=openapi.answers_of(FinishRequest, Said))
@@ -179,33 +187,115 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
 
         400 names a tensor that does not fit; the old weights then stay.
         """
-        label = (await _body(front, request, FinishRequest)).weight_version
-        if label is not None:
-            _check_label(label, "weight_version")
-        ending = front.config.scheduler.on_update == "abort"
-        leave = (lambda: _abort_all(front)) if ending else None
-        await _updates(front).finish(label, lambda: front.pausing.paused, leave)
+        await _carry(front, request, await _body(front, request, FinishRequest))
         return _json(Said(message="Weight update finished"))
 
+    @app.post("/update_weight_version", openapi_extra=openapi.answers_of(VersionRequest, Named))
+    async def rename(request: Request) -> Response:
+        """Change the label of the weights in use."""
+        asked = await read_body(front, request, VersionRequest)
+        await _carry(front, request, asked)
+        return _json(Named(success=True, new_version=asked.new_version))
 
-async def _init(front: Front, info: dict[str, Any]) -> None:
+
+# ---- the calls, on the API server that carries out the updates
+
+
+async def _init(front: Front, asked: InitRequest) -> None:
     """Check ``init_info``, and form the group of a trainer. Raises InvalidRequest, and Unavailable for a
     trainer that does not join."""
-    backend, updates = info.get("backend", "group" if "master_address" in info else "file"), _updates(front)
+    updates, info = _updates(front, asked.model), asked.init_info
+    updates.check()
+    backend = info.get("backend", "group" if "master_address" in info else "file")
     if backend in BACKENDS:
         _only(info, ("backend",), "init_info")
     elif backend in GROUPS or "backend" not in info:
         _only(info, ("backend", *_GROUP_FIELDS), "init_info")
         packing_of(info, "init_info")
-        await updates.join(*read_group(info, front.config.device, updates.ranks))
+        device = chosen(front, asked.model).config.device
+        await updates.join(*read_group(info, device, updates.ranks))
         updates.packing = {key: info[key] for key in PACKING if key in info}
     else:
         raise InvalidRequest(f"backend must be one of {', '.join((*BACKENDS, *GROUPS))}", param="init_info")
 
 
-async def _abort_all(front: Front) -> None:
-    """End all requests with the tokens so far. Waits at most ``ABORT_S`` for clients that do not read."""
-    ended = list(front.running.values())
+async def _start(front: Front, asked: StartRequest) -> None:
+    if not asked.is_checkpoint_format:
+        raise InvalidRequest("is_checkpoint_format must be true", param="is_checkpoint_format")
+    _updates(front, asked.model).start()
+
+
+async def _update(front: Front, asked: UpdateRequest) -> None:
+    updates, info = _updates(front, asked.model), asked.update_info
+    if "names" in info:
+        _only(info, (*_TENSOR_FIELDS, "partial"), "update_info")
+        await updates.receive(read_tensors(info, updates.packing), _partial(info))
+    else:
+        updates.add(_source(info), _partial(info))
+
+
+async def _finish(front: Front, asked: FinishRequest) -> None:
+    if asked.weight_version is not None:
+        _check_label(asked.weight_version, "weight_version")
+    ending = chosen(front, asked.model).config.scheduler.on_update == "abort"
+    leave = (lambda: _leave(front, asked.model)) if ending else None
+    await _updates(front, asked.model).finish(asked.weight_version, lambda: front.pausing.paused, leave)
+    if front.several is not None:
+        front.several.updated(asked.model)
+
+
+async def _rename(front: Front, asked: VersionRequest) -> None:
+    _check_label(asked.new_version, "new_version")
+    await _updates(front, asked.model).rename(asked.new_version)
+
+
+_CALLS: dict[str, tuple[type[Body], Callable[[Front, Any], Awaitable[None]]]] = {
+    "init": (InitRequest, _init),
+    "start": (StartRequest, _start),
+    "update": (UpdateRequest, _update),
+    "finish": (FinishRequest, _finish),
+    "rename": (VersionRequest, _rename),
+}
+
+
+async def _carry(front: Front, request: Request, asked: Body) -> None:
+    """Carry out a call on the API server that carries out updates. ``?model=`` stands for the field. Raises
+    the errors of the call, and Unavailable if the other API server does not answer."""
+    if not getattr(asked, "model", "") and (model := request.query_params.get("model")):
+        asked = msgspec.structs.replace(asked, model=model)
+    name, run = next((name, run) for name, (kind, run) in _CALLS.items() if isinstance(asked, kind))
+    siblings = front.siblings
+    if siblings is None or siblings.carrier == siblings.name:
+        await run(front, asked)
+        return
+    call = f"{name} {msgspec.json.encode(asked).decode()}"
+    answer = msgspec.json.decode(await siblings.ask_carrier(call, CARRY_S), type=_Carried)
+    if answer.error is not None:
+        raise ReportedError(answer.error)
+
+
+async def _carried(front: Front, call: str) -> bytes:
+    """Carry out a call for another API server, and return the answer."""
+    name, _, body = call.partition(" ")
+    kind, run = _CALLS[name]
+    try:
+        await run(front, msgspec.json.decode(body, type=kind))
+        return msgspec.json.encode(_Carried())
+    except WeftError as error:
+        return msgspec.json.encode(_Carried(error=error.info()))
+
+
+async def _leave(front: Front, model: str) -> None:
+    """End all requests of a model, at every API server, with the tokens so far. Waits at most ``ABORT_S`` for
+    clients that do not read."""
+    others = [] if front.siblings is None else [front.siblings.tell_leave(model, 2 * ABORT_S)]
+    await asyncio.gather(_end_all(front, model), *others)
+
+
+async def _end_all(front: Front, model: str) -> None:
+    """End all requests of a model at this API server, see ``_leave``."""
+    served = chosen(front, model).model
+    ended = [one for one in front.running.values() if one.front.model is served]
     for generation in ended:
         generation.abort()
     until = asyncio.get_running_loop().time() + ABORT_S
@@ -221,28 +311,23 @@ def _add_facts(app: FastAPI, front: Front) -> None:
     @app.get("/get_world_size", openapi_extra=openapi.returns(WorldSize))
     async def get_world_size(request: Request) -> Response:
         """Return the number of ranks of all groups; with ``?include_dp=false`` of one replica."""
-        parallel = front.config.parallel
+        named = chosen(front, request.query_params.get("model", ""))
+        parallel = named.config.parallel
         one = request.query_params.get("include_dp", "true").lower() in ("false", "0")
-        engines = 1 if one else sum(instance.alive for instance in front.links.instances)
+        engines = 1 if one else sum(instance.alive for instance in named.links.instances)
         return _json(WorldSize(world_size=parallel.tensor_parallel_size * max(1, engines)))
 
     @app.get("/server_info", openapi_extra=openapi.returns(ServerInfo))
-    async def server_info() -> Response:
-        """Return the settings that trainers read, in the form of vLLM. The query has no effect."""
-        return _json(ServerInfo(vllm_config=_config(chosen(front, ""))))
-
-    @app.post("/update_weight_version", openapi_extra=openapi.answers_of(VersionRequest, Named))
-    async def rename(request: Request) -> Response:
-        """Change the label of the weights in use."""
-        label = (await read_body(front, request, VersionRequest)).new_version
-        _check_label(label, "new_version")
-        _updates(front).rename(label)
-        return _json(Named(success=True, new_version=label))
+    async def server_info(request: Request) -> Response:
+        """Return the settings that trainers read, in the form of vLLM. ``?model=`` names one of several
+        models. The rest of the query has no effect."""
+        chosen_front = chosen(front, request.query_params.get("model", ""))
+        return _json(ServerInfo(vllm_config=_config(chosen_front)))
 
     @app.get("/weight_info", openapi_extra=openapi.returns(WeightInfo))
-    async def weight_info() -> Response:
-        """Return the label of the weights of new requests."""
-        updates = _updates(front)
+    async def weight_info(request: Request) -> Response:
+        """Return the label of the weights of new requests; with ``?model=`` of one of several models."""
+        updates = _updates(front, request.query_params.get("model", ""))
         return _json(WeightInfo(weight_version=updates.label, version=updates.number))
 
 
@@ -270,13 +355,9 @@ async def _body(front: Front, request: Request, form: Any) -> Any:
     return await read_body(front, request, form)
 
 
-def _updates(front: Front) -> WeightUpdates:
-    """Return the weights of the only model. Raises InvalidRequest for several API servers or models."""
-    if front.section.fronts > 1:
-        raise InvalidRequest("new weights need a server with one API server: start without --fronts")
-    if front.several is not None:
-        raise InvalidRequest("new weights need a server with one model: start one server for each model")
-    return front.model.weights
+def _updates(front: Front, model: str) -> WeightUpdates:
+    """Return the weights of a loaded model; "" for the only model. Raises the errors of ``chosen``."""
+    return chosen(front, model).model.weights
 
 
 def _source(info: dict[str, Any]) -> tuple[str, ...]:

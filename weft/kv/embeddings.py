@@ -218,6 +218,11 @@ class EmbeddingCache:
         if self._dropped is not None:
             self._dropped(held)
 
+    def forget_all(self) -> None:
+        """Drop every embedding."""
+        for held in list(self._held.values()):
+            self.drop(held)
+
     def clear(self) -> None:
         """Forget everything: the ranks lost all embeddings and no plan is in flight. Pinned blocks stay out
         of use."""

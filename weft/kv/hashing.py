@@ -40,24 +40,20 @@ def root(**fields: bytes) -> bytes:
     return blake2b(b"root" + data, digest_size=DIGEST_BYTES).digest()
 
 
-def salted_root(salt: str, adapter: str = "", weights: int = 0) -> bytes:
+def salted_root(salt: str, adapter: str = "", weights: bytes = b"") -> bytes:
     """Return the root hash shared by all sequences with equal ``salt``, ``adapter`` and ``weights``.
 
     ``adapter``: digest of the LoRA adapter; "" for the model alone, with the root of the salt alone.
-    ``weights``: number of changes to the weights since the start; 0 counts as absent.
+    ``weights``: see ``weft.types.weights.prefix_name``; b"" for the weights of the start.
     """
-    return root(salt=_text(salt), adapter=_text(adapter), weights=_number(weights))
+    return root(salt=_text(salt), adapter=_text(adapter), weights=weights)
 
 
-def request_root(request: int, salt: str, adapter: str = "", weights: int = 0) -> bytes:
+def request_root(request: int, salt: str, adapter: str = "", weights: bytes = b"") -> bytes:
     """Return a root hash shared only by sequences of one prompt (``request``), salt, ``adapter`` and
     ``weights``."""
     number = request.to_bytes(16, "little", signed=True)
-    return root(request=number, salt=_text(salt), adapter=_text(adapter), weights=_number(weights))
-
-
-def _number(value: int) -> bytes:
-    return value.to_bytes(8, "little") if value else b""
+    return root(request=number, salt=_text(salt), adapter=_text(adapter), weights=weights)
 
 
 def _text(value: str) -> bytes:
@@ -104,7 +100,7 @@ def prompt_hashes(
     block_size: int,
     media: Iterable[MediaItem] = (),
     adapter: str = "",
-    weights: int = 0,
+    weights: bytes = b"",
 ) -> list[bytes]:
     """Return the hashes of the full blocks of ``prompt`` (int32 ids), equal to the hashes in caches of the
     same block size.
@@ -127,7 +123,7 @@ class HashChain:
     ``media`` maps the number of a block to the image keys of the block, see ``media_keys``.
     """
 
-    __slots__ = ("_block", "_media", "_root", "hashes")
+    __slots__ = ("_block", "_media", "_root", "_start", "hashes")
 
     def __init__(
         self, root: bytes, block_size: int, media: Mapping[int, tuple[bytes, ...]] | None = None
@@ -135,8 +131,20 @@ class HashChain:
         self._root = root
         self._block = block_size
         self._media = media or {}
+        self._start = (0, root)
+        """Number of a block, and the parent of the hash of this block."""
         self.hashes: list[bytes] = []
         """Hashes of the leading full blocks, as far as ``grow`` has computed. Append-only."""
+
+    def diverged(self, tokens: array[int], computed: int, mark: bytes) -> HashChain:
+        """Return a chain with the hashes of this chain over the full blocks of ``tokens[:computed]``. Later
+        hashes differ from the hashes of every chain without this ``mark``."""
+        full = computed // self._block
+        hashes = self.grow(tokens, computed)[:full]
+        parent = hashes[-1] if hashes else self._root
+        made = HashChain(self._root, self._block, self._media)
+        made.hashes, made._start = hashes, (full, root(parent=parent, mark=mark))
+        return made
 
     def grow(self, tokens: array[int], upto: int) -> list[bytes]:
         """Extend the chain over the full blocks of ``tokens[:upto]`` and return the complete chain.
@@ -149,7 +157,8 @@ class HashChain:
         have = len(hashes)
         full = upto // block
         if have < full:
-            parent = hashes[-1] if hashes else self._root
+            first, begin = self._start
+            parent = begin if have == first else hashes[-1]
             for number in range(have, full):
                 ids = tokens[number * block : (number + 1) * block].tobytes()
                 parent = block_hash(parent, ids, media.get(number, ()) if media else ())

@@ -138,10 +138,7 @@ def load_model(
     Raises ConfigError that lists all missing and unexpected weights, or names the first misshaped weight.
     """
     if spec.family in LOADERS:
-        if files is not None:
-            raise ConfigError("the weights of this backend can't be changed while it runs", param="--model")
-        known = {key: value for key, value in locals().items() if key not in ("files", "changed")}
-        return LOADERS.get(spec.family)(**known)  # the arguments of this call, and nothing else
+        return LOADERS.get(spec.family)(**locals())  # the arguments of this call, and nothing else
     held = pack and packed and quantization == "none" and keeps_codes(spec, dtype, device)
     given: dict[str, Any] = {"quantization": quantization, "invariant": invariant, "experts": experts}
     staged = pack and load_format != "dummy" and (held or quantization != "none")

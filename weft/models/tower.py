@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from weft.config.families.weight_files import weight_files
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, pack_all
 from weft.models.loader import fill, fill_randomly
+from weft.models.refill import pack_changed
 from weft.models.vision import make_tower
 from weft.models.vision.weights import tower_weights
 
@@ -49,18 +51,22 @@ def load_tower(
     progress: bool = True,
     *,
     invariant: bool = False,
+    files: Sequence[Path] | None = None,
+    changed: set[str] | None = None,
 ) -> TowerAlone:
     """Return the tower of ``folder`` with its weights, ready to compute.
 
-    With equal arguments, the weights have the same bits as those of ``weft.models.loader.load_model``. Raises
-    ConfigError for a model without a tower, and for weights that do not fit.
+    With equal arguments, the weights have the same bits as those of ``weft.models.loader.load_model``, which
+    also explains ``files`` and ``changed``. Raises ConfigError for a model without a tower, and for weights
+    that do not fit.
     """
     model = TowerAlone(spec, Build(dtype=dtype, device=device, invariant=invariant))
     if load_format == "dummy":
         fill_randomly(model, seed)
     else:
         assert spec.vision is not None
-        files = weight_files(Path(folder), load_format, spec.vision.published)
-        fill(model, tower_weights(spec.vision), files, spec.layers, progress)
-    pack_all(model)
+        if files is None:
+            files = weight_files(Path(folder), load_format, spec.vision.published)
+        fill(model, tower_weights(spec.vision), files, spec.layers, progress, changed=changed)
+    pack_all(model) if changed is None else pack_changed(model, changed)
     return model

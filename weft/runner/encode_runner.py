@@ -57,7 +57,8 @@ class EncodeRunner:
     reports: Reports | None = None
     endpoint: Endpoint | None = None
     adapters = None
-    weights = None
+    weights: Any = None
+    """The weights of the rank, set by the builder."""
 
     def __init__(
         self,

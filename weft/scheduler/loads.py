@@ -164,6 +164,8 @@ class Loads:
         run = sequence.state
         if failed or not isinstance(run, Running) or sequence.chain is None:
             return
+        if sequence.weights != self._state.weights:
+            return  # the weights have changed since: nobody reads the later blocks
         base = self._state.kv.block_size
         computed = int(self._state.columns.num_computed[run.slot]) // base
         owner = Owner(sequence.payer, sequence.salt, sequence.session)

@@ -509,10 +509,10 @@ class Scheduler:
         self._state.counts.prefix_resets += 1
         self._state.counts.forgotten_blocks += self._state.caches.forget_prefixes()
 
-    def use_weights(self, version: int) -> None:
-        """Name the prefixes of sequences that begin, or begin again, by ``version`` of the weights. No step
-        is in flight."""
-        self._state.weights = version
+    def use_weights(self, name: bytes) -> None:
+        """Name the prefixes of sequences that begin, or begin again, by ``name`` of the weights. No step may
+        be in flight."""
+        self._state.use_weights(name)
 
     def stats(self) -> EngineStats:
         """Return all counters and gauges."""

@@ -196,7 +196,7 @@ class Sequence:
         self.side_bytes = 0  # beside KV on each rank while the sequence runs, see ``planner.SIDE_BYTES``
         self.delivered = 0
         """Number of positions already sent."""
-        self.weights = 0  # version of the weights in the names of ``chain``
+        self.weights = b""  # name of the weights in the root of ``chain``, or ``MIXED``
         self.chain: HashChain | None = None
         self.num_cached = -1
         """Number of prompt tokens found in the cache at the first admission; -1 before the first

@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from weft.scheduler.loads import Loads
 
 
+MIXED = b"mixed"
+"""In place of a name of weights: the sequence runs since before a change of the weights."""
+
+
 class SchedulerState:
     """The complete state of a scheduler. Raises ConfigError when the caches cannot hold one sequence."""
 
@@ -68,8 +72,8 @@ class SchedulerState:
         self.misses = Misses(kv, self.caches, self.live, self.columns, remembered_bytes)
         self.retention = Retention(self.caches, kv.block_size, retention if kv.enable_prefix_caching else 0)
         self.requests: dict[int, LiveRequest] = {}
-        self.weights = 0
-        """Version of the weights in use."""
+        self.weights = b""
+        """Name of the weights in use, in the roots of chains: see ``weft.types.weights.prefix_name``."""
         self.waiting = FairQueue()
         self.running = SequenceQueue()
         self.loads: Loads | None = None
@@ -316,15 +320,41 @@ class SchedulerState:
         if not caching and not self.requests[sequence.request].shared:
             return []
         upto = min(upto, len(sequence.tokens) if caching else sequence.num_prompt)
-        # A running sequence keeps its chain: its blocks hold KV of old weights, which nobody else may find.
+        # A running sequence keeps its blocks of old weights, and so its chain: see ``use_weights``.
         stale = sequence.weights != self.weights and not isinstance(sequence.state, Running)
         if sequence.chain is None or stale:
-            names = sequence.salt, sequence.adapter, self.weights
-            sequence.weights = self.weights
-            root = salted_root(*names) if caching else request_root(sequence.request, *names)
-            keys = media_keys(sequence.media, self.kv.block_size)
-            sequence.chain = HashChain(root, self.kv.block_size, keys)
+            self._begin_chain(sequence)
+        assert sequence.chain is not None
         return sequence.chain.grow(sequence.tokens, upto)
+
+    def _begin_chain(self, sequence: Sequence) -> None:
+        """Begin the chain of hashes of ``sequence``, under the name of the weights in use."""
+        names = sequence.salt, sequence.adapter, self.weights
+        sequence.weights = self.weights
+        shared = self.kv.enable_prefix_caching
+        root = salted_root(*names) if shared else request_root(sequence.request, *names)
+        keys = media_keys(sequence.media, self.kv.block_size)
+        sequence.chain = HashChain(root, self.kv.block_size, keys)
+
+    def use_weights(self, name: bytes) -> None:
+        """Name the prefixes of sequences that begin, or begin again, by ``name``. No step may be in flight.
+
+        INVARIANT: a block has the hash of a chain only if all KV of the block, and of the blocks before, was
+        computed with the weights in the name of the chain. So the blocks that a running sequence fills from
+        now on, beside KV of the old weights, get hashes that no other sequence has.
+        """
+        for sequence in self.running:
+            run = sequence.state
+            assert isinstance(run, Running)
+            if sequence.chain is None:  # blocks may become shareable later
+                self._begin_chain(sequence)
+            assert sequence.chain is not None
+            computed = int(self.columns.num_computed[run.slot])
+            mark = sequence.id.to_bytes(16, "little", signed=True) + computed.to_bytes(8, "little") + name
+            sequence.chain = sequence.chain.diverged(sequence.tokens, computed, mark)
+            sequence.weights = MIXED
+        self.media.cache.forget_all()  # embeddings of the old tower
+        self.weights = name
 
     def insert(self, sequence: Sequence, slot: int, committed: int) -> None:
         """Insert the full blocks among the first ``committed`` positions into the prefix cache."""

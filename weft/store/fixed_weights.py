@@ -7,7 +7,6 @@ from pathlib import Path
 
 from weft.common.errors import InvalidRequest
 from weft.config.resolved import EngineConfig
-from weft.config.sizing.tier import level_flag
 from weft.store.new_weights import source_files
 from weft.types.weights import WeightsUpdate
 
@@ -17,16 +16,8 @@ PARTS = ("weights", "kv_cache")
 
 def why_fixed(config: EngineConfig) -> str:
     """Return the reason why the weights of this engine can't change while the engine runs; "" if they can."""
-    if config.transfer.role == "encode" or config.spec.vision is not None:
-        return "models that see images take no new weights: embeddings of the old tower would stay in use"
-    if flag := level_flag(config.tier):
-        return f"{flag} keeps blocks of the weights of the start: start the server without {flag}"
-    if config.parallel.eplb_interval:
-        return "--eplb-interval reads experts from the checkpoint of the start: start without --eplb-interval"
     if config.loaded.quantized is not None and config.loaded.quantized.method == "gguf":
         return "the weights of GGUF files are mapped, and can't change: serve safetensors"
-    if config.loaded.implementation == "transformers":
-        return "models of the generic backend take no new weights: restart the server with the new weights"
     return ""
 
 

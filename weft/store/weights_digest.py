@@ -40,9 +40,12 @@ class WeightsDigest:
         """Note the state of all files. Raises ConfigError if a file cannot be read."""
         self._random = _random(config)
         try:
-            self._files = [(file, _state(file)) for file in weight_files(config)]
+            self._files = [(file, file_state(file)) for file in weight_files(config)]
         except OSError as error:
             raise _unreadable(error) from error
+        folder = Path(config.model_path)
+        own = [file for file, _ in self._files if file.parent == folder and file.suffix != ".json"]
+        self._tensors = [] if self._random else own
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights digest", daemon=True)
         self.result: str | None = None
@@ -71,6 +74,11 @@ class WeightsDigest:
             made.update(f"{file.name}\0{self._file(file, state)}\0".encode())
         return made.hexdigest()[:32]
 
+    def tensor_files(self) -> list[str]:
+        """Return the digests of the files with the model's own tensors; [] if a part of the weights is in no
+        file. Raises ConfigError if a file changed or cannot be read."""
+        return [self._file(file, state) for file, state in self._files if file in self._tensors]
+
     def _run(self) -> None:
         try:
             self.result = self.compute()
@@ -83,12 +91,12 @@ class WeightsDigest:
         with contextlib.suppress(OSError):
             found = remembered.read_bytes()
             if _REMEMBERED.fullmatch(found) and remembered.stat().st_uid == os.geteuid():
-                if _state(file) != state:
+                if file_state(file) != state:
                     raise _changed(file)
                 return found.decode()
         try:
-            made = self._read(file)
-            if _state(file) != state:
+            made = read_digest(file, self._stopping)
+            if file_state(file) != state:
                 raise _changed(file)
         except OSError as error:
             raise _unreadable(error) from error
@@ -99,16 +107,19 @@ class WeightsDigest:
             temporary.rename(remembered)
         return made
 
-    def _read(self, file: Path) -> str:
-        made, memory = hashlib.sha256(), bytearray(_PIECE)
-        view = memoryview(memory)
-        with file.open("rb", buffering=0) as opened:
-            # hashlib releases Python's lock for long pieces, so the engine goes on.
-            while count := opened.readinto(memory):
-                if self._stopping.is_set():
-                    raise ConfigError("the digest of the weights was stopped")
-                made.update(view[:count])
-        return made.hexdigest()
+
+def read_digest(file: Path, stopping: threading.Event | None = None) -> str:
+    """Return the digest of all bytes of a file, 64 hex digits. Raises OSError, and ConfigError once
+    ``stopping`` is set."""
+    made, memory = hashlib.sha256(), bytearray(_PIECE)
+    view = memoryview(memory)
+    with file.open("rb", buffering=0) as opened:
+        # hashlib releases Python's lock for long pieces, so the engine goes on.
+        while count := opened.readinto(memory):
+            if stopping is not None and stopping.is_set():
+                raise ConfigError("the digest of the weights was stopped")
+            made.update(view[:count])
+    return made.hexdigest()
 
 
 def weights_digest(config: EngineConfig) -> str:
@@ -141,7 +152,7 @@ def _random(config: EngineConfig) -> str:
     return f"{form} {config.model.seed or 0}" if form in ("dummy", "partial") else ""
 
 
-def _state(file: Path) -> str:
+def file_state(file: Path) -> str:
     """Return a string that changes with the file. Links are followed. Raises OSError."""
     real = file.resolve()
     facts = real.stat()

@@ -81,7 +81,8 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 VERSION = 6
 """The newest version of these messages. Version 2 added ``Hello.engine``, ``Welcome.engine`` and
 ``TransferStats.sent``, version 3 ``Submit.payer``, version 4 ``Submit.routes`` and ``Submit.forced``,
-version 5 ``FreeMemory``, version 6 ``JoinTrainer`` and ``ReceiveWeights``."""
+version 5 ``FreeMemory``, version 6 ``JoinTrainer``, ``ReceiveWeights`` and reports of changed weights to every
+API server."""
 OLDEST = 1
 """The oldest version understood. A sender uses only the fields of the newest common version."""
 SENT_SINCE = 2
@@ -90,6 +91,8 @@ TIER_SINCE = 3
 """Version that added ``EngineStats.tier`` and ``FlushTier``."""
 ROUTES_SINCE = 4
 """Version that added ``Submit.routes``, ``Submit.forced`` and ``TierStats.levels``."""
+REPORTS_SINCE = 6
+"""Version since which each API server gets a ``WeightsChanged`` when another changes the weights."""
 SLEEP_SINCE = 5
 """Version that added ``FreeMemory``."""
 RECEIVE_SINCE = 6
@@ -156,6 +159,8 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     """Places for LoRA adapters. 0: the engine process takes no messages about adapters."""
     weights: int = -1
     """Version of the weights in use. -1: the engine process takes no messages about weights."""
+    weights_name: str | None = None
+    """As ``WeightsChanged.name``."""
 
 
 class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -33,6 +33,17 @@ GroupBackend: TypeAlias = Literal["gloo", "nccl", "ipc"]
 trainer's GPU, which receivers on the same host open."""
 
 
+def prefix_name(version: int, name: str | None) -> bytes:
+    """Return the name of weights in the hashes of prefixes; b"" for the weights of the start.
+
+    ``name``: of ``WeightsChanged``. Without one, the number of the version names the weights within the
+    present processes.
+    """
+    if name is not None:
+        return name.encode()
+    return version.to_bytes(8, "little") if version else b""
+
+
 class WeightsUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The weights of one version, as all processes can read them."""
 
@@ -129,8 +140,11 @@ class FreeMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """True: also give the memory of the weights back. An update must come before the next step."""
 
 
-class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Engine to API server: the answer to every other message of an update, to the sender only."""
+class WeightsChanged(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag=True
+):
+    """Engine to API server: the answer to every other message of an update, to the sender only. Other API
+    servers get the answer of a change."""
 
     version: int
     """Version of the weights that the engine computes with."""
@@ -139,6 +153,9 @@ class WeightsChanged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     digest: str = ""
     """Digest of the files of the staged version, or of the version in use after ``UseWeights``. After
     ``JoinTrainer`` and ``ReceiveWeights``: the token or the file of the message."""
+    name: str | None = None
+    """Name of the weights in use by content, from an engine with a KV tier; "" for the weights of the start.
+    None: the number of the version is the name."""
     error: ErrorInfo | None = None
     """The reason why the weights were not staged or not used; None after success."""
 

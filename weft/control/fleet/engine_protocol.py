@@ -314,11 +314,20 @@ class EngineProtocol:
         return made
 
     def weights_changed(self) -> Outgoing:
-        """Return the answers about weights since the last call."""
+        """Return the answers about weights since the last call, and reports of changes to all other API
+        servers, except those of earlier releases."""
         if self._weights is None or not self._weights_front:
             return []
-        front = self._weights_front
-        return [(front, answer) for answer in self._weights.finished() if front in self._fronts]
+        made: Outgoing = []
+        for answer in self._weights.finished():
+            if self._weights_front in self._fronts:
+                made.append((self._weights_front, answer))
+            if answer.staged or answer.error is not None:
+                continue
+            report = WeightsChanged(version=answer.version, name=answer.name)
+            others = [name for name, one in self._fronts.items() if one.version >= m.REPORTS_SINCE]
+            made += [(name, report) for name in others if name != self._weights_front]
+        return made
 
     def _named(self, connection: bytes, name: str) -> bool:
         """Return True if the connection belongs to the API server ``name``."""

@@ -162,6 +162,12 @@ class Fleet:
         for entry in self.entries.values():
             entry.hashes = None  # the hashes of prompts name the version
 
+    def _follow_version(self, instance: Instance) -> None:
+        """Send new attempts to instances with the version of ``instance``, if another API server has changed
+        the weights: here, or before this process started."""
+        if instance.weights > self.router.weights:
+            self._version(e.Versioned(instance.weights))
+
     def _leave(self, sequence: int) -> None:
         """Remove an open sequence from all instances, and send each instance a ``Finish``.
 
@@ -237,6 +243,7 @@ class Fleet:
         elif isinstance(message, Report):
             if not self.router.hear(instance, message, self._now):
                 self._send(instance, m.WatchPrefixes())
+            self._follow_version(instance)
         elif isinstance(message, m.Welcome):
             self._welcome(instance, message)
         elif isinstance(message, m.EngineFailed):
@@ -253,8 +260,7 @@ class Fleet:
         except EngineDead as error:
             self._lose(instance, error)
             return
-        if not self.router.weights:
-            self.router.weights = instance.weights  # engines that outlived another API server
+        self._follow_version(instance)
         self._watch_prefixes()
         if self.table.complete and not complete:
             self._actions.append(e.Complete())

@@ -17,6 +17,7 @@ from weft.control.fleet.lacks import Lacks, Since, missing_roles
 from weft.control.fleet.pairs import serve, why_lonely, without_partner
 from weft.types import messages as m
 from weft.types.handshake import EngineIdentity
+from weft.types.weights import prefix_name
 
 log = get_logger(__name__)
 
@@ -293,6 +294,7 @@ class InstanceTable:
             return
         instance.welcome = welcome
         instance.weights = max(0, welcome.weights)
+        instance.weights_name = prefix_name(instance.weights, welcome.weights_name)
         instance.role = welcome.role
         if self._elastic:
             self.roles[welcome.role] = False

@@ -16,7 +16,7 @@ from weft.control.fleet.prefix_index import PrefixView
 from weft.types.adapters import AdapterChanged
 from weft.types.handshake import EngineIdentity
 from weft.types.messages import EngineStats, Heartbeat, Role, Welcome
-from weft.types.weights import WeightsChanged
+from weft.types.weights import WeightsChanged, prefix_name
 
 PROMPT_TOKENS = 256
 """Uncomputed prompt tokens that weigh as much as one running sequence."""
@@ -109,6 +109,8 @@ class Instance:
     success."""
     weights: int = 0
     """Version of the weights of the present process."""
+    weights_name: bytes = b""
+    """Name of these weights in the hashes of prefixes, see ``prefix_name``."""
     weights_answer: WeightsChanged | None = None
     """Last answer of the present process about weights."""
     loading: set[str] = field(default_factory=set)
@@ -139,6 +141,7 @@ class Instance:
     def weights_changed(self, message: WeightsChanged) -> None:
         """Store the answer of the process about new weights."""
         self.weights, self.weights_answer = message.version, message
+        self.weights_name = prefix_name(message.version, message.name)
 
     @property
     def load(self) -> float:
@@ -186,7 +189,7 @@ class Instance:
         self.prefixes = PrefixView()
         self.adapters = {}
         self.loading = set()
-        self.weights, self.weights_answer = 0, None
+        self.weights, self.weights_name, self.weights_answer = 0, b"", None
 
     def overdue(self, timeout: float, now: float) -> str | None:
         """Return the reason why a live instance counts as dead, or None."""

@@ -97,6 +97,11 @@ class Router:
         """Counts of decisions, see ``Policies.decisions``."""
         return self._policies.decisions
 
+    def weights_name(self, instances: Iterable[Instance]) -> bytes:
+        """Return the name of the weights for new attempts in the hashes of prefixes, as one of ``instances``
+        has reported."""
+        return next((one.weights_name for one in instances if one.weights == self.weights), b"")
+
     def asks(self, instance: Instance) -> bool:
         """Return True if ``instance``, which is up, should report cached prefixes."""
         return self._policies.knows_prefixes and instance.role != "encode"
@@ -139,7 +144,9 @@ class Router:
         session = entry.submit.session
         asked = entry.submit
         takers = [one for one in takers if one.has_adapter(asked.adapter) and one.weights == self.weights]
-        names = asked.adapter, self.weights
+        if encoders is not None:  # embeddings and prompts are computed with the same weights
+            encoders = [one for one in encoders if one.weights == self.weights]
+        names = asked.adapter, self.weights_name(takers)
         hashes = hashes_of(asked.prompt_ids, asked.salt, entry.hashes, asked.media, *names)
         helped = encoders is not None and bool(entry.submit.media)
         computing = [one for one in takers if not helped or sees(one, encoders or ())]

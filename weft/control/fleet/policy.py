@@ -265,7 +265,7 @@ def hashes_of(
     known: PromptHashes | None = None,
     media: tuple[MediaItem, ...] = (),
     adapter: str = "",
-    weights: int = 0,
+    weights: bytes = b"",
 ) -> Hashes:
     """Return the lazy block hashes of ``prompt`` (int32 ids as bytes) with the images ``media``.
 

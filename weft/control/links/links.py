@@ -254,7 +254,7 @@ class Links:
         blocks = {block_of(one) for one in self._computing if roles[one.role] > 1}
         if not blocks:
             return {}
-        weights = self._fleet.router.weights
+        weights = self._fleet.router.weights_name(self._computing)
         return {
             submit.request: {
                 block: prompt_hashes(

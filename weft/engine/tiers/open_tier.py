@@ -13,7 +13,7 @@ from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.config.sections.tier_section import disk_folder
-from weft.config.sizing.tier import host_bytes, tier_bytes
+from weft.config.sizing.tier import host_bytes, level_flag, tier_bytes
 from weft.disagg.transport.copying import digest_spans
 from weft.engine.disagg.rank_transfers import dims_of
 from weft.engine.ranks.ranks import ranks_of
@@ -29,6 +29,7 @@ from weft.store.remote.objects import open_objects
 from weft.store.remote.remote_store import RemoteStore
 from weft.store.segments import SegmentStore
 from weft.store.settings import RemoteSettings, StoreSettings
+from weft.store.weight_names import WeightNames
 from weft.store.weights_digest import WeightsDigest
 
 log = get_logger(__name__)
@@ -41,6 +42,12 @@ def noted_weights(config: EngineConfig) -> WeightsDigest | None:
     return WeightsDigest(config) if stores else None
 
 
+def names_of(config: EngineConfig, rank: int, weights: WeightsDigest | None) -> WeightNames | None:
+    """Return the names of weights in keys of the tier, for the first rank of an engine; None for other ranks
+    and without a tier. The parameters are those of ``open_tier``."""
+    return WeightNames(weights) if level_flag(config.tier) and _number(config, rank) == 0 else None
+
+
 def open_tier(
     config: EngineConfig, runner: Runner, rank: int, backends: Backends, weights: WeightsDigest | None
 ) -> RankTier | None:
@@ -48,7 +55,7 @@ def open_tier(
     ``backends``: of the runner's attention. ``weights``: see ``noted_weights``."""
     if weights is None and config.tier.kv_host is None:
         return None
-    number = rank - ranks_of(config.replica, config.parallel.layout.tensor)[0]
+    number = _number(config, rank)
     names = tuple(type(backend).__name__ for backend in backends)
     dims, device = dims_of(config, runner.kv), torch.device(config.device)
     copies = BlockCopies(flat(runner.memory), dims, number, device)
@@ -59,6 +66,11 @@ def open_tier(
         weights.start()
         cancel, opener = weights.stop, partial(_open_stores, config, names, weights)
     return RankTier(copies, opener, runner.behind_steps, leads=number == 0, cancel=cancel, host=host)
+
+
+def _number(config: EngineConfig, rank: int) -> int:
+    """Return the number of ``rank`` within its engine."""
+    return rank - ranks_of(config.replica, config.parallel.layout.tensor)[0]
 
 
 def _host_level(config: EngineConfig, runner: Runner, copies: BlockCopies) -> HostLevel | None:

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from weft.common.errors import InvalidRequest, ReportedError, Unavailable, WeftError
+from weft.common.errors import ErrorInfo, InvalidRequest, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.engine.weights.group_weights import GroupWeights
 from weft.engine.weights.receivers import Receivers, Start
 from weft.group.types import GroupLost
+from weft.scheduler.encode.encode_scheduler import EncodeScheduler
 from weft.scheduler.scheduler import Scheduler
 from weft.store.fixed_weights import why_fixed
 from weft.store.shared_files import SharedFiles, delete_stale, token_of
@@ -30,6 +31,7 @@ from weft.types.weights import (
     UseWeights,
     WeightsChanged,
     WeightsUpdate,
+    prefix_name,
 )
 
 log = get_logger(__name__)
@@ -84,6 +86,11 @@ class EngineWeights:
     def version(self) -> int:
         """Version of the weights in use; 0 for those of the start."""
         return 0 if self._group is None else self._group.version
+
+    @property
+    def name(self) -> str | None:
+        """Name of the weights in use, see ``WeightsChanged.name``."""
+        return None if self._group is None else self._group.name
 
     def begin(self, message: ToWeights) -> None:
         """Carry out a message. ``finished`` has the answer later."""
@@ -149,13 +156,12 @@ class EngineWeights:
                 if digest is not None:
                     self._staging = False
                     number = self._group.staged_version
-                    changed = WeightsChanged(version=self.version, staged=number, digest=digest)
-                    self._answers.append(changed)
+                    self._answers.append(self._changed(staged=number, digest=digest))
         try:
             if (received := self._receivers.finished()) is not None:
                 self._files.hold((received,))
                 self._received = (*self._received, received)
-                self._answers.append(WeightsChanged(version=self.version, digest=received))
+                self._answers.append(self._changed(digest=received))
         except WeftError as error:
             self._fail(error)
         answers, self._answers = self._answers, []
@@ -242,14 +248,14 @@ class EngineWeights:
         except WeftError as error:
             self._fail(error)
             return events
-        if self.version != before and isinstance(self._scheduler, Scheduler):
-            if self._on_update == "recompute" and not requeued:
+        if self.version != before:
+            if self._on_update == "recompute" and not requeued and isinstance(self._scheduler, Scheduler):
                 self._scheduler.begin_again()
-            self._scheduler.use_weights(self.version)
+            self._rename_prefixes()
         if self.version == due.version:
             self._used()
         log.info("the engine computes with version %d of the weights", self.version)
-        self._answers.append(WeightsChanged(version=self.version, digest=digest))
+        self._answers.append(self._changed(digest=digest))
         return events
 
     def _used(self) -> None:
@@ -262,6 +268,13 @@ class EngineWeights:
         self._received = tuple(one for one in self._received if one not in used)
         self._keep_files()
 
+    def _rename_prefixes(self) -> None:
+        """Let no later sequence find blocks or embeddings of the old weights."""
+        if isinstance(self._scheduler, Scheduler):
+            self._scheduler.use_weights(prefix_name(self.version, self.name))
+        elif isinstance(self._scheduler, EncodeScheduler):
+            self._scheduler.cache.forget_all()
+
     def _free(self, due: FreeMemory, events: list[TokenEvent]) -> list[TokenEvent]:
         """Give memory back on all ranks, and return ``events``. Raises GroupLost."""
         assert self._group is not None
@@ -269,13 +282,17 @@ class EngineWeights:
         if due.weights:
             self._former += tuple(file for update in self._group.updates for file in update.files)
         self._group.free(due.weights)
-        self._answers.append(WeightsChanged(version=self.version))
+        self._answers.append(self._changed())
         return events
 
     def asked(self, scheduler: object) -> list[TokenEvent]:
         """Return no events: the scheduler requests nothing."""
         return []
 
+    def _changed(self, staged: int = 0, digest: str = "", error: ErrorInfo | None = None) -> WeightsChanged:
+        """Return an answer with the version and the name in use."""
+        return WeightsChanged(version=self.version, name=self.name, staged=staged, digest=digest, error=error)
+
     def _fail(self, error: WeftError) -> None:
         log.warning("new weights, or a sleep, are refused: %s", error.message)
-        self._answers.append(WeightsChanged(version=self.version, error=error.info()))
+        self._answers.append(self._changed(error=error.info()))

@@ -56,6 +56,11 @@ class GroupWeights:
         return self._own.version
 
     @property
+    def name(self) -> str | None:
+        """Name of the weights in use, see ``WeightsChanged.name``."""
+        return self._own.name
+
+    @property
     def staged_version(self) -> int:
         """Version of the staged weights; 0 for none."""
         return 0 if self._update is None else self._update.version
@@ -108,6 +113,8 @@ class GroupWeights:
             raise InvalidRequest(f"version {version} of the weights was not staged")
         if self._lost:
             raise self._failed(Unavailable("a rank was lost since new weights were read; try again"))
+        if self._own.moved:  # all ranks move experts together
+            raise self._failed(Unavailable("experts have moved since new weights were read; try again"))
         self._update = None
         self.updates = (*self.updates, update) if update.partial else (update,)
         self._chosen(self.updates)

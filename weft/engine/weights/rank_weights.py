@@ -25,6 +25,7 @@ from weft.models.refill import check_finite, check_refill, held_digest, refill
 from weft.runner.free_memory import free_pages
 from weft.runner.wakeup_descriptor import WakeupDescriptor
 from weft.store.new_weights import check_source
+from weft.store.weight_names import WeightNames, changed
 from weft.types.weights import WeightsReport, WeightsUpdate
 
 log = get_logger(__name__)
@@ -41,6 +42,9 @@ _MISFIT = "the checkpoint's weights do not fit its config.json"
 class _Staged:
     update: WeightsUpdate
     digest: str = ""
+    name: str | None = None
+    places: object = None
+    """Places of experts for which ``tensors`` were read."""
     tensors: Tensors | None = None
     error: WeftError | None = None
 
@@ -54,11 +58,18 @@ class RankWeights:
         held: Callable[[], Tensors],
         read: Read,
         caches: Callable[[], Sequence[torch.Tensor]] = tuple,
+        names: WeightNames | None = None,
+        places: Callable[[], object] = lambda: None,
     ) -> None:
         """``held``: returns the tensors in use, by place. Called once, before the first update. ``caches``:
-        returns the memory of the KV cache that ``free`` gives back."""
+        returns the memory of the KV cache that ``free`` gives back. ``names``: names weights by content; None
+        without a KV tier. ``places``: returns the present places of experts, compared with ``==``."""
         self.rank = rank
-        self._caches = caches
+        self._caches, self._names, self._places = caches, names, places
+        self.updates: tuple[WeightsUpdate, ...] = ()
+        """Updates from the last complete one to the version in use, in order."""
+        self.name: str | None = None if names is None else ""
+        """Name of the weights in use, see ``WeightsChanged.name``."""
         self.version = 0
         """Version in use."""
         self.bell = WakeupDescriptor()
@@ -107,6 +118,11 @@ class RankWeights:
         assert report is not None
         return report
 
+    @property
+    def moved(self) -> bool:
+        """True if experts have moved since the staged weights were read: the weights fit no more."""
+        return self._staged is not None and self._staged.places != self._places()
+
     def swap(self, version: int) -> WeightsReport:
         """Copy the staged weights into the memory in use. Idempotent. Raises EngineDead for other weights."""
         if version == self.version:
@@ -114,8 +130,12 @@ class RankWeights:
         staged = self._staged
         if staged is None or staged.tensors is None or staged.update.version != version:
             raise EngineDead(f"rank {self.rank} has not read version {version} of the weights")
+        if self.moved:
+            raise EngineDead(f"experts of rank {self.rank} have moved since version {version} was read")
         refill(self._held, staged.tensors)
-        self.version, self._staged = version, None
+        update = staged.update
+        self.updates = (*self.updates, update) if update.partial else (update,)
+        self.version, self.name, self._staged = version, staged.name, None
         digest = staged.digest
         del staged
         trim_heap()
@@ -170,8 +190,14 @@ class RankWeights:
             staged.digest = check_source(staged.update.files)
             if self._staged is not staged:
                 return
+            state = ""
+            if self._names is not None:
+                staged.name, state = self._names.of(staged.update, self.name or "")
             self._held = self._held or self._find()
+            staged.places = self._places()
             tensors = self._read(staged.update)
+            if self._names is not None and self._names.state(staged.update) != state:
+                raise changed()
             check_refill(self._held, tensors)
             check_finite(tensors)
             if not staged.update.partial and (lacking := self._held.keys() - tensors.keys()):

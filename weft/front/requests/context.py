@@ -87,7 +87,7 @@ class Front:
         of a server of several models. ``siblings``: other API servers; None for a single API server.
         ``joining``: True if the others serve already."""
         self.section = section
-        self._siblings = siblings
+        self._siblings = self.siblings = siblings
         name = "front" if siblings is None else f"front {siblings.name}"
         self._spans = open_writer(config.runner.trace_requests, name, config.runner.otlp_traces_endpoint)
         self.bodies = Bodies(section.max_request_bytes)

@@ -124,6 +124,8 @@ class ServedModel:
             log.warning("image inputs are rejected: Pillow is not installed; install weft[vision]")
         welcome = await self.links.start()
         await self.adapters.start(self.metrics, running, siblings)
+        if siblings is not None:
+            await self.weights.share(siblings)
         # --tokenizer may name a folder without the model's own end tokens.
         ends = tuple(sorted({*text.end_ids, *config.spec.eos_ids}))
         self.limits = ModelLimits(

@@ -9,6 +9,9 @@ A sleep of level 2 frees the weights. The next complete update fills the weights
 
 New attempts go only to engine processes with the newest version (``Router.weights``). A process that starts
 again, or that lost ranks between the two messages, gets the updates since the last complete one.
+
+Of several API servers one carries out the updates (``Siblings.carrier``). The others know the versions, and
+one of them goes on after the end of the carrier.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.control.fleet.instances import Instance
 from weft.control.links.links import Links
+from weft.front.siblings import Siblings
 from weft.store.fixed_weights import check_sleep, former_updates, why_fixed
 from weft.store.new_weights import MOST_FILES, SHARED
 from weft.store.shared_files import SharedFiles, new_token, shared_name
@@ -58,6 +62,18 @@ MOST_LABELS = 1024
 """Versions whose label is remembered."""
 
 
+class UpdatesState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the API servers of a server know about the weights of a model."""
+
+    stamp: int
+    """Number of changes. The highest stamp counts."""
+    number: int
+    """Version for new requests."""
+    labels: dict[int, str]
+    history: tuple[WeightsUpdate, ...]
+    """Updates since the last complete one, in order."""
+
+
 class WeightUpdates:
     """The weights of one model, as one API server knows them. Used from the event loop."""
 
@@ -78,6 +94,11 @@ class WeightUpdates:
         self.packing: dict[str, Any] = {}
         """Fields of the set-up about packing."""
         self._shared = SharedFiles()
+        self._siblings: Siblings | None = None
+        self._stamp = 0
+        """Number of changes that this API server knows."""
+        self._carries = True
+        """False while another API server carries out the updates."""
         self.freed = False
         """True while engine processes may lack the weights."""
         self._former: tuple[WeightsUpdate, ...] = ()
@@ -102,9 +123,53 @@ class WeightUpdates:
         """Return the label of a version; its number for a version that is no longer remembered."""
         return self._labels.get(number, str(number))
 
-    def rename(self, label: str) -> None:
+    async def rename(self, label: str) -> None:
         """Change the label of the version for new requests."""
         self._labels[self.number] = label
+        self._stamp += 1
+        await self._tell()
+
+    # ---- several API servers, and several loads of a model
+
+    @property
+    def state(self) -> UpdatesState:
+        """Return what other API servers, or a later load of the model, must know."""
+        return UpdatesState(
+            stamp=self._stamp, number=self.number, labels=dict(self._labels), history=self._history
+        )
+
+    async def share(self, siblings: Siblings) -> None:
+        """Exchange the state with the other API servers, now and after each change."""
+        self._siblings, self._carries = siblings, False
+        siblings.weights[self._config.served_names[0]] = self._on_sibling
+        await self._tell()
+
+    def take(self, state: UpdatesState) -> None:
+        """Take a later state. Engine processes without its version get the updates, and until then no
+        requests."""
+        if state.stamp <= self._stamp:
+            return
+        self._stamp, self._labels, self._history = state.stamp, dict(state.labels), state.history
+        if state.number > self.number:
+            self._links.use_version(state.number)
+        self._begin_following()
+
+    async def _tell(self) -> None:
+        """Send the state to the other API servers, and take later states."""
+        if self._siblings is None:
+            return
+        line = msgspec.json.encode(self.state).decode()
+        for answer in await self._siblings.tell_weights(self._config.served_names[0], line):
+            self.take(msgspec.json.decode(answer, type=UpdatesState))
+
+    def _on_sibling(self, line: str) -> bytes:
+        """Take the state of another API server, and return the state here. Raises ValueError."""
+        self.take(msgspec.json.decode(line, type=UpdatesState))
+        return msgspec.json.encode(self.state)
+
+    def _begin_following(self) -> None:
+        if self._following is None:
+            self._following = asyncio.create_task(self._follow())
 
     def check(self) -> None:
         """Raise InvalidRequest if the weights of this server can't change."""
@@ -239,8 +304,9 @@ class WeightUpdates:
             self.freed, self._former = False, ()
         # From here on, new attempts wait for the first process that uses the new weights.
         self._links.use_version(update.version)
-        if self._following is None:
-            self._following = asyncio.create_task(self._follow())
+        self._stamp += 1
+        self._begin_following()
+        await self._tell()  # before an engine reports the version, so that all know the label
         await self._use(able)
 
     def check_sleep(self, level: int) -> None:
@@ -373,6 +439,8 @@ class WeightUpdates:
         refused: dict[tuple[str, int], int] = {}
         while True:
             await asyncio.sleep(FOLLOW_S)
+            if not await self._leads():
+                continue
             async with self._busy:
                 for instance in self._engines():
                     key = (instance.name, instance.incarnation)
@@ -388,6 +456,15 @@ class WeightUpdates:
                             "engine %s can't follow to the weights %r, and gets no requests: %s",
                             *(instance.name, self.label, error.message),
                         )
+
+    async def _leads(self) -> bool:
+        """Return True if this API server brings engine processes to the newest weights. A new carrier first
+        asks the others: the former may have told only some of them."""
+        before, siblings = self._carries, self._siblings
+        self._carries = siblings is None or siblings.carrier == siblings.name
+        if self._carries and not before:
+            await self._tell()
+        return self._carries
 
     async def _catch_up(self, instance: Instance) -> None:
         for update in self._history:

@@ -28,6 +28,7 @@ from weft.models.generic.self_check import check_loaded
 from weft.models.generic.skeleton import drop_head, make_skeleton, read_config
 from weft.models.generic.swap import Substitution, Swapper
 from weft.models.generic.weights import module_map, published_map
+from weft.models.refill import pack_changed
 from weft.models.weights import add_score
 from weft.moe.placement import Placement
 from weft.parallel.mesh import Mesh
@@ -44,6 +45,10 @@ class _Options:
     codes: bool
     placements: Sequence[Placement] | None
     """Places of experts divided over ranks, one per layer with such experts; None for the order."""
+    files: Sequence[Path] | None
+    """New weights of a model in use, in place of the files in the folder; None for a start."""
+    changed: set[str] | None
+    """Gets the names of the modules in ``files``, which may lack modules; None for all modules."""
 
 
 def load(
@@ -63,6 +68,8 @@ def load(
     placements: Sequence[Placement] | None = None,
     pack: bool = True,
     packed: bool = True,
+    files: Sequence[Path] | None = None,
+    changed: set[str] | None = None,
 ) -> TransformersModel:
     """Load the model of ``folder`` with the modeling code of transformers. Raises ConfigError.
 
@@ -84,7 +91,14 @@ def load(
         adapters=adapters or AdapterOptions(),
     )
     options = _Options(
-        load_format=load_format, seed=seed, progress=progress, pack=pack, codes=codes, placements=placements
+        load_format=load_format,
+        seed=seed,
+        progress=progress,
+        pack=pack,
+        codes=codes,
+        placements=placements,
+        files=files,
+        changed=changed,
     )
     try:
         model = _load(folder, spec, build, options, ops=True)
@@ -168,7 +182,9 @@ def _load(folder: str, spec: ModelSpec, build: Build, options: _Options, *, ops:
         parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         model.adapters = Adapters(model, module_map(swapped.targets, parameters), build.adapters)
     if options.pack:
-        model.pack()
+        model.pack() if options.changed is None else pack_changed(model, options.changed)
+    # The self check computes on all ranks together, and steps of the model in use may run.
+    if options.pack and options.files is None:
         if filled is not None:
             filled.report(build.dtype)
         found = ", ".join(f"{what} ({count})" for what, count in sorted(swapped.counts.items()))
@@ -264,7 +280,7 @@ def _fill(
 ) -> Any:
     """Fill the parameters from the files. Return the target of the load, which can report."""
     path = Path(folder)
-    files = weight_files(path, options.load_format)
+    files = weight_files(path, options.load_format) if options.files is None else options.files
     partial = options.load_format == "partial"
     if partial:
         loader.fill_randomly(model, options.seed)
@@ -278,5 +294,13 @@ def _fill(
     saved = read_config(folder).get_text_config().num_hidden_layers
     blocks = options.codes and model.device.type == "cpu"
     return loader.fill(
-        model, weights, files, saved, options.progress, partial, packed=options.codes, blocks=blocks
+        model,
+        weights,
+        files,
+        saved,
+        options.progress,
+        partial,
+        packed=options.codes,
+        blocks=blocks,
+        changed=options.changed,
     )

@@ -40,6 +40,7 @@ from weft.front.protocol.parse import printable
 from weft.front.requests.models.named_model import KeyModels, NamedModel, named_in
 from weft.front.requests.served_model import ServedModel, card_of_model
 from weft.front.siblings import Siblings
+from weft.front.requests.weight_updates import UpdatesState
 from weft.tracing.writer import SpanWriter
 
 if TYPE_CHECKING:
@@ -174,6 +175,10 @@ class _Slot:
         """Waits for the death of the engines."""
         self.error: WeftError | None = None
         """Error of the last load, as raised."""
+        self.updates: UpdatesState | None = None
+        """Updates of the weights during earlier loads; None for the weights of the files."""
+        self.forgets = False
+        """True if an operator unloads the model, with its updates."""
         self.settled = asyncio.Event()
         """Set once the load of the start has succeeded or failed."""
 
@@ -488,6 +493,9 @@ class SeveralModels:
     async def unload(self, name: str) -> ModelStatus:
         """Unload a model when its running requests have ended. Return the present state. Raises NotFound."""
         slot = self._known(name)
+        if slot.model is not None and slot.model.weights.number:
+            log.warning("the next load of the model %s has the weights of its files", slot.name)
+            slot.forgets = True
         self._on(m.UnloadAsked(slot.name))
         return self.status(slot.name)
 
@@ -496,6 +504,11 @@ class SeveralModels:
         slot = self._known(name)
         self._on(m.PinAsked(slot.name, pinned))
         return self.status(slot.name)
+
+    def updated(self, name: str) -> None:
+        """Pin a loaded model with new weights: a later load would have to read all updates again. ``name``:
+        as for ``front_of``."""
+        self._on(m.PinAsked(self.front_of(name).names[0], True))
 
     async def keep(self, name: str, seconds: float) -> ModelStatus:
         """Set the seconds without a request until the unload. Return the present state. Raises NotFound."""
@@ -572,6 +585,8 @@ class SeveralModels:
         )
         try:
             await model.start(self._front.threads, self._front.running, siblings)
+            if slot.updates is not None:
+                model.weights.take(slot.updates)
             front = self._front.of(model)
             assert self._prove is not None
             await self._prove(front)
@@ -601,6 +616,9 @@ class SeveralModels:
             slot.watch.cancel()
         if model is None:
             return
+        # After a failure of the engines the next load brings the same weights, not those of the files.
+        changed = model.weights.number > 0 and not slot.forgets
+        slot.updates, slot.forgets = model.weights.state if changed else None, False
         for past, now in zip(self._past, model.metrics.latencies(), strict=True):
             past[:] = map(sum, zip(past, now, strict=True))
         try:
