@@ -220,7 +220,10 @@ class EngineCore(EngineLoop[StepHandle]):
         # All replicas of an expert-parallel group must launch the same step. `settle` may replace an absent
         # builder by an idle step, or hold the local builder back.
         if self.expert_group is not None:
-            builder = self.expert_group.settle(builder, self._unfinished(), self.scheduler.idle)
+            # Each rank answers for rows of all replicas, so all ranks need the adapters of all replicas.
+            shares = self.config.lora.lora_experts and isinstance(self.scheduler, Scheduler)
+            updates = self.scheduler.adapter_updates if shares else ()
+            builder = self.expert_group.settle(builder, self._unfinished(), self.scheduler.idle, updates)
         return builder
 
     def _launch(self, plan: StepPlan, began: float) -> None:

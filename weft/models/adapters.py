@@ -34,7 +34,14 @@ from weft.models.table_adapters import HeldTables, TableAdapters
 from weft.models.weights import Placement, WeightMap
 from weft.ops import torch_ops
 from weft.ops.low_rank import LowRankPool
-from weft.types.plan import HoldAdapter, PlaceAdapter, ReadAdapter, ReleaseAdapter, SlotUpdate
+from weft.types.plan import (
+    HoldAdapter,
+    PlaceAdapter,
+    ReadAdapter,
+    ReleaseAdapter,
+    ReplicaUpdate,
+    SlotUpdate,
+)
 
 if TYPE_CHECKING:
     from weft.models.decoder import Model
@@ -102,6 +109,7 @@ class Adapters:
         self._options = options
         self._dtype = model.dtype
         self._comm = model.mesh.tp
+        self._replica = model.mesh.layout.replica(model.mesh.rank)
         self._pinned = model.device.type == "cuda"
         self._targets = _targets(model, weights)
         self._by_layer = {short(name): target for name, target in self._targets.items()}
@@ -113,6 +121,8 @@ class Adapters:
         self._held: dict[str, _Copy] = {}
         """Adapters in host memory, by digest."""
         self._reading: dict[str, _Reading] = {}
+        self._holders: dict[str, set[int]] = {}
+        """Replicas that need the adapter in host memory, by digest."""
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._op_by_op = set[int]()
         """Places of adapters whose steps cannot be captured."""
@@ -167,18 +177,42 @@ class Adapters:
         Raises EngineDead if a folder does not have the digest any more.
         """
         for op in ops:
-            if isinstance(op, ReadAdapter):
-                self.prefetch(op.digest, op.folder)
-            elif isinstance(op, HoldAdapter):
+            other = op.replica if isinstance(op, ReplicaUpdate) else None
+            update = op.update if isinstance(op, ReplicaUpdate) else op
+            holder = self._replica if other is None else other
+            if isinstance(update, ReadAdapter):
+                self._holders.setdefault(update.digest, set()).add(holder)
+                self.prefetch(update.digest, update.folder)
+            elif isinstance(update, HoldAdapter):
+                self._holders.setdefault(update.digest, set()).add(holder)
                 try:
-                    self.hold(op.digest, op.folder)
+                    self.hold(update.digest, update.folder)
                 except (ConfigError, OSError, KeyError) as error:
                     raise EngineDead(f"the files of a LoRA adapter changed while in use: {error}") from error
-            elif isinstance(op, PlaceAdapter):
-                self.place(op.digest, op.place)
-            elif isinstance(op, ReleaseAdapter):
-                self._held.pop(op.digest, None)
-                self._reading.pop(op.digest, None)
+            elif isinstance(update, PlaceAdapter):
+                self.place(update.digest, update.place, other)
+            elif isinstance(update, ReleaseAdapter):
+                self._release(update.digest, holder)
+
+    def _release(self, digest: str, replica: int) -> None:
+        """Free the host memory of an adapter, unless another replica needs the adapter."""
+        holders = self._holders.get(digest, set())
+        holders.discard(replica)
+        if not holders:
+            self._holders.pop(digest, None)
+            self._held.pop(digest, None)
+            self._reading.pop(digest, None)
+
+    def forget_others(self) -> None:
+        """Forget the needs of other replicas: after a loss of ranks every replica sends them again."""
+        for digest, holders in list(self._holders.items()):
+            for replica in holders - {self._replica}:
+                self._release(digest, replica)
+
+    def changes_experts(self, adapter: AdapterFile) -> bool:
+        """Return True if ``adapter`` changes routed experts."""
+        targets = (self._target(module) for module in adapter.modules)
+        return any(isinstance(one, ExpertPlace) and one.matrix.experts > 0 for one in targets)
 
     def prefetch(self, digest: str, folder: str, name: str = "") -> Future[AdapterFile]:
         """Begin to read an adapter in a thread. Idempotent, except after an error. Return the adapter, or the
@@ -253,11 +287,16 @@ class Adapters:
                 layer.add(held.target.part, held.a, held.b, held.magnitude, map(_rows, held.target.taken))
         return factors_of(list(layers.values()), self._comm)
 
-    def place(self, digest: str, place: int) -> None:
-        """Copy an adapter to ``place`` of the pool, over any other adapter."""
+    def place(self, digest: str, place: int, replica: int | None = None) -> None:
+        """Copy an adapter to ``place`` of the pool, over any other adapter. ``replica``: another replica,
+        whose rows need the routed experts of this rank; None for the own."""
         held = self._held.get(digest)
         if held is None:
             raise EngineDead("a LoRA adapter is placed that was never read")
+        if replica is not None:
+            self._routed.clear(place, replica)
+            self._routed.place(held.experts, place, replica)
+            return
         ranks: dict[int, int] = {}
         for low in self._layers:
             assert low.pool is not None

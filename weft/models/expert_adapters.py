@@ -111,7 +111,6 @@ class RoutedAdapters:
         """Allocate the pools. Call before the model is packed."""
         self._options = options
         self._dtype = model.dtype
-        self._mesh = model.mesh
         self._matrices = list(_matrices(model))
         owned = {(id(one.block), one.name): one for one in self._matrices}
         self.names: dict[str, ExpertPlace] = {}
@@ -177,8 +176,6 @@ class RoutedAdapters:
             return None
         if not self._options.experts:
             return "adapters of experts require --lora-experts"
-        if self._mesh.ep.size > 1 and self._mesh.ep.size != self._mesh.tp.size:
-            return "adapters of experts are not supported with --data-parallel-size and experts on all ranks"
         return None
 
     def read(
@@ -218,41 +215,56 @@ class RoutedAdapters:
         b = torch.cat([b[..., begin:end] for begin, end in matrix.rows], dim=-1)
         return HeldExperts(matrix, a.contiguous(), b.contiguous(), rank)
 
-    def clear(self, place: int) -> None:
-        """Remove the adapter of ``place``."""
+    def clear(self, place: int, replica: int | None = None) -> None:
+        """Remove the adapter of ``place``. ``replica``: another replica; None for the own."""
         for one in self._matrices:
-            pool, adapters = one.low.pool, one.block.low
+            pool = one.low.pool
             assert pool is not None
-            assert adapters is not None
-            changing = adapters.changing if one.experts else adapters.changing_shared
-            if place in changing or pool.ranks[place : place + 1] != [0]:
-                numbers = list(range(place, len(pool.ranks), self._options.places))
-                pool.a[numbers] = 0
-                pool.b[numbers] = 0
-                for number in numbers:
-                    pool.set_rank(number, 0)
+            if not one.experts and replica is not None:
+                continue
+            own, changing, stride = self._numbered(one, place, replica)
+            if own not in changing:
+                continue
+            numbers = list(range(own, len(pool.ranks), stride))
+            pool.a[numbers] = 0
+            pool.b[numbers] = 0
+            for number in numbers:
+                pool.set_rank(number, 0)
+        # One set per block, and gate and up come before down.
         for one in self._matrices:
-            assert one.block.low is not None
-            one.block.low.changing.discard(place)
-            one.block.low.changing_shared.discard(place)
+            if one.experts or replica is None:
+                own, changing, _ = self._numbered(one, place, replica)
+                changing.discard(own)
 
-    def place(self, held: Sequence[HeldExperts], place: int) -> None:
-        """Copy the adapter ``held`` to the empty ``place``."""
+    def _numbered(self, one: _Matrix, place: int, replica: int | None) -> tuple[int, set[int], int]:
+        """Return (number of ``place`` in the pool of the first expert, numbers in use, numbers of an expert).
+
+        A shared expert serves the rows of one replica only.
+        """
+        adapters = one.block.low
+        assert adapters is not None
+        places = self._options.places
+        if not one.experts:
+            return place, adapters.changing_shared, places
+        first = adapters.first if replica is None else replica * places
+        return first + place, adapters.changing, places * adapters.replicas
+
+    def place(self, held: Sequence[HeldExperts], place: int, replica: int | None = None) -> None:
+        """Copy the adapter ``held`` to the empty ``place``. ``replica``: another replica, which needs the
+        routed experts only; None for the own."""
         for one in held:
-            matrix, pool, adapters = one.matrix, one.matrix.low.pool, one.matrix.block.low
+            matrix, pool = one.matrix, one.matrix.low.pool
             assert pool is not None
-            assert adapters is not None
+            if not matrix.experts and replica is not None:
+                continue
+            own, changing, stride = self._numbered(matrix, place, replica)
             here = torch.tensor(_here(matrix), dtype=torch.int64)
-            numbers = torch.arange(len(here)) * self._options.places + place
-            if not matrix.experts:
-                numbers, adapters_of = torch.tensor([place]), adapters.changing_shared
-            else:
-                adapters_of = adapters.changing
+            numbers = torch.arange(len(here)) * stride + own
             pool.a[numbers, :, : one.rank] = one.a[here].to(pool.a.device)
             pool.b[numbers, : one.rank] = one.b[here].to(pool.b.device)
             for number in numbers.tolist():
                 pool.set_rank(number, one.rank)
-            adapters_of.add(place)
+            changing.add(own)
 
 
 def _matrices(model: Model) -> Iterable[_Matrix]:
@@ -300,7 +312,11 @@ def _sizes(one: _Matrix) -> tuple[int, int, tuple[int, int], list[tuple[int, int
                 spans.append((part, begin + low - first, begin + high - first))
         begin += last - first
     inputs = sum(end - first for first, end in one.columns)
-    return (len(_here(one)) if one.experts else 1), one.parts, (begin, inputs), spans
+    count = 1
+    if one.experts:
+        assert one.block.low is not None
+        count = len(_here(one)) * one.block.low.replicas
+    return count, one.parts, (begin, inputs), spans
 
 
 def _here(one: _Matrix) -> Sequence[int]:

@@ -29,32 +29,40 @@ _SHIFT = 32
 _MASK = (1 << _SHIFT) - 1
 
 
-def carried(places: Tensor, rows: AdapterRows | None) -> Tensor:
+def carried(places: Tensor, rows: AdapterRows | None, first: int = 0) -> Tensor:
     """Return ``places`` [n, k] of experts with the place of each row's adapter in the upper 32 bits.
 
-    Without an adapter a place stays as it is.
+    Without an adapter a place stays as it is. ``first``: place 0 of this replica among the places of all
+    replicas.
     """
     if rows is None:
         return places
-    return places + ((rows.numbers.to(torch.int64) + 1) << _SHIFT).unsqueeze(1)
+    numbers = rows.numbers.to(torch.int64)
+    return places + (torch.where(numbers < 0, 0, numbers + first + 1) << _SHIFT).unsqueeze(1)
 
 
 class ExpertAdapters:
     """Adapters of the experts of one layer on one rank."""
 
     def __init__(self, build: Build, spec: MoESpec) -> None:
-        self._places = build.adapters.places
+        layout = build.mesh.layout
+        places = build.adapters.places
+        shares = layout.expert and build.divides_experts
+        self.first = layout.replica(build.mesh.rank) * places if shares else 0
+        """Place 0 of this replica among the places of all replicas that share the experts."""
+        self.replicas = layout.data if shares else 1
+        self._places = places * self.replicas
         experts = build.adapters.experts
         self.up = LowRank(build) if experts else None
-        """Adapters of gate and up. The pool has a place for each local expert and adapter:
-        ``expert * places + place``. None without memory for adapters of experts."""
+        """Adapters of gate and up. The pool has a place for each local expert and adapter of a replica:
+        ``(expert * replicas + replica) * places + place``. None without memory for adapters of experts."""
         self.down = LowRank(build) if experts else None
         self.shared_up = make_low_rank(build) if spec.shared else None
         self.shared_down = make_low_rank(build) if spec.shared else None
         self.changing: set[int] = set()
-        """Places whose adapter changes experts of this layer, on any rank."""
+        """Places of all replicas whose adapter changes experts of this layer, on any rank."""
         self.changing_shared: set[int] = set()
-        """Places whose adapter changes the shared expert."""
+        """Places of this replica whose adapter changes the shared expert."""
 
     def tensors(self, experts: int) -> Iterable[Tensor]:
         """Return the tensors of the pools that move with an expert. The first dim is the expert's place."""
@@ -65,13 +73,13 @@ class ExpertAdapters:
 
     def concerns(self, rows: AdapterRows | None) -> bool:
         """Return True if an adapter of ``rows`` changes this layer. False in a captured step."""
-        return rows is not None and any(
-            place in self.changing or place in self.changing_shared for place in rows.present
+        return rows is not None and (
+            self.changes_experts(rows) or any(place in self.changing_shared for place in rows.present)
         )
 
     def changes_experts(self, rows: AdapterRows | None) -> bool:
         """Return True if an adapter of ``rows`` changes experts of this layer."""
-        return rows is not None and any(place in self.changing for place in rows.present)
+        return rows is not None and any(self.first + place in self.changing for place in rows.present)
 
     def _with(self, numbers: Tensor, places: set[int]) -> Tensor:
         """Return int64 [n]: the rows whose number is one of ``places``."""

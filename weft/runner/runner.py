@@ -268,6 +268,8 @@ class Runner:
         for part in (self._state, slots, self._pooler, self._routes, self._media, self._ring):
             part.clear()
         self._micro_batched.clear()
+        if self.adapters is not None:
+            self.adapters.forget_others()
         self._launcher.take()
         if self.graphs is not None:
             self.graphs.forget()
@@ -385,6 +387,8 @@ class Runner:
         assert handle.buffer is not None
         if plan.prefill.rows:
             return self._replay_mixed(plan, handle, handle.buffer)
+        if plan.agreed is not None and plan.agreed.adapted:
+            return None
         present = self._state.adapters(plan.decode.slot)
         adapts = bool(present)
         if self.graphs is None or (adapts and (self.adapters is None or not self.adapters.captures(present))):

@@ -116,6 +116,7 @@ class Sequence:
 
     __slots__ = (
         "adapter",
+        "adapts_experts",
         "blocked",
         "blocked_images",
         "chain",
@@ -168,6 +169,8 @@ class Sequence:
         self.seed = submit.seed
         self.salt = submit.salt
         self.adapter, self.place = submit.adapter, -1  # digest; place in the pool, from queue to end
+        self.adapts_experts = False
+        """True if the adapter in the place changes experts."""
         self.client, self.payer = submit.client, submit.payer
         self.session = submit.session
         self.params: TokenParams = submit.params
