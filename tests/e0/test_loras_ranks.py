@@ -166,7 +166,8 @@ def test_replicas_that_share_experts(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "shape"), [(1, "llama"), (2, "llama"), pytest.param(1, "qwen3_moe", marks=pytest.mark.slow)]
+    ("places", "shape"),
+    [(1, "llama"), (2, "llama"), *(pytest.param(1, s, marks=pytest.mark.slow) for s in ("qwen3_moe", "deepseek_v3"))],
 )
 def test_prefill_and_decode_on_two_engines(places: int, shape: str, tmp_path: Path) -> None:
     world = World(tmp_path / "world", shape, EXPERTS if shape == "qwen3_moe" else "")

@@ -49,6 +49,19 @@ class LowRank:
         places = options.places * count
         self.pool = make_pool(places, options.rank, parts, shape, spans, self._dtype, self._device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool."""
+        return 0 if self.pool is None else self.pool.nbytes
+
+    def clear(self, place: int) -> None:
+        """Remove the adapter of ``place``."""
+        assert self.pool is not None
+        self.pool.clear(place)
+
+    def placed(self, place: int) -> None:
+        """Call after the matrices of ``place`` were written."""
+
     def add(self, y: Tensor, x: Tensor, rows: AdapterRows | None, bias: Tensor | None = None) -> None:
         """Add the low-rank products of the rows with an adapter to y [T, outputs], in place.
 

@@ -126,8 +126,8 @@ class Adapters:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._op_by_op = set[int]()
         """Places of adapters whose steps cannot be captured."""
-        pools = [low.pool for low in self._layers] + self._routed.pools
-        nbytes = self._tables.nbytes + sum(pool.nbytes for pool in pools if pool is not None)
+        nbytes = self._tables.nbytes + sum(low.nbytes for low in self._layers)
+        nbytes += sum(pool.nbytes for pool in self._routed.pools if pool is not None)
         _log.info(
             "%d places for LoRA adapters of rank %d: %.1f MB", options.places, options.rank, nbytes / 1e6
         )
@@ -301,7 +301,7 @@ class Adapters:
         for low in self._layers:
             assert low.pool is not None
             if low.pool.ranks[place]:
-                low.pool.clear(place)
+                low.clear(place)
         self._routed.clear(place)
         self._routed.place(held.experts, place)
         self._tables.clear(place)
@@ -321,6 +321,9 @@ class Adapters:
                 pool.b[place, :rank, to].copy_(one.b[:, rows], non_blocking=True)
             ranks[id(pool)] = max(rank, ranks.get(id(pool), 0))
             pool.set_rank(place, ranks[id(pool)])
+        for low in self._layers:
+            if low.pool is not None and low.pool.ranks[place]:
+                low.placed(place)
 
     def _target(self, module: AdapterModule) -> _Target | ExpertPlace | None:
         """Return the target of a module, found by the whole name or by the name from the layer number on."""
