@@ -52,12 +52,13 @@ def all_modules(base: Path, model: Decoder) -> str:
         if tensor.dim() == 2
         and model.adapters._target(one(module := name.removesuffix(".weight"))) is not None
     ]
-    assert any("attn" in module for module in found)
+    assert any("attn" in module or "mixer" in module for module in found)
     assert any("kv_b_proj" in module for module in found) == (model.spec.mla is not None)
     return "^(" + "|".join(map(re.escape, found)) + ")$"
 
 
 LATENT = ["deepseek-v2-greedy", "deepseek-v3-full-queries-bias", "deepseek-v32", "deepseek-v32-yarn", "glm-dsa"]
+LATENT += ["nemotron-h-latent"]
 
 
 @pytest.mark.parametrize("family", [*CASES, *LATENT])

@@ -22,6 +22,7 @@ from weft.layers.low_rank import LowRank, make_low_rank
 from weft.moe.experts import RankExperts
 from weft.ops.low_rank import AdapterRows
 from weft.ops.moe import combine
+from weft.ops.moe_plain import LatentRouted
 
 Tensor = torch.Tensor
 
@@ -63,6 +64,8 @@ class ExpertAdapters:
         """Places of all replicas whose adapter changes experts of this layer, on any rank."""
         self.changing_shared: set[int] = set()
         """Places of this replica whose adapter changes the shared expert."""
+        self.around: tuple[LowRank, ...] = ()
+        """Adapters of the projections before and behind latent experts."""
 
     def tensors(self, experts: int) -> Iterable[Tensor]:
         """Return the tensors of the pools that move with an expert. The first dim is the expert's place."""
@@ -73,9 +76,18 @@ class ExpertAdapters:
 
     def concerns(self, rows: AdapterRows | None) -> bool:
         """Return True if an adapter of ``rows`` changes this layer. False in a captured step."""
-        return rows is not None and (
-            self.changes_experts(rows) or any(place in self.changing_shared for place in rows.present)
-        )
+        if rows is None:
+            return False
+        return self.changes_experts(rows) or not self._changing_here.isdisjoint(rows.present)
+
+    @property
+    def _changing_here(self) -> set[int]:
+        """Places of this replica whose adapter changes the shared expert or a projection."""
+        made = set(self.changing_shared)
+        for low in self.around:
+            if low.pool is not None:
+                made |= {place for place, rank in enumerate(low.pool.ranks) if rank}
+        return made
 
     def changes_experts(self, rows: AdapterRows | None) -> bool:
         """Return True if an adapter of ``rows`` changes experts of this layer."""
@@ -95,7 +107,7 @@ class ExpertAdapters:
 
         ``whole``: the op ``moe`` for rows that this layer's adapters do not change.
         """
-        mine = self._with(rows.numbers, self.changing | self.changing_shared)
+        mine = self._with(rows.numbers, self.changing | self._changing_here)
         if not len(mine):
             made: Tensor = whole(x, ids, weights)
             return made
@@ -115,9 +127,14 @@ class ExpertAdapters:
         self, parts: RankExperts, x: Tensor, ids: Tensor | None, weights: Any, rows: AdapterRows
     ) -> Tensor:
         experts, scales, share = parts.route(x, ids, weights)
-        total = self.answer(parts, x, carried(experts, rows), scales, weights, exact=True)
+        latent = weights if isinstance(weights, LatentRouted) else None
+        inner = x if latent is None else latent.enter(x, rows)
+        total = self.answer(parts, inner, carried(experts, rows), scales, weights, exact=True)
         shared = self.shared(parts, x, share, weights, rows)
-        return parts.finish(total, scales, shared, x.dtype, True)
+        if latent is None:
+            return parts.finish(total, scales, shared, x.dtype, True)
+        summed = latent.leave(combine(total, scales).to(x.dtype), rows)
+        return parts.finish(summed.unsqueeze(1), scales, shared, x.dtype, False)
 
     def answer(
         self, parts: RankExperts, x: Tensor, places: Tensor, scales: Tensor | None, weights: Any, exact: bool
@@ -199,9 +216,8 @@ class ExpertAdapters:
 
 
 def make_expert_adapters(build: Build, spec: MoESpec) -> ExpertAdapters | None:
-    """Return the adapters of a routed block. None without places, and where an adapter can change nothing:
-    experts with latent rows take no adapters."""
+    """Return the adapters of a routed block. None without places, and where an adapter can change nothing."""
     options = build.adapters
-    if not options.places or spec.latent or not (options.experts or spec.shared):
+    if not options.places or not (options.experts or spec.shared or spec.latent):
         return None
     return ExpertAdapters(build, spec)
