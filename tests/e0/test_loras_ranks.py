@@ -84,8 +84,9 @@ def test_two_ranks_and_one_place(shape: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["qwen3_moe", "qwen3_next", "deepseek_v3"])
-def test_parts_of_experts_on_two_ranks(shape: str, tmp_path: Path) -> None:
-    world = World(tmp_path, shape, EXPERTS)
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_parts_of_experts_on_two_ranks(shape: str, use_dora: bool, tmp_path: Path) -> None:
+    world = World(tmp_path, shape, EXPERTS, use_dora=use_dora)
     world.check(on_two_ranks(world, depth=2))
 
 
@@ -104,7 +105,7 @@ DIVIDED = {
 def test_whole_experts_on_two_ranks(name: str, tmp_path: Path) -> None:
     """Rows bring the adapter to the rank of the expert, and adapters move with the expert."""
     shape, interval, options = DIVIDED[name]
-    world = World(tmp_path, shape, EXPERTS)
+    world = World(tmp_path, shape, EXPERTS, use_dora=name == "moving")
     world.check(on_two_ranks(world, depth=2, expert=True, interval=interval, experts=options))
 
 
@@ -151,7 +152,7 @@ def on_replicas(
 def test_replicas_that_share_experts(name: str, tmp_path: Path) -> None:
     """Equal places of two replicas have different adapters, and each rank answers for both."""
     shape, layout, interval, options = REPLICAS[name]
-    world = World(tmp_path, shape, EXPERTS)
+    world = World(tmp_path, shape, EXPERTS, use_dora=name in ("moving", "four-ranks"))
     made = on_replicas(world, layout, interval, options, "all" if name == "overlap" else "off")
     world.check({number: answer for replica in made for number, answer in replica.answers.items()})
     for replica in made:

@@ -29,6 +29,7 @@ from weft.layers.low_rank import LowRank
 from weft.layers.pending_codes import Weight
 from weft.models.adapter_factors import Scaled, factors_of
 from weft.models.expert_adapters import ExpertPlace, HeldExperts, RoutedAdapters, short
+from weft.models.expert_factors import ScaledExperts, keep_factors
 from weft.models.slices import Window, part_shape, windows
 from weft.models.table_adapters import HeldTables, TableAdapters
 from weft.models.weights import Placement, WeightMap
@@ -246,7 +247,7 @@ class Adapters:
         made = None if reading is None else reading.copy
         copy = made if made is not None else self._copy_of(digest, folder)[0]
         self._tables.finish(copy.tables)
-        self._held[digest] = replace(copy, factors=self._factors(copy.linear))
+        self._held[digest] = replace(copy, factors=self._factors(copy))
 
     def _copy_of(self, digest: str, folder: str, name: str = "") -> tuple[_Copy, AdapterFile]:
         """Read and check an adapter. Runs in any thread: computes nothing with the model's weights."""
@@ -277,15 +278,24 @@ class Adapters:
         )
         return copy, adapter
 
-    def _factors(self, linear: list[_Held]) -> list[tuple[LowRankPool, Tensor]]:
-        """Return the factors of all layers with lengths of rows. All ranks must call together."""
+    def _factors(self, copy: _Copy) -> list[tuple[LowRankPool, Tensor]]:
+        """Return the factors of all linear layers with lengths of rows, and keep the factors of experts in
+        ``copy``. All ranks must call together."""
         layers: dict[int, Scaled] = {}
-        for held in linear:
+        for held in copy.linear:
             if held.magnitude is not None:
                 low = held.target.low
                 layer = layers.setdefault(id(low), Scaled(low, divided=_columns(held.target.taken) != _ALL))
                 layer.add(held.target.part, held.a, held.b, held.magnitude, map(_rows, held.target.taken))
-        return factors_of(list(layers.values()), self._comm)
+        experts = [ScaledExperts(held) for held in copy.experts if held.lengths is not None]
+        made = factors_of([*layers.values(), *experts], self._comm)
+        keep_factors(experts, made[len(layers) :])
+        pools = [layer.low.pool for layer in layers.values() if layer.low.pool is not None]
+        return list(zip(pools, made, strict=False))
+
+    def experts_moved(self) -> None:
+        """Call after experts have moved between ranks."""
+        self._routed.moved()
 
     def place(self, digest: str, place: int, replica: int | None = None) -> None:
         """Copy an adapter to ``place`` of the pool, over any other adapter. ``replica``: another replica,
@@ -377,7 +387,7 @@ def _targets(model: Model, weights: WeightMap) -> dict[str, _Target]:
 
 def takes_factors(target: _Target | ExpertPlace) -> bool:
     """Return True if the layer of ``target`` supports factors of its outputs (DoRA)."""
-    return isinstance(target, _Target) and target.low.base is not None
+    return isinstance(target, ExpertPlace) or target.low.base is not None
 
 
 def _adapted(model: Model) -> Iterable[tuple[str, LowRank]]:

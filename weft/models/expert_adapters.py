@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +22,7 @@ from weft.config.adapter_files.tensors import AdapterModule
 from weft.layers.build import AdapterOptions
 from weft.layers.low_rank import LowRank
 from weft.layers.pending_codes import Weight
+from weft.models.expert_factors import ScaledExperts
 from weft.models.weights import Placement, WeightMap
 from weft.moe.block import RoutedMLP
 from weft.ops import torch_ops
@@ -55,6 +56,13 @@ class _Matrix:
     columns: list[tuple[int, int]]
     parts: int
     """2 for gate and up."""
+    squares: dict[int, Tensor] = field(default_factory=dict)
+    """Square sums of the rows of the matrix of an expert, wide; see ``expert_factors``."""
+
+    @property
+    def here(self) -> Sequence[int]:
+        """Experts of this rank, in order of their local places; (0,) for a shared expert."""
+        return self.block.experts_here if self.experts else (0,)
 
     def part_of(self, begin: int) -> int:
         """Return the part of the row ``begin``."""
@@ -89,6 +97,10 @@ class HeldExperts:
     b: Tensor
     """[experts, rank, outputs of this rank], with the scale."""
     rank: int
+    lengths: Tensor | None = None
+    """DoRA: lengths of the rows, wide [experts, outputs of this rank]; NaN for outputs without a length."""
+    factors: tuple[tuple[int, ...], Tensor] | None = None
+    """DoRA: experts of this rank, and the factors of their outputs, wide [experts here, outputs]."""
 
 
 def short(module: str) -> str:
@@ -117,6 +129,8 @@ class RoutedAdapters:
         """Name of a published module -> place. Stacks are in ``stacks``."""
         self.stacks: dict[str, list[ExpertPlace]] = {}
         """Name of the module with the stacks -> places of the stacks."""
+        self._scaled: dict[tuple[int | None, int], list[HeldExperts]] = {}
+        """Adapters with factors (DoRA), by replica and place."""
         self.known = set[str]()
         """Names of experts' modules, also without memory for adapters of experts."""
         blocks = {name: module for name, module in model.named_modules() if isinstance(module, RoutedMLP)}
@@ -199,6 +213,8 @@ class RoutedAdapters:
         outputs, inputs = matrix.shape
         a = torch.zeros(count, matrix.parts, rank, inputs, dtype=self._dtype)
         b = torch.zeros(count, rank, outputs, dtype=self._dtype)
+        scaled = any(module.magnitude for module, _ in modules)
+        lengths = torch.full((count, outputs), torch.nan, dtype=wide) if scaled else None
         for module, place in modules:
             number = max(place.expert, 0)
             own = slice(None) if place.expert < 0 and matrix.experts else slice(number, number + 1)
@@ -211,9 +227,14 @@ class RoutedAdapters:
             for part in parts:
                 a[own, part, :own_rank] = first.to(self._dtype)
             b[own, :own_rank, begin:end] = second.transpose(1, 2).to(self._dtype)
+            if module.magnitude and lengths is not None:
+                column = tensors[module.magnitude].to(wide).view(1, -1, 1)
+                lengths[own, begin:end] = _arranged(place, column, wide).squeeze(2)
         a = torch.cat([a[..., begin:end] for begin, end in matrix.columns], dim=-1)
         b = torch.cat([b[..., begin:end] for begin, end in matrix.rows], dim=-1)
-        return HeldExperts(matrix, a.contiguous(), b.contiguous(), rank)
+        if lengths is not None:
+            lengths = torch.cat([lengths[:, begin:end] for begin, end in matrix.rows], dim=-1)
+        return HeldExperts(matrix, a.contiguous(), b.contiguous(), rank, lengths)
 
     def clear(self, place: int, replica: int | None = None) -> None:
         """Remove the adapter of ``place``. ``replica``: another replica; None for the own."""
@@ -230,6 +251,8 @@ class RoutedAdapters:
             pool.b[numbers] = 0
             for number in numbers:
                 pool.set_rank(number, 0)
+                pool.factors.pop(number, None)
+        self._scaled.pop((replica, place), None)
         # One set per block, and gate and up come before down.
         for one in self._matrices:
             if one.experts or replica is None:
@@ -258,13 +281,32 @@ class RoutedAdapters:
             if not matrix.experts and replica is not None:
                 continue
             own, changing, stride = self._numbered(matrix, place, replica)
-            here = torch.tensor(_here(matrix), dtype=torch.int64)
+            here = torch.tensor(matrix.here, dtype=torch.int64)
             numbers = torch.arange(len(here)) * stride + own
             pool.a[numbers, :, : one.rank] = one.a[here].to(pool.a.device)
             pool.b[numbers, : one.rank] = one.b[here].to(pool.b.device)
             for number in numbers.tolist():
                 pool.set_rank(number, one.rank)
             changing.add(own)
+            if one.lengths is not None:
+                self._scaled.setdefault((replica, place), []).append(one)
+                self._scale(one, place, replica)
+
+    def moved(self) -> None:
+        """Set the factors (DoRA) of the experts that are here now. Call after experts have moved."""
+        for (replica, place), held in self._scaled.items():
+            for one in held:
+                self._scale(one, place, replica)
+
+    def _scale(self, one: HeldExperts, place: int, replica: int | None) -> None:
+        """Set the factors of the outputs of an adapter in ``place``."""
+        pool = one.matrix.low.pool
+        assert pool is not None
+        own, _, stride = self._numbered(one.matrix, place, replica)
+        ScaledExperts(one).update()
+        assert one.factors is not None
+        for number, factors in enumerate(one.factors[1]):
+            pool.factors[number * stride + own] = factors
 
 
 def _matrices(model: Model) -> Iterable[_Matrix]:
@@ -315,13 +357,8 @@ def _sizes(one: _Matrix) -> tuple[int, int, tuple[int, int], list[tuple[int, int
     count = 1
     if one.experts:
         assert one.block.low is not None
-        count = len(_here(one)) * one.block.low.replicas
+        count = len(one.here) * one.block.low.replicas
     return count, one.parts, (begin, inputs), spans
-
-
-def _here(one: _Matrix) -> Sequence[int]:
-    """Return the experts of this rank, in order of their local places."""
-    return one.block.experts_here if one.experts else (0,)
 
 
 def _place(matrix: _Matrix, placement: Placement) -> ExpertPlace | None:

@@ -187,11 +187,12 @@ class ExpertAdapters:
             mine = x[row]
             at = (numbers[row] + expert * self._places).to(torch.int32)
             rows = AdapterRows(at, torch.unique(at).tolist())
+            biases = products.biases(expert)
             inner = products.up(expert, mine)
-            self.up.add(inner, mine, rows)
+            self.up.add(inner, mine, rows, biases[0])
             inner = products.activate(inner).contiguous()
             out = products.down(expert, inner)
-            self.down.add(out, inner, rows)
+            self.down.add(out, inner, rows, biases[1])
             made[pairs] = out
         return made.view(*places.shape, -1)
 

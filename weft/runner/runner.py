@@ -357,6 +357,8 @@ class Runner:
                 self._sampler.slots.free(op.slot)
             elif isinstance(op, Rebalance) and self._model.experts is not None:
                 drive(self._model.experts.rebalance())
+                if self.adapters is not None:
+                    self.adapters.experts_moved()
         if plan.ops:
             if self.adapters is not None:
                 self.adapters.apply(plan.ops)
