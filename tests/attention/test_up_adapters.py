@@ -42,7 +42,9 @@ def adapters(scene: Scene) -> UpAdapters:
 def merged(scene: Scene, low: UpAdapters, place: int) -> None:
     """Add the adapter of ``place`` to the matrices of ``scene``."""
     if place >= 0:
-        product = (low.pool.b[place].T.double() @ low.pool.a[place, 0].double()).unflatten(0, (scene.shape.heads, -1))
+        product = (low.pool.b[place].T.double() @ low.pool.a[place, 0].double()).unflatten(
+            0, (scene.shape.heads, -1)
+        )
         scene.keys = (scene.keys.double() + product[:, : scene.shape.nope]).to(scene.dtype)
         scene.values = (scene.values.double() + product[:, scene.shape.nope :]).to(scene.dtype)
 
@@ -50,7 +52,9 @@ def merged(scene: Scene, low: UpAdapters, place: int) -> None:
 def run(scene: Scene, backend: LatentBackend, low: UpAdapters, rows: list[int]) -> Tensor:
     """Return the outputs of the sequences ``rows`` with their adapters."""
     segment, tokens = scene.segment([(row, 0, scene.rows[row][1]) for row in rows])
-    numbers = torch.tensor([PLACES[row] for row in rows for _ in range(scene.rows[row][1])], dtype=torch.int32)
+    numbers = torch.tensor(
+        [PLACES[row] for row in rows for _ in range(scene.rows[row][1])], dtype=torch.int32
+    )
     present = sorted({place for place in numbers.tolist() if place >= 0})
     changes = low.of(AdapterRows(numbers, present)) if present else None
     q, angles = scene.q[tokens], (scene.cos[tokens], scene.sin[tokens])
@@ -92,7 +96,9 @@ def test_factors_scale_queries_and_values() -> None:
     """DoRA: factors of the outputs of a merged matrix."""
     scene = Scene([(3, 4), (0, 2)], Shape())
     low = adapters(scene)
-    factors = torch.rand(low.pool.b.shape[2], generator=torch.Generator().manual_seed(2), dtype=scene.dtype) + 0.5
+    factors = (
+        torch.rand(low.pool.b.shape[2], generator=torch.Generator().manual_seed(2), dtype=scene.dtype) + 0.5
+    )
     low.pool.factors[0] = factors
     rows = AdapterRows(torch.tensor([0, 0, 0, 0, -1, -1], dtype=torch.int32), [0])
     changes = low.of(rows)

@@ -57,7 +57,13 @@ def all_modules(base: Path, model: Decoder) -> str:
     return "^(" + "|".join(map(re.escape, found)) + ")$"
 
 
-LATENT = ["deepseek-v2-greedy", "deepseek-v3-full-queries-bias", "deepseek-v32", "deepseek-v32-yarn", "glm-dsa"]
+LATENT = [
+    "deepseek-v2-greedy",
+    "deepseek-v3-full-queries-bias",
+    "deepseek-v32",
+    "deepseek-v32-yarn",
+    "glm-dsa",
+]
 LATENT += ["nemotron-h-latent"]
 
 

@@ -141,7 +141,10 @@ def on_replicas(
         return engine, runner
 
     submits = world.submits()
-    parts = [[one for one in submits if one.sequence % 10 == 1], [one for one in submits if one.sequence % 10 != 1]]
+    parts = [
+        [one for one in submits if one.sequence % 10 == 1],
+        [one for one in submits if one.sequence % 10 != 1],
+    ]
     arrivals = [[part[:1], [], part[1:]] for part in parts]
     return run_layout(layout, make, Leading, arrivals, overlap=overlap)
 
@@ -168,7 +171,11 @@ def test_replicas_that_share_experts(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("places", "shape"),
-    [(1, "llama"), (2, "llama"), *(pytest.param(1, s, marks=pytest.mark.slow) for s in ("qwen3_moe", "deepseek_v3"))],
+    [
+        (1, "llama"),
+        (2, "llama"),
+        *(pytest.param(1, s, marks=pytest.mark.slow) for s in ("qwen3_moe", "deepseek_v3")),
+    ],
 )
 def test_prefill_and_decode_on_two_engines(places: int, shape: str, tmp_path: Path) -> None:
     world = World(tmp_path / "world", shape, EXPERTS if shape == "qwen3_moe" else "")

@@ -82,7 +82,9 @@ class LowRank:
         assert self.pool is not None
         if self._squares is None:
             self._squares = base_squares(self.base, inputs, self._dtype, self._device)
-        return merged_squares(self.base, self._squares, self.pool.spans, a.to(self._device), b.to(self._device))
+        return merged_squares(
+            self.base, self._squares, self.pool.spans, a.to(self._device), b.to(self._device)
+        )
 
 
 def merged_squares(

@@ -127,10 +127,11 @@ class Adapters:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._op_by_op = set[int]()
         """Places of adapters whose steps cannot be captured."""
-        nbytes = self._tables.nbytes + sum(low.nbytes for low in self._layers)
-        nbytes += sum(pool.nbytes for pool in self._routed.pools if pool is not None)
+        self.nbytes = self._tables.nbytes + sum(low.nbytes for low in self._layers)
+        """Bytes of the places of this rank."""
+        self.nbytes += sum(pool.nbytes for pool in self._routed.pools if pool is not None)
         _log.info(
-            "%d places for LoRA adapters of rank %d: %.1f MB", options.places, options.rank, nbytes / 1e6
+            "%d places for LoRA adapters of rank %d: %.1f MB", options.places, options.rank, self.nbytes / 1e6
         )
 
     def captures(self, present: Sequence[int]) -> bool:

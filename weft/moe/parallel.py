@@ -239,7 +239,9 @@ class DividedExperts:
         # Small sums: a one-shot all-reduce gives every rank all rows. Large sums: reduce-scatter, then
         # all-gather.
         if most * answers * x.shape[1] * size * ep.size <= ONE_SHOT:
-            came = yield from FORMS["reduce"](ep, rows, self._work(x, share, adapters, self._reaches(adapters)), None)
+            came = yield from FORMS["reduce"](
+                ep, rows, self._work(x, share, adapters, self._reaches(adapters)), None
+            )
             return self._finish(came.total, rows.scales, came.under, x.dtype)
         places = torch.where(rows.ranks == ep.rank, rows.places, -1)
         made = (self._answer_adapted if self._reaches(adapters) else self._answer)(x, places, rows.scales)

@@ -295,9 +295,7 @@ SlotUpdate: TypeAlias = (
 )
 
 
-OfNoSlot: TypeAlias = (
-    Encode | SendMedia | GatherMedia | MoveMedia | Rebalance | AdapterUpdate | ReplicaUpdate
-)
+OfNoSlot: TypeAlias = Encode | SendMedia | GatherMedia | MoveMedia | Rebalance | AdapterUpdate | ReplicaUpdate
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
