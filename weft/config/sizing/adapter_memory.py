@@ -1,4 +1,4 @@
-"""Estimated memory of LoRA adapters on a rank: the places of the pools, and the copies of adapters to load."""
+"""Estimated memory of LoRA adapters on a rank: the places of the pools, and copies of adapters."""
 
 from __future__ import annotations
 
