@@ -62,7 +62,7 @@ class ExpertGroup:
         """
         try:
             sent = msgspec.msgpack.encode(tuple(updates)) if updates else b""
-            decision, others = self._group.agree(vote_of(builder, unfinished), sent)
+            decision = self._group.agree(vote_of(builder, unfinished), sent)
         except CommLost as error:
             raise GroupLost(None, f"another replica is gone or late ({error.message})") from error
         if not decision.launch:
@@ -74,7 +74,7 @@ class ExpertGroup:
         builder.rebalance = agreed.rebalance
         builder.others = [
             ReplicaUpdate(replica=replica, update=update)
-            for replica, encoded in others.items()
+            for replica, encoded in decision.others.items()
             for update in _UPDATES.decode(encoded)
         ]
         return builder

@@ -67,9 +67,9 @@ class AgreementGroup:
         """Sockets to poll while asleep."""
         return self._wakeups.sockets
 
-    def agree(self, vote: Vote, updates: bytes = b"") -> tuple[Decision, dict[int, bytes]]:
-        """Wake the expert-parallel group if asleep, and wait for the votes of all replicas. Return the
-        decision and, for a launch, the ``updates`` of other replicas that are not empty.
+    def agree(self, vote: Vote, updates: bytes = b"") -> Decision:
+        """Wake the expert-parallel group if asleep, wait for the votes of all replicas, and return the
+        decision. For a launch, ``Decision.others`` has the ``updates`` of the other replicas.
 
         Sends ``vote`` with this replica's epoch, step and wave. A decision to launch counts as a launched
         step; a decision to sleep puts this replica to sleep. Raise CommLost if a replica is gone or late, and
@@ -89,15 +89,17 @@ class AgreementGroup:
             # A wake-up for the next wave may have come already: then `sleep` begins the wave at once.
             self._listen()
             self._waves.sleep()
-        others: dict[int, bytes] = {}
         # A second collective, in the same steps of all replicas: all have the same table of votes.
-        if decision.launch and (most := max(decision.updates)):
-            padded = np.frombuffer(updates.ljust(most, b"\0"), np.uint8).copy()
-            parts = self._comm.all_gather(torch.from_numpy(padded)).result().numpy()
-            for replica, size in enumerate(decision.updates):
-                if size and replica != self._replica:
-                    others[replica] = parts[replica, :size].tobytes()
-        return decision, others
+        if not decision.launch or not any(decision.updates):
+            return decision
+        padded = np.frombuffer(updates.ljust(max(decision.updates), b"\0"), np.uint8).copy()
+        parts = self._comm.all_gather(torch.from_numpy(padded)).result().numpy()
+        others = {
+            replica: parts[replica, :size].tobytes()
+            for replica, size in enumerate(decision.updates)
+            if size and replica != self._replica
+        }
+        return msgspec.structs.replace(decision, others=others)
 
     def close(self) -> None:
         """End the group, and close the wake-up channel."""

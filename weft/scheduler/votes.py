@@ -70,6 +70,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     agreed: Agreement
     updates: tuple[int, ...] = ()
     """Bytes of the updates of adapters, by replica."""
+    others: dict[int, bytes] = {}
+    """Updates of adapters of the other replicas that have updates. Set after the second collective."""
 
 
 def decide(table: np.ndarray) -> Decision:
