@@ -4,8 +4,8 @@
 
 All variants run in one process with one thread, interleaved. The clock counts the CPU time of the process.
 Random weights and random adapters of every linear layer: no token matters. Prints one line per variant with
-the time of one decode step, or of a prompt's token, the ratio to the engine without places, and for decode the
-ratio that the bytes of the adapters beside the bytes of the model explain.
+the time of one decode step, or of a prompt's token, and the ratio to the engine without places. For decode also
+the ratio that the bytes of the adapters beside the bytes of the model explain.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def report(what: str, times: dict[str, list[float]], explained: dict[str, float]
         ratio = statistics.median(own / first for own, first in zip(values, base, strict=True))
         line = f"{what:18} {name:22} {1e3 * statistics.median(values):9.3f} ms   {ratio:6.3f}"
         if explained is not None and name in explained:
-            line += f"   bytes explain {explained[name]:6.3f}, measured / explained {ratio / explained[name]:6.3f}"
+            rest = ratio / explained[name]
+            line += f"   bytes explain {explained[name]:6.3f}, measured / explained {rest:6.3f}"
         print(line, flush=True)
 
 

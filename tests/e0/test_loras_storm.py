@@ -1,4 +1,4 @@
-"""Storms of loads, drops, reloads and evictions: every request has the tokens of its adapter, or is refused."""
+"""Storms of loads, drops and evictions: every request has the tokens of its adapter, or is refused."""
 
 from __future__ import annotations
 
@@ -81,7 +81,11 @@ def test_loads_drops_and_evictions(shape: str, seed: int, tmp_path: Path) -> Non
         if number in refused:
             continue
         ended += 1
-        assert answers[number].tokens == (due[which] if which >= 0 else plain)[prompt], (number, which, prompt)
+        assert answers[number].tokens == (due[which] if which >= 0 else plain)[prompt], (
+            number,
+            which,
+            prompt,
+        )
     ops = [op for plan in runner.plans for op in plan.ops]
     assert len(asked) == REQUESTS
     assert ended > REQUESTS // 3
