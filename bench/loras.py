@@ -4,8 +4,8 @@
 
 All variants run in one process with one thread, interleaved. The clock counts the CPU time of the process.
 Random weights and random adapters of every linear layer: no token matters. Prints one line per variant with
-the time of one decode step, or of a prompt's token, and the ratio to the engine without places. For decode also
-the ratio that the bytes of the adapters beside the bytes of the model explain.
+the time of one decode step, or of a prompt's token, and the ratio to the engine without places;
+for decode also the ratio that the bytes of the adapters beside the bytes of the model explain.
 """
 
 from __future__ import annotations
