@@ -150,10 +150,8 @@ class LatentAttention(Layer):
                 continue
             rows = slice(segment.begin, segment.begin + segment.tokens)
             alone = segment.tokens == len(x)
-            own = None
-            if changes is not None and low is not None:
-                # Entries are expanded with the matrices of one adapter only, so such rows are absorbed.
-                own = low.of(changes.rows.segment(rows.start, rows.stop))
+            # Entries are expanded with the matrices of one adapter only, so such rows are absorbed.
+            own = None if changes is None else changes.low.of(changes.rows.segment(rows.start, rows.stop))
             backend.attend(
                 q if alone else q[rows],
                 out if alone else out[rows],

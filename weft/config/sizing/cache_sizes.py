@@ -116,8 +116,7 @@ def cache_bytes(
     estimates. The engine divides again, with ``pools_for``, after the weights are loaded.
 
     ``spec``: the whole model. ``copies``: copies of the recurrent state per slot. ``transfers``: see
-    ``bytes_for``. ``images``: bytes of a rank's embedding cache. ``adapters``: see ``adapter_bytes``. Raise
-    ConfigError.
+    ``bytes_for``. ``images``: of the embedding cache. ``adapters``: ``adapter_bytes``. Raise ConfigError.
     """
     weights = planned_weights(spec, dtype, device, model, parallel)
     ranks = ranks_on_device(parallel, device, host)
