@@ -168,9 +168,7 @@ class Sequence:
         self.choice = submit.choice
         self.seed = submit.seed
         self.salt = submit.salt
-        self.adapter, self.place = submit.adapter, -1  # digest; place in the pool, from queue to end
-        self.adapts_experts = False
-        """True if the adapter in the place changes experts."""
+        self.adapter, self.place, self.adapts_experts = submit.adapter, -1, False  # digest; place while queued
         self.client, self.payer = submit.client, submit.payer
         self.session = submit.session
         self.params: TokenParams = submit.params
