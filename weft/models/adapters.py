@@ -129,7 +129,7 @@ class Adapters:
         """Places of adapters whose steps cannot be captured."""
         self.nbytes = self._tables.nbytes + sum(low.nbytes for low in self._layers)
         """Bytes of the places of this rank."""
-        self.nbytes += sum(pool.nbytes for pool in self._routed.pools if pool is not None)
+        self.nbytes += self._routed.nbytes
         _log.info(
             "%d places for LoRA adapters of rank %d: %.1f MB", options.places, options.rank, self.nbytes / 1e6
         )

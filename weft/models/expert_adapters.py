@@ -23,10 +23,10 @@ from weft.layers.build import AdapterOptions
 from weft.layers.low_rank import LowRank
 from weft.layers.pending_codes import Weight
 from weft.models.expert_factors import ScaledExperts
+from weft.models.slices import apart
 from weft.models.weights import Placement, WeightMap
 from weft.moe.block import RoutedMLP
 from weft.ops import torch_ops
-from weft.ops.low_rank import LowRankPool
 
 if TYPE_CHECKING:
     from weft.models.decoder import Model
@@ -129,8 +129,9 @@ class RoutedAdapters:
         """Name of a published module -> place. Stacks are in ``stacks``."""
         self.stacks: dict[str, list[ExpertPlace]] = {}
         """Name of the module with the stacks -> places of the stacks."""
-        self._scaled: dict[tuple[int | None, int], list[HeldExperts]] = {}
-        """Adapters with factors (DoRA), by replica and place."""
+        self._scaled: dict[
+            tuple[int | None, int], list[HeldExperts]
+        ] = {}  # with factors, by replica and place
         self.known = set[str]()
         """Names of experts' modules, also without memory for adapters of experts."""
         blocks = {name: module for name, module in model.named_modules() if isinstance(module, RoutedMLP)}
@@ -167,9 +168,8 @@ class RoutedAdapters:
             return
 
     @property
-    def pools(self) -> list[LowRankPool | None]:
-        """The pools of all matrices."""
-        return [one.low.pool for one in self._matrices]
+    def nbytes(self) -> int:
+        return sum(one.low.nbytes for one in self._matrices)
 
     def find(self, module: AdapterModule) -> ExpertPlace | None:
         """Return the place of an adapted module, or None."""
@@ -186,11 +186,9 @@ class RoutedAdapters:
 
     def why_not(self, module: str) -> str | None:
         """Return the reason why adapters of experts are not served; None if ``module`` names no experts."""
-        if _bare(module) not in self.known:
+        if self._options.experts or _bare(module) not in self.known:
             return None
-        if not self._options.experts:
-            return "adapters of experts require --lora-experts"
-        return None
+        return "adapters of experts require --lora-experts"
 
     def read(
         self, modules: Iterable[tuple[AdapterModule, ExpertPlace]], tensors: Mapping[str, Tensor]
@@ -220,7 +218,7 @@ class RoutedAdapters:
             own = slice(None) if place.expert < 0 and matrix.experts else slice(number, number + 1)
             own_rank, scale = _numbers(module, place)
             experts = matrix.experts if module.stacks else 0
-            first, second = _apart(experts, tensors[module.a], tensors[module.b].to(wide) * scale)
+            first, second = apart(experts, tensors[module.a], tensors[module.b].to(wide) * scale)
             second = _arranged(place, second, wide)
             begin, end = place.rows
             parts = range(matrix.part_of(begin), matrix.part_of(end - 1) + 1)
@@ -391,14 +389,6 @@ def _numbers(module: AdapterModule, place: ExpertPlace) -> tuple[int, float]:
         if stack.parameter == place.parameter:
             return stack.rank, stack.scale
     return module.rank, module.scale
-
-
-def _apart(experts: int, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ([experts, rank, inputs], [experts, outputs, rank]) of both tensors of a module. ``experts``: 0
-    for a single expert."""
-    if not experts:
-        return a.unsqueeze(0), b.unsqueeze(0)
-    return a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
 
 
 def _arranged(place: ExpertPlace, b: Tensor, dtype: torch.dtype) -> Tensor:

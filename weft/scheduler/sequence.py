@@ -168,7 +168,7 @@ class Sequence:
         self.choice = submit.choice
         self.seed = submit.seed
         self.salt = submit.salt
-        self.adapter, self.place, self.adapts_experts = submit.adapter, -1, False  # digest; place while queued
+        self.adapter, self.place, self.adapts_experts = submit.adapter, -1, False
         self.client, self.payer = submit.client, submit.payer
         self.session = submit.session
         self.params: TokenParams = submit.params
