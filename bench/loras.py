@@ -4,13 +4,15 @@
 
 All variants run in one process with one thread, interleaved. The clock counts the CPU time of the process.
 Random weights and random adapters of every linear layer: no token matters. Prints one line per variant with
-the time of one decode step, or of a prompt's token, and the ratio to the engine without places.
+the time of one decode step, or of a prompt's token, and the ratio to the engine without places;
+for decode also the ratio that the bytes of the adapters beside the bytes of the model explain.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import tempfile
@@ -69,12 +71,26 @@ def prefill(llm: LLM, names: list[str]) -> float:
     return seconds(llm, 1, names, 1, 512) / 512
 
 
-def report(what: str, times: dict[str, list[float]]) -> None:
-    """Print medians, and ratios to the first variant."""
-    first = statistics.median(next(iter(times.values())))
+def report(what: str, times: dict[str, list[float]], explained: dict[str, float] | None = None) -> None:
+    """Print medians, and medians of the ratios to the first variant of the same round. ``explained``: ratios
+    that the bytes explain."""
+    base = next(iter(times.values()))
     for name, values in times.items():
-        middle = statistics.median(values)
-        print(f"{what:18} {name:22} {1e3 * middle:9.3f} ms   {middle / first:6.3f}", flush=True)
+        ratio = statistics.median(own / first for own, first in zip(values, base, strict=True))
+        line = f"{what:18} {name:22} {1e3 * statistics.median(values):9.3f} ms   {ratio:6.3f}"
+        if explained is not None and name in explained:
+            rest = ratio / explained[name]
+            line += f"   bytes explain {explained[name]:6.3f}, measured / explained {rest:6.3f}"
+        print(line, flush=True)
+
+
+def elements(folder: Path) -> int:
+    """Return the number of elements of all tensors in ``folder``."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return total
 
 
 def main() -> None:
@@ -110,13 +126,15 @@ def main() -> None:
         variants = {"no places": (without, []), "places, base rows": (adapted, list[str]())}
         for count in arguments.adapters:
             variants[f"{count} adapters"] = (adapted, list(modules)[:count])
+        share = elements(Path(modules["a0"])) / elements(base)
+        explained = {name: 1 + len(one[1]) * share for name, one in variants.items()}
         for rows in arguments.rows:
             fitting = {name: one for name, one in variants.items() if len(one[1]) <= rows}
             times: dict[str, list[float]] = {name: [] for name in fitting}
             for _ in range(arguments.rounds):
                 for name, (llm, names) in fitting.items():
                     times[name].append(decode(llm, rows, names, arguments.tokens))
-            report(f"decode, {rows} rows", times)
+            report(f"decode, {rows} rows", times, {name: explained[name] for name in fitting})
         times = {name: [] for name in variants}
         for _ in range(arguments.rounds):
             for name, (llm, names) in variants.items():

@@ -51,7 +51,7 @@ ALONE = [
     "| the generic backend with MTP, `--deterministic` or images | [generic](generic.md) |",
     "| a draft model with a recurrent state; a draft model with experts under "
     "`--enable-expert-parallel` | [speculation](speculation.md) |",
-    "| adapters of `kv_b_proj` and of DeepSeek V4's attention | [adapters](lora.md) |",
+    "| adapters of routers and of DeepSeek V4's attention | [adapters](lora.md) |",
     "| images of Gemma 3 and of the larger models of Gemma 4 with `--attention-backend flashinfer` | "
     "[architecture](architecture.md#images) |",
     "| latent experts (Nemotron 3 Super) with `--enable-expert-parallel` | "

@@ -52,11 +52,22 @@ def all_modules(base: Path, model: Decoder) -> str:
         if tensor.dim() == 2
         and model.adapters._target(one(module := name.removesuffix(".weight"))) is not None
     ]
-    assert any("attn" in module for module in found)
+    assert any("attn" in module or "mixer" in module for module in found)
+    assert any("kv_b_proj" in module for module in found) == (model.spec.mla is not None)
     return "^(" + "|".join(map(re.escape, found)) + ")$"
 
 
-@pytest.mark.parametrize("family", CASES)
+LATENT = [
+    "deepseek-v2-greedy",
+    "deepseek-v3-full-queries-bias",
+    "deepseek-v32",
+    "deepseek-v32-yarn",
+    "glm-dsa",
+]
+LATENT += ["nemotron-h-latent"]
+
+
+@pytest.mark.parametrize("family", [*CASES, *LATENT])
 def test_tokens_of_the_merged_checkpoint(family: str, tmp_path: Path) -> None:
     base = Path(make_checkpoint(family, tmp_path / "base").folder)
     model = adapted(base)

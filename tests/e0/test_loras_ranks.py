@@ -12,7 +12,7 @@ import torch
 from tests.e0.rig import Answer, make_engine, run, spec_of
 from tests.e0.test_loras import GREEDY, PROMPTS, TARGETS, World, load
 from tests.engine.pair_rig import pair_of, submit
-from tests.support.expert_groups import Leading
+from tests.support.expert_groups import Leading, Replica, run_layout
 from tests.support.loras import EXPERTS
 from tests.support.ranks import on_ranks
 from tests.support.slowness import deadline
@@ -24,7 +24,7 @@ from weft.models.loader import load_model
 from weft.parallel.mesh import Mesh
 from weft.runner.runner import Runner
 from weft.types.layout import Layout
-from weft.types.plan import StepPlan, StepResult
+from weft.types.plan import PlaceAdapter, ReplicaUpdate, StepPlan, StepResult
 
 WAIT = deadline(60.0)
 
@@ -84,8 +84,9 @@ def test_two_ranks_and_one_place(shape: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["qwen3_moe", "qwen3_next", "deepseek_v3"])
-def test_parts_of_experts_on_two_ranks(shape: str, tmp_path: Path) -> None:
-    world = World(tmp_path, shape, EXPERTS)
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_parts_of_experts_on_two_ranks(shape: str, use_dora: bool, tmp_path: Path) -> None:
+    world = World(tmp_path, shape, EXPERTS, use_dora=use_dora)
     world.check(on_two_ranks(world, depth=2))
 
 
@@ -104,12 +105,77 @@ DIVIDED = {
 def test_whole_experts_on_two_ranks(name: str, tmp_path: Path) -> None:
     """Rows bring the adapter to the rank of the expert, and adapters move with the expert."""
     shape, interval, options = DIVIDED[name]
-    world = World(tmp_path, shape, EXPERTS)
+    world = World(tmp_path, shape, EXPERTS, use_dora=name == "moving")
     world.check(on_two_ranks(world, depth=2, expert=True, interval=interval, experts=options))
 
 
+REPLICAS = {
+    "gather": ("qwen3_moe", Layout(data=2, expert=True), 0, ExpertOptions(dispatch="gather")),
+    "low-latency": ("qwen3_next", Layout(data=2, expert=True), 0, ExpertOptions(dispatch="low-latency")),
+    "throughput": ("deepseek_v3", Layout(data=2, expert=True), 0, ExpertOptions(dispatch="throughput")),
+    "four-ranks": ("deepseek_v3", Layout(data=2, tensor=2, expert=True), 0, ExpertOptions()),
+    "moving": ("deepseek_v3", Layout(data=2, expert=True), 5, ExpertOptions(redundant=2, counts=True)),
+    "overlap": ("qwen3_moe", Layout(data=2, expert=True), 0, ExpertOptions()),
+}
+
+
+def on_replicas(
+    world: World, layout: Layout, interval: int, experts: ExpertOptions, overlap: str, depth: int = 2
+) -> list[Replica]:
+    """Return the results of replicas that share experts, with one place each. The first replica serves
+    every prompt under the first adapter, the second under the second adapter and without one."""
+    places = AdapterOptions(places=1, rank=4, experts=True, saved=True)
+
+    def make(mesh: Mesh) -> tuple[Any, Any]:
+        made = {"adapters": places, "mesh": mesh, "progress": False, "experts": experts}
+        model = load_model(str(world.base), spec_of(world.base), torch.float64, torch.device("cpu"), **made)
+        assert isinstance(model, Decoder)
+        lora = LoraSection(max_loras=1, lora_experts=True)
+        options = {"launcher": mesh.launcher, "chunk": 7, "depth": depth, "lora": lora}
+        engine, runner = make_engine(world.base, model=model, **options)
+        engine.balance = Balance(interval)
+        # Each replica knows one adapter: the ranks of the other replica get the adapter from here.
+        number = mesh.layout.replica(mesh.rank)
+        if not mesh.layout.place(mesh.rank):
+            load(engine, world.adapters[number], world.digests[number + 1])
+        return engine, runner
+
+    submits = world.submits()
+    parts = [
+        [one for one in submits if one.sequence % 10 == 1],
+        [one for one in submits if one.sequence % 10 != 1],
+    ]
+    arrivals = [[part[:1], [], part[1:]] for part in parts]
+    return run_layout(layout, make, Leading, arrivals, overlap=overlap)
+
+
 @pytest.mark.parametrize(
-    ("places", "shape"), [(1, "llama"), (2, "llama"), pytest.param(1, "qwen3_moe", marks=pytest.mark.slow)]
+    "name", ["gather", *(pytest.param(s, marks=pytest.mark.slow) for s in [*REPLICAS][1:])]
+)
+def test_replicas_that_share_experts(name: str, tmp_path: Path) -> None:
+    """Equal places of two replicas have different adapters, and each rank answers for both."""
+    shape, layout, interval, options = REPLICAS[name]
+    world = World(tmp_path, shape, EXPERTS, use_dora=name in ("moving", "four-ranks"))
+    made = on_replicas(world, layout, interval, options, "all" if name == "overlap" else "off")
+    world.check({number: answer for replica in made for number, answer in replica.answers.items()})
+    for replica in made:
+        updates = [op for plan in replica.plans for op in plan.ops if isinstance(op, ReplicaUpdate)]
+        assert any(isinstance(op.update, PlaceAdapter) for op in updates)
+    agreed = [plan.agreed for plan in made[0].plans if plan.agreed is not None]
+    assert any(one.adapted for one in agreed)
+    if name == "overlap":
+        assert any(one.adapted and one.overlap for one in agreed)
+    if interval:
+        assert any(one.rebalance for one in agreed)
+
+
+@pytest.mark.parametrize(
+    ("places", "shape"),
+    [
+        (1, "llama"),
+        (2, "llama"),
+        *(pytest.param(1, s, marks=pytest.mark.slow) for s in ("qwen3_moe", "deepseek_v3")),
+    ],
 )
 def test_prefill_and_decode_on_two_engines(places: int, shape: str, tmp_path: Path) -> None:
     world = World(tmp_path / "world", shape, EXPERTS if shape == "qwen3_moe" else "")

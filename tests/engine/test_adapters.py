@@ -23,6 +23,9 @@ class Anything:
     def __init__(self) -> None:
         self.reads: dict[str, Future[AdapterFile]] = {}
 
+    def changes_experts(self, adapter: AdapterFile) -> bool:
+        return False
+
     def check(self, adapter: AdapterFile) -> None:
         pass
 

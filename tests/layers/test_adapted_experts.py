@@ -126,3 +126,26 @@ def test_values_of_the_definition() -> None:
             gate, value = (up @ x[row]).chunk(2)
             due += scale * (down @ (torch.nn.functional.silu(gate) * value))
         torch.testing.assert_close(together[row], due, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_factors_leave_biases_alone(dtype: torch.dtype) -> None:
+    """DoRA: the product without the bias is scaled, in torch and in the layout of the C++ operations."""
+    made = block("biased", dtype, "none")
+    products, x = made.products, inputs(dtype)
+    numbers = torch.full((len(x),), 2 * 3 + 1, dtype=torch.int32)
+    at = AdapterRows(numbers, [2 * 3 + 1])
+    for low, product, bias in (
+        (made.low.up, products.up, products.biases(2)[0]),
+        (made.low.down, products.down, products.biases(2)[1]),
+    ):
+        given = x if low is made.low.up else x[:, :INNER].contiguous()
+        plain = product(2, given, biased=False)
+        torch.testing.assert_close(plain + bias, product(2, given))
+        low.add(plain, given, at)
+        factors = torch.rand(len(bias), generator=torch.Generator().manual_seed(5), dtype=dtype) + 0.5
+        low.pool.factors[2 * 3 + 1] = factors
+        scaled = product(2, given)
+        low.add(scaled, given, at, bias)
+        torch.testing.assert_close(scaled, plain * factors + bias, rtol=1e-4, atol=1e-5)

@@ -193,6 +193,23 @@ def test_votes_over_gloo(kind: str, tmp_path) -> None:  # type: ignore[no-untype
     assert in_threads(3, replica) == [[1, 2, 3, 4]] * 3
 
 
+def test_updates_reach_the_other_replicas_in_the_step_of_a_launch() -> None:
+    store, wakeup = dist.HashStore(), LocalWakeups(3)
+    sent = [b"one", b"", b"others have \0"]
+
+    def replica(number: int) -> list[dict[int, bytes]]:
+        group = AgreementGroup(number, 3, wakeup.of(number))
+        group.connect(store, 0, 30)
+        made = [group.agree(vote, sent[number]) for vote in (BUSY, BUSY)]
+        made.append(group.agree(Vote(unfinished=True), sent[number]))  # no launch: the updates wait
+        made.append(group.agree(BUSY))
+        return [one.others for one in made]
+
+    for number, made in enumerate(in_threads(3, replica)):
+        due = {other: one for other, one in enumerate(sent) if one and other != number}
+        assert made == [due, due, {}, {}]
+
+
 def test_bells_follow_who_moves() -> None:
     """A restarted engine listens at a new address. Nothing is sent to the old address."""
     sockets = [WakeupSocket("tcp://127.0.0.1:*", number) for number in range(2)]

@@ -322,7 +322,7 @@ def test_an_oversized_request_votes_for_its_chunk(checkpoints: Any) -> None:
     votes = []
 
     class Listening(ExpertGroup):
-        def settle(self, plan, unfinished, idle):  # type: ignore[no-untyped-def, override]
+        def settle(self, plan, unfinished, idle, updates=()):  # type: ignore[no-untyped-def, override]
             votes.append(vote_of(plan, unfinished))
             return plan
 

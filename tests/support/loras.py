@@ -16,7 +16,10 @@ from weft.config.adapters import read_adapter
 ATTENTION = r"self_attn\.(q|k|v|o)_proj$"
 DENSE = r"(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)$"
 TABLES = r"(self_attn\.q_proj|embed_tokens|lm_head)$"
-LATENT = r"(self_attn\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|o_proj)|layers\.0\.mlp\.(gate|up|down)_proj)$"
+LATENT = (
+    r"(self_attn\.(q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj)"
+    r"|layers\.0\.mlp\.(gate|up|down)_proj)$"
+)
 DELTA = (
     r"(linear_attn\.(in_proj_qkvz|in_proj_ba|out_proj)|self_attn\.(q|k|v|o)_proj|layers\.1\.mlp\.\w+_proj)$"
 )

@@ -28,6 +28,8 @@ class ModelAdapters(Protocol):
 
     def check(self, adapter: AdapterFile) -> None: ...
 
+    def changes_experts(self, adapter: AdapterFile) -> bool: ...
+
     def prefetch(self, digest: str, folder: str, name: str = "") -> Future[AdapterFile]: ...
 
 
@@ -157,7 +159,7 @@ class EngineAdapters:
                 f"the folder of adapter {name!r} has other content than announced; load the adapter again",
                 param="digest",
             )
-        self._book.load(adapter.digest, adapter.folder, pinned)
+        self._book.load(adapter.digest, adapter.folder, pinned, self._model.changes_experts(adapter))
         log.info("LoRA adapter %r loaded: rank %d, %.1f MB", name, adapter.rank, adapter.nbytes / 1e6)
         return adapter.digest
 

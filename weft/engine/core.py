@@ -44,7 +44,7 @@ from weft.scheduler.plan_builder import PlanBuilder
 from weft.scheduler.scheduler import Scheduler
 from weft.tracing.writer import SpanWriter
 from weft.types.messages import OLDEST, VERSION, EngineStats, TokenEvent, Welcome
-from weft.types.plan import Rebalance, StepPlan, TokenMasks
+from weft.types.plan import AdapterUpdate, Rebalance, StepPlan, TokenMasks
 from weft.types.tier_flush import FlushTier
 
 log = get_logger(__name__)
@@ -223,7 +223,11 @@ class EngineCore(EngineLoop[StepHandle]):
         # All replicas of an expert-parallel group must launch the same step. `settle` may replace an absent
         # builder by an idle step, or hold the local builder back.
         if self.expert_group is not None:
-            builder = self.expert_group.settle(builder, self._unfinished(), self.scheduler.idle)
+            # Each rank answers for rows of all replicas, so all ranks need the adapters of all replicas.
+            updates: Sequence[AdapterUpdate] = ()
+            if self.config.lora.lora_experts and isinstance(self.scheduler, Scheduler):
+                updates = self.scheduler.adapter_updates
+            builder = self.expert_group.settle(builder, self._unfinished(), self.scheduler.idle, updates)
         return builder
 
     def _launch(self, plan: StepPlan, began: float) -> None:

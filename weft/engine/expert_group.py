@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from weft.group.types import GroupLost
 from weft.overlap.split import larger_micro_batch
 from weft.parallel.agreement import AgreementGroup
 from weft.parallel.group_comm import CommLost
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.scheduler.votes import Vote, most_drafts
+from weft.types.plan import AdapterUpdate, ReplicaUpdate
+
+_UPDATES = msgspec.msgpack.Decoder(tuple[AdapterUpdate, ...])
 
 
 class ExpertGroup:
@@ -38,20 +43,26 @@ class ExpertGroup:
         return self._group.sockets
 
     def settle(
-        self, builder: PlanBuilder | None, unfinished: bool, idle: Callable[[], PlanBuilder]
+        self,
+        builder: PlanBuilder | None,
+        unfinished: bool,
+        idle: Callable[[], PlanBuilder],
+        updates: Sequence[AdapterUpdate] = (),
     ) -> PlanBuilder | None:
         """Return the builder of the step to launch now, or None if the replicas launch no step.
 
         ``builder``: the proposal of the local replica, or None. ``unfinished``: True if the local replica has
-        live sequences or steps in flight. The result is ``builder``, or ``idle()`` without a proposal, with
-        the fields ``agreed``, ``micro_batches`` and ``rebalance`` set in place. Blocks until all replicas
+        live sequences or steps in flight. ``updates``: updates of adapters in the plan, which the ranks of
+        all replicas apply. The result is ``builder``, or ``idle()`` without a proposal, with the fields
+        ``agreed``, ``micro_batches``, ``rebalance`` and ``others`` set in place. Blocks until all replicas
         have voted.
 
         Raises GroupLost when a replica is gone or late, and EngineDead when the replicas are not at the same
         step.
         """
         try:
-            decision = self._group.agree(vote_of(builder, unfinished))
+            sent = msgspec.msgpack.encode(tuple(updates)) if updates else b""
+            decision = self._group.agree(vote_of(builder, unfinished), sent)
         except CommLost as error:
             raise GroupLost(None, f"another replica is gone or late ({error.message})") from error
         if not decision.launch:
@@ -61,6 +72,11 @@ class ExpertGroup:
         builder.agreed = agreed
         builder.micro_batches = 1 + agreed.overlap
         builder.rebalance = agreed.rebalance
+        builder.others = [
+            ReplicaUpdate(replica=replica, update=update)
+            for replica, encoded in decision.others.items()
+            for update in _UPDATES.decode(encoded)
+        ]
         return builder
 
     def connect(self, store: Any, epoch: int, timeout: float, wakeups: Sequence[str] = ()) -> None:
@@ -91,4 +107,5 @@ def vote_of(builder: PlanBuilder | None, unfinished: bool) -> Vote:
         micro_batch_tokens=larger_micro_batch(builder) if builder.micro_batches > 1 else 0,
         drafts=most_drafts(builder),
         rebalance=builder.rebalance,
+        adapted=builder.adapted,
     )

@@ -241,7 +241,7 @@ async def _finish(front: Front, asked: FinishRequest) -> None:
     leave = (lambda: _leave(front, asked.model)) if ending else None
     await _updates(front, asked.model).finish(asked.weight_version, lambda: front.pausing.paused, leave)
     if front.several is not None:
-        front.several.updated(asked.model)
+        await front.several.updated(asked.model)
 
 
 async def _rename(front: Front, asked: VersionRequest) -> None:

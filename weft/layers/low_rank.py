@@ -49,6 +49,19 @@ class LowRank:
         places = options.places * count
         self.pool = make_pool(places, options.rank, parts, shape, spans, self._dtype, self._device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool."""
+        return 0 if self.pool is None else self.pool.nbytes
+
+    def clear(self, place: int) -> None:
+        """Remove the adapter of ``place``."""
+        assert self.pool is not None
+        self.pool.clear(place)
+
+    def placed(self, place: int) -> None:
+        """Call after the matrices of ``place`` were written."""
+
     def add(self, y: Tensor, x: Tensor, rows: AdapterRows | None, bias: Tensor | None = None) -> None:
         """Add the low-rank products of the rows with an adapter to y [T, outputs], in place.
 
@@ -67,31 +80,46 @@ class LowRank:
         """
         assert self.base is not None
         assert self.pool is not None
-        exact = wide(self._dtype)
         if self._squares is None:
-            self._squares = self._of_base(inputs, exact)
-        made = self._squares.clone()
-        a, b = a.to(self._device), b.to(self._device)
-        for part, begin, end in self.pool.spans:
-            own = b[:, begin:end].to(exact)
-            # ||W + BA||^2 = ||W||^2 + 2 <W, BA> + ||BA||^2, row by row; W A^T is a product of the layer.
-            crossed = self.base(a[part].contiguous())[:, begin:end].to(exact)
-            inner = a[part].to(exact) @ a[part].to(exact).T
-            made[begin:end] += 2 * (own * crossed).sum(0) + (own * (inner @ own)).sum(0)
-        return made
+            self._squares = base_squares(self.base, inputs, self._dtype, self._device)
+        return merged_squares(
+            self.base, self._squares, self.pool.spans, a.to(self._device), b.to(self._device)
+        )
 
-    def _of_base(self, inputs: int, exact: torch.dtype) -> Tensor:
-        """Return the square sums of the rows of W, by products with unit rows."""
-        assert self.base is not None
-        total: Tensor | None = None
-        for begin in range(0, inputs, _UNITS):
-            count = min(_UNITS, inputs - begin)
-            units = torch.zeros(count, inputs, dtype=self._dtype, device=self._device)
-            units[range(count), range(begin, begin + count)] = 1
-            made = self.base(units).to(exact).square().sum(0)
-            total = made if total is None else total + made
-        assert total is not None
-        return total
+
+def merged_squares(
+    base: Callable[[Tensor], Tensor],
+    of_base: Tensor,
+    spans: Sequence[tuple[int, int, int]],
+    a: Tensor,
+    b: Tensor,
+) -> Tensor:
+    """Return the square sums of the rows of ``W + B A``, see ``LowRank.squares``. ``base``: product with W;
+    ``of_base``: square sums of the rows of W."""
+    exact = of_base.dtype
+    made = of_base.clone()
+    for part, begin, end in spans:
+        own = b[:, begin:end].to(exact)
+        # ||W + BA||^2 = ||W||^2 + 2 <W, BA> + ||BA||^2, row by row; W A^T is a product of the layer.
+        crossed = base(a[part].contiguous())[:, begin:end].to(exact)
+        inner = a[part].to(exact) @ a[part].to(exact).T
+        made[begin:end] += 2 * (own * crossed).sum(0) + (own * (inner @ own)).sum(0)
+    return made
+
+
+def base_squares(
+    base: Callable[[Tensor], Tensor], inputs: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the square sums of the rows of W, wide [outputs], by products ``base`` with unit rows."""
+    total: Tensor | None = None
+    for begin in range(0, inputs, _UNITS):
+        count = min(_UNITS, inputs - begin)
+        units = torch.zeros(count, inputs, dtype=dtype, device=device)
+        units[range(count), range(begin, begin + count)] = 1
+        made = base(units).to(wide(dtype)).square().sum(0)
+        total = made if total is None else total + made
+    assert total is not None
+    return total
 
 
 def make_low_rank(build: Build) -> LowRank | None:

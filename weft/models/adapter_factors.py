@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from weft.layers.low_rank import LowRank
-from weft.ops.low_rank import LowRankPool
-from weft.ops.torch_ops import wide
+from weft.models.expert_factors import ScaledExperts
 from weft.parallel.comm import Comm
 
 Tensor = torch.Tensor
@@ -60,8 +59,8 @@ class Scaled:
         return made
 
 
-def factors_of(layers: Sequence[Scaled], comm: Comm) -> list[tuple[LowRankPool, Tensor]]:
-    """Return (pool, factors) of each layer. One sum over the ranks covers all layers with divided inputs."""
+def factors_of(layers: Sequence[Scaled | ScaledExperts], comm: Comm) -> list[Tensor]:
+    """Return the wide factors of each layer. One sum over the ranks covers all layers with divided inputs."""
     squares = [layer.squares() for layer in layers]
     divided = [number for number, layer in enumerate(layers) if layer.divided]
     if divided and comm.size > 1:
@@ -71,8 +70,4 @@ def factors_of(layers: Sequence[Scaled], comm: Comm) -> list[tuple[LowRankPool, 
             sizes = [len(squares[number]) for number in divided]
             for number, sums in zip(divided, total.split(sizes), strict=True):
                 squares[number] = sums
-    made = []
-    for layer, sums in zip(layers, squares, strict=True):
-        assert layer.low.pool is not None
-        made.append((layer.low.pool, layer.factors(sums).to(wide(layer.low.pool.a.dtype))))
-    return made
+    return [layer.factors(sums) for layer, sums in zip(layers, squares, strict=True)]

@@ -29,12 +29,20 @@ from weft.layers.low_rank import LowRank
 from weft.layers.pending_codes import Weight
 from weft.models.adapter_factors import Scaled, factors_of
 from weft.models.expert_adapters import ExpertPlace, HeldExperts, RoutedAdapters, short
+from weft.models.expert_factors import ScaledExperts, keep_factors
 from weft.models.slices import Window, part_shape, windows
 from weft.models.table_adapters import HeldTables, TableAdapters
 from weft.models.weights import Placement, WeightMap
 from weft.ops import torch_ops
 from weft.ops.low_rank import LowRankPool
-from weft.types.plan import HoldAdapter, PlaceAdapter, ReadAdapter, ReleaseAdapter, SlotUpdate
+from weft.types.plan import (
+    HoldAdapter,
+    PlaceAdapter,
+    ReadAdapter,
+    ReleaseAdapter,
+    ReplicaUpdate,
+    SlotUpdate,
+)
 
 if TYPE_CHECKING:
     from weft.models.decoder import Model
@@ -102,6 +110,7 @@ class Adapters:
         self._options = options
         self._dtype = model.dtype
         self._comm = model.mesh.tp
+        self._replica = model.mesh.layout.replica(model.mesh.rank)
         self._pinned = model.device.type == "cuda"
         self._targets = _targets(model, weights)
         self._by_layer = {short(name): target for name, target in self._targets.items()}
@@ -113,13 +122,16 @@ class Adapters:
         self._held: dict[str, _Copy] = {}
         """Adapters in host memory, by digest."""
         self._reading: dict[str, _Reading] = {}
+        self._holders: dict[str, set[int]] = {}
+        """Replicas that need the adapter in host memory, by digest."""
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._op_by_op = set[int]()
         """Places of adapters whose steps cannot be captured."""
-        pools = [low.pool for low in self._layers] + self._routed.pools
-        nbytes = self._tables.nbytes + sum(pool.nbytes for pool in pools if pool is not None)
+        self.nbytes = self._tables.nbytes + sum(low.nbytes for low in self._layers)
+        """Bytes of the places of this rank."""
+        self.nbytes += self._routed.nbytes
         _log.info(
-            "%d places for LoRA adapters of rank %d: %.1f MB", options.places, options.rank, nbytes / 1e6
+            "%d places for LoRA adapters of rank %d: %.1f MB", options.places, options.rank, self.nbytes / 1e6
         )
 
     def captures(self, present: Sequence[int]) -> bool:
@@ -167,18 +179,42 @@ class Adapters:
         Raises EngineDead if a folder does not have the digest any more.
         """
         for op in ops:
-            if isinstance(op, ReadAdapter):
-                self.prefetch(op.digest, op.folder)
-            elif isinstance(op, HoldAdapter):
+            other = op.replica if isinstance(op, ReplicaUpdate) else None
+            update = op.update if isinstance(op, ReplicaUpdate) else op
+            holder = self._replica if other is None else other
+            if isinstance(update, ReadAdapter):
+                self._holders.setdefault(update.digest, set()).add(holder)
+                self.prefetch(update.digest, update.folder)
+            elif isinstance(update, HoldAdapter):
+                self._holders.setdefault(update.digest, set()).add(holder)
                 try:
-                    self.hold(op.digest, op.folder)
+                    self.hold(update.digest, update.folder)
                 except (ConfigError, OSError, KeyError) as error:
                     raise EngineDead(f"the files of a LoRA adapter changed while in use: {error}") from error
-            elif isinstance(op, PlaceAdapter):
-                self.place(op.digest, op.place)
-            elif isinstance(op, ReleaseAdapter):
-                self._held.pop(op.digest, None)
-                self._reading.pop(op.digest, None)
+            elif isinstance(update, PlaceAdapter):
+                self.place(update.digest, update.place, other)
+            elif isinstance(update, ReleaseAdapter):
+                self._release(update.digest, holder)
+
+    def _release(self, digest: str, replica: int) -> None:
+        """Free the host memory of an adapter, unless another replica needs the adapter."""
+        holders = self._holders.get(digest, set())
+        holders.discard(replica)
+        if not holders:
+            self._holders.pop(digest, None)
+            self._held.pop(digest, None)
+            self._reading.pop(digest, None)
+
+    def forget_others(self) -> None:
+        """Forget the needs of other replicas: after a loss of ranks every replica sends them again."""
+        for digest, holders in list(self._holders.items()):
+            for replica in holders - {self._replica}:
+                self._release(digest, replica)
+
+    def changes_experts(self, adapter: AdapterFile) -> bool:
+        """Return True if ``adapter`` changes routed experts."""
+        targets = (self._target(module) for module in adapter.modules)
+        return any(isinstance(one, ExpertPlace) and one.matrix.experts > 0 for one in targets)
 
     def prefetch(self, digest: str, folder: str, name: str = "") -> Future[AdapterFile]:
         """Begin to read an adapter in a thread. Idempotent, except after an error. Return the adapter, or the
@@ -212,7 +248,7 @@ class Adapters:
         made = None if reading is None else reading.copy
         copy = made if made is not None else self._copy_of(digest, folder)[0]
         self._tables.finish(copy.tables)
-        self._held[digest] = replace(copy, factors=self._factors(copy.linear))
+        self._held[digest] = replace(copy, factors=self._factors(copy))
 
     def _copy_of(self, digest: str, folder: str, name: str = "") -> tuple[_Copy, AdapterFile]:
         """Read and check an adapter. Runs in any thread: computes nothing with the model's weights."""
@@ -243,26 +279,40 @@ class Adapters:
         )
         return copy, adapter
 
-    def _factors(self, linear: list[_Held]) -> list[tuple[LowRankPool, Tensor]]:
-        """Return the factors of all layers with lengths of rows. All ranks must call together."""
+    def _factors(self, copy: _Copy) -> list[tuple[LowRankPool, Tensor]]:
+        """Return the factors of all linear layers with lengths of rows, and keep the factors of experts in
+        ``copy``. All ranks must call together."""
         layers: dict[int, Scaled] = {}
-        for held in linear:
+        for held in copy.linear:
             if held.magnitude is not None:
                 low = held.target.low
                 layer = layers.setdefault(id(low), Scaled(low, divided=_columns(held.target.taken) != _ALL))
                 layer.add(held.target.part, held.a, held.b, held.magnitude, map(_rows, held.target.taken))
-        return factors_of(list(layers.values()), self._comm)
+        experts = [ScaledExperts(held) for held in copy.experts if held.lengths is not None]
+        made = factors_of([*layers.values(), *experts], self._comm)
+        keep_factors(experts, made[len(layers) :])
+        pools = [layer.low.pool for layer in layers.values() if layer.low.pool is not None]
+        return list(zip(pools, made, strict=False))
 
-    def place(self, digest: str, place: int) -> None:
-        """Copy an adapter to ``place`` of the pool, over any other adapter."""
+    def experts_moved(self) -> None:
+        """Call after experts have moved between ranks."""
+        self._routed.moved()
+
+    def place(self, digest: str, place: int, replica: int | None = None) -> None:
+        """Copy an adapter to ``place`` of the pool, over any other adapter. ``replica``: another replica,
+        whose rows need the routed experts of this rank; None for the own."""
         held = self._held.get(digest)
         if held is None:
             raise EngineDead("a LoRA adapter is placed that was never read")
+        if replica is not None:
+            self._routed.clear(place, replica)
+            self._routed.place(held.experts, place, replica)
+            return
         ranks: dict[int, int] = {}
         for low in self._layers:
             assert low.pool is not None
             if low.pool.ranks[place]:
-                low.pool.clear(place)
+                low.clear(place)
         self._routed.clear(place)
         self._routed.place(held.experts, place)
         self._tables.clear(place)
@@ -282,6 +332,9 @@ class Adapters:
                 pool.b[place, :rank, to].copy_(one.b[:, rows], non_blocking=True)
             ranks[id(pool)] = max(rank, ranks.get(id(pool), 0))
             pool.set_rank(place, ranks[id(pool)])
+        for low in self._layers:
+            if low.pool is not None and low.pool.ranks[place]:
+                low.placed(place)
 
     def _target(self, module: AdapterModule) -> _Target | ExpertPlace | None:
         """Return the target of a module, found by the whole name or by the name from the layer number on."""
@@ -335,7 +388,7 @@ def _targets(model: Model, weights: WeightMap) -> dict[str, _Target]:
 
 def takes_factors(target: _Target | ExpertPlace) -> bool:
     """Return True if the layer of ``target`` supports factors of its outputs (DoRA)."""
-    return isinstance(target, _Target) and target.low.base is not None
+    return isinstance(target, ExpertPlace) or target.low.base is not None
 
 
 def _adapted(model: Model) -> Iterable[tuple[str, LowRank]]:

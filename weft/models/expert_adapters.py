@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,10 +22,11 @@ from weft.config.adapter_files.tensors import AdapterModule
 from weft.layers.build import AdapterOptions
 from weft.layers.low_rank import LowRank
 from weft.layers.pending_codes import Weight
+from weft.models.expert_factors import ScaledExperts
+from weft.models.slices import apart
 from weft.models.weights import Placement, WeightMap
 from weft.moe.block import RoutedMLP
 from weft.ops import torch_ops
-from weft.ops.low_rank import LowRankPool
 
 if TYPE_CHECKING:
     from weft.models.decoder import Model
@@ -55,6 +56,13 @@ class _Matrix:
     columns: list[tuple[int, int]]
     parts: int
     """2 for gate and up."""
+    squares: dict[int, Tensor] = field(default_factory=dict)
+    """Square sums of the rows of the matrix of an expert, wide; see ``expert_factors``."""
+
+    @property
+    def here(self) -> Sequence[int]:
+        """Experts of this rank, in order of their local places; (0,) for a shared expert."""
+        return self.block.experts_here if self.experts else (0,)
 
     def part_of(self, begin: int) -> int:
         """Return the part of the row ``begin``."""
@@ -89,6 +97,10 @@ class HeldExperts:
     b: Tensor
     """[experts, rank, outputs of this rank], with the scale."""
     rank: int
+    lengths: Tensor | None = None
+    """DoRA: lengths of the rows, wide [experts, outputs of this rank]; NaN for outputs without a length."""
+    factors: tuple[tuple[int, ...], Tensor] | None = None
+    """DoRA: experts of this rank, and the factors of their outputs, wide [experts here, outputs]."""
 
 
 def short(module: str) -> str:
@@ -111,13 +123,15 @@ class RoutedAdapters:
         """Allocate the pools. Call before the model is packed."""
         self._options = options
         self._dtype = model.dtype
-        self._mesh = model.mesh
         self._matrices = list(_matrices(model))
         owned = {(id(one.block), one.name): one for one in self._matrices}
         self.names: dict[str, ExpertPlace] = {}
         """Name of a published module -> place. Stacks are in ``stacks``."""
         self.stacks: dict[str, list[ExpertPlace]] = {}
         """Name of the module with the stacks -> places of the stacks."""
+        self._scaled: dict[
+            tuple[int | None, int], list[HeldExperts]
+        ] = {}  # with factors, by replica and place
         self.known = set[str]()
         """Names of experts' modules, also without memory for adapters of experts."""
         blocks = {name: module for name, module in model.named_modules() if isinstance(module, RoutedMLP)}
@@ -154,9 +168,8 @@ class RoutedAdapters:
             return
 
     @property
-    def pools(self) -> list[LowRankPool | None]:
-        """The pools of all matrices."""
-        return [one.low.pool for one in self._matrices]
+    def nbytes(self) -> int:
+        return sum(one.low.nbytes for one in self._matrices)
 
     def find(self, module: AdapterModule) -> ExpertPlace | None:
         """Return the place of an adapted module, or None."""
@@ -173,13 +186,9 @@ class RoutedAdapters:
 
     def why_not(self, module: str) -> str | None:
         """Return the reason why adapters of experts are not served; None if ``module`` names no experts."""
-        if _bare(module) not in self.known:
+        if self._options.experts or _bare(module) not in self.known:
             return None
-        if not self._options.experts:
-            return "adapters of experts require --lora-experts"
-        if self._mesh.ep.size > 1 and self._mesh.ep.size != self._mesh.tp.size:
-            return "adapters of experts are not supported with --data-parallel-size and experts on all ranks"
-        return None
+        return "adapters of experts require --lora-experts"
 
     def read(
         self, modules: Iterable[tuple[AdapterModule, ExpertPlace]], tensors: Mapping[str, Tensor]
@@ -202,57 +211,100 @@ class RoutedAdapters:
         outputs, inputs = matrix.shape
         a = torch.zeros(count, matrix.parts, rank, inputs, dtype=self._dtype)
         b = torch.zeros(count, rank, outputs, dtype=self._dtype)
+        scaled = any(module.magnitude for module, _ in modules)
+        lengths = torch.full((count, outputs), torch.nan, dtype=wide) if scaled else None
         for module, place in modules:
             number = max(place.expert, 0)
             own = slice(None) if place.expert < 0 and matrix.experts else slice(number, number + 1)
             own_rank, scale = _numbers(module, place)
             experts = matrix.experts if module.stacks else 0
-            first, second = _apart(experts, tensors[module.a], tensors[module.b].to(wide) * scale)
+            first, second = apart(experts, tensors[module.a], tensors[module.b].to(wide) * scale)
             second = _arranged(place, second, wide)
             begin, end = place.rows
             parts = range(matrix.part_of(begin), matrix.part_of(end - 1) + 1)
             for part in parts:
                 a[own, part, :own_rank] = first.to(self._dtype)
             b[own, :own_rank, begin:end] = second.transpose(1, 2).to(self._dtype)
+            if module.magnitude and lengths is not None:
+                column = tensors[module.magnitude].to(wide).view(1, -1, 1)
+                lengths[own, begin:end] = _arranged(place, column, wide).squeeze(2)
         a = torch.cat([a[..., begin:end] for begin, end in matrix.columns], dim=-1)
         b = torch.cat([b[..., begin:end] for begin, end in matrix.rows], dim=-1)
-        return HeldExperts(matrix, a.contiguous(), b.contiguous(), rank)
+        if lengths is not None:
+            lengths = torch.cat([lengths[:, begin:end] for begin, end in matrix.rows], dim=-1)
+        return HeldExperts(matrix, a.contiguous(), b.contiguous(), rank, lengths)
 
-    def clear(self, place: int) -> None:
-        """Remove the adapter of ``place``."""
+    def clear(self, place: int, replica: int | None = None) -> None:
+        """Remove the adapter of ``place``. ``replica``: another replica; None for the own."""
         for one in self._matrices:
-            pool, adapters = one.low.pool, one.block.low
+            pool = one.low.pool
             assert pool is not None
-            assert adapters is not None
-            changing = adapters.changing if one.experts else adapters.changing_shared
-            if place in changing or pool.ranks[place : place + 1] != [0]:
-                numbers = list(range(place, len(pool.ranks), self._options.places))
-                pool.a[numbers] = 0
-                pool.b[numbers] = 0
-                for number in numbers:
-                    pool.set_rank(number, 0)
+            if not one.experts and replica is not None:
+                continue
+            own, changing, stride = self._numbered(one, place, replica)
+            if own not in changing:
+                continue
+            numbers = list(range(own, len(pool.ranks), stride))
+            pool.a[numbers] = 0
+            pool.b[numbers] = 0
+            for number in numbers:
+                pool.set_rank(number, 0)
+                pool.factors.pop(number, None)
+        self._scaled.pop((replica, place), None)
+        # One set per block, and gate and up come before down.
         for one in self._matrices:
-            assert one.block.low is not None
-            one.block.low.changing.discard(place)
-            one.block.low.changing_shared.discard(place)
+            if one.experts or replica is None:
+                own, changing, _ = self._numbered(one, place, replica)
+                changing.discard(own)
 
-    def place(self, held: Sequence[HeldExperts], place: int) -> None:
-        """Copy the adapter ``held`` to the empty ``place``."""
+    def _numbered(self, one: _Matrix, place: int, replica: int | None) -> tuple[int, set[int], int]:
+        """Return (number of ``place`` in the pool of the first expert, numbers in use, numbers of an expert).
+
+        A shared expert serves the rows of one replica only.
+        """
+        adapters = one.block.low
+        assert adapters is not None
+        places = self._options.places
+        if not one.experts:
+            return place, adapters.changing_shared, places
+        first = adapters.first if replica is None else replica * places
+        return first + place, adapters.changing, places * adapters.replicas
+
+    def place(self, held: Sequence[HeldExperts], place: int, replica: int | None = None) -> None:
+        """Copy the adapter ``held`` to the empty ``place``. ``replica``: another replica, which needs the
+        routed experts only; None for the own."""
         for one in held:
-            matrix, pool, adapters = one.matrix, one.matrix.low.pool, one.matrix.block.low
+            matrix, pool = one.matrix, one.matrix.low.pool
             assert pool is not None
-            assert adapters is not None
-            here = torch.tensor(_here(matrix), dtype=torch.int64)
-            numbers = torch.arange(len(here)) * self._options.places + place
-            if not matrix.experts:
-                numbers, adapters_of = torch.tensor([place]), adapters.changing_shared
-            else:
-                adapters_of = adapters.changing
+            if not matrix.experts and replica is not None:
+                continue
+            own, changing, stride = self._numbered(matrix, place, replica)
+            here = torch.tensor(matrix.here, dtype=torch.int64)
+            numbers = torch.arange(len(here)) * stride + own
             pool.a[numbers, :, : one.rank] = one.a[here].to(pool.a.device)
             pool.b[numbers, : one.rank] = one.b[here].to(pool.b.device)
             for number in numbers.tolist():
                 pool.set_rank(number, one.rank)
-            adapters_of.add(place)
+            changing.add(own)
+            if one.lengths is not None:
+                self._scaled.setdefault((replica, place), []).append(one)
+                self._scale(one, place, replica)
+
+    def moved(self) -> None:
+        """Set the factors (DoRA) of the experts that are here now. Call after experts have moved."""
+        for (replica, place), held in self._scaled.items():
+            for one in held:
+                self._scale(one, place, replica)
+
+    def _scale(self, one: HeldExperts, place: int, replica: int | None) -> None:
+        """Set the factors of the outputs of an adapter in ``place``."""
+        pool = one.matrix.low.pool
+        assert pool is not None
+        own, _, stride = self._numbered(one.matrix, place, replica)
+        ScaledExperts(one).update()
+        assert one.factors is not None
+        for number, factors in enumerate(one.factors[1]):
+            pool.factors[number * stride + own] = factors
 
 
 def _matrices(model: Model) -> Iterable[_Matrix]:
@@ -300,12 +352,11 @@ def _sizes(one: _Matrix) -> tuple[int, int, tuple[int, int], list[tuple[int, int
                 spans.append((part, begin + low - first, begin + high - first))
         begin += last - first
     inputs = sum(end - first for first, end in one.columns)
-    return (len(_here(one)) if one.experts else 1), one.parts, (begin, inputs), spans
-
-
-def _here(one: _Matrix) -> Sequence[int]:
-    """Return the experts of this rank, in order of their local places."""
-    return one.block.experts_here if one.experts else (0,)
+    count = 1
+    if one.experts:
+        assert one.block.low is not None
+        count = len(one.here) * one.block.low.replicas
+    return count, one.parts, (begin, inputs), spans
 
 
 def _place(matrix: _Matrix, placement: Placement) -> ExpertPlace | None:
@@ -338,14 +389,6 @@ def _numbers(module: AdapterModule, place: ExpertPlace) -> tuple[int, float]:
         if stack.parameter == place.parameter:
             return stack.rank, stack.scale
     return module.rank, module.scale
-
-
-def _apart(experts: int, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ([experts, rank, inputs], [experts, outputs, rank]) of both tensors of a module. ``experts``: 0
-    for a single expert."""
-    if not experts:
-        return a.unsqueeze(0), b.unsqueeze(0)
-    return a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
 
 
 def _arranged(place: ExpertPlace, b: Tensor, dtype: torch.dtype) -> Tensor:

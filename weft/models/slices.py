@@ -116,3 +116,11 @@ def note_largest(weight: Weight, index: Index, values: torch.Tensor) -> None:
     largest = weight.note.largest
     if largest is not None:
         largest[index] = values.to(weight.parameter.dtype).to(largest.dtype).abs().amax(-1, keepdim=True)
+
+
+def apart(experts: int, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ([experts, rank, inputs], [experts, outputs, rank]) of both tensors of a module. ``experts``: 0
+    for a single expert."""
+    if not experts:
+        return a.unsqueeze(0), b.unsqueeze(0)
+    return a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)

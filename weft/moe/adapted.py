@@ -22,6 +22,7 @@ from weft.layers.low_rank import LowRank, make_low_rank
 from weft.moe.experts import RankExperts
 from weft.ops.low_rank import AdapterRows
 from weft.ops.moe import combine
+from weft.ops.moe_plain import LatentRouted
 
 Tensor = torch.Tensor
 
@@ -29,32 +30,42 @@ _SHIFT = 32
 _MASK = (1 << _SHIFT) - 1
 
 
-def carried(places: Tensor, rows: AdapterRows | None) -> Tensor:
+def carried(places: Tensor, rows: AdapterRows | None, first: int = 0) -> Tensor:
     """Return ``places`` [n, k] of experts with the place of each row's adapter in the upper 32 bits.
 
-    Without an adapter a place stays as it is.
+    Without an adapter a place stays as it is. ``first``: place 0 of this replica among the places of all
+    replicas.
     """
     if rows is None:
         return places
-    return places + ((rows.numbers.to(torch.int64) + 1) << _SHIFT).unsqueeze(1)
+    numbers = rows.numbers.to(torch.int64)
+    return places + (torch.where(numbers < 0, 0, numbers + first + 1) << _SHIFT).unsqueeze(1)
 
 
 class ExpertAdapters:
     """Adapters of the experts of one layer on one rank."""
 
     def __init__(self, build: Build, spec: MoESpec) -> None:
-        self._places = build.adapters.places
+        layout = build.mesh.layout
+        places = build.adapters.places
+        shares = layout.expert and build.divides_experts
+        self.first = layout.replica(build.mesh.rank) * places if shares else 0
+        """Place 0 of this replica among the places of all replicas that share the experts."""
+        self.replicas = layout.data if shares else 1
+        self._places = places * self.replicas
         experts = build.adapters.experts
         self.up = LowRank(build) if experts else None
-        """Adapters of gate and up. The pool has a place for each local expert and adapter:
-        ``expert * places + place``. None without memory for adapters of experts."""
+        """Adapters of gate and up. The pool has a place for each local expert and adapter of a replica:
+        ``(expert * replicas + replica) * places + place``. None without memory for adapters of experts."""
         self.down = LowRank(build) if experts else None
         self.shared_up = make_low_rank(build) if spec.shared else None
         self.shared_down = make_low_rank(build) if spec.shared else None
         self.changing: set[int] = set()
-        """Places whose adapter changes experts of this layer, on any rank."""
+        """Places of all replicas whose adapter changes experts of this layer, on any rank."""
         self.changing_shared: set[int] = set()
-        """Places whose adapter changes the shared expert."""
+        """Places of this replica whose adapter changes the shared expert."""
+        self.around: tuple[LowRank, ...] = ()
+        """Adapters of the projections before and behind latent experts."""
 
     def tensors(self, experts: int) -> Iterable[Tensor]:
         """Return the tensors of the pools that move with an expert. The first dim is the expert's place."""
@@ -65,13 +76,22 @@ class ExpertAdapters:
 
     def concerns(self, rows: AdapterRows | None) -> bool:
         """Return True if an adapter of ``rows`` changes this layer. False in a captured step."""
-        return rows is not None and any(
-            place in self.changing or place in self.changing_shared for place in rows.present
-        )
+        if rows is None:
+            return False
+        return self.changes_experts(rows) or not self._changing_here.isdisjoint(rows.present)
+
+    @property
+    def _changing_here(self) -> set[int]:
+        """Places of this replica whose adapter changes the shared expert or a projection."""
+        made = set(self.changing_shared)
+        for low in self.around:
+            if low.pool is not None:
+                made |= {place for place, rank in enumerate(low.pool.ranks) if rank}
+        return made
 
     def changes_experts(self, rows: AdapterRows | None) -> bool:
         """Return True if an adapter of ``rows`` changes experts of this layer."""
-        return rows is not None and any(place in self.changing for place in rows.present)
+        return rows is not None and any(self.first + place in self.changing for place in rows.present)
 
     def _with(self, numbers: Tensor, places: set[int]) -> Tensor:
         """Return int64 [n]: the rows whose number is one of ``places``."""
@@ -87,7 +107,7 @@ class ExpertAdapters:
 
         ``whole``: the op ``moe`` for rows that this layer's adapters do not change.
         """
-        mine = self._with(rows.numbers, self.changing | self.changing_shared)
+        mine = self._with(rows.numbers, self.changing | self._changing_here)
         if not len(mine):
             made: Tensor = whole(x, ids, weights)
             return made
@@ -107,9 +127,14 @@ class ExpertAdapters:
         self, parts: RankExperts, x: Tensor, ids: Tensor | None, weights: Any, rows: AdapterRows
     ) -> Tensor:
         experts, scales, share = parts.route(x, ids, weights)
-        total = self.answer(parts, x, carried(experts, rows), scales, weights, exact=True)
+        latent = weights if isinstance(weights, LatentRouted) else None
+        inner = x if latent is None else latent.enter(x, rows)
+        total = self.answer(parts, inner, carried(experts, rows), scales, weights, exact=True)
         shared = self.shared(parts, x, share, weights, rows)
-        return parts.finish(total, scales, shared, x.dtype, True)
+        if latent is None:
+            return parts.finish(total, scales, shared, x.dtype, True)
+        summed = latent.leave(combine(total, scales).to(x.dtype), rows)
+        return parts.finish(summed.unsqueeze(1), scales, shared, x.dtype, False)
 
     def answer(
         self, parts: RankExperts, x: Tensor, places: Tensor, scales: Tensor | None, weights: Any, exact: bool
@@ -162,11 +187,12 @@ class ExpertAdapters:
             mine = x[row]
             at = (numbers[row] + expert * self._places).to(torch.int32)
             rows = AdapterRows(at, torch.unique(at).tolist())
+            biases = products.biases(expert)
             inner = products.up(expert, mine)
-            self.up.add(inner, mine, rows)
+            self.up.add(inner, mine, rows, biases[0])
             inner = products.activate(inner).contiguous()
             out = products.down(expert, inner)
-            self.down.add(out, inner, rows)
+            self.down.add(out, inner, rows, biases[1])
             made[pairs] = out
         return made.view(*places.shape, -1)
 
@@ -191,9 +217,8 @@ class ExpertAdapters:
 
 
 def make_expert_adapters(build: Build, spec: MoESpec) -> ExpertAdapters | None:
-    """Return the adapters of a routed block. None without places, and where an adapter can change nothing:
-    experts with latent rows take no adapters."""
+    """Return the adapters of a routed block. None without places, and where an adapter can change nothing."""
     options = build.adapters
-    if not options.places or spec.latent or not (options.experts or spec.shared):
+    if not options.places or not (options.experts or spec.shared or spec.latent):
         return None
     return ExpertAdapters(build, spec)

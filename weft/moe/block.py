@@ -22,6 +22,7 @@ from weft.moe.expert_choice import Chooser
 from weft.moe.experts import RankExperts, rank_experts, settled
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order
+from weft.moe.products import Products
 from weft.ops.low_rank import AdapterRows
 from weft.ops.moe import Gate, Routed, has_codes
 from weft.ops.routing import Rule
@@ -143,6 +144,11 @@ class RoutedMLP(FeedForward, Packs):
         self.varying = build.divides_experts and build.experts.moving and not build.invariant
         """True if sums over ranks are grouped by the copies of experts. The last bits of a row then depend on
         the copies that compute the row."""
+
+    @property
+    def products(self) -> Products:
+        """Products with single matrices of this rank."""
+        return self._rank.products(self._packed)
 
     @property
     def experts_here(self) -> Sequence[int]:

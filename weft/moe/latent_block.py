@@ -23,6 +23,8 @@ class LatentRoutedMLP(RoutedMLP):
     The projection behind the experts is linear, so a rank projects its partial sum.
     """
 
+    adapted = ("enter", "leave")
+
     def __init__(self, hidden: int, spec: MoESpec, activation: str, build: Build) -> None:
         """Raises ConfigError for experts with a gate, and for whole experts divided over ranks."""
         if spec.gated:
@@ -36,6 +38,8 @@ class LatentRoutedMLP(RoutedMLP):
         super().__init__(hidden, spec, activation, build)
         self.enter = Linear(hidden, spec.latent, build)
         self.leave = Linear(spec.latent, hidden, build)
+        if self.low is not None:
+            self.low.around = tuple(one.low for one in (self.enter, self.leave) if one.low is not None)
 
     def _completed(self, weights: Routed) -> Routed:
         common = {field.name: getattr(weights, field.name) for field in fields(weights)}

@@ -141,12 +141,13 @@ class DividedExperts:
         # All ranks of a replica have the same adapters in a step, so all ranks send carried places, or none.
         if self._low is None or not self._low.concerns(adapters):
             adapters = None
+        adapted = exchange.adapted or self._reaches(adapters)
         form, most = self.chooser.choose(len(x), exchange)
         if form == "reduce":
             return (yield from self._reduced(x, ids, exchange.rows or len(x), adapters, router))
         tp = self.mesh.tp
         mine = slice_of(len(x), tp.rank, tp.size)
-        result = yield from self._at_home(form, x, ids, mine, most, adapters, router)
+        result = yield from self._at_home(form, x, ids, mine, most, adapters, router, adapted)
         if tp.size == 1:
             return result
         return (yield from self._all_slices(result, mine, len(x)))
@@ -168,7 +169,8 @@ class DividedExperts:
         chosen, scales, share = self._mine.route(x, ids, self.weights if router is None else router)
         ranks, places = self.map.find(chosen, turn)
         if self._reaches(adapters):
-            places = carried(places, adapters)
+            assert self._low is not None
+            places = carried(places, adapters, self._low.first)
         return Rows(x=x, ranks=ranks, places=places, scales=scales), share, chosen
 
     def _reaches(self, adapters: AdapterRows | None) -> bool:
@@ -187,9 +189,10 @@ class DividedExperts:
         assert self._low is not None
         return self._low.answer(self._mine, x, places, scales, self.weights, self._exact)
 
-    def _work(self, x: Tensor, share: Tensor | None, adapters: AdapterRows | None) -> Work:
-        """Return the work of this rank in a step. x, share, adapters: of the own rows."""
-        answer = self._answer_adapted if self._reaches(adapters) else self._answer
+    def _work(self, x: Tensor, share: Tensor | None, adapters: AdapterRows | None, adapted: bool) -> Work:
+        """Return the work of this rank in a step. x, share, adapters: of the own rows. ``adapted``: True if
+        rows that come may carry adapters."""
+        answer = self._answer_adapted if adapted else self._answer
         return Work(answer, self._exact, lambda: self._shared(x, share, adapters))
 
     def _shared(self, x: Tensor, share: Tensor | None, adapters: AdapterRows | None) -> Any:
@@ -206,6 +209,7 @@ class DividedExperts:
         most: int | None,
         adapters: AdapterRows | None,
         router: Any,
+        adapted: bool,
     ) -> Generator[Pending, None, Tensor]:
         """Return the output of the block for this rank's slice of x, [rows of the slice, hidden]."""
         x = x[mine.begin : mine.end]
@@ -213,7 +217,7 @@ class DividedExperts:
         adapters = None if adapters is None else adapters.part(mine.begin, mine.end)
         rows, share, chosen = self._route(x, ids, self.mesh.ep.rank, adapters, router)
         self._count(chosen)
-        work = self._work(x, share, adapters)
+        work = self._work(x, share, adapters, adapted)
         came = yield from FORMS[form](self.mesh.ep, rows, work, most)
         return self._finish(came.total, rows.scales, came.under, x.dtype)
 
@@ -235,7 +239,9 @@ class DividedExperts:
         # Small sums: a one-shot all-reduce gives every rank all rows. Large sums: reduce-scatter, then
         # all-gather.
         if most * answers * x.shape[1] * size * ep.size <= ONE_SHOT:
-            came = yield from FORMS["reduce"](ep, rows, self._work(x, share, adapters), None)
+            came = yield from FORMS["reduce"](
+                ep, rows, self._work(x, share, adapters, self._reaches(adapters)), None
+            )
             return self._finish(came.total, rows.scales, came.under, x.dtype)
         places = torch.where(rows.ranks == ep.rank, rows.places, -1)
         made = (self._answer_adapted if self._reaches(adapters) else self._answer)(x, places, rows.scales)

@@ -21,11 +21,16 @@ class Products(Protocol):
     Experts without a gate have the rows of ``up`` only.
     """
 
-    def up(self, expert: int, x: Tensor) -> Tensor:
-        """Return the rows of gate and up for x [n, hidden]: [n, 2 inner], gate first, with the bias."""
+    def up(self, expert: int, x: Tensor, biased: bool = True) -> Tensor:
+        """Return the rows of gate and up for x [n, hidden]: [n, 2 inner], gate first, with the bias if
+        ``biased``."""
 
-    def down(self, expert: int, inner: Tensor) -> Tensor:
-        """Return [n, hidden] for ``inner`` [n, inner], with the bias if this rank adds the bias."""
+    def down(self, expert: int, inner: Tensor, biased: bool = True) -> Tensor:
+        """Return [n, hidden] for ``inner`` [n, inner], with the bias if ``biased`` and this rank adds the
+        bias."""
+
+    def biases(self, expert: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the biases of ``up`` and ``down`` on this rank."""
 
     def shared_up(self, x: Tensor) -> Tensor:
         """Return ``up`` of the shared expert."""
@@ -50,19 +55,17 @@ class PieceProducts(NamedTuple):
     pieces: Pieces
     weights: Routed
 
-    def up(self, expert: int, x: Tensor) -> Tensor:
-        weights = self.weights
-        bias = weights.gate_up_bias
-        return self.pieces.matrix(
-            x, matrix_of(weights.gate_up, expert), None if bias is None else bias[expert]
-        )
+    def up(self, expert: int, x: Tensor, biased: bool = True) -> Tensor:
+        bias = self.biases(expert)[0] if biased else None
+        return self.pieces.matrix(x, matrix_of(self.weights.gate_up, expert), bias)
 
-    def down(self, expert: int, inner: Tensor) -> Tensor:
-        weights = self.weights
-        bias = weights.down_bias
-        return self.pieces.matrix(
-            inner, matrix_of(weights.down, expert), None if bias is None else bias[expert]
-        )
+    def down(self, expert: int, inner: Tensor, biased: bool = True) -> Tensor:
+        bias = self.biases(expert)[1] if biased else None
+        return self.pieces.matrix(inner, matrix_of(self.weights.down, expert), bias)
+
+    def biases(self, expert: int) -> tuple[Tensor | None, Tensor | None]:
+        up, down = self.weights.gate_up_bias, self.weights.down_bias
+        return None if up is None else up[expert], None if down is None else down[expert]
 
     def shared_up(self, x: Tensor) -> Tensor:
         return self.pieces.matrix(x, self.weights.shared_gate_up, None)

@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 class AdapterRows:
     """Places of the rows of a step. Belongs to one step."""
 
-    __slots__ = ("_groups", "_selected", "numbers", "present")
+    __slots__ = ("_groups", "_repeated", "_segments", "_selected", "numbers", "present")
 
     def __init__(self, numbers: Tensor, present: Sequence[int]) -> None:
         """``numbers``: int32 [T], on the device. ``present``: the different places among them, ascending; ()
@@ -35,6 +35,8 @@ class AdapterRows:
         self.present = tuple(present)
         self._groups: list[tuple[int, Tensor | None]] | None = None
         self._selected: tuple[Tensor, AdapterRows] | None = None
+        self._repeated: tuple[int, AdapterRows] | None = None
+        self._segments: dict[tuple[int, int], AdapterRows] = {}
 
     def groups(self) -> list[tuple[int, Tensor | None]]:
         """Return (place, int64 [n]: rows) for each place with rows; None for all rows.
@@ -61,6 +63,29 @@ class AdapterRows:
     def part(self, begin: int, end: int) -> AdapterRows:
         """Return the places of the rows begin .. end - 1."""
         return AdapterRows(self.numbers[begin:end], self.present)
+
+    def segment(self, begin: int, end: int) -> AdapterRows:
+        """Return ``part``, computed once. On a CPU ``present`` has the places of these rows only."""
+        found = self._segments.get((begin, end))
+        if found is None:
+            numbers, present = self.numbers[begin:end], self.present
+            if present and numbers.device.type == "cpu":
+                present = tuple(place for place in numbers.unique().tolist() if place >= 0)
+            found = self._segments[begin, end] = AdapterRows(numbers, present)
+        return found
+
+    def repeated(self, count: int) -> AdapterRows:
+        """Return the places in a stack of ``count`` matrices per adapter, for ``count`` times the rows.
+
+        Row ``matrix * T + row`` has the place ``place * count + matrix``. Computed once.
+        """
+        if self._repeated is None or self._repeated[0] != count:
+            matrices = torch.arange(count, dtype=torch.int32, device=self.numbers.device).unsqueeze(1)
+            # [count, T]
+            numbers = torch.where(self.numbers < 0, -1, self.numbers * count + matrices).to(torch.int32)
+            present = [place * count + matrix for place in self.present for matrix in range(count)]
+            self._repeated = count, AdapterRows(numbers.view(-1), present)
+        return self._repeated[1]
 
 
 @dataclass(slots=True, kw_only=True)

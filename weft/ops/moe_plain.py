@@ -49,10 +49,10 @@ GATHERED = 64
 class LatentRouted(Routed):
     """Weights of a routed block with experts of another width than the hidden size."""
 
-    enter: Callable[[Tensor], Tensor]
-    """Projection of x [T, hidden] to the rows of the experts, [T, latent]."""
-    leave: Callable[[Tensor], Tensor]
-    """Projection of the experts' sum, [T, latent], to [T, hidden]."""
+    enter: Callable[..., Tensor]
+    """Projection of x [T, hidden] to the rows of the experts, [T, latent]; may take adapters of the rows."""
+    leave: Callable[..., Tensor]
+    """Projection of the experts' sum, [T, latent], to [T, hidden]; may take adapters of the rows."""
 
 
 def plain(up: Tensor, activation: str) -> Tensor:

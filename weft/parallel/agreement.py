@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from weft.parallel.group_comm import GroupComm, Launcher
@@ -66,9 +67,9 @@ class AgreementGroup:
         """Sockets to poll while asleep."""
         return self._wakeups.sockets
 
-    def agree(self, vote: Vote) -> Decision:
+    def agree(self, vote: Vote, updates: bytes = b"") -> Decision:
         """Wake the expert-parallel group if asleep, wait for the votes of all replicas, and return the
-        decision.
+        decision. For a launch, ``Decision.others`` has the ``updates`` of the other replicas.
 
         Sends ``vote`` with this replica's epoch, step and wave. A decision to launch counts as a launched
         step; a decision to sleep puts this replica to sleep. Raise CommLost if a replica is gone or late, and
@@ -77,7 +78,9 @@ class AgreementGroup:
         called = self._waves.begin()
         if called is not None:
             self._wakeups.wake(self._epoch, called)
-        vote = msgspec.structs.replace(vote, epoch=self._epoch, step=self._launched, wave=self._waves.wave)
+        vote = msgspec.structs.replace(
+            vote, epoch=self._epoch, step=self._launched, wave=self._waves.wave, updates=len(updates)
+        )
         table = self._comm.all_gather(torch.from_numpy(to_row(vote))).result()
         decision = decide(table.numpy())
         self.votes += 1
@@ -86,7 +89,17 @@ class AgreementGroup:
             # A wake-up for the next wave may have come already: then `sleep` begins the wave at once.
             self._listen()
             self._waves.sleep()
-        return decision
+        # A second collective, in the same steps of all replicas: all have the same table of votes.
+        if not decision.launch or not any(decision.updates):
+            return decision
+        padded = np.frombuffer(updates.ljust(max(decision.updates), b"\0"), np.uint8).copy()
+        parts = self._comm.all_gather(torch.from_numpy(padded)).result().numpy()
+        others = {
+            replica: parts[replica, :size].tobytes()
+            for replica, size in enumerate(decision.updates)
+            if size and replica != self._replica
+        }
+        return msgspec.structs.replace(decision, others=others)
 
     def close(self) -> None:
         """End the group, and close the wake-up channel."""

@@ -268,6 +268,8 @@ class Runner:
         for part in (self._state, slots, self._pooler, self._routes, self._media, self._ring):
             part.clear()
         self._micro_batched.clear()
+        if self.adapters is not None:
+            self.adapters.forget_others()
         self._launcher.take()
         if self.graphs is not None:
             self.graphs.forget()
@@ -355,6 +357,8 @@ class Runner:
                 self._sampler.slots.free(op.slot)
             elif isinstance(op, Rebalance) and self._model.experts is not None:
                 drive(self._model.experts.rebalance())
+                if self.adapters is not None:
+                    self.adapters.experts_moved()
         if plan.ops:
             if self.adapters is not None:
                 self.adapters.apply(plan.ops)
@@ -385,6 +389,8 @@ class Runner:
         assert handle.buffer is not None
         if plan.prefill.rows:
             return self._replay_mixed(plan, handle, handle.buffer)
+        if plan.agreed is not None and plan.agreed.adapted:
+            return None
         present = self._state.adapters(plan.decode.slot)
         adapts = bool(present)
         if self.graphs is None or (adapts and (self.adapters is None or not self.adapters.captures(present))):

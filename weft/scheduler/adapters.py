@@ -26,12 +26,13 @@ _COMMITS = 3
 
 @dataclass(slots=True)
 class _Known:
-    """One adapter. ``place`` is -1 without a place."""
+    """One adapter. ``place`` is -1 without a place. ``experts``: the adapter changes experts."""
 
     folder: str
     pinned: bool = False
     dropped: bool = False
     place: int = -1
+    experts: bool = False
     live: int = 0
     """Live sequences of the adapter, in any state."""
     users: set[int] = field(default_factory=set)
@@ -58,8 +59,9 @@ class AdapterBook:
 
     # ---- adapters
 
-    def load(self, digest: str, folder: str, pinned: bool = False) -> None:
-        """Accept sequences of an adapter. Idempotent; a second call changes ``pinned``.
+    def load(self, digest: str, folder: str, pinned: bool = False, experts: bool = False) -> None:
+        """Accept sequences of an adapter. Idempotent; a second call changes ``pinned``. ``experts``: True if
+        the adapter changes experts.
 
         Raise InvalidRequest without places, or if pinned adapters would leave no place for another.
         """
@@ -75,7 +77,7 @@ class AdapterBook:
             )
         known = self._known.get(digest)
         if known is None:
-            known = self._known[digest] = _Known(folder)
+            known = self._known[digest] = _Known(folder, experts=experts)
             self._emit(HoldAdapter(digest=digest, folder=folder))
             self._fresh[digest] = _COMMITS
         known.dropped = False
@@ -178,7 +180,7 @@ class AdapterBook:
             self.placed += 1
             self._emit(PlaceAdapter(digest=digest, place=place))
         known.users.add(sequence.id)
-        sequence.place = known.place
+        sequence.place, sequence.adapts_experts = known.place, known.experts
         self._idle.pop(digest, None)
         self._waiting.pop(sequence.id, None)
         return True

@@ -26,6 +26,7 @@ from weft.types.plan import (
     AppendEach,
     BindMedia,
     Rebalance,
+    ReplicaUpdate,
     Segment,
     SlotUpdate,
     StepPlan,
@@ -118,6 +119,8 @@ class PlanBuilder:
         """2: compute the step as two micro-batches."""
         self.agreed: Agreement | None = None
         """The agreement of the expert-parallel replicas for the step; None without such a group."""
+        self.others: list[ReplicaUpdate] = []
+        """Updates of the other replicas of the expert-parallel group."""
         self._columns = columns
         self._growth: list[SlotUpdate] = []
 
@@ -130,6 +133,12 @@ class PlanBuilder:
     def tokens(self) -> int:
         """Number of tokens of all rows; valid after ``close``."""
         return self.prefill.tokens + self.decode.tokens
+
+    @property
+    def adapted(self) -> bool:
+        """True if a row has an adapter that changes experts; valid after ``close``."""
+        column = self._columns.adapted
+        return bool(column[self.prefill.slot].any() or column[self.decode.slot].any())
 
     @property
     def whole_images(self) -> list[BindMedia]:
@@ -191,7 +200,7 @@ class PlanBuilder:
     def freeze(self, first_ops: Iterable[SlotUpdate]) -> StepPlan:
         """Return the immutable plan. ``first_ops`` come before the slot updates of the rows; ``Rebalance``
         comes last if set."""
-        ops = list(first_ops)
+        ops = [*self.others, *first_ops]
         for row in self.chunks.values():
             ops += row.ops
         ops += self._growth

@@ -40,7 +40,15 @@ from weft.scheduler.transfers.media_transfers import MediaTransfers
 from weft.scheduler.transfers.scheduler_transfers import SchedulerTransfers
 from weft.scheduler.validate import check_submit
 from weft.types.messages import EngineStats, Submit, TokenEvent, TransferStats
-from weft.types.plan import MAX_PROMPT_LOGITS, AllocSlot, SlotUpdate, StepPlan, StepResult, TokenMasks
+from weft.types.plan import (
+    MAX_PROMPT_LOGITS,
+    AdapterUpdate,
+    AllocSlot,
+    SlotUpdate,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+)
 from weft.types.routes import RouteShape
 from weft.types.sampling import ALL_LOGPROBS
 from weft.types.tiers import StoreMode
@@ -331,6 +339,11 @@ class Scheduler:
             for s in often
         ]
         return events + self._state.transfers.given_back()
+
+    @property
+    def adapter_updates(self) -> list[AdapterUpdate]:
+        """Updates of adapters in the next plan."""
+        return [op for op in self._state.ops if isinstance(op, AdapterUpdate)]
 
     def enqueue(self, op: SlotUpdate) -> None:
         """Add a slot update to the next plan. The plan is made for the update alone if there are no rows.

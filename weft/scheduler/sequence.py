@@ -116,6 +116,7 @@ class Sequence:
 
     __slots__ = (
         "adapter",
+        "adapts_experts",
         "blocked",
         "blocked_images",
         "chain",
@@ -167,7 +168,7 @@ class Sequence:
         self.choice = submit.choice
         self.seed = submit.seed
         self.salt = submit.salt
-        self.adapter, self.place = submit.adapter, -1  # digest; place in the pool, from queue to end
+        self.adapter, self.place, self.adapts_experts = submit.adapter, -1, False
         self.client, self.payer = submit.client, submit.payer
         self.session = submit.session
         self.params: TokenParams = submit.params

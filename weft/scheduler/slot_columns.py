@@ -38,6 +38,7 @@ class SlotColumns:
     exact           int32: number of last scheduled positions with a state on the device
     snapshot        int32: position of the newest snapshot; the cache hit, at first
     constrained     bool: a grammar limits the tokens
+    adapted         bool: the adapter of the sequence changes experts
     quiet           bool: a row with one token that ends nothing needs no further fields in the event
     stops           int32 [slots, MAX_STOPS]: ids that may end the sequence; padded with -1
     """
@@ -59,6 +60,7 @@ class SlotColumns:
         self.exact = np.zeros(num_slots, np.int32)
         self.snapshot = np.zeros(num_slots, np.int32)
         self.constrained = np.zeros(num_slots, bool)
+        self.adapted = np.zeros(num_slots, bool)
         self.quiet = np.zeros(num_slots, bool)
         self.stops = np.full((num_slots, MAX_STOPS), -1, np.int32)
 
@@ -77,6 +79,7 @@ class SlotColumns:
         self.num_computed[slot] = self.num_scheduled[slot] = self.snapshot[slot] = num_computed
         self.reserved[slot] = reserved
         self.constrained[slot] = sequence.constraint is not None
+        self.adapted[slot] = sequence.adapts_experts
         quiet = sequence.params.logprobs < 0 and sequence.routed < 0
         self.set_stops(slot, sequence.stop_ids, quiet=quiet)
         self.last_step[slot] = -1

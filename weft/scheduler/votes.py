@@ -20,7 +20,7 @@ from weft.common.errors import EngineDead
 from weft.types.exchange import padded
 from weft.types.plan import Agreement, PlannedRows
 
-VERSION = 1
+VERSION = 2
 
 
 class Vote(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +45,10 @@ class Vote(msgspec.Struct, frozen=True, kw_only=True):
     drafts: int = 0
     rebalance: bool = False
     """True if the replica's schedule requests a move of experts now."""
+    adapted: bool = False
+    """True if a row has an adapter that changes experts."""
+    updates: int = 0
+    """Bytes of the replica's updates of adapters, which a second collective sends to the other replicas."""
 
 
 FIELDS = tuple(Vote.__struct_fields__)
@@ -64,6 +68,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     sleep: bool
     """True if no replica has anything left to do. Implies ``launch`` is False."""
     agreed: Agreement
+    updates: tuple[int, ...] = ()
+    """Bytes of the updates of adapters, by replica."""
+    others: dict[int, bytes] = {}
+    """Updates of adapters of the other replicas that have updates. Set after the second collective."""
 
 
 def decide(table: np.ndarray) -> Decision:
@@ -91,8 +99,10 @@ def decide(table: np.ndarray) -> Decision:
         overlap=overlap,
         drafts=max(columns["drafts"]),
         rebalance=launch and any(columns["rebalance"]),
+        adapted=any(columns["adapted"]),
     )
-    return Decision(launch=launch, sleep=not any(columns["unfinished"]) and not launch, agreed=agreed)
+    sleep = not any(columns["unfinished"]) and not launch
+    return Decision(launch=launch, sleep=sleep, agreed=agreed, updates=tuple(columns["updates"]))
 
 
 def most_drafts(plan: PlannedRows) -> int:

@@ -28,6 +28,8 @@ class Exchange(msgspec.Struct, frozen=True):
     """One of ``FORMS``; empty for the ranks' own rule, which is the same on all ranks."""
     rows: int = 0
     """Upper bound of the tokens of a replica in the step; 0 without an agreement of the replicas."""
+    adapted: bool = False
+    """True if rows of other replicas may have adapters of experts."""
 
 
 UNAGREED = Exchange()

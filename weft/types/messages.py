@@ -81,8 +81,8 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 VERSION = 6
 """The newest version of these messages. Version 2 added ``Hello.engine``, ``Welcome.engine`` and
 ``TransferStats.sent``, version 3 ``Submit.payer``, version 4 ``Submit.routes`` and ``Submit.forced``,
-version 5 ``FreeMemory``, version 6 ``JoinTrainer``, ``ReceiveWeights`` and reports of changed weights to every
-API server."""
+version 5 ``FreeMemory``, version 6 ``JoinTrainer``, ``ReceiveWeights`` and reports of changed weights to
+every API server."""
 OLDEST = 1
 """The oldest version understood. A sender uses only the fields of the newest common version."""
 SENT_SINCE = 2

@@ -259,6 +259,16 @@ class ReleaseAdapter(_SlotUpdate, frozen=True, kw_only=True):
 AdapterUpdate: TypeAlias = ReadAdapter | HoldAdapter | PlaceAdapter | ReleaseAdapter
 
 
+class ReplicaUpdate(_SlotUpdate, frozen=True, kw_only=True):
+    """Apply another replica's update: this rank has experts for the rows of all replicas.
+
+    Present in the plans of all other replicas for the step of the update.
+    """
+
+    replica: int
+    update: AdapterUpdate
+
+
 class Rebalance(_SlotUpdate, frozen=True, kw_only=True):
     """Sum the load of each expert over all ranks of the expert-parallel group, and move experts accordingly.
 
@@ -281,10 +291,11 @@ SlotUpdate: TypeAlias = (
     | MoveMedia
     | Rebalance
     | AdapterUpdate
+    | ReplicaUpdate
 )
 
 
-OfNoSlot: TypeAlias = Encode | SendMedia | GatherMedia | MoveMedia | Rebalance | AdapterUpdate
+OfNoSlot: TypeAlias = Encode | SendMedia | GatherMedia | MoveMedia | Rebalance | AdapterUpdate | ReplicaUpdate
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -359,6 +370,8 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
     rebalance: bool = False
     """True if the plan of every replica has the update ``Rebalance``."""
+    adapted: bool = False
+    """True if a row of any replica has an adapter that changes experts."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

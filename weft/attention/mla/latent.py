@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from weft.attention.base import Backend, CoreInput
+from weft.attention.mla.up_adapters import UpRows
 from weft.config.spec import CacheSpec, MLASpec
 
 Tensor = torch.Tensor
@@ -50,6 +51,8 @@ class LatentInput(NamedTuple):
     up: UpMatrices
     form: Form
     """Preferred form for the segment; a backend with a single form ignores the field."""
+    low: UpRows | None = None
+    """LoRA adapters of the key and value matrices. Requires the form ``absorbed``; queries are scaled."""
 
 
 class LatentBackend(Backend):

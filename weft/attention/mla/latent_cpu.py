@@ -65,6 +65,11 @@ class CpuLatent(LatentBackend):
         absorbed = latent.form == "absorbed"
         cache = core.caches[latent.kind]
         entries, scales, keys = cache if latent.spec.fp8 else (cache[0], None, None)
+        low, more, sums = latent.low, None, None
+        if low is not None:
+            more = low.queries(q[..., : mla.nope])
+            sums = q.new_empty(*q.shape[:2], mla.kv_lora)
+        further = {"more": more, "sums": sums} if absorbed else {}
         (op.latent_absorbed if absorbed else op.latent_expanded).default(
             q,
             *latent.angles,
@@ -81,4 +86,7 @@ class CpuLatent(LatentBackend):
             core.scale,
             scales=scales,
             rotated=keys,
+            **further,
         )
+        if low is not None and sums is not None:
+            low.add_values(out, sums)

@@ -82,12 +82,17 @@ class InvariantLatent(LatentBackend):
         nope, turned = q.split((mla.nope, mla.rope), dim=-1)
         turned = rotate_pairs(turned, *latent.angles, mla.interleaved)
         # [T, heads, kv_lora + rope]: queries in the space of cache entries
-        absorbed = torch.cat((_by_heads(nope, latent.up.keys.transpose(1, 2)), turned), dim=-1)
+        absorbed = _by_heads(nope, latent.up.keys.transpose(1, 2))
+        if latent.low is not None:
+            absorbed = absorbed + latent.low.queries(nope)
+        absorbed = torch.cat((absorbed, turned), dim=-1)
         sums = torch.empty_like(absorbed[..., : mla.kv_lora])
         flat = entries.view(-1, gcd(entries.shape[1], TILE) * spec.width)
         for group in prepared.groups:
             _attend(absorbed, sums, flat, group, core.scale, shapes)
         out.copy_(_by_heads(sums, latent.up.values))
+        if latent.low is not None:
+            latent.low.add_values(out, sums)
 
 
 def _by_heads(x: Tensor, matrices: Tensor) -> Tensor:

@@ -71,11 +71,16 @@ class TorchLatent(LatentBackend):
         if prepared.groups is None:
             prepared.groups = _groups(core.segment, latent.kind, latent.spec, cache[0])
         # [T, heads, kv_lora + rope]: queries in the space of cache entries
-        absorbed = torch.cat((torch.einsum("thd,hdl->thl", nope, latent.up.keys), turned), dim=-1)
+        absorbed = torch.einsum("thd,hdl->thl", nope, latent.up.keys)
+        if latent.low is not None:
+            absorbed = absorbed + latent.low.queries(nope)
+        absorbed = torch.cat((absorbed, turned), dim=-1)
         sums = torch.empty_like(absorbed[..., : mla.kv_lora])
         for group in prepared.groups:
             sums[group.tokens] = _absorbed(absorbed[group.tokens], cache, group, mla.kv_lora, core.scale)
         out.copy_(torch.einsum("thl,hvl->thv", sums, latent.up.values))
+        if latent.low is not None:
+            latent.low.add_values(out, sums)
 
 
 # --- absorbed ---

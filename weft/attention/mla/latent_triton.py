@@ -80,6 +80,8 @@ class TritonLatent(TorchLatent):
         absorbed = q.new_empty(*q.shape[:2], mla.kv_lora)
         nope = q[..., : mla.nope]
         torch.bmm(nope.transpose(0, 1), latent.up.keys, out=absorbed.transpose(0, 1))
+        if latent.low is not None:
+            absorbed += latent.low.queries(nope)
         sums = torch.empty_like(absorbed)
         heads = q.shape[1]
         group = max(size for size in range(1, GROUP + 1) if heads % size == 0)
@@ -110,6 +112,8 @@ class TritonLatent(TorchLatent):
                 tokens=(part.begin, part.end),
             )
         torch.bmm(sums.transpose(0, 1), latent.up.values.transpose(1, 2), out=out.transpose(0, 1))
+        if latent.low is not None:
+            latent.low.add_values(out, sums)
 
 
 def _cut(

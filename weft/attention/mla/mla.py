@@ -19,6 +19,7 @@ from torch import nn
 from weft.attention.base import CoreInput, LayerCache
 from weft.attention.gqa.gqa import AttentionInput
 from weft.attention.mla.latent import Form, LatentBackend, LatentInput, UpMatrices
+from weft.attention.mla.up_adapters import UpAdapters
 from weft.config.spec import MLASpec, ModelSpec
 from weft.layers.build import Build, Layer, Packs
 from weft.layers.dense import Linear, RMSNorm, RowLinear
@@ -42,6 +43,10 @@ class UpLayer(Packs):
         self._heads = heads.count
         self._sizes = (mla.nope, mla.v)
         self._pack = build.op("latent_up").run
+        self.low = UpAdapters(build, heads.count, mla) if build.adapters.places else None
+        """Adapters of the matrix; None without places for adapters."""
+        if self.low is not None:
+            self.low.base = lambda x: F.linear(x, self.weight)
 
     def pack(self) -> None:
         keys, values = self.weight.data.view(self._heads, sum(self._sizes), -1).split(self._sizes, dim=1)
@@ -75,7 +80,7 @@ class LatentAttention(Layer):
     Every rank caches all entries and computes its own heads.
     """
 
-    adapted = ("down", "q_up", "out")
+    adapted = ("down", "q_up", "kv_up", "out")
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()
@@ -135,12 +140,18 @@ class LatentAttention(Layer):
             q = self.q_up(q, step.adapters)
         # [T, heads, nope + rope]
         q = q.unflatten(1, (self._heads, -1))
+        low = self.kv_up.low
+        changes = None if low is None else low.of(step.adapters)
+        if changes is not None:
+            q = torch.cat((changes.scaled_queries(q[..., : mla.nope]), q[..., mla.nope :]), dim=-1)
         out = x.new_empty(len(x), self._heads, mla.v)
         for segment, prepared, form in zip(step.segments, step.prepared, self._forms, strict=True):
             if not segment.tokens:
                 continue
             rows = slice(segment.begin, segment.begin + segment.tokens)
             alone = segment.tokens == len(x)
+            # Entries are expanded with the matrices of one adapter only, so such rows are absorbed.
+            own = None if changes is None else changes.low.of(changes.rows.segment(rows.start, rows.stop))
             backend.attend(
                 q if alone else q[rows],
                 out if alone else out[rows],
@@ -151,7 +162,8 @@ class LatentAttention(Layer):
                     self._cache_spec,
                     mla,
                     self.kv_up.matrices,
-                    form,
+                    form if own is None else "absorbed",
+                    own,
                 ),
             )
         out = out.view(len(x), self._heads * mla.v)

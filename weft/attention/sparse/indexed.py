@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from weft.attention.base import Backends, CoreInput, LayerCache, StepInput
 from weft.attention.mla.latent import Form
 from weft.attention.mla.mla import LatentAttention
+from weft.attention.mla.up_adapters import UpRows
 from weft.attention.sparse.sparse import Reads, SparseBackend
 from weft.config.spec import IndexSpec, ModelSpec
 from weft.layers.build import Build, Layer
 from weft.layers.dense import Linear
 from weft.ops.latent_ops import IndexParts, rotate_pairs
+from weft.ops.low_rank import AdapterRows
 
 Tensor = torch.Tensor
 
@@ -125,13 +127,21 @@ class IndexedAttention(LatentAttention):
         if logits_indices is not None:
             latents = latents[logits_indices]
         up = self.kv_up.matrices
+        changes = self._changes(step.adapters_at(logits_indices))
         if self._kernel is None:
             packed = None if up.packed is None else up.packed.values
-            values = self._product(latents, up.values, packed).flatten(1)
+            values = self._product(latents, up.values, packed).flatten(1).contiguous()
         else:
             values = latents.new_empty(len(latents), self._heads * self._mla.v)
             self._product(latents, up.values, values.view(len(latents), self._heads, -1))
+        if changes is not None:
+            changes.add_values(values.view(len(latents), self._heads, -1), latents)
         return self.out(values, step.adapters_at(logits_indices))
+
+    def _changes(self, rows: AdapterRows | None) -> UpRows | None:
+        """Return the adapters of the key and value matrices of ``rows``."""
+        low = self.kv_up.low
+        return None if low is None else low.of(rows)
 
     def _op_by_op(self, x: Tensor, shared: IndexedInput, caches: LayerCache, wanted: bool) -> Queries | None:
         """Write the entries of the step, and return (queries, ``index`` of ``_attend``); None unless
@@ -157,10 +167,16 @@ class IndexedAttention(LatentAttention):
         q = self.q_up(low, step.adapters).unflatten(1, (self._heads, -1))
         nope, turned = q.split((mla.nope, mla.rope), dim=-1)
         turned = rotate_pairs(turned, *shared.angles, mla.interleaved)
+        changes = self._changes(step.adapters)
+        if changes is not None:
+            nope = changes.scaled_queries(nope)
         up = self.kv_up.matrices
         absorb = None if up.packed is None else up.packed.absorb
         # [T, heads, kv_lora + rope]: queries in the space of cache entries
-        return torch.cat((self._product(nope, up.keys.transpose(1, 2), absorb), turned), dim=-1), index
+        absorbed = self._product(nope, up.keys.transpose(1, 2), absorb)
+        if changes is not None:
+            absorbed = absorbed + changes.queries(nope)
+        return torch.cat((absorbed, turned), dim=-1), index
 
     def _by_kernel(self, x: Tensor, shared: IndexedInput, caches: LayerCache, wanted: bool) -> Queries | None:
         """Compute ``_op_by_op`` with two kernels around the products. ``wanted`` only saves the product of
@@ -180,7 +196,13 @@ class IndexedAttention(LatentAttention):
         if not wanted:
             return None
         keys = self.kv_up.matrices.keys.transpose(1, 2)
-        self._product(q[..., : mla.nope], keys, full[..., : mla.kv_lora])
+        nope = q[..., : mla.nope]
+        changes = self._changes(step.adapters)
+        if changes is not None:
+            nope = changes.scaled_queries(nope)
+        self._product(nope, keys, full[..., : mla.kv_lora])
+        if changes is not None:
+            full[..., : mla.kv_lora] += changes.queries(nope)
         return full, index
 
     def _attend(

@@ -13,6 +13,7 @@ from weft.config.gpus import sharers
 from weft.config.resolved import HostShare, KVConfig
 from weft.config.sections.all import CacheSection, Config, ModelSection, ParallelSection, SchedulerSection
 from weft.config.sharding import local_spec
+from weft.config.sizing.adapter_memory import adapter_bytes
 from weft.config.sizing.media_limits import check_whole_images, embedding_bytes, media_limits
 from weft.config.sizing.memory import (
     GIB,
@@ -46,8 +47,10 @@ def make_caches(spec: ModelSpec, dtype: str, device: str, config: Config, host: 
     if tower or transfer.take_embeddings:
         longest = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
         images = embedding_bytes(spec, dtype, longest, config.media, host=device == "cpu")
+    layout, redundant = config.parallel.layout, config.parallel.redundant_experts
+    adapters = adapter_bytes(spec, dtype, config.lora, layout, redundant)
     # Without a tower, no memory is planned for tower weights.
-    num_bytes = cache_bytes(loaded, dtype, device, *parts, config.parallel, host, transfers, images)
+    num_bytes = cache_bytes(loaded, dtype, device, *parts, config.parallel, host, transfers, images, adapters)
     kv = divide_cache(local_spec(loaded, config.parallel.layout), dtype, num_bytes, *parts, transfers)
     limits = media_limits(
         spec, dtype, kv.max_model_len, config.media, tower=tower, takes=transfer.take_embeddings
@@ -105,6 +108,7 @@ def cache_bytes(
     host: HostShare = HostShare(),
     transfers: bool = False,
     images: int = 0,
+    adapters: int = 0,
 ) -> int:
     """Return the bytes for a rank's cache pools: as set, or the free memory up to the need of all sequences.
 
@@ -112,7 +116,7 @@ def cache_bytes(
     estimates. The engine divides again, with ``pools_for``, after the weights are loaded.
 
     ``spec``: the whole model. ``copies``: copies of the recurrent state per slot. ``transfers``: see
-    ``bytes_for``. ``images``: bytes of a rank's embedding cache. Raise ConfigError.
+    ``bytes_for``. ``images``: of the embedding cache. ``adapters``: ``adapter_bytes``. Raise ConfigError.
     """
     weights = planned_weights(spec, dtype, device, model, parallel)
     ranks = ranks_on_device(parallel, device, host)
@@ -133,7 +137,7 @@ def cache_bytes(
         available //= ranks
         # At most half of the memory that weights leave, and at most 4 GiB unless one full sequence needs
         # more.
-        share = int(max(available - weights - images, 0) * _CPU_CACHE_SHARE)
+        share = int(max(available - weights - images - adapters, 0) * _CPU_CACHE_SHARE)
         one = needs(1, length, scheduler)
         return min(share, usable, max(_CPU_CACHE_MOST, one))
     total = devices.gpu_memory()
@@ -143,11 +147,11 @@ def cache_bytes(
             param="--kv-cache-memory",
         )
     budget = int(total * cache.gpu_memory_utilization) // ranks
-    left = budget - weights - images - activation_bytes(spec, dtype, scheduler)
+    left = budget - weights - images - adapters - activation_bytes(spec, dtype, scheduler)
     if left <= 0:
         raise ConfigError(
             f"--gpu-memory-utilization {cache.gpu_memory_utilization} is {show_bytes(budget)} of this "
-            f"GPU; the weights take {show_bytes(weights)}, and the largest step and images "
+            f"GPU; the weights take {show_bytes(weights)}, and the largest step, adapters and images "
             f"{show_bytes(budget - weights - left)}: raise --gpu-memory-utilization, or lower "
             "--max-num-batched-tokens or --max-num-seqs",
             param="--gpu-memory-utilization",

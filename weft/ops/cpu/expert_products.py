@@ -45,13 +45,16 @@ class PackedProducts:
     def __init__(self, matrices: Matrices) -> None:
         self._of = matrices
 
-    def up(self, expert: int, x: Tensor) -> Tensor:
-        return _halves(x, self._of.up, expert, self._of.rows, self._of.up_bias)
+    def up(self, expert: int, x: Tensor, biased: bool = True) -> Tensor:
+        return _halves(x, self._of.up, expert, self._of.rows, self._of.up_bias if biased else None)
 
-    def down(self, expert: int, inner: Tensor) -> Tensor:
-        bias = self._of.down_bias
-        own = None if bias is None else bias[expert]
+    def down(self, expert: int, inner: Tensor, biased: bool = True) -> Tensor:
+        own = self.biases(expert)[1] if biased else None
         return _product(inner, self._of.down, expert, self._of.hidden, own, None)
+
+    def biases(self, expert: int) -> tuple[Tensor | None, Tensor | None]:
+        up, down = self._of.up_bias, self._of.down_bias
+        return None if up is None else up[expert], None if down is None else down[expert]
 
     def shared_up(self, x: Tensor) -> Tensor:
         return _halves(x, self._of.shared_up, 0, self._of.shared_rows, None)

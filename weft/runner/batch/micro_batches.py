@@ -135,7 +135,7 @@ def _routes(steps: Sequence[StepInput], micro_batches: MicroBatches) -> Tensor |
 def exchange_of(plan: StepPlan, micro_batches: MicroBatches) -> Exchange:
     """Return the exchange for both micro-batches. Ranks use the same form for both."""
     if plan.agreed is not None:
-        return Exchange(rows=plan.agreed.padded_tokens)
+        return Exchange(rows=plan.agreed.padded_tokens, adapted=plan.agreed.adapted)
     return Exchange(rows=max(micro_batches.first.tokens, micro_batches.second.tokens))
 
 

@@ -19,7 +19,10 @@ Tensor = torch.Tensor
 def agreed(plan: StepPlan, step: StepInput) -> StepInput:
     """Return the step with the exchange that the replicas agreed on, or ``step`` without an agreement."""
     agreement = plan.agreed
-    return step if agreement is None else replace(step, exchange=Exchange(rows=agreement.padded_tokens))
+    if agreement is None:
+        return step
+    exchange = Exchange(rows=agreement.padded_tokens, adapted=agreement.adapted)
+    return replace(step, exchange=exchange)
 
 
 def with_adapters(step: StepInput, state: SlotState, token_slots: Tensor, *slots: np.ndarray) -> StepInput:

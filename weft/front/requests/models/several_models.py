@@ -39,8 +39,8 @@ from weft.front.protocol.ollama_request import LATEST
 from weft.front.protocol.parse import printable
 from weft.front.requests.models.named_model import KeyModels, NamedModel, named_in
 from weft.front.requests.served_model import ServedModel, card_of_model
-from weft.front.siblings import Siblings
 from weft.front.requests.weight_updates import UpdatesState
+from weft.front.siblings import Siblings
 from weft.tracing.writer import SpanWriter
 
 if TYPE_CHECKING:
@@ -505,10 +505,10 @@ class SeveralModels:
         self._on(m.PinAsked(slot.name, pinned))
         return self.status(slot.name)
 
-    def updated(self, name: str) -> None:
+    async def updated(self, name: str) -> None:
         """Pin a loaded model with new weights: a later load would have to read all updates again. ``name``:
         as for ``front_of``."""
-        self._on(m.PinAsked(self.front_of(name).names[0], True))
+        await self.pin(self.front_of(name).names[0], True)
 
     async def keep(self, name: str, seconds: float) -> ModelStatus:
         """Set the seconds without a request until the unload. Return the present state. Raises NotFound."""

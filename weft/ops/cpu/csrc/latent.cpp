@@ -296,8 +296,35 @@ int head_parts(const Given<T>& given) {
     if (given.heads % parts == 0 && given.heads / parts <= kRows) return int(parts);
 }
 
+// Optional memory around the products, [tokens, heads, lora] each: `more` is added to the absorbed queries, and `sums`
+// takes the latent results.
+template <class T>
+struct Latents {
+  const T* more;
+  int64_t token, head;  // strides of `more`
+  T* sums;
+
+  static Latents of(const Optional& more, const Optional& sums, const Tensor& q,
+                    int64_t lora) {
+    for (const auto* one : {&more, &sums})
+      WEFT_CHECK(!*one || ((*one)->dim() == 3 && (*one)->size(0) == q.size(0) && (*one)->size(1) == q.size(1) &&
+                            (*one)->size(2) == lora && (*one)->stride(2) == 1 &&
+                            (*one)->dtype() == q.dtype()),
+                  "latent: products of adapters");
+    WEFT_CHECK(!sums || sums->is_contiguous(), "latent: sums");
+    return {more ? more->const_data_ptr<T>() : nullptr, more ? more->stride(0) : 0, more ? more->stride(1) : 0,
+            sums ? sums->mutable_data_ptr<T>() : nullptr};
+  }
+
+  void add(int64_t row, int64_t at, int64_t lora, T* to) const {
+    const T* from = more + row * token + at * head;
+    in_steps(lora, [&](int64_t i, int lanes) { put(to + i, take(to + i, lanes) + take(from + i, lanes), lanes); });
+  }
+};
+
 template <class T, class E>
-void absorbed(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatrices<T>& values) {
+void absorbed(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatrices<T>& values,
+              const Latents<T>& latents) {
   const int parts = head_parts(given), group = given.heads / parts, width = given.width();
   const std::vector<Piece> all = given.rows.cut(std::max(1, kRows / group), parts, given.window);
   const int64_t each = int64_t(given.heads) * (width + given.lora) * int64_t(sizeof(T));  // bytes per token
@@ -314,13 +341,16 @@ void absorbed(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatr
     const size_t bytes = size_t((end - begin) * each);
     if (Crew* crew = Crew::current(); crew && !kept.holds(bytes)) crew->drain();  // pending loops use the old memory
     T* q = reinterpret_cast<T*>(kept.at_least(bytes));
-    T* latent = q + (end - begin) * given.heads * width;
+    T* latent = latents.sums ? latents.sums + begin * given.heads * given.lora
+                             : q + (end - begin) * given.heads * width;
     over_heads(given.heads, end - begin, keys.inputs * keys.outputs, [=](int64_t head, int64_t first, int64_t count) {
       T* to = q + (first * given.heads + head) * width;
       const int64_t stride = int64_t(given.heads) * width, token = begin + first;
       keys.multiply(head, given.query(token, head), given.q_stride, count, to, stride);
-      for (int64_t t = 0; t < count; ++t)
+      for (int64_t t = 0; t < count; ++t) {
+        if (latents.more) latents.add(token + t, head, given.lora, to + t * stride);
         given.angles.rotate(token + t, given.query(token + t, head) + given.nope, to + t * stride + given.lora);
+      }
     });
     const Absorbed<T> scene{given, q, latent, begin, group, given.window, given.scale, width, 0, given.lora};
     run_later<E>(scene, std::move(pieces));
@@ -519,18 +549,19 @@ struct Inputs {
 }  // namespace
 
 // q: [T, heads, nope + rope], unrotated; cos, sin: [T, rope / 2]; out: [T, heads, value]; cache: [blocks, block, lora +
-// rope]; keys: per head [lora, nope]; values: per head [value, lora], both packed by `pack`.
+// rope]; keys: per head [lora, nope]; values: per head [value, lora], both packed by `pack`; more, sums: see `Latents`.
 void latent_absorbed(const Tensor& q, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out,
                      const Tensor& cache, const Tensor& offsets, const Tensor& starts, const Tensor& table,
                      const Tensor& keys, const Tensor& values, int64_t lora, int64_t window, double scale,
-                     int64_t engine, const std::optional<Tensor>& scales, const std::optional<Tensor>& rotated) {
+                     int64_t engine, const std::optional<Tensor>& scales, const std::optional<Tensor>& rotated,
+                     const Optional& more, const Optional& sums) {
   const Inputs inputs{q,      cos,   sin,    interleaved, out,    cache, offsets,
                       starts, table, scales, rotated,     window, scale, lora};
   inputs.check();
   if (q.size(0) == 0) return;
   inputs.go(engine, [&]<class T, class E>(const Given<T>& given, E) {
     absorbed<T, E>(given, HeadMatrices<T>::of(keys, given.heads, given.nope, lora),
-                   HeadMatrices<T>::of(values, given.heads, lora, given.value));
+                   HeadMatrices<T>::of(values, given.heads, lora, given.value), Latents<T>::of(more, sums, q, lora));
   });
 }
 

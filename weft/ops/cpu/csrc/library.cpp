@@ -73,7 +73,7 @@ void describe_attention(torch::Library& m) {
       m,
       "latent_absorbed(Tensor q, Tensor cos, Tensor sin, bool interleaved, Tensor(a!) out, Tensor cache, "
       "Tensor q_offsets, Tensor starts, Tensor table, Tensor keys, Tensor values, int lora, int window, float scale, "
-      "int engine=0, Tensor? scales=None, Tensor? rotated=None) -> ()");
+      "int engine=0, Tensor? scales=None, Tensor? rotated=None, Tensor? more=None, Tensor(b!)? sums=None) -> ()");
   add<attend::latent_expanded>(
       m,
       "latent_expanded(Tensor q, Tensor cos, Tensor sin, bool interleaved, Tensor(a!) out, Tensor cache, "

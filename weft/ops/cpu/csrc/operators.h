@@ -61,7 +61,8 @@ namespace attend {
 void latent_absorbed(const Tensor& q, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out,
                      const Tensor& cache, const Tensor& offsets, const Tensor& starts, const Tensor& table,
                      const Tensor& keys, const Tensor& values, int64_t lora, int64_t window, double scale,
-                     int64_t engine, const std::optional<Tensor>& scales, const std::optional<Tensor>& rotated);
+                     int64_t engine, const std::optional<Tensor>& scales, const std::optional<Tensor>& rotated,
+                     const std::optional<Tensor>& more, const std::optional<Tensor>& sums);
 void latent_expanded(const Tensor& q, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out,
                      const Tensor& cache, const Tensor& offsets, const Tensor& starts, const Tensor& table,
                      const Tensor& keys, const Tensor& values, int64_t lora, int64_t window, double scale,
