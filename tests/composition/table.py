@@ -123,10 +123,10 @@ ON_DISK = [
 AFTER_SLEEP = [
     SLEEP_HEADING,
     "",
-    "An engine answers the prompts, sleeps, wakes up, and answers the prompts again. The sleep has level 2,",
-    "which frees the weights, or level 1 for families whose weights cannot be updated. Each cell counts the",
-    "cases in which the feature was active. The cases of a form of attention contain every value of every",
-    "feature. In each case, every sequence got the same tokens, text and logprobs as alone, in float64.",
+    "An engine answers the prompts, sleeps, wakes up, and answers the prompts again. The sleep has level 2:",
+    "the weights go, too. Each cell counts the cases in which the feature was active. The cases of a form of",
+    "attention contain every value of every feature. In each case, every sequence got the same tokens, text",
+    "and logprobs as alone, in float64.",
     "",
     "`pytest tests/composition/test_sleep.py -m grid --write-composition` writes this part.",
 ]

@@ -1,7 +1,7 @@
 """Every feature after a sleep, for every form of attention, in float64.
 
-An engine answers all prompts, sleeps, wakes up, and answers all prompts again: the tokens equal those of runs
-alone. ``-m slow`` has one case of each form, ``-m grid`` each value of each feature for each form.
+An engine answers all prompts, sleeps without weights, wakes up, and answers all prompts again. The tokens
+equal those of runs alone. ``-m slow`` has one case of each form, ``-m grid`` each value of each feature.
 ``docs/composition.md`` has the results of a full run.
 """
 
@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from tests.composition.references import References
-from tests.composition.rig import SEEING, distinct_images, make_checkpoint, run
+from tests.composition.rig import distinct_images, make_checkpoint, run
 from tests.composition.table import GroupTable
 from tests.composition.test_pairs import NAMES, check_answers, check_engaged, of_family
 from tests.support.pairwise import covering, few_of, name
 
-FIXED = ("generic", *SEEING)
-"""Families whose weights cannot be updated, so a sleep keeps the weights."""
 OF_FAMILIES = {family: few_of([(family, case) for case in covering(of_family(family))]) for family in NAMES}
 CASES = [
     pytest.param(
@@ -42,6 +40,6 @@ def test_tokens_after_a_sleep_are_those_of_each_sequence_alone(
 ) -> None:
     expected, stop = references.of(family, case)
     folder = make_checkpoint(references.root, family)
-    made, seen = run(folder, {**case, "sleep": 1 if family in FIXED else 2}, stop)
+    made, seen = run(folder, {**case, "sleep": 2}, stop)
     check_answers(case, made, expected)
     sleep_table.ran(family, check_engaged(family, case, made, seen, distinct_images(folder)))

@@ -226,7 +226,9 @@ class SharedModels(SeveralModels):
                 _settle(slot, ReportedError(record.refusal))
         state = m.ModelState(record.state)
         if state in (m.ModelState.UP, m.ModelState.DRAINING):
-            slot.forgets = state is m.ModelState.DRAINING  # an unload gives up new weights, a failure does not
+            slot.forgets = (
+                state is m.ModelState.DRAINING
+            )  # an unload gives up new weights, a failure does not
         present = 0 if state is m.ModelState.COLD or record.ending else record.load
         if self._loads[slot.name] not in (0, present):
             self._leave(slot)

@@ -304,7 +304,7 @@ struct Latents {
   int64_t token, head;  // strides of `more`
   T* sums;
 
-  static Latents of(const Optional& more, const Optional& sums, const Tensor& q,
+  static Latents of(const std::optional<Tensor>& more, const std::optional<Tensor>& sums, const Tensor& q,
                     int64_t lora) {
     for (const auto* one : {&more, &sums})
       WEFT_CHECK(!*one || ((*one)->dim() == 3 && (*one)->size(0) == q.size(0) && (*one)->size(1) == q.size(1) &&
@@ -554,7 +554,7 @@ void latent_absorbed(const Tensor& q, const Tensor& cos, const Tensor& sin, bool
                      const Tensor& cache, const Tensor& offsets, const Tensor& starts, const Tensor& table,
                      const Tensor& keys, const Tensor& values, int64_t lora, int64_t window, double scale,
                      int64_t engine, const std::optional<Tensor>& scales, const std::optional<Tensor>& rotated,
-                     const Optional& more, const Optional& sums) {
+                     const std::optional<Tensor>& more, const std::optional<Tensor>& sums) {
   const Inputs inputs{q,      cos,   sin,    interleaved, out,    cache, offsets,
                       starts, table, scales, rotated,     window, scale, lora};
   inputs.check();
