@@ -51,7 +51,7 @@ class Hub:
         self.on(Reported(OTHER, self.table.version, {}))
         await until(lambda: m.Unload("a") in self.actions)
         self.actions.clear()
-        await asyncio.sleep(0.2)  # the API server sees the end
+        await until(lambda: self.models is not None and self.models.ending)
         self.on(m.Gone("a"))
 
     def record(self) -> ModelsRecord:
@@ -104,6 +104,11 @@ class Models(SharedModels):
         hub.models = self
         super().__init__(ModelSet((plan,), None, KeyModels(), hub), FrontSection(), front, None, None, True)
 
+    @property
+    def ending(self) -> bool:
+        """True after a look at a record in which the processes of the model end."""
+        return self._records["a"].ending
+
     async def _connected(self, *_: Any) -> Any:
         await self.reachable.wait()
         return Served(), SimpleNamespace()
@@ -146,10 +151,13 @@ def test_new_weights_stay_after_a_loss_of_the_engines_and_end_with_an_unload() -
         models.reachable.set()
         await models.start(prove)
         assert models.admits("a")
+        models._keeps("a", 3)
+        await until(lambda: hub.table.kept("a") == 3)
         hub.on(LoadSeen("a", 1, error=Unavailable("killed"), lost=True))
         await hub.end()
         await until(lambda: slot.model is None)
         assert slot.updates == "new weights"
+        await until(lambda: hub.table.kept("a") == 0)
         hub.load()
         await until(lambda: models.admits("a"))
         await models.unload("a")

@@ -251,7 +251,7 @@ class SharedModels(SeveralModels):
     def _leave(self, slot: _Slot) -> None:
         """Leave the load that ends. A later look connects to the next load."""
         self._loads[slot.name] = 0
-        self._uses[slot.name].kept = 0
+        self._keeps(slot.name, 0)
         if _ended(slot.task):
             slot.task = asyncio.create_task(self._close_model(slot))
         elif slot.task is not None:
