@@ -16,6 +16,7 @@ from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
 from weft.attention import recurrent
 from weft.attention.base import SegmentInput
+from weft.attention.delta import delta_torch
 from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaInputs, DeltaWeights
 from weft.attention.delta.delta_cpu import CpuDelta
 from weft.attention.delta.delta_torch import InvariantDelta, TorchDelta
@@ -23,6 +24,7 @@ from weft.attention.delta.delta_triton import TritonDelta, TritonInvariantDelta
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.config.families.qwen3_next import state_cache
+from weft.config.sizing.layer_elements import recurrent_pass
 from weft.config.spec import DeltaSpec, ModelSpec
 from weft.ops import triton as kernels
 from weft.ops.torch_ops import wide
@@ -339,6 +341,25 @@ def test_chunks_do_not_show_in_float64(shape: tuple[int, ...], size: int) -> Non
     for made, one in zip(cut.outputs(), right, strict=True):
         assert distance(made, one) < 1e-12
     assert distance(cut.recurrent(), whole.recurrent()) < 1e-12
+
+
+def test_memory_with_decays_by_channel_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long row and many short rows need the memory of the plan, not memory for each token of the step."""
+    scene = Scene((1, 1, 8, 8, 2, 8), lengths=[600, *[70] * 9, *[20] * 9])
+    sizes, between = [], delta_torch._between
+
+    def recorded(log_decay: Tensor) -> Tensor:
+        made = between(log_decay)
+        sizes.append(made.numel())
+        return made
+
+    monkeypatch.setattr(delta_torch, "_between", recorded)
+    outputs = scene.whole(TorchDelta())
+    assert max(sizes) == recurrent_pass(full_spec((1, 1, 8, 8, 2, 8))) // 3
+    for number in (0, 5, 15):
+        right, state = expected(scene, scene.rows[number])
+        assert distance(outputs[number], right) < 1e-12
+        assert distance(scene.recurrent()[number], state) < 1e-12
 
 
 BITWISE: list[Any] = [
