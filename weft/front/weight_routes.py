@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -157,7 +158,7 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
     _add_facts(app, front)
     if front.siblings is not None:
         front.siblings.carry = lambda call: _carried(front, call)
-        front.siblings.leave = lambda model: _end_all(front, model)
+        front.siblings.leave = lambda model: _left(front, model)
 
     @app.post("/init_weight_transfer_engine", openapi_extra=openapi.answers_of(InitRequest, Said))
     async def init(request: Request) -> Response:
@@ -288,18 +289,25 @@ async def _carried(front: Front, call: str) -> bytes:
 async def _leave(front: Front, model: str) -> None:
     """End all requests of a model, at every API server, with the tokens so far. Waits at most ``ABORT_S`` for
     clients that do not read."""
-    others = [] if front.siblings is None else [front.siblings.tell_leave(model, 2 * ABORT_S)]
-    await asyncio.gather(_end_all(front, model), *others)
+    name = chosen(front, model).names[0]  # another API server may have several models where this one has one
+    others = [] if front.siblings is None else [front.siblings.tell_leave(name, 2 * ABORT_S)]
+    await asyncio.gather(_end_all(front, name), *others)
+
+
+async def _left(front: Front, model: str) -> None:
+    """Carry out ``_leave`` of another API server. A model that is not loaded here has no requests."""
+    with contextlib.suppress(WeftError):
+        await _end_all(front, model)
 
 
 async def _end_all(front: Front, model: str) -> None:
     """End all requests of a model at this API server, see ``_leave``."""
     served = chosen(front, model).model
-    ended = [one for one in front.running.values() if one.front.model is served]
-    for generation in ended:
+    ended = {name: one for name, one in front.running.items() if one.front.model is served}
+    for generation in ended.values():
         generation.abort()
     until = asyncio.get_running_loop().time() + ABORT_S
-    while any(one in ended for one in front.running.values()):
+    while ended.keys() & front.running.keys():
         if asyncio.get_running_loop().time() > until:
             return
         await asyncio.sleep(0.01)
