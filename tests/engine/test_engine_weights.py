@@ -60,7 +60,8 @@ class Receivers:
     """Receivers that write a file at once. ``silent``: without a report."""
 
     def __init__(self, *args: object) -> None:
-        self.joined, self.silent, self._answer = False, False, None
+        self.joined, self.silent = False, False
+        self._answer: str | None = None
 
     def join(self, told: JoinTrainer) -> None:
         self.joined = True
@@ -87,7 +88,8 @@ class Rig:
             scheduler=SimpleNamespace(on_update="keep"),
             device="cpu",
         )
-        self._folder, self.group = folder, Group()
+        self._folder = folder
+        self.group: Any = Group()
         nothing: Callable[..., Any] = lambda *args: []  # noqa: E731
         self.weights = EngineWeights(
             config, self.group, None, nothing, lambda: False, nothing, nothing, nothing

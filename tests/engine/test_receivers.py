@@ -26,7 +26,8 @@ class Process:
     """One receiver: the test writes its reports."""
 
     def __init__(self, link: socket.socket, pid: int) -> None:
-        self.link, self.pid, self.returncode = link, pid, None
+        self.link, self.pid = link, pid
+        self.returncode: int | None = None
 
     def say(self, **fields: Any) -> None:
         self.link.sendall(msgspec.json.encode(Progress(**fields)) + LINE)
