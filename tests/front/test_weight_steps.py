@@ -63,9 +63,9 @@ class Engines:
                 role="unified",
                 weights=weights,
                 weights_answer=None,
-                welcome=SimpleNamespace(weights=weights, versions=(1, RECEIVE_SINCE)),
+                welcome=SimpleNamespace(weights=weights, versions=(1, RECEIVE_SINCE), ranks=ranks),
             )
-            for name in ("a", "b")
+            for name, ranks in (("a", 2), ("b", 1))
         ]
 
     def use_version(self, version: int) -> None:
@@ -302,7 +302,7 @@ def test_memory_is_not_freed_after_the_wake_up() -> None:
     in_loop(engines, check)
 
 
-GROUP = TrainerGroup(backend="gloo", address="trainer", port=1, world_size=5, seconds=1.0)
+GROUP = TrainerGroup(backend="gloo", address="trainer", port=1, world_size=4, seconds=1.0)
 TENSORS = AnnouncedTensors(names=("a",), dtypes=("float32",), shapes=((2,),))
 
 
@@ -312,6 +312,7 @@ def test_every_rank_joins_and_receives_and_a_failure_ends_the_group() -> None:
     async def check(made: WeightUpdates) -> None:
         with pytest.raises(InvalidRequest, match="comes first"):
             await made.receive(TENSORS, False)
+        assert made.ranks == 3
         await made.join(GROUP, 1)
         assert [one.first_rank for one in engines.told] == [1, 3]
         made.start()

@@ -320,10 +320,9 @@ def _add_facts(app: FastAPI, front: Front) -> None:
     async def get_world_size(request: Request) -> Response:
         """Return the number of ranks of all groups; with ``?include_dp=false`` of one replica."""
         named = chosen(front, request.query_params.get("model", ""))
-        parallel = named.config.parallel
         one = request.query_params.get("include_dp", "true").lower() in ("false", "0")
-        engines = 1 if one else sum(instance.alive for instance in named.links.instances)
-        return _json(WorldSize(world_size=parallel.tensor_parallel_size * max(1, engines)))
+        ranks = named.config.parallel.tensor_parallel_size if one else named.model.weights.ranks
+        return _json(WorldSize(world_size=ranks))
 
     @app.get("/server_info", openapi_extra=openapi.returns(ServerInfo))
     async def server_info(request: Request) -> Response:

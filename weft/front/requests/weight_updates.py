@@ -196,8 +196,9 @@ class WeightUpdates:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of all engine processes."""
-        return self._config.parallel.tensor_parallel_size * max(1, len(self._engines()))
+        """Number of ranks of all engine processes. Groups may differ."""
+        found = sum(one.welcome.ranks for one in self._engines() if one.welcome is not None)
+        return found or self._config.parallel.tensor_parallel_size
 
     async def join(self, group: TrainerGroup, first_rank: int) -> None:
         """Let every rank join ``group``, from rank ``first_rank`` on. Returns when the group is formed.
@@ -215,11 +216,10 @@ class WeightUpdates:
                         f"the engine {one.name} is of a release without broadcasts; restart the engine"
                     )
             self._joined, token = {}, new_token()
-            ranks = self._config.parallel.tensor_parallel_size
-            messages = [
-                JoinTrainer(token=token, group=group, first_rank=first_rank + number * ranks)
-                for number in range(len(able))
-            ]
+            messages = list[JoinTrainer]()
+            for one in able:
+                messages.append(JoinTrainer(token=token, group=group, first_rank=first_rank))
+                first_rank += 0 if one.welcome is None else one.welcome.ranks
             await self._collect(able, messages, group.seconds + JOIN_S, token)
             self._joined = {one.name: one.incarnation for one in able}
 
