@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from weft.common.errors import Unavailable
+from weft.common.errors import Unavailable, WeftError
 
 ANSWER_S = 1.0
 """Maximum seconds for the answers of other API servers. An API server without an answer is left out of the
@@ -55,7 +55,8 @@ class Siblings:
         answer."""
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.closing(writer), contextlib.suppress(OSError, ValueError, TimeoutError):
+            expected = (OSError, ValueError, TimeoutError, WeftError)  # a model may not be loaded here
+            with contextlib.closing(writer), contextlib.suppress(*expected):
                 async with asyncio.timeout(ANSWER_S):
                     what, _, which = (await reader.readline()).decode().strip().partition(" ")
                 if what == "abort":

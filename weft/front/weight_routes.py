@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -158,7 +157,7 @@ def add_weight_routes(app: FastAPI, front: Front) -> None:
     _add_facts(app, front)
     if front.siblings is not None:
         front.siblings.carry = lambda call: _carried(front, call)
-        front.siblings.leave = lambda model: _left(front, model)
+        front.siblings.leave = lambda model: _end_all(front, model)
 
     @app.post("/init_weight_transfer_engine", openapi_extra=openapi.answers_of(InitRequest, Said))
     async def init(request: Request) -> Response:
@@ -292,12 +291,6 @@ async def _leave(front: Front, model: str) -> None:
     name = chosen(front, model).names[0]  # another API server may have several models where this one has one
     others = [] if front.siblings is None else [front.siblings.tell_leave(name, 2 * ABORT_S)]
     await asyncio.gather(_end_all(front, name), *others)
-
-
-async def _left(front: Front, model: str) -> None:
-    """Carry out ``_leave`` of another API server. A model that is not loaded here has no requests."""
-    with contextlib.suppress(WeftError):
-        await _end_all(front, model)
 
 
 async def _end_all(front: Front, model: str) -> None:
