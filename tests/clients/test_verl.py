@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +15,10 @@ from typing import Any
 import pytest
 
 from tests.support.new_weights import changed, read_tensors
+from tests.support.slowness import deadline
 from weft.config.hub import bundled_models
+from weft.store.new_weights import SHARED
+from weft.store.shared_files import shared_name
 
 pytestmark = pytest.mark.clients
 ROOT = Path(__file__).parents[2]
@@ -20,6 +26,11 @@ BASE = Path(bundled_models()["spool-text"])
 PROMPT = [5, 17, 9, 4, 33, 8]
 SAMPLING = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 MORE = {"threads": 1, "kv_cache_memory": "16M", "max_num_seqs": 4}
+
+
+def ours() -> list[Path]:
+    """Return the files of this process in shared memory."""
+    return list(SHARED.glob(shared_name(os.getpid(), "*")))
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +63,7 @@ def test_a_server_generates_updates_aborts_and_sleeps() -> None:
     async def run() -> None:
         process = Process()
         try:
-            server = Server(await process.start(arguments(str(BASE), settings(), "key")), "key")
+            server = Server(await process.start(arguments(str(BASE), settings()), "key"), "key")
             first = await server.generate(PROMPT, SAMPLING, 16)
             assert len(first.token_ids) == len(first.log_probs) <= 16
             assert first.stop_reason == "completed"
@@ -79,12 +90,34 @@ def test_a_server_generates_updates_aborts_and_sleeps() -> None:
             await server.resume()
             assert await waiting == first
             await server.close()
-            sent = server._sent[0]
+            assert ours()
         finally:
             await process.close()
-        (Path("/dev/shm") / sent).unlink()
+        assert not ours()
 
     asyncio.run(run())
+
+
+def test_a_server_ends_with_the_process_that_started_it() -> None:
+    """Ray kills an actor without a word."""
+    script = """import asyncio, os, signal
+from weft_verl.server import Process
+async def run():
+    process = Process()
+    sleep = ["/bin/sh", "-c", "echo weft is ready: http://$$ now; exec sleep 60"]
+    print(await process.start(sleep, "key"), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(run())"""
+    path = f"{ROOT / 'integrations' / 'verl'}:{ROOT}"
+    command = [sys.executable, "-c", script]
+    found = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, check=False
+    )
+    pid = int(found.stdout.decode().strip().removeprefix("http://"))
+    until = time.monotonic() + deadline(10)
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -154,7 +187,5 @@ def test_a_replica_of_verl(verl: Any) -> None:
         await replica.clear_kv_cache()
         await rollout.update_weights(iter(old.items()))
         assert (await handle.generate.remote(PROMPT, SAMPLING, "d")).token_ids == first.token_ids
-        for name in (await rollout.server())._sent:
-            (Path("/dev/shm") / name).unlink()
 
     asyncio.run(run())

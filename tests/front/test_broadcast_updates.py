@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.support.long_streams import TOKENS, streams
 from tests.support.new_weights import changed, read_tensors, write_checkpoint
 from tests.support.processes import with_role
 from tests.support.servers import Running, Servers
@@ -195,42 +194,24 @@ def test_running_requests_keep_recompute_or_end(servers: Servers, tmp_path: Path
     """After ``recompute``, a stream goes on as a new request of its tokens under the new weights."""
     new = write_checkpoint(tmp_path / "new", BASE, changed(read_tensors(BASE), 1))
     server = servers.weft(*ARGUMENTS, "--on-update", way)
-    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    ids: list[int] = []
-    last: dict[str, Any] = {}
-    begun = threading.Event()
-
-    def read() -> httpx.Response:
-        with httpx.stream(
-            "POST",
-            server.url + "/v1/completions",
-            json=body | {"return_token_ids": True},
-            timeout=deadline(90),
-        ) as stream:
-            for line in stream.iter_lines():
-                if line.startswith("data: {"):
-                    last.update(json.loads(line[6:])["choices"][0])
-                    ids.extend(last.get("token_ids") or [])
-                    if len(ids) > 20:
-                        begun.set()
-            return stream
-
     post(server, "/start_weight_update")
     post(server, "/update_weights", {"update_info": {"path": str(new)}})
-    with beside(read):
-        assert begun.wait(deadline(30))
+    with streams(server, PROMPT) as seen:
         assert post(server, "/finish_weight_update", {"weight_version": "next"}).status_code == 200
+    both = [one for one in seen if one.change]
     if way == "abort":
-        assert last["finish_reason"] == "abort"
-        assert 20 < len(ids) < 1500
-        assert "weight_version" not in last  # the weights of the start
+        ended = [one for one in seen if one.last["finish_reason"] == "abort"]
+        assert ended
+        assert both == []
+        assert all(len(one.ids) < TOKENS and one.last["weight_version"] == "default" for one in ended)
         return
-    assert len(ids) == 1500
-    (_, position), (at, label) = last["weight_versions"]
-    assert (position, label) == ("default", "next")
+    first = min(both, key=lambda one: one.change)
+    assert len(first.ids) == TOKENS
+    assert first.last["weight_versions"] == [[0, "default"], [first.change, "next"]]
     prompt = complete(server, max_tokens=1)["prompt_token_ids"]
-    fresh = complete(server, prompt=[*prompt, *ids[:at]], max_tokens=200)["token_ids"]
-    assert (ids[at : at + 200] == fresh) is (way == "recompute")
+    rest = first.ids[first.change :][:200]
+    fresh = complete(server, prompt=[*prompt, *first.ids[: first.change]], max_tokens=len(rest))["token_ids"]
+    assert (rest == fresh) is (way == "recompute")
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from weft.front.siblings import Siblings
 from weft.store import fixed_weights
 from weft.store.fixed_weights import why_fixed
 from weft.store.new_weights import source_files
+from weft.store.shared_files import new_token, shared_name
 from weft.types.messages import RECEIVE_SINCE
 from weft.types.weights import (
     AnnouncedTensors,
@@ -62,9 +63,9 @@ class Engines:
                 role="unified",
                 weights=weights,
                 weights_answer=None,
-                welcome=SimpleNamespace(weights=weights, versions=(1, RECEIVE_SINCE)),
+                welcome=SimpleNamespace(weights=weights, versions=(1, RECEIVE_SINCE), ranks=ranks),
             )
-            for name in ("a", "b")
+            for name, ranks in (("a", 2), ("b", 1))
         ]
 
     def use_version(self, version: int) -> None:
@@ -301,7 +302,7 @@ def test_memory_is_not_freed_after_the_wake_up() -> None:
     in_loop(engines, check)
 
 
-GROUP = TrainerGroup(backend="gloo", address="trainer", port=1, world_size=5, seconds=1.0)
+GROUP = TrainerGroup(backend="gloo", address="trainer", port=1, world_size=4, seconds=1.0)
 TENSORS = AnnouncedTensors(names=("a",), dtypes=("float32",), shapes=((2,),))
 
 
@@ -311,6 +312,7 @@ def test_every_rank_joins_and_receives_and_a_failure_ends_the_group() -> None:
     async def check(made: WeightUpdates) -> None:
         with pytest.raises(InvalidRequest, match="comes first"):
             await made.receive(TENSORS, False)
+        assert made.ranks == 3
         await made.join(GROUP, 1)
         assert [one.first_rank for one in engines.told] == [1, 3]
         made.start()
@@ -383,5 +385,93 @@ def test_another_api_server_goes_on_after_the_carrier(monkeypatch: pytest.Monkey
         assert seen[2].told == []  # the first in order carries, and nobody else
         for one in others:
             one.close()
+
+    in_loop(engines, check)
+
+
+def test_requests_end_after_new_ones_wait_and_before_the_weights_change() -> None:
+    """So no request sees both versions. A call that is cancelled meanwhile is carried on."""
+    engines = Engines()
+
+    async def check(made: WeightUpdates) -> None:
+        left = asyncio.Event()
+
+        async def leave() -> None:
+            assert engines.weights == 1
+            assert not any(isinstance(one, UseWeights) for one in engines.told)
+            left.set()
+            await asyncio.sleep(60)
+
+        call = asyncio.create_task(made.finish("new", never, leave))
+        await left.wait()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert (made.number, made.label) == (1, "new")
+        assert made._following is not None
+        assert not any(isinstance(one, DropWeights) for one in engines.told)
+
+    in_loop(engines, check)
+
+
+def test_an_update_that_is_refused_without_a_pause_stays() -> None:
+    engines = Engines()
+    parallel = SimpleNamespace(eplb_interval=0, enable_expert_parallel=True)
+
+    async def check(made: WeightUpdates) -> None:
+        with pytest.raises(InvalidRequest, match="during a pause"):
+            await made.finish("new", never)
+        assert engines.told == []
+        await made.finish("new", lambda: True)
+        assert made.label == "new"
+
+    in_loop(engines, check, parallel=parallel)
+
+
+def test_a_group_of_no_engine_is_not_formed() -> None:
+    engines = Engines()
+    for one in engines.instances:
+        one.alive = False
+
+    async def check(made: WeightUpdates) -> None:
+        with pytest.raises(Unavailable, match="no engine process runs"):
+            await made.join(GROUP, 1)
+
+    in_loop(engines, check)
+
+
+def shared_file(folder: Path) -> Path:
+    path = folder / shared_name(0, new_token())
+    path.touch()
+    return path
+
+
+def test_every_api_server_holds_the_files_of_the_weights(tmp_path: Path) -> None:
+    """Until the next complete update. A file of an update that was replaced is deleted at once."""
+    engines, folder = Engines(), Folder()
+
+    async def check(made: WeightUpdates) -> None:
+        other = WeightUpdates(config(), Engines())  # type: ignore[arg-type]
+        await made.share(folder.one("0"))
+        await other.share(folder.one("1"))
+        first, part, second, lost = (shared_file(tmp_path) for _ in range(4))
+        made._files = [str(first)]
+        await made.finish("1", never)
+        await partly(made, str(part))
+        made.close()
+        assert first.exists()
+        assert part.exists()  # the other API server may become the carrier
+        made.start()
+        made.add((str(lost),), False)
+        made._shared.hold((str(lost),))
+        made.start()
+        assert not lost.exists()
+        made.add((str(second),), False)
+        await made.finish("2", never)
+        assert not first.exists()
+        assert not part.exists()
+        made.close()
+        assert second.exists()
+        other.close()
+        assert not second.exists()
 
     in_loop(engines, check)

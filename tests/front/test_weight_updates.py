@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.long_streams import TOKENS, streams
 from tests.support.new_weights import changed, read_tensors, write_checkpoint
 from tests.support.pictures import image_file, image_part
 from tests.support.processes import with_role
@@ -20,6 +19,9 @@ from tests.support.servers import Running, Servers
 from tests.support.slowness import deadline
 from weft import LLM, SamplingParams
 from weft.config.hub import bundled_models
+from weft.models.weight_source import write_shared
+from weft.store.new_weights import SHARED
+from weft.store.shared_files import new_token, shared_name
 
 ADMIN = {"Authorization": "Bearer admin"}
 BASE = Path(bundled_models()["spool-text"])
@@ -87,26 +89,12 @@ def test_one_engine(servers: Servers, tmp_path: Path) -> None:
         assert post(server, "/update_weights", {"update_info": wrong}).status_code == 400
     assert numbers(complete(server)) == numbers(before)
     # A stream goes on across the update, and names both versions.
-    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    last: dict[str, Any] = {}
-    begun = threading.Event()
-
-    def read() -> None:
-        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=deadline(90)) as stream:
-            for line in stream.iter_lines():
-                if line.startswith("data: {"):
-                    begun.set()
-                    last.update(json.loads(line[6:])["choices"][0])
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    assert begun.wait(deadline(30))
-    assert update(server, new, "step-1").json() == {"message": "Weight update finished"}
-    reader.join(deadline(90))
-    assert last["weight_version"] == "step-1"
-    (first, old), (position, label) = last["weight_versions"]
-    assert (first, old, label) == (0, "default", "step-1")
-    assert 0 < position < 1500
+    with streams(server, PROMPT) as seen:
+        assert update(server, new, "step-1").json() == {"message": "Weight update finished"}
+    both = next(one for one in seen if one.change)
+    assert both.last["weight_version"] == "step-1"
+    assert both.last["weight_versions"] == [[0, "default"], [both.change, "step-1"]]
+    assert len(both.ids) == TOKENS > both.change
     after = complete(server)
     assert after["weight_versions"] == [[0, "step-1"]]
     assert numbers(after) != numbers(before)
@@ -218,10 +206,10 @@ def test_all_api_servers_change(servers: Servers, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_one_of_several_models(servers: Servers, tmp_path: Path) -> None:
     """A body names the model. The updated model is pinned, and has its weights again after a loss of its
-    engines; an operator's unload gives the weights of the files back."""
+    engines, from a file that the server deletes; an operator's unload gives the weights of the files back."""
     tensors = read_tensors(BASE)
     one = write_checkpoint(tmp_path / "one", BASE, tensors)
-    new = write_checkpoint(tmp_path / "new", BASE, changed(tensors, 1))
+    new = write_shared(shared_name(0, new_token()), changed(tensors, 1).items())
     server = servers.weft(
         *("spool-text", str(one), "--admin-key", "admin", "--dtype", "bfloat16", "--threads", "1"),
         *("--max-num-seqs", "4", "--engine-restarts", "0"),
@@ -240,7 +228,7 @@ def test_one_of_several_models(servers: Servers, tmp_path: Path) -> None:
     assert ask("spool-text")["token_ids"] == before["token_ids"]
     assert post(server, "/start_weight_update").status_code == 400  # names no model
     assert call("/start_weight_update", {}).status_code == 200
-    info = {"update_info": {"path": str(new)}, "model": "one"}
+    info = {"update_info": {"name": new}, "model": "one"}
     assert post(server, "/update_weights", info).status_code == 200
     assert call("/finish_weight_update", {"weight_version": "step-1"}).status_code == 200
     after = ask("one")
@@ -267,6 +255,7 @@ def test_one_of_several_models(servers: Servers, tmp_path: Path) -> None:
     fresh = ask("one")
     assert fresh["token_ids"] == before["token_ids"]
     assert "weight_version" not in fresh
+    assert not (SHARED / new).exists()
 
 
 @pytest.mark.slow

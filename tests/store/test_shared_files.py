@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from weft.store.shared_files import STALE_S, SharedFiles, delete_stale, new_token, shared_name
+from weft.store.shared_files import LOST_S, STALE_S, SharedFiles, delete_stale, new_token, shared_name
 
 
 def _file(path: Path, age: float) -> Path:
@@ -18,9 +18,9 @@ def _file(path: Path, age: float) -> Path:
 
 def test_files_of_killed_processes_are_deleted(tmp_path: Path) -> None:
     name = "weft-7-0123456789abcdef.safetensors"
-    stale = [_file(tmp_path / one, STALE_S + 60) for one in (name, f".{name}.7")]
+    stale = [_file(tmp_path / name, STALE_S + 60), _file(tmp_path / f".{name}.7", LOST_S + 10)]
     kept = [
-        _file(tmp_path / name.replace("7", "8", 1), 0),
+        _file(tmp_path / name.replace("7", "8", 1), LOST_S + 10),
         _file(tmp_path / "weft-lost.safetensors", STALE_S + 60),
         locked := _file(tmp_path / name.replace("7", "9", 1), STALE_S + 60),
     ]

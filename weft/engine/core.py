@@ -293,6 +293,7 @@ class EngineCore(EngineLoop[StepHandle]):
             tower_fingerprint=self._tower,
             weights=self.weights.version,
             weights_name=self.weights.name,
+            ranks=self.config.parallel.tensor_parallel_size,
             max_loras=self.config.lora.max_loras if self.config.transfer.role != "encode" else 0,
         )
 

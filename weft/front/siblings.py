@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from weft.common.errors import Unavailable
+from weft.common.errors import Unavailable, WeftError
 
 ANSWER_S = 1.0
 """Maximum seconds for the answers of other API servers. An API server without an answer is left out of the
@@ -55,7 +55,8 @@ class Siblings:
         answer."""
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(OSError, ValueError, TimeoutError):
+            expected = (OSError, ValueError, TimeoutError, WeftError)  # a model may not be loaded here
+            with contextlib.closing(writer), contextlib.suppress(*expected):
                 async with asyncio.timeout(ANSWER_S):
                     what, _, which = (await reader.readline()).decode().strip().partition(" ")
                 if what == "abort":
@@ -69,7 +70,7 @@ class Siblings:
                     if (take_state := self.weights.get(unquote(model))) is not None:
                         writer.write(take_state(state))
                 elif what == "carry" and self.carry is not None:
-                    writer.write(await self.carry(which))
+                    writer.write(await _while_open(reader, self.carry(which)))
                 elif what == "leave" and self.leave is not None:
                     await self.leave(unquote(which))
                 elif what == "pause":
@@ -79,7 +80,6 @@ class Siblings:
                 else:
                     writer.write(page())
                 await writer.drain()
-            writer.close()
 
         path = self._path(self.name)
         path.unlink(missing_ok=True)
@@ -178,3 +178,15 @@ class Siblings:
 
     def _path(self, name: str) -> Path:
         return self._folder / f"front-{name}"
+
+
+async def _while_open(reader: asyncio.StreamReader, work: Awaitable[bytes]) -> bytes:
+    """Return the result of ``work``; b"" after the end of the connection, which cancels ``work``."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(reader.read(1))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else b""
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)

@@ -288,18 +288,19 @@ async def _carried(front: Front, call: str) -> bytes:
 async def _leave(front: Front, model: str) -> None:
     """End all requests of a model, at every API server, with the tokens so far. Waits at most ``ABORT_S`` for
     clients that do not read."""
-    others = [] if front.siblings is None else [front.siblings.tell_leave(model, 2 * ABORT_S)]
-    await asyncio.gather(_end_all(front, model), *others)
+    name = chosen(front, model).names[0]  # another API server may have several models where this one has one
+    others = [] if front.siblings is None else [front.siblings.tell_leave(name, 2 * ABORT_S)]
+    await asyncio.gather(_end_all(front, name), *others)
 
 
 async def _end_all(front: Front, model: str) -> None:
     """End all requests of a model at this API server, see ``_leave``."""
     served = chosen(front, model).model
-    ended = [one for one in front.running.values() if one.front.model is served]
-    for generation in ended:
+    ended = {name: one for name, one in front.running.items() if one.front.model is served}
+    for generation in ended.values():
         generation.abort()
     until = asyncio.get_running_loop().time() + ABORT_S
-    while any(one in ended for one in front.running.values()):
+    while ended.keys() & front.running.keys():
         if asyncio.get_running_loop().time() > until:
             return
         await asyncio.sleep(0.01)
@@ -312,10 +313,9 @@ def _add_facts(app: FastAPI, front: Front) -> None:
     async def get_world_size(request: Request) -> Response:
         """Return the number of ranks of all groups; with ``?include_dp=false`` of one replica."""
         named = chosen(front, request.query_params.get("model", ""))
-        parallel = named.config.parallel
         one = request.query_params.get("include_dp", "true").lower() in ("false", "0")
-        engines = 1 if one else sum(instance.alive for instance in named.links.instances)
-        return _json(WorldSize(world_size=parallel.tensor_parallel_size * max(1, engines)))
+        ranks = named.config.parallel.tensor_parallel_size if one else named.model.weights.ranks
+        return _json(WorldSize(world_size=ranks))
 
     @app.get("/server_info", openapi_extra=openapi.returns(ServerInfo))
     async def server_info(request: Request) -> Response:

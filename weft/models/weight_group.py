@@ -140,12 +140,16 @@ def send(
 def receive(group: WeightGroup, announced: AnnouncedTensors) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor in host memory) in the announced order. A tensor is valid until the next one.
 
-    Raises InvalidRequest for tensors with other bytes than announced, and RuntimeError: see ``broadcast``.
+    Raises InvalidRequest for tensors with other bytes than announced, Unavailable without memory for a
+    broadcast, and RuntimeError: see ``broadcast``.
     """
     for pieces in broadcasts(announced):
         last = announced.names[pieces[-1][0]]
         total = sum(count for _, count in pieces)
-        buffer = torch.empty(total, dtype=torch.uint8, device=group.device)
+        try:
+            buffer = torch.empty(total, dtype=torch.uint8, device=group.device)
+        except RuntimeError as error:
+            raise Unavailable(f"no memory for a broadcast of {total} bytes, up to tensor {last}") from error
         mark = torch.frombuffer(bytearray(os.urandom(_MARK)), dtype=torch.uint8)[-total:].to(group.device)
         buffer[-mark.numel() :] = mark
         # NCCL counts elements of the sender's type.

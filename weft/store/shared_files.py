@@ -3,7 +3,8 @@
     write_shared ──► /dev/shm/weft-N-TOKEN.safetensors ──► hold: one lock of each process that needs it
                                                        └──► keep: the last process that needs it deletes it
 
-A process that is killed leaves files without a lock. The next process deletes such files when they are old.
+A process that is killed leaves files without a lock. The next process that receives or writes weights deletes
+such files when they are old.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from pathlib import Path
 
 from weft.store.new_weights import SHARED
 
-STALE_S = 600.0
-"""Age from which a file without a lock is deleted, in seconds."""
+STALE_S = 120.0
+"""Age from which a complete file without a lock is deleted, in seconds. A file that was just written has no
+lock for a moment."""
+LOST_S = 10.0
+"""The same of an incomplete file, on which the writer has a lock."""
 _IS_OURS = re.compile(r"\.?weft-\d+-[0-9a-f]{16}\.safetensors(\.\d+)?")
 
 
@@ -57,7 +61,10 @@ class SharedFiles:
             except OSError:  # of another host, or of another user
                 continue
             fcntl.flock(lock, fcntl.LOCK_SH)
-            self._locks[path] = lock
+            if os.fstat(lock).st_nlink:
+                self._locks[path] = lock
+            else:  # another process has deleted the file meanwhile
+                os.close(lock)
 
     def keep(self, files: Collection[str]) -> None:
         """Release all files except ``files``. The last process that needs a file deletes the file."""
@@ -82,13 +89,14 @@ def _release(locks: dict[str, int], kept: Collection[str]) -> None:
 
 
 def delete_stale(folder: Path = SHARED) -> None:
-    """Delete files of processes that were killed: files older than ``STALE_S`` without a lock.
+    """Delete files of processes that were killed: files without a lock, older than ``STALE_S`` or ``LOST_S``.
 
     A lock, unlike a process id, has a meaning also between containers that share /dev/shm.
     """
     for path in [*folder.glob("weft-*.safetensors"), *folder.glob(".weft-*.safetensors.*")]:
         try:
-            if time.time() - path.stat().st_mtime < STALE_S or not _IS_OURS.fullmatch(path.name):
+            limit = LOST_S if path.name.startswith(".") else STALE_S
+            if time.time() - path.stat().st_mtime < limit or not _IS_OURS.fullmatch(path.name):
                 continue
             lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             try:

@@ -161,6 +161,8 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     """Version of the weights in use. -1: the engine process takes no messages about weights."""
     weights_name: str | None = None
     """As ``WeightsChanged.name``."""
+    ranks: int = 1
+    """Number of ranks of the group. Groups of one server may differ."""
 
 
 class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -32,7 +32,7 @@ class WeftActor:
         """Start ``weft serve``, and return when the server is ready."""
         key = secrets.token_hex(16)
         path = getattr(self._model_config, "local_path", None) or self._model_config.path
-        url = await self._process.start(arguments(path, self._config, key))
+        url = await self._process.start(arguments(path, self._config), key)
         self._server = Server(url, key)
 
     async def get_server_address(self) -> tuple[str, str]:

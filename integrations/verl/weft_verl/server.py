@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-import secrets
 import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 
 from weft.models.weight_source import write_shared
+from weft.store.new_weights import SHARED
+from weft.store.shared_files import new_token, shared_name
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,10 @@ _READY = re.compile(r"weft is ready: (https?://\S+) ")
 START_S = 600.0
 CALL_S = 1200.0
 """Maximum seconds of one request. Requests wait while the server is paused."""
+_TIED = """import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+os.getppid() == int(sys.argv[1]) and os.execv(sys.argv[2], sys.argv[2:])"""
+"""Program that becomes a command, which ends with the parent process: Ray kills actors without a word."""
 _KNOWN = {
     "temperature",
     "top_p",
@@ -54,7 +59,6 @@ class Server:
     def __init__(self, url: str, admin_key: str) -> None:
         self.url, self.admin_key = url, admin_key
         self._http: httpx.AsyncClient | None = None
-        self._sent: list[str] = []
 
     def _client(self) -> httpx.AsyncClient:
         if self._http is None:
@@ -120,20 +124,17 @@ class Server:
         """Replace all weights. The server must run on this host, as this user.
 
         The memory of a second copy in /dev/shm stays until the next update: a rank that starts again reads
-        the copy.
+        the copy. The server deletes the copy.
         """
-        name = f"verl-{secrets.token_hex(8)}.safetensors"
+        name = shared_name(os.getpid(), new_token())
         try:
             await asyncio.to_thread(write_shared, name, tensors)
             await self._post("/start_weight_update")
             await self._post("/update_weights", {"update_info": {"name": name}})
             await self._post("/finish_weight_update", {"weight_version": version})
         except BaseException:
-            Path("/dev/shm", name).unlink(missing_ok=True)
+            (SHARED / name).unlink(missing_ok=True)
             raise
-        for old in self._sent:
-            Path("/dev/shm", old).unlink(missing_ok=True)
-        self._sent = [name]
 
     async def close(self) -> None:
         """Close the connections."""
@@ -141,14 +142,13 @@ class Server:
             await self._http.aclose()
 
 
-def arguments(model: str, config: Any, key: str) -> list[str]:
+def arguments(model: str, config: Any) -> list[str]:
     """Return the arguments of ``weft serve`` for verl's rollout ``config``.
 
     ``config.engine_kwargs["weft"]`` adds flags: {"max_num_seqs": 64} is ``--max-num-seqs 64``.
     """
     words = {
         "port": 0,
-        "admin-key": key,
         "dtype": config.dtype,
         "tensor-parallel-size": config.tensor_model_parallel_size,
         "data-parallel-size": config.data_parallel_size,
@@ -163,24 +163,32 @@ def arguments(model: str, config: Any, key: str) -> list[str]:
 
 
 class Process:
-    """The process of a server. Ends with its owner: call ``close``."""
+    """The process of a server. Ends with the process that started the server, or by ``close``."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
 
-    async def start(self, command: list[str]) -> str:
-        """Start the server, and return its URL. Raises RuntimeError if the server does not become ready."""
-        pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(*command, stdout=pipe)
+    async def start(self, command: list[str], admin_key: str) -> str:
+        """Start the server, and return its URL. Raises RuntimeError if the server does not become ready, and
+        TimeoutError after ``START_S``; no process runs then."""
+        environment = os.environ | {"WEFT_ADMIN_KEY": admin_key}  # all users of the host can read arguments
+        words = [sys.executable, "-c", _TIED, str(os.getpid()), *command]
+        self._process = await asyncio.create_subprocess_exec(
+            *words, stdout=asyncio.subprocess.PIPE, env=environment
+        )
         stdout = self._process.stdout
         assert stdout is not None
-        async with asyncio.timeout(START_S):
-            while line := (await stdout.readline()).decode():
-                if found := _READY.search(line + " "):
-                    self._reader = asyncio.create_task(_drain(stdout))
-                    return found[1]
-        raise RuntimeError(f"weft serve ended with status {await self._process.wait()}")
+        try:
+            async with asyncio.timeout(START_S):
+                while line := (await stdout.readline()).decode():
+                    if found := _READY.search(line + " "):
+                        self._reader = asyncio.create_task(_drain(stdout))
+                        return found[1]
+            raise RuntimeError(f"weft serve ended with status {await self._process.wait()}")
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """End the server."""

@@ -12,6 +12,7 @@ from weft.sim.engine import kv_config
 from weft.types import messages as m
 from weft.types.adapters import AdapterChanged, DropAdapter, LoadAdapter
 from weft.types.sampling import TokenParams
+from weft.types.weights import StageWeights, WeightsChanged, WeightsUpdate
 
 
 def engine() -> EngineProtocol:
@@ -144,3 +145,32 @@ def test_a_drop_ends_a_load_before_the_next_load() -> None:
     assert one.on(b"f", DropAdapter(digest=digest)) == [(b"f", refused), (b"f", gone)]
     assert one.on(b"f", LoadAdapter(name="a", digest=digest, folder="/a")) == []
     assert one.adapters_changed() == []
+
+
+def test_an_api_server_that_is_gone_gives_its_update_of_weights_up() -> None:
+    """An API server that changes no weights gives nothing up."""
+
+    class Weights:
+        def __init__(self) -> None:
+            self.told: list[object] = []
+
+        def begin(self, message: m.ToWeights) -> None:
+            self.told.append(message)
+
+        def finished(self) -> list[WeightsChanged]:
+            return []
+
+        def leave(self) -> None:
+            self.told.append("left")
+
+    one = engine()
+    one._weights = weights = Weights()
+    for name in ("carrier", "other"):
+        one.on(name.encode(), m.Hello(versions=(m.OLDEST, m.VERSION), front=name))
+    stage = StageWeights(update=WeightsUpdate(version=1, files=("/a",)))
+    one.on(b"carrier", stage)
+    one.on(b"other", m.Goodbye())
+    assert weights.told == [stage]
+    one.forget(b"carrier")
+    one.forget(b"carrier")
+    assert weights.told == [stage, "left"]

@@ -63,6 +63,9 @@ class WeightsLoader(Protocol):
     def finished(self) -> list[WeightsChanged]:
         """Return the answers since the last call."""
 
+    def leave(self) -> None:
+        """Give up what the API server that sent the last message has begun: the API server is gone."""
+
 
 class Pixels(Protocol):
     """Resolver of images passed by name. See ``weft.engine.server.engine_server``."""
@@ -229,8 +232,11 @@ class EngineProtocol:
         return [(front, m.EngineFailed(error=error.info())) for front in self._fronts]
 
     def forget(self, front: bytes) -> None:
-        """Drop a lost API server, and finish all sequences of the server. Idempotent."""
-        self._fronts.pop(front, None)
+        """Drop a lost API server, finish all sequences of the server, and give up its update of weights.
+        Idempotent."""
+        known = self._fronts.pop(front, None)
+        if known is not None and front == self._weights_front and self._weights is not None:
+            self._weights.leave()
         self.prefixes.forget(front)
         for sequence in [s for s, owner in self._owners.items() if owner.front == front]:
             del self._owners[sequence]

@@ -19,7 +19,7 @@ from weft.engine.weights.receivers import Receivers, Start
 from weft.group.types import GroupLost
 from weft.scheduler.encode.encode_scheduler import EncodeScheduler
 from weft.scheduler.scheduler import Scheduler
-from weft.store.fixed_weights import why_fixed
+from weft.store.fixed_weights import former_updates, why_fixed
 from weft.store.shared_files import SharedFiles, delete_stale, token_of
 from weft.types.messages import TokenEvent, ToWeights
 from weft.types.weights import (
@@ -75,11 +75,14 @@ class EngineWeights:
         """Time at which a busy engine refuses ``_due``."""
         self._answers: list[WeightsChanged] = []
         self._receivers = Receivers(config.parallel.tensor_parallel_size, config.device, start)
+        self._joined = False
+        """True after a message to the receivers; False once weights are staged, or memory is freed."""
         self._files = SharedFiles()
-        self._received: tuple[str, ...] = ()
-        """Files of an update that is not staged yet."""
-        self._former: tuple[str, ...] = ()
-        """Files of the weights of before a sleep of level 2."""
+        self._next: tuple[str, ...] = ()
+        """Files of the update that is not in use yet, also the file that receivers write."""
+        self._former: frozenset[str] = frozenset()
+        """Files of the weights of before a sleep of level 2, from those of the start on."""
+        self._config = config
         self._hosts = config.parallel.hosts
 
     @property
@@ -102,37 +105,51 @@ class EngineWeights:
         elif isinstance(message, JoinTrainer | ReceiveWeights):
             self._receive(message)
         elif isinstance(message, StageWeights):
-            self._files.hold(message.update.files)
+            self._joined, self._next = False, message.update.files
+            self._files.hold(self._next)
+            self._keep_files()  # files of an update that was given up are not used
             group.stage(message.update)
             self._staging = True
         elif isinstance(message, UseWeights | FreeMemory):
             self._staging = self._staging and isinstance(message, UseWeights)
             self._due, self._until = message, time.monotonic() + BUSY_S
             if isinstance(message, FreeMemory):
+                self._joined = False
                 self._forget()
         else:
             self._staging, self._due = False, None
             group.drop()
-            self._receivers.stop()
-            self._received = ()
+            if self._joined:  # another receiver of the group has failed
+                self._receivers.close()
+            self._files.hold(self._next)  # a receiver may have written a file, and not reported the file
+            self._next = ()
             self._keep_files()
+
+    def leave(self) -> None:
+        """Forget what an API server that is gone has begun, except a version that is about to be used: other
+        API servers may know the version."""
+        if self._due is None:
+            self.begin(DropWeights())
+            self._receivers.close()  # the trainer must form a new group with another API server
 
     def _receive(self, message: JoinTrainer | ReceiveWeights) -> None:
         """Join the group of a trainer, or receive tensors from the trainer."""
+        self._joined = True
         try:
             if self._hosts > 1:
                 raise InvalidRequest(
                     "a group over several hosts receives no broadcasts: write the weights to a file system "
                     "that all hosts share, and send the path"
                 )
+            delete_stale()
             if isinstance(message, JoinTrainer):
-                delete_stale()
                 self._receivers.join(message)
             else:
                 token = token_of(message.file)  # files of an update that was given up are not used
-                self._received = tuple(one for one in self._received if token_of(one) == token)
+                self._next = tuple(one for one in self._next if token_of(one) == token)
                 self._keep_files()
                 self._receivers.receive(message)
+                self._next = (*self._next, message.file)
         except OSError as error:
             self._fail(Unavailable(f"no receiver of weights can be started: {error}"))
         except WeftError as error:
@@ -142,7 +159,7 @@ class EngineWeights:
         """Release files in shared memory that no update needs."""
         updates = () if self._group is None else self._group.updates
         used = [file for update in updates for file in update.files]
-        self._files.keep({*used, *self._received, *self._former})
+        self._files.keep({*used, *self._next, *self._former})
 
     def finished(self) -> list[WeightsChanged]:
         """Return the answers since the last call, in order. Does not block."""
@@ -160,7 +177,6 @@ class EngineWeights:
         try:
             if (received := self._receivers.finished()) is not None:
                 self._files.hold((received,))
-                self._received = (*self._received, received)
                 self._answers.append(self._changed(digest=received))
         except WeftError as error:
             self._fail(error)
@@ -259,13 +275,14 @@ class EngineWeights:
         return events
 
     def _used(self) -> None:
-        """Release the files of former weights, and files that were received for the update in use."""
+        """Release the files of former weights. The update in use is no longer the next."""
         assert self._group is not None
         used = {file for update in self._group.updates for file in update.files}
-        # After a sleep of level 2, ``restore`` sends the former updates again, one after the other.
-        if not set(self._group.updates[0].files) <= set(self._former):
-            self._former = ()
-        self._received = tuple(one for one in self._received if one not in used)
+        # After a sleep of level 2, ``restore`` sends the former updates again, one after the other. The first
+        # may be that of the weights of the start.
+        if not set(self._group.updates[0].files) <= self._former:
+            self._former = frozenset()
+        self._next = tuple(one for one in self._next if one not in used)
         self._keep_files()
 
     def _rename_prefixes(self) -> None:
@@ -280,7 +297,8 @@ class EngineWeights:
         assert self._group is not None
         self._forget()
         if due.weights:
-            self._former += tuple(file for update in self._group.updates for file in update.files)
+            former = former_updates(self._config, self._group.updates)
+            self._former |= {file for update in former for file in update.files}
         self._group.free(due.weights)
         self._answers.append(self._changed())
         return events

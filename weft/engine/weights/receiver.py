@@ -6,6 +6,7 @@ interrupts a NCCL call: the engine kills a receiver that is late, and goes on.
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import zlib
@@ -19,7 +20,7 @@ from weft.common.errors import ErrorInfo, InvalidRequest, Unavailable, WeftError
 from weft.models.ipc import opened
 from weft.models.weight_group import WeightGroup, receive
 from weft.models.weight_source import write_shared
-from weft.types.weights import ReceiveWeights, TrainerGroup
+from weft.types.weights import AnnouncedTensors, ReceiveWeights, TrainerGroup
 
 LINE = b"\n"
 _PLACE = re.compile(r"^\[[^\]]*\] ")
@@ -94,8 +95,17 @@ def _receive(
 
     if writes:
         path = Path(told.file)
-        write_shared(path.name, counted(), path.parent, replace=False)
+        room = _header_bytes(told.tensors)
+        write_shared(path.name, counted(), path.parent, replace=False, header_bytes=room)
     else:
         for _ in counted():
             pass
     return digest
+
+
+def _header_bytes(tensors: AnnouncedTensors) -> int:
+    """Return a size that the header of the file does not exceed, unless JSON escapes names twice."""
+    return 64 + sum(
+        2 * len(json.dumps(name)) + 22 * len(shape) + 130
+        for name, shape in zip(tensors.names, tensors.shapes, strict=True)
+    )

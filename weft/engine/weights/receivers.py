@@ -22,8 +22,9 @@ import msgspec
 
 from weft.common.errors import ErrorInfo, InvalidRequest, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
+from weft.config.devices import available_memory
 from weft.engine.weights.receiver import LINE, Progress, ReceiverSetup
-from weft.store.announced import sizes
+from weft.store.announced import broadcasts, sizes
 from weft.store.new_weights import SHARED
 from weft.types.weights import JoinTrainer, ReceiveWeights
 
@@ -55,6 +56,8 @@ class _Receiver:
         self.done: Progress | None = None
         """The last report of a complete task; None while a task runs."""
         self.error: ErrorInfo | None = None
+        self.died = False
+        """True after an end without a report."""
 
     def begin(self, line: bytes) -> None:
         """Send a task. Blocks until the process has read the line, at most ``END_S``. Raises OSError."""
@@ -74,7 +77,7 @@ class _Receiver:
             except OSError:
                 data = b""
             if not data:
-                self.error = self._ended()
+                self.error, self.died = self._ended(), True
                 return True
             heard = True
             *lines, self._data = (self._data + data).split(LINE)
@@ -110,6 +113,7 @@ class Receivers:
         process of ``weft.engine.weights.receiver``."""
         self._ranks, self._device, self._start, self._clock = ranks, device, start, clock
         self._all: list[_Receiver] = []
+        """All receivers of the group; [] outside of a group."""
         self._task: JoinTrainer | ReceiveWeights | None = None
         self._seconds = 0.0
         self._until = 0.0
@@ -118,7 +122,10 @@ class Receivers:
         """Time at which the failure of a receiver is answered."""
 
     def join(self, told: JoinTrainer) -> None:
-        """Begin to join the group of a trainer, in place of the last group. ``finished`` has the result."""
+        """Begin to join the group of a trainer, in place of the last group. ``finished`` has the result.
+
+        Raises OSError if a process cannot be started: no receiver runs then.
+        """
         self.close()
         self._task, self._seconds = told, told.group.seconds
         self._until = self._clock() + self._seconds + START_S
@@ -128,23 +135,42 @@ class Receivers:
             setup = ReceiverSetup(
                 group=told.group, rank=told.first_rank + number, writes=number == 0, device=device
             )
-            self._all.append(_Receiver(setup, self._start))
+            try:
+                self._all.append(_Receiver(setup, self._start))
+            except OSError:
+                self.close()
+                raise
 
     def receive(self, told: ReceiveWeights) -> None:
         """Begin to receive tensors. ``finished`` has the result. Raises InvalidRequest without a group, and
-        for more bytes than shared memory has."""
+        for more bytes than shared memory, or the memory of the host, has."""
         if not self._all or self._task is not None:
             raise InvalidRequest(f"the engine is in no group of a trainer: {_AGAIN}")
-        total, room = sum(sizes(told.tensors)), os.statvfs(SHARED)
-        if total > room.f_bavail * room.f_frsize:
+        try:
+            self._check_room(told)
+        except InvalidRequest:
             self.close()
-            raise InvalidRequest(
-                f"the tensors have {total} bytes, and {SHARED} has {room.f_bavail * room.f_frsize} left"
-            )
+            raise
         self._task, self._until = told, self._clock() + self._seconds + LATE_S
         for one in self._all:
             with contextlib.suppress(OSError):  # the end of the process is reported by ``read``
                 one.begin(msgspec.json.encode(told) + LINE)
+
+    def _check_room(self, told: ReceiveWeights) -> None:
+        """Raise InvalidRequest unless the file, and a buffer of each receiver, fit into memory."""
+        tensors, room = told.tensors, os.statvfs(SHARED)
+        total, left = sum(sizes(tensors)), room.f_bavail * room.f_frsize
+        if total > left:
+            raise InvalidRequest(f"the tensors have {total} bytes, and {SHARED} has {left} left")
+        # The largest broadcast; beside a packed broadcast, also a copy of a tensor.
+        largest = max(sum(count for _, count in pieces) for pieces in broadcasts(tensors))
+        buffers = len(self._all) * largest * (1 + tensors.packed)
+        memory = available_memory()
+        if memory is not None and total + buffers > memory:
+            raise InvalidRequest(
+                f"the tensors need {total} bytes of memory and {buffers} bytes for buffers, and the host has "
+                f"{memory} left: send them in several updates with partial, or with smaller buffers"
+            )
 
     def finished(self) -> str | None:
         """Return the token or the file of a complete task; None while it runs. Does not block.
@@ -180,18 +206,17 @@ class Receivers:
         self._settled = self._settled or now + SETTLE_S
         if len(errors) < len(self._all) and now < self._settled:
             return None
-        # The end of one receiver ends the group: an error of the client explains more than a lost peer.
-        first = next((one for one in errors if one.blame == "client"), errors[0])
+        # The end of one receiver ends the group. An error of the client, then the death of a receiver,
+        # explain more than a lost peer.
+        died = [one.error for one in self._all if one.died and one.error is not None]
+        first = next((one for one in errors if one.blame == "client"), (*died, *errors)[0])
         return ReportedError(msgspec.structs.replace(first, message=f"{first.message}: {_AGAIN}"))
-
-    def stop(self) -> None:
-        """End receivers that have not finished. Receivers without a task stay in their group."""
-        if self._task is not None:
-            self.close()
 
     def close(self) -> None:
         """End all receivers."""
         task, self._task, self._settled = self._task, None, None
+        for one in self._all:
+            one.process.kill()
         for one in self._all:
             one.close()
             if isinstance(task, ReceiveWeights):

@@ -150,6 +150,7 @@ class WeightUpdates:
         if state.stamp <= self._stamp:
             return
         self._stamp, self._labels, self._history = state.stamp, dict(state.labels), state.history
+        self._hold_files()
         if state.number > self.number:
             self._links.use_version(state.number)
         self._begin_following()
@@ -180,6 +181,7 @@ class WeightUpdates:
         """Begin an update. Replaces an update that was not finished. Raises InvalidRequest: see ``check``."""
         self.check()
         self._files, self._partial, self._token = [], False, new_token()
+        self._keep_files()  # the update that is replaced may have received files
 
     def add(self, files: tuple[str, ...], partial: bool) -> None:
         """Add a source to the update. Raises InvalidRequest without ``start``."""
@@ -194,8 +196,9 @@ class WeightUpdates:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of all engine processes."""
-        return self._config.parallel.tensor_parallel_size * max(1, len(self._engines()))
+        """Number of ranks of all engine processes. Groups may differ."""
+        found = sum(one.welcome.ranks for one in self._engines() if one.welcome is not None)
+        return found or self._config.parallel.tensor_parallel_size
 
     async def join(self, group: TrainerGroup, first_rank: int) -> None:
         """Let every rank join ``group``, from rank ``first_rank`` on. Returns when the group is formed.
@@ -205,17 +208,18 @@ class WeightUpdates:
         async with self._busy:
             self.check()
             able = self._engines()
+            if not able:
+                raise Unavailable("no engine process runs; try again later")
             for one in able:
                 if one.welcome is None or (common_version(one.welcome.versions) or 0) < RECEIVE_SINCE:
                     raise InvalidRequest(
                         f"the engine {one.name} is of a release without broadcasts; restart the engine"
                     )
             self._joined, token = {}, new_token()
-            ranks = self._config.parallel.tensor_parallel_size
-            messages = [
-                JoinTrainer(token=token, group=group, first_rank=first_rank + number * ranks)
-                for number in range(len(able))
-            ]
+            messages = list[JoinTrainer]()
+            for one in able:
+                messages.append(JoinTrainer(token=token, group=group, first_rank=first_rank))
+                first_rank += 0 if one.welcome is None else one.welcome.ranks
             await self._collect(able, messages, group.seconds + JOIN_S, token)
             self._joined = {one.name: one.incarnation for one in able}
 
@@ -241,6 +245,7 @@ class WeightUpdates:
                 await self._collect(able, [message] * len(able), STAGE_S, file)
             except BaseException:
                 self._joined, self._files = {}, None
+                self._keep_files()
                 raise
             self._shared.hold((file,))
 
@@ -263,8 +268,8 @@ class WeightUpdates:
         """Stage the sources of the update on all engine processes, then use the weights.
 
         ``paused``: returns True while the server is paused. ``leave``: ends requests before the weights
-        change. Raises InvalidRequest for sources that do not
-        fit, and Unavailable for an engine process that does not answer; the old weights then stay.
+        change. Raises InvalidRequest for sources that do not fit, and Unavailable for an engine process that
+        does not answer; the old weights then stay.
         """
         async with self._busy:
             if not self._files:
@@ -274,6 +279,7 @@ class WeightUpdates:
                     "the weights are empty after a sleep of level 2: update all tensors first, or wake the "
                     "server up without an update"
                 )
+            self._check_able(paused())  # a refusal here keeps the update
             update = WeightsUpdate(version=self.number + 1, files=tuple(self._files), partial=self._partial)
             self._files = None
             await self._change(update, str(update.version) if label is None else label, paused, leave=leave)
@@ -288,25 +294,22 @@ class WeightUpdates:
     ) -> None:
         """Let all engine processes with the newest weights use ``update``. Errors: see ``finish``. ``last``:
         the weights are complete afterwards."""
-        self._check_able(paused())
         able = [one for one in self._engines() if one.weights == self.number]
-        if not able:
-            raise Unavailable("no engine process has the newest weights; try again later")
         await self._stage(able, update, paused)
-        if leave is not None:
-            await leave()
         self._labels[update.version] = label
         for old in list(self._labels)[1:-MOST_LABELS]:
             del self._labels[old]
         self._history = (*self._history, update) if update.partial else (update,)
-        self._keep_files()
         if last:
             self.freed, self._former = False, ()
+        self._hold_files()
         # From here on, new attempts wait for the first process that uses the new weights.
         self._links.use_version(update.version)
         self._stamp += 1
         self._begin_following()
         await self._tell()  # before an engine reports the version, so that all know the label
+        if leave is not None:  # not before: requests that begin meanwhile would see both versions
+            await leave()
         await self._use(able)
 
     def check_sleep(self, level: int) -> None:
@@ -375,13 +378,15 @@ class WeightUpdates:
     async def _stage(self, able: list[Instance], update: WeightsUpdate, paused: Callable[[], bool]) -> None:
         """Let ``able`` read ``update``. Raises the error of the first process that refuses."""
         try:
+            if not able:
+                raise Unavailable("no engine process has the newest weights; try again later")
             stage = [StageWeights(update=update)] * len(able)
             answers = await self._ask(able, stage, STAGE_S, _is_staged)
             if len({one.digest for one in answers}) > 1:
                 raise InvalidRequest("the engine processes read different files", param="update_info")
             self._check_able(paused())  # the server may have resumed meanwhile
         except BaseException:  # a client that leaves cancels the handler
-            self._drop(able)
+            self._drop(self._engines())
             raise
 
     def _drop(self, able: list[Instance]) -> None:
@@ -393,7 +398,14 @@ class WeightUpdates:
 
     def _keep_files(self) -> None:
         """Release files in shared memory that no engine process needs."""
-        self._shared.keep({file for one in (*self._history, *self._former) for file in one.files})
+        used = {file for one in (*self._history, *self._former) for file in one.files}
+        self._shared.keep({*used, *(self._files or ())})
+
+    def _hold_files(self) -> None:
+        """Hold the files of the newest weights, and release others: after the end of all engine processes, a
+        new process reads the files."""
+        self._shared.hold(file for one in self._history for file in one.files)
+        self._keep_files()
 
     async def _use(self, able: list[Instance]) -> None:
         """Let ``able`` use the staged weights. A process that fails follows later."""

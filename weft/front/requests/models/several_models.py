@@ -41,6 +41,7 @@ from weft.front.requests.models.named_model import KeyModels, NamedModel, named_
 from weft.front.requests.served_model import ServedModel, card_of_model
 from weft.front.requests.weight_updates import UpdatesState
 from weft.front.siblings import Siblings
+from weft.store.shared_files import SharedFiles
 from weft.tracing.writer import SpanWriter
 
 if TYPE_CHECKING:
@@ -177,6 +178,8 @@ class _Slot:
         """Error of the last load, as raised."""
         self.updates: UpdatesState | None = None
         """Updates of the weights during earlier loads; None for the weights of the files."""
+        self.files = SharedFiles()
+        """Files of ``updates`` in shared memory, until the next load holds the files."""
         self.forgets = False
         """True if an operator unloads the model, with its updates."""
         self.settled = asyncio.Event()
@@ -256,6 +259,8 @@ class SeveralModels:
             task.cancel()
         await asyncio.gather(*tasks, *watches, return_exceptions=True)
         await asyncio.gather(*(model.close(shutdown) for model in self.loaded))
+        for slot in self._slots.values():
+            slot.files.keep(())
 
     def drain(self) -> None:
         """Report to the owners of the engines that the server drains. Requests that wait for a model fail:
@@ -567,6 +572,7 @@ class SeveralModels:
             self._on(m.Failed(slot.name, _failure(slot.name, slot.error)))
             return
         slot.model, slot.front, slot.error = model, front, None
+        slot.files.keep(())
         slot.watch = asyncio.create_task(self._watch(slot, model))
         self.loads[slot.name] += 1
         welcome = model.links.welcome if slot.plan.measured else None
@@ -625,6 +631,8 @@ class SeveralModels:
         # After a failure of the engines the next load brings the same weights, not those of the files.
         changed = model.weights.number > 0 and not slot.forgets
         slot.updates, slot.forgets = model.weights.state if changed else None, False
+        if slot.updates is not None:
+            slot.files.hold(file for one in slot.updates.history for file in one.files)
         for past, now in zip(self._past, model.metrics.latencies(), strict=True):
             past[:] = map(sum, zip(past, now, strict=True))
         try:

@@ -277,6 +277,7 @@ class SharedModels(SeveralModels):
         except asyncio.CancelledError:
             return  # the load has ended
         slot.model, slot.front, slot.error = model, front, None
+        slot.files.keep(())
         welcome = model.links.welcome if slot.plan.measured else None
         self._hub.ready(slot.name, load, 0 if welcome is None else _cost(slot.plan, welcome.num_blocks))
         slot.settled.set()
