@@ -82,6 +82,9 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Predicted seconds until the model admits requests."""
     loads: int
     """Number of loads that have succeeded."""
+    unloads: int
+    """Number of unloads that operators have asked for. Each gives up new weights; other ends of a load do
+    not."""
 
 
 class ModelsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -222,6 +225,7 @@ class SharedTable(m.ModelTable):
                     # Rounded, so that the passing time alone changes no record.
                     wait=float(math.ceil(self.wait(name))),
                     loads=self.succeeded[name],
+                    unloads=entry.unloads,
                 )
             )
         return ModelsRecord(self.version, self.members, tuple(made))
@@ -256,7 +260,7 @@ class SharedTable(m.ModelTable):
 
     def _shape(self) -> tuple[Any, ...]:
         """Return everything on which an API server acts."""
-        models = tuple((one.state, one.ending) for one in self.entries.values())
+        models = tuple((one.state, one.ending, one.unloads) for one in self.entries.values())
         return models, dict(self.loads), self.members, dict(self._refusals), set(self._dropped)
 
     def _noted(self, actions: list[m.Action]) -> list[SharedAction]:

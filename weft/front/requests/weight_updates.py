@@ -144,12 +144,20 @@ class WeightUpdates:
         siblings.weights[self._config.served_names[0]] = self._on_sibling
         await self._tell()
 
+    async def bring_back(self, state: UpdatesState) -> None:
+        """Take the state of an earlier load, and pass the state on: another API server may have started since,
+        and may be the one that carries out updates."""
+        self.take(state)
+        await self._tell()
+
     def take(self, state: UpdatesState) -> None:
         """Take a later state. Engine processes without its version get the updates, and until then no
         requests."""
         if state.stamp <= self._stamp:
             return
         self._stamp, self._labels, self._history = state.stamp, dict(state.labels), state.history
+        self._shared.hold(file for one in state.history for file in one.files)
+        self._keep_files()
         if state.number > self.number:
             self._links.use_version(state.number)
         self._begin_following()

@@ -41,6 +41,7 @@ from weft.front.requests.models.named_model import KeyModels, NamedModel, named_
 from weft.front.requests.served_model import ServedModel, card_of_model
 from weft.front.requests.weight_updates import UpdatesState
 from weft.front.siblings import Siblings
+from weft.store.shared_files import SharedFiles
 from weft.tracing.writer import SpanWriter
 
 if TYPE_CHECKING:
@@ -177,10 +178,28 @@ class _Slot:
         """Error of the last load, as raised."""
         self.updates: UpdatesState | None = None
         """Updates of the weights during earlier loads; None for the weights of the files."""
+        self.files = SharedFiles()
+        """Files of ``updates`` in shared memory, until the next load has read them."""
         self.forgets = False
         """True if an operator unloads the model, with its updates."""
         self.settled = asyncio.Event()
         """Set once the load of the start has succeeded or failed."""
+
+    def give_up(self) -> None:
+        """Give up the updates of the weights: the next load has the weights of the files."""
+        changed = self.updates if self.model is None else self.model.weights.number
+        if changed:
+            log.warning("the next load of the model %s has the weights of its files", self.name)
+        # A load under way may have read the updates already.
+        self.updates, self.forgets = None, self.model is not None or not _ended(self.task)
+        self.files.keep(())
+
+    def keep(self, updates: UpdatesState | None) -> None:
+        """Keep ``updates`` for the next load; None for the weights of the files."""
+        files = () if updates is None else [file for one in updates.history for file in one.files]
+        self.files.hold(files)
+        self.files.keep(files)
+        self.updates, self.forgets = updates, False
 
     @property
     def most_waiting(self) -> int:
@@ -493,9 +512,7 @@ class SeveralModels:
     async def unload(self, name: str) -> ModelStatus:
         """Unload a model when its running requests have ended. Return the present state. Raises NotFound."""
         slot = self._known(name)
-        if slot.model is not None and slot.model.weights.number:
-            log.warning("the next load of the model %s has the weights of its files", slot.name)
-            slot.forgets = True
+        slot.give_up()
         self._on(m.UnloadAsked(slot.name))
         return self.status(slot.name)
 
@@ -579,20 +596,21 @@ class SeveralModels:
     ) -> tuple[ServedModel, Front]:
         """Connect to the engines of ``owner``, and wait for a first token. Raises WeftError. ``siblings``,
         ``joining``: see ``ServedModel``."""
-        plan = slot.plan
+        plan, slot.forgets = slot.plan, False
         model = ServedModel(
             plan.config, plan.section, owner, joining=joining, spans=self._spans, server=self.lifecycle
         )
         try:
             await model.start(self._front.threads, self._front.running, siblings)
             if slot.updates is not None:
-                model.weights.take(slot.updates)
+                await model.weights.bring_back(slot.updates)
             front = self._front.of(model)
             assert self._prove is not None
             await self._prove(front)
         except BaseException:
             await model.close(shutdown=not owner.shared)
             raise
+        slot.files.keep(())  # the model needs the files from now on
         return model, front
 
     async def _watch(self, slot: _Slot, model: ServedModel) -> None:
@@ -618,7 +636,7 @@ class SeveralModels:
             return
         # After a failure of the engines the next load brings the same weights, not those of the files.
         changed = model.weights.number > 0 and not slot.forgets
-        slot.updates, slot.forgets = model.weights.state if changed else None, False
+        slot.keep(model.weights.state if changed else None)
         for past, now in zip(self._past, model.metrics.latencies(), strict=True):
             past[:] = map(sum, zip(past, now, strict=True))
         try:
@@ -682,6 +700,10 @@ def _settle(slot: _Slot, error: WeftError | None) -> None:
             waiter.set_result(None)
         else:
             waiter.set_exception(error)
+
+
+def _ended(task: asyncio.Task[None] | None) -> bool:
+    return task is None or task.done()
 
 
 def _cost(plan: ModelPlan, num_blocks: Sequence[int]) -> int:

@@ -28,6 +28,7 @@ from weft.front.requests.models.several_models import (
     Prove,
     SeveralModels,
     _cost,
+    _ended,
     _settle,
     _Slot,
 )
@@ -122,6 +123,8 @@ class SharedModels(SeveralModels):
         self._drained: set[str] = set()
         """Models that drain in the last record."""
         self._refused: dict[str, int] = {}
+        self._unloads: dict[str, int] = {}
+        """Number of unloads by operators in the last record."""
         super().__init__(models, section, front, spans)
         self.table = self
         self._take(self._hub.record())
@@ -225,10 +228,9 @@ class SharedModels(SeveralModels):
                 slot.error = slot.error or ReportedError(record.refusal)
                 _settle(slot, ReportedError(record.refusal))
         state = m.ModelState(record.state)
-        if state in (m.ModelState.UP, m.ModelState.DRAINING):
-            slot.forgets = (
-                state is m.ModelState.DRAINING
-            )  # an unload gives up new weights, a failure does not
+        if record.unloads != self._unloads.setdefault(slot.name, record.unloads):
+            self._unloads[slot.name] = record.unloads
+            slot.give_up()
         present = 0 if state is m.ModelState.COLD or record.ending else record.load
         if self._loads[slot.name] not in (0, present):
             self._leave(slot)
@@ -381,7 +383,3 @@ class SharedModels(SeveralModels):
         await self._hub.ask(slot.name, what, seconds)
         self._look()  # refusals of before the command reach no request that comes later
         return self.status(slot.name)
-
-
-def _ended(task: asyncio.Task[None] | None) -> bool:
-    return task is None or task.done()
