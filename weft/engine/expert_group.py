@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from weft.common.errors import EngineDead
+from weft.common.log import get_logger
 from weft.group.types import GroupLost
 from weft.overlap.split import larger_micro_batch
 from weft.parallel.agreement import AgreementGroup
@@ -23,6 +24,8 @@ from weft.parallel.group_comm import CommLost
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.scheduler.votes import Vote, most_drafts
 from weft.types.plan import AdapterUpdate, ReplicaUpdate
+
+log = get_logger(__name__)
 
 HELD_S = 0.01
 """Seconds between two votes while the replicas have weights of different versions."""
@@ -39,6 +42,8 @@ class ExpertGroup:
         self._weights: int | None = None
         """Version of the weights of all replicas in the last vote; None before the first vote of an epoch,
         and while the versions differ."""
+        self._told = False
+        """True once the log names the present difference of versions."""
 
     def held(self, weights: int) -> bool:
         """Return True if this replica, with version ``weights`` of the weights, may not plan a step. Then
@@ -90,7 +95,9 @@ class ExpertGroup:
             decision = self._group.agree(vote, sent)
         except CommLost as error:
             raise GroupLost(None, f"another replica is gone or late ({error.message})") from error
-        self._weights = None if decision.held else weights
+        if decision.held and not self._told:
+            log.warning("replicas have weights of different versions: no step runs until the versions agree")
+        self._weights, self._told = None if decision.held else weights, decision.held
         if decision.broken:
             raise GroupLost(None, "replicas have weights of different versions, and one has planned a step")
         if not decision.launch:
