@@ -166,7 +166,9 @@ def test_a_replica_that_starts_again_computes_nothing_with_old_experts(
 
     def alone(folder: Path) -> list[int]:
         with LLM(str(folder), **more) as llm:  # type: ignore[arg-type]
-            return list(llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].outputs[0].token_ids)
+            return list(
+                llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].outputs[0].token_ids
+            )
 
     due = [alone(old), alone(new)]
     assert due[0] != due[1]
@@ -178,7 +180,9 @@ def test_a_replica_that_starts_again_computes_nothing_with_old_experts(
 
     def made() -> list[int]:
         body = {"prompt": ids, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
-        answer = httpx.post(server.url + "/v1/completions", json=body | {"ignore_eos": True}, timeout=deadline(60))
+        answer = httpx.post(
+            server.url + "/v1/completions", json=body | {"ignore_eos": True}, timeout=deadline(60)
+        )
         assert answer.status_code == 200, answer.text
         return list(answer.json()["choices"][0]["token_ids"])
 

@@ -3,8 +3,8 @@
 An expert-parallel group is lost and formed as a whole. When a rank of any replica is lost, the communicators
 of all replicas break. Each replica forms a group again, and the engine processes meet for the next epoch.
 
-Replicas compute with experts of each other. So a replica makes a plan only after a vote of the epoch has shown
-that all replicas have the replica's version of the weights.
+Replicas compute with experts of each other. So a replica makes a plan only after a vote of the epoch has
+shown that all replicas have the replica's version of the weights.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class ExpertGroup:
 
         ``builder``: the proposal of the local replica, or None. ``unfinished``: True if the local replica has
         live sequences or steps in flight. ``updates``: updates of adapters in the plan, which the ranks of
-        all replicas apply. ``weights``: version of the local weights. The result is ``builder``, or ``idle()`` without a proposal, with the fields
-        ``agreed``, ``micro_batches``, ``rebalance`` and ``others`` set in place. Blocks until all replicas
-        have voted.
+        all replicas apply. ``weights``: version of the local weights. The result is
+        ``builder``, or ``idle()`` without a proposal, with the fields ``agreed``, ``micro_batches``,
+        ``rebalance`` and ``others`` set in place. Blocks until all replicas have voted.
 
         Raises GroupLost when a replica is gone or late, or when a replica has planned a step and the weights
         of another replica have changed since the last vote. Raises EngineDead when the replicas are not at

@@ -145,8 +145,8 @@ class WeightUpdates:
         await self._tell()
 
     async def bring_back(self, state: UpdatesState) -> None:
-        """Take the state of an earlier load, and pass the state on: another API server may have started since,
-        and may be the one that carries out updates."""
+        """Take the state of an earlier load, and pass the state on: another API server may have started
+        since, and may be the server that carries out updates."""
         self.take(state)
         await self._tell()
 
