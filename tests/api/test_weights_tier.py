@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.support.new_weights import Tensors, changed, read_tensors, write_checkpoint
-from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft import LLM, SamplingParams
 from weft.config.hub import bundled_models
@@ -97,7 +96,8 @@ def plain(model: str) -> Made:
         return list(one.token_ids), [str(each) for each in one.logprobs]
 
 
-@mostly_slow("level", ["disk", "remote"], ["disk"])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["disk", "remote"])
 def test_each_version_finds_its_own_blocks(level: str, tmp_path: Path) -> None:
     """Cold, warm, after an update, on the way back, after a restart, and after a restart with an update."""
     settings = levels(level, tmp_path / "kv")

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e1.rig import MAX_LEN, make_checkpoint
 from tests.support.long_streams import TOKENS, streams
 from tests.support.new_weights import changed, read_tensors, write_checkpoint
 from tests.support.pictures import image_file, image_part
@@ -140,6 +141,58 @@ def test_all_engines_change_and_one_that_starts_again_follows(
 
 
 @pytest.mark.slow
+def test_a_replica_that_starts_again_computes_nothing_with_old_experts(
+    servers: Servers, tmp_path: Path
+) -> None:
+    """The other replica waits until the experts of both have the same version."""
+    (tmp_path / "made").mkdir()
+    old = Path(make_checkpoint(tmp_path / "made", "qwen3_moe"))
+    new = write_checkpoint(tmp_path / "new", old, changed(read_tensors(old), 1))
+    more = {"tokenizer": "spool-text", "dtype": "float64", "max_model_len": MAX_LEN}
+    ids = [(5 * i + 3) % 7 for i in range(20)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    def alone(folder: Path) -> list[int]:
+        with LLM(str(folder), **more) as llm:  # type: ignore[arg-type]
+            return list(
+                llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)[0].outputs[0].token_ids
+            )
+
+    due = [alone(old), alone(new)]
+    assert due[0] != due[1]
+    server = servers.weft(
+        *(str(old), "--tokenizer", "spool-text", "--dtype", "float64", "--max-model-len", str(MAX_LEN)),
+        *("--admin-key", "admin", "--threads", "1", "--max-num-seqs", "4", "--kv-cache-memory", "16M"),
+        *("--data-parallel-size", "2", "--enable-expert-parallel"),
+    )
+
+    def made() -> list[int]:
+        body = {"prompt": ids, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
+        answer = httpx.post(
+            server.url + "/v1/completions", json=body | {"ignore_eos": True}, timeout=deadline(60)
+        )
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["choices"][0]["token_ids"])
+
+    assert made() == made() == due[0]
+    assert post(server, "/pause?mode=keep").status_code == 200
+    assert update(server, new, "step-1").status_code == 200
+    assert post(server, "/resume").status_code == 200
+    assert made() == made() == due[1]
+    groups = httpx.get(server.url + "/admin/groups", headers=ADMIN).json()["engines"]
+    os.kill(server.engine(), signal.SIGKILL)
+    until = time.monotonic() + deadline(90)
+    while True:
+        assert made() == due[1]
+        alive = httpx.get(server.url + "/admin/groups", headers=ADMIN).json()["engines"]
+        names = {one["incarnation"] for one in alive}
+        if all(one["alive"] for one in alive) and names != {one["incarnation"] for one in groups}:
+            break
+        assert time.monotonic() < until
+    assert [made() for _ in range(4)] == 4 * [due[1]]
+
+
+@pytest.mark.slow
 def test_prefill_and_decode_groups_share_blocks_of_each_version(servers: Servers, tmp_path: Path) -> None:
     """One folder, before and after an update, and after a restart of the server."""
     new = write_checkpoint(tmp_path / "new", BASE, changed(read_tensors(BASE), 1))
@@ -204,7 +257,8 @@ def test_all_api_servers_change(servers: Servers, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_of_several_models(servers: Servers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_one_of_several_models(servers: Servers, tmp_path: Path, fronts: int) -> None:
     """A body names the model. The updated model is pinned, and has its weights again after a loss of its
     engines, from a file that the server deletes; an operator's unload gives the weights of the files back."""
     tensors = read_tensors(BASE)
@@ -213,6 +267,7 @@ def test_one_of_several_models(servers: Servers, tmp_path: Path) -> None:
     server = servers.weft(
         *("spool-text", str(one), "--admin-key", "admin", "--dtype", "bfloat16", "--threads", "1"),
         *("--max-num-seqs", "4", "--engine-restarts", "0"),
+        *("--fronts", str(fronts)),
     )
 
     def ask(model: str) -> dict[str, Any]:

@@ -57,6 +57,15 @@ def test_one_plan_that_does_not_split_decides_for_all() -> None:
     assert not decided(IDLE, IDLE).agreed.overlap
 
 
+def test_replicas_with_other_weights_run_no_step() -> None:
+    made = decided(BUSY, changed(IDLE, weights=1))
+    assert (made.launch, made.sleep, made.held, made.broken) == (False, False, True, True)
+    made = decided(Vote(unfinished=True), changed(IDLE, weights=1))
+    assert (made.launch, made.sleep, made.held, made.broken) == (False, False, True, False)
+    made = decided(changed(BUSY, weights=1), changed(IDLE, weights=1))
+    assert (made.launch, made.held) == (True, False)
+
+
 def test_ops_alone_are_a_step_for_all() -> None:
     made = decided(IDLE, changed(IDLE, unfinished=True, launch=True), IDLE)
     assert (made.launch, made.sleep, made.agreed.tokens) == (True, False, (0, 0, 0))

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,6 +315,39 @@ def test_a_slow_replica_is_waited_for(checkpoints: Any) -> None:
     assert replicas[0].tokens == alone(checkpoints("qwen3_moe"), submits)
 
 
+def test_no_replica_steps_while_the_weights_differ(checkpoints: Any) -> None:
+    """Replica 1 starts again with the weights of the start. Replica 0 computes nothing with experts of these
+    weights, and goes on when replica 1 has caught up."""
+    submits = requests(3, seed=6)
+    seen: list[tuple[int, int]] = []
+
+    def between(replica: Replica, rounds: int) -> None:
+        engine = replica.engine
+        if replica.number == 0:
+            engine.weights._group = SimpleNamespace(version=1, name=None)  # type: ignore[assignment]
+        elif rounds == 20:
+            seen.append((engine.steps, len(replica.tokens)))
+            engine.weights._group = SimpleNamespace(version=1, name=None)  # type: ignore[assignment]
+
+    arrivals = [[(0.0, s) for s in submits[:2]], [(0.0, submits[2])]]
+    replicas = checked(serve(checkpoints("qwen3_moe"), 2, arrivals, between=between, depth=2))
+    assert seen == [(0, 0)]
+    assert replicas[0].tokens | replicas[1].tokens == alone(checkpoints("qwen3_moe"), submits)
+
+
+def test_a_plan_of_other_weights_is_given_up(checkpoints: Any) -> None:
+    """Replica 1 changes the weights although replica 0 has a sequence: no replica runs the planned step."""
+
+    def between(replica: Replica, rounds: int) -> None:
+        if replica.number == 1 and replica.engine.steps == 1:
+            replica.engine.weights._group = SimpleNamespace(version=1, name=None)  # type: ignore[assignment]
+
+    arrivals = [[(0.0, requests(1, seed=7)[0])], []]
+    for error in serve(checkpoints("qwen3_moe"), 2, arrivals, between=between, depth=1):
+        assert isinstance(error, GroupLost)
+        assert "different versions" in str(error)
+
+
 @pytest.mark.requirement("C3")
 def test_an_oversized_request_votes_for_its_chunk(checkpoints: Any) -> None:
     """The vote has one row with its tokens clamped to the step, never no row."""
@@ -322,7 +356,10 @@ def test_an_oversized_request_votes_for_its_chunk(checkpoints: Any) -> None:
     votes = []
 
     class Listening(ExpertGroup):
-        def settle(self, plan, unfinished, idle, updates=()):  # type: ignore[no-untyped-def, override]
+        def held(self, weights: int) -> bool:
+            return False
+
+        def settle(self, plan, unfinished, idle, updates=(), weights=0):  # type: ignore[no-untyped-def, override]
             votes.append(vote_of(plan, unfinished))
             return plan
 

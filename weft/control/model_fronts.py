@@ -82,8 +82,9 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Predicted seconds until the model admits requests."""
     loads: int
     """Number of loads that have succeeded."""
-    gives_up: bool
-    """True if an operator unloads the model: the next load has the weights of the model's files."""
+    unloads: int
+    """Number of unloads that operators have asked for. Each gives up new weights; other ends of a load do
+    not."""
 
 
 class ModelsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -185,8 +186,6 @@ class SharedTable(m.ModelTable):
         """Name -> version from which the model admits no request."""
         self._dropped: set[str] = set()
         """Models whose processes end after a failed load."""
-        self._given_up: set[str] = set()
-        """Models that an operator has unloaded since the begin of the last drain."""
         self._refusals: dict[str, tuple[int, ErrorInfo]] = {}
         """Model -> number of refusals, and the last one."""
         self._refused: dict[str, int] = {}
@@ -227,7 +226,7 @@ class SharedTable(m.ModelTable):
                     # Rounded, so that the passing time alone changes no record.
                     wait=float(math.ceil(self.wait(name))),
                     loads=self.succeeded[name],
-                    gives_up=name in self._given_up and entry.state is m.ModelState.DRAINING,
+                    unloads=entry.unloads,
                 )
             )
         return ModelsRecord(self.version, self.members, tuple(made))
@@ -251,8 +250,6 @@ class SharedTable(m.ModelTable):
         elif isinstance(event, m.Failed):
             self._dropped.discard(event.name)
         found += self._noted(super().on(event, now))
-        if isinstance(event, m.UnloadAsked) and self.entries[event.name].state is m.ModelState.DRAINING:
-            self._given_up.add(event.name)
         # A drain that was taken back and began again in one event changes no state, but needs a new version.
         if self._shape() != before or max(self._shut_from.values()) > self.version:
             self.version += 1
@@ -262,7 +259,7 @@ class SharedTable(m.ModelTable):
 
     def _shape(self) -> tuple[Any, ...]:
         """Return everything on which an API server acts."""
-        models = tuple((one.state, one.ending) for one in self.entries.values())
+        models = tuple((one.state, one.ending, one.unloads) for one in self.entries.values())
         return models, dict(self.loads), self.members, dict(self._refusals), set(self._dropped)
 
     def _noted(self, actions: list[m.Action]) -> list[SharedAction]:
@@ -354,7 +351,6 @@ class SharedTable(m.ModelTable):
     def _drain(self, entry: m.Entry, *, takes_back: bool) -> None:
         if entry.state is not m.ModelState.DRAINING:
             self._shut_from[entry.name] = self.version + 1  # the version of the next record
-            self._given_up.discard(entry.name)
         super()._drain(entry, takes_back=takes_back)
 
     def _may_end(self, entry: m.Entry) -> bool:

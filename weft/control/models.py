@@ -255,6 +255,8 @@ class Entry:
     """True while the model loads, and an operator wants the model to be unloaded."""
     took: float = LOAD_S
     """Seconds of the last load."""
+    unloads: int = 0
+    """Number of unloads that operators have asked for."""
 
     @property
     def name(self) -> str:
@@ -432,6 +434,7 @@ class ModelTable:
 
     def _unload_asked(self, entry: Entry, event: UnloadAsked) -> None:
         entry.asked = False
+        entry.unloads += 1
         entry.rest = self._now + BATCH_REST_S
         if entry.state in (ModelState.UP, ModelState.DRAINING):
             self._drain(entry, takes_back=False)

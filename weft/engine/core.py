@@ -183,9 +183,18 @@ class EngineCore(EngineLoop[StepHandle]):
         """Return the way of new weights: staged and used by messages of API servers."""
         group, work = self.runner.weights, self._open_work
         forget = functools.partial(self.flush, FlushTier(disk=False))
-        return EngineWeights(
-            self.config, group, self.scheduler, self._drained, work, self._lose, forget, start_receiver
-        )
+        parts = self.config, group, self.scheduler, self._drained, work, self._lose, forget, start_receiver
+        return EngineWeights(*parts, stepping=lambda: self._steps_together, held=lambda: self._held)
+
+    @property
+    def _held(self) -> bool:
+        """True if the replicas of the expert-parallel group may have weights of different versions."""
+        return self.expert_group is not None and self.expert_group.held(self.weights.version)
+
+    @property
+    def _steps_together(self) -> bool:
+        """True while the replicas of the expert-parallel group step with experts of each other."""
+        return self.expert_group is not None and self.expert_group.awake and not self._held
 
     def _drained(self) -> list[TokenEvent] | None:
         """Commit all steps in flight and return the events; None while the group recovers. Raises
@@ -216,6 +225,14 @@ class EngineCore(EngineLoop[StepHandle]):
         """True while a transfer may still complete, or blocks of ended sequences are still to be stored."""
         return super().transferring or (self.tier is not None and self.tier.moving)
 
+    def _plan(self, now: float) -> StepPlan | None:
+        """See ``EngineLoop._plan``. No plan is made while the replicas of an expert-parallel group may have
+        weights of different versions: a plan that was made must run."""
+        if self.expert_group is not None and self._held:
+            self.expert_group.compare(self._unfinished(), self.weights.version)
+            return None
+        return super()._plan(now)
+
     def _agree(self, builder: PlanBuilder | None) -> PlanBuilder | None:
         if builder is not None:
             self.balance.ask(builder)
@@ -227,7 +244,8 @@ class EngineCore(EngineLoop[StepHandle]):
             updates: Sequence[AdapterUpdate] = ()
             if self.config.lora.lora_experts and isinstance(self.scheduler, Scheduler):
                 updates = self.scheduler.adapter_updates
-            builder = self.expert_group.settle(builder, self._unfinished(), self.scheduler.idle, updates)
+            unfinished, version = self._unfinished(), self.weights.version
+            builder = self.expert_group.settle(builder, unfinished, self.scheduler.idle, updates, version)
         return builder
 
     def _launch(self, plan: StepPlan, began: float) -> None:

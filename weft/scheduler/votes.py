@@ -5,6 +5,9 @@ plan without rows, to match collectives. If no replica has a step or unfinished 
 next request begins a new wave: the replica with the request wakes the others, which may not have read the
 last decision yet. Waves are numbered, so a late wake-up for an old wave is ignored and no wake-up is lost.
 
+Replicas compute with experts of each other, so no replica steps while the versions of the weights differ: a
+replica that starts again has the weights of the start until an API server brings the replica up to date.
+
     replica 0   ... step, step, sleep ............... wave 2: step ...
     replica 1   ... step, step, sleep, request: begin(2), step ...
 """
@@ -20,7 +23,7 @@ from weft.common.errors import EngineDead
 from weft.types.exchange import padded
 from weft.types.plan import Agreement, PlannedRows
 
-VERSION = 2
+VERSION = 3
 
 
 class Vote(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +52,8 @@ class Vote(msgspec.Struct, frozen=True, kw_only=True):
     """True if a row has an adapter that changes experts."""
     updates: int = 0
     """Bytes of the replica's updates of adapters, which a second collective sends to the other replicas."""
+    weights: int = 0
+    """Version of the replica's weights."""
 
 
 FIELDS = tuple(Vote.__struct_fields__)
@@ -68,6 +73,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     sleep: bool
     """True if no replica has anything left to do. Implies ``launch`` is False."""
     agreed: Agreement
+    held: bool = False
+    """True if the replicas have weights of different versions. Implies ``launch`` is False."""
+    broken: bool = False
+    """True if a replica has a plan although the group is ``held``: the plan was made, and can't be run."""
     updates: tuple[int, ...] = ()
     """Bytes of the updates of adapters, by replica."""
     others: dict[int, bytes] = {}
@@ -89,7 +98,8 @@ def decide(table: np.ndarray) -> Decision:
                     f"{value} in replica {replica}"
                 )
     rows = columns["rows"]
-    launch = any(columns["launch"])
+    held, planned = len(set(columns["weights"])) > 1, any(columns["launch"])
+    launch = planned and not held
     # A replica without rows does not object to overlap, but at least one replica must have rows.
     overlap = any(rows) and all(yes or not own for yes, own in zip(columns["overlap"], rows, strict=True))
     agreed = Agreement(
@@ -101,8 +111,15 @@ def decide(table: np.ndarray) -> Decision:
         rebalance=launch and any(columns["rebalance"]),
         adapted=any(columns["adapted"]),
     )
-    sleep = not any(columns["unfinished"]) and not launch
-    return Decision(launch=launch, sleep=sleep, agreed=agreed, updates=tuple(columns["updates"]))
+    sleep = not any(columns["unfinished"]) and not planned
+    return Decision(
+        launch=launch,
+        sleep=sleep,
+        agreed=agreed,
+        held=held,
+        broken=held and planned,
+        updates=tuple(columns["updates"]),
+    )
 
 
 def most_drafts(plan: PlannedRows) -> int:

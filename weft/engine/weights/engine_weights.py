@@ -57,16 +57,21 @@ class EngineWeights:
         lose: Callable[[GroupLost], None],
         forget: Callable[[], None],
         start: Start,
+        stepping: Callable[[], bool] = lambda: False,
+        held: Callable[[], bool] = lambda: False,
     ) -> None:
         """``drain``: commits all steps in flight and returns the events; None while the group recovers.
         ``busy``: returns True while a sequence, a transfer or a copy of a KV tier is open. ``lose``: starts
         the recovery of the group. ``forget``: empties the prefix cache, and plans no more copies of it.
-        ``start``: see ``Receivers``."""
+        ``start``: see ``Receivers``. ``stepping``: returns True while replicas of the expert-parallel group
+        may step with experts of this engine. ``held``: see ``ExpertGroup.held``."""
         self._group, self._drain, self._busy, self._lose = group, drain, busy, lose
-        self._forget = forget
+        self._forget, self._stepping, self._held = forget, stepping, held
         self._scheduler = scheduler
         self._fixed = why_fixed(config)
-        self._together = config.transfer.role != "unified" or config.parallel.enable_expert_parallel
+        self._moves = config.transfer.role != "unified" or config.transfer.take_embeddings
+        """True if KV or embeddings of another engine are computed with the same weights."""
+        self._together = self._moves or config.parallel.enable_expert_parallel
         """True if other engines compute the same sequences: weights change only while none is open."""
         self._on_update = config.scheduler.on_update
         self._staging = False
@@ -240,7 +245,7 @@ class EngineWeights:
             if drained is None:
                 return []
             events = drained
-            together = (self._together or isinstance(due, FreeMemory)) and self._busy()
+            together = self._must_wait(due)
             if together and time.monotonic() < self._until:
                 return events  # sequences that a pause has ended may still hold transfers
             self._due = None
@@ -273,6 +278,15 @@ class EngineWeights:
         log.info("the engine computes with version %d of the weights", self.version)
         self._answers.append(self._changed(digest=digest))
         return events
+
+    def _must_wait(self, due: UseWeights | FreeMemory) -> bool:
+        """Return True if ``due`` must wait until no sequence is open, here or in the expert-parallel
+        group."""
+        if isinstance(due, FreeMemory):
+            return self._stepping() or self._busy()
+        if self._held() and not self._moves:
+            return False  # no replica steps until the versions agree: open sequences wait for this update
+        return self._together and (self._stepping() or self._busy())
 
     def _used(self) -> None:
         """Release the files of former weights. The update in use is no longer the next."""

@@ -144,6 +144,12 @@ class WeightUpdates:
         siblings.weights[self._config.served_names[0]] = self._on_sibling
         await self._tell()
 
+    async def bring_back(self, state: UpdatesState) -> None:
+        """Take the state of an earlier load, and pass the state on: another API server may have started
+        since, and may be the server that carries out updates."""
+        self.take(state)
+        await self._tell()
+
     def take(self, state: UpdatesState) -> None:
         """Take a later state. Engine processes without its version get the updates, and until then no
         requests."""

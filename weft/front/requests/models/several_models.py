@@ -179,11 +179,27 @@ class _Slot:
         self.updates: UpdatesState | None = None
         """Updates of the weights during earlier loads; None for the weights of the files."""
         self.files = SharedFiles()
-        """Files of ``updates`` in shared memory, until the next load holds the files."""
+        """Files of ``updates`` in shared memory, until the next load has read them."""
         self.forgets = False
         """True if an operator unloads the model, with its updates."""
         self.settled = asyncio.Event()
         """Set once the load of the start has succeeded or failed."""
+
+    def give_up(self) -> None:
+        """Give up the updates of the weights: the next load has the weights of the files."""
+        changed = self.updates if self.model is None else self.model.weights.number
+        if changed:
+            log.warning("the next load of the model %s has the weights of its files", self.name)
+        # A load under way may have read the updates already.
+        self.updates, self.forgets = None, self.model is not None or not _ended(self.task)
+        self.files.keep(())
+
+    def keep(self, updates: UpdatesState | None) -> None:
+        """Keep ``updates`` for the next load; None for the weights of the files."""
+        files = () if updates is None else [file for one in updates.history for file in one.files]
+        self.files.hold(files)
+        self.files.keep(files)
+        self.updates, self.forgets = updates, False
 
     @property
     def most_waiting(self) -> int:
@@ -498,16 +514,9 @@ class SeveralModels:
     async def unload(self, name: str) -> ModelStatus:
         """Unload a model when its running requests have ended. Return the present state. Raises NotFound."""
         slot = self._known(name)
-        slot.forgets |= self._gives_up(slot)
+        slot.give_up()
         self._on(m.UnloadAsked(slot.name))
         return self.status(slot.name)
-
-    def _gives_up(self, slot: _Slot) -> bool:
-        """Return True if an unload of the model gives up new weights. Logged."""
-        changed = slot.model is not None and slot.model.weights.number > 0
-        if changed:
-            log.warning("the next load of the model %s has the weights of its files", slot.name)
-        return changed
 
     async def pin(self, name: str, pinned: bool) -> ModelStatus:
         """Pin or unpin a model. Return the present state. Raises NotFound."""
@@ -572,7 +581,6 @@ class SeveralModels:
             self._on(m.Failed(slot.name, _failure(slot.name, slot.error)))
             return
         slot.model, slot.front, slot.error = model, front, None
-        slot.files.keep(())
         slot.watch = asyncio.create_task(self._watch(slot, model))
         self.loads[slot.name] += 1
         welcome = model.links.welcome if slot.plan.measured else None
@@ -590,14 +598,14 @@ class SeveralModels:
     ) -> tuple[ServedModel, Front]:
         """Connect to the engines of ``owner``, and wait for a first token. Raises WeftError. ``siblings``,
         ``joining``: see ``ServedModel``."""
-        plan = slot.plan
+        plan, slot.forgets = slot.plan, False
         model = ServedModel(
             plan.config, plan.section, owner, joining=joining, spans=self._spans, server=self.lifecycle
         )
         try:
             await model.start(self._front.threads, self._front.running, siblings)
             if slot.updates is not None:
-                model.weights.take(slot.updates)
+                await model.weights.bring_back(slot.updates)
             front = self._front.of(model)
             assert self._prove is not None
             await self._prove(front)
@@ -605,6 +613,7 @@ class SeveralModels:
             # The load may end meanwhile, which cancels this task. Then the close goes on.
             await asyncio.shield(model.close(shutdown=not owner.shared))
             raise
+        slot.files.keep(())  # the model needs the files from now on
         return model, front
 
     async def _watch(self, slot: _Slot, model: ServedModel) -> None:
@@ -630,9 +639,7 @@ class SeveralModels:
             return
         # After a failure of the engines the next load brings the same weights, not those of the files.
         changed = model.weights.number > 0 and not slot.forgets
-        slot.updates, slot.forgets = model.weights.state if changed else None, False
-        if slot.updates is not None:
-            slot.files.hold(file for one in slot.updates.history for file in one.files)
+        slot.keep(model.weights.state if changed else None)
         for past, now in zip(self._past, model.metrics.latencies(), strict=True):
             past[:] = map(sum, zip(past, now, strict=True))
         try:
@@ -696,6 +703,10 @@ def _settle(slot: _Slot, error: WeftError | None) -> None:
             waiter.set_result(None)
         else:
             waiter.set_exception(error)
+
+
+def _ended(task: asyncio.Task[None] | None) -> bool:
+    return task is None or task.done()
 
 
 def _cost(plan: ModelPlan, num_blocks: Sequence[int]) -> int:

@@ -28,6 +28,7 @@ from weft.front.requests.models.several_models import (
     Prove,
     SeveralModels,
     _cost,
+    _ended,
     _settle,
     _Slot,
 )
@@ -120,6 +121,8 @@ class SharedModels(SeveralModels):
         self._drained: set[str] = set()
         """Models that drain in the last record."""
         self._refused: dict[str, int] = {}
+        self._unloads: dict[str, int] = {}
+        """Number of unloads by operators in the last record."""
         super().__init__(models, section, front, spans)
         self.table = self
         self._take(self._hub.record())
@@ -224,10 +227,9 @@ class SharedModels(SeveralModels):
                 slot.error = slot.error or ReportedError(record.refusal)
                 _settle(slot, ReportedError(record.refusal))
         state = m.ModelState(record.state)
-        if state in (m.ModelState.UP, m.ModelState.DRAINING):
-            slot.forgets = record.gives_up
-            if record.gives_up:  # also without a connection to this load
-                slot.updates = None
+        if record.unloads != self._unloads.setdefault(slot.name, record.unloads):
+            self._unloads[slot.name] = record.unloads
+            slot.give_up()
         present = 0 if state is m.ModelState.COLD or record.ending else record.load
         if self._loads[slot.name] not in (0, present):
             self._leave(slot)
@@ -277,7 +279,6 @@ class SharedModels(SeveralModels):
         except asyncio.CancelledError:
             return  # the load has ended
         slot.model, slot.front, slot.error = model, front, None
-        slot.files.keep(())
         welcome = model.links.welcome if slot.plan.measured else None
         self._hub.ready(slot.name, load, 0 if welcome is None else _cost(slot.plan, welcome.num_blocks))
         slot.settled.set()
@@ -357,9 +358,7 @@ class SharedModels(SeveralModels):
 
     async def unload(self, name: str) -> ModelStatus:
         """See ``SeveralModels.unload``."""
-        slot = self._known(name)
-        self._gives_up(slot)  # the log line; the record tells all API servers
-        return await self._ask(slot, "unload")
+        return await self._ask(self._known(name), "unload")
 
     async def pin(self, name: str, pinned: bool) -> ModelStatus:
         """See ``SeveralModels.pin``."""
@@ -377,7 +376,3 @@ class SharedModels(SeveralModels):
         await self._hub.ask(slot.name, what, seconds)
         self._look()  # refusals of before the command reach no request that comes later
         return self.status(slot.name)
-
-
-def _ended(task: asyncio.Task[None] | None) -> bool:
-    return task is None or task.done()
