@@ -132,8 +132,8 @@ struct Tiles {
 // The products also prefetch the next tile, if `ahead` is not null: one line of the CPU's cache at a time, because a
 // burst of prefetches waits for memory while no product runs.
 
-// sum[r][n] += value(r) * line(n). With few rows all values stay in registers, otherwise all lines: at most 16 registers
-// of AVX2 are in use. A sum that the compiler keeps in memory makes each product wait for the store before.
+// sum[r][n] += value(r) * line(n). With few rows all values stay in registers, otherwise all lines: at most 16
+// registers of AVX2 are in use. A sum that the compiler keeps in memory makes each product wait for the store before.
 template <int R, int N, class Value, class Line>
 inline __attribute__((always_inline)) void add_products(vh (&sum)[R][N], Value value, Line line) {
   if constexpr (R <= 3) {

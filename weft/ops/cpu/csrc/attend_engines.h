@@ -1,4 +1,4 @@
-// Packing of tiles, and engines: products of tiles, for attend_tile.h. Register tiles are in attend_engines.cpp, because
+// Packing of tiles, and engines: products of tiles, for attend_tile.h. Register tiles are in attend_engines.cpp:
 // three sources have attention, and each source would compile all register tiles again.
 //
 // Engines: Amx (tiles, amx.h), DotBf16 (AVX512-bf16 instructions), Wide (float products, any machine), Brgemm (ATen's,
