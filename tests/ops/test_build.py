@@ -25,7 +25,7 @@ from weft.cli.main import main
 from weft.common import signals
 from weft.common.measurements import cache_folder
 from weft.ops import cpu
-from weft.ops.cpu import build
+from weft.ops.cpu import build, compilers
 
 
 @pytest.fixture
@@ -254,6 +254,51 @@ def test_one_source_includes_torchs_headers() -> None:
     for source in build.SOURCES.glob("*.cpp"):
         texts = "".join(build._with_headers(source))
         assert bool(torchs.search(texts)) == (source.name == "library.cpp"), source.name
+
+
+def test_headers_are_compiled_once_for_four_sources(calls: Path, sources: Path) -> None:
+    (sources / "precompiled.h").write_text('#include "shared.h"\n')
+    for name in ("three", "four"):
+        (sources / f"{name}.cpp").write_text(f"int {name};\n")
+    said: list[str] = []
+    build.build(verbose=True, say=said.append)
+    headers, *objects, _ = calls.read_text().splitlines()
+    assert "-x c++-header" in headers
+    assert any("-x c++-header" in line for line in said)
+    first = headers.split()[headers.split().index("-c") + 1]
+    assert len(objects) == 4
+    assert all(f"-include {first} -c" in line for line in objects)
+    assert not list(cache_folder().rglob("partial-*"))
+    # Fewer sources compile without the headers.
+    (sources / "two.cpp").write_text("int other;\n")
+    build.build()
+    assert "-include" not in calls.read_text().splitlines()[-2]
+
+
+def test_an_exception_stops_the_compiler_of_the_headers(tmp_path: Path) -> None:
+    """The compiler is a driver with a child, as g++ is."""
+    compiler, headers = tmp_path / "compiler", tmp_path / "all.h"
+    compiler.write_text("#!/bin/sh\nsleep 543.21 &\nwait\n")
+    compiler.chmod(0o755)
+    headers.touch()
+    until = time.monotonic() + deadline(10)
+
+    def become(state: bool) -> None:
+        while running("543.21") != state:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    def interrupt(command: str) -> None:
+        become(True)
+        raise KeyboardInterrupt
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        compilers.precompiled([str(compiler)], headers, tmp_path, interrupt),
+    ):
+        pass
+    become(False)
+    assert not list(tmp_path.glob("partial-*"))
 
 
 def test_compilers_run_at_the_same_time(

@@ -1,4 +1,5 @@
 // Transposition and register tiles of attention against scalar code, and each row against the row alone.
+#include "attend_engines.cpp"
 #include "attend_tile.h"
 
 #include "expect.h"
@@ -63,10 +64,10 @@ void check_few() {
     for (int rows = 1; rows <= most; ++rows) {
       std::vector<float> scores(most * kTile), made(most * kTile), sums = start, few = start;
       Wide<bf16>::gemm(rows, kTile, k, a.data(), k, packed_k.data(), scores.data(), nullptr, true);
-      Wide<bf16>::few_scores(rows, k, a.data(), pairs.data(), made.data(), key_lines);
+      few_scores(rows, k, a.data(), pairs.data(), made.data(), key_lines);
       for (int i = 0; i < rows * kTile; ++i) expect_bits(made[size_t(i)], scores[size_t(i)], "few scores", rows, i);
       Wide<bf16>::gemm(rows, n, kTile, p.data(), kTile, packed_v.data(), sums.data(), alpha.data(), true);
-      Wide<bf16>::few_values(rows, n, p.data(), value_lines, few.data(), alpha.data(), value_lines);
+      few_values(rows, n, p.data(), value_lines, few.data(), alpha.data(), value_lines);
       for (int i = 0; i < rows * n; ++i) expect_bits(few[size_t(i)], sums[size_t(i)], "few values", rows, i);
     }
   }

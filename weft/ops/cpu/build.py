@@ -62,14 +62,15 @@ _KEEP_DAYS = 30
 
 SECONDS = {
     "library.cpp": 13,
-    "latent.cpp": 10,
+    "latent.cpp": 9,
     "moe.cpp": 7.5,
     "coded.cpp": 5.5,
-    "sparse.cpp": 5,
-    "attention.cpp": 5,
     "gemm.cpp": 4.5,
+    "sparse.cpp": 4,
+    "attention.cpp": 4,
     "delta.cpp": 4,
     "low_rank.cpp": 3,
+    "attend_engines.cpp": 2,
     "sampling.cpp": 2,
     "fused.cpp": 2,
     "coded_pack.cpp": 1.5,
@@ -293,7 +294,9 @@ def _compile_all(
         command = [compiler.path, *flags, *headers]
         # Compiling the headers takes as long as reading the headers in three files.
         few = len(missing) < 4 or "clang" in compiler.version
-        with precompiled(command, None if few else SOURCES / "precompiled.h", folder) as first:
+        shared = None if few else SOURCES / "precompiled.h"
+        say: Say = report.say if verbose else lambda line: None
+        with precompiled(command, shared, folder, say) as first:
             compile_files([*command, *first], missing, processes, verbose, report)
     # Mark all objects as used, so `_prune` keeps them.
     for made in objects:

@@ -133,11 +133,13 @@ def compile_files(
 
 
 @contextlib.contextmanager
-def precompiled(command: Sequence[str], headers: Path | None, folder: Path) -> Iterator[Sequence[str]]:
-    """Yield flags of GCC that include ``headers``, compiled once in ``folder``.
+def precompiled(
+    command: Sequence[str], headers: Path | None, folder: Path, say: Say = lambda line: None
+) -> Iterator[Sequence[str]]:
+    """Yield flags of GCC that include ``headers``, compiled once in ``folder``. ``say`` gets the command.
 
     Yields no flags without headers, and if the headers do not compile alone: each source includes what the
-    source uses.
+    source uses. Any exception stops the compiler.
     """
     if headers is None or not headers.exists():
         yield ()
@@ -146,9 +148,19 @@ def precompiled(command: Sequence[str], headers: Path | None, folder: Path) -> I
         # GCC takes first.h.gch for first.h, or reads first.h if GCC cannot use first.h.gch.
         first = Path(made) / "first.h"
         first.write_text(f'#include "{headers}"\n')
-        compile_headers = [*command, "-x", "c++-header", str(first), "-o", f"{first}.gch"]
-        ran = subprocess.run(compile_headers, capture_output=True, check=False)
-        yield ("-include", str(first)) if ran.returncode == 0 else ()
+        compiler = _Compiler([*command, "-x", "c++-header"], first, first.with_name("first.h.gch"))
+        try:
+            say(" ".join(compiler.command))
+            compiler.process.wait()
+        except BaseException:
+            compiler.stop()
+            raise
+        flags: Sequence[str] = ("-include", str(first))
+        try:
+            compiler.finish()
+        except BuildError:
+            flags = ()
+        yield flags
 
 
 def run(command: Sequence[str], failure: str, verbose: bool, say: Say) -> None:

@@ -338,7 +338,7 @@ class Worker {
     alignas(64) float alpha[E::kBlock + kLanes];
     if constexpr (most_few() > 0) {
       const bool fetch = fetching_ && row == 0 && !exact;
-      if (few()) E::few_scores(count, dim_, q_ + int64_t(row) * dim_, k_, scores_, fetch ? ahead_.k : nullptr);
+      if (few()) few_scores(count, dim_, q_ + int64_t(row) * dim_, k_, scores_, fetch ? ahead_.k : nullptr);
     }
     if (!few()) E::gemm(count, kTile, dim_, q_ + int64_t(row) * dim_, dim_, k_, scores_, nullptr, exact);
     for (int at = 0; at < count; at += kStep)
@@ -347,7 +347,7 @@ class Worker {
     float* o = state.o + int64_t(row) * s_.value;
     if constexpr (most_few() > 0) {
       const T* const* ahead = row == 0 && !exact ? values_ahead() : nullptr;
-      if (few()) return E::few_values(count, s_.value, p_, lines_.v, o, alpha, ahead);
+      if (few()) return few_values(count, s_.value, p_, lines_.v, o, alpha, ahead);
     }
     E::gemm(count, s_.value, kTile, p_, kTile, v_, o, alpha, exact);
   }

@@ -6,7 +6,6 @@
 
 #include <torch/library.h>
 
-#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -123,9 +122,19 @@ class Operator : public c10::OperatorKernel {
   void (*run_)(Stack&);
 };
 
-inline void add_operator(torch::Library& m, const char* schema, c10::DispatchKey key, void (*run)(Stack&)) {
-  const std::string name(schema, std::strchr(schema, '('));
-  m.def(schema);
+template <class R, class... A>
+constexpr size_t arguments_of(R (*)(A...)) {
+  return sizeof...(A);
+}
+
+// `call` takes as many values from the stack as the function has arguments.
+inline void add_operator(torch::Library& m, const char* text, c10::DispatchKey key, size_t arguments,
+                         void (*run)(Stack&)) {
+  c10::FunctionSchema schema = torch::schema(text);
+  const std::string name = schema.name();
+  WEFT_CHECK(schema.arguments().size() == arguments, name, ": ", schema.arguments().size(),
+             " arguments in the schema, and ", arguments, " of the function");
+  m.def(std::move(schema));
   m.impl(name.c_str(), torch::dispatch(key, torch::CppFunction::makeFromBoxedKernel(
                                                 c10::BoxedKernel::makeFromFunctor(std::make_unique<Operator>(run)))));
 }
@@ -133,13 +142,14 @@ inline void add_operator(torch::Library& m, const char* schema, c10::DispatchKey
 // Adds `function` under the name in `schema`, for tensors on the CPU.
 template <auto function>
 void add(torch::Library& m, const char* schema) {
-  add_operator(m, schema, c10::DispatchKey::CPU, [](Stack& stack) { call(function, stack); });
+  add_operator(m, schema, c10::DispatchKey::CPU, arguments_of(function), [](Stack& stack) { call(function, stack); });
 }
 
 // The same for an operator without tensor arguments, or with tensors of any device.
 template <auto function>
 void add_anywhere(torch::Library& m, const char* schema) {
-  add_operator(m, schema, c10::DispatchKey::CompositeImplicitAutograd, [](Stack& stack) { call(function, stack); });
+  add_operator(m, schema, c10::DispatchKey::CompositeImplicitAutograd, arguments_of(function),
+               [](Stack& stack) { call(function, stack); });
 }
 
 }  // namespace

@@ -425,8 +425,7 @@ void delta_net(const Tensor& qkv, const Tensor& z, const Tensor& b, const Tensor
     WEFT_CHECK(dim > 0 && dim % kLanes == 0 && dim <= kMaxDim, "delta_net: heads of ", dim);
   WEFT_CHECK(1 <= lines && lines <= 3, "delta_net: a convolution of ", lines + 1, " taps");
   const auto has_rows = [&](const Tensor& x, int64_t columns) {
-    return x.dim() == 2 && x.size(0) == tokens && x.size(1) == columns && x.stride(1) == 1 &&
-           x.dtype() == qkv.dtype();
+    return x.dim() == 2 && x.size(0) == tokens && x.size(1) == columns && x.stride(1) == 1 && x.dtype() == qkv.dtype();
   };
   WEFT_CHECK(has_rows(qkv, 2 * key + value), "delta_net: qkv of shape ", qkv.sizes());
   WEFT_CHECK(has_rows(z, value), "delta_net: z of shape ", z.sizes());
@@ -434,9 +433,9 @@ void delta_net(const Tensor& qkv, const Tensor& z, const Tensor& b, const Tensor
   WEFT_CHECK(has_rows(a, by_channel ? v_heads * k_dim : v_heads), "delta_net: a of shape ", a.sizes());
   WEFT_CHECK(has_rows(out, value), "delta_net: out of shape ", out.sizes());
   WEFT_CHECK(is_floats(state, state.sizes()) && is_floats(taps, {lines + 1, 2 * key + value}) &&
-                  is_floats(rate, {v_heads}) && is_floats(norm, {v_dim}) &&
-                  (by_channel ? is_floats(bias, {v_heads, k_dim}) : is_floats(bias, {v_heads})),
-              "delta_net: state and weights are float32");
+                 is_floats(rate, {v_heads}) && is_floats(norm, {v_dim}) &&
+                 (by_channel ? is_floats(bias, {v_heads, k_dim}) : is_floats(bias, {v_heads})),
+             "delta_net: state and weights are float32");
   for (const Tensor* column : {&starts, &slots, &live})
     WEFT_CHECK(column->dim() == 1 && column->size(0) == rows && column->is_contiguous(), "delta_net: rows");
   if (!tokens) return;

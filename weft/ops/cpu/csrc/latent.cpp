@@ -308,9 +308,8 @@ struct Latents {
                     int64_t lora) {
     for (const auto* one : {&more, &sums})
       WEFT_CHECK(!*one || ((*one)->dim() == 3 && (*one)->size(0) == q.size(0) && (*one)->size(1) == q.size(1) &&
-                            (*one)->size(2) == lora && (*one)->stride(2) == 1 &&
-                            (*one)->dtype() == q.dtype()),
-                  "latent: products of adapters");
+                           (*one)->size(2) == lora && (*one)->stride(2) == 1 && (*one)->dtype() == q.dtype()),
+                 "latent: products of adapters");
     WEFT_CHECK(!sums || sums->is_contiguous(), "latent: sums");
     return {more ? more->const_data_ptr<T>() : nullptr, more ? more->stride(0) : 0, more ? more->stride(1) : 0,
             sums ? sums->mutable_data_ptr<T>() : nullptr};
