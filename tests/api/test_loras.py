@@ -50,6 +50,7 @@ def test_adapters_of_replicas(tmp_path: Path) -> None:
         assert tokens(llm, "pens") == due
         core = llm._core
         assert isinstance(core, Replicas)
+        assert llm.stats().generation_tokens == 3 * 10
         assert all(one.stats.generation_tokens for one in core.thread.links.instances)
 
 

@@ -37,7 +37,7 @@ def test_refusals_name_the_flag_or_the_module(tmp_path: Path) -> None:
     for shape, targets, flag, more in (
         ("qwen3_moe", EXPERTS, "--lora-experts", {}),
         ("llama", TABLES, "--lora-saved-modules", {"modules_to_save": SAVED}),
-        ("deepseek_v3", r"kv_b_proj$", "self_attn.kv_b_proj", {}),
+        ("deepseek_v3", r"mlp\.gate$", "mlp.gate", {}),
     ):
         base = make_checkpoint(tmp_path, shape)
         options = AdapterOptions(places=1, rank=4)
