@@ -76,8 +76,10 @@ class _Copy:
     @property
     def scaled(self) -> bool:
         """True if the adapter has lengths of rows (DoRA)."""
-        of_experts = any(held.lengths is not None for held in self.experts)
-        return of_experts or self.tables.lengths is not None or any(one.magnitude is not None for one in self.linear)
+        lengths = [self.tables.lengths]
+        lengths += [one.magnitude for one in self.linear]
+        lengths += [one.lengths for one in self.experts]
+        return any(one is not None for one in lengths)
 
 
 class _Reading:
