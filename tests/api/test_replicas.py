@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.loras import make_adapter
 from tests.support.slowness import deadline
 from weft import LLM, AsyncLLM, SamplingParams
 from weft.common.errors import ConfigError, EngineDead, InvalidRequest
+from weft.config.hub import bundled_models
 from weft.engine.server.replicas import summed
 from weft.types.messages import SECONDS, EngineStats, Measures, TransferStats
 
@@ -28,6 +30,7 @@ COMMON: dict[str, Any] = {
     "seed": 1,
     "rank_timeout": deadline(60.0),
 }
+FOUR = {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
 PROMPTS = [f"Tom has {n} apples and buys {n + 3} more. How many apples does he have?" for n in range(2, 8)]
 PARAMS = [
     SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True),
@@ -135,21 +138,63 @@ def test_a_worker_of_one_replica_dies(expected: Any) -> None:
     """Two replicas of two ranks: the expert-parallel group forms again in both, and all sequences
     continue.
     """
-    settings = {**COMMON, "data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
-    with LLM("spool-mla", **settings) as llm:
-        pid = processes(llm)[1].pid
-        (worker,) = (
-            int(c) for t in Path(f"/proc/{pid}/task").iterdir() for c in (t / "children").read_text().split()
-        )
-        busy = instances(llm)[1].open
-        thread = threading.Thread(target=kill_when, args=(lambda: os.kill(worker, signal.SIGKILL), busy))
-        thread.start()
-        assert tokens(llm.generate(PROMPTS, params(), use_tqdm=False)) == expected("spool-mla")
-        thread.join(deadline(60))
-        assert not Path(f"/proc/{worker}").exists()
-        stats = llm.stats()
-        assert (stats.recoveries, stats.running) == (2, 0)
+    with LLM("spool-mla", **FOUR, **COMMON) as llm:
+        assert tokens(losing_a_worker(llm)) == expected("spool-mla")
         assert tokens(llm.generate(PROMPTS[:1], PARAMS[0], use_tqdm=False)) == expected("spool-mla")[:1]
+
+
+def worker_of(engine: int) -> int:
+    """Return the process of the first worker of the second replica. ``engine``: its engine process.
+
+    Forked processes (``tests.support.forked``) have the parent of the engine process.
+    """
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (folder / "cmdline").read_bytes()
+            parent = parent_of(int(folder.name))
+        except OSError:  # the process has ended meanwhile
+            continue
+        if b" of head 1" in title and parent in (engine, parent_of(engine)):
+            found.append(int(folder.name))
+    (worker,) = found
+    return worker
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def losing_a_worker(llm: LLM, **more: Any) -> Any:
+    """Return the outputs of all prompts. Meanwhile a worker of one of two replicas dies."""
+    worker = worker_of(processes(llm)[1].pid)
+    busy = instances(llm)[1].open
+    thread = threading.Thread(target=kill_when, args=(lambda: os.kill(worker, signal.SIGKILL), busy))
+    thread.start()
+    made = llm.generate(PROMPTS, params(), use_tqdm=False, **more)
+    thread.join(deadline(60))
+    stats = llm.stats()
+    assert (stats.recoveries, stats.running) == (2, 0)
+    return made
+
+
+@pytest.mark.grid
+def test_a_worker_dies_under_adapters_of_experts(tmp_path: Path) -> None:
+    """All ranks get the adapters of both replicas again, in their places, and the factors of DoRA."""
+    base = Path(bundled_models()["spool-mla"])
+    targets = r"layers\.[0-3]\.(mlp\.)?(self_attn\.(kv_b|o)_proj|experts?\.(\d+\.)?(gate|up|down)_proj)$"
+    folders = {
+        name: str(make_adapter(tmp_path / name, base, targets, rank=2, alpha=1, seed=seed, use_dora=True))
+        for seed, name in enumerate("ab")
+    }
+    lora = {"max_loras": 1, "max_lora_rank": 2, "lora_experts": True, "lora_modules": folders}
+    names = [None, "a", "b", "b", "a", None]
+    with LLM("spool-mla", **lora, **COMMON) as alone:
+        due = tokens(alone.generate(PROMPTS, params(), use_tqdm=False, lora=names))
+        assert due != tokens(alone.generate(PROMPTS, params(), use_tqdm=False))
+    with LLM("spool-mla", **lora, **FOUR, **COMMON) as llm:
+        assert tokens(losing_a_worker(llm, lora=names)) == due
+        assert tokens(llm.generate(PROMPTS, params(), use_tqdm=False, lora=names)) == due
 
 
 @pytest.mark.grid

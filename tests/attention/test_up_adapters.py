@@ -11,8 +11,10 @@ from weft.attention.mla.latent import LatentBackend, LatentInput, UpMatrices
 from weft.attention.mla.latent_cpu import CpuLatent
 from weft.attention.mla.latent_invariant import InvariantLatent
 from weft.attention.mla.latent_torch import TorchLatent
+from weft.attention.mla.latent_triton import TritonLatent
 from weft.attention.mla.up_adapters import UpAdapters, UpRows
 from weft.layers.build import AdapterOptions, Build
+from weft.ops import triton as kernels
 from weft.ops.low_rank import AdapterRows
 
 Tensor = torch.Tensor
@@ -66,11 +68,12 @@ def run(scene: Scene, backend: LatentBackend, low: UpAdapters, rows: list[int]) 
 
 def check(scene: Scene, backend: LatentBackend, tolerance: float) -> None:
     low = adapters(scene)
-    made = run(scene, backend, low, list(range(len(ROWS)))).split([count for _, count in ROWS])
+    counts = [count for _, count in scene.rows]
+    made = run(scene, backend, low, list(range(len(counts)))).split(counts)
     for place in (-1, 0, 1):
-        other = Scene(ROWS, scene.shape, dtype=scene.dtype)
+        other = Scene(scene.rows, scene.shape, dtype=scene.dtype)
         merged(other, low, place)
-        due = other.expected().split([count for _, count in ROWS])
+        due = other.expected().split(counts)
         for row, own in enumerate(PLACES):
             if place == (own if own < 2 else -1):
                 assert (made[row].double() - due[row]).abs().max() < tolerance, (row, place)
@@ -118,3 +121,11 @@ def test_factors_scale_queries_and_values() -> None:
     TorchLatent().attend(q, out, core, LatentInput(angles, 0, scene.spec, scene.mla, up, "absorbed", changes))
     torch.testing.assert_close(out[:4], due.expected()[:4], rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(out[4:], plain[4:], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.skipif(not kernels.interpreting(), reason="needs TRITON_INTERPRET=1")
+def test_the_kernel_of_triton() -> None:
+    """The backend adds the products around its kernel; the low-rank products here are torch's."""
+    check(
+        Scene([(5, 1), (0, 3), (130, 1), (8, 2), (63, 1)], Shape(), dtype=torch.float32), TritonLatent(), 1e-4
+    )

@@ -113,3 +113,16 @@ def test_the_kernel_of_triton(outputs: int, inputs: int, parts: int, dtype: torc
         alone = y[row : row + 1].clone()
         kernel(alone, x[row : row + 1], pool, AdapterRows(rows.numbers[row : row + 1], rows.present))
         assert torch.equal(alone[0], made[row])
+
+
+def test_rows_of_a_segment() -> None:
+    """A segment without an adapter has no rows. An empty list of places would mean a captured step."""
+    rows = AdapterRows(torch.tensor([-1, -1, 2, 0, 2], dtype=torch.int32), [0, 2])
+    assert rows.segment(0, 2) is None
+    found = rows.segment(2, 3)
+    assert found is not None
+    assert found.present == (2,)
+    assert rows.segment(2, 3) is found
+    captured = AdapterRows(rows.numbers, ()).segment(0, 2)
+    assert captured is not None
+    assert captured.present == ()

@@ -72,6 +72,10 @@ class LowRank:
             if self.pool.factors and any(place in self.pool.factors for place in rows.present):
                 scale_rows(y, self.pool, rows, bias)
 
+    def forget_squares(self) -> None:
+        """Forget the square sums of the rows of the weight. Call after the weight has changed."""
+        self._squares = None
+
     def squares(self, inputs: int, a: Tensor, b: Tensor) -> Tensor:
         """Return the square sums of the rows of ``W + B A``, wide [outputs of the layer].
 

@@ -1,10 +1,8 @@
-"""LoRA adapters of a model on one rank: where the tensors go, the copies in host memory, the pool.
+"""LoRA adapters of a model on one rank: the copies in host memory, and the places in the pools.
 
-The family's weight map has all knowledge: an adapter tensor ``X.lora_B`` goes where the rows of ``X.weight``
-go, and ``X.lora_A`` where the columns go. No family code deals with adapters.
+    files --read, in a thread--> copy in host memory --a plan has PlaceAdapter--> place of the pools
 
-    layer divided by outputs     A whole, B cut as the outputs
-    layer divided by inputs      A cut as the inputs, B whole; the products are added to the partial results
+``adapter_targets``, ``expert_adapters`` and ``table_adapters`` know where the tensors go.
 """
 
 from __future__ import annotations
@@ -24,15 +22,13 @@ from weft.common.log import get_logger
 from weft.config.adapter_files.reading import MOST_SETTINGS, read_regular
 from weft.config.adapter_files.tensors import AdapterModule
 from weft.config.adapters import CONFIG, WEIGHTS, AdapterFile, digest_of, read_adapter
-from weft.layers.build import AdapterOptions, Layer
-from weft.layers.low_rank import LowRank
-from weft.layers.pending_codes import Weight
+from weft.layers.build import AdapterOptions
 from weft.models.adapter_factors import Scaled, factors_of
+from weft.models.adapter_targets import ALL, Target, columns_of, rows_of, targets_of
 from weft.models.expert_adapters import ExpertPlace, HeldExperts, RoutedAdapters, short
 from weft.models.expert_factors import ScaledExperts, keep_factors
-from weft.models.slices import Window, part_shape, windows
 from weft.models.table_adapters import HeldTables, TableAdapters
-from weft.models.weights import Placement, WeightMap
+from weft.models.weights import WeightMap
 from weft.ops import torch_ops
 from weft.ops.low_rank import LowRankPool
 from weft.types.plan import (
@@ -51,29 +47,14 @@ _log = get_logger(__name__)
 
 Tensor = torch.Tensor
 
-_ALL = slice(None)
 _SHOWN = 8
-_WEIGHT = ".weight"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Target:
-    """The place of one published matrix in the low-rank part of a layer."""
-
-    low: LowRank
-    part: int
-    placement: Placement
-    shape: tuple[int, int]
-    """Outputs and inputs of the published matrix."""
-    taken: tuple[Window, ...]
-    """Windows of this rank; () if the rank stores nothing of the matrix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
     """One module of an adapter in host memory, cut for this rank, with the scale in ``b``."""
 
-    target: _Target
+    target: Target
     a: Tensor
     """[rank, inputs of this rank]."""
     b: Tensor
@@ -91,6 +72,14 @@ class _Copy:
     tables: HeldTables
     factors: list[tuple[LowRankPool, Tensor]] = field(default_factory=list)
     """DoRA: factors of the outputs of a layer, wide, on the device."""
+
+    @property
+    def scaled(self) -> bool:
+        """True if the adapter has lengths of rows (DoRA)."""
+        lengths = [self.tables.lengths]
+        lengths += [one.magnitude for one in self.linear]
+        lengths += [one.lengths for one in self.experts]
+        return any(one is not None for one in lengths)
 
 
 class _Reading:
@@ -112,7 +101,7 @@ class Adapters:
         self._comm = model.mesh.tp
         self._replica = model.mesh.layout.replica(model.mesh.rank)
         self._pinned = model.device.type == "cuda"
-        self._targets = _targets(model, weights)
+        self._targets = targets_of(model, weights)
         self._by_layer = {short(name): target for name, target in self._targets.items()}
         self._routed = RoutedAdapters(model, weights, options)
         self._tables = TableAdapters(model, weights, options)
@@ -124,6 +113,10 @@ class Adapters:
         self._reading: dict[str, _Reading] = {}
         self._holders: dict[str, set[int]] = {}
         """Replicas that need the adapter in host memory, by digest."""
+        self._placed: dict[tuple[int | None, int], str] = {}
+        """Digest of the adapter in each place, by replica (None: the own) and place."""
+        self._stale = False
+        """True if the weights have changed since the factors (DoRA) were computed."""
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._op_by_op = set[int]()
         """Places of adapters whose steps cannot be captured."""
@@ -152,7 +145,7 @@ class Adapters:
             if self._tables.takes(module):
                 continue
             target = self._target(module)
-            if target is None or module.table or (module.magnitude and not takes_factors(target)):
+            if target is None or module.table or (module.magnitude and not target.scalable):
                 unknown.append(module.module)
             elif target.shape != (module.outputs, module.inputs):
                 outputs, inputs = target.shape
@@ -174,10 +167,12 @@ class Adapters:
             )
 
     def apply(self, ops: Iterable[SlotUpdate]) -> None:
-        """Apply the updates of a plan that concern adapters, in order.
+        """Apply the updates of a plan that concern adapters, in order. Call for every plan, on all ranks.
 
         Raises EngineDead if a folder does not have the digest any more.
         """
+        if self._stale:
+            self._refresh()
         for op in ops:
             other = op.replica if isinstance(op, ReplicaUpdate) else None
             update = op.update if isinstance(op, ReplicaUpdate) else op
@@ -205,11 +200,36 @@ class Adapters:
             self._held.pop(digest, None)
             self._reading.pop(digest, None)
 
-    def forget_others(self) -> None:
-        """Forget the needs of other replicas: after a loss of ranks every replica sends them again."""
-        for digest, holders in list(self._holders.items()):
-            for replica in holders - {self._replica}:
-                self._release(digest, replica)
+    def forget(self) -> None:
+        """Forget all adapters. Call after a loss of ranks: every replica sends adapters and places again.
+
+        Ranks that were not lost forget, too, because ``hold`` computes with all ranks together.
+        """
+        for known in (self._held, self._holders, self._reading, self._placed):
+            known.clear()
+        self._routed.forget()
+
+    def weights_changed(self) -> None:
+        """Call on all ranks after the weights have changed in place. The next ``apply`` computes the factors
+        (DoRA) again."""
+        self._stale = True
+
+    def _refresh(self) -> None:
+        """Compute the factors of all adapters again, and copy these adapters to their places again."""
+        self._stale = False
+        for low in self._layers:
+            low.forget_squares()
+        self._routed.forget_squares()
+        self._tables.forget_squares()
+        # Sorted: the sums over ranks must pair.
+        scaled = sorted(digest for digest, copy in self._held.items() if copy.scaled)
+        for digest in scaled:
+            copy = self._held[digest]
+            self._tables.finish(copy.tables)
+            self._held[digest] = replace(copy, factors=self._factors(copy))
+        for (replica, place), digest in list(self._placed.items()):
+            if digest in scaled:
+                self.place(digest, place, replica)
 
     def changes_experts(self, adapter: AdapterFile) -> bool:
         """Return True if ``adapter`` changes routed experts."""
@@ -268,7 +288,7 @@ class Adapters:
         linear, experts = [], []
         for module in adapter.modules:
             target = None if self._tables.takes(module) else self._target(module)
-            if isinstance(target, _Target):
+            if isinstance(target, Target):
                 linear.append(self._read(module, target, tensors))
             elif target is not None:
                 experts.append((module, target))
@@ -286,8 +306,8 @@ class Adapters:
         for held in copy.linear:
             if held.magnitude is not None:
                 low = held.target.low
-                layer = layers.setdefault(id(low), Scaled(low, divided=_columns(held.target.taken) != _ALL))
-                layer.add(held.target.part, held.a, held.b, held.magnitude, map(_rows, held.target.taken))
+                layer = layers.setdefault(id(low), Scaled(low, divided=columns_of(held.target.taken) != ALL))
+                layer.add(held.target.part, held.a, held.b, held.magnitude, map(rows_of, held.target.taken))
         experts = [ScaledExperts(held) for held in copy.experts if held.lengths is not None]
         made = factors_of([*layers.values(), *experts], self._comm)
         keep_factors(experts, made[len(layers) :])
@@ -304,6 +324,7 @@ class Adapters:
         held = self._held.get(digest)
         if held is None:
             raise EngineDead("a LoRA adapter is placed that was never read")
+        self._placed[replica, place] = digest
         if replica is not None:
             self._routed.clear(place, replica)
             self._routed.place(held.experts, place, replica)
@@ -328,7 +349,7 @@ class Adapters:
             rank = len(one.a)
             pool.a[place, one.target.part, :rank].copy_(one.a, non_blocking=True)
             for window in one.target.taken:
-                rows, to, *_ = (*_rows(window), None)
+                rows, to, *_ = (*rows_of(window), None)
                 pool.b[place, :rank, to].copy_(one.b[:, rows], non_blocking=True)
             ranks[id(pool)] = max(rank, ranks.get(id(pool), 0))
             pool.set_rank(place, ranks[id(pool)])
@@ -336,7 +357,7 @@ class Adapters:
             if low.pool is not None and low.pool.ranks[place]:
                 low.placed(place)
 
-    def _target(self, module: AdapterModule) -> _Target | ExpertPlace | None:
+    def _target(self, module: AdapterModule) -> Target | ExpertPlace | None:
         """Return the target of a module, found by the whole name or by the name from the layer number on."""
         if not module.stacks:
             found = self._targets.get(module.module) or self._by_layer.get(short(module.module))
@@ -344,12 +365,12 @@ class Adapters:
                 return found
         return self._routed.find(module)
 
-    def _read(self, module: AdapterModule, target: _Target, tensors: Mapping[str, Tensor]) -> _Held:
+    def _read(self, module: AdapterModule, target: Target, tensors: Mapping[str, Tensor]) -> _Held:
         """Return one module in the model's dtype. The scale is multiplied in a wide dtype before rounding."""
         wide = torch_ops.wide(self._dtype)
         a = tensors[module.a]
         b = target.placement.arranged(tensors[module.b].to(wide) * module.scale, wide)
-        columns = _columns(target.taken)
+        columns = columns_of(target.taken)
         made = [values.to(self._dtype).contiguous() for values in (a[:, columns], b.T)]
         if self._pinned:
             made = [values.pin_memory() for values in made]
@@ -358,77 +379,6 @@ class Adapters:
             column = tensors[module.magnitude].to(wide).unsqueeze(1)
             lengths = target.placement.arranged(column, wide).squeeze(1)
         return _Held(target=target, a=made[0], b=made[1], magnitude=lengths)
-
-
-def _targets(model: Model, weights: WeightMap) -> dict[str, _Target]:
-    """Return published module name -> target, for all layers that take adapters, and allocate the layers."""
-    layers = dict(_adapted(model))
-    parameters = model.notes.weights(model.named_parameters())
-    found: dict[str, list[tuple[str, Placement]]] = {}
-    for name, placement in weights.placements.items():
-        owner = placement.parameter.removesuffix(_WEIGHT)
-        weighs = placement.parameter.endswith(_WEIGHT) and name.endswith(_WEIGHT)
-        if owner in layers and weighs and _keeps_columns(placement, parameters[placement.parameter]):
-            found.setdefault(owner, []).append((name.removesuffix(_WEIGHT), placement))
-    made: dict[str, _Target] = {}
-    for owner, placed in found.items():
-        weight = parameters[owner + _WEIGHT]
-        spans = []
-        for part, (name, placement) in enumerate(placed):
-            taken = tuple(windows(weight, placement.index))
-            outputs, inputs = part_shape(weight, placement.index)
-            made[name] = _Target(
-                low=layers[owner], part=part, placement=placement, shape=(outputs, inputs), taken=taken
-            )
-            spans += [(part, *_span(_rows(window)[1], weight.parameter.shape[0])) for window in taken]
-        outputs, inputs = weight.parameter.shape
-        layers[owner].allocate(len(placed), (outputs, inputs), spans)
-    return made
-
-
-def takes_factors(target: _Target | ExpertPlace) -> bool:
-    """Return True if the layer of ``target`` supports factors of its outputs (DoRA)."""
-    return isinstance(target, ExpertPlace) or target.low.base is not None
-
-
-def _adapted(model: Model) -> Iterable[tuple[str, LowRank]]:
-    """Yield (name, low-rank part) of each layer that gets the adapters of the rows."""
-    for name, module in model.named_modules():
-        for child in module.adapted if isinstance(module, Layer) else ():
-            low = getattr(getattr(module, child), "low", None)
-            if low is not None:
-                yield f"{name}.{child}", low
-
-
-def _keeps_columns(placement: Placement, weight: Weight) -> bool:
-    """Return True if the parameter stores whole columns of the published matrix, in any order of rows."""
-    if len(weight.parameter.shape) != 2 or len(placement.index) > 1:
-        return False
-    if placement.read is None:
-        return True
-    rows = part_shape(weight, placement.index)[0]
-    try:
-        return placement.read(torch.zeros(rows, 1)).shape == (rows, 1)
-    except (RuntimeError, ValueError, IndexError):
-        return False
-
-
-def _rows(window: Window) -> tuple[slice, slice]:
-    """Return (rows of the published matrix, rows of the local parameter) of a window."""
-    source = window.source[0] if window.source else _ALL
-    target = window.target[0] if window.target else _ALL
-    assert isinstance(target, slice)
-    return source, target
-
-
-def _columns(taken: Iterable[Window]) -> slice:
-    """Return the columns of the published matrix on this rank, equal in every window."""
-    return next((window.source[1] for window in taken if len(window.source) > 1), _ALL)
-
-
-def _span(rows: slice, count: int) -> tuple[int, int]:
-    begin, end, _ = rows.indices(count)
-    return begin, end
 
 
 def _listed(names: list[str]) -> str:

@@ -85,6 +85,8 @@ class ExpertPlace:
     """True for a stack that is published with inputs before outputs."""
     parameter: str = ""
     """Published name of a stack inside its module."""
+    scalable = True
+    """True: experts support factors of their outputs (DoRA)."""
 
 
 @dataclass(slots=True)
@@ -129,9 +131,8 @@ class RoutedAdapters:
         """Name of a published module -> place. Stacks are in ``stacks``."""
         self.stacks: dict[str, list[ExpertPlace]] = {}
         """Name of the module with the stacks -> places of the stacks."""
-        self._scaled: dict[
-            tuple[int | None, int], list[HeldExperts]
-        ] = {}  # with factors, by replica and place
+        self._scaled: dict[tuple[int | None, int], list[HeldExperts]] = {}
+        """Adapters with factors, by replica and place."""
         self.known = set[str]()
         """Names of experts' modules, also without memory for adapters of experts."""
         blocks = {name: module for name, module in model.named_modules() if isinstance(module, RoutedMLP)}
@@ -289,6 +290,15 @@ class RoutedAdapters:
             if one.lengths is not None:
                 self._scaled.setdefault((replica, place), []).append(one)
                 self._scale(one, place, replica)
+
+    def forget(self) -> None:
+        """Forget the adapters with factors. Call after a loss of ranks, before adapters are placed again."""
+        self._scaled.clear()
+
+    def forget_squares(self) -> None:
+        """Forget the lengths of the rows of all matrices. Call after the weights have changed."""
+        for one in self._matrices:
+            one.squares.clear()
 
     def moved(self) -> None:
         """Set the factors (DoRA) of the experts that are here now. Call after experts have moved."""

@@ -172,6 +172,11 @@ class TableAdapters:
         made[: end - begin] = lengths[begin:end].to(made.device) / squares[: end - begin].sqrt()
         held.factors = made
 
+    def forget_squares(self) -> None:
+        """Forget the lengths of the rows of the head. Call after the weights have changed."""
+        if self._head is not None and self._head.low is not None:
+            self._head.low.low.forget_squares()
+
     def _cut(self, rows: Tensor) -> Tensor:
         """Return the rows of this rank of ``rows`` [vocabulary, n], padded with zeros as the layers are."""
         assert self._embedding is not None

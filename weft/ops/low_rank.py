@@ -36,7 +36,7 @@ class AdapterRows:
         self._groups: list[tuple[int, Tensor | None]] | None = None
         self._selected: tuple[Tensor, AdapterRows] | None = None
         self._repeated: tuple[int, AdapterRows] | None = None
-        self._segments: dict[tuple[int, int], AdapterRows] = {}
+        self._segments: dict[tuple[int, int], AdapterRows | None] = {}
 
     def groups(self) -> list[tuple[int, Tensor | None]]:
         """Return (place, int64 [n]: rows) for each place with rows; None for all rows.
@@ -64,14 +64,18 @@ class AdapterRows:
         """Return the places of the rows begin .. end - 1."""
         return AdapterRows(self.numbers[begin:end], self.present)
 
-    def segment(self, begin: int, end: int) -> AdapterRows:
-        """Return ``part``, computed once. On a CPU ``present`` has the places of these rows only."""
-        found = self._segments.get((begin, end))
-        if found is None:
-            numbers, present = self.numbers[begin:end], self.present
-            if present and numbers.device.type == "cpu":
-                present = tuple(place for place in numbers.unique().tolist() if place >= 0)
-            found = self._segments[begin, end] = AdapterRows(numbers, present)
+    def segment(self, begin: int, end: int) -> AdapterRows | None:
+        """Return ``part``, computed once. On a CPU ``present`` has the places of these rows only, and the
+        result is None if none of these rows has an adapter."""
+        if (begin, end) in self._segments:
+            return self._segments[begin, end]
+        numbers, present = self.numbers[begin:end], self.present
+        found: AdapterRows | None = AdapterRows(numbers, present)
+        # A captured step has no list of places, and an empty list means a captured step.
+        if present and numbers.device.type == "cpu":
+            present = tuple(place for place in numbers.unique().tolist() if place >= 0)
+            found = AdapterRows(numbers, present) if present else None
+        self._segments[begin, end] = found
         return found
 
     def repeated(self, count: int) -> AdapterRows:

@@ -269,7 +269,7 @@ class Runner:
             part.clear()
         self._micro_batched.clear()
         if self.adapters is not None:
-            self.adapters.forget_others()
+            self.adapters.forget()
         self._launcher.take()
         if self.graphs is not None:
             self.graphs.forget()
@@ -359,9 +359,9 @@ class Runner:
                 drive(self._model.experts.rebalance())
                 if self.adapters is not None:
                     self.adapters.experts_moved()
+        if self.adapters is not None:
+            self.adapters.apply(plan.ops)
         if plan.ops:
-            if self.adapters is not None:
-                self.adapters.apply(plan.ops)
             # Only SaveState and LoadState change recurrent states, so other slot updates may run first.
             self._states.apply(plan.ops)
             self._pooler.apply(plan.ops)

@@ -6,14 +6,15 @@ import asyncio
 import concurrent.futures
 import queue
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from weft.common.errors import EngineDead, WeftError
+from weft.common.errors import EngineDead, ReportedError, WeftError
 from weft.common.log import get_logger
 from weft.control.links.flow import Flow
 from weft.control.links.links import Links
 from weft.types import messages as m
+from weft.types.adapters import LoadAdapter
 from weft.types.tier_flush import FlushTier
 
 log = get_logger(__name__)
@@ -108,6 +109,31 @@ class LinksThread:
     def flush(self, message: FlushTier) -> None:
         """Send a flush of the KV cache to every live engine process."""
         self._call(_later(lambda: self.links.flush(message)))
+
+    def load_adapters(self, messages: Iterable[LoadAdapter], timeout: float) -> None:
+        """Load LoRA adapters on all engine processes with places, and block until all have answered.
+
+        Raises the error of the first process that refuses an adapter, and EngineDead after ``timeout``
+        seconds.
+        """
+        self._call(self._load(list(messages), timeout), timeout + CALL_S)
+
+    async def _load(self, messages: list[LoadAdapter], timeout: float) -> None:
+        live = [(one, one.welcome) for one in self.links.instances if one.alive]
+        takers = [one for one, welcome in live if welcome is not None and welcome.max_loras]
+        waiting = [(one, message.digest) for one in takers for message in messages]
+        for one in takers:
+            for message in messages:
+                self.links.tell(one.name, message)
+        try:
+            async with asyncio.timeout(timeout):
+                while any(one.alive and digest not in one.adapters for one, digest in waiting):
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            raise EngineDead("an engine did not load the LoRA adapters in time") from None
+        for one, digest in waiting:
+            if (error := one.adapters.get(digest)) is not None:
+                raise ReportedError(error)
 
     def end(self) -> None:
         """Stop every engine process and end the thread.

@@ -20,6 +20,7 @@ from msgspec import UNSET
 
 from weft.common.errors import ConfigError, EngineDead, Overloaded, WeftError
 from weft.common.folder import private_folder
+from weft.config.adapters import parse_modules, read_adapter
 from weft.config.names import instance_name
 from weft.config.resolved import EngineConfig
 from weft.config.topology import face, serves
@@ -30,6 +31,7 @@ from weft.control.processes.engine_owner import EngineOwner
 from weft.engine.core import EngineCore
 from weft.engine.server.engine_processes import REFUSED, EngineGroups
 from weft.types import messages as m
+from weft.types.adapters import LoadAdapter
 from weft.types.messages import Measures
 from weft.types.tier_flush import FlushTier
 from weft.types.tiers import summed_tiers
@@ -37,6 +39,8 @@ from weft.types.tiers import summed_tiers
 STEP_S = 0.1
 """Maximum seconds for ``step`` to wait for events."""
 ANSWER_S = 10.0
+ADAPTERS_S = 120.0
+"""Maximum seconds until all engine processes have loaded the adapters of --lora-modules."""
 CLOSE_S = 5.0
 
 
@@ -89,6 +93,9 @@ class Replicas:
         try:
             self._engines = EngineGroups(self._groups, self._folder, level)
             self._thread = LinksThread(self._links)
+            # Requests with an adapter go only to processes that have announced the adapter.
+            if modules := parse_modules(self.config.lora.lora_modules):
+                self._thread.load_adapters(map(_announced, modules, modules.values()), ADAPTERS_S)
         except WeftError as error:
             statuses = self._end()
             if REFUSED in statuses:
@@ -214,6 +221,12 @@ class Replicas:
         self._maker.shutdown(wait=False)
         shutil.rmtree(self._folder, ignore_errors=True)
         return statuses
+
+
+def _announced(name: str, folder: str) -> LoadAdapter:
+    """Return the message that announces an adapter of --lora-modules. Raises ConfigError."""
+    adapter = read_adapter(folder, name)
+    return LoadAdapter(name=name, digest=adapter.digest, folder=adapter.folder)
 
 
 def _capacity(group: EngineConfig) -> int:

@@ -48,7 +48,9 @@ def open_weights(
         changed = set[str]() if update.partial else None
         return weights_of(model_of(update, changed, places()), changed)
 
-    made = RankWeights(rank, lambda: weights_of(target), read, caches, names, places)
+    adapters = getattr(target, "adapters", None)
+    changed = None if adapters is None else adapters.weights_changed
+    made = RankWeights(rank, lambda: weights_of(target), read, caches, names, places, changed)
 
     @torch.no_grad()
     def reload(placements: Sequence[Placement]) -> ExpertLayers | None:

@@ -60,12 +60,13 @@ class RankWeights:
         caches: Callable[[], Sequence[torch.Tensor]] = tuple,
         names: WeightNames | None = None,
         places: Callable[[], object] = lambda: None,
+        changed: Callable[[], None] | None = None,
     ) -> None:
         """``held``: returns the tensors in use, by place. Called once, before the first update. ``caches``:
         returns the memory of the KV cache that ``free`` gives back. ``names``: names weights by content; None
         without a KV tier. ``places``: returns the present places of experts, compared with ``==``."""
         self.rank = rank
-        self._caches, self._names, self._places = caches, names, places
+        self._caches, self._names, self._places, self._changed = caches, names, places, changed
         self.updates: tuple[WeightsUpdate, ...] = ()
         """Updates from the last complete one to the version in use, in order."""
         self.name: str | None = None if names is None else ""
@@ -133,6 +134,8 @@ class RankWeights:
         if self.moved:
             raise EngineDead(f"experts of rank {self.rank} have moved since version {version} was read")
         refill(self._held, staged.tensors)
+        if self._changed is not None:
+            self._changed()
         update = staged.update
         self.updates = (*self.updates, update) if update.partial else (update,)
         self.version, self.name, self._staged = version, staged.name, None
