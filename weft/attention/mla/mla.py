@@ -143,10 +143,7 @@ class LatentAttention(Layer):
         low = self.kv_up.low
         changes = None if low is None else low.of(step.adapters)
         if changes is not None:
-            nope = q[..., : mla.nope]
-            scaled = changes.scaled_queries(nope)
-            if scaled is not nope:
-                q = torch.cat((scaled, q[..., mla.nope :]), dim=-1)
+            q = changes.scaled_heads(q)
         out = x.new_empty(len(x), self._heads, mla.v)
         for segment, prepared, form in zip(step.segments, step.prepared, self._forms, strict=True):
             if not segment.tokens:

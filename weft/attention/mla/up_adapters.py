@@ -111,6 +111,12 @@ class UpRows(NamedTuple):
         """Return the queries [T, heads, nope] with the factors of the keys. Call before all products."""
         return self.low.scaled(nope, self.rows, slice(None, self.low.mla.nope))
 
+    def scaled_heads(self, q: Tensor) -> Tensor:
+        """Return whole queries [T, heads, nope + rope] with the factors of the keys."""
+        nope = q[..., : self.low.mla.nope]
+        made = self.scaled_queries(nope)
+        return q if made is nope else torch.cat((made, q[..., self.low.mla.nope :]), dim=-1)
+
     def queries(self, nope: Tensor) -> Tensor:
         """Return the addition to the absorbed queries, [T, heads, kv_lora], for ``nope`` [T, heads, nope]."""
         return self.low.product(nope, self.low.keys, self.rows, self.low.mla.kv_lora)
