@@ -16,6 +16,7 @@ from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
 from weft.attention import recurrent
 from weft.attention.base import SegmentInput
+from weft.attention.delta import delta_torch
 from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaInputs, DeltaWeights
 from weft.attention.delta.delta_cpu import CpuDelta
 from weft.attention.delta.delta_torch import InvariantDelta, TorchDelta
@@ -23,6 +24,7 @@ from weft.attention.delta.delta_triton import TritonDelta, TritonInvariantDelta
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.config.families.qwen3_next import state_cache
+from weft.config.sizing.layer_elements import recurrent_pass
 from weft.config.spec import DeltaSpec, ModelSpec
 from weft.ops import triton as kernels
 from weft.ops.torch_ops import wide
@@ -246,7 +248,7 @@ def test_torch_is_exact_in_float64(shape: tuple[int, ...], backend: DeltaBackend
 @pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize("wild", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [*CPU_SHAPES, *CPU_KIMI])
+@mostly_slow("shape", [*CPU_SHAPES, *CPU_KIMI], [*CPU_SHAPES, *CPU_KIMI[1:]])
 def test_cpu_is_close_to_float64(shape: tuple[int, ...], dtype: torch.dtype, wild: bool) -> None:
     """In bf16 the reference has the same inputs, so only the rounding of outputs remains."""
     scene = Scene(shape, dtype, lengths=[40, 1, 7], wild=wild)
@@ -330,8 +332,11 @@ def in_chunks(scene: Scene, backend: DeltaBackend, size: int) -> None:
         scene.step(backend, parts)
 
 
-@pytest.mark.parametrize("size", [1, 7, 16, 64, 100])
-@pytest.mark.parametrize("shape", [*SHAPES[:2], KIMI[0]])
+@mostly_slow(
+    ("shape", "size"),
+    [(shape, size) for shape in (*SHAPES[:2], KIMI[0]) for size in (1, 7, 16, 64, 100)],
+    [*((shape, size) for shape in SHAPES[:2] for size in (1, 7, 16, 64, 100)), (KIMI[0], 100)],
+)
 def test_chunks_do_not_show_in_float64(shape: tuple[int, ...], size: int) -> None:
     whole, cut = Scene(shape), Scene(shape)
     right = whole.whole(TorchDelta())
@@ -341,20 +346,42 @@ def test_chunks_do_not_show_in_float64(shape: tuple[int, ...], size: int) -> Non
     assert distance(cut.recurrent(), whole.recurrent()) < 1e-12
 
 
+def test_memory_with_decays_by_channel_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long row and many short rows need the memory of the plan, not memory for each token of the step."""
+    scene = Scene((1, 1, 8, 8, 2, 8), lengths=[600, *[70] * 9, *[20] * 9])
+    sizes, between = [], delta_torch._between
+
+    def recorded(log_decay: Tensor) -> Tensor:
+        made = between(log_decay)
+        sizes.append(made.numel())
+        return made
+
+    monkeypatch.setattr(delta_torch, "_between", recorded)
+    outputs = scene.whole(TorchDelta())
+    assert max(sizes) == recurrent_pass(full_spec((1, 1, 8, 8, 2, 8))) // 3
+    for number in (0, 5, 15):
+        right, state = expected(scene, scene.rows[number])
+        assert distance(outputs[number], right) < 1e-12
+        assert distance(scene.recurrent()[number], state) < 1e-12
+
+
 BITWISE: list[Any] = [
     *((InvariantDelta(), shape, dtype) for shape in SHAPES[:2] for dtype in (torch.float64, torch.float32)),
-    (InvariantDelta(), KIMI[0], torch.float32),
     *(
         (CpuDelta(), shape, dtype)
-        for shape in (*CPU_SHAPES, *CPU_KIMI)
+        for shape in (*CPU_SHAPES, CPU_KIMI[1])
         for dtype in (torch.float32, torch.bfloat16)
     ),
+]
+SLOW: list[Any] = [
+    (InvariantDelta(), KIMI[0], torch.float32),
+    *((CpuDelta(), shape, torch.bfloat16) for shape in (CPU_KIMI[0], CPU_KIMI[2])),
 ]
 
 
 @pytest.mark.usefixtures("extension")
-@pytest.mark.parametrize(
-    ("backend", "shape", "dtype"), BITWISE, ids=lambda x: getattr(type(x), "__name__", x)
+@mostly_slow(
+    ("backend", "shape", "dtype"), [*BITWISE, *SLOW], BITWISE, ids=lambda x: getattr(type(x), "__name__", x)
 )
 def test_bits_do_not_depend_on_chunks_company_or_threads(
     backend: DeltaBackend, shape: tuple[int, ...], dtype: torch.dtype

@@ -244,6 +244,33 @@ def test_a_burst_with_little_room_for_embeddings(start: Any, tmp_path: Path) -> 
     ends_in_order(server)
 
 
+@pytest.mark.requirement("D24")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["internvl", "llama4"])
+def test_tiles_of_one_image_are_encoded_by_two_groups(name: str, start: Any, tmp_path: Path) -> None:
+    """A model from a folder, with a tower of transformers. Equal answers as by one group."""
+    from tests.text.test_tiled_chat import write_folder  # imports transformers
+
+    model = tmp_path / "model"
+    model.mkdir()
+    write_folder(model, name)
+    arguments = [str(model), "--served-model-name", MODEL, "--port", "0", "--dtype", "float64"]
+    arguments += ["--kv-cache-memory", "64M", "--max-model-len", "512", "--max-num-seqs", "8"]
+    alone = Server(tmp_path, *arguments)
+    try:
+        expected = answers(alone.url())
+    finally:
+        alone.close()
+    server = start(*arguments, "--encode", "2", "--prefill", "1", "--decode", "1")
+    base = server.url()
+    assert answers(base) == expected
+    assert len({*expected}) > 3, "the model says the same to every prompt"
+    assert all(of_role(base, "images_encoded_total", "encode").values()), "one group encodes everything"
+    assert set(of_role(base, "images_encoded_total", "prefill").values()) == {0}
+    assert metric(base, "embedding_transfers_failed_total") == 0
+    ends_in_order(server)
+
+
 @pytest.mark.grid
 def test_a_rolling_restart_with_groups_that_encode(start: Any, tmp_path: Path) -> None:
     server = start(

@@ -131,6 +131,7 @@ def test_engines_outlive_api_servers_and_leave_and_join_without_a_lost_request(f
     assert "without a prefill group" in weft(adopted, "drain", "prefill0", status=2)
 
 
+@pytest.mark.slow
 def test_requests_wait_for_an_engine_that_is_started_again(fleet: Fleet) -> None:
     front = fleet.run("front")
     fleet.engine("prefill0")

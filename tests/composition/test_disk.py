@@ -1,8 +1,8 @@
 """Every feature together with the KV disk tier, for every form of attention, in float64.
 
 A first engine stores all blocks. A second engine loads the blocks, and its tokens equal those of runs alone.
-Counters show that loads saved prompt tokens. The default run has one case, ``-m slow`` one case of each form,
-``-m grid`` each value of each feature for each form. ``docs/composition.md`` has the results of a full run.
+Counters show that loads saved prompt tokens. ``-m slow`` has one case of each form, ``-m grid`` each value of
+each feature for each form. ``docs/composition.md`` has the results of a full run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OF_FAMILIES = {family: few_of([(family, case) for case in covering(of_disk(famil
 CASES = [
     pytest.param(
         *OF_FAMILIES[family][0],
-        marks=[] if family == "delta" else pytest.mark.slow,
+        marks=pytest.mark.slow,
         id=f"{family}-{name(OF_FAMILIES[family][0][1])}",
     )
     for family in NAMES

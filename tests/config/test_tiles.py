@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
     GotOcr2ImageProcessorPil,
     get_optimal_tiled_canvas,
 )
 
+from tests.support.pictures import data_url
 from tests.support.slow import mostly_slow
-from weft.common.errors import ConfigError
+from weft.common.errors import ConfigError, InvalidRequest
 from weft.config.families import load_spec
 from weft.config.media import MediaFacts
 from weft.config.parts.tiles import TileFacts, tiling
@@ -28,13 +30,14 @@ from weft.config.sizing.memory import tower_bytes
 from weft.config.spec import ModelSpec
 from weft.media.decode import group_pixels, key_of
 from weft.media.fetch import Fetcher
-from weft.media.headers import read_header
+from weft.media.headers import ImageHeader, read_header
 from weft.media.media_items import items_of
 from weft.media.media_messages import Decode, DecodeFile, WorkerRules, packed, reply_of
 from weft.media.media_worker import answer_to
-from weft.media.pictures import Frame, Picture, Pictures, runs_of
+from weft.media.pictures import Frame, Picture, Pictures, runs_of, work_of
 from weft.models.vision.base import colour_table
 from weft.text.image_tokens import expanded
+from weft.text.images import ImagePart
 
 Json = dict[str, Any]
 SEPARATORS = ("<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>")
@@ -47,7 +50,9 @@ def _tokens(**ids: int) -> Json:
     return {"added_tokens_decoder": {str(number): {"content": text} for text, number in ids.items()}}
 
 
-#: name -> files in the form of the publisher, of the smallest model of each kind.
+#: name -> files in the form of the publisher, of the smallest model of each kind. Composed, not copied: from
+#: the configuration and the tokenizer of OpenGVLab/InternVL3-1B and the converter in transformers; from the
+#: defaults of transformers and the special tokens in meta-llama/llama-models.
 PUBLISHED: dict[str, dict[str, Json]] = {
     "internvl": {
         "config.json": {
@@ -58,14 +63,20 @@ PUBLISHED: dict[str, dict[str, Json]] = {
             "model_type": "internvl",
             "projector_hidden_act": "gelu",
             "text_config": {
+                "eos_token_id": 151645,
                 "hidden_size": 896,
                 "intermediate_size": 4864,
                 "max_position_embeddings": 32768,
+                "max_window_layers": 70,
                 "model_type": "qwen2",
                 "num_attention_heads": 14,
                 "num_hidden_layers": 24,
                 "num_key_value_heads": 2,
+                "rms_norm_eps": 1e-06,
+                "rope_scaling": {"factor": 2.0, "rope_type": "dynamic", "type": "dynamic"},
                 "rope_theta": 1000000.0,
+                "sliding_window": None,
+                "use_sliding_window": False,
                 "vocab_size": 151674,
             },
             "torch_dtype": "bfloat16",
@@ -91,7 +102,11 @@ PUBLISHED: dict[str, dict[str, Json]] = {
             "vision_feature_select_strategy": "default",
         },
         "preprocessor_config.json": {
+            "crop_size": None,
             "crop_to_patches": False,
+            "data_format": "channels_first",
+            "default_to_square": True,
+            "device": None,
             "do_center_crop": None,
             "do_convert_rgb": True,
             "do_normalize": True,
@@ -192,6 +207,17 @@ def test_sizes_of_published_files(name: str, tmp_path: Path) -> None:
     assert (limits.most_items, limits.tokens_of((1, 24, 24))) == (3 * views, 144)
     ids = {"internvl": {151667, 151665, 151666}, "llama4": {200092, 200080, 200081, 200084, 200085, 200090}}
     assert set(media.texts) == ids[name]
+
+
+@pytest.mark.parametrize(
+    ("head", "outer", "tied"),
+    [(True, {}, False), (False, {}, True), (False, {"tie_word_embeddings": False}, False)],
+)
+def test_a_head_of_its_own_is_not_tied(head: bool, outer: Json, tied: bool, tmp_path: Path) -> None:
+    """Files of earlier releases of transformers leave out ``tie_word_embeddings`` = false."""
+    names = ["model.language_model.embed_tokens.weight", *(["lm_head.weight"] if head else [])]
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
+    assert write(tmp_path, "internvl", config=outer).tied == tied
 
 
 def test_the_ratio_is_that_of_the_reference() -> None:
@@ -375,6 +401,33 @@ def test_a_small_version_is_one_tile(name: str, tmp_path: Path) -> None:
     (one,) = fitted(Pictures(media, MediaSection()), png(200, 61), "low")
     assert (one.number, one.count) == (0, 4)
     assert one.front == {"internvl": (), "llama4": (200090,)}[name]
+
+
+def header(height: int, width: int) -> Frame:
+    return Frame(where="x", header=ImageHeader(format="PNG", width=width, height=height))
+
+
+def test_the_work_for_small_images_counts(tmp_path: Path) -> None:
+    """A file of a few bytes can become 13 tiles. Limits of prompts and shares of clients count these."""
+    media = media_of(write(tmp_path, "internvl"))
+    found = Pictures(media, MediaSection()).fitted(header(1, 100))
+    assert len(found) == 13
+    assert work_of(found) == 448 * (12 * 448 + 448)
+    assert work_of(Pictures(media, MediaSection()).fitted(header(4000, 3000))) == 4000 * 3000
+    limited = Pictures(media, MediaSection(max_request_pixels=4 << 20))
+    small = [ImagePart(data_url(png(1, 100)), "x")]
+    assert len(limited.measured(small, {})) == 13
+    with pytest.raises(InvalidRequest, match="--max-request-pixels"):
+        limited.measured(small * 2, {})
+
+
+@pytest.mark.parametrize("name", list(PUBLISHED))
+def test_images_of_extreme_shape_are_refused(name: str, tmp_path: Path) -> None:
+    """Between its two passes a resize would need gigabytes."""
+    pictures = Pictures(media_of(write(tmp_path, name)), MediaSection())
+    assert len(pictures.fitted(header(100_000, 300))) > 12
+    with pytest.raises(InvalidRequest, match="has 1 x 200000 pixels; too long"):
+        pictures.fitted(header(200_000, 1))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -138,6 +139,37 @@ def test_a_load_fails_if_an_api_server_cannot_use_it_and_works_for_the_first_tha
     assert made.admits("a")
     assert made.on(LoadSeen("a", 2, error=error, lost=True), 21.0) == []
     assert made.entries["a"].state is ModelState.DRAINING
+    assert not made.record().models[0].gives_up
+    # The owner repeats the report: a load that an operator wants meanwhile is not refused.
+    made.on(m.LoadAsked("a"), 21.1)
+    made.on(LoadSeen("a", 2, error=error, lost=True), 21.2)
+    seen(made, "x", 21.3, a=Use(requests=3))
+    assert seen(made, "y", 21.4) == [Unload("a")]
+    assert made.on(m.Gone("a"), 21.5) == [Load("a")]
+
+
+def test_only_an_unload_by_an_operator_gives_new_weights_up() -> None:
+    made = table(ModelFacts("a", 1), budget=1)
+
+    def gives_up() -> bool:
+        return made.record().models[0].gives_up
+
+    made.on(m.LoadAsked("a"), 0.0)
+    loaded(made, "a", 1.0)
+    made.on(m.UnloadAsked("a"), 2.0)
+    assert gives_up()
+    made.on(m.LoadAsked("a"), 3.0)
+    assert made.admits("a")
+    assert not gives_up()
+    made.on(m.Kept("a", 0.0), 4.0)
+    assert made.entries["a"].state is ModelState.DRAINING
+    assert not gives_up()
+    made.on(m.UnloadAsked("a"), 5.0)
+    seen(made, "x", 6.0)
+    assert seen(made, "y", 6.0) == [Unload("a")]
+    assert gives_up(), "until the end of the processes"
+    made.on(m.Gone("a"), 7.0)
+    assert not gives_up()
 
 
 def test_time_without_requests_counts_over_all_members() -> None:
@@ -168,6 +200,8 @@ class Front:
         self.member = self.dead = self.looks = False
         self.hung = False
         """True while the process stands still. The supervisor ends such a process after ``SILENT_S``."""
+        self.woke = -math.inf
+        """Time at which the process went on after a pause."""
         self.stuck = False
         """True if the process follows the record no more, and everything else goes on."""
         self.connected: dict[str, int] = {}
@@ -323,7 +357,7 @@ class FrontWorld(World):
     def go_on(self, front: Front) -> None:
         if front.hung and self.random.random() < 0.5:
             self.end_front(front)
-        front.hung = False
+        front.hung, front.woke = False, self.now
         self.look(front)
 
     # -- clients
@@ -437,7 +471,9 @@ class FrontWorld(World):
         name = action.front if isinstance(action, Expel) else action.name
         if isinstance(action, Expel):
             found = next(one for one in self.fronts if one.name == name)
-            if not found.hung and not found.stuck and not found.dead:
+            # The lease may run out while the first report after a pause is on its way.
+            late = self.now < found.woke + 1.0
+            if not late and not found.hung and not found.stuck and not found.dead:
                 raise Broken(f"API server {name} is expelled, and answers")
             self.end_front(found)
         elif isinstance(action, Drop):

@@ -78,6 +78,7 @@ def test_names_of_tools_of_the_test_set_never_occur_in_training(train: list[Tool
     assert plain <= seen
 
 
+@pytest.mark.slow
 def test_some_names_of_arguments_of_the_test_set_never_occur_in_training(train: list[ToolProblem]) -> None:
     def names(asked: list[ToolProblem]) -> list[tuple[str, ...]]:
         tools = [tool for p in asked for tool in p.tools if tool.kind != "other"]

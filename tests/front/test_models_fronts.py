@@ -19,6 +19,8 @@ from tests.support.processes import serving_process, with_role
 from tests.support.servers import Running, Servers
 from tests.support.slowness import deadline
 
+pytestmark = pytest.mark.slow
+
 LETTERS = 60
 SLOW = {"text": "x" * LETTERS, "delay_ms": 50, "repeat": True}
 
@@ -95,7 +97,6 @@ def test_one_api_server_dies_and_the_stream_of_the_other_goes_on(
     assert server.metric("model_memory_bytes") == 1 << 30
 
 
-@pytest.mark.slow
 def test_an_api_server_that_stands_still_keeps_no_model_for_ever(
     streams: tuple[Running, Stream, Stream],
 ) -> None:
@@ -114,7 +115,6 @@ def test_an_api_server_that_stands_still_keeps_no_model_for_ever(
     assert breaks.front not in fronts(server)
 
 
-@pytest.mark.slow
 def test_the_engine_of_a_model_dies_and_streams_at_both_api_servers_continue(
     streams: tuple[Running, Stream, Stream],
 ) -> None:
@@ -125,7 +125,6 @@ def test_the_engine_of_a_model_dies_and_streams_at_both_api_servers_continue(
     assert server.metric("model_loads_total") == 1, "an engine that starts again is no load"
 
 
-@pytest.mark.slow
 def test_a_model_that_does_not_load_ends_the_start_of_all_api_servers(start: Start) -> None:
     with pytest.raises(AssertionError, match="the server ended"):
         start({"a": {}, "b": {"scripted": "/no/such/file"}})

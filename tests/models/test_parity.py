@@ -51,6 +51,15 @@ def test_whole_prompt_float32(compared: Any, paged: Any) -> None:
 
 @pytest.mark.requirement("B11")
 def test_chunks_and_decode_float32(compared: Any, paged: Any) -> None:
+    _check_chunks(compared, paged)
+
+
+def test_chunks_of_kimi_linear(checkpoints: Any, paged: Any) -> None:
+    _check_chunks(checkpoints("kimi-linear"), paged)
+
+
+def _check_chunks(compared: Any, paged: Any) -> None:
+    """Compare chunks and decode steps in mixed batches with the reference."""
     model = compared.load()
     harness = paged(model)
     lengths, prompts = [47, 20, 33, 9], [30, 5, 32, 1]

@@ -98,7 +98,7 @@ def test_running_sequences_begin_again_for_new_weights() -> None:
         rig.step()
     hits = rig.scheduler.stats().prefix_hits
     rig.scheduler.begin_again()
-    rig.scheduler.use_weights(1)
+    rig.scheduler.use_weights(b"new")
     assert [one.id for one in rig.scheduler._state.waiting] == [0, 1, 2]
     rig.audit()
     rig.step()

@@ -141,9 +141,9 @@ def test_unchanged_files_are_read_once(
     config: EngineConfig, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, read = of(config, folder), []
-    plain = WeightsDigest._read
+    plain = weights_digest.read_digest
     monkeypatch.setattr(
-        WeightsDigest, "_read", lambda self, file: read.append(file.name) or plain(self, file)
+        weights_digest, "read_digest", lambda file, stopping: read.append(file.name) or plain(file, stopping)
     )
     one = weights_digest.weights_digest(here)
     assert weights_digest.weights_digest(here) == one

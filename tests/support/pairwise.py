@@ -83,10 +83,10 @@ def sampled(features: dict[str, list[Any]], slow: bool = False) -> Any:
     """Return a ``parametrize`` of all combinations: a covering set runs by default, the others run in the
     grid.
 
-    With ``slow`` only a subset of the covering set, with each value of each feature, runs by default.
+    With ``slow`` only a part of the covering set runs by default, as in ``each_value``.
     """
     kept = covering(features)
-    few = [case for _, case in few_of([("", case) for case in kept])] if slow else kept
+    few = [case for _, case in few_of([("", case) for case in kept])][:BY_DEFAULT] if slow else kept
     cases = [
         pytest.param(
             *case.values(),
@@ -97,16 +97,20 @@ def sampled(features: dict[str, list[Any]], slow: bool = False) -> Any:
     return pytest.mark.parametrize(tuple(features), cases)
 
 
+BY_DEFAULT = 3
+"""Rows of a covering set that run by default."""
+
+
 def each_value(rows: list[dict[str, Any]]) -> list[Any]:
-    """Return ``rows`` as test parameters. A subset with each value of each feature runs by default; the rest
-    is slow.
+    """Return ``rows`` as test parameters. The first rows of a subset with each value of each feature run by
+    default, ``BY_DEFAULT`` at most; the rest is slow.
     """
     return [pytest.param(rows[one.values[0]], marks=one.marks) for one in numbers_of(rows)]
 
 
 def numbers_of(rows: list[dict[str, Any]]) -> list[Any]:
     """Return the indices of ``rows`` as test parameters, marked as in ``each_value``."""
-    few = [row for _, row in few_of([("", row) for row in rows])]
+    few = [row for _, row in few_of([("", row) for row in rows])][:BY_DEFAULT]
     return [
         pytest.param(place, marks=[] if row in few else [pytest.mark.slow]) for place, row in enumerate(rows)
     ]

@@ -56,7 +56,9 @@ def write_folder(folder: Path, name: str) -> None:
     _randomize(model, 3)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[family]))
-    (folder / "chat_template.jinja").write_text(LOOP % shown)
+    # The published template of InternVL ends the line behind an image.
+    written = "{{ '<IMG_CONTEXT>\\n' }}" if name == "internvl" else shown
+    (folder / "chat_template.jinja").write_text(LOOP % written)
 
 
 def reference(name: str, file: bytes, media: MediaFacts) -> tuple[str, torch.Tensor]:
@@ -69,7 +71,7 @@ def reference(name: str, file: bytes, media: MediaFacts) -> tuple[str, torch.Ten
         processor = object.__new__(InternVLProcessor)
         processor.image_token, processor.image_seq_length = placeholder, TOKENS
         processor.start_image_token, processor.end_image_token = start, end
-        return processor.replace_image_token(made, 0), made["pixel_values"]
+        return processor.replace_image_token(made, 0) + "\n", made["pixel_values"]
     processor = object.__new__(Llama4Processor)
     pixels = llama4_pixels(file, media)
     image = Image.open(io.BytesIO(file))

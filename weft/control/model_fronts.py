@@ -82,6 +82,8 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Predicted seconds until the model admits requests."""
     loads: int
     """Number of loads that have succeeded."""
+    gives_up: bool
+    """True if an operator unloads the model: the next load has the weights of the model's files."""
 
 
 class ModelsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,7 +119,8 @@ class Reported(NamedTuple):
 
 
 class LoadSeen(NamedTuple):
-    """An API server has generated a token with each engine of a load, or cannot use the load."""
+    """An API server has generated a token with each engine of a load, or cannot use the load. Or all engines
+    are lost."""
 
     name: str
     load: int
@@ -126,7 +129,7 @@ class LoadSeen(NamedTuple):
     error: WeftError | None = None
     """Why the load cannot be used."""
     lost: bool = False
-    """With ``error``: the load worked before, and all its engines are lost for good."""
+    """With ``error``: all engines of the load are lost for good."""
 
 
 SharedEvent: TypeAlias = Joined | Left | Reported | LoadSeen | m.Event
@@ -182,6 +185,8 @@ class SharedTable(m.ModelTable):
         """Name -> version from which the model admits no request."""
         self._dropped: set[str] = set()
         """Models whose processes end after a failed load."""
+        self._given_up: set[str] = set()
+        """Models that an operator has unloaded since the begin of the last drain."""
         self._refusals: dict[str, tuple[int, ErrorInfo]] = {}
         """Model -> number of refusals, and the last one."""
         self._refused: dict[str, int] = {}
@@ -222,6 +227,7 @@ class SharedTable(m.ModelTable):
                     # Rounded, so that the passing time alone changes no record.
                     wait=float(math.ceil(self.wait(name))),
                     loads=self.succeeded[name],
+                    gives_up=name in self._given_up and entry.state is m.ModelState.DRAINING,
                 )
             )
         return ModelsRecord(self.version, self.members, tuple(made))
@@ -244,9 +250,9 @@ class SharedTable(m.ModelTable):
             found = self._expel(now)
         elif isinstance(event, m.Failed):
             self._dropped.discard(event.name)
-        elif isinstance(event, m.Loaded):
-            self.succeeded[event.name] += self.entries[event.name].state is m.ModelState.LOADING
         found += self._noted(super().on(event, now))
+        if isinstance(event, m.UnloadAsked) and self.entries[event.name].state is m.ModelState.DRAINING:
+            self._given_up.add(event.name)
         # A drain that was taken back and began again in one event changes no state, but needs a new version.
         if self._shape() != before or max(self._shut_from.values()) > self.version:
             self.version += 1
@@ -348,6 +354,7 @@ class SharedTable(m.ModelTable):
     def _drain(self, entry: m.Entry, *, takes_back: bool) -> None:
         if entry.state is not m.ModelState.DRAINING:
             self._shut_from[entry.name] = self.version + 1  # the version of the next record
+            self._given_up.discard(entry.name)
         super()._drain(entry, takes_back=takes_back)
 
     def _may_end(self, entry: m.Entry) -> bool:
@@ -363,13 +370,14 @@ class SharedTable(m.ModelTable):
         if entry.ending or event.name in self._dropped:  # the processes end already
             return []
         loading = entry.state is m.ModelState.LOADING
+        works = entry.state is not m.ModelState.COLD and entry.error is None
         if event.error is None and loading:
             self.succeeded[event.name] += 1
             self._loaded(entry, m.Loaded(event.name, event.cost))
         elif event.error is not None and loading:
             self._dropped.add(event.name)
             return [Drop(event.name, event.error)]
-        elif event.error is not None and event.lost and entry.state is not m.ModelState.COLD:
+        elif event.error is not None and event.lost and works:  # once: the owner repeats the event
             self._failed(entry, m.Failed(event.name, event.error))
         return []
 

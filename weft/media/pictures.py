@@ -22,6 +22,12 @@ from weft.media.video_header import Header, VideoHeader
 
 LOW_PIXELS = 512 * 512
 """Maximum pixels of an image with ``detail: low`` after resizing."""
+MOST_BETWEEN = 64 << 20
+"""Maximum pixels between the two passes of a resize: rows of the image times columns of the result.
+
+A pixel needs 4 bytes. Only an image of extreme shape has more pixels, for example a column of 200,000. A
+larger ``max_image_pixels`` raises the limit.
+"""
 
 
 class Asked(Protocol):
@@ -178,19 +184,17 @@ class Pictures:
                     Frame(where=part.where, header=header, url=part.file, number=number)
                     for number in part.frames
                 ]
+            fitted = [] if part.is_video else self.fitted(frames[0], part.detail)
             # Check the total before the next part, so that many large images stop early.
-            work += sum(frame.header.work for frame in frames)
+            work += work_of(fitted) if fitted else sum(frame.header.work for frame in frames)
             if work > self.section.max_request_pixels:
                 raise BadMedia(
-                    f"brings the images of this prompt to {work} pixels (a JPEG counts once for each scan); "
-                    f"the limit is {self.section.max_request_pixels} (--max-request-pixels); send fewer or "
-                    "smaller images",
+                    f"brings the images of this prompt to {work} pixels (a JPEG counts once for each scan, a "
+                    "small image by its size for the model); the limit is "
+                    f"{self.section.max_request_pixels} (--max-request-pixels); send fewer or smaller images",
                     TOO_LARGE,
                 ).at(part.where)
-            if part.is_video:
-                found += self.groups(frames, part.where)
-            else:
-                found += self.fitted(frames[0], part.detail)
+            found += self.groups(frames, part.where) if part.is_video else fitted
         return found
 
     def _is_missing(self, source: str, where: str, known: Mapping[str, Header]) -> bool:
@@ -234,10 +238,17 @@ class Pictures:
         the image to ``LOW_PIXELS``, and to one tile. Raises InvalidRequest for an image over the server's
         limit or outside the model's sizes."""
         facts = self._low if detail == "low" else self.facts
+        height, width = self._checked(frame).header.shown
         try:
-            found = facts.views_of(*self._checked(frame).header.shown)
+            found = facts.views_of(height, width)
         except InvalidRequest as error:
             raise InvalidRequest(f"{frame.where}: {error.message}", param=frame.where) from None
+        most = max(MOST_BETWEEN, self.section.max_image_pixels)
+        if height * max(view.fit.size[1] for view in found) > most:
+            raise BadMedia(
+                f"has {width} x {height} pixels; too long to resize; send a part of the image",
+                TOO_LARGE,
+            ).at(frame.where)
         return [self._picture(frame.where, (frame,), view, number) for number, view in enumerate(found)]
 
     def groups(self, frames: Sequence[Frame], where: str) -> list[Picture]:
@@ -287,6 +298,21 @@ class Pictures:
             number=number,
             front=view.front,
         )
+
+
+def work_of(run: Sequence[Picture]) -> int:
+    """Return the pixels that a worker visits for the items of one image or frame group.
+
+    These are the pixels of the files, or of the larger pass of each resize if these are more: a small image
+    in many tiles is work, too.
+    """
+    sizes = {(picture.target.height, picture.target.width) for picture in run}
+    work = 0
+    for frame in run[0].frames:
+        rows = frame.header.shown[0]
+        # The first pass makes the columns of the result, the second pass makes the rows.
+        work += max(frame.header.work, sum(max(rows, height) * width for height, width in sizes))
+    return work
 
 
 def runs_of(pictures: Sequence[Picture]) -> list[list[Picture]]:

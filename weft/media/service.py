@@ -19,7 +19,7 @@ from weft.media.media_errors import TOO_LARGE, UNREACHABLE, BadMedia
 from weft.media.media_items import items_of
 from weft.media.media_memory import MediaLease, MediaMemory
 from weft.media.media_messages import Decode, DecodeFile, Fetch, MediaDone, WorkerRules, packed, result_of
-from weft.media.pictures import Picture, Wanted, runs_of
+from weft.media.pictures import Picture, Wanted, runs_of, work_of
 from weft.media.video_header import VideoHeader, of_video
 from weft.media.video_service import VideoService
 from weft.types.media_item import MediaItem
@@ -168,7 +168,7 @@ class MediaService:
             into=tuple(None if one is None else one.name for one in shared),
         )
         places = [frame.where for frame in frames]
-        cost = float(sum(frame.header.work for frame in frames) + sum(map(len, data)))
+        cost = float(work_of(run) + sum(map(len, data)))
         done, rest = await self._call(self._decoders, places, packed(task), *data, client=client, cost=cost)
         try:
             return items_of(run, shared, done, rest)

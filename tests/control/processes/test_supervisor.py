@@ -364,3 +364,12 @@ def test_a_server_whose_engines_come_and_go_with_models_has_none_here_and_serves
     assert made.on(s.Signalled(signal.SIGTERM), 6.0) == [s.Tell("0", "drain"), s.Tell("1", "stop")]
     made.on(s.ProcessEnded("front", "1", 2, 0), 7.0)
     assert made.on(s.ProcessEnded("front", "0", 2, 0), 7.0) == [s.Exit(0)]
+
+
+def test_an_api_server_that_does_not_answer_is_not_replaced_while_the_server_drains() -> None:
+    made = serving(engines=0)
+    made.on(s.Signalled(signal.SIGTERM), 2.0)
+    assert made.on(s.FrontIsLost("0", 1), 3.0) == [Kill("front", "0", 1)]
+    assert made.on(s.FrontIsLost("0", 1), 3.1) == []
+    assert made.on(s.ProcessEnded("front", "0", 1, -9), 3.1) == []
+    assert made.on(s.ProcessEnded("front", "1", 1, 0), 4.0) == [s.Exit(1)], "streams were cut off"

@@ -35,8 +35,11 @@ Tensor = torch.Tensor
 CHUNK = 64
 BLOCK = 16
 """Tokens of a block with a decay for every key channel. Divides ``CHUNK``."""
-SPAN_BY_CHANNEL = 256
-"""Tokens in one computation with a decay for every key channel. Bounds the memory. A multiple of CHUNK."""
+MOST_BY_CHANNEL = 256
+"""Maximum tokens of all rows in one computation with a decay for every key channel. A multiple of CHUNK.
+
+Bounds the memory: see ``weft.config.sizing.layer_elements.recurrent_pass``.
+"""
 LENGTH_EPS = 1e-6
 
 
@@ -62,10 +65,10 @@ class _DeltaTokens:
     beta: Tensor
     """[B, v_heads, n]."""
 
-    def part(self, begin: int, end: int) -> _DeltaTokens:
-        """Return the tokens ``begin`` to ``end`` - 1."""
+    def part(self, rows: slice, tokens: slice) -> _DeltaTokens:
+        """Return the tokens ``tokens`` of the rows ``rows``."""
         parts = (self.q, self.k, self.v, self.log_decay, self.beta)
-        return _DeltaTokens(*(part[:, :, begin:end] for part in parts))
+        return _DeltaTokens(*(part[rows, :, tokens] for part in parts))
 
 
 class TorchDelta(ByRowGroups, DeltaBackend):
@@ -123,13 +126,7 @@ class TorchDelta(ByRowGroups, DeltaBackend):
         n = tokens.q.shape[2]
         if n <= FEW:
             return self._one_by_one(tokens, state)
-        if tokens.log_decay.shape[3] == 1:
-            return _chunked(tokens, state)
-        made = []
-        for begin in range(0, n, SPAN_BY_CHANNEL):
-            out, state = _chunked(tokens.part(begin, min(begin + SPAN_BY_CHANNEL, n)), state)
-            made.append(out)
-        return torch.cat(made, dim=2), state
+        return (_chunked if tokens.log_decay.shape[3] == 1 else _in_parts)(tokens, state)
 
     def _one_by_one(self, tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return (outputs [B, heads, n, v_dim], state after the last token).
@@ -190,6 +187,22 @@ class _DeltaRecurrence(Recurrence[_DeltaRows]):
 
     def tokens(self, inputs: tuple[Tensor, ...], rows: _DeltaRows, real: Tensor | None) -> Tensor:
         return self._backend.tokens(DeltaInputs(*inputs), rows, self._weights, real)
+
+
+def _in_parts(tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same as ``_chunked``, in computations of at most ``MOST_BY_CHANNEL`` tokens."""
+    count, n = tokens.q.shape[0], tokens.q.shape[2]
+    together = max(1, MOST_BY_CHANNEL // -(-n // CHUNK) // CHUNK)
+    outs, states = [], []
+    for first in range(0, count, together):
+        rows = slice(first, first + together)
+        made, after = [], state[rows]
+        for begin in range(0, n, MOST_BY_CHANNEL):
+            out, after = _chunked(tokens.part(rows, slice(begin, begin + MOST_BY_CHANNEL)), after)
+            made.append(out)
+        outs.append(torch.cat(made, dim=2))
+        states.append(after)
+    return torch.cat(outs), torch.cat(states)
 
 
 def _chunked(tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:

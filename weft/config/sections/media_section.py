@@ -96,7 +96,8 @@ class MediaSection(Section, frozen=True, kw_only=True):
             ge=1024,
             le=1 << 34,
             description="Maximum pixels of all images of a prompt. Each scan of a progressive JPEG "
-            "counts again. Of a video file, only the chosen frames count.",
+            "counts again. An image that the model enlarges counts enlarged. Of a video file, only the "
+            "chosen frames count.",
         ),
     ] = 512 << 20
     media_timeout: Annotated[

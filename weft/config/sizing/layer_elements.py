@@ -49,6 +49,17 @@ def recurrent_row(spec: ModelSpec) -> int:
     return max(rows)
 
 
+def recurrent_pass(spec: ModelSpec) -> int:
+    """Return the elements of intermediate results with a decay for every key channel, else 0.
+
+    The number does not depend on the tokens of the step: torch computes at most 4 chunks together
+    (``MOST_BY_CHANNEL``). Three tensors [4, heads, 16, 16, channels], float32 or wider, exist at a time.
+    """
+    if spec.delta is None or not spec.delta.gate_rank:
+        return 0
+    return 3 * 4 * 16 * 16 * spec.delta.decays
+
+
 def dense_elements(spec: ModelSpec) -> int:
     """Return the parameters of one dense feed-forward block."""
     return (3 if spec.gated else 2) * spec.hidden * spec.intermediate

@@ -132,7 +132,6 @@ class ModelReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     load: Load
     cost: int = 0
     error: ErrorInfo | None = None
-    lost: bool = False
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -180,6 +180,14 @@ class EngineOwner:
         """Name, state and address of each engine, in order."""
         return [(name, entry, self._addresses.get(name)) for name, entry in self._table.entries.items()]
 
+    @property
+    def failure(self) -> WeftError | None:
+        """Reason why no engine is left for good; None while an engine runs or waits for a restart."""
+        if not self._table.over:
+            return None
+        errors = [entry.error for entry in self._table.entries.values() if entry.error is not None]
+        return errors[-1] if errors else EngineDead("all engines have ended")
+
     def ended(self) -> list[tuple[str, int, int]]:
         """Return (name, incarnation, exit status) of each running engine whose process has ended.
 

@@ -46,12 +46,10 @@ class SupervisorHub:
             self._link.say(channel.ModelsUsed(0, {name: uses[name] for name in part}))
         self._link.say(channel.ModelsUsed(seen, {name: uses[name] for name in names}))
 
-    def ready(
-        self, model: str, load: int, cost: int = 0, error: WeftError | None = None, lost: bool = False
-    ) -> None:
+    def ready(self, model: str, load: int, cost: int = 0, error: WeftError | None = None) -> None:
         """Report a load that works, or does not: see ``LoadSeen``."""
         info = None if error is None else error.info()
-        self._link.say(channel.ModelReady(channel.Load(model, load), cost, info, lost))
+        self._link.say(channel.ModelReady(channel.Load(model, load), cost, info))
 
     async def ask(self, model: str, what: Any, seconds: float = 0.0) -> None:
         """Send the command of an operator. Return when the record shows the command. Raise WeftError."""

@@ -92,9 +92,9 @@ class ModelLoads:
                 self._on(f.Joined(front))
             case channel.ModelsUsed(seen, uses):
                 self._on(f.Reported(front, seen, uses))
-            case channel.ModelReady(load, cost, error, lost):
+            case channel.ModelReady(load, cost, error):
                 reason = None if error is None else ReportedError(error)
-                self._on(f.LoadSeen(load.model, load.number, cost, reason, lost))
+                self._on(f.LoadSeen(load.model, load.number, cost, reason))
 
     def left(self, front: str) -> None:
         """Note the end of the process of an API server. Idempotent."""
@@ -188,6 +188,9 @@ class ModelLoads:
                 self._on(f.LoadSeen(name, self.table.loads[name], error=error))
                 return
             owner.replace(engine, incarnation, error)
+        # No API server may be connected now, so the owner itself reports the loss.
+        if (failure := owner.failure) is not None:
+            self._on(f.LoadSeen(name, self.table.loads[name], error=failure, lost=True))
 
     def _owner_of(self, load: channel.Load) -> EngineOwner | None:
         if self.table.loads.get(load.model) != load.number or load.model in self._ends:

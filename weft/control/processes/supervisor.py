@@ -254,7 +254,13 @@ class Supervisor:
         return self._lose("head", event.name, event.incarnation, event.error)
 
     def _front_lost(self, event: FrontIsLost) -> list[Action]:
-        """Replace an API server that does not answer."""
+        """Replace an API server that does not answer. While draining, end the API server."""
+        if self.phase is ServerPhase.DRAINING:
+            # A new process would get no order to drain.
+            if not self.fronts.end(event.name, event.incarnation):
+                return []
+            self._failed = True
+            return self._after([t.Kill("front", event.name, event.incarnation)])
         return self._lose("front", event.name, event.incarnation, EngineDead("the API server did not answer"))
 
     def _lose(self, role: t.Role, name: str, incarnation: int, error: WeftError) -> list[Action]:

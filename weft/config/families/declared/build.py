@@ -97,9 +97,15 @@ def _text_facts(facts: Facts) -> Facts:
     text = facts.get("text_config")
     text = flat_text(facts) if text is None else text
     if facts.get("architectures")[0] in TIED and isinstance(text, dict):
-        text = {"tie_word_embeddings": True, **text}
+        # Files of earlier releases leave out the field for a head of its own, too. The weights decide.
+        text = {"tie_word_embeddings": not _has_head(facts), **text}
     facts.get("vision_config")  # the tower is read elsewhere
     return text_facts(facts, text, f"{facts.file} (text_config)")
+
+
+def _has_head(facts: Facts) -> bool:
+    """Return True if a tensor of the checkpoint is an output head."""
+    return any(name.startswith("lm_head.") or ".lm_head." in name for name in facts.weights or ())
 
 
 def _spec(row: Row, facts: Facts, override: int | None) -> ModelSpec:

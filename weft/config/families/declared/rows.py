@@ -550,7 +550,10 @@ WRAPPERS: dict[str, tuple[str, ...]] = {
 """Architecture with a tower -> types of its text model."""
 
 TIED = ("InternVLForConditionalGeneration",)
-"""Architectures whose configuration class ties the output head, unless a file says otherwise."""
+"""Architectures whose configuration class ties the output head.
+
+Without the field in the files, the head is tied unless the checkpoint has the tensor of a head.
+"""
 
 MODEL_TYPES: dict[str, str] = {
     class_defaults()[row.config].model_type: name

@@ -498,11 +498,16 @@ class SeveralModels:
     async def unload(self, name: str) -> ModelStatus:
         """Unload a model when its running requests have ended. Return the present state. Raises NotFound."""
         slot = self._known(name)
-        if slot.model is not None and slot.model.weights.number:
-            log.warning("the next load of the model %s has the weights of its files", slot.name)
-            slot.forgets = True
+        slot.forgets |= self._gives_up(slot)
         self._on(m.UnloadAsked(slot.name))
         return self.status(slot.name)
+
+    def _gives_up(self, slot: _Slot) -> bool:
+        """Return True if an unload of the model gives up new weights. Logged."""
+        changed = slot.model is not None and slot.model.weights.number > 0
+        if changed:
+            log.warning("the next load of the model %s has the weights of its files", slot.name)
+        return changed
 
     async def pin(self, name: str, pinned: bool) -> ModelStatus:
         """Pin or unpin a model. Return the present state. Raises NotFound."""
@@ -597,7 +602,8 @@ class SeveralModels:
             assert self._prove is not None
             await self._prove(front)
         except BaseException:
-            await model.close(shutdown=not owner.shared)
+            # The load may end meanwhile, which cancels this task. Then the close goes on.
+            await asyncio.shield(model.close(shutdown=not owner.shared))
             raise
         return model, front
 

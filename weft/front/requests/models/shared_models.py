@@ -68,9 +68,7 @@ class ModelHub(Protocol):
     def used(self, seen: int, uses: dict[str, Use]) -> None:
         """Report the last seen version, and the use of the models whose use has changed."""
 
-    def ready(
-        self, model: str, load: int, cost: int = 0, error: WeftError | None = None, lost: bool = False
-    ) -> None:
+    def ready(self, model: str, load: int, cost: int = 0, error: WeftError | None = None) -> None:
         """Report a load that works, or does not: see ``LoadSeen``."""
 
     async def ask(self, model: str, what: Any, seconds: float = 0.0) -> None:
@@ -160,8 +158,9 @@ class SharedModels(SeveralModels):
         await asyncio.gather(*(slot.settled.wait() for slot in first))
         if not self._joining:
             for slot in first:
-                if slot.front is None:
-                    raise slot.error or Unavailable(f"the model {slot.name} could not be loaded")
+                # A model that another API server has unloaded meanwhile is no error.
+                if slot.front is None and slot.error is not None:
+                    raise slot.error
         self._hub.join()
         try:
             async with asyncio.timeout(JOIN_S):
@@ -226,9 +225,9 @@ class SharedModels(SeveralModels):
                 _settle(slot, ReportedError(record.refusal))
         state = m.ModelState(record.state)
         if state in (m.ModelState.UP, m.ModelState.DRAINING):
-            slot.forgets = (
-                state is m.ModelState.DRAINING
-            )  # an unload gives up new weights, a failure does not
+            slot.forgets = record.gives_up
+            if record.gives_up:  # also without a connection to this load
+                slot.updates = None
         present = 0 if state is m.ModelState.COLD or record.ending else record.load
         if self._loads[slot.name] not in (0, present):
             self._leave(slot)
@@ -244,14 +243,15 @@ class SharedModels(SeveralModels):
                 self.stop_lines(slot.name)
         if slot.waiters and self.admits(slot.name):
             _settle(slot, None)
-        if record.failure and state is m.ModelState.COLD:
-            slot.error = slot.error or Unavailable(record.failure)
+        if record.load and state is m.ModelState.COLD:  # the load has ended
+            if record.failure:
+                slot.error = slot.error or Unavailable(record.failure)
             slot.settled.set()
 
     def _leave(self, slot: _Slot) -> None:
         """Leave the load that ends. A later look connects to the next load."""
         self._loads[slot.name] = 0
-        self._uses[slot.name].kept = 0
+        self._keeps(slot.name, 0)
         if _ended(slot.task):
             slot.task = asyncio.create_task(self._close_model(slot))
         elif slot.task is not None:
@@ -278,18 +278,11 @@ class SharedModels(SeveralModels):
             return  # the load has ended
         slot.model, slot.front, slot.error = model, front, None
         slot.files.keep(())
-        slot.watch = asyncio.create_task(self._watch(slot, model))
         welcome = model.links.welcome if slot.plan.measured else None
         self._hub.ready(slot.name, load, 0 if welcome is None else _cost(slot.plan, welcome.num_blocks))
         slot.settled.set()
         if self.admits(slot.name):
             _settle(slot, None)
-
-    async def _watch(self, slot: _Slot, model: Any) -> None:
-        """Report the loss of all engines of a model."""
-        load = self._loads[slot.name]
-        await model.links.died.wait()
-        self._hub.ready(slot.name, load, error=model.links.failure, lost=True)
 
     # -- counts
 
@@ -364,7 +357,9 @@ class SharedModels(SeveralModels):
 
     async def unload(self, name: str) -> ModelStatus:
         """See ``SeveralModels.unload``."""
-        return await self._ask(self._known(name), "unload")
+        slot = self._known(name)
+        self._gives_up(slot)  # the log line; the record tells all API servers
+        return await self._ask(slot, "unload")
 
     async def pin(self, name: str, pinned: bool) -> ModelStatus:
         """See ``SeveralModels.pin``."""
