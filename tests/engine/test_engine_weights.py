@@ -83,7 +83,7 @@ class Rig:
     def __init__(self, folder: Path) -> None:
         config: Any = SimpleNamespace(
             loaded=SimpleNamespace(quantized=None),
-            transfer=SimpleNamespace(role="unified"),
+            transfer=SimpleNamespace(role="unified", take_embeddings=False),
             parallel=SimpleNamespace(enable_expert_parallel=False, tensor_parallel_size=1, hosts=1),
             scheduler=SimpleNamespace(on_update="keep"),
             device="cpu",

@@ -19,9 +19,13 @@ from weft.front.requests.models import several_models
 from weft.front.requests.models.named_model import KeyModels
 from weft.front.requests.models.several_models import ModelPlan, ModelSet
 from weft.front.requests.models.shared_models import SharedModels
+from weft.front.requests.weight_updates import UpdatesState
 
 MEMBER, OTHER = "0/1", "1/1"
 """The API server of the test, and another member of the table."""
+
+
+NEW_WEIGHTS = UpdatesState(stamp=1, number=1, labels={1: "new"}, history=())
 
 
 class Hub:
@@ -82,7 +86,7 @@ class Served:
     """A connected model with new weights."""
 
     def __init__(self) -> None:
-        self.weights = SimpleNamespace(number=1, state="new weights")
+        self.weights = SimpleNamespace(number=1, state=NEW_WEIGHTS)
         self.metrics = SimpleNamespace(latencies=lambda: [[0.0] * len(one) for one in LATENCY_BOUNDS])
         self.owner = SimpleNamespace(shared=True)
         self.lifecycle = SimpleNamespace(capacity=1)
@@ -156,7 +160,7 @@ def test_new_weights_stay_after_a_loss_of_the_engines_and_end_with_an_unload() -
         hub.on(LoadSeen("a", 1, error=Unavailable("killed"), lost=True))
         await hub.end()
         await until(lambda: slot.model is None)
-        assert slot.updates == "new weights"
+        assert slot.updates == NEW_WEIGHTS
         await until(lambda: hub.table.kept("a") == 0)
         hub.load()
         await until(lambda: models.admits("a"))
@@ -174,7 +178,7 @@ def test_an_unload_ends_new_weights_also_without_a_connection() -> None:
         hub.load()
         models = Models(hub)
         slot = models._slots["a"]
-        slot.updates = "new weights"  # type: ignore[assignment]
+        slot.updates = NEW_WEIGHTS
         starts = asyncio.create_task(models.start(prove))
         await asyncio.sleep(0.1)
         hub.on(m.UnloadAsked("a"))

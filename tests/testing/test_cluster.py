@@ -45,7 +45,7 @@ from weft.types import transfer as r
 from weft.types.sampling import TokenParams
 from weft.types.transfer import Peer, TransferKey
 
-SCHEDULES = 240
+SCHEDULES = 360
 """In the default tests."""
 BUDGET = 10_000
 """By default, of ``python -m testing.cluster``."""
