@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.canary import tree
 from tests.support.long_streams import TOKENS, streams
 from tests.support.new_weights import changed, read_tensors, write_checkpoint
 from tests.support.processes import with_role
@@ -61,16 +63,31 @@ def scored(server: Running, seed: int) -> list[float]:
     return again
 
 
-def ours() -> set[str]:
-    return {one.name for one in SHARED.iterdir() if re.match(r"\.?weft-\d-[0-9a-f]{16}", one.name)}
+RECEIVED = re.compile(r"weft-\d-[0-9a-f]{16}\.safetensors")
+
+
+def ours(server: Running) -> set[str]:
+    """Return the names of received files that a process of the server has open. Other tests have such files
+    at the same time."""
+    found = set()
+    for process in tree(server.process.pid):
+        with contextlib.suppress(OSError):
+            for opened in Path(f"/proc/{process.pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    place = Path(os.readlink(opened))
+                    if place.parent == SHARED and re.fullmatch(
+                        r"weft-\d-[0-9a-f]{16}\.safetensors", place.name
+                    ):
+                        found.add(place.name)
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", ["", "--tensor-parallel-size 2", "--data-parallel-size 2"])
 def test_rollouts_equal_scoring_after_updates(servers: Servers, more: str) -> None:
     """Packed and unpacked, whole and in parts. Files end with the server."""
-    files = ours()
     server = servers.weft(*ARGUMENTS, *more.split())
+    files: set[str] = set()
     old = read_tensors(BASE)
     before = scored(server, 0)
     trainer = Trainer(server)
@@ -80,23 +97,24 @@ def test_rollouts_equal_scoring_after_updates(servers: Servers, more: str) -> No
         assert trainer.update(new, f"step-{step}", packed=step % 2 == 1).status_code == 200
         assert complete(server)["weight_version"] == f"step-{step}"
         seen.append(scored(server, 0))
-        assert len(ours() - files) == 1
+        assert len(ours(server)) == 1
+        files |= ours(server)
     assert all(one != other for one, other in itertools.pairwise(seen))
     layer = {name: tensor for name, tensor in changed(old, 9).items() if ".layers.1.self_attn." in name}
     assert trainer.update(layer, partial=True).status_code == 200
     assert scored(server, 0) != seen[-1]
-    assert len(ours() - files) == 2
+    assert len(ours(server)) == 2
+    files |= ours(server)
     assert trainer.update(old, packed=True).status_code == 200
     assert scored(server, 0) == before
     server.stop()
-    assert ours() == files
+    assert [name for name in files if (SHARED / name).exists()] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", ["", "--tensor-parallel-size 2"])
 def test_a_failed_broadcast_leaves_the_old_weights(servers: Servers, more: str) -> None:
     """A trainer that never joins, dies between two tensors, is silent, or sends other bytes."""
-    files = ours()
     server = servers.weft(*ARGUMENTS, *more.split())
     ranks = 2 if more else 1
     before = complete(server)["token_ids"]
@@ -107,7 +125,7 @@ def test_a_failed_broadcast_leaves_the_old_weights(servers: Servers, more: str) 
         assert answer.status_code == status, answer.text
         assert why in answer.json()["error"]["message"]
         assert complete(server)["token_ids"] == before
-        assert ours() == files
+        assert ours(server) == set()
 
     never = group_info(free_port(), ranks, timeout=2)
     refused(post(server, "/init_weight_transfer_engine", {"init_info": never}), 503, "did not")

@@ -125,6 +125,7 @@ class WeightUpdates:
 
     async def rename(self, label: str) -> None:
         """Change the label of the version for new requests."""
+        await self._tell()  # a server that has just started may lack the newest state
         self._labels[self.number] = label
         self._stamp += 1
         await self._tell()
@@ -286,6 +287,7 @@ class WeightUpdates:
                     "server up without an update"
                 )
             self._check_able(paused())  # a refusal here keeps the update
+            await self._tell()  # a server that has just started may lack the newest state
             update = WeightsUpdate(version=self.number + 1, files=tuple(self._files), partial=self._partial)
             self._files = None
             await self._change(update, str(update.version) if label is None else label, paused, leave=leave)
@@ -361,7 +363,11 @@ class WeightUpdates:
                 await self._change(update, label, lambda: True, last=one is former[-1])
 
     def close(self) -> None:
-        """Stop to look at engine processes, and release files in shared memory."""
+        """Stop to look at engine processes, answer no API server, and release files in shared memory."""
+        name = self._config.served_names[0]
+        if self._siblings is not None and self._siblings.weights.get(name) == self._on_sibling:
+            # Another API server that connects to a later load must not get the updates of this load.
+            del self._siblings.weights[name]
         self._shared.keep(())
         if self._following is not None:
             self._following.cancel()
