@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.e1.rig import force_preemptions
 from tests.support.checkpoints import SHAPES, spread
 from tests.support.loras import make_adapter
 from tests.support.mtp_models import make_mtp_checkpoint
-from tests.support.pairwise import Row, few_of, name
+from tests.support.pairwise import Row, covering, few_of, name
 from weft import LLM, SamplingParams
 from weft.bench.bench_tokenizer import write_tokenizer
 from weft.config.families import load_spec
@@ -161,6 +162,25 @@ def cases_of(sample: list[Row], *, every_form: bool = True) -> list[Any]:
             id=f"{family}-{name(case)}",
         )
         for family, case in sample
+    ]
+
+
+def cases_of_forms(features_of: Callable[[str], dict[str, list[Any]]], families: Sequence[str]) -> list[Any]:
+    """Return parameters of a test with each value of each feature, for each form of attention. One case of
+    each form is slow, and all cases belong to the grid. ``features_of``: form -> its features."""
+    of_forms = {
+        family: few_of([(family, case) for case in covering(features_of(family))]) for family in families
+    }
+    return [
+        *(
+            pytest.param(*rows[0], marks=pytest.mark.slow, id=f"{family}-{name(rows[0][1])}")
+            for family, rows in of_forms.items()
+        ),
+        *(
+            pytest.param(*one, marks=pytest.mark.grid, id=f"{family}-{name(one[1])}-of its form")
+            for family, rows in of_forms.items()
+            for one in rows
+        ),
     ]
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from tests.composition.references import References
-from tests.composition.rig import BLOCK, distinct_images, make_checkpoint, run, tight
+from tests.composition.rig import BLOCK, cases_of_forms, distinct_images, make_checkpoint, run, tight
 from tests.composition.table import GroupTable
 from tests.composition.test_pairs import NAMES, check_answers, check_engaged, of_family, shown
-from tests.support.pairwise import covering, few_of, name
 from weft.scheduler import loads
 from weft.scheduler.policy.load_speed import LoadSpeed
 
@@ -34,20 +33,7 @@ def shown_of_disk(family: str) -> list[str]:
     return [feature for feature in shown(family) if feature not in ("room", "hits")]
 
 
-OF_FAMILIES = {family: few_of([(family, case) for case in covering(of_disk(family))]) for family in NAMES}
-CASES = [
-    pytest.param(
-        *OF_FAMILIES[family][0],
-        marks=pytest.mark.slow,
-        id=f"{family}-{name(OF_FAMILIES[family][0][1])}",
-    )
-    for family in NAMES
-]
-CASES += [
-    pytest.param(*one, marks=pytest.mark.grid, id=f"{family}-{name(one[1])}-of its form")
-    for family in NAMES
-    for one in OF_FAMILIES[family]
-]
+CASES = cases_of_forms(of_disk, NAMES)
 
 
 @pytest.mark.requirement("B10")

@@ -12,25 +12,11 @@ from typing import Any
 import pytest
 
 from tests.composition.references import References
-from tests.composition.rig import distinct_images, make_checkpoint, run
+from tests.composition.rig import cases_of_forms, distinct_images, make_checkpoint, run
 from tests.composition.table import GroupTable
 from tests.composition.test_pairs import NAMES, check_answers, check_engaged, of_family
-from tests.support.pairwise import covering, few_of, name
 
-OF_FAMILIES = {family: few_of([(family, case) for case in covering(of_family(family))]) for family in NAMES}
-CASES = [
-    pytest.param(
-        *OF_FAMILIES[family][0],
-        marks=pytest.mark.slow,
-        id=f"{family}-{name(OF_FAMILIES[family][0][1])}",
-    )
-    for family in NAMES
-]
-CASES += [
-    pytest.param(*one, marks=pytest.mark.grid, id=f"{family}-{name(one[1])}-of its form")
-    for family in NAMES
-    for one in OF_FAMILIES[family]
-]
+CASES = cases_of_forms(of_family, NAMES)
 
 
 @pytest.mark.requirement("B10")
