@@ -19,35 +19,23 @@ from tests.support.new_weights import changed, read_tensors, write_checkpoint
 from tests.support.processes import with_role
 from tests.support.servers import Running, Servers
 from tests.support.slowness import deadline
-from tests.support.trainers import Trainer, beside, dying_trainer, free_port, group_info, post
+from tests.support.trainers import (
+    ARGUMENTS,
+    PROMPT,
+    Trainer,
+    beside,
+    complete,
+    dying_trainer,
+    free_port,
+    group_info,
+    post,
+)
 from weft.config.hub import bundled_models
 from weft.models.weight_group import announce, send, update_info
 from weft.store.new_weights import SHARED
 
 BASE = Path(bundled_models()["spool-text"])
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "training-loops.md"
-ARGUMENTS = (
-    "spool-text",
-    "--admin-key",
-    "admin",
-    "--dtype",
-    "bfloat16",
-    "--threads",
-    "1",
-    "--max-num-seqs",
-    "4",
-)
-PROMPT = "Question: Tom has 12 apples and buys 7 more.\nAnswer:"
-
-
-def complete(server: Running, **more: Any) -> dict[str, Any]:
-    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "return_token_ids": True, "logprobs": 0}
-    answer = httpx.post(
-        server.url + "/v1/completions", json=body | {"ignore_eos": True} | more, timeout=deadline(60)
-    )
-    assert answer.status_code == 200, answer.text
-    choice: dict[str, Any] = answer.json()["choices"][0]
-    return choice
 
 
 def scored(server: Running, seed: int) -> list[float]:

@@ -18,45 +18,20 @@ from tests.support.pictures import image_file, image_part
 from tests.support.processes import with_role
 from tests.support.servers import Running, Servers
 from tests.support.slowness import deadline
+from tests.support.trainers import ADMIN, ARGUMENTS, PROMPT, complete, post
 from weft import LLM, SamplingParams
 from weft.config.hub import bundled_models
 from weft.models.weight_source import write_shared
 from weft.store.new_weights import SHARED
 from weft.store.shared_files import new_token, shared_name
 
-ADMIN = {"Authorization": "Bearer admin"}
 BASE = Path(bundled_models()["spool-text"])
-PROMPT = "Question: Tom has 12 apples and buys 7 more.\nAnswer:"
-ARGUMENTS = (
-    "spool-text",
-    "--admin-key",
-    "admin",
-    "--dtype",
-    "bfloat16",
-    "--threads",
-    "1",
-    "--max-num-seqs",
-    "4",
-)
-
-
-def post(server: Running, path: str, body: Any = None) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, headers=ADMIN, timeout=deadline(60))
 
 
 def update(server: Running, folder: Path, label: str | None, **info: Any) -> httpx.Response:
     assert post(server, "/start_weight_update").status_code == 200
     assert post(server, "/update_weights", {"update_info": {"path": str(folder), **info}}).status_code == 200
     return post(server, "/finish_weight_update", {"weight_version": label})
-
-
-def complete(server: Running, tokens: int = 12) -> dict[str, Any]:
-    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": tokens, "return_token_ids": True, "logprobs": 0}
-    body |= {"ignore_eos": True}
-    answer = httpx.post(server.url + "/v1/completions", json=body, timeout=deadline(60))
-    assert answer.status_code == 200, answer.text
-    choice: dict[str, Any] = answer.json()["choices"][0]
-    return choice
 
 
 def numbers(choice: dict[str, Any]) -> tuple[list[int], list[float]]:

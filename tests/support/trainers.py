@@ -1,4 +1,7 @@
-"""A trainer that broadcasts weights to a server: rank 0 of a gloo group, in the test's process or its own."""
+"""Calls of a server that takes new weights, and a trainer that broadcasts weights to the server.
+
+The trainer is rank 0 of a gloo group, in the test's process or its own.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,18 @@ from weft.models.weight_group import WeightGroup, announce, send, update_info
 from weft.types.weights import TrainerGroup
 
 ADMIN = {"Authorization": "Bearer admin"}
+ARGUMENTS = (
+    "spool-text",
+    "--admin-key",
+    "admin",
+    "--dtype",
+    "bfloat16",
+    "--threads",
+    "1",
+    "--max-num-seqs",
+    "4",
+)
+PROMPT = "Question: Tom has 12 apples and buys 7 more.\nAnswer:"
 
 
 def free_port() -> int:
@@ -32,6 +47,17 @@ def free_port() -> int:
 
 def post(server: Running, path: str, body: Any = None) -> httpx.Response:
     return httpx.post(server.url + path, json=body, headers=ADMIN, timeout=deadline(120))
+
+
+def complete(server: Running, **more: Any) -> dict[str, Any]:
+    """Return the choice of a completion of ``PROMPT``, with token ids and logprobs."""
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "return_token_ids": True, "logprobs": 0}
+    answer = httpx.post(
+        server.url + "/v1/completions", json=body | {"ignore_eos": True} | more, timeout=deadline(60)
+    )
+    assert answer.status_code == 200, answer.text
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice
 
 
 @contextmanager
