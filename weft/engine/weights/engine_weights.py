@@ -88,7 +88,6 @@ class EngineWeights:
         self._former: frozenset[str] = frozenset()
         """Files of the weights of before a sleep of level 2, from those of the start on."""
         self._config = config
-        self._hosts = config.parallel.hosts
 
     @property
     def version(self) -> int:
@@ -141,7 +140,7 @@ class EngineWeights:
         """Join the group of a trainer, or receive tensors from the trainer."""
         self._joined = True
         try:
-            if self._hosts > 1:
+            if self._config.parallel.hosts > 1:
                 raise InvalidRequest(
                     "a group over several hosts receives no broadcasts: write the weights to a file system "
                     "that all hosts share, and send the path"
