@@ -11,7 +11,7 @@ import pytest
 from weft.common.errors import EngineDead
 from weft.control import models as m
 from weft.control.model_fronts import ModelRecord, SharedTable
-from weft.front.requests.models.several_models import _Slot
+from weft.front.requests.models.several_models import Slot
 from weft.front.requests.models.shared_models import SharedModels
 from weft.front.requests.weight_updates import UpdatesState
 from weft.store import shared_files
@@ -19,9 +19,9 @@ from weft.store.shared_files import SharedFiles, new_token, shared_name
 from weft.types.weights import WeightsUpdate
 
 
-def slot_of(name: str = "a") -> _Slot:
+def slot_of(name: str = "a") -> Slot:
     plan: Any = SimpleNamespace(facts=m.ModelFacts(name, 1))
-    return _Slot(plan)
+    return Slot(plan)
 
 
 def state_of(*files: str) -> UpdatesState:

@@ -160,7 +160,7 @@ class NotLoaded(Unavailable):
         self.wait = wait
 
 
-class _Slot:
+class Slot:
     """One model, with the present load."""
 
     def __init__(self, plan: ModelPlan) -> None:
@@ -191,7 +191,7 @@ class _Slot:
         if changed:
             log.warning("the next load of the model %s has the weights of its files", self.name)
         # A load under way may have read the updates already.
-        self.updates, self.forgets = None, self.model is not None or not _ended(self.task)
+        self.updates, self.forgets = None, self.model is not None or not ended(self.task)
         self.files.keep(())
 
     def keep(self, updates: UpdatesState | None) -> None:
@@ -223,14 +223,13 @@ class SeveralModels:
         self._front, self._section, self._spans = front, section, spans
         self._keys = models.keys
         self._clock = clock or SystemClock()
-        self._slots = {plan.facts.name: _Slot(plan) for plan in models.plans}
+        self._slots = {plan.facts.name: Slot(plan) for plan in models.plans}
         self._names = {
             name: slot
             for slot in self._slots.values()
             for name in (*slot.plan.config.accepted_names, *slot.plan.config.served_names)
         }
-        self._table = m.ModelTable([plan.facts for plan in models.plans], models.budget)
-        self.table: ModelStates = self._table
+        self.table = self._states(models)
         self.lifecycle = Lifecycle(lambda: sum(one.lifecycle.capacity for one in self.loaded))
         self.metrics = Metrics("", several_pages.NO_LINKS, spans)
         """Metrics of the process. Each model has its own."""
@@ -247,6 +246,11 @@ class SeveralModels:
         """Name -> number of loads that succeeded."""
         self.died = asyncio.Event()
         """Never set: a model whose engines are lost is loaded again on demand."""
+
+    def _states(self, models: ModelSet) -> ModelStates:
+        """Make the table that decides which models are loaded."""
+        self._table = m.ModelTable([plan.facts for plan in models.plans], models.budget)
+        return self._table
 
     def _register(self) -> None:
         """Add the metrics of ``several_pages.MODELS``."""
@@ -282,7 +286,7 @@ class SeveralModels:
         """Report to the owners of the engines that the server drains. Requests that wait for a model fail:
         none of these requests has begun."""
         for slot in self._slots.values():
-            _settle(slot, Unavailable("the server is shutting down"))
+            settle(slot, Unavailable("the server is shutting down"))
         for model in self.loaded:
             model.owner.drain()
 
@@ -310,7 +314,7 @@ class SeveralModels:
         held.enter_context(self._place(slot, front, waited, None if line else asked.keep, line))
         return front
 
-    def _find(self, asked: NamedModel, client: int) -> _Slot:
+    def _find(self, asked: NamedModel, client: int) -> Slot:
         """Return the slot of the model that a request names. Raises NotFound and InvalidRequest."""
         allowed = [slot for slot in self._slots.values() if self._keys.allow(client, slot.name)]
         if asked.model is None:
@@ -323,14 +327,14 @@ class SeveralModels:
             raise self._unknown(asked.model)
         return slot
 
-    def _slot(self, name: str) -> _Slot | None:
+    def _slot(self, name: str) -> Slot | None:
         """Return the slot of a name, also with Ollama's tag ``:latest`` behind the name; None if unknown."""
         for one in dict.fromkeys((name, name.removesuffix(LATEST))):
             if (slot := self._names.get(one) or self._with_adapter(one)) is not None:
                 return slot
         return None
 
-    def _with_adapter(self, name: str) -> _Slot | None:
+    def _with_adapter(self, name: str) -> Slot | None:
         """Return the loaded model that has the adapter ``name``."""
         for slot in self._slots.values():
             if slot.model is not None and name in slot.model.adapters.names:
@@ -341,7 +345,7 @@ class SeveralModels:
         shown = printable(name, 64)
         return NotFound(f"the model {shown} does not exist here", param="model", code="model_not_found")
 
-    async def _up(self, slot: _Slot) -> bool:
+    async def _up(self, slot: Slot) -> bool:
         """Wait until the model admits requests. Return True if the request waited: then the table still
         counts the request as waiting. Raises WeftError."""
         if self.table.admits(slot.name):
@@ -367,18 +371,18 @@ class SeveralModels:
             raise
         return True
 
-    def _waiting(self, slot: _Slot) -> int:
+    def _waiting(self, slot: Slot) -> int:
         """Return the number of requests of this API server that wait for a model."""
         return self._table.entries[slot.name].waiting
 
-    def _wait(self, slot: _Slot) -> asyncio.Future[None]:
+    def _wait(self, slot: Slot) -> asyncio.Future[None]:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         slot.waiters.append(waiter)
         return waiter
 
     @contextlib.contextmanager
     def _place(
-        self, slot: _Slot, front: Front, waited: bool, keep: float | None, line: bool
+        self, slot: Slot, front: Front, waited: bool, keep: float | None, line: bool
     ) -> Iterator[None]:
         """Count a request until its end. Raises Overloaded if the model has no place."""
         self._on(m.Opened(slot.name, waited, line))
@@ -535,7 +539,7 @@ class SeveralModels:
         self._on(m.Kept(slot.name, seconds))
         return self.status(slot.name)
 
-    def _known(self, name: str) -> _Slot:
+    def _known(self, name: str) -> Slot:
         slot = self._names.get(name)
         if slot is None:
             raise self._unknown(name)
@@ -553,7 +557,7 @@ class SeveralModels:
             slot = self._slots[action.name]
             if isinstance(action, m.Refuse):
                 slot.error = slot.error or action.error
-                _settle(slot, action.error)
+                settle(slot, action.error)
             elif isinstance(action, m.StopLines):
                 self.stop_lines(action.name)
             elif not self._closing:
@@ -561,12 +565,12 @@ class SeveralModels:
                 slot.task = asyncio.create_task(work)
         for slot in self._slots.values():
             if slot.waiters and self.table.admits(slot.name):
-                _settle(slot, None)
+                settle(slot, None)
             entry = self._table.entries[slot.name]
             if not entry.asked and entry.state is not m.ModelState.LOADING:
                 slot.settled.set()
 
-    async def _load(self, slot: _Slot) -> None:
+    async def _load(self, slot: Slot) -> None:
         """Load a model. The table gets Loaded or Failed."""
         log.info("loading the model %s", slot.name)
         try:
@@ -584,17 +588,17 @@ class SeveralModels:
         slot.watch = asyncio.create_task(self._watch(slot, model))
         self.loads[slot.name] += 1
         welcome = model.links.welcome if slot.plan.measured else None
-        cost = 0 if welcome is None else _cost(slot.plan, welcome.num_blocks)
+        cost = 0 if welcome is None else cost_of(slot.plan, welcome.num_blocks)
         log.info("the model %s is loaded", slot.name)
         self._on(m.Loaded(slot.name, cost))
 
-    async def _loaded(self, slot: _Slot) -> tuple[ServedModel, Front]:
+    async def _loaded(self, slot: Slot) -> tuple[ServedModel, Front]:
         """Start the processes of a model, and wait for a first token. Raises WeftError and OSError."""
         assert slot.plan.processes is not None, "this API server owns the engines"
         return await self._connected(slot, slot.plan.processes.start())
 
     async def _connected(
-        self, slot: _Slot, owner: Owner, siblings: Siblings | None = None, joining: bool = False
+        self, slot: Slot, owner: Owner, siblings: Siblings | None = None, joining: bool = False
     ) -> tuple[ServedModel, Front]:
         """Connect to the engines of ``owner``, and wait for a first token. Raises WeftError. ``siblings``,
         ``joining``: see ``ServedModel``."""
@@ -616,21 +620,21 @@ class SeveralModels:
         slot.files.keep(())  # the model needs the files from now on
         return model, front
 
-    async def _watch(self, slot: _Slot, model: ServedModel) -> None:
+    async def _watch(self, slot: Slot, model: ServedModel) -> None:
         """Report the death of all engines of a model."""
         await model.links.died.wait()
         assert model.links.failure is not None
         log.error("the engines of the model %s have failed: %s", slot.name, model.links.failure.message)
         self._on(m.Failed(slot.name, _failure(slot.name, model.links.failure)))
 
-    async def _unload(self, slot: _Slot) -> None:
+    async def _unload(self, slot: Slot) -> None:
         """Close a model, and end its processes. The table gets Gone."""
         await self._close_model(slot)
         await self._end(slot, END_S)
         log.info("the model %s is unloaded", slot.name)
         self._on(m.Gone(slot.name))
 
-    async def _close_model(self, slot: _Slot) -> None:
+    async def _close_model(self, slot: Slot) -> None:
         """Close the connections of a model. The model serves no request from the call on."""
         model, slot.model, slot.front = slot.model, None, None
         if slot.watch is not None:
@@ -647,7 +651,7 @@ class SeveralModels:
         except Exception:
             log.exception("unexpected error in the unload of the model %s", slot.name)
 
-    async def _end(self, slot: _Slot, seconds: float) -> None:
+    async def _end(self, slot: Slot, seconds: float) -> None:
         """End the processes of a model: see ``ModelProcesses.close``."""
         if slot.plan.processes is not None:
             await asyncio.to_thread(slot.plan.processes.close, seconds)
@@ -693,7 +697,7 @@ class SeveralModels:
         return several_pages.render_all(self.metrics, [model.metrics for model in self.loaded], pages)
 
 
-def _settle(slot: _Slot, error: WeftError | None) -> None:
+def settle(slot: Slot, error: WeftError | None) -> None:
     """Wake all requests that wait for a model; with ``error`` all fail."""
     waiters, slot.waiters = slot.waiters, []
     for waiter in waiters:
@@ -705,11 +709,12 @@ def _settle(slot: _Slot, error: WeftError | None) -> None:
             waiter.set_exception(error)
 
 
-def _ended(task: asyncio.Task[None] | None) -> bool:
+def ended(task: asyncio.Task[None] | None) -> bool:
+    """Return True if no task runs."""
     return task is None or task.done()
 
 
-def _cost(plan: ModelPlan, num_blocks: Sequence[int]) -> int:
+def cost_of(plan: ModelPlan, num_blocks: Sequence[int]) -> int:
     """Return the bytes of a loaded model; 0 if the weight files have gone meanwhile."""
     try:
         return model_cost(plan.groups, num_blocks)

@@ -27,10 +27,10 @@ from weft.front.requests.models.several_models import (
     ModelStatus,
     Prove,
     SeveralModels,
-    _cost,
-    _ended,
-    _settle,
-    _Slot,
+    Slot,
+    cost_of,
+    ended,
+    settle,
 )
 from weft.front.siblings import Siblings
 from weft.tracing.writer import SpanWriter
@@ -124,8 +124,11 @@ class SharedModels(SeveralModels):
         self._unloads: dict[str, int] = {}
         """Number of unloads by operators in the last record."""
         super().__init__(models, section, front, spans)
-        self.table = self
         self._take(self._hub.record())
+
+    def _states(self, models: ModelSet) -> SharedModels:
+        """The owner of the engines decides. The last record has the states."""
+        return self
 
     def _register(self) -> None:
         """All API servers see the same states, so the page has the states once."""
@@ -145,7 +148,7 @@ class SharedModels(SeveralModels):
         record = self._records.get(name)
         return 1.0 if record is None else record.wait
 
-    def _waiting(self, slot: _Slot) -> int:
+    def _waiting(self, slot: Slot) -> int:
         return self._uses[slot.name].waiting
 
     # -- life
@@ -172,7 +175,7 @@ class SharedModels(SeveralModels):
         except TimeoutError:
             raise Unavailable("the supervisor does not answer") from None
 
-    def _awaited(self, slot: _Slot) -> bool:
+    def _awaited(self, slot: Slot) -> bool:
         """Return True for a model that the start waits for."""
         if not self._joining:
             return slot.plan.facts.starts
@@ -219,13 +222,13 @@ class SharedModels(SeveralModels):
         self.loads = {one.name: one.loads for one in record.models}
         self._member = self._hub.member in record.members
 
-    def _follow(self, slot: _Slot, record: ModelRecord) -> None:
+    def _follow(self, slot: Slot, record: ModelRecord) -> None:
         """Bring one model into the state of its record."""
         if record.refused != self._refused.get(slot.name, 0):
             self._refused[slot.name] = record.refused
             if record.refusal is not None:
                 slot.error = slot.error or ReportedError(record.refusal)
-                _settle(slot, ReportedError(record.refusal))
+                settle(slot, ReportedError(record.refusal))
         state = m.ModelState(record.state)
         if record.unloads != self._unloads.setdefault(slot.name, record.unloads):
             self._unloads[slot.name] = record.unloads
@@ -234,7 +237,7 @@ class SharedModels(SeveralModels):
         if self._loads[slot.name] not in (0, present):
             self._leave(slot)
         usable = state in (m.ModelState.LOADING, m.ModelState.UP)
-        if present and usable and not self._loads[slot.name] and _ended(slot.task):
+        if present and usable and not self._loads[slot.name] and ended(slot.task):
             self._loads[slot.name] = present
             slot.task = asyncio.create_task(self._connect(slot, present))
         if state is not m.ModelState.DRAINING:
@@ -244,22 +247,22 @@ class SharedModels(SeveralModels):
             if self._uses[slot.name].lines:
                 self.stop_lines(slot.name)
         if slot.waiters and self.admits(slot.name):
-            _settle(slot, None)
+            settle(slot, None)
         if record.load and state is m.ModelState.COLD:  # the load has ended
             if record.failure:
                 slot.error = slot.error or Unavailable(record.failure)
             slot.settled.set()
 
-    def _leave(self, slot: _Slot) -> None:
+    def _leave(self, slot: Slot) -> None:
         """Leave the load that ends. A later look connects to the next load."""
         self._loads[slot.name] = 0
         self._keeps(slot.name, 0)
-        if _ended(slot.task):
+        if ended(slot.task):
             slot.task = asyncio.create_task(self._close_model(slot))
         elif slot.task is not None:
             slot.task.cancel()
 
-    async def _connect(self, slot: _Slot, load: int) -> None:
+    async def _connect(self, slot: Slot, load: int) -> None:
         """Connect to the engines of a load, until a success. Report the outcome."""
         model = None
         try:
@@ -280,10 +283,10 @@ class SharedModels(SeveralModels):
             return  # the load has ended
         slot.model, slot.front, slot.error = model, front, None
         welcome = model.links.welcome if slot.plan.measured else None
-        self._hub.ready(slot.name, load, 0 if welcome is None else _cost(slot.plan, welcome.num_blocks))
+        self._hub.ready(slot.name, load, 0 if welcome is None else cost_of(slot.plan, welcome.num_blocks))
         slot.settled.set()
         if self.admits(slot.name):
-            _settle(slot, None)
+            settle(slot, None)
 
     # -- counts
 
@@ -368,7 +371,7 @@ class SharedModels(SeveralModels):
         """See ``SeveralModels.keep``."""
         return await self._ask(self._known(name), "keep", seconds)
 
-    async def _ask(self, slot: _Slot, what: str, seconds: float = 0.0) -> ModelStatus:
+    async def _ask(self, slot: Slot, what: str, seconds: float = 0.0) -> ModelStatus:
         """Send a command, and return the state after the command. Raises WeftError."""
         if self._reporting is not None:  # the counts of before the command come first
             self._reporting.cancel()
