@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        return serve(*args.serve, args.threads)
+        return serve(*args.serve, args.threads)  # type: ignore[call-arg]
     kinds = args.kinds.split(",")
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as made:

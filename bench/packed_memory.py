@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--load", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.load:
-        return load(*args.load, args.threads)
+        return load(*args.load, args.threads)  # type: ignore[call-arg]
     cases = [case.strip() for case in args.cases.split(";")] if args.cases else list(CASES)
     if unknown := set(cases) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are {'; '.join(CASES)}")

@@ -66,7 +66,7 @@ def pairs(result: Mapping[str, Any]) -> list[Pair]:
             for workload in WORKLOADS:
                 better = tables.TITLES.get(workload, ("", True))[1]
                 both = (tables.samples(result, name, workload) for name in (mine, peer))
-                ratio = tables.ratios(*both, better)
+                ratio = tables.ratios(*both, better)  # type: ignore[call-arg]
                 if ratio is not None:
                     found.append(Pair(result["model"], bits or PLAIN, base, workload, ratio, result["name"]))
     return found

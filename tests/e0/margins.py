@@ -158,5 +158,5 @@ def _decide(x: np.ndarray, one: Submit, position: int) -> tuple[float, int]:
     kept = kept[ratio >= p.min_p]
     ids = torch.from_numpy(kept.copy())
     columns = [torch.tensor([value]) for value in (one.seed, one.choice, position)]
-    score = x[kept] + gumbel(token_words(*columns, ids)).numpy()
+    score = x[kept] + gumbel(token_words(*columns, ids)).numpy()  # type: ignore[call-arg]
     return min(margin, _cut(np.sort(score)[::-1], 1)), int(kept[score.argmax()])

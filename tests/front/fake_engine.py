@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from weft.common.errors import EngineDead, InvalidRequest, Overloaded, RowError
+from weft.common.errors import EngineDead, ErrorInfo, InvalidRequest, Overloaded, RowError
 from weft.types import messages as m
 from weft.types.adapters import AdapterChanged, LoadAdapter
 from weft.types.media_item import MediaItem
@@ -98,7 +98,7 @@ class Sequence:
             return [self._token() for _ in range(self.submit.params.max_tokens)]
         return [self._token()]
 
-    def _end(self, finish: str, error: m.ErrorInfo | None = None) -> m.TokenEvent:
+    def _end(self, finish: str, error: ErrorInfo | None = None) -> m.TokenEvent:
         return m.TokenEvent(
             sequence=self.submit.sequence, attempt=self.submit.attempt, finish=finish, error=error
         )

@@ -67,14 +67,14 @@ FORMS = ["", "--tensor-parallel-size 2", "--data-parallel-size 2", "--prefill 1 
 def test_memory_goes_and_tokens_come_back(servers: Servers, tmp_path: Path, more: str) -> None:
     new = write_checkpoint(tmp_path / "new", BASE, changed(read_tensors(BASE), 1))
     server = servers.weft(*ARGUMENTS, *more.split(), "--kv-cache-memory", "64M")
-    before = complete(server, 1500)
+    before = complete(server, max_tokens=1500)
     for level in (1, 2):
         full = resident(server)
         # A request that runs is held, and a request of the sleep waits.
         made: list[dict[str, Any]] = []
 
         def ask(into: list[dict[str, Any]] = made) -> None:
-            into.append(complete(server, 1500))
+            into.append(complete(server, max_tokens=1500))
 
         threads = [threading.Thread(target=ask) for _ in range(2)]
         threads[0].start()

@@ -61,7 +61,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def save_moe(folder: Path, **sizes: int) -> None:
     """Save a random MoE checkpoint of two layers, one of them dense."""
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
+    config = transformers.Qwen3MoeConfig(  # type: ignore[call-arg]
         num_hidden_layers=2,
         num_key_value_heads=2,
         head_dim=32,

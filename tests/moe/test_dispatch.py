@@ -248,7 +248,7 @@ def test_nothing_agreed_is_exchanged() -> None:
 
         def work(mesh: Mesh, form: str = form) -> Tensor:
             block = divided(mesh, weights, form, moe.PLAIN, exact=False)
-            return drive(block.steps(*rows[mesh.rank], Exchange()))
+            return drive(block.steps(*rows[mesh.rank], Exchange()))  # type: ignore[call-arg]
 
         for (x, ids), found in zip(rows, on_ranks(layout, work), strict=True):
             assert torch.allclose(found, moe.block(x, ids, weights, moe.PLAIN), rtol=0, atol=1e-12)
@@ -261,7 +261,7 @@ def test_more_rows_than_agreed_end_the_step() -> None:
 
     def work(mesh: Mesh) -> Tensor:
         block = divided(mesh, weights, "low-latency", moe.PLAIN, exact=False)
-        return drive(block.steps(*rows[mesh.rank], Exchange("low-latency", 2)))
+        return drive(block.steps(*rows[mesh.rank], Exchange("low-latency", 2)))  # type: ignore[call-arg]
 
     with pytest.raises(EngineDead, match="3 rows in a step whose ranks agreed on 2"):
         on_ranks(layout, work, timeout=deadline(10.0))
@@ -296,7 +296,7 @@ def test_collectives_of_a_layer_do_not_grow_with_its_rows(form: str) -> None:
                     if isinstance(comm, GroupComm):
                         comm._launcher = counter
                 block = divided(mesh, weights, form, moe.PLAIN, exact=False)
-                yields = len(list(block.steps(*rows[mesh.layout.replica(mesh.rank)], agreed)))
+                yields = len(list(block.steps(*rows[mesh.layout.replica(mesh.rank)], agreed)))  # type: ignore[call-arg]
                 return yields, counter.launched
 
             expected = COLLECTIVES[form][which]
@@ -345,7 +345,7 @@ def test_the_shared_expert_is_computed_under_the_dispatch() -> None:
 
             pieces = moe.PLAIN._replace(matrix=matrix, experts=experts)
             block = divided(mesh, weights, form, pieces, exact=False)
-            for _ in block.steps(*rows[mesh.rank], Exchange(form, 4)):
+            for _ in block.steps(*rows[mesh.rank], Exchange(form, 4)):  # type: ignore[call-arg]
                 events.append("wait")
             seen[form] = events
         return seen
@@ -372,7 +372,7 @@ def test_loads_are_counted_once() -> None:
 
         def work(mesh: Mesh, form: str = form, rows: Any = rows, agreed: Exchange = agreed) -> Tensor:
             block = divided(mesh, weights, form, moe.PLAIN, exact=False, counts=True)
-            drive(block.steps(*rows[mesh.layout.replica(mesh.rank)], agreed))
+            drive(block.steps(*rows[mesh.layout.replica(mesh.rank)], agreed))  # type: ignore[call-arg]
             assert block.loads is not None
             return block.loads
 

@@ -287,7 +287,7 @@ def elementwise(dtype: torch.dtype) -> None:
         angles = torch.empty(4, half)
         qkv = torch.empty(4, 48 * dim, dtype=dtype)
         writes = torch.zeros(4, dtype=torch.int64)
-        fused.qkv_rope_cache(qkv, 32, 8, *weights, 1e-6, angles, angles, cache, writes)
+        fused.qkv_rope_cache(qkv, 32, 8, *weights, 1e-6, angles, angles, cache, writes)  # type: ignore[call-arg]
     fused.gated(torch.empty(4, 2 * 3000, dtype=dtype), "silu")
     wider = torch.empty(4, 2 * 3000, dtype=dtype)
     fused.sigmoid_gate(wider[:, :3000].contiguous(), wider[:, 3000:])

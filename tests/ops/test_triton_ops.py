@@ -92,7 +92,7 @@ def test_rope_and_cache(
     cache = torch.full((6, 2, kv_heads, 4, dim), float("nan"), dtype=dtype, device=DEVICE)
     caches = [cache, cache.clone()]
     made = [
-        run(qkv, heads, kv_heads, *weights, 1e-6, angles.cos(), angles.sin(), own, writes)
+        run(qkv, heads, kv_heads, *weights, 1e-6, angles.cos(), angles.sin(), own, writes)  # type: ignore[call-arg]
         for run, own in zip((torch_ops.qkv_rope_cache, fused.qkv_rope_cache), caches, strict=True)
     ]
     assert close(made[1], made[0], tolerance)
