@@ -18,6 +18,7 @@ from tests.support import forked, order
 from tests.support.slow import ELSEWHERE
 from tests.support.slowness import deadline
 from weft.common import env
+from weft.common.open_files import allow_files
 
 env.spin_briefly()  # before torch is imported: waiting threads would take the core from other processes
 
@@ -38,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    allow_files()  # one process runs thousands of tests, and cycles keep the files of a test open for a while
     if not config.getoption("real_processes") and not torch.cuda.is_available():
         forked.install()
 

@@ -115,6 +115,10 @@ class Server:
             assert time.monotonic() < until, "an engine does not come back"
             time.sleep(0.2)
 
+    def logs(self) -> str:
+        """Return the logs of all engines, for messages of failed tests."""
+        return "\n".join(engine.log.read_text() for engine in self.engines)
+
     def restarts(self) -> int:
         """Return how often the commands were started again."""
         return sum(engine.restarts for engine in self.engines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 
 
 class WakeupDescriptor:
@@ -12,6 +13,8 @@ class WakeupDescriptor:
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         """Readable from ``ring`` until ``hear``. -1 after ``close``."""
+        self._close = weakref.finalize(self, os.close, self.descriptor)
+        """Closes the descriptor once: in ``close``, or when nobody uses this object any more."""
 
     def ring(self) -> None:
         """Make the descriptor readable. Does not block."""
@@ -20,11 +23,10 @@ class WakeupDescriptor:
 
     def hear(self) -> None:
         """Reset the descriptor to not readable. Does not block."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # nobody rang, or closed
             os.eventfd_read(self.descriptor)
 
     def close(self) -> None:
         """Close the descriptor. Later calls of ``ring`` do nothing. Idempotent."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+        self.descriptor = -1
+        self._close()
