@@ -1,0 +1,24 @@
+"""The descriptor of a wake-up is closed once, also by an owner that is only forgotten."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from weft.runner.wakeup_descriptor import WakeupDescriptor
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_no_descriptor_stays_open(closed: bool) -> None:
+    bell = WakeupDescriptor()
+    number = bell.descriptor
+    os.fstat(number)
+    if closed:
+        bell.close()
+        bell.close()
+        bell.ring()
+        bell.hear()
+    del bell
+    with pytest.raises(OSError):
+        os.fstat(number)
