@@ -10,7 +10,7 @@ PIP := $(BIN)/pip --disable-pip-version-check
 # compiles Weft's modules again, even where the environment keeps Python from writing what it has compiled.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: serve test quick setup ops lint types imports unit test-slow test-transformers test-levels test-arm test-grid test-ray test-nixl test-clients soak test-gpu simulate bench bench-peers wheel docs clean help
+.PHONY: serve test quick setup ops lint types types-tests imports unit test-slow test-transformers test-levels test-arm test-grid test-ray test-nixl test-clients soak test-gpu simulate bench bench-peers wheel docs clean help
 
 # The server answers before the C++ operations are compiled, and changes to them when they are. Compiled Python modules
 # are kept, even where the environment forbids it: without them every start takes a second more.
@@ -60,6 +60,9 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
+
+types-tests: setup  ## check the calls in tests and benches
+	$(BIN)/mypy -p tests -p bench -p training
 
 imports: setup
 	$(BIN)/lint-imports
