@@ -30,7 +30,7 @@ from weft.parallel.launcher import Launcher
 
 R = TypeVar("R")
 Tensor = torch.Tensor
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -64,13 +64,15 @@ def launches(comm: GroupComm) -> int:
     return int(comm._windows.memory[0])
 
 
-def everything(comm: GroupComm, counts: list[int], dtypes: list[torch.dtype]) -> list[Tensor]:
+def everything(
+    comm: GroupComm, counts: list[int], dtypes: list[torch.dtype], device: torch.device = CPU
+) -> list[Tensor]:
     """Run every collective, in sizes that need other numbers of programs each time."""
     rank, size, made = comm.rank, comm.size, []
     for count in counts:
         for dtype in dtypes:
-            x = value(rank, count * size, dtype)
-            if dtype == torch.bfloat16 and not x.is_cuda:
+            x = value(rank, count * size, dtype).to(device)
+            if dtype == torch.bfloat16 and device == CPU:
                 x = x.round()  # the interpreter rounds to bfloat16 towards zero
             summed = comm.all_reduce(x[:count])
             assert summed is not None
@@ -240,3 +242,131 @@ def test_if_one_rank_cannot_map_the_memory_all_ranks_use_nccl(beside: None) -> N
             comm.settle(30.0)
 
     assert side_by_side(2, one) == [2.0, 2.0]
+
+
+# ---- two ranks on one GPU
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+COUNTS = [1, 7, 4096, 100_003]
+
+
+def alone(monkeypatch: pytest.MonkeyPatch) -> GroupComm:
+    """Return a communicator that waits for no rank: its generation is lost from the beginning.
+
+    Work on it loads kernels. Ranks of one process must not load kernels while another rank waits on the GPU.
+    """
+    monkeypatch.setattr(nccl, "_form", gloo)
+    comm = GroupComm("x", range(2), 0, Launcher(), share=False, gpu=GPU)
+    windows = peers.Windows(GPU)
+    comm._windows = windows
+    comm._peers = peers.PeerGroup(windows, windows.table([windows.memory.data_ptr()] * 2, 0), 0, 2)
+    return comm
+
+
+def on_one_gpu(comms: list[GroupComm], epoch: int, store: Any, work: Callable[[GroupComm], R]) -> list[R]:
+    """Return ``work(comm)`` of all ranks, each on a stream of its own. The group is connected for ``work``."""
+
+    def one(rank: int) -> R:
+        torch.cuda.set_device(GPU)
+        comm = comms[rank]
+        with torch.cuda.stream(torch.cuda.Stream(GPU)):
+            comm.connect(store, epoch, 30.0)
+            assert comm._peers is not None
+            try:
+                return work(comm)
+            finally:
+                comm.abort()
+                torch.cuda.current_stream(GPU).synchronize()
+                comm.settle(30.0)
+
+    return side_by_side(2, one)
+
+
+def pair() -> list[GroupComm]:
+    return [GroupComm("x", range(2), rank, Launcher(), share=False, gpu=GPU) for rank in range(2)]
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_two_ranks_on_one_gpu_have_the_bits_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything(alone(monkeypatch), COUNTS, FLOATS, GPU)
+    torch.cuda.synchronize()
+
+    def work(comm: GroupComm) -> list[Tensor]:
+        return [one.cpu() for one in everything(comm, COUNTS, FLOATS, GPU)]
+
+    def on_cpu(comm: GroupComm) -> list[Tensor]:
+        values = [value(comm.rank, count * 2, dtype) for count in COUNTS for dtype in FLOATS]
+        made = []
+        for x in values:
+            parts = x.view(2, -1)
+            each = [parts.shape[1]] * 2
+            summed = comm.all_reduce(parts.reshape(-1)[: parts.shape[1]])
+            assert summed is not None
+            made += [summed.result(), comm.all_gather(parts.t()).result()]
+            made += [comm.reduce_scatter(parts).result(), comm.all_to_all(x.view(-1, 1), each, each).result()]
+        return made
+
+    found = on_one_gpu(pair(), 0, dist.HashStore(), work)
+    for made, wanted in zip(found, on_comms(2, on_cpu, reads=False), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(made, wanted, strict=True))
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_replays_sum_new_values_and_a_lost_peer_ends_with_the_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph per rank, with sums of two sizes. Then one rank replays alone, until the abort."""
+    from weft.runner.graphs.graphs import CudaCapture
+
+    store, comms = dist.HashStore(), pair()
+    given = [torch.zeros(70_000, dtype=torch.bfloat16, device=GPU) for _ in comms]
+    out = [torch.zeros(70_000, dtype=torch.bfloat16, device=GPU) for _ in comms]
+    values = [
+        [value(7 * n + rank, 70_000, torch.bfloat16).pin_memory() for rank in (0, 1)] for n in range(20)
+    ]
+    captured = threading.Barrier(2)
+
+    def step(comm: GroupComm) -> None:
+        first = comm.all_reduce(given[comm.rank])
+        assert first is not None
+        second = comm.all_reduce(first.result()[:100])
+        assert second is not None
+        out[comm.rank].copy_(first.result())
+        out[comm.rank][:100].copy_(second.result())
+
+    step(alone(monkeypatch))
+    torch.cuda.synchronize()
+
+    def work(comm: GroupComm) -> list[Tensor]:
+        replay = CudaCapture(GPU)(lambda: step(comm))
+        captured.wait(deadline(30))
+        made = []
+        for pair_of in values:
+            given[comm.rank].copy_(pair_of[comm.rank], non_blocking=True)
+            replay()
+            made.append(out[comm.rank].to("cpu"))
+        captured.wait(deadline(30))
+        if comm.rank == 0:
+            replay()
+            ended = torch.cuda.Event()
+            ended.record()
+            time.sleep(0.2)
+            assert not ended.query(), "the kernel did not wait for its peer"
+            comm.abort()
+            ended.synchronize()
+        captured.wait(deadline(30))
+        return made
+
+    for made in on_one_gpu(comms, 0, store, work):
+        for one, (a, b) in zip(made, values, strict=True):
+            total = (a.float() + b.float()).bfloat16()
+            total[:100] = (2 * total[:100].float()).bfloat16()
+            assert torch.equal(one, total)
+
+    def again(comm: GroupComm) -> float:
+        summed = comm.all_reduce(given[comm.rank])
+        assert summed is not None
+        return float(summed.result().cpu()[5])
+
+    first, second = on_one_gpu(comms, 1, store, again)
+    assert first == second

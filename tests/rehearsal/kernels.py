@@ -335,7 +335,7 @@ def _meet(given: Given) -> None:
     given.need(given.share * parts * x.itemsize <= given.ROOM, "a room is too small")
     programs = given.grid[0]
     given.need(programs <= given.PROGRAMS and programs * given.share >= count, "a share has no program")
-    given.need(given.WIDE == tl.float64 or x.dtype != torch.float64, "a sum loses bits")
+    given.need(str(given.WIDE) == "fp64" or x.dtype != torch.float64, "a sum loses bits")
 
 
 def _merge(given: Given) -> None:

@@ -142,9 +142,7 @@ def make_mesh(
     def comm(name: str, ranks: range) -> Comm:
         if len(ranks) == 1:
             return LocalComm()
-        return GroupComm(
-            name, ranks, rank, launcher, host, share, gpu, ordered, reads=collectives == "auto"
-        )
+        return GroupComm(name, ranks, rank, launcher, host, share, gpu, ordered, reads=collectives == "auto")
 
     first = replica * layout.tensor
     tp = comm(f"tp{replica}", range(first, first + layout.tensor))
