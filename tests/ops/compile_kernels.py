@@ -484,6 +484,7 @@ def others() -> None:
     delta(32, 32, 128, 4, HALF, by_channel=True)
     packed(HALF, "int4 zeros", "nvfp4")
     draws(HALF)
+    collectives(HALF)
     if int(sys.argv[1]) >= 89:
         scaled(HALF)
     attention(12, 4, 64, 16, 100, HALF)
@@ -504,6 +505,7 @@ def all_forms() -> None:
     elementwise(FULL)
     products(FULL)
     draws(FULL)
+    collectives(FULL)
     experts(FULL)
     packed(HALF, "int8", "fp8", "fp8 blocks", "int8 zeros", "mxfp4", "mxfp8", "int4")
     packed(torch.float16, "int4 zeros", "nvfp4")

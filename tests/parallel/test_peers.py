@@ -264,7 +264,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> GroupComm:
 
 
 def on_one_gpu(comms: list[GroupComm], epoch: int, store: Any, work: Callable[[GroupComm], R]) -> list[R]:
-    """Return ``work(comm)`` of all ranks, each on a stream of its own. The group is connected for ``work``."""
+    """Return ``work(comm)`` of all ranks, each on its own stream. The group is connected for ``work``."""
 
     def one(rank: int) -> R:
         torch.cuda.set_device(GPU)

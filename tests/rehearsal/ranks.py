@@ -121,8 +121,8 @@ def connect(comm: GroupComm, store: Any, epoch: int, timeout: float) -> None:
 def reading(rank: int, size: int) -> PeerGroup:
     """Return a group of which all ranks have the window of this rank.
 
-    Generation 0 is lost, so kernels wait for no signal. With values a kernel therefore reads what this rank has
-    published, as if all peers had published the same.
+    Generation 0 is lost, so kernels wait for no signal. With values, a kernel therefore reads the data
+    of this rank, as if all peers had published the same.
     """
     windows: Any = SimpleNamespace(generation=1, lost=torch.zeros(1, dtype=torch.int64))
     memory = torch.zeros(WINDOW // 8, dtype=torch.int64)

@@ -1,7 +1,7 @@
 """Collectives of GPUs that read each other's memory, in one kernel each (``weft.ops.triton.peers``).
 
     Windows       memory of this rank, kept over epochs; memory of the other ranks, mapped
-    meet          forms a PeerGroup of all ranks on one host, or None on all ranks: NCCL then does all the work
+    meet          forms a PeerGroup of all ranks on one host; or None on all ranks, which then use NCCL
     PeerGroup     the collectives of one rank in one epoch
 
 Sums are in the order of ranks, in float32 or wider, and rounded once, so they have the bits of a CPU's sums.
@@ -32,8 +32,8 @@ Tensor = torch.Tensor
 log = get_logger(__name__)
 
 WHOLE = 512 << 10
-"""Maximum bytes of a sum in one kernel, on more than two ranks: every rank reads all data of all ranks. Larger
-sums are scattered, then gathered. Two ranks read the same number of bytes in both forms."""
+"""Maximum bytes of a sum in one kernel, on more than two ranks: every rank reads all data of all ranks.
+Larger sums are scattered, then gathered. Two ranks read the same number of bytes in both forms."""
 
 
 class _Window(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ class _Window(msgspec.Struct, frozen=True):
 
 
 class Windows:
-    """The window of one rank, and the mapped windows of the other ranks. Lives as long as the communicator."""
+    """The window of one rank, and the mapped windows of the other ranks. As old as the communicator."""
 
     def __init__(self, device: torch.device, runtime: Runtime | None = None) -> None:
         """Allocate the window on ``device``. ``runtime``: calls of CUDA, for tests; None: of the library.
@@ -235,8 +235,8 @@ def meet(store: Any, rank: int, size: int, timeout: float, windows: Windows | No
     group = None
     try:
         addresses = windows.map(every, mine)
-        # Generation 0 is lost from the beginning. So this trial loads the kernel and waits for no rank: loading
-        # may wait for the end of all kernels, also of another rank in this process.
+        # Generation 0 is lost from the beginning, so this trial waits for no rank. The trial loads the
+        # kernel, because loading may wait for the end of all kernels, also of another rank in this process.
         PeerGroup(windows, windows.table(addresses, 0), rank, size).trial(timeout)
         # Larger than every generation that any rank remembers: signals of earlier ones have no effect.
         table = windows.table(addresses, 1 + max(one.generation for one in every))

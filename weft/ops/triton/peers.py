@@ -18,9 +18,9 @@ have no effect.
 Why two rooms suffice: a program publishes collective n + 2 after the signals of collective n + 1. A rank
 sends such a signal after its kernel of collective n has ended, and with it all reads of the room.
 
-A rank that waits reads the int64 ``lost``, in pinned host memory. If ``lost`` is at least the generation, the
-kernel ends at once, and its output is garbage. The host sets ``lost`` to abort. The kernel sets ``lost`` after
-too many polls. In both cases the host refuses the results (``Launcher.check``).
+A rank that waits reads the int64 ``lost``, in pinned host memory. If ``lost`` is at least the generation,
+the kernel ends at once, and its output is garbage. The host sets ``lost`` to abort. The kernel sets ``lost``
+after too many polls. In both cases the host refuses the results (``Launcher.check``).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _await(signal_ptr, wanted, lost_ptr, generation, LOOK: tl.constexpr, MOST_PO
         seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
         polls += 1
         if polls % LOOK == 0:
-            # All threads must see the same value, or they leave the loop apart: the maximum is the same for all.
+            # All threads must leave the loop together. The maximum is the same in all threads.
             lost = tl.max(tl.load(lost_ptr + tl.zeros([128], dtype=tl.int32), volatile=True), 0)
             if lost >= generation:
                 seen = wanted
