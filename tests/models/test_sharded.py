@@ -336,8 +336,7 @@ def test_heads_of_rounded_models_have_8_bits(quantization: str, tied: bool, dtyp
 
 @pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
 def test_which_steps_that_meet_are_captured(checkpoints: Any) -> None:
-    """On a CPU all such steps are captured; on a GPU those with NCCL. In either case the dispatch must have sizes
-    that the host knows."""
+    """On a CPU all such steps are captured; on a GPU those with NCCL."""
 
     def why(mesh: Mesh) -> str | None:
         model = checkpoints("deepseek-v3-sixteens").load(mesh=mesh)
@@ -356,7 +355,6 @@ def test_which_steps_that_meet_are_captured(checkpoints: Any) -> None:
         assert not model.capturable(1)
         model.mesh = replace(mesh, nccl=True)
         assert model.capturable(1)
-        assert not model.capturable(4096), "the host reads the sizes of large exchanges"
         return obstacle(model, choose("cpu", model.spec, torch.float32, CPU, 16))
 
     assert on_ranks(shared, why_on_a_gpu) == [None, None]
