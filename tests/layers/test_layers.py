@@ -176,7 +176,9 @@ class _Twice(Comm):
     def reduce_scatter(self, x: torch.Tensor) -> Pending:
         raise NotImplementedError
 
-    def all_to_all(self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+    def all_to_all(
+        self, x: torch.Tensor, sends: Sequence[int], receives: Sequence[int], even: bool = False
+    ) -> Pending:
         raise NotImplementedError
 
 

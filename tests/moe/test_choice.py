@@ -95,3 +95,9 @@ def test_files_that_are_no_table_are_left_out(text: str, table) -> None:  # type
     exchange_cost.MEASUREMENTS.user_file().write_text(text)
     exchange_cost.table.cache_clear()
     assert {row.ranks for row in exchange_cost.table()} >= {2, 4}
+
+
+def test_small_steps_of_gpus_have_forms_that_graphs_can_hold() -> None:
+    """A form by name is kept."""
+    assert all(Chooser(WIDE, "auto", SHAPE, True).form(count) != "throughput" for count in (1, 8, 64))
+    assert Chooser(WIDE, "throughput", SHAPE, True).form(1) == "throughput"

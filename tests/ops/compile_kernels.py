@@ -448,6 +448,18 @@ def draws(dtype: torch.dtype) -> None:
     draw.draw(logits, vocab, slots[:3], table, columns, slots[:3], slots[:3], None)
 
 
+def collectives(dtype: torch.dtype) -> None:
+    """Collectives of ranks that read each other's memory, for 2 and 8 ranks."""
+    from weft.ops.triton import peers
+
+    for size in (2, 8):
+        x, table = torch.empty(size, 4096, dtype=dtype), torch.zeros(2 + size, dtype=torch.int64)
+        peers.add(x[0], table, 1, size)
+        peers.scatter(x, table, 1, size)
+        peers.gather(x[0], table, 1, size)
+        peers.exchange(x, table, 1, size)
+
+
 def main() -> None:
     made = compile_only(int(sys.argv[1]))
     elementwise(HALF)
@@ -472,6 +484,7 @@ def others() -> None:
     delta(32, 32, 128, 4, HALF, by_channel=True)
     packed(HALF, "int4 zeros", "nvfp4")
     draws(HALF)
+    collectives(HALF)
     if int(sys.argv[1]) >= 89:
         scaled(HALF)
     attention(12, 4, 64, 16, 100, HALF)
@@ -492,6 +505,7 @@ def all_forms() -> None:
     elementwise(FULL)
     products(FULL)
     draws(FULL)
+    collectives(FULL)
     experts(FULL)
     packed(HALF, "int8", "fp8", "fp8 blocks", "int8 zeros", "mxfp4", "mxfp8", "int4")
     packed(torch.float16, "int4 zeros", "nvfp4")

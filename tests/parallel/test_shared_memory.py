@@ -155,7 +155,7 @@ def test_counts_that_contradict_fail() -> None:
 def test_all_use_gloo_where_one_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank cannot report its host; another cannot map the segment."""
     seen: list[int] = []
-    lock, host, opened = threading.Lock(), shared._host, os.open
+    lock, host, opened = threading.Lock(), shared.host_id, os.open
 
     def no_host() -> str:
         with lock:
@@ -172,7 +172,7 @@ def test_all_use_gloo_where_one_cannot_share(monkeypatch: pytest.MonkeyPatch) ->
         return mesh.tp.shares, float(result(mesh.tp.all_reduce(torch.tensor([1.0]))))
 
     with monkeypatch.context() as patch:
-        patch.setattr(shared, "_host", no_host)
+        patch.setattr(shared, "host_id", no_host)
         assert on_ranks(Layout(tensor=3), work, LONG) == [(False, 3.0)] * 3
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", no_open)

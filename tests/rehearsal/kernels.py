@@ -322,6 +322,22 @@ def _outputs(given: Given, q: Tensor, tokens: int, line: int) -> None:
     given.need(given.token_base + of <= tokens, "states of tokens that are not there")
 
 
+def _meet(given: Given) -> None:
+    x, out, count, parts = given.x_ptr, given.out_ptr, given.count, given.PARTS
+    made = count if given.ADD else count * given.SIZE
+    for name, tensor, elements in (("x_ptr", x, parts * count), ("out_ptr", out, made)):
+        given.need(tensor.is_contiguous() and tensor.numel() == elements, f"{name} has another size")
+        given.reach(name, elements, x.dtype, aligned=False)
+    given.array("table_ptr", 2 + given.SIZE, torch.int64)
+    given.powers("BLOCK")
+    given.need(parts in (1, given.SIZE) and given.rank < given.SIZE <= given.MOST_RANKS, "wrong ranks")
+    given.need(given.share % given.BLOCK == 0 and given.share * x.itemsize % ALIGNED == 0, "odd rooms")
+    given.need(given.share * parts * x.itemsize <= given.ROOM, "a room is too small")
+    programs = given.grid[0]
+    given.need(programs <= given.PROGRAMS and programs * given.share >= count, "a share has no program")
+    given.need(str(given.WIDE) == "fp64" or x.dtype != torch.float64, "a sum loses bits")
+
+
 def _merge(given: Given) -> None:
     tokens = given.part_ptr.shape[0]
     states = tokens * given.HEADS * given.splits
@@ -837,6 +853,7 @@ CONTRACTS = (
     Contract("coded", _dequantize, ("out_ptr",), (("zeros_ptr", "ZEROS"), ("factors_ptr", "FACTORS"))),
     Contract("words", _words, ("out_ptr",), (("bias_ptr", "BIAS"), ("zeros_ptr", "ZEROS"))),
     Contract("words", _add_words, ("out_ptr",), (("bias_ptr", "BIAS"),)),
+    Contract("peers", _meet, ("out_ptr",)),
     Contract("words", _dequantize_words, ("out_ptr",), (("zeros_ptr", "ZEROS"),)),
     Contract("moe", _grouped, ("out_ptr",), (("bias_ptr", "BIAS"), ("shared_ptr", "SHARED"))),
     Contract("routing", _router, ("logits_ptr",), (("bias_ptr", "BIAS"), ("gate_ptr", "GATE"))),

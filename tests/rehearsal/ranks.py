@@ -6,6 +6,7 @@ Everything behind the groups is real: the NCCL wrapper, copies through host memo
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +20,13 @@ from weft.engine.build import load, rank_mesh
 from weft.engine.core import EngineCore
 from weft.engine.expert_group import ExpertGroup
 from weft.engine.start import alone
+from weft.ops.triton.peers import WINDOW
 from weft.overlap.overlap_policy import OverlapPolicy
 from weft.parallel.agreement import AgreementGroup
 from weft.parallel.group_comm import GroupComm
 from weft.parallel.host_stage import HostStage
 from weft.parallel.nccl import NcclGroup
+from weft.parallel.peers import PeerGroup
 from weft.parallel.wakeup import LocalWakeups
 
 Tensor = torch.Tensor
@@ -110,7 +113,23 @@ def connect(comm: GroupComm, store: Any, epoch: int, timeout: float) -> None:
     comm._group = Peers(comm.rank, comm.size, fake=False)
     if comm._gpu is not None:
         comm._nccl = NcclGroup(Peers(comm.rank, comm.size, fake=True))
+        if comm._reads:
+            comm._peers = reading(comm.rank, comm.size)
     comm._stage = HostStage(timeout)
+
+
+def reading(rank: int, size: int) -> PeerGroup:
+    """Return a group of which all ranks have the window of this rank.
+
+    Generation 0 is lost, so kernels wait for no signal. With values, a kernel therefore reads the data
+    of this rank, as if all peers had published the same.
+    """
+    windows: Any = SimpleNamespace(generation=1, lost=torch.zeros(1, dtype=torch.int64))
+    memory = torch.zeros(WINDOW // 8, dtype=torch.int64)
+    numbers = [0, windows.lost.data_ptr(), *[memory.data_ptr()] * size]
+    windows.memory = memory
+    table = torch.tensor(numbers).pin_memory().to("cuda", non_blocking=True)
+    return PeerGroup(windows, table, rank, size)
 
 
 def install(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from tests.e0 import rig as e0
-from tests.rehearsal import device, kernels, rig
+from tests.rehearsal import device, kernels, ranks, rig
 from tests.rehearsal.device import current
 from tests.support.slow import mostly_slow
 from weft.runner.graphs import graphs
@@ -31,12 +31,16 @@ NO_KERNEL = {
 Kernels: TypeAlias = collections.Counter[str]
 
 
-def captured(name: str, folder_of: Callable[[str], Path], patch: pytest.MonkeyPatch) -> tuple[Kernels, int]:
-    """Return (kernels of the first captured step of family ``name``, layers of the model)."""
+def captured(
+    name: str, folder_of: Callable[[str], Path], patch: pytest.MonkeyPatch, **settings: Any
+) -> tuple[Kernels, int]:
+    """Return (kernels of the first captured step of family ``name``, layers of the model). NCCL's kernels
+    count, too."""
     steps: list[tuple[Kernels, int]] = []
     on_device = device.Rehearsal._on_device
     launch = kernels.StandIn._launch
     closure = graphs.DecodeGraphs._closure
+    run = ranks.Peers._run
 
     def operator(made: Any, func: Any, *rest: Any) -> Any:
         if made.capture is not None and func.overloadpacket.__name__ not in NO_KERNEL:
@@ -48,6 +52,11 @@ def captured(name: str, folder_of: Callable[[str], Path], patch: pytest.MonkeyPa
             steps[-1][0][kernel._contract.name] += 1
         launch(kernel, *rest, **named)
 
+    def ran(peers: Any, name: str, *rest: Any) -> Any:
+        if current().capture is not None:
+            steps[-1][0][name] += 1
+        return run(peers, name, *rest)
+
     def closed(made: Any, key: Any) -> Any:
         steps.append((collections.Counter(), made._model.spec.layers))
         return closure(made, key)
@@ -56,9 +65,12 @@ def captured(name: str, folder_of: Callable[[str], Path], patch: pytest.MonkeyPa
         patch.setattr(device.Rehearsal, "_on_device", operator)
         patch.setattr(kernels.StandIn, "_launch", launched)
         patch.setattr(graphs.DecodeGraphs, "_closure", closed)
+        patch.setattr(ranks.Peers, "_run", ran)
 
-    params = TokenParams(max_tokens=3, temperature=0.0)
-    rig.rehearse(patch, folder_of(name), [[e0.submit(0, [5, 6, 7], params, request=0)]], plant=plant)
+    params = TokenParams(max_tokens=5, temperature=0.0)
+    rig.rehearse(
+        patch, folder_of(name), [[e0.submit(0, [5, 6, 7], params, request=0)]], plant=plant, **settings
+    )
     assert steps, "no step was captured"
     return steps[0]
 
@@ -80,3 +92,19 @@ def test_kernels_of_a_layer(
 ) -> None:
     found, layers = captured(name, folder_of, monkeypatch)
     assert found.total() <= STEP + LIMITS[name] * layers, found
+
+
+RANKS: dict[str, Any] = {"ranked": True, "tensor_parallel_size": 2}
+
+
+@mostly_slow("name", ["llama", "qwen3_moe"], ["llama"])
+def test_kernels_of_sums_over_ranks(
+    name: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum is one kernel. Over NCCL, in the order of ranks, a small sum takes four kernels."""
+    found, layers = captured(name, folder_of, monkeypatch, **RANKS, deterministic=True)
+    sums = 2 * layers + 1  # the embedding's is the last one
+    assert found["_meet"] == sums + 1, "the sums, and the gather of the logits"
+    monkeypatch.undo()
+    over_nccl, _ = captured(name, folder_of, monkeypatch, **RANKS, deterministic=True, collectives="nccl")
+    assert over_nccl.total() - found.total() == 3 * sums, (found, over_nccl)

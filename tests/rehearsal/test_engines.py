@@ -142,7 +142,8 @@ EP: dict[str, Any] = {**TP, "enable_expert_parallel": True}
 EXPERT_GROUP: dict[str, Any] = {"data_parallel_size": 2, "enable_expert_parallel": True}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tp": ("llama", TP),
-    "tp-ordered": ("qwen3_moe", {**TP, "deterministic": True}),
+    "tp-ordered": ("qwen3_moe", {**TP, "deterministic": True, "collectives": "nccl"}),
+    "tp-read": ("qwen3_moe", {**TP, "deterministic": True}),
     "tp-overlap": ("llama", {**TP, "overlap": "all"}),
     "tp-latent-overlap": ("deepseek_v3", {**TP, "overlap": "all"}),
     "tp-gloo": ("llama", {**TP, "collectives": "gloo", "overlap": "all"}),
@@ -191,10 +192,11 @@ def test_ranks(layout: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> 
     values = settings.get("dtype") == "float64"
     turns = None if layout in CUT else rig.short()
     made, _, core = rehearse(monkeypatch, folder_of(name), turns, ranked=True, values=values, **settings)
-    assert made.operators & {"all_gather", "all_to_all", "all_reduce"}
+    assert made.operators & {"all_gather", "all_to_all", "all_reduce", "_meet"}
+    assert ("_meet" in made.operators) == (settings.get("collectives", "auto") == "auto")
     if settings.get("overlap") == "all":
         assert core.overlap.steps > 0
-    if layout in ("tp", "tp-overlap"):
+    if layout in ("tp", "tp-overlap", "tp-read", "ep-reduce", "ep-gather", "ep-low-latency", "replicas"):
         assert core.runner.graphs is not None
         assert core.runner.graphs.replayed > 0
 

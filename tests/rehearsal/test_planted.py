@@ -160,7 +160,7 @@ PLANTED: list[tuple[Callable[[Patch], None], Any, dict[str, Any]]] = [
     (memory_given_away, Races, OVERLAP),
     (result_read_early, Races, {}),
     (buffer_reused_early, Races, {}),
-    (strided_collective, BadCollective, RANKS),
+    (strided_collective, BadCollective, {**RANKS, "collectives": "nccl"}),
 ]
 
 

@@ -83,13 +83,14 @@ class Model(nn.Module, ABC):
         return tuple(sorted({f"{op} ({made.name})" for (op, _), made in self._ops.items() if made.asks}))
 
     def capturable(self, *tokens: int) -> bool:
-        """Return True if passes over these numbers of tokens may be captured on a CPU in the present epoch.
+        """Return True if passes over these numbers of tokens may be captured in the present epoch.
 
-        Requires collectives that are operators, and no device values read by the host. All ranks of a group
-        return the same answer.
+        Requires collectives that can be captured (on a CPU operators, on a GPU NCCL), and no device values
+        read by the host. All ranks of a group return the same answer.
         """
         experts = self.experts
-        return self.mesh.shares and (experts is None or not any(experts.asks(count) for count in tokens))
+        collectives = self.mesh.shares if self.device.type == "cpu" else self.mesh.obstacle is None
+        return collectives and (experts is None or not any(experts.asks(count) for count in tokens))
 
     @abstractmethod
     def hidden(

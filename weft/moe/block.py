@@ -232,7 +232,7 @@ class RoutedMLP(FeedForward, Packs):
         shape = ExchangeShape(self.router.weight.shape[1], self._rule.top_k, size, build.invariant)
         return DividedExperts(
             build.mesh,
-            Chooser(build.mesh.layout, build.experts.dispatch, shape),
+            Chooser(build.mesh.layout, build.experts.dispatch, shape, build.mesh.nccl),
             pieces,
             weights,
             self._placement,

@@ -206,11 +206,11 @@ def low_latency(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
         scales = _padded(scales, most).expand(size, most, -1)
     sent = _joined(x.expand(size, most, -1), places, scales).flatten(0, 1)
     each = [most] * size
-    pending = ep.all_to_all(sent, each, each)
+    pending = ep.all_to_all(sent, each, each, even=True)
     under = work.under()
     yield pending
     answer = work.answer(*shape.apart(pending.result()))
-    pending = ep.all_to_all(answer, each, each)
+    pending = ep.all_to_all(answer, each, each, even=True)
     yield pending
     parts = pending.result().view(size, most, *answer.shape[1:])
     return Came(_in_order(parts)[:n], under)
@@ -228,7 +228,7 @@ def throughput(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
     places = torch.where(mine[to, row], rows.places[row], -1)
     pairs = mine.sum(2) if work.exact else mine.any(2)
     counts = torch.stack((mine.any(2).sum(1), pairs.sum(1)), dim=1)  # [size, 2]: rows out, answers back
-    pending = ep.all_to_all(counts, [1] * size, [1] * size)
+    pending = ep.all_to_all(counts, [1] * size, [1] * size, even=True)
     yield pending
     # The host reads the exact sizes of both exchanges.
     (out, back), (into, answers) = (c.T.tolist() for c in (counts, pending.result()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.moe.exchange_cost import ExchangeShape, seconds
-from weft.types.exchange import FORMS, Exchange
+from weft.types.exchange import FORMS, PADS, Exchange
 from weft.types.layout import Layout
 
 MOST_PADDED = 512
@@ -16,8 +16,10 @@ DOUBLINGS = 18
 class Chooser:
     """Choice of forms for one model's routed layers. All ranks use the same table, see ``follow``."""
 
-    def __init__(self, layout: Layout, setting: str, shape: ExchangeShape) -> None:
-        """Create a chooser. ``setting``: see ``ParallelSection.moe_dispatch``; ``shape``: of the layers."""
+    def __init__(self, layout: Layout, setting: str, shape: ExchangeShape, captured: bool = False) -> None:
+        """Create a chooser. ``setting``: see ``ParallelSection.moe_dispatch``; ``shape``: of the layers;
+        ``captured``: True if ``auto`` must choose forms that CUDA graphs can hold, for small steps."""
+        self._captured = captured
         self._layout = layout
         self._setting = setting
         self._shape = shape
@@ -55,7 +57,8 @@ class Chooser:
 
     def _fastest(self, tokens: int) -> str:
         """Return the form with the lowest estimated seconds for ``tokens`` tokens."""
-        forms = ["throughput", "gather"]
+        # The host reads sizes in the form "throughput", so its steps are launched op by op.
+        forms = ["gather"] if self._captured and tokens <= PADS[-1] else ["throughput", "gather"]
         if tokens <= MOST_PADDED:
             forms.append("low-latency")
         if self._layout.data == 1:

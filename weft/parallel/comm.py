@@ -54,11 +54,14 @@ class Comm(ABC):
         """Start the sum of ``x[rank]`` over the ranks; x: [size, *shape] on all ranks."""
 
     @abstractmethod
-    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+    def all_to_all(
+        self, x: Tensor, sends: Sequence[int], receives: Sequence[int], even: bool = False
+    ) -> Pending:
         """Start an exchange of rows. The result is [sum(receives), *x.shape[1:]], in order of ranks.
 
         Rows of x are grouped in order of ranks: ``sends[r]`` rows go to rank r. ``receives[r]`` rows come
-        from rank r.
+        from rank r. ``even``: True if all ranks send equally many rows to every rank. All ranks pass the same
+        value.
         """
 
 
@@ -77,7 +80,9 @@ class LocalComm(Comm):
     def reduce_scatter(self, x: Tensor) -> Pending:
         return FinishedCollective(x[0])
 
-    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+    def all_to_all(
+        self, x: Tensor, sends: Sequence[int], receives: Sequence[int], even: bool = False
+    ) -> Pending:
         return FinishedCollective(x)
 
 

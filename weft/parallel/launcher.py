@@ -63,6 +63,8 @@ class Launcher:
 
         Set before the first group is aborted.
         """
+        self.lost: list[Callable[[], bool]] = []
+        """Functions that return True if a collective on the device has given up, one per communicator."""
         self.moving = False
         """True while the launched collectives move experts; read by planted faults."""
         self.before: Callable[[], None] | None = None
@@ -109,9 +111,11 @@ class Launcher:
         """End the thread or stream of collectives."""
 
     def check(self) -> None:
-        """Raise CommLost if results of the device cannot be trusted: see ``broken``."""
+        """Raise CommLost if results of the device cannot be trusted: see ``broken`` and ``lost``."""
         if self.broken:
             raise CommLost("the group was aborted in the middle of a step")
+        if any(lost() for lost in self.lost):
+            raise CommLost("a GPU has waited too long for another rank")
 
     def _flight(self) -> Flight:
         """Return the times of a collective launched now.

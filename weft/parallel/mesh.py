@@ -53,8 +53,6 @@ class Mesh:
             return None
         if not self.nccl:
             return "the collectives inside a step do not use NCCL"
-        if self.layout.expert:
-            return "expert-parallel ranks agree on their exchange in each step"
         return None
 
     @property
@@ -142,7 +140,7 @@ def make_mesh(
     def comm(name: str, ranks: range) -> Comm:
         if len(ranks) == 1:
             return LocalComm()
-        return GroupComm(name, ranks, rank, launcher, host, share, gpu, ordered)
+        return GroupComm(name, ranks, rank, launcher, host, share, gpu, ordered, reads=collectives == "auto")
 
     first = replica * layout.tensor
     tp = comm(f"tp{replica}", range(first, first + layout.tensor))

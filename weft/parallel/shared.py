@@ -96,10 +96,10 @@ def meet(store: Any, rank: int, size: int, timeout: float, slot: int = SLOT) -> 
     ``store`` belongs to this group and epoch alone. ``timeout`` bounds the meeting and each collective, in
     seconds. Raise CommLost if a rank does not come.
     """
-    mine = _Place(cpu.load() and size <= MOST_RANKS, _host(), os.getpid(), usable_cores())
+    mine = _Place(cpu.load() and size <= MOST_RANKS, host_id(), os.getpid(), usable_cores())
     places = [
         msgspec.msgpack.decode(data, type=_Place)
-        for data in _all_say(store, "place", rank, size, mine, timeout)
+        for data in all_publish(store, "place", rank, size, mine, timeout)
     ]
     if not all(place.able and place.host and place.host == mine.host for place in places):
         return None
@@ -116,7 +116,7 @@ def meet(store: Any, rank: int, size: int, timeout: float, slot: int = SLOT) -> 
             path = f"/proc/{places[0].pid}/fd/{there}"
             fd, ring = _map(lambda: os.open(path, os.O_RDWR | os.O_CLOEXEC), rank, places, timeout, slot)
         # One failure to map makes all ranks use gloo.
-        mapped = _all_say(store, "mapped", rank, size, ring is not None, timeout)
+        mapped = all_publish(store, "mapped", rank, size, ring is not None, timeout)
     finally:  # all ranks have mapped the segment, or given up
         if fd >= 0:
             os.close(fd)
@@ -140,7 +140,7 @@ def _map(
         return fd, None
 
 
-def _all_say(store: Any, what: str, rank: int, size: int, mine: Any, timeout: float) -> list[bytes]:
+def all_publish(store: Any, what: str, rank: int, size: int, mine: Any, timeout: float) -> list[bytes]:
     """Publish ``mine`` under the name ``what``, and return the encoded values of all ranks, in order."""
     store.set(f"{what}{rank}", msgspec.msgpack.encode(mine))
     return [_told(store, f"{what}{other}", timeout) for other in range(size)]
@@ -155,7 +155,7 @@ def _told(store: Any, key: str, timeout: float) -> bytes:
         raise CommLost(f"a rank did not connect within {timeout:g} s") from error
 
 
-def _host() -> str:
+def host_id() -> str:
     """Return an id of this boot, its namespaces and the user; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

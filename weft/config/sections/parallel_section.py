@@ -90,8 +90,9 @@ class ParallelSection(Section, frozen=True, kw_only=True):
     collectives: Annotated[
         Literal["auto", "nccl", "gloo"],
         Meta(
-            description="Library for collectives. auto: NCCL on GPUs; on CPUs shared memory on one "
-            "host, else gloo. gloo: also for ranks that share a GPU, through host memory (slow)."
+            description="Library for collectives. auto: on GPUs NCCL, and memory of the other GPUs "
+            "for small tensors; on CPUs shared memory on one host, else gloo. nccl: NCCL alone. gloo: also "
+            "for ranks that share a GPU, through host memory (slow)."
         ),
     ] = "auto"
     rank_timeout: Annotated[

@@ -142,7 +142,7 @@ class RoutedExperts(Packs):
         shape = ExchangeShape(hidden, self._rule.top_k, size, False)
         return DividedExperts(
             build.mesh,
-            Chooser(build.mesh.layout, build.experts.dispatch, shape),
+            Chooser(build.mesh.layout, build.experts.dispatch, shape, build.mesh.nccl),
             _Chosen(self._rank),
             self._packed,
             self._placement,

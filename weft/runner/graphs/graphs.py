@@ -150,9 +150,6 @@ def each_buckets(most: int) -> list[int]:
 
 def obstacle(model: Model, backends: Backends) -> str | None:
     """Return the reason why decode steps of this model cannot be captured; None if capture is possible."""
-    layout = model.mesh.layout
-    if layout.expert and layout.data > 1 and model.device.type != "cpu":
-        return "replicas agree on the expert dispatch in each step"
     if model.device.type != "cpu" and model.mesh.obstacle is not None:
         return model.mesh.obstacle
     if model.asking:
@@ -350,7 +347,8 @@ class DecodeGraphs:
             micro_batches
         )  # micro-batches split rows by number, as ``split`` does; filler rows come last
         bounds = [bound(len(part), each, context) for part in parts]
-        exchange = Exchange(rows=padded) if padded else UNAGREED
+        # Micro-batches of different size must use one form of dispatch.
+        exchange = Exchange(rows=padded or _exchanged(key)) if padded or micro_batches > 1 else UNAGREED
 
         def run() -> None:
             # Build the inputs inside the captured function: slots change between replays, shapes do not.
@@ -415,7 +413,7 @@ class DecodeGraphs:
         if padded:  # rounding up to the bucket may exceed the agreed token count
             if bucket * each > padded or not self._model.capturable(padded):
                 return None
-        elif self._options.exact and not self._model.capturable(bucket * each):
+        elif not self._model.capturable(_exchanged(key)):
             return None
         if each > 1 or padded:
             self._met[key] = met = self._met.get(key, 0) + 1
@@ -527,6 +525,11 @@ def bound(rows: int, each: int, context: int) -> Segment:
     zero = column([0] * rows)
     count = column([each] * rows)
     return Segment(slot=zero, gen=zero, start=column([context - each] * rows), count=count)
+
+
+def _exchanged(key: Key) -> int:
+    """Return the tokens of the larger micro-batch, or of the whole step."""
+    return -(-key.rows // key.micro_batches) * key.each
 
 
 def _bucket(buckets: list[int], size: int) -> int:
