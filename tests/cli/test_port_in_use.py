@@ -63,6 +63,9 @@ def test_a_reserved_port_is_free_for_the_api_servers_alone() -> None:
         with pytest.raises(ConfigError, match="address already in use"):
             bind("127.0.0.1", port)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as the supervisor does
-        with bind("127.0.0.1", port, shared=True), bind("127.0.0.1", port, shared=True):
-            with pytest.raises(ConfigError, match="address already in use"):
-                bind("127.0.0.1", port)
+        with (
+            bind("127.0.0.1", port, shared=True),
+            bind("127.0.0.1", port, shared=True),
+            pytest.raises(ConfigError, match="address already in use"),
+        ):
+            bind("127.0.0.1", port)

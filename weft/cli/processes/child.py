@@ -72,7 +72,7 @@ def end_after(run: Callable[[list[str]], int]) -> NoReturn:
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         status = 1
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
