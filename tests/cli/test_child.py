@@ -129,3 +129,24 @@ def test_a_child_whose_parent_ended_as_it_wrote_the_settings_says_nothing(cut: i
     assert b"DecodeError" in noise.stderr
     whole = subprocess.run(command, input=settings, capture_output=True, timeout=60, check=False)
     assert (whole.returncode, whole.stdout) == (0, b"8000\n")
+
+
+@pytest.mark.parametrize(
+    ("ends", "status"), [("return 3", 3), ("sys.exit(4)", 4), ("raise ValueError('wrong')", 1)]
+)
+def test_a_process_ends_without_the_teardown_of_the_interpreter(ends: str, status: int) -> None:
+    """The functions of ``atexit`` are called and the output is complete. No object is freed, and no thread is
+    awaited."""
+    program = (
+        "import atexit, sys, threading, time\nfrom weft.cli.processes import child\n"
+        "class Freed:\n    def __del__(self): print('freed')\n"
+        "kept = Freed()\natexit.register(lambda: print('at the exit'))\n"
+        f"def run(arguments):\n    print(arguments)\n    {ends}\n"
+        "threading.Thread(target=time.sleep, args=(300,)).start()\n"
+        "child.end_after(run)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "one"], capture_output=True, text=True, timeout=deadline(60)
+    )
+    assert (done.returncode, done.stdout) == (status, "['one']\nat the exit\n")
+    assert ("ValueError: wrong" in done.stderr) == (status == 1)

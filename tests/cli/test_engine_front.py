@@ -154,6 +154,46 @@ def test_requests_wait_for_an_engine_that_is_started_again(fleet: Fleet) -> None
 
 
 @pytest.mark.slow
+def test_api_servers_that_run_alone_share_the_pause(fleet: Fleet) -> None:
+    """Also an API server that starts during the pause, and an engine that starts again."""
+    fleet.engine("prefill0")
+    decode = fleet.engine("decode0")
+    bases = [fleet.run("front").url(), fleet.run("front").url()]
+
+    def post(base: str, route: str) -> None:
+        answer = httpx.post(f"{base}{route}", headers=ADMIN, timeout=deadline(120))
+        assert answer.status_code == 200, answer.text
+
+    def paused() -> set[bool]:
+        answers = [httpx.get(f"{base}/is_paused", headers=ADMIN, timeout=deadline(30)) for base in bases]
+        return {answer.json()["is_paused"] for answer in answers}
+
+    due = stream(bases[0])
+    with ThreadPoolExecutor(4) as pool:
+        long = [pool.submit(stream, base) for base in bases]
+        until(lambda: load(bases[0], "decode0") == 2)
+        post(bases[0], "/pause?mode=keep")
+        assert load(bases[0], "decode0") == 0  # the answer comes when the other API server holds its requests
+        assert paused() == {True}
+        first = fleet.incarnation("decode0")
+        os.kill(decode.engine(), signal.SIGKILL)
+        until(lambda: fleet.incarnation("decode0") == 0)
+        fleet.engine("decode0")
+        until(lambda: fleet.incarnation("decode0") not in (0, first))
+        bases.append(fleet.run("front").url())
+        assert paused() == {True}
+        short = pool.submit(ask, bases[1])
+        time.sleep(0.5)
+        assert not short.done()
+        post(bases[2], "/resume")
+        assert [one.result(deadline(120)) for one in long] == [due] * 2
+        assert short.result(deadline(120)) == ask(bases[2])
+    until(lambda: paused() == {False})
+    post(bases[1], "/pause")  # the former API servers end no request of a later one
+    post(bases[1], "/resume")
+
+
+@pytest.mark.slow
 def test_a_killed_host_is_forgotten_when_its_lease_ends(fleet: Fleet) -> None:
     """SIGKILL of ``weft engine`` withdraws nothing: the record stays, and expires."""
     front = fleet.run("front")

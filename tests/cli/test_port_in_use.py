@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,3 +54,18 @@ def test_no_group_starts(
     assert ran.exception.message == (
         f"cannot listen on port {port} (address already in use); change --host or --port"
     )
+
+
+def test_a_reserved_port_is_free_for_the_api_servers_alone() -> None:
+    """Between the reservation and the first API server lie the imports, so seconds on a busy host."""
+    with bind("127.0.0.1", 0, listens=False) as reserved:
+        port = reserved.getsockname()[1]
+        with pytest.raises(ConfigError, match="address already in use"):
+            bind("127.0.0.1", port)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as the supervisor does
+        with (
+            bind("127.0.0.1", port, shared=True),
+            bind("127.0.0.1", port, shared=True),
+            pytest.raises(ConfigError, match="address already in use"),
+        ):
+            bind("127.0.0.1", port)

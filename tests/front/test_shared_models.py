@@ -18,7 +18,7 @@ from weft.front.monitoring.front_tables import LATENCY_BOUNDS
 from weft.front.requests.models import several_models
 from weft.front.requests.models.named_model import KeyModels
 from weft.front.requests.models.several_models import ModelPlan, ModelSet
-from weft.front.requests.models.shared_models import SharedModels
+from weft.front.requests.models.shared_models import BETWEEN_S, SharedModels
 from weft.front.requests.weight_updates import UpdatesState
 
 MEMBER, OTHER = "0/1", "1/1"
@@ -168,6 +168,33 @@ def test_new_weights_stay_after_a_loss_of_the_engines_and_end_with_an_unload() -
         await hub.end()
         await until(lambda: slot.model is None)
         assert slot.updates is None
+        await models.close()
+
+    run(play)
+
+
+def test_a_busy_api_server_reports_at_most_ten_times_per_second() -> None:
+    async def play(hub: Hub) -> None:
+        hub.load()
+        models = Models(hub)
+        models.reachable.set()
+        await models.start(prove)
+        reports: list[Use] = []
+        used = hub.used
+
+        def counted(seen: int, uses: dict[str, Use]) -> None:
+            reports.append(uses["a"])
+            used(seen, uses)
+
+        await asyncio.sleep(2 * BETWEEN_S)
+        hub.used = counted  # type: ignore[method-assign]
+        began = asyncio.get_running_loop().time()
+        while asyncio.get_running_loop().time() < began + 5 * BETWEEN_S:
+            models._on(m.Opened("a", False, False))
+            await asyncio.sleep(0.005)
+        seconds = asyncio.get_running_loop().time() - began
+        assert 2 <= len(reports) <= 1 + seconds / BETWEEN_S
+        await until(lambda: hub.table.entries["a"].open == models._uses["a"].open)
         await models.close()
 
     run(play)

@@ -36,7 +36,7 @@ def test_a_call_is_cancelled_when_its_api_server_is_gone(tmp_path: Path) -> None
 
     async def run() -> None:
         carrier, other = await pair(tmp_path, carry)
-        call = asyncio.create_task(other.ask_carrier("init {}", 60))
+        call = asyncio.create_task(other.ask_carrier(carrier.name, "init {}", 60))
         await asyncio.sleep(0.05)
         assert not ended.is_set()
         call.cancel()
@@ -57,10 +57,10 @@ def test_a_call_that_fails_unexpectedly_keeps_nobody_waiting(tmp_path: Path) -> 
     async def run() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
         carrier, other = await pair(tmp_path, carry)
-        assert await other.ask_carrier("good", 5) == b"done"
+        assert await other.ask_carrier(carrier.name, "good", 5) == b"done"
         async with asyncio.timeout(5):
             with pytest.raises(Unavailable, match="did not answer"):
-                await other.ask_carrier("bad", 60)
+                await other.ask_carrier(carrier.name, "bad", 60)
         for one in (carrier, other):
             await one.close()
 

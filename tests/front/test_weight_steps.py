@@ -346,7 +346,7 @@ class Folder:
         self.names: list[str] = []
 
     def one(self, name: str) -> Any:
-        made = Siblings(name, Path(), lambda: self.names)
+        made = Siblings(name, Path(), lambda: self.names, lambda: self.names[0])
 
         async def tell(model: str, state: str) -> list[bytes]:
             others = [self.up[other] for other in self.names if other != name]

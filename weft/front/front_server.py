@@ -125,6 +125,9 @@ def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) ->
             listener.bind(address[:2])
             if listens:
                 listener.listen(BACKLOG)
+            else:
+                # With the option, another server could listen on the port before ours do.
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         except BaseException:
             listener.close()
             raise

@@ -19,6 +19,9 @@ ANSWER_S = 1.0
 """Maximum seconds for the answers of other API servers. An API server without an answer is left out of the
 page."""
 FOUND = b"found"
+CARRIER_S = 5.0
+"""Maximum seconds until the supervisor names the API server that carries out changes."""
+POLL_S = 0.02
 MOST_LINE = 64 << 20
 """Maximum bytes of one line: the state of weights may name thousands of files."""
 
@@ -26,9 +29,17 @@ MOST_LINE = 64 << 20
 class Siblings:
     """The other API servers of the server. Used from one event loop."""
 
-    def __init__(self, name: str, folder: Path, others: Callable[[], Iterable[str]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        others: Callable[[], Iterable[str]],
+        carrier: Callable[[], str] = lambda: "",
+    ) -> None:
         """``name``: this API server's name. ``folder``: private folder of the sockets. ``others``: returns
-        the names of all running API servers; this server's own name is skipped."""
+        the names of all running API servers; this server's own name is skipped. ``carrier``: returns the name
+        of the API server that carries out changes for all; "" while the supervisor names none."""
+        self._carrier = carrier
         self.name = name
         self._folder = folder
         self._others = others
@@ -120,9 +131,19 @@ class Siblings:
         return [answer for answer in answers if answer]
 
     @property
-    def carrier(self) -> str:
-        """Name of the API server that carries out changes for all: the first of those that run."""
-        return min((self.name, *self._others()), key=lambda name: (len(name), name))
+    def carries(self) -> bool:
+        """True for the API server that carries out changes for all."""
+        return self._carrier() == self.name
+
+    async def carrier(self) -> str:
+        """Return the name of the API server that carries out changes for all. Raises Unavailable if the
+        supervisor names none within ``CARRIER_S`` seconds."""
+        until = asyncio.get_running_loop().time() + CARRIER_S
+        while not (found := self._carrier()):
+            if asyncio.get_running_loop().time() > until:
+                raise Unavailable("no API server carries out changes of the weights yet; try again")
+            await asyncio.sleep(POLL_S)
+        return found
 
     async def tell_weights(self, model: str, state: str) -> list[bytes]:
         """Send the updates of a model's weights to each other API server, and return the answers."""
@@ -133,10 +154,9 @@ class Siblings:
         """Let each other API server end its requests of a model. Waits at most ``seconds``."""
         await self._ask_all(f"leave {quote(model, safe='')}", seconds)
 
-    async def ask_carrier(self, call: str, seconds: float) -> bytes:
-        """Return the answer of the carrier, another API server, to ``call``. Raises Unavailable without an
+    async def ask_carrier(self, carrier: str, call: str, seconds: float) -> bytes:
+        """Return the answer of ``carrier``, another API server, to ``call``. Raises Unavailable without an
         answer within ``seconds``."""
-        carrier = self.carrier
         answer = await self._ask(carrier, f"carry {call}", seconds)
         if not answer:
             raise Unavailable(f"the API server {carrier}, which changes weights, did not answer; try again")

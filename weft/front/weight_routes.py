@@ -265,11 +265,11 @@ async def _carry(front: Front, request: Request, asked: Body) -> None:
         asked = msgspec.structs.replace(asked, model=model)
     name, run = next((name, run) for name, (kind, run) in _CALLS.items() if isinstance(asked, kind))
     siblings = front.siblings
-    if siblings is None or siblings.carrier == siblings.name:
+    if siblings is None or (carrier := await siblings.carrier()) == siblings.name:
         await run(front, asked)
         return
     call = f"{name} {msgspec.json.encode(asked).decode()}"
-    answer = msgspec.json.decode(await siblings.ask_carrier(call, CARRY_S), type=_Carried)
+    answer = msgspec.json.decode(await siblings.ask_carrier(carrier, call, CARRY_S), type=_Carried)
     if answer.error is not None:
         raise ReportedError(answer.error)
 

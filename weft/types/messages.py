@@ -119,6 +119,9 @@ class Hello(_Message, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
     """Send heartbeats only while the API server has sequences here, and one as answer to this message."""
     engine: EngineIdentity | None = None
     """The wanted engine process; another process refuses. Only for a peer known to speak version 2."""
+    pause: str | None = None
+    """State of the pause at the API server (``PauseState.text``), "" before the first pause; None for an API
+    server that shares no pause through engines. Only for a peer known to speak version 2."""
 
 
 class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=False):
@@ -163,6 +166,10 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     """As ``WeightsChanged.name``."""
     ranks: int = 1
     """Number of ranks of the group. Groups of one server may differ."""
+    pause: str = ""
+    """The latest ``Hello.pause`` of all API servers, for an API server that shares the pause."""
+    behind: tuple[str, ...] = ()
+    """Names of the other API servers that share the pause and have not sent the latest state."""
 
 
 class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):

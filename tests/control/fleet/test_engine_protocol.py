@@ -174,3 +174,27 @@ def test_an_api_server_that_is_gone_gives_its_update_of_weights_up() -> None:
     one.forget(b"carrier")
     one.forget(b"carrier")
     assert weights.told == [stage, "left"]
+
+
+def test_api_servers_share_the_latest_pause_through_an_engine() -> None:
+    one = engine()
+
+    def say(name: str, pause: str | None) -> dict[bytes, tuple[str, tuple[str, ...]]]:
+        """Return pause and names in each Welcome after a Hello."""
+        hello = m.Hello(versions=(m.OLDEST, m.VERSION), front=name, pause=pause)
+        answers = one.on(name.encode(), hello)
+        return {to: (a.pause, a.behind) for to, a in answers if isinstance(a, m.Welcome)}
+
+    assert say("a", "") == {b"a": ("", ())}
+    assert say("b", "") == {b"b": ("", ())}
+    assert say("old", None) == {b"old": ("", ())}  # shares no pause
+    assert say("a", "2 a keep") == {b"a": ("2 a keep", ("b",)), b"b": ("2 a keep", ())}
+    assert say("b", "1 b keep") == {b"b": ("2 a keep", ())}
+    assert say("a", "2 a keep") == {b"a": ("2 a keep", ("b",))}
+    assert say("b", "2 a keep") == {b"b": ("2 a keep", ())}
+    assert say("a", "2 a keep") == {b"a": ("2 a keep", ())}
+    for wrong, shown in (("wrong", "2 a keep"), ("-3 c keep", "2 a keep"), ("9" * 500, "")):
+        assert say("c", wrong) == {b"c": (shown, ())}
+    one.forget(b"c")
+    assert say("late", "") == {b"late": ("2 a keep", ())}
+    assert say("late", "3 late -")[b"a"] == ("3 late -", ("b",))

@@ -373,3 +373,19 @@ def test_an_api_server_that_does_not_answer_is_not_replaced_while_the_server_dra
     assert made.on(s.FrontIsLost("0", 1), 3.1) == []
     assert made.on(s.ProcessEnded("front", "0", 1, -9), 3.1) == []
     assert made.on(s.ProcessEnded("front", "1", 1, 0), 4.0) == [s.Exit(1)], "streams were cut off"
+
+
+def test_one_api_server_carries_out_changes_until_its_process_has_ended() -> None:
+    made = started(fronts=3)
+    assert made.carrier == ""
+    made.on(s.FrontIsReady("1", 1), 1.0)
+    assert made.carrier == "1"
+    for name in "02":
+        made.on(s.FrontIsReady(name, 1), 2.0)
+    assert made.carrier == "1"
+    made.on(s.ProcessEnded("front", "1", 1, -9), 3.0)
+    assert made.carrier == "0"
+    made.on(s.FrontIsReady("1", 2), 4.0)
+    assert made.carrier == "0", "the former one takes nothing back"
+    made.on(s.FrontIsLost("0", 1), 5.0)  # the kill comes before the next record
+    assert made.carrier == "1"

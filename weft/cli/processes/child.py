@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import os
 import resource
@@ -9,7 +11,8 @@ import signal
 import sys
 import threading
 import time
-from typing import TypeVar
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -55,6 +58,27 @@ def begin(parent: int) -> None:
     die_with_parent(parent)
     ignore_signals()
     forbid_core_dumps()
+
+
+def end_after(run: Callable[[list[str]], int]) -> NoReturn:
+    """Call ``run`` with the arguments of the command, and end this process with the returned status.
+
+    Functions of ``atexit`` are called, and the kernel frees the rest. The interpreter would first visit all
+    objects of torch, which takes seconds on a busy host, and would wait for threads without a deadline. The
+    owner of the process, and the memory of a GPU, would wait meanwhile.
+    """
+    try:
+        status = run(sys.argv[1:])
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def ignore_signals() -> None:

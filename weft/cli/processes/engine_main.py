@@ -59,4 +59,4 @@ def work(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    child.end_after(run)

@@ -78,7 +78,7 @@ def run(arguments: list[str]) -> int:
     def fronts() -> list[str]:
         return [record.name for record in reader.read().of("front") if record.state == "running"]
 
-    siblings = Siblings(setup.name, Path(setup.folder), fronts)
+    siblings = Siblings(setup.name, Path(setup.folder), fronts, lambda: reader.read().carrier)
     try:
         return serve(setup.config, section, owner, link, siblings)
     except WeftError as error:

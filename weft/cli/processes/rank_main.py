@@ -166,4 +166,4 @@ def say_hello(
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    child.end_after(run)

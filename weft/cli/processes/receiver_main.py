@@ -6,7 +6,6 @@ LINK is the descriptor of a socket to the engine. The setup arrives on standard 
 from __future__ import annotations
 
 import socket
-import sys
 
 from weft.cli.processes import child
 from weft.common.title import set_title
@@ -26,4 +25,4 @@ def run(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    child.end_after(run)

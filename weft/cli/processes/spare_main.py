@@ -77,4 +77,4 @@ def _exactly(link: socket.socket, size: int) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    child.end_after(run)

@@ -83,6 +83,8 @@ class _Front(NamedTuple):
     """True if the API server wants heartbeats only while owning sequences."""
     version: int
     """Version of the messages to the API server."""
+    pause: str | None = None
+    """``Hello.pause`` of the last Hello."""
 
 
 class _Owner(NamedTuple):
@@ -90,8 +92,16 @@ class _Owner(NamedTuple):
     attempt: int
 
 
+MOST_PAUSE = 200
+"""Maximum characters of a ``Hello.pause``."""
 FRAME_BYTES = 16 << 20
 """Bytes of logprobs and routes above which the events of one step are sent as several messages."""
+
+
+def _stamp(pause: str) -> tuple[int, str]:
+    """Return number and name of the change of a ``Hello.pause``; of another text the least value."""
+    number, _, rest = pause.partition(" ")
+    return (int(number), rest.partition(" ")[0]) if number.isascii() and number.isdigit() else (-1, "")
 
 
 def _frames(events: list[m.TokenEvent]) -> Iterator[tuple[m.TokenEvent, ...]]:
@@ -139,6 +149,8 @@ class EngineProtocol:
         self._pixels = pixels
         self._incarnation = incarnation
         self._fronts: dict[bytes, _Front] = {}
+        self._pause = ""
+        """The latest state of the pause, for API servers that share no other process."""
         self._owners: dict[int, _Owner] = {}
         """Owner (API server and attempt) of each live sequence."""
         self.prefixes = PrefixReports(engine)
@@ -255,15 +267,32 @@ class EngineProtocol:
             return [(front, m.EngineFailed(error=EngineDead(apart).info()))]
         if own is not None and hello.engine is not None and not hello.engine.is_same(own):
             return [(front, m.EngineFailed(error=EngineDead(why_another(hello.engine, own)).info()))]
-        welcome = self._engine.welcome(self._incarnation)
-        if version >= IDENTITY_SINCE:
-            welcome = msgspec.structs.replace(welcome, engine=own)
         for former in [other for other in self._fronts if other != front and self._named(other, hello.front)]:
             self.forget(former)  # the former connection broke, unnoticed so far
-        self._fronts[front] = _Front(hello.front, hello.quiet, version)
+        pause = hello.pause if hello.pause is None or len(hello.pause) <= MOST_PAUSE else None
+        self._fronts[front] = _Front(hello.front, hello.quiet, version, pause)
+        answers: Outgoing = [(front, self._welcome(front)), (front, self._heartbeat(version))]
+        if pause is None or _stamp(pause) <= _stamp(self._pause):
+            return answers
+        self._pause = pause
+        others = [other for other, one in self._fronts.items() if other != front and one.pause is not None]
+        return [(front, self._welcome(front)), answers[1], *((one, self._welcome(one)) for one in others)]
+
+    def _welcome(self, front: bytes) -> m.Welcome:
+        """Return the description of the engine for one API server."""
+        welcome = self._engine.welcome(self._incarnation)
+        if self._fronts[front].version >= IDENTITY_SINCE:
+            welcome = msgspec.structs.replace(welcome, engine=self._identity)
         if self._pixels is not None:
             welcome = msgspec.structs.replace(welcome, probe=self._pixels.probe)
-        return [(front, welcome), (front, self._heartbeat(version))]
+        if not self._pause or self._fronts[front].pause is None:
+            return welcome
+        behind = tuple(
+            one.name
+            for other, one in self._fronts.items()
+            if other != front and one.pause is not None and _stamp(one.pause) < _stamp(self._pause)
+        )
+        return msgspec.structs.replace(welcome, pause=self._pause, behind=behind)
 
     def _submit(self, front: bytes, submit: m.Submit) -> Outgoing:
         """Submit a sequence to the engine and return its events.

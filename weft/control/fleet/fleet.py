@@ -72,6 +72,7 @@ class Fleet:
         self._joining = joining
         self.open = OpenSequences()
         self.entries = self.open.entries  # the open sequences
+        self._pause: str | None = None  # of every ``Hello``
         self.failure: WeftError | None = None  # no instance is left, and no process will be started again
         self.late_events = 0  # events of sequences or attempts already over
         self.failovers = 0  # sequences continued after the loss of an instance
@@ -255,6 +256,7 @@ class Fleet:
         An unusable process counts as lost. The last expected answer adds ``Complete``.
         """
         complete = self.table.complete
+        instance.pause, instance.behind = welcome.pause, welcome.behind
         try:
             self.table.welcome(instance, welcome, self._now)
         except EngineDead as error:
@@ -452,11 +454,22 @@ class Fleet:
         begins another attempt from the tokens received so far. No process was lost, so no loss counts.
         """
         self.table.listen(instance, self._now)
-        versions = (m.OLDEST, m.VERSION)
-        self._send(instance, m.Hello(versions=versions, front=self._front, engine=instance.identity))
+        self._send(instance, self.hello(instance))
         for entry in self._part(instance):
             self._leave(entry.submit.sequence)
             self._parked.add(entry.submit.sequence)
+
+    def hello(self, instance: Instance) -> m.Hello:
+        """Return the first message to an instance. Further ones ask for Welcome and heartbeat."""
+        identity, versions = instance.identity, (m.OLDEST, m.VERSION)
+        pause = None if identity is None else self._pause  # the first release knows neither field
+        return m.Hello(versions=versions, front=self._front, engine=identity, pause=pause)
+
+    def _share_pause(self, event: e.PauseShared) -> None:
+        self._pause = event.pause
+        for instance in self.table.instances.values():
+            if instance.alive:
+                self._send(instance, self.hello(instance))
 
     def _unreachable(self, event: e.Unreachable) -> None:
         if (instance := self._linked_to(event)) is not None and instance.alive:
@@ -594,6 +607,7 @@ _HANDLERS: dict[type, Callable[[Fleet, Any], None]] = {
     e.Held: Fleet._hold,
     e.Released: Fleet._release,
     e.Versioned: Fleet._version,
+    e.PauseShared: Fleet._share_pause,
     e.Joined: Fleet._join,
     e.Left: Fleet._left,
     e.Expected: Fleet._expected,

@@ -69,6 +69,12 @@ class Versioned(NamedTuple):
     weights: int
 
 
+class PauseShared(NamedTuple):
+    """All instances get the state of the pause, see ``Hello.pause``. Instances that come later, too."""
+
+    pause: str
+
+
 # -- events: changes of instances
 
 
@@ -191,6 +197,7 @@ Event: TypeAlias = (
     | Held
     | Released
     | Versioned
+    | PauseShared
     | Joined
     | Left
     | Expected

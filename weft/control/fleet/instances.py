@@ -113,6 +113,9 @@ class Instance:
     """Name of these weights in the hashes of prefixes, see ``prefix_name``."""
     weights_answer: WeightsChanged | None = None
     """Last answer of the present process about weights."""
+    pause: str = ""
+    """The latest state of the pause at the present process, and who is behind: see ``Welcome``."""
+    behind: tuple[str, ...] = ()
     loading: set[str] = field(default_factory=set)
     """Digests of LoRA adapters sent to the present process, without an answer yet."""
 

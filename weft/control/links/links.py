@@ -329,6 +329,10 @@ class Links:
         """Send new attempts only to engine processes with version ``weights`` of the weights."""
         self._feed(e.Versioned(weights))
 
+    def share_pause(self, pause: str) -> None:
+        """Send the state of the pause to the other API servers, through every engine process."""
+        self._feed(e.PauseShared(pause))
+
     async def stats(self, timeout: float) -> list[m.EngineStats]:
         """Request the counters of every live engine process.
 
@@ -338,7 +342,7 @@ class Links:
         asked = {name: link.heartbeats for name, link in self._links.items() if self._lives(name)}
         for name in asked:
             # An engine process answers a Hello with a heartbeat, which carries the counters.
-            self._links[name].send(m.Hello(versions=(m.OLDEST, m.VERSION), front=self._name))
+            self._links[name].send(self._fleet.hello(self._fleet.table.instances[name]))
         try:
             async with asyncio.timeout(timeout):
                 while any(self._lives(n) and self._links[n].heartbeats <= had for n, had in asked.items()):

@@ -321,7 +321,8 @@ class ClusterServer:
         A failed write is logged and tried again in the next round.
         """
         models = None if self._models is None else self._models.record()
-        found = process_registry.ProcessRegistry((*self._engine_records(), *self._front_records()), models)
+        processes = (*self._engine_records(), *self._front_records())
+        found = process_registry.ProcessRegistry(processes, models, self._supervisor.carrier)
         if found != self._published:
             try:
                 process_registry.write(self._folder, found)

@@ -27,8 +27,10 @@ from weft.control.processes.process_registry import ProcessRecord, record_of_eng
 
 log = get_logger(__name__)
 
-END_S = 5.0
-"""Maximum seconds for the processes of an unloaded model to end by themselves."""
+END_S = 20.0
+"""Maximum seconds for the processes of an unloaded model to end by themselves. An idle engine needs well
+under a second, and longer with blocks for the KV disk tier or on a busy host. A killed engine deletes no file
+in shared memory."""
 CLOSE_S = 2.0
 """Maximum seconds in which API servers close their connections before the processes end. Only log lines
 depend on this time."""

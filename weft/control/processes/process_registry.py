@@ -84,6 +84,8 @@ class ProcessRegistry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     processes: tuple[ProcessRecord, ...] = ()
     models: ModelsRecord | None = None
     """State of the models of a server of several models."""
+    carrier: str = ""
+    """See ``weft.control.processes.supervisor.Supervisor.carrier``."""
 
     def of(self, role: Role, model: str = "", load: int = 0) -> list[ProcessRecord]:
         """Return the processes of one role, in start order. ``model``, ``load``: engines of one load."""

@@ -209,6 +209,8 @@ class Supervisor:
         self._forced = False
         self._failed = False
         """True if an API server failed while draining."""
+        self._carrier = ("", 0)
+        """Name and incarnation: see ``carrier``."""
         self._ticked = math.inf
         self._now = -math.inf
 
@@ -219,7 +221,18 @@ class Supervisor:
     def on(self, event: Event, now: float) -> list[Action]:
         """Return the actions for ``event`` at time ``now``. Return no action after the end of the server."""
         self._now = now
-        return [] if self.phase is ServerPhase.ENDED else _HANDLERS[type(event)](self, event)
+        actions = [] if self.phase is ServerPhase.ENDED else _HANDLERS[type(event)](self, event)
+        if self.fronts.running(*self._carrier) is None:
+            ready = [(name, one.incarnation) for name, one in self._running_fronts() if one.ready]
+            self._carrier = ready[0] if ready else ("", 0)
+        return actions
+
+    @property
+    def carrier(self) -> str:
+        """Name of the API server that carries out changes for all; "" for none. The choice stays until the
+        process has ended, so two processes never carry out changes: a process that starts again takes nothing
+        back."""
+        return self._carrier[0]
 
     # -- processes
 

@@ -147,7 +147,9 @@ class Front:
             await self._siblings.start(own, self._abort_here, self._own_history)
             await self.pausing.join()
         if self.several is None:
+            self.pausing.meet()
             await self.model.start(self.threads, self.running, self._siblings)
+            self.pausing.take()
         # Each API server sees the load of all engines, so only one logs the load.
         if self._siblings is None or self._siblings.name == "0":
             self._reports = asyncio.create_task(report(self._engine_stats))
@@ -179,6 +181,7 @@ class Front:
             self._reports.cancel()
         if self._sampling is not None:
             self._sampling.cancel()
+        self.pausing.close()
         if self._siblings is not None:
             await self._siblings.close()
         await (self.model if self.several is None else self.several).close(shutdown)

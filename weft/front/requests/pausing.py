@@ -16,10 +16,12 @@ its start.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from weft.common.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from weft.common.errors import DeadlineExceeded, EngineDead, InvalidRequest, Unavailable
 from weft.common.log import get_logger
 from weft.front.siblings import Siblings
 from weft.store.fixed_weights import PARTS
@@ -34,6 +36,10 @@ PauseMode = Literal["abort", "wait", "keep"]
 MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
 POLL_S = 0.02
 """Seconds between two looks at running sequences."""
+MEET_S = 0.05
+"""Seconds between two looks at the states that engine processes know."""
+ANSWER_S = 5.0
+"""Maximum seconds for the answers of the engine processes."""
 
 
 class PauseState(NamedTuple):
@@ -106,7 +112,9 @@ class Pausing:
     def __init__(self, front: Front, siblings: Siblings | None) -> None:
         """``front``: of the process. ``siblings``: the other API servers, if any."""
         self._front, self._siblings = front, siblings
-        self._name = "0" if siblings is None else siblings.name
+        self._name = secrets.token_hex(8) if siblings is None else siblings.name
+        self._meets: asyncio.Task[None] | None = None
+        """Takes the states of API servers that run alone (``weft front``), which meet at the engines."""
         self.state = PauseState()
         if siblings is not None:
             siblings.pause = self._on_sibling
@@ -124,6 +132,34 @@ class Pausing:
     async def join(self) -> None:
         """Take over the state of the other API servers, at the start."""
         await self._tell()
+
+    def meet(self) -> None:
+        """Share the pause with API servers that run alone, through the engine processes. Call before the
+        first connection. Does nothing for an API server with siblings, or without shared engines."""
+        model = self._front.model
+        if self._siblings is None and model.owner.shared:
+            self._meets = asyncio.create_task(self._meet())
+            model.links.share_pause("")
+
+    def close(self) -> None:
+        """Take no states of other API servers any more. Idempotent."""
+        if self._meets is not None:
+            self._meets.cancel()
+
+    async def _meet(self) -> None:
+        while True:
+            await asyncio.sleep(MEET_S)
+            self.take()
+
+    def take(self) -> None:
+        """Take the states that the engine processes know, see ``meet``."""
+        if self._meets is None:
+            return
+        for instance in self._front.model.links.instances:
+            if instance.alive and instance.pause:
+                # A later release may have further modes.
+                with contextlib.suppress(ValueError):
+                    self._apply(PauseState.read(instance.pause))
 
     def joined(self, model: ServedModel) -> None:
         """Apply the pause to a model that is loaded now."""
@@ -172,6 +208,8 @@ class Pausing:
     async def _tell(self) -> int:
         """Send the state to the other API servers, and take newer states. Return the number of sequences that
         run there. Raises Unavailable for an API server that does not answer."""
+        if self._meets is not None:
+            return await self._tell_engines(self._front.model)
         if self._siblings is None:
             return 0
         running = 0
@@ -180,6 +218,17 @@ class Pausing:
             running += int(count)
             self._apply(PauseState.read(state))
         return running
+
+    async def _tell_engines(self, model: ServedModel) -> int:
+        """Ask the engine processes for newer states. Return the number of other API servers that lack the
+        state, and of their sequences. Raises Unavailable for an engine process that does not answer."""
+        try:
+            await model.links.stats(ANSWER_S)
+        except EngineDead as error:
+            raise Unavailable(error.message) from None
+        self.take()
+        living = [one for one in model.links.instances if one.alive]
+        return sum(len(one.behind) + one.elsewhere for one in living)
 
     def _on_sibling(self, text: str) -> bytes:
         """Take the state of another API server. Return the number of sequences that run here, and the state.
@@ -203,6 +252,8 @@ class Pausing:
         if state.mode == "abort":
             for generation in list(self._front.running.values()):
                 generation.abort()
+        if self._meets is not None:  # last: from here on this API server sends no sequence
+            self._front.model.links.share_pause(state.text())
 
     def _hold(self, model: ServedModel) -> None:
         model.lifecycle.paused = True

@@ -10,7 +10,7 @@ A sleep of level 2 frees the weights. The next complete update fills the weights
 New attempts go only to engine processes with the newest version (``Router.weights``). A process that starts
 again, or that lost ranks between the two messages, gets the updates since the last complete one.
 
-Of several API servers one carries out the updates (``Siblings.carrier``). The others know the versions, and
+Of several API servers one carries out the updates (``Supervisor.carrier``). The others know the versions, and
 one of them goes on after the end of the carrier.
 """
 
@@ -485,7 +485,7 @@ class WeightUpdates:
         """Return True if this API server brings engine processes to the newest weights. A new carrier first
         asks the others: the former may have told only some of them."""
         before, siblings = self._carries, self._siblings
-        self._carries = siblings is None or siblings.carrier == siblings.name
+        self._carries = siblings is None or siblings.carries
         if self._carries and not before:
             await self._tell()
         return self._carries

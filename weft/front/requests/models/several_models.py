@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-END_S = 5.0
-"""Maximum seconds for the processes of an unloaded model to end by themselves."""
+END_S = 20.0
+"""Maximum seconds for the processes of an unloaded model to end by themselves, see ``model_loads``."""
 TICK_S = 0.5
 """Seconds between two looks at times."""
 

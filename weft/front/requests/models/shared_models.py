@@ -41,6 +41,8 @@ LOOK_S = 0.05
 """Seconds between two looks at the record."""
 REPORT_S = 0.02
 """Seconds from a change of the counts to the report."""
+BETWEEN_S = 0.1
+"""Minimum seconds between two reports. Each report costs the supervisor a look at all processes."""
 RETRY_S = 1.0
 """Seconds until the next attempt to connect to the engines of a loaded model."""
 JOIN_S = 20.0
@@ -116,6 +118,8 @@ class SharedModels(SeveralModels):
         self._reporting: asyncio.TimerHandle | None = None
         self._reported = 0
         """Version of the last report."""
+        self._due = 0.0
+        """Earliest time of the next report."""
         self._loads: dict[str, int] = dict.fromkeys(self._uses, 0)
         """Name -> load that this API server connects to, or is connected to; 0 without."""
         self._drained: set[str] = set()
@@ -324,7 +328,8 @@ class SharedModels(SeveralModels):
 
     def _report_soon(self) -> None:
         if self._reporting is None and self._member and not self._closing:
-            self._reporting = asyncio.get_running_loop().call_later(REPORT_S, self._report)
+            loop = asyncio.get_running_loop()
+            self._reporting = loop.call_at(max(loop.time() + REPORT_S, self._due), self._report)
 
     def _report(self) -> None:
         """Report the version that this API server has acted on, with the counts of the same moment."""
@@ -333,7 +338,7 @@ class SharedModels(SeveralModels):
         if self._hub.behind:  # the owner stands still: later counts take the place of these
             self._reporting = asyncio.get_running_loop().call_later(LOOK_S, self._report)
             return
-        self._reported = self._record.version
+        self._reported, self._due = self._record.version, asyncio.get_running_loop().time() + BETWEEN_S
         self._hub.used(self._reported, {name: copy.copy(self._uses[name]) for name in self._changed})
         self._changed.clear()
 
