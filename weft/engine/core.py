@@ -24,6 +24,7 @@ from weft.common.log import get_logger
 from weft.config.fingerprint import fingerprint, tower_fingerprint
 from weft.config.resolved import EngineConfig
 from weft.engine.adapters import EngineAdapters
+from weft.engine.cpu_threads import CpuThreads
 from weft.engine.event_sources import sources_of
 from weft.engine.expert_group import ExpertGroup
 from weft.engine.grammars import GrammarSource, ModelGrammars
@@ -77,7 +78,9 @@ class EngineCore(EngineLoop[StepHandle]):
         """
         self._fingerprint = "" if config.transfer.role in ("unified", "encode") else fingerprint(config)
         self._tower = tower_fingerprint(config)
-        runner = runner or start_executor(config, progress=progress)
+        if runner is None:
+            CpuThreads(config)
+            runner = start_executor(config, progress=progress)
         super().__init__(
             make_scheduler(config, runner.kv),
             runner,

@@ -148,9 +148,9 @@ class Spares:
     ) -> None:
         """``most``: number of spare processes; 0 for none.
 
-        ``after``: delays in place of ``AFTER_S`` and ``AFTER_SPARE_S``. ``at_once``: start a process now, even
-        with ``most`` 0, for the first ``start``; call from the main thread. All others are started only after
-        a call of ``start``.
+        ``after``: delays in place of ``AFTER_S`` and ``AFTER_SPARE_S``. ``at_once``: start a process now, for
+        the first ``start``, even with ``most`` 0; call from the main thread. All others are started only
+        after a call of ``start``.
         """
         self._most = most
         self._after, self._after_spare = after
