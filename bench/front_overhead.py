@@ -185,7 +185,8 @@ def cpu_seconds(root: int) -> dict[str, float]:
         words = folder.joinpath("cmdline").read_bytes().split(b"\0")
         role = role_of([word.decode("utf-8", "replace") for word in words]) or "front"
         fields = folder.joinpath("stat").read_bytes().rpartition(b")")[2].split()
-        found[role] = found.get(role, 0.0) + (int(fields[11]) + int(fields[12])) / TICKS
+        # Own time and the time of ended children: a child that ends must not make the sum smaller.
+        found[role] = found.get(role, 0.0) + sum(map(int, fields[11:15])) / TICKS
     return found
 
 

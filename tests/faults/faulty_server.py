@@ -14,7 +14,7 @@ import msgspec
 
 from tests.faults.rig import chain, config_of, pitfalls
 from weft.api.settings import read_settings
-from weft.cli.serve.serve import open_spares
+from weft.cli.processes.spares import open_spares
 from weft.cli.serve.server import run
 from weft.common import log
 from weft.control.processes import table

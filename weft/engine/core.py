@@ -78,9 +78,7 @@ class EngineCore(EngineLoop[StepHandle]):
         """
         self._fingerprint = "" if config.transfer.role in ("unified", "encode") else fingerprint(config)
         self._tower = tower_fingerprint(config)
-        if runner is None:
-            CpuThreads(config)
-            runner = start_executor(config, progress=progress)
+        runner = runner or _start_alone(config, progress)
         super().__init__(
             make_scheduler(config, runner.kv),
             runner,
@@ -349,6 +347,12 @@ class EngineCore(EngineLoop[StepHandle]):
         if self._kv_events is not None:
             self._kv_events.close()
         self._stages.close()
+
+
+def _start_alone(config: EngineConfig, progress: bool) -> GroupExecutor:
+    """Set the CPU threads of this process, start the group and return the group."""
+    CpuThreads(config)
+    return start_executor(config, progress=progress)
 
 
 class Balance:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import click
 import msgspec
 
 from weft.cli import options
+from weft.cli.processes.spares import open_spares
 from weft.common import env
 from weft.common.errors import ConfigError
-from weft.common.open_files import allow_files
 from weft.config.flags import SETTINGS
 from weft.config.sections.all import Config
-from weft.config.sections.front_section import FrontSection
 from weft.engine.ranks.processes import Spares
 
 
@@ -37,20 +34,6 @@ def serve(models: tuple[str, ...], **given: Any) -> int:
     config = with_keys(options.build(given, models[0] if len(models) == 1 else None))
     with open_spares(config.front, torchless=config.front.scripted is not None) as spares:
         return _serve(config, models, given, spares)
-
-
-@contextlib.contextmanager
-def open_spares(front: FrontSection, *, torchless: bool) -> Iterator[Spares]:
-    """Start the process of the first engine, and yield the server's spare processes. At the end of the block,
-    the idle processes end.
-
-    The process imports torch while this process resolves the configuration and imports the API server.
-    ``torchless``: True if no engine needs torch. Call from the main thread.
-    """
-    allow_files()  # children inherit the limit
-    most = front.spare_processes if front.engine_restarts and not torchless else 0
-    with contextlib.closing(Spares(most, at_once=not torchless)) as spares:
-        yield spares
 
 
 def _serve(config: Config, models: tuple[str, ...], given: dict[str, Any], spares: Spares) -> int:

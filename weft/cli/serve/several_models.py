@@ -21,7 +21,7 @@ import click
 import msgspec
 
 from weft.cli.processes import child
-from weft.cli.serve.serve import open_spares
+from weft.cli.processes.spares import open_spares
 from weft.common import signals
 from weft.common.errors import ConfigError
 from weft.common.folder import private_folder

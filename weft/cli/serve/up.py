@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from weft.cli import options
+from weft.cli.processes.spares import open_spares
 from weft.cli.serve.on_ray import RayOptions, check_place, up_on_ray
-from weft.cli.serve.serve import open_spares, with_keys
+from weft.cli.serve.serve import with_keys
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import Config, FrontSection
 
