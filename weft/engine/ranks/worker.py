@@ -69,8 +69,8 @@ class Worker:
         incarnation: str = "",
         look: Callable[[bool], None] = lambda idle: None,
     ) -> None:
-        """``mesh``: closed by ``close``, as are ``runner`` and ``channel``. ``rank_timeout``: seconds, unit of
-        the deadlines for a connection. ``incarnation``: identifies the engine process at the other end of
+        """``mesh``: closed by ``close``, as are ``runner`` and ``channel``. ``rank_timeout``: seconds, unit
+        of the deadlines for a connection. ``incarnation``: identifies the engine process at the other end of
         ``channel``. ``look``: called between frames, with True if no step is in flight."""
         self._look = look
         self.rank = rank
