@@ -183,7 +183,8 @@ def cpu_seconds(root: int) -> dict[str, float]:
     for process in tree(root):
         folder = Path(f"/proc/{process.pid}")
         words = folder.joinpath("cmdline").read_bytes().split(b"\0")
-        role = role_of([word.decode("utf-8", "replace") for word in words]) or "front"
+        own = "front" if process.pid == root else "helper"  # helpers render templates, and end when idle
+        role = role_of([word.decode("utf-8", "replace") for word in words]) or own
         fields = folder.joinpath("stat").read_bytes().rpartition(b")")[2].split()
         found[role] = found.get(role, 0.0) + (int(fields[11]) + int(fields[12])) / TICKS
     return found

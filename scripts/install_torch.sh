@@ -13,6 +13,6 @@ trap 'rm -f "$report"' EXIT
 "$python" -m pip install --quiet --disable-pip-version-check --dry-run --report "$report" "$torch"
 if grep -q '"name": "nvidia-' "$report"; then
     echo "no GPU here: installing the CPU build of $torch"
-    "$python" -m pip install --disable-pip-version-check --index-url "$cpu_index" "$torch" ||
+    "$python" -m pip install --no-compile --disable-pip-version-check --index-url "$cpu_index" "$torch" ||
         echo "that index cannot be reached; pip's own choice follows, with CUDA libraries"
 fi

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 __all__ = ["start"]
 
 COMPILED, CHANGE = "the C++ operations are compiled", "engines switch to the C++ operations"
+QUESTION = "Question: Ann has 3 boxes with 8 pens each. How many pens does she have?\nAnswer:"
 TOKENS = 600
 """Tokens of the stream: half a second of torch's operations."""
 BODY = {"model": "spool-text", "prompt": "Tom has 12 apples.", "temperature": 0, "ignore_eos": True}
@@ -78,12 +79,14 @@ def stream(base: str, tokens: int, begun: threading.Event) -> str:
 def test_it_answers_before_the_operations_are_compiled_and_no_stream_mixes_bits(
     unbuilt: dict[str, str], tmp_path: Path, start: Any, fronts: str
 ) -> None:
-    """A stream in progress when the compiler ends keeps torch's operations until its end; then engines
-    change.
+    """The compiler starts after the server is ready. A stream in progress at the end of the compiler keeps
+    torch's operations until its end; then engines change. A later answer has the same tokens.
     """
     server: Server = start("spool-text", "--build-ops", "--port", "0", "--fronts", fronts, **unbuilt)
     base = server.url()
+    answer = ask(base, prompt=QUESTION, ignore_eos=False, max_tokens=64)
     expected = ask(base, max_tokens=TOKENS)
+    assert "engine ready" in server.log.read_text().partition("compiling the C++ operations")[0]
     assert "compiling the C++ operations" in server.log.read_text()
     assert not list(Path(unbuilt["WEFT_OPS_CACHE"]).glob("*/libweft_cpu.so"))
     (engine,) = with_role(server.process.pid, "head")
@@ -110,7 +113,7 @@ def test_it_answers_before_the_operations_are_compiled_and_no_stream_mixes_bits(
 
     until(server, lambda: CHANGE in server.log.read_text())
     until(server, lambda: engine not in with_role(server.process.pid, "head"))
-    assert ask(base, max_tokens=20)
+    assert ask(base, prompt=QUESTION, ignore_eos=False, max_tokens=64) == answer
     assert "linear (torch)" not in server.log.read_text().partition(CHANGE)[2]
     assert texts == [expected]
 

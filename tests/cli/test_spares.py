@@ -126,6 +126,21 @@ def test_a_server_without_spare_processes_has_no_thread_for_them() -> None:
     spares.close()
 
 
+def test_the_first_engine_is_a_process_that_was_started_before() -> None:
+    """Also without spare processes. A process that no engine needs ends with the owner."""
+    spares = Spares(0, at_once=True)
+    (early,) = spares.pids
+    first = spares.start(refused())
+    assert first.pid == early
+    assert spares.start(refused()).wait(PATIENCE) == first.wait(PATIENCE) == 1
+    assert not spares.pids
+    spares.close()
+    unused = Spares(1, at_once=True)
+    (early,) = unused.pids
+    unused.close()
+    assert title(early) == ""
+
+
 @pytest.mark.slow
 @pytest.mark.requirement("E16")
 @pytest.mark.parametrize("kind", ["head", "rank 1"])

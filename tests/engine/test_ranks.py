@@ -25,7 +25,7 @@ from weft.common.errors import EngineDead, known_error
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import ParallelSection
-from weft.engine import start
+from weft.engine import cpu_threads, start
 from weft.engine.core import EngineCore
 from weft.engine.group import GroupExecutor
 from weft.engine.ranks import ranks
@@ -57,9 +57,9 @@ def test_threads_are_those_asked_for_or_what_affinity_quota_and_torch_allow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def taken(asked: int, cores: int, torchs: int) -> int:
-        monkeypatch.setattr(start, "usable_cores", lambda: cores)
+        monkeypatch.setattr(cpu_threads, "usable_cores", lambda: cores)
         torch.set_num_threads(torchs)
-        start.set_threads(asked)
+        cpu_threads.set_threads(asked)
         return torch.get_num_threads()
 
     before = torch.get_num_threads()

@@ -14,6 +14,7 @@ import msgspec
 
 from tests.faults.rig import chain, config_of, pitfalls
 from weft.api.settings import read_settings
+from weft.cli.processes.spares import open_spares
 from weft.cli.serve.server import run
 from weft.common import log
 from weft.control.processes import table
@@ -29,7 +30,9 @@ def main(folder: str, plans: str, never: str, settings: str) -> int:
     if "faults" in fields:  # of a file: there may be more than a command line holds
         more = Path(fields.pop("faults")).read_bytes()
         planted += msgspec.json.decode(more, type=tuple[Fault, ...])
-    return run((msgspec.structs.replace(config_of(**fields), faults=planted),), front)
+    config = msgspec.structs.replace(config_of(**fields), faults=planted)
+    with open_spares(front, torchless=False) as spares:
+        return run((config,), front, spares)
 
 
 if __name__ == "__main__":

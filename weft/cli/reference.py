@@ -24,7 +24,7 @@ class Reference:
         transformers = require_transformers()
         import torch
 
-        from weft.engine.start import set_threads
+        from weft.engine.cpu_threads import set_threads
 
         set_threads(config.runner.threads)
         model = config.model

@@ -34,6 +34,7 @@ VARIABLES = {
     "ONEDNN_MAX_CPU_ISA": "instructions that torch's products may use; part of the name of caches on disk",
     "MKL_CBWR": "code path of MKL; part of the name of caches on disk",
     "CXX": "the C++ compiler of weft build-ops",
+    "OMP_NUM_THREADS": "most CPU threads of an engine, also when more cores become usable",
     "GOMP_SPINCOUNT": "turns that waiting CPU threads spin; by default those of about 20 us",
     "OMP_WAIT_POLICY": "active or passive: how waiting CPU threads wait, in place of the default above",
     "OTEL_EXPORTER_OTLP_ENDPOINT": "URL of a collector that gets request traces, if no flag names one",

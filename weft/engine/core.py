@@ -24,6 +24,7 @@ from weft.common.log import get_logger
 from weft.config.fingerprint import fingerprint, tower_fingerprint
 from weft.config.resolved import EngineConfig
 from weft.engine.adapters import EngineAdapters
+from weft.engine.cpu_threads import CpuThreads
 from weft.engine.event_sources import sources_of
 from weft.engine.expert_group import ExpertGroup
 from weft.engine.grammars import GrammarSource, ModelGrammars
@@ -77,7 +78,7 @@ class EngineCore(EngineLoop[StepHandle]):
         """
         self._fingerprint = "" if config.transfer.role in ("unified", "encode") else fingerprint(config)
         self._tower = tower_fingerprint(config)
-        runner = runner or start_executor(config, progress=progress)
+        runner = runner or _start_alone(config, progress)
         super().__init__(
             make_scheduler(config, runner.kv),
             runner,
@@ -346,6 +347,12 @@ class EngineCore(EngineLoop[StepHandle]):
         if self._kv_events is not None:
             self._kv_events.close()
         self._stages.close()
+
+
+def _start_alone(config: EngineConfig, progress: bool) -> GroupExecutor:
+    """Set the CPU threads of this process, start the group and return the group."""
+    CpuThreads(config)
+    return start_executor(config, progress=progress)
 
 
 class Balance:

@@ -19,11 +19,12 @@ from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.engine.build import rank_mesh
 from weft.engine.build_encoder import load_rank
+from weft.engine.cpu_threads import CpuThreads
 from weft.engine.ranks.executor import RankRunner
 from weft.engine.ranks.fault_injection import Faults
 from weft.engine.ranks.watch import RankWatch
 from weft.engine.ranks.worker import Worker
-from weft.engine.start import mesh_host, take_threads
+from weft.engine.start import mesh_host
 from weft.group.sizes import blocks_of, sized
 from weft.group.waits import LOAD_S
 from weft.parallel.control import EngineLink, RankChannel
@@ -48,7 +49,7 @@ def run_rank(config: EngineConfig, rank: int, link: EngineLink, rejoin: Callable
     the model cannot be loaded, which is reported to the engine process, or when an engine refuses the rank.
     """
     timeout = config.parallel.rank_timeout
-    take_threads(config)
+    threads = CpuThreads(config)
     faults = Faults(config.faults, rank)
     mesh = faults.within(rank_mesh(config, rank, mesh_host(config)))
     liveness = _Liveness(rank, link.incarnation, timeout)
@@ -59,7 +60,15 @@ def run_rank(config: EngineConfig, rank: int, link: EngineLink, rejoin: Callable
             return
         if link.updates and runner.weights is not None:
             runner.weights.follow(link.updates)
-        worker = Worker(rank, runner, mesh, link.channel, rank_timeout=timeout, incarnation=link.incarnation)
+        worker = Worker(
+            rank,
+            runner,
+            mesh,
+            link.channel,
+            rank_timeout=timeout,
+            incarnation=link.incarnation,
+            look=threads.look,
+        )
         gc.collect()
         gc.freeze()  # the model and all modules live as long as the process: the collector should skip them
         liveness.adopt(worker)

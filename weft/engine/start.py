@@ -9,9 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
-from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
 from weft.common.log import get_logger, settings
@@ -25,7 +22,7 @@ from weft.engine.group import GroupExecutor
 from weft.engine.group_links import GroupLinks, Share
 from weft.engine.ranks.executor import RankRunner
 from weft.engine.ranks.fault_injection import Faults
-from weft.engine.ranks.ranks import RankProcesses, rank_address, ranks_of, threads_each
+from weft.engine.ranks.ranks import RankProcesses, rank_address, ranks_of
 from weft.engine.ranks.supervised_ranks import SupervisedRanks
 from weft.group.meeting import Meeting
 from weft.group.membership import Membership
@@ -59,29 +56,13 @@ def layout_of(config: EngineConfig) -> Layout:
     )
 
 
-def take_threads(config: EngineConfig) -> None:
-    """Set the CPU threads of the process to the share of one rank, and log the number."""
-    cores = usable_cores()
-    ranks = config.ranks_beside
-    set_threads(config.runner.threads, threads_each(config, cores))
-    log.info("CPU threads: %d (%d cores for %d ranks on this host)", torch.get_num_threads(), cores, ranks)
-
-
-def set_threads(asked: int | None, most: int | None = None) -> None:
-    """Set the CPU threads of torch in the process: ``asked``, or at most ``most`` (default: usable cores).
-
-    Without ``asked``, never more threads than torch's own default, which follows OMP_NUM_THREADS. torch
-    respects the CPU affinity but not a cgroup quota, so the default alone can be too high.
-    """
-    torch.set_num_threads(asked or min(usable_cores() if most is None else most, torch.get_num_threads()))
-
-
 def start_executor(
     config: EngineConfig, *, progress: bool = True, supervised: SupervisedRanks | None = None
 ) -> GroupExecutor:
     """Start the group of one replica and return the group, ready for the first step.
 
-    Starts the local workers, loads the local share of the model and forms an epoch. Blocks meanwhile.
+    Starts the local workers, loads the local share of the model and forms an epoch. Blocks meanwhile. The
+    caller has set the CPU threads (``CpuThreads``).
 
     ``supervised``: the workers, if the server owns the workers. Workers of an earlier engine process have
     weights already. Raises ConfigError for an unusable configuration, and GroupLost when a rank does not
@@ -89,7 +70,6 @@ def start_executor(
     """
     layout = layout_of(config)
     timeout = config.parallel.rank_timeout
-    take_threads(config)
     engine, *workers = ranks_of(config.replica, layout.tensor)
     faults = Faults(config.faults, engine)
     # A single rank needs no workers, channels or stores.

@@ -81,6 +81,7 @@ def serve(
     supervisor: FrontSupervisor | None = None,
     siblings: Siblings | None = None,
     listener: socket.socket | None = None,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve until a signal (0, after draining), a second signal (130) or the death of the last engine
     process (1). Return the exit status; blocks until then.
@@ -91,7 +92,8 @@ def serve(
     engine processes are shared with other API servers and live on; signals are ignored, and the port is
     shared. Call from the main thread. ``signals.STOPS`` are handled here and ignored after the return,
     because only the end of the process follows. ``listener``: socket that listens already; None to bind the
-    port here. Raises ConfigError for an unusable port, tokenizer or TLS file.
+    port here. ``on_ready``: called once, when this server answers requests. Raises ConfigError for an
+    unusable port, tokenizer or TLS file.
     """
     caught: list[int] = []
     # Only record signals for now: an exception in a handler would leave the event loop half started.
@@ -104,7 +106,8 @@ def serve(
     sys.setswitchinterval(SWITCH_INTERVAL)
     keep_heap_small()
     with asyncio.Runner(loop_factory=ServerLoop) as runner:
-        return runner.run(FrontServer(config, front, owner, listener, supervisor, siblings).run(caught))
+        server = FrontServer(config, front, owner, listener, supervisor, siblings, on_ready)
+        return runner.run(server.run(caught))
 
 
 def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) -> socket.socket:
@@ -171,9 +174,11 @@ class FrontServer:
         listener: socket.socket,
         supervisor: FrontSupervisor | None = None,
         siblings: Siblings | None = None,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         """``listener``: bound socket. ``supervisor``, ``siblings``: None for a single API server, which
-        then owns the signals and ends the engine processes."""
+        then owns the signals and ends the engine processes. ``on_ready``: see ``serve``."""
+        self._on_ready = on_ready
         self._siblings = siblings
         self._config = config
         self._section = section
@@ -286,6 +291,7 @@ class FrontServer:
         front.lifecycle.move(Phase.READY)
         self._open.set()
         self._announce()
+        self._on_ready()
         died = front.links.died if front.several is None else front.several.died
         await self._unless_stopped(died.wait(), serving)
         if (failure := front.failure) is not None:

@@ -147,7 +147,7 @@ def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
     import torch
 
     from weft.bench import moe_table as run
-    from weft.engine.start import set_threads
+    from weft.engine.cpu_threads import set_threads
     from weft.ops import moe_table as table
 
     if device == "auto":
@@ -212,7 +212,7 @@ def machine(threads: int | None, json_file: str | None) -> int:
     """
     check_writable(json_file, "--json")
     from weft.bench import machine_bench as run
-    from weft.engine.start import set_threads
+    from weft.engine.cpu_threads import set_threads
 
     set_threads(threads)
     report = run.measure()

@@ -32,7 +32,7 @@ def from_reference(config: Config, lines: Sequence[Line], max_tokens: int | None
     import torch
     from PIL import Image
 
-    from weft.engine.start import set_threads
+    from weft.engine.cpu_threads import set_threads
 
     set_threads(config.runner.threads)
     path = hub.resolve_model_path(config.model.model, config.model.revision)

@@ -50,6 +50,7 @@ def work(arguments: list[str]) -> int:
             gc.disable()
             from weft.engine.server.engine_server import run_engine
 
+            gc.freeze()
             gc.enable()
             run_engine(config, listener, int(pipe[0]) if pipe else None)
     except WeftError as error:

@@ -8,6 +8,7 @@ no thread and touches no device before the order. The status is 0 if the spare i
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import socket
@@ -46,8 +47,12 @@ def run(arguments: list[str]) -> int:
     (parent,) = arguments
     child.begin(int(parent))
     set_title("spare")
+    # The collector would visit torch's objects several times and free nothing.
+    gc.disable()
     for name in IMPORTED:
         importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as link:
         told = receive(link)
     if told is None:

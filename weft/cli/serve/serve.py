@@ -8,10 +8,12 @@ import click
 import msgspec
 
 from weft.cli import options
+from weft.cli.processes.spares import open_spares
 from weft.common import env
 from weft.common.errors import ConfigError
 from weft.config.flags import SETTINGS
 from weft.config.sections.all import Config
+from weft.engine.ranks.processes import Spares
 
 
 @click.command(cls=options.Command)
@@ -29,6 +31,13 @@ def serve(models: tuple[str, ...], **given: Any) -> int:
     Several MODELs, or --models-dir, make a server of several models: each request names one. With
     --models-memory, models load on the first request, and idle models make room.
     """
+    config = with_keys(options.build(given, models[0] if len(models) == 1 else None))
+    with open_spares(config.front, torchless=config.front.scripted is not None) as spares:
+        return _serve(config, models, given, spares)
+
+
+def _serve(config: Config, models: tuple[str, ...], given: dict[str, Any], spares: Spares) -> int:
+    """Resolve the configuration and serve. Return the exit status. Raise ConfigError."""
     from weft.cli.serve.server import configure_log, run
     from weft.config.models.several import refuse_models
     from weft.config.resolve import resolve
@@ -36,22 +45,23 @@ def serve(models: tuple[str, ...], **given: Any) -> int:
     from weft.config.secret_file import check_secrets, warn_of_readable_keys
     from weft.config.topology import resolve_groups, short_form
 
-    config = with_keys(options.build(given, models[0] if len(models) == 1 else None))
     configure_log(config.front)
     warn_of_readable_keys(given.get("config"))
     towers = given.get("language_model_only") is False
     if len(models) > 1 or config.front.models_dir is not None:
-        return _several(config, models, given, towers)
+        return _several(config, models, given, towers, spares)
     refuse_models(config.front, "a server of one model")
     if config.front.scripted is not None:
-        return run((resolve_scripted(config),), config.front)
+        return run((resolve_scripted(config),), config.front, spares)
     topology = short_form(config, towers=towers)
     groups = (resolve(config),) if topology is None else resolve_groups(topology)
     check_secrets(groups)
-    return run(groups, config.front)
+    return run(groups, config.front, spares)
 
 
-def _several(config: Config, models: tuple[str, ...], given: dict[str, Any], towers: bool) -> int:
+def _several(
+    config: Config, models: tuple[str, ...], given: dict[str, Any], towers: bool, spares: Spares
+) -> int:
     """Serve several models with the same flags. Return the exit status. ``towers``: see ``short_form``. Raise
     ConfigError."""
     from weft.cli.serve.several_models import run_models
@@ -63,7 +73,7 @@ def _several(config: Config, models: tuple[str, ...], given: dict[str, Any], tow
     named, found = from_command_line(config, models, towers)
     resolved = resolve_models(named, config.front, found)
     check_secrets([group for model in resolved for group in model.groups])
-    return run_models(resolved, config.front)
+    return run_models(resolved, config.front, spares)
 
 
 def with_keys(config: Config) -> Config:

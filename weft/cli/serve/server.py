@@ -32,7 +32,7 @@ from weft.ops import cpu
 from weft.ops.cpu.beside import OperationsBuild, built
 
 if TYPE_CHECKING:
-    from weft.engine.ranks.processes import ProcessCommand, Start
+    from weft.engine.ranks.processes import ProcessCommand, Spares, Start
     from weft.engine.server.engine_processes import EngineGroups
 
 _SECONDS_TO_CLOSE = 5.0
@@ -45,17 +45,16 @@ def configure_log(front: FrontSection) -> None:
     log.configure(front.log_settings, "front" if front.fronts == 1 else "supervisor")
 
 
-def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
+def run(groups: tuple[EngineConfig, ...], front: FrontSection, spares: Spares) -> int:
     """Serve until a stop signal, or until no request can be served any more.
 
-    Return the exit status; 2 if the server failed and an engine had a configuration error. Installs signal
-    handlers; call from the main thread.
+    Return the exit status; 2 if the server failed and an engine had a configuration error. ``spares`` starts
+    the processes, which have ended at the return. Installs signal handlers; call from the main thread.
     """
     resolved = face(groups)
     ask_for_files(groups, front)
     signal.signal(signals.RESTART, signal.SIG_IGN)
     server_context(front)  # a wrong TLS file ends the start here, before any process loads a model
-    from weft.engine.ranks.processes import Spares
     from weft.engine.server.engine_processes import EngineGroups
     from weft.front.front_server import bind
 
@@ -74,8 +73,6 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
     folder = private_folder()
     engines: EngineGroups | None = None
     operations: Operations | None = None
-    torchless = all(group.scripted for group in groups)
-    spares = Spares(front.spare_processes if front.engine_restarts and not torchless else 0)
     patience, status = 0.0, 1
     ends: list[int] = []
     try:
@@ -95,7 +92,6 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
             operations.close()
         if engines is not None:
             ends = engines.close(patience)
-        spares.close()
         shutil.rmtree(folder, ignore_errors=True)
     # An engine with a configuration error makes the status 2, but only if the server failed.
     return 2 if status != 0 and 2 in ends else status
@@ -167,7 +163,8 @@ def run_front(
     """Serve with one API server in this process, which owns the engines.
 
     ``listener``: socket of the API. Blocks; returns the exit status. Unblocks stop signals, and the restart
-    signal restarts the engines. Starts the compilation of the operations, if requested.
+    signal restarts the engines. Starts the compilation of the operations, if requested, once ready: the
+    compilers would delay the first answer.
     """
     from weft.control.processes.engine_owner import EngineOwner
     from weft.front.front_server import serve
@@ -183,8 +180,8 @@ def run_front(
     )
     signal.signal(signals.RESTART, lambda *_: owner.ask_restart())
     owner.start()
-    operations.compile(owner.switch)
-    return serve(resolved, front, owner, listener=listener)
+    ready = functools.partial(operations.compile, owner.switch)
+    return serve(resolved, front, owner, listener=listener, on_ready=ready)
 
 
 def run_fronts(
@@ -198,8 +195,8 @@ def run_fronts(
     """Serve with several API servers on one port, as their supervisor.
 
     Blocks; returns the exit status. ``folder``: private folder for the registry. ``reserved``: bound
-    socket that never listens. The socket reserves the port for restarted API servers. Starts the compilation
-    of the operations, if requested, and prints the address once ready.
+    socket that never listens. The socket reserves the port for restarted API servers. Once ready, prints the
+    address and starts the compilation of the operations, if requested.
     """
     from weft.cli.processes.front_main import FrontSetup, start_front
     from weft.control.processes.cluster_server import ClusterServer
@@ -226,6 +223,7 @@ def run_fronts(
         chats = has_template(resolved, front)
         sys.stdout.write(ready_text(reserved, resolved, section, chats=chats))
         sys.stdout.flush()
+        operations.compile(server.switch)
 
     supervisor = Supervisor(
         engines.members,
@@ -238,5 +236,4 @@ def run_fronts(
     server = ClusterServer(
         supervisor, engines, start, folder, announce, secret=secret, on_switch=operations.switched
     )
-    operations.compile(server.switch)
     return server.run()

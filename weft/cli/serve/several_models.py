@@ -21,6 +21,7 @@ import click
 import msgspec
 
 from weft.cli.processes import child
+from weft.cli.processes.spares import open_spares
 from weft.common import signals
 from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
@@ -33,7 +34,7 @@ from weft.config.topology import serves
 if TYPE_CHECKING:
     from weft.config.models.several import ResolvedModel
     from weft.control.processes.engine_owner import EngineOwner
-    from weft.engine.ranks.processes import Start
+    from weft.engine.ranks.processes import Spares, Start
     from weft.engine.server.engine_processes import EngineGroups
 
 _SECONDS_TO_CLOSE = 5.0
@@ -82,15 +83,15 @@ class ModelEngines:
             shutil.rmtree(self._own, ignore_errors=True)
 
 
-def run_models(models: Sequence[ResolvedModel], front: FrontSection) -> int:
+def run_models(models: Sequence[ResolvedModel], front: FrontSection, spares: Spares) -> int:
     """Serve until a stop signal. Return the exit status; 2 if the server failed and an engine had a
-    configuration error. Installs signal handlers; call from the main thread."""
+    configuration error. ``spares`` starts the processes, which have ended at the return. Installs signal
+    handlers; call from the main thread."""
     groups = [group for model in models for group in model.groups]
     ask_for_files(groups, front)
     signal.signal(signals.RESTART, signal.SIG_IGN)
     server_context(front)  # a wrong TLS file ends the start here, before any process loads a model
     from weft.cli.serve.server import Operations
-    from weft.engine.ranks.processes import Spares
     from weft.front.front_server import bind
 
     # The socket of several API servers only reserves the port.
@@ -101,8 +102,6 @@ def run_models(models: Sequence[ResolvedModel], front: FrontSection) -> int:
         signal.signal(number, signals.end)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
     folder = private_folder()
-    torchless = all(group.scripted for group in groups)
-    spares = Spares(front.spare_processes if front.engine_restarts and not torchless else 0)
     operations = Operations(tuple(groups), False, spares.start)
     engines = [ModelEngines(model, folder, operations.start) for model in models]
     status = 1
@@ -117,7 +116,6 @@ def run_models(models: Sequence[ResolvedModel], front: FrontSection) -> int:
         listener.close()
         for one in engines:
             one.close(0.0 if status > 128 else _SECONDS_TO_CLOSE)
-        spares.close()
         shutil.rmtree(folder, ignore_errors=True)
     return 2 if status != 0 and any(one.refused for one in engines) else status
 
@@ -234,4 +232,6 @@ def up_models(
         server_context(front)
         click.echo(describe(models, front))
         return 0
-    return run_models(models, front)
+    torchless = all(group.scripted for model in models for group in model.groups)
+    with open_spares(front, torchless=torchless) as spares:
+        return run_models(models, front, spares)

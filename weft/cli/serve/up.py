@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from weft.cli import options
+from weft.cli.processes.spares import open_spares
 from weft.cli.serve.on_ray import RayOptions, check_place, up_on_ray
 from weft.cli.serve.serve import with_keys
 from weft.config.resolved import EngineConfig
@@ -60,7 +61,8 @@ def up(file: str, place: str, ray_address: str, name: str, stop: bool, check: bo
         server_context(front)
         click.echo(describe(groups, front))
         return 0
-    return run(groups, front)
+    with open_spares(front, torchless=all(group.scripted for group in groups)) as spares:
+        return run(groups, front, spares)
 
 
 def describe(groups: tuple[EngineConfig, ...], front: FrontSection) -> str:

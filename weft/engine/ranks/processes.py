@@ -1,7 +1,8 @@
 """Starts the processes of a server, and keeps spare processes.
 
 Most of a process start is the import of torch. So a server keeps spare processes, which have imported torch
-and wait for an order. The next restart of an engine process or worker uses a spare process.
+and wait for an order. The next restart of an engine process or worker uses a spare process. The first engine
+process uses one, too: ``at_once`` starts the import before the server has read the configuration.
 """
 
 from __future__ import annotations
@@ -142,11 +143,14 @@ class Spares:
     thread. So call ``close`` only after all processes returned by ``start`` have ended.
     """
 
-    def __init__(self, most: int, after: tuple[float, float] = (AFTER_S, AFTER_SPARE_S)) -> None:
+    def __init__(
+        self, most: int, after: tuple[float, float] = (AFTER_S, AFTER_SPARE_S), at_once: bool = False
+    ) -> None:
         """``most``: number of spare processes; 0 for none.
 
-        ``after``: delays in place of ``AFTER_S`` and ``AFTER_SPARE_S``. The first spare process is started
-        only after a call of ``start``.
+        ``after``: delays in place of ``AFTER_S`` and ``AFTER_SPARE_S``. ``at_once``: start a process now, for
+        the first ``start``, even with ``most`` 0; call from the main thread. All others are started only
+        after a call of ``start``.
         """
         self._most = most
         self._after, self._after_spare = after
@@ -156,6 +160,10 @@ class Spares:
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="weft-spares", daemon=True)
+        if at_once:
+            # Without memory or processes, the start of the engine reports the error.
+            with contextlib.suppress(OSError):
+                self._spares.append(_start_spare())
         if most:
             self._thread.start()
 
@@ -184,17 +192,21 @@ class Spares:
             self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join()
+        while self._spares:
+            self._spares.pop().end()
 
     def _take(self) -> _Spare | None:
         """Remove and return the oldest spare process, or None. Schedules the start of the next."""
         with self._changed:
             spare = self._spares.pop(0) if self._spares else None
-            self._due = time.monotonic() + (self._after if spare is None else self._after_spare)
+            # The processes of a starting server load and compute for longer than a restarted process.
+            cold = spare is None or self._due is None
+            self._due = time.monotonic() + (self._after if cold else self._after_spare)
             self._changed.notify_all()
             return spare
 
     def _run(self) -> None:
-        """Start spare processes when due, until ``close``; then end the idle ones.
+        """Start spare processes when due, until ``close``.
 
         A failed start is logged and tried again after ``AGAIN_S`` seconds.
         """
@@ -208,8 +220,6 @@ class Spares:
                 continue
             with self._changed:
                 self._spares.append(spare)
-        for spare in self._spares:
-            spare.end()
 
     def _wait(self) -> bool:
         """Block until a spare process is due. Return False after ``close``."""

@@ -67,12 +67,12 @@ class Worker:
         *,
         rank_timeout: float = 10.0,
         incarnation: str = "",
+        look: Callable[[bool], None] = lambda idle: None,
     ) -> None:
-        """``mesh``: closed by ``close``, as are ``runner`` and ``channel``.
-
-        ``rank_timeout``: seconds, unit of the deadlines for a connection. ``incarnation``: identifies the
-        engine process at the other end of ``channel``.
-        """
+        """``mesh``: closed by ``close``, as are ``runner`` and ``channel``. ``rank_timeout``: seconds, unit
+        of the deadlines for a connection. ``incarnation``: identifies the engine process at the other end of
+        ``channel``. ``look``: called between frames, with True if no step is in flight."""
+        self._look = look
         self.rank = rank
         self._runner = runner
         self._mesh = mesh
@@ -117,6 +117,7 @@ class Worker:
         self._channel.send(f.encode(ready))
         while not self.stopped and not self._orphan:
             self.turn(_BUSY if self._in_flight else _IDLE)
+            self._look(not self._in_flight)
         self._leave()
 
     def join(self, channel: RankChannel, incarnation: str) -> None:

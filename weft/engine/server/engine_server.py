@@ -160,6 +160,7 @@ class EngineServer:
         adapters: AdapterLoader | None = None,
         weights: WeightsLoader | None = None,
         flush: Callable[[FlushTier], None] | None = None,
+        look: Callable[[bool], None] = lambda idle: None,
     ) -> None:
         """``core``: the engine, closed at the end of ``run``.
 
@@ -167,8 +168,9 @@ class EngineServer:
         which a busy engine may wait for messages (default: 0). ``profiler``: default: none. ``shows``: True
         if other processes of the group must be able to open images in shared memory. ``identity``,
         ``adapters`` and ``weights``: see ``EngineProtocol``. ``flush``: empties the KV cache; None without
-        a cache.
+        a cache. ``look``: called between steps, with True if no sequence runs.
         """
+        self._look = look
         self._profiler = profiler or Profiler(None, "")
         self._flush = flush
         self._core = core
@@ -206,7 +208,9 @@ class EngineServer:
                     break  # blocked sequences have ended by then, because each has a time limit
                 # Send a heartbeat as soon as the engine is idle. Otherwise gauges would show load for up to
                 # half a second.
-                self._heartbeat(at_once=busy and not self._core.has_work())
+                idle = not self._core.has_work()
+                self._heartbeat(at_once=busy and idle)
+                self._look(idle)
                 if self._profiler.running:
                     self._profiler.look()
         except Exception as error:
@@ -316,12 +320,14 @@ def run_engine(config: EngineConfig, listener: Listener, pipe: int | None = None
     """
     # The modules below import torch. An engine process without a model does not need torch.
     from weft.engine.core import EngineCore
+    from weft.engine.cpu_threads import CpuThreads
     from weft.engine.ranks.supervised_ranks import SupervisedRanks
     from weft.engine.start import start_executor
     from weft.tracing.writer import open_writer
 
     try:
         supervised = None if pipe is None else SupervisedRanks(Connection(pipe))
+        threads = CpuThreads(config)
         runner = config.runner
         spans = open_writer(runner.trace_requests, process_name(config), runner.otlp_traces_endpoint)
         core = EngineCore(config, runner=start_executor(config, supervised=supervised), spans=spans)
@@ -351,4 +357,5 @@ def run_engine(config: EngineConfig, listener: Listener, pipe: int | None = None
         adapters=core.adapters,
         weights=core.weights,
         flush=core.flush,
+        look=threads.look,
     ).run()
