@@ -219,6 +219,7 @@ def test_every_target_that_runs_operations_is_checked() -> None:
         "simulate",
         "lint",
         "types",
+        "types-tests",
         "imports",
         "ops",
         "docs",
