@@ -52,10 +52,12 @@ def config_of(
         "dtype": "float32" if all(tensor.kind == "F32" for tensor in tensors) else "bfloat16",
     }
     # Facts of latent attention replace the head size. Rope scaling depends on the head size.
-    if facts.architecture in ("deepseek2", "glm-dsa"):
+    if facts.architecture in ("deepseek2", "glm-dsa", "kimi-linear"):
         made |= _latent(facts)
         if facts.architecture == "glm-dsa":
             made |= _indexers(facts)
+        if row is not None:
+            made |= row.read(facts, stored)
     elif (heads := facts.delta) is not None:
         made |= _hybrid(facts, heads)
     elif row is not None:
