@@ -12,6 +12,7 @@ from tests.support.tensor_names import MAPPING, Names, config_of, expanded, load
 from weft.config.families import FAMILIES, load_spec
 from weft.config.spec import ModelSpec
 from weft.models import loader
+from weft.models.quantized.sources import part_of
 from weft.models.registry import WEIGHTS
 from weft.models.weights import WeightMap
 
@@ -28,13 +29,20 @@ def spec_of(name: str, listed: Names, folder: Path) -> ModelSpec:
 
 
 def placed(listed: Names, spec: ModelSpec) -> tuple[WeightMap, dict[str, list[str]]]:
-    """Return the map in the names of the list, and the names of each pattern in all layers."""
+    """Return the map in the names of the list, and the weights of each pattern in all layers."""
     weights: WeightMap = WEIGHTS.get(spec.family)(spec)
     # A layer of one part counts in the names, and not in the spec.
     layers = 1 + max(int(found[1]) for one in weights.placements if (found := _LAYER.search(one)))
     experts = 0 if spec.moe is None else spec.moe.experts
     names = {pattern: list(expanded(pattern, layers, experts)) for pattern in listed.patterns()}
-    return weights.published_as({one for each in names.values() for one in each}), names
+    weights = weights.published_as({one for each in names.values() for one in each})
+    # A part of a quantized weight, as the blocks of GPT-OSS, counts as the weight.
+    quantized = spec.quantized is not None
+    parts = {
+        pattern: [one if (found := part_of(one, weights.placements, quantized)) is None else found[0] for one in each]
+        for pattern, each in names.items()
+    }
+    return weights, parts
 
 
 def fits(weights: WeightMap, name: str) -> bool:
