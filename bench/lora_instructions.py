@@ -53,7 +53,11 @@ def make_core(base: Path, options: argparse.Namespace, adapters: dict[str, str])
     modules = tuple(f"{name}={folder}" for name, folder in adapters.items())
     config = Config(
         model=ModelSection(
-            model=str(base), dtype=options.dtype, quantization=options.quantization, max_model_len=256
+            model=str(base),
+            dtype=options.dtype,
+            quantization=options.quantization,
+            max_model_len=256,
+            num_hidden_layers_override=options.layers,
         ),
         cache=CacheSection(kv_cache_memory="64M", enable_prefix_caching=False),
         scheduler=SchedulerSection(max_num_seqs=max(options.rows), steps_in_flight=1),
@@ -124,6 +128,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", default="none")
+    parser.add_argument("--layers", type=int, help="the first layers only: faster, and a larger share of the rest")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--keep", help="folder for valgrind's files, for callgrind_annotate")
     for name in ("--base", "--modules", "--marks"):  # set for the process below valgrind
@@ -141,7 +146,7 @@ def main() -> None:
         kept.mkdir(parents=True, exist_ok=True)
         base = make(MODEL, folder / "base", progress=False)
         modules = {
-            f"a{number}": str(save_adapter(folder / f"a{number}", base, options.rank, number))
+            f"a{number}": str(save_adapter(folder / f"a{number}", base, options.rank, number, options.layers))
             for number in range(options.adapters)
         }
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--quiet"]
