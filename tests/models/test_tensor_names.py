@@ -17,6 +17,27 @@ from weft.models.registry import WEIGHTS
 from weft.models.weights import WeightMap
 
 LISTS = load()
+LLAMA_CPP = {
+    "arcee": "ARCEE",
+    "cohere": "COMMAND_R",
+    "cohere2": "COHERE2",
+    "cwm": "LLAMA",
+    "dots1": "DOTS1",
+    "ernie": "ERNIE4_5",
+    "glm": "CHATGLM",
+    "granite": "GRANITE",
+    "hunyuan": "HUNYUAN_DENSE",
+    "hunyuan-moe": "HUNYUAN_MOE",
+    "lfm2": "LFM2",
+    "ministral3": "MISTRAL3",
+    "olmo3": "OLMO2",
+    "phi": "PHI2",
+    "seed-oss": "SEED_OSS",
+    "solar-open": "GLM4_MOE",
+    "starcoder2": "STARCODER2",
+}
+"""Lists of the conversion mapping of transformers whose names the converter of llama.cpp reads, too: name -> key
+of ``gguf.MODEL_ARCH``. The converter reads published files, and knows nothing of transformers' module names."""
 _LAYER = re.compile(r"(?<=layers\.)(\d+)")
 
 
@@ -58,6 +79,17 @@ def test_every_published_name_is_placed_and_none_is_missing(name: str, tmp_path:
     assert not loader._missing(weights, {one for each in names.values() for one in each})
 
 
+@pytest.mark.parametrize("name", list(LLAMA_CPP))
+def test_names_are_those_of_the_converter_of_llama_cpp(name: str) -> None:
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    assert LISTS[name].source == MAPPING
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[LLAMA_CPP[name]], 2)
+    for pattern in LISTS[name].patterns():
+        # The table has one name for the matrices of all experts. Code of the converter renames this bias.
+        stacked = pattern.replace("experts.N.", "experts.").replace("e_score_correction_bias", "e_score_correction")
+        assert known.get_name(stacked.replace(".N.", ".1."), (".weight", ".bias")) is not None, pattern
+
+
 def test_a_name_more_or_less_is_noticed(tmp_path: Path) -> None:
     listed = Names("", {"": "model.extra.weight", "model.layers.N.": "self_attn.q_proj.weight"})
     weights, names = placed(listed, spec_of("llama", listed, tmp_path))
@@ -71,4 +103,19 @@ def test_every_architecture_has_a_list() -> None:
     listed = {config_of(name)["architectures"][0] for name in LISTS}
     spelled = {"KimiK25ForConditionalGeneration"}  # another spelling of an architecture with a list
     assert set(FAMILIES) - listed - spelled == set()
-    assert any(one.source != MAPPING for one in LISTS.values())
+    published = {config_of(name)["architectures"][0] for name, one in LISTS.items() if one.source != MAPPING}
+    checked = {config_of(name)["architectures"][0] for name in LLAMA_CPP}
+    # Only transformers says how checkpoints of these architectures are named.
+    assert set(FAMILIES) - published - checked - spelled == {
+        "ApertusForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "GraniteMoeForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeSharedForCausalLM",
+        "InternVLForConditionalGeneration",
+        "Lfm2MoeForCausalLM",
+        "Llama4ForCausalLM",
+        "MinistralForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "VaultGemmaForCausalLM",
+    }
