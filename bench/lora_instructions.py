@@ -1,11 +1,11 @@
-"""Instructions of decode steps without an adapter row, on an engine with loaded adapters and on an engine without.
+"""Instructions of decode steps without an adapter row: an engine with loaded adapters beside one without.
 
     python -m bench.lora_instructions --rows 1 8 64 --dtype bfloat16
 
 valgrind counts the instructions of all threads, so the result does not depend on other programs. Both engines
 run in one process, one after the other, with one thread and one step in flight. Random weights, and random
-adapters of every linear layer: no token matters. Prints instructions per step and the ratio. Needs valgrind, the
-header valgrind/callgrind.h and a C compiler.
+adapters of every linear layer: no token matters. Prints instructions per step and the ratio. Needs
+valgrind, the header valgrind/callgrind.h and a C compiler.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", default="none")
-    parser.add_argument("--layers", type=int, help="the first layers only: faster, and a larger share of the rest")
+    parser.add_argument(
+        "--layers", type=int, help="the first layers only: faster, and a larger share of the rest"
+    )
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--keep", help="folder for valgrind's files, for callgrind_annotate")
     for name in ("--base", "--modules", "--marks"):  # set for the process below valgrind
@@ -150,7 +152,12 @@ def main() -> None:
             for number in range(options.adapters)
         }
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--quiet"]
-        command += [f"--callgrind-out-file={kept / 'counts'}", sys.executable, "-m", "bench.lora_instructions"]
+        command += [
+            f"--callgrind-out-file={kept / 'counts'}",
+            sys.executable,
+            "-m",
+            "bench.lora_instructions",
+        ]
         command += [*sys.argv[1:], "--base", str(base), "--modules", json.dumps(modules)]
         subprocess.run([*command, "--marks", str(compile_marks(folder))], check=True)
         found = counted(kept)

@@ -40,7 +40,9 @@ def save_adapter(folder: Path, base: Path, rank: int, seed: int, layers: int | N
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (a file is no dict)
                 shape = file.get_slice(name).get_shape()
-                within = layers is None or f".{name}".partition(".layers.")[2].partition(".")[0] in map(str, range(layers))
+                within = layers is None or f".{name}".partition(".layers.")[2].partition(".")[0] in map(
+                    str, range(layers)
+                )
                 if within and "_proj.weight" in name and len(shape) == 2:
                     module = f"base_model.model.{name.removesuffix('.weight')}"
                     a = torch.randn(rank, shape[1], generator=generator) * 0.01

@@ -217,7 +217,7 @@ CASES: dict[str, Case] = {
         facts=KIMI_FACTS,
         change=kimi_linear(3, 14, 4),
     ),
-    "kimi-linear-groups": Case(
+    "kimi-linear-older": Case(
         model="KimiLinear",
         arch="KIMI_LINEAR",
         settings={
@@ -896,6 +896,8 @@ def test_codes_of_packed_types_are_the_values(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "facts", "why"),
     [
+        ("kimi-linear", {"expert_gating_func": 1}, r"expert_gating_func must be 2"),
+        ("kimi-linear", {"attention.head_count_kv": [0, 1]}, "a number for each of 3 layers"),
         ("granite", {"rope.scaling.finetuned": False}, "Granite without rotations"),
         ("glm4moe", {"expert_gating_func": 1}, r"expert_gating_func must be 2"),
         ("olmo3", {"attention.sliding_window_pattern": [True]}, "has 1 entries for 4 layers"),

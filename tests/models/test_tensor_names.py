@@ -36,8 +36,8 @@ LLAMA_CPP = {
     "solar-open": "GLM4_MOE",
     "starcoder2": "STARCODER2",
 }
-"""Lists of the conversion mapping of transformers whose names the converter of llama.cpp reads, too: name -> key
-of ``gguf.MODEL_ARCH``. The converter reads published files, and knows nothing of transformers' module names."""
+"""Lists of the conversion mapping of transformers with names that the converter of llama.cpp reads, too:
+name -> key of ``gguf.MODEL_ARCH``. The converter reads published files, and knows no module of transformers."""
 _LAYER = re.compile(r"(?<=layers\.)(\d+)")
 
 
@@ -60,7 +60,10 @@ def placed(listed: Names, spec: ModelSpec) -> tuple[WeightMap, dict[str, list[st
     # A part of a quantized weight, as the blocks of GPT-OSS, counts as the weight.
     quantized = spec.quantized is not None
     parts = {
-        pattern: [one if (found := part_of(one, weights.placements, quantized)) is None else found[0] for one in each]
+        pattern: [
+            one if (found := part_of(one, weights.placements, quantized)) is None else found[0]
+            for one in each
+        ]
         for pattern, each in names.items()
     }
     return weights, parts
@@ -86,7 +89,9 @@ def test_names_are_those_of_the_converter_of_llama_cpp(name: str) -> None:
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[LLAMA_CPP[name]], 2)
     for pattern in LISTS[name].patterns():
         # The table has one name for the matrices of all experts. Code of the converter renames this bias.
-        stacked = pattern.replace("experts.N.", "experts.").replace("e_score_correction_bias", "e_score_correction")
+        stacked = pattern.replace("experts.N.", "experts.").replace(
+            "e_score_correction_bias", "e_score_correction"
+        )
         assert known.get_name(stacked.replace(".N.", ".1."), (".weight", ".bias")) is not None, pattern
 
 

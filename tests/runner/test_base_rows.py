@@ -1,4 +1,4 @@
-"""Rows without an adapter cost nothing beside loaded adapters: a step makes the calls of a server without places."""
+"""A step without an adapter row, beside loaded adapters, makes the calls of a server without places."""
 
 from __future__ import annotations
 
@@ -95,13 +95,16 @@ def test_base_rows_make_the_calls_of_a_server_without_places(dense: bool, tmp_pa
     submit(plain, tokens=1)
     plain.step()
     expected, python = steps(plain)
-    # In dense layers the product of gate and up and the activation are two operators: the bits of a row must not
-    # depend on the adapters of other rows.
+    # In dense layers the product of gate and up and the activation are two operators: the bits of a row must
+    # not depend on the adapters of other rows.
     apart = Counter({"weft_cpu.gated.default": plain.config.spec.layers} if dense else {})
     plain.close()
     core = engine(base, make_adapter(tmp_path / "a", base))
     try:
-        for compared in (2, 1):  # the second time after rows with the adapter: the second step is replayed then
+        for compared in (
+            2,
+            1,
+        ):  # the second time after rows with the adapter: the second step is replayed then
             submit(core, tokens=1)
             core.step()  # takes the adapter into host memory; writes the place of a slot that had the adapter
             found, calls = steps(core)

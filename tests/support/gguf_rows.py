@@ -116,8 +116,8 @@ def mamba2(groups: int, change: Change) -> Change:
 def kimi_linear(heads: int, width: int, taps: int) -> Change:
     """Return the change to llama.cpp's shapes of Kimi Linear.
 
-    ``heads``: query heads. ``width``: dims of a head's keys without the shared key. ``taps``: dimensions of the
-    taps, 3 or 4.
+    ``heads``: query heads. ``width``: dims of a head's keys without the shared key. ``taps``: dimensions of
+    the taps: 4, or 3 for a file of an older converter, which leaves the latent up-projection whole.
     """
 
     def shaped(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
@@ -128,7 +128,7 @@ def kimi_linear(heads: int, width: int, taps: int) -> Change:
             yield f"blk.{block}.ssm_dt.bias", values
         elif name.endswith("_conv1d.weight"):
             yield name, values.reshape((1,) * (taps - 3) + (-1, 1, values.shape[-1]))
-        elif name.endswith(".kv_b_proj.weight"):
+        elif name.endswith(".kv_b_proj.weight") and taps == 4:
             keys, rest = np.split(values.reshape(heads, -1, values.shape[1]), [width], axis=1)
             yield f"blk.{block}.attn_k_b.weight", keys.swapaxes(1, 2)
             yield f"blk.{block}.attn_v_b.weight", rest

@@ -225,7 +225,10 @@ ROWS: dict[str, GgufRow] = {
         names={
             **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
             **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
-            **{f"ffn_{part}_shexp": f"{_KIMI_MOE}.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+            **{
+                f"ffn_{part}_shexp": f"{_KIMI_MOE}.shared_experts.{part}_proj"
+                for part in ("gate", "up", "down")
+            },
             "ssm_beta": "self_attn.b_proj",
             "ssm_norm": "self_attn.o_norm",
             "ffn_gate_inp": f"{_KIMI_MOE}.gate",
