@@ -37,7 +37,7 @@ LLAMA_CPP = {
     "starcoder2": "STARCODER2",
 }
 """Lists of the conversion mapping of transformers with names that the converter of llama.cpp reads, too:
-name -> key of ``gguf.MODEL_ARCH``. The converter reads published files, and knows no module of transformers."""
+name -> key of ``gguf.MODEL_ARCH``. The converter reads published files, not what transformers saves."""
 _LAYER = re.compile(r"(?<=layers\.)(\d+)")
 
 
