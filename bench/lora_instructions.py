@@ -24,6 +24,8 @@ import numpy as np
 
 MODEL = "qwen3-dense-s"
 VOCAB = 16_000
+HIDDEN, INNER = 768, 2304
+"""Sizes of a layer of the model."""
 WARM = 6
 """Steps before the count: the prompts, the capture and its first replays."""
 _SOURCE = """
@@ -111,6 +113,34 @@ def measure(options: argparse.Namespace) -> None:
         core.close()
 
 
+def measure_operators(options: argparse.Namespace) -> None:
+    """Count two calls of a layer's gate and up product with its activation: as one operator (a server without
+    places), and as two. Runs below valgrind."""
+    import torch
+
+    from weft.ops import cpu
+
+    if not cpu.load():
+        raise SystemExit("the C++ operations are not built: run weft build-ops")
+    marks, ops = ctypes.CDLL(options.marks), torch.ops.weft_cpu
+    weight = torch.randn(2 * INNER, HIDDEN).bfloat16()
+    gated, plain, wide = ops.pack(weight, True), ops.pack(weight, False), 2 * INNER
+    with torch.inference_mode():
+        for rows in options.rows:
+            x = torch.randn(rows, HIDDEN).bfloat16()
+            calls = {
+                "without": lambda x=x: ops.linear(x, gated, wide, None, None, 1),
+                "places": lambda x=x: ops.gated(ops.linear(x, plain, wide, None, None, 0), 1),
+            }
+            for name, call in calls.items():
+                call()
+                call()
+                marks.begin()
+                call()
+                call()
+                marks.end(f"{name} {rows}".encode())
+
+
 def counted(folder: Path) -> dict[str, int]:
     """Return description -> instructions of all dumps in ``folder``."""
     found = {}
@@ -129,15 +159,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization", default="none")
     parser.add_argument(
-        "--layers", type=int, help="the first layers only: faster, and a larger share of the rest"
+        "--layers", type=int, help="first layers only: faster, and a larger share of the rest"
     )
+    parser.add_argument("--operators", action="store_true", help="only the operators of a layer that differ")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--keep", help="folder for valgrind's files, for callgrind_annotate")
     for name in ("--base", "--modules", "--marks"):  # set for the process below valgrind
         parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.marks:
-        measure(options)
+        (measure_operators if options.operators else measure)(options)
         return
     from bench.loras import save_adapter
     from weft.bench.checkpoints import make
@@ -161,6 +192,13 @@ def main() -> None:
         command += [*sys.argv[1:], "--base", str(base), "--modules", json.dumps(modules)]
         subprocess.run([*command, "--marks", str(compile_marks(folder))], check=True)
         found = counted(kept)
+    if options.operators:
+        for rows in options.rows:
+            one, two = (found[f"{name} {rows}"] / 2 for name in ("without", "places"))
+            print(
+                f"{rows} rows: {one:,.0f} instructions as one operator, {two:,.0f} as two: {two - one:+,.0f}"
+            )
+        return
     print("| rows | no places | places, base rows | ratio | after rows with an adapter | ratio |")
     print("|---|---|---|---|---|---|")
     for rows in options.rows:
