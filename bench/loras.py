@@ -30,8 +30,9 @@ MODEL = "qwen3-dense-s"
 VOCAB = 16_000
 
 
-def save_adapter(folder: Path, base: Path, rank: int, seed: int) -> Path:
-    """Save a random adapter of every linear layer in the blocks of ``base``. Return ``folder``."""
+def save_adapter(folder: Path, base: Path, rank: int, seed: int, layers: int | None = None) -> Path:
+    """Save a random adapter of every linear layer in the first ``layers`` blocks of ``base`` (None: all).
+    Return ``folder``."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -39,7 +40,10 @@ def save_adapter(folder: Path, base: Path, rank: int, seed: int) -> Path:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (a file is no dict)
                 shape = file.get_slice(name).get_shape()
-                if "_proj.weight" in name and len(shape) == 2:
+                within = layers is None or f".{name}".partition(".layers.")[2].partition(".")[0] in map(
+                    str, range(layers)
+                )
+                if within and "_proj.weight" in name and len(shape) == 2:
                     module = f"base_model.model.{name.removesuffix('.weight')}"
                     a = torch.randn(rank, shape[1], generator=generator) * 0.01
                     b = torch.randn(shape[0], rank, generator=generator) * 0.01

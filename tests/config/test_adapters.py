@@ -103,6 +103,22 @@ def test_files_and_tensors_that_are_no_adapter_are_refused(tmp_path: Path) -> No
         read_adapter(tmp_path / "c")
 
 
+def test_dora_of_stacked_experts_is_refused(tmp_path: Path) -> None:
+    """Also beside a linear layer that has lengths of rows."""
+    stack = "base_model.model.model.layers.0.mlp.experts"
+    tensors = {f"{stack}.lora_A.weight": (8, 4), f"{stack}.lora_B.weight": (6, 8)}
+    settings = {"target_parameters": ["mlp.experts.down_proj"]}
+    assert read_adapter(write(tmp_path / "plain", tensors, **settings)).modules[0].stacks
+    linear = {
+        f"{PREFIX}.self_attn.q_proj.lora_A.weight": (2, 8),
+        f"{PREFIX}.self_attn.q_proj.lora_B.weight": (4, 2),
+        f"{PREFIX}.self_attn.q_proj.lora_magnitude_vector": (4,),
+    }
+    for more in ({f"{stack}.lora_magnitude_vector": (6,)}, linear):
+        with pytest.raises(ConfigError, match=r"mlp\.experts has stacked experts .* without use_dora"):
+            read_adapter(write(tmp_path / "dora", tensors | more, use_dora=True, **settings))
+
+
 def test_files_that_never_end_are_refused(tmp_path: Path) -> None:
     """Nobody writes to the pipe, and the device has no end."""
     before = len(os.listdir("/proc/self/fd"))

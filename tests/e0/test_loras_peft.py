@@ -161,6 +161,16 @@ def test_more_tokens_of_peft(shape: str, case: str, tmp_path: Path) -> None:
     check(make(tmp_path, shape), tmp_path, MORE[shape, case])
 
 
+def test_peft_makes_no_dora_of_stacked_experts(tmp_path: Path) -> None:
+    """Weft refuses such adapters, too: no definition exists to compare with."""
+    with pytest.raises(ValueError, match="ParamWrapper does not work with use_dora=True"):
+        due_tokens(
+            make_checkpoint(tmp_path, "qwen3_moe"),
+            tmp_path / "adapter",
+            {**MORE["qwen3_moe", "one stack"], "use_dora": True},
+        )
+
+
 def make_gpt_oss(folder: Path, shape: str) -> Path:
     import transformers
 

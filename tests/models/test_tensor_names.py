@@ -12,10 +12,32 @@ from tests.support.tensor_names import MAPPING, Names, config_of, expanded, load
 from weft.config.families import FAMILIES, load_spec
 from weft.config.spec import ModelSpec
 from weft.models import loader
+from weft.models.quantized.sources import part_of
 from weft.models.registry import WEIGHTS
 from weft.models.weights import WeightMap
 
 LISTS = load()
+LLAMA_CPP = {
+    "arcee": "ARCEE",
+    "cohere": "COMMAND_R",
+    "cohere2": "COHERE2",
+    "cwm": "LLAMA",
+    "dots1": "DOTS1",
+    "ernie": "ERNIE4_5",
+    "glm": "CHATGLM",
+    "granite": "GRANITE",
+    "hunyuan": "HUNYUAN_DENSE",
+    "hunyuan-moe": "HUNYUAN_MOE",
+    "lfm2": "LFM2",
+    "ministral3": "MISTRAL3",
+    "olmo3": "OLMO2",
+    "phi": "PHI2",
+    "seed-oss": "SEED_OSS",
+    "solar-open": "GLM4_MOE",
+    "starcoder2": "STARCODER2",
+}
+"""Lists of the conversion mapping of transformers with names that the converter of llama.cpp reads, too:
+name -> key of ``gguf.MODEL_ARCH``. The converter reads published files, not what transformers saves."""
 _LAYER = re.compile(r"(?<=layers\.)(\d+)")
 
 
@@ -28,13 +50,23 @@ def spec_of(name: str, listed: Names, folder: Path) -> ModelSpec:
 
 
 def placed(listed: Names, spec: ModelSpec) -> tuple[WeightMap, dict[str, list[str]]]:
-    """Return the map in the names of the list, and the names of each pattern in all layers."""
+    """Return the map in the names of the list, and the weights of each pattern in all layers."""
     weights: WeightMap = WEIGHTS.get(spec.family)(spec)
     # A layer of one part counts in the names, and not in the spec.
     layers = 1 + max(int(found[1]) for one in weights.placements if (found := _LAYER.search(one)))
     experts = 0 if spec.moe is None else spec.moe.experts
     names = {pattern: list(expanded(pattern, layers, experts)) for pattern in listed.patterns()}
-    return weights.published_as({one for each in names.values() for one in each}), names
+    weights = weights.published_as({one for each in names.values() for one in each})
+    # A part of a quantized weight, as the blocks of GPT-OSS, counts as the weight.
+    quantized = spec.quantized is not None
+    parts = {
+        pattern: [
+            one if (found := part_of(one, weights.placements, quantized)) is None else found[0]
+            for one in each
+        ]
+        for pattern, each in names.items()
+    }
+    return weights, parts
 
 
 def fits(weights: WeightMap, name: str) -> bool:
@@ -50,6 +82,19 @@ def test_every_published_name_is_placed_and_none_is_missing(name: str, tmp_path:
     assert not loader._missing(weights, {one for each in names.values() for one in each})
 
 
+@pytest.mark.parametrize("name", list(LLAMA_CPP))
+def test_names_are_those_of_the_converter_of_llama_cpp(name: str) -> None:
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    assert LISTS[name].source == MAPPING
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[LLAMA_CPP[name]], 2)
+    for pattern in LISTS[name].patterns():
+        # The table has one name for the matrices of all experts. Code of the converter renames this bias.
+        stacked = pattern.replace("experts.N.", "experts.").replace(
+            "e_score_correction_bias", "e_score_correction"
+        )
+        assert known.get_name(stacked.replace(".N.", ".1."), (".weight", ".bias")) is not None, pattern
+
+
 def test_a_name_more_or_less_is_noticed(tmp_path: Path) -> None:
     listed = Names("", {"": "model.extra.weight", "model.layers.N.": "self_attn.q_proj.weight"})
     weights, names = placed(listed, spec_of("llama", listed, tmp_path))
@@ -63,4 +108,19 @@ def test_every_architecture_has_a_list() -> None:
     listed = {config_of(name)["architectures"][0] for name in LISTS}
     spelled = {"KimiK25ForConditionalGeneration"}  # another spelling of an architecture with a list
     assert set(FAMILIES) - listed - spelled == set()
-    assert any(one.source != MAPPING for one in LISTS.values())
+    published = {config_of(name)["architectures"][0] for name, one in LISTS.items() if one.source != MAPPING}
+    checked = {config_of(name)["architectures"][0] for name in LLAMA_CPP}
+    # Only transformers says how checkpoints of these architectures are named.
+    assert set(FAMILIES) - published - checked - spelled == {
+        "ApertusForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "GraniteMoeForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeSharedForCausalLM",
+        "InternVLForConditionalGeneration",
+        "Lfm2MoeForCausalLM",
+        "Llama4ForCausalLM",
+        "MinistralForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "VaultGemmaForCausalLM",
+    }

@@ -69,9 +69,10 @@ def test_a_flag_of_all_slots_follows_each_slot(state: SlotState) -> None:
     assert state.adapters(np.array([0, 1])) == (2,)
     assert state.adapters(np.array([0])) == ()
     state.apply(free)
+    assert not state._adapted
     state.apply(alloc(1, gen=2))
     assert state.adapters(np.array([0, 1])) == ()
-    assert not state._adapts
+    assert state.places[1] == -1
 
     params = SlotParams(2, 60, torch.device("cpu"))
     params.alloc(alloc(0))

@@ -18,6 +18,7 @@ from tests.support.gguf_files import _add, _finish, add_tensor, some_texts
 
 Arrays = dict[str, np.ndarray]
 Change = Callable[[str, np.ndarray], Iterable[tuple[str, np.ndarray]]]
+DENSE = tuple(f".block_sparse_moe.{part}_proj.weight" for part in ("gate", "up", "down"))
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)\.weight")
 
 
@@ -108,6 +109,33 @@ def mamba2(groups: int, change: Change) -> Change:
             yield f"blk.{block}.ffn_{part}_exps.weight", values
         else:
             yield from change(name, values)
+
+    return shaped
+
+
+def kimi_linear(heads: int, width: int, taps: int) -> Change:
+    """Return the change to llama.cpp's shapes of Kimi Linear.
+
+    ``heads``: query heads. ``width``: dims of a head's keys without the shared key. ``taps``: dimensions of
+    the taps: 4, or 3 for a file of an older converter, which leaves the latent up-projection whole.
+    """
+
+    def shaped(name: str, values: np.ndarray) -> Iterable[tuple[str, np.ndarray]]:
+        block = name.split(".")[2] if ".layers." in name else ""
+        if name.endswith(".A_log"):
+            yield f"blk.{block}.ssm_a", -np.exp(values).reshape(1, 1, -1, 1)
+        elif name.endswith(".dt_bias"):
+            yield f"blk.{block}.ssm_dt.bias", values
+        elif name.endswith("_conv1d.weight"):
+            yield name, values.reshape((1,) * (taps - 3) + (-1, 1, values.shape[-1]))
+        elif name.endswith(".kv_b_proj.weight") and taps == 4:
+            keys, rest = np.split(values.reshape(heads, -1, values.shape[1]), [width], axis=1)
+            yield f"blk.{block}.attn_k_b.weight", keys.swapaxes(1, 2)
+            yield f"blk.{block}.attn_v_b.weight", rest
+        else:
+            # transformers saves dense blocks with the name of the experts' block.
+            dense = name.replace(".block_sparse_moe.", ".mlp.")
+            yield (dense if name.endswith(DENSE) else name), values
 
     return shaped
 

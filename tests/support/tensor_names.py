@@ -1,7 +1,8 @@
 """Names of tensors in published checkpoints, as patterns: N stands for the number of a layer or of an expert.
 
-``tensor_names.json`` has a list for each architecture. A list comes from the index of a published checkpoint,
-or from the conversion mapping of transformers, which says how published names differ from module names.
+``tensor_names.json`` has a list for each architecture, with its source: the index of a published checkpoint,
+a converter that reads or writes published checkpoints (Megatron-Bridge, conversion scripts of transformers),
+or the conversion mapping of transformers, which says how published names differ from module names.
 
     python -m tests.support.tensor_names                       write the lists of the conversion mapping again
     python -m tests.support.tensor_names INDEX CASE SOURCE     add the list of model.safetensors.index.json

@@ -52,10 +52,9 @@ def config_of(
         "dtype": "float32" if all(tensor.kind == "F32" for tensor in tensors) else "bfloat16",
     }
     # Facts of latent attention replace the head size. Rope scaling depends on the head size.
-    if facts.architecture in ("deepseek2", "glm-dsa"):
+    if facts.architecture in ("deepseek2", "glm-dsa", "kimi-linear"):
         made |= _latent(facts)
-        if facts.architecture == "glm-dsa":
-            made |= _indexers(facts)
+        made |= _indexers(facts) if row is None else row.read(facts, stored)
     elif (heads := facts.delta) is not None:
         made |= _hybrid(facts, heads)
     elif row is not None:
@@ -146,7 +145,9 @@ def _latent(facts: ModelFacts) -> dict[str, Any]:
 
 
 def _indexers(facts: ModelFacts) -> dict[str, Any]:
-    """Return the facts of the indexers. Raises ConfigError for a missing size."""
+    """Return the facts of the indexers, {} for attention without. Raises ConfigError for a missing size."""
+    if facts.architecture != "glm-dsa":
+        return {}
     made: dict[str, Any] = {
         "index_n_heads": facts.integer("attention.indexer.head_count"),
         "index_head_dim": facts.integer("attention.indexer.key_length"),

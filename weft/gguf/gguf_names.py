@@ -104,7 +104,7 @@ class TensorForm(Enum):
     GROUPED_COLUMNS = "columns with the value heads grouped by key head"
     BY_KEY_HEAD = "queries, keys, values and gates [n, h] of each key head, from two tensors"
     RATES = "the logarithm of the negative, with the value heads grouped by key head"
-    TAPS = "[C, K] to [C, 1, K], with the value heads grouped by key head"
+    TAPS = "[C, K], [C, 1, K] or [1, C, 1, K] to [C, 1, K], with the value heads grouped by key head"
     ROW = "[h] to [1, h]"
     FLAT = "all numbers in one dimension"
 
@@ -179,7 +179,7 @@ class Published(NamedTuple):
             case TensorForm.BY_KEY_HEAD:
                 return shape[0] + self.parts[1].shape[0], shape[1]
             case TensorForm.TAPS:
-                return shape[0], 1, shape[1]
+                return math.prod(shape[:-1]), 1, shape[-1]
             case TensorForm.FLAT | TensorForm.RATES:
                 return (math.prod(shape),)
             case TensorForm.ROW:

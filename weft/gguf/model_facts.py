@@ -61,6 +61,7 @@ FAMILIES = {
     "llama4": ("Llama4ForCausalLM", "llama4_text"),
     "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1"),
     "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
+    "kimi-linear": ("KimiLinearForCausalLM", "kimi_linear"),
 }
 """GGUF architecture -> (architecture in config.json, model type). The keys in ``_VARIANTS`` are families of
 another architecture. Models with images are text models here: a file of the text model has no vision tower,
@@ -71,7 +72,7 @@ _VARIANTS = ("mixtral", "deepseek3", "granitemoe-shared", "olmo3", "ministral3")
 ARCHITECTURES = tuple(name for name in FAMILIES if name not in _VARIANTS)
 HYBRID = ("qwen3next", "qwen35", "qwen35moe")
 """Architectures with gated delta nets."""
-_VARYING = ("gemma4", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe", "granitehybrid")
+_VARYING = ("gemma4", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe", "granitehybrid", "kimi-linear")
 """Architectures with other sizes in some layers."""
 _SIGMOID = 2
 """Value of ``expert_gating_func`` for sigmoid scores."""

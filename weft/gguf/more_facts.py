@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from weft.common.errors import ConfigError
 from weft.gguf.model_facts import ModelFacts
 from weft.gguf.row_facts import SIGMOID, Fields, Tensors, biases, granite, need_scores, windows
@@ -109,6 +111,34 @@ def llama4(facts: ModelFacts, _: Tensors) -> Fields:
         "attn_scale": _LLAMA4_SCALE,
         "floor_scale": _LLAMA4_CHUNK,
         "use_qk_norm": facts.experts != _MAVERICK,
+    }
+
+
+def kimi_linear(facts: ModelFacts, tensors: Tensors) -> Fields:
+    """Return the facts of Kimi Linear beside latent attention. Raises ConfigError."""
+    need_scores(facts, SIGMOID)
+    # Layers without KV heads are Kimi Delta Attention. No key has the number of their heads.
+    types = [
+        "full_attention" if heads else "linear_attention"
+        for heads in facts.per_layer("attention.head_count_kv")
+    ]
+    recurrent = [i for i, kind in enumerate(types) if kind == "linear_attention"]
+    rates = tensors.get(f"blk.{recurrent[0]}.ssm_a") if recurrent else None
+    groups = facts.integer("expert_group_count", 1) or 1
+    return {
+        "layer_types": types,
+        "linear_num_heads": math.prod(rates.shape) if rates is not None else facts.heads,
+        "linear_head_dim": facts.integer("kda.head_dim"),
+        "linear_conv_kernel_dim": facts.integer("ssm.conv_kernel"),
+        "n_routed_experts": facts.experts,
+        "n_shared_experts": facts.integer("expert_shared_count"),
+        "num_experts_per_tok": facts.integer("expert_used_count"),
+        "moe_intermediate_size": facts.integer("expert_feed_forward_length"),
+        "first_k_dense_replace": facts.integer("leading_dense_block_count", 0),
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": facts.flag("expert_weights_norm", True),
+        "n_group": groups,
+        "topk_group": facts.integer("expert_group_used_count", groups) or groups,
     }
 
 

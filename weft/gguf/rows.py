@@ -112,6 +112,7 @@ _NEMOTRON_H = GgufRow(
     experts=("mixer.experts", "gate_proj", "up_proj", "down_proj"),
 )
 
+_KIMI_MOE = "block_sparse_moe"
 _MAMBA2 = {
     "ssm_in": "mamba.in_proj",
     "ssm_out": "mamba.out_proj",
@@ -218,6 +219,27 @@ ROWS: dict[str, GgufRow] = {
         top={"output_norm": "model.final_layernorm"},
         bare={**_MAMBA2_BARE, "ffn_norm": "pre_ff_layernorm.weight"},
         forms=_MAMBA2_FORMS,
+    ),
+    "kimi-linear": GgufRow(
+        read=more_facts.kimi_linear,
+        names={
+            **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+            **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
+            **{
+                f"ffn_{part}_shexp": f"{_KIMI_MOE}.shared_experts.{part}_proj"
+                for part in ("gate", "up", "down")
+            },
+            "ssm_beta": "self_attn.b_proj",
+            "ssm_norm": "self_attn.o_norm",
+            "ffn_gate_inp": f"{_KIMI_MOE}.gate",
+        },
+        bare={
+            "ssm_a": "self_attn.A_log",
+            "ssm_dt.bias": "self_attn.dt_bias",
+            "exp_probs_b.bias": f"{_KIMI_MOE}.gate.e_score_correction_bias",
+        },
+        forms={**{f"ssm_conv1d_{part}.weight": "TAPS" for part in "qkv"}, "ssm_a": "RATES"},
+        experts=(f"{_KIMI_MOE}.experts", "w1", "w3", "w2"),
     ),
     "granitehybrid": GgufRow(
         read=more_facts.granite_hybrid,

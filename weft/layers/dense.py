@@ -51,7 +51,7 @@ class Linear(Packs):
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """``adapters``: places of the rows; None if no row has an adapter."""
         result: Tensor = self._op.run(x, self._packed, self.bias)
-        if self.low is not None:
+        if self.low is not None and adapters is not None:
             self.low.add(result, x, adapters, self.bias)
         return result
 
@@ -84,7 +84,7 @@ class RowLinear(Packs):
         bias = self.bias if self._adds_bias else None
         partial: Tensor = self._op.run(x, self._packed, bias)
         # Added before the sum over ranks: A has the inputs of this rank, so the products are partial, too.
-        if self.low is not None:
+        if self.low is not None and adapters is not None:
             self.low.add(partial, x, adapters, bias)
         return partial
 
@@ -303,7 +303,8 @@ class GateUp(Packs):
             result = self._op.run(x, self._packed, self.bias, self._activation)
             return result
         both: Tensor = self._op.run(x, self._packed, self.bias)
-        self.low.add(both, x, adapters, self.bias)
+        if adapters is not None:
+            self.low.add(both, x, adapters, self.bias)
         result = self._gated(both, self._activation)
         return result
 

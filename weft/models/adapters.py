@@ -115,7 +115,7 @@ class Adapters:
         """Replicas that need the adapter in host memory, by digest."""
         self._placed: dict[tuple[int | None, int], str] = {}
         """Digest of the adapter in each place, by replica (None: the own) and place."""
-        self._stale = False
+        self.stale = False
         """True if the weights have changed since the factors (DoRA) were computed."""
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._op_by_op = set[int]()
@@ -171,7 +171,7 @@ class Adapters:
 
         Raises EngineDead if a folder does not have the digest any more.
         """
-        if self._stale:
+        if self.stale:
             self._refresh()
         for op in ops:
             other = op.replica if isinstance(op, ReplicaUpdate) else None
@@ -212,11 +212,11 @@ class Adapters:
     def weights_changed(self) -> None:
         """Call on all ranks after the weights have changed in place. The next ``apply`` computes the factors
         (DoRA) again."""
-        self._stale = True
+        self.stale = True
 
     def _refresh(self) -> None:
         """Compute the factors of all adapters again, and copy these adapters to their places again."""
-        self._stale = False
+        self.stale = False
         for low in self._layers:
             low.forget_squares()
         self._routed.forget_squares()

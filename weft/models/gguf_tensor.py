@@ -151,7 +151,7 @@ class GGUFTensor:
             case TensorForm.FLAT:
                 return values.flatten()
             case TensorForm.TAPS:
-                return values.unsqueeze(1)
+                return values.reshape(-1, 1, values.shape[-1])
             case TensorForm.ROW:
                 return values.reshape(1, -1)
             case TensorForm.GROUPED_COLUMNS:

@@ -359,7 +359,7 @@ class Runner:
                 drive(self._model.experts.rebalance())
                 if self.adapters is not None:
                     self.adapters.experts_moved()
-        if self.adapters is not None:
+        if self.adapters is not None and (plan.ops or self.adapters.stale):
             self.adapters.apply(plan.ops)
         if plan.ops:
             # Only SaveState and LoadState change recurrent states, so other slot updates may run first.

@@ -79,8 +79,8 @@ class SlotState:
         self._block_sizes = tuple(pool.block_size for pool in kv.pools)
         # Host mirrors for checks and offsets: place, generation and table length of each slot.
         self._places = np.full(slots, -1, np.int32)
-        self._adapts = False
-        """True if a slot has the place of an adapter."""
+        self._adapted = set[int]()
+        """Slots in use that have the place of an adapter. A free slot keeps its place in ``places``."""
         self._gen = np.zeros(kv.num_slots, np.int64)
         self._live = np.zeros(kv.num_slots, bool)
         self._entries = np.zeros((len(kv.pools), kv.num_slots), np.int64)
@@ -109,6 +109,7 @@ class SlotState:
     def clear(self) -> None:
         """Free every slot. The next sequence of a slot overwrites the contents."""
         self._appended.clear()
+        self._adapted.clear()
         self._live.fill(False)
         self._entries.fill(0)
         self._covered = None
@@ -147,8 +148,9 @@ class SlotState:
         self._live[op.slot], self._gen[op.slot] = True, op.gen
         if self._places[op.slot] != op.adapter:
             self._places[op.slot] = op.adapter
-            self._adapts = bool((self._places >= 0).any())
             self.places[op.slot].fill_(op.adapter)
+        if op.adapter >= 0:
+            self._adapted.add(op.slot)
         self._entries[:, op.slot] = 0
         self.history[op.slot, :known] = self._upload(op.token_ids)
         # Not ``x[slot] = number``: on a GPU the number would be copied from pageable memory, and the host
@@ -166,7 +168,7 @@ class SlotState:
 
     def adapters(self, *slots: np.ndarray) -> tuple[int, ...]:
         """Return the different places of the adapters of ``slots``, ascending. () for the model alone."""
-        if not self._adapts:
+        if not self._adapted:
             return ()
         found = [self._places[some] for some in slots if len(some)]
         if not found:
@@ -176,6 +178,7 @@ class SlotState:
     def _free(self, op: FreeSlot) -> None:
         self._check(op.slot, op.gen)
         self._live[op.slot] = False
+        self._adapted.discard(op.slot)
 
     def _append(self, op: AppendBlocks) -> None:
         """Append block ids to a block table of a slot. Raises EngineDead for a free slot or a full table."""

@@ -230,7 +230,13 @@ def _module(
         raise UnreadTensors(
             f"{module} has shapes {list(first)} and {list(second)}, and the settings say rank {rank}"
         )
-    if found.magnitude and (stacks or found.table or _shape(header, found.magnitude) != (second[0],)):
+    if stacks and config.get("use_dora"):
+        # peft refuses to make such an adapter, so no file says which lengths a stack has.
+        raise UnreadTensors(
+            f"{module} has stacked experts (target_parameters), and use_dora is not defined for stacked "
+            "experts: train without use_dora, or name the matrices of the experts in target_modules"
+        )
+    if found.magnitude and (found.table or _shape(header, found.magnitude) != (second[0],)):
         raise UnreadTensors(f"{module} has lora_magnitude_vector {_shape(header, found.magnitude)}")
     return AdapterModule(
         module=module,
