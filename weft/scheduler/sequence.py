@@ -133,6 +133,7 @@ class Sequence:
         "logit_cost",
         "losses",
         "media",
+        "media_ends",
         "miss",
         "num_cached",
         "num_prompt",
@@ -177,6 +178,8 @@ class Sequence:
         """Pooling mode of an embedding request: the sequence ends with the prompt and no token is sampled."""
         self.media = submit.media
         """Images of the prompt. The pixels are retained to the end, because an image may be encoded again."""
+        self.media_ends = {item.key: item.start + item.count for item in self.media}
+        """Image key -> position behind the last item with the key. Items are in order, so the last wins."""
         self.spans = EMPTY
         """Positions of the images, as in ``AllocSlot``."""
         self.tokens, self.num_prompt = tokens, num_prompt
