@@ -24,7 +24,13 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 HALVES = (0.5, 0.5, 0.5)
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _VIDEO_FILE = "video_preprocessor_config.json"
-_VIDEO_PROCESSORS = ("Qwen3VLVideoProcessor",)
+_VIDEO_PROCESSORS = {
+    "area": "Qwen3VLVideoProcessor",
+    "budget": "Gemma4VideoProcessor",
+    "tiles": "InternVLVideoProcessor",
+}
+"""Video processor classes of transformers, by the kind of ``MediaFacts``."""
+NO_SETTINGS = "the checkpoint has no settings of a video processor"
 
 #: Image processor classes of transformers, by the rule for image sizes.
 _PROCESSORS = {
@@ -37,6 +43,10 @@ _PROCESSORS = {
     "canvas": ("Llama4ImageProcessor", "Llama4ImageProcessorFast"),
 }
 BILINEAR = 2
+DEFAULT_FRAMES = 32
+"""Frames of a video file if the settings name neither a number nor a rate."""
+MOST_FRAMES = 1 << 16
+"""Maximum number of frames that settings may name."""
 
 #: Field names in checkpoints with code, and the names in transformers.
 _OTHER_NAMES = {"in_patch_limit": "max_patches", "merge_kernel_size": "merge_size"}
@@ -80,7 +90,7 @@ def _frames(folder: Path, images: MediaFacts) -> VideoFacts | None:
     """
     found = _video_content(folder)
     if found is not None:
-        return _video_facts(Processor(*found, "video_processor_type", _VIDEO_PROCESSORS), images)
+        return _video_facts(_video_processor(*found, images), images)
     config = read_json(folder, _FILES[0])
     if config is None:
         return None
@@ -91,6 +101,72 @@ def _frames(folder: Path, images: MediaFacts) -> VideoFacts | None:
         return None
 
 
+def _video_processor(name: str, config: Mapping[str, Any], images: MediaFacts) -> Processor:
+    """Return the settings of the video processor for the kind of ``images``. Raise ConfigError."""
+    return Processor(name, config, "video_processor_type", (_VIDEO_PROCESSORS[images.kind],))
+
+
+def _check_colours(read: Processor, images: MediaFacts, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless frames have the colours of images: the same tower encodes both."""
+    for name, value in given.items():
+        if value != getattr(images, name):
+            raise read.fail(
+                _NAMES.get(name, name), f"must be the same as for images: {getattr(images, name)}"
+            )
+
+
+def with_frames(folder: Path, images: MediaFacts, *, video: int, shown: int | None = None) -> MediaFacts:
+    """Return ``images`` with the facts of videos whose frames are items alone: Gemma 4 and InternVL.
+
+    ``video``: token for a part of a frame. ``shown``: the template's token for a video. A folder without
+    settings of a video processor gives a model without videos. Raise ConfigError for unsupported settings.
+    """
+    found = _video_content(folder)
+    if found is None:
+        return msgspec.structs.replace(images, no_videos=NO_SETTINGS)
+    read = _video_processor(*found, images)
+    make = _budget_frames if images.kind == "budget" else _square_frames
+    return msgspec.structs.replace(images, video=video, shown_video=shown, frames=make(read, images))
+
+
+def _budget_frames(read: Processor, images: MediaFacts) -> VideoFacts:
+    """Return the facts of frames within a number of tokens each. Raise ConfigError."""
+    read.agree("patch_size", images.patch, 16)
+    read.agree("pooling_kernel_size", images.merge, 3)
+    _check_colours(read, images, read.colours((0.0,) * 3, (1.0,) * 3))
+    if not read.facts.flag("do_sample_frames", True):
+        raise read.fail("do_sample_frames", "must be true")
+    return VideoFacts(
+        rule="starts",
+        count=read.facts.integer("num_frames", 32, high=MOST_FRAMES),
+        # A list of frames without a rate has the rate of the reference.
+        fps=24.0,
+        budget=read.facts.integer("max_soft_tokens", 70),
+        text="clock",
+    )
+
+
+def _square_frames(read: Processor, images: MediaFacts) -> VideoFacts:
+    """Return the facts of frames of one square each. Raise ConfigError."""
+    _check_colours(read, images, read.colours(CLIP_MEAN, CLIP_STD))
+    size = read.facts.get("size")
+    side = {"height": images.longest, "width": images.longest}
+    if ({"height": 384, "width": 384} if size is None else size) != side:
+        raise read.fail("size", f"must have the size of a tile as height and width: {images.longest}")
+    if read.facts.get("initial_shift") not in (None, True):
+        raise read.fail("initial_shift", "must be true")
+    # The reference shows all frames unless its caller names a number; a server needs a bound.
+    read.facts.flag("do_sample_frames", False)
+    rate = read.facts.optional_number("fps")
+    count = read.facts.optional_integer("num_frames")
+    return VideoFacts(
+        rule="middles",
+        count=count or (0 if rate else DEFAULT_FRAMES),
+        fps=rate or 2.0,
+        text="numbers",
+    )
+
+
 def _video_facts(read: Processor, images: MediaFacts) -> VideoFacts:
     """Return the fitting of video frames. Raise ConfigError if frames would be cut or coloured unlike images.
 
@@ -99,11 +175,7 @@ def _video_facts(read: Processor, images: MediaFacts) -> VideoFacts:
     read.agree("patch_size", images.patch, 16)
     read.agree("temporal_patch_size", images.temporal, 2)
     read.agree("merge_size", images.merge, 2)
-    for name, value in read.colours(HALVES, HALVES).items():
-        if value != getattr(images, name):
-            raise read.fail(
-                _NAMES.get(name, name), f"must be the same as for images: {getattr(images, name)}"
-            )
+    _check_colours(read, images, read.colours(HALVES, HALVES))
     bounds = read.bounds({"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32})
     least, most = read.check_bounds(*bounds, images.temporal * (images.patch * images.merge) ** 2)
     capped = read.facts.get("cap_pixels_per_frame") is True
