@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import io
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import transformers
 from PIL import Image
@@ -28,9 +26,8 @@ from tests.support.whole_image_models import CASES, PROCESSORS, inputs_of
 from tests.text.test_image_tokens import LOOP
 from weft import LLM, SamplingParams
 from weft.bench.bench_tokenizer import write_tokenizer
-from weft.common.errors import InvalidRequest
 from weft.config.families import load_spec
-from weft.config.media import MediaFacts, VideoFacts
+from weft.config.media import MediaFacts
 from weft.text.tokenizer import Tokenizer
 
 #: name -> (tokens: template's image, placeholder, start, end, template's video, part of a frame)

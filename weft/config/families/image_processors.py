@@ -30,7 +30,9 @@ _VIDEO_PROCESSORS = {
     "tiles": "InternVLVideoProcessor",
 }
 """Video processor classes of transformers, by the kind of ``MediaFacts``."""
-NO_SETTINGS = "the checkpoint has no settings of a video processor"
+NO_SETTINGS = "the checkpoint has no supported settings of a video processor"
+SHARED_POSITIONS = "frames of one video share rope positions in this family, which is not supported; send images"
+JOINED_FRAMES = "the tower of this family joins four frames, which is not supported; send images"
 
 #: Image processor classes of transformers, by the rule for image sizes.
 _PROCESSORS = {
@@ -60,7 +62,7 @@ def area_facts(
     """Return ``MediaFacts`` of kind ``area`` from the files of ``folder``. Raise ConfigError.
 
     ``patch``, ``temporal`` and ``merge`` are the tower's sizes; the files must agree. ``videos``: False for
-    a model without videos. ``tokens``: ``placeholder``, ``video``, ``start``, ``end``.
+    a model without videos here. ``tokens``: ``placeholder``, ``video``, ``start``, ``end``.
     """
     read = Processor.of_images(folder, "area")
     read.agree("patch_size", patch, 14)
@@ -80,7 +82,10 @@ def area_facts(
         **read.colours(CLIP_MEAN, CLIP_STD),
         **tokens,
     )
-    return msgspec.structs.replace(made, frames=_frames(folder, made)) if videos else made
+    if not videos:
+        return msgspec.structs.replace(made, no_videos=SHARED_POSITIONS)
+    found = _frames(folder, made)
+    return msgspec.structs.replace(made, frames=found, no_videos="" if found else NO_SETTINGS)
 
 
 def _frames(folder: Path, images: MediaFacts) -> VideoFacts | None:
@@ -210,6 +215,7 @@ def patches_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> Med
         merge=merge,
         max_patches=read.facts.integer("max_patches", 16384),
         max_side=Facts(size, file=read.name).integer("max_height", 512),
+        no_videos=JOINED_FRAMES,
         **read.colours(HALVES, HALVES),
         **tokens,
     )
@@ -248,7 +254,9 @@ def fixed_facts(folder: Path, *, side: int, patch: int, merge: int, **tokens: An
     """
     read = Processor.of_images(folder, "fixed")
     if read.facts.flag("do_pan_and_scan", False):
-        raise read.fail("do_pan_and_scan", "is not supported")
+        raise read.fail(
+            "do_pan_and_scan", "is not supported: set it to false, and the model reads each image as one square"
+        )
     size = read.facts.get("size")
     size = {"height": 224, "width": 224} if size is None else size
     if size != {"height": side, "width": side}:

@@ -54,7 +54,7 @@ def delta_elements(spec: ModelSpec, tokens: int, rows: int) -> int:
     """Return the elements of all intermediate results of a gated delta net, computed by torch; 0 without one.
 
     Elements are float32, or wider in a wider model. ``tokens``, ``rows``: the largest step. The number is an
-    upper bound: torch's memory profiler counts 0.8 to 1.0 of it (tests/attention/test_delta_memory.py).
+    upper bound: torch's memory profiler counts 0.5 to 1.0 of it (tests/attention/test_delta_memory.py).
     """
     delta = spec.delta
     if delta is None:
