@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from PIL import Image
@@ -26,8 +27,11 @@ from tests.support.whole_image_models import CASES, PROCESSORS, inputs_of
 from tests.text.test_image_tokens import LOOP
 from weft import LLM, SamplingParams
 from weft.bench.bench_tokenizer import write_tokenizer
+from weft.common.errors import ConfigError, InvalidRequest
 from weft.config.families import load_spec
-from weft.config.media import MediaFacts
+from weft.config.media import MediaFacts, VideoFacts
+from weft.text.chat import image_rules
+from weft.text.chat_messages import check_messages
 from weft.text.tokenizer import Tokenizer
 
 #: name -> (tokens: template's image, placeholder, start, end, template's video, part of a frame)
@@ -63,6 +67,7 @@ SIZE = (30, 50)
 
 def write_folder(folder: Path, name: str, videos: bool = True) -> None:
     """Write a model in float64 with videos, its tokenizer and its template."""
+    case, name = name, name.removesuffix("-inputs")
     write_tokenizer(folder, 400, 512)
     fast = Fast.from_file(str(folder / "tokenizer.json"))
     special = [*dict.fromkeys(KINDS[name]), "<turn>"]
@@ -70,7 +75,7 @@ def write_folder(folder: Path, name: str, videos: bool = True) -> None:
     fast.save(str(folder / "tokenizer.json"))
     shown, placeholder, start, end, video, part = KINDS[name]
     added = Tokenizer.load(folder).added
-    family, settings = CASES[name]
+    family, settings = CASES[case]
     ids: dict[str, Any] = {"image_token_id": added[placeholder], "video_token_id": added[part]}
     ids |= {"boi_token_id": added[start], "eoi_token_id": added[end]}
     known = {key: value for key, value in ids.items() if key in settings}
@@ -133,17 +138,16 @@ def greedy(model: Any, ids: list[int], inputs: dict[str, Any], most: int, hidden
 
 
 def reference_inputs(name: str, frames: list[Image.Image], spec: Any) -> dict[str, Any]:
+    """Return the reference's inputs for the frames of a video."""
     media = spec.vision.media
+    made = inputs_of([resized(one, media) for one in frames], spec, torch.float64)
     if name == "gemma4":
-        media = spec.vision.media
-        wide = spec
-        made = inputs_of([resized(one, media) for one in frames], wide, torch.float64)
         return {
             "pixel_values_videos": made["pixel_values"],
             "video_position_ids": made["image_position_ids"],
             "num_frames_per_video": torch.tensor([len(frames)]),
         }
-    return inputs_of([resized(one, media) for one in frames], spec, torch.float64)
+    return made
 
 
 SETTINGS: dict[str, Any] = {
@@ -157,10 +161,11 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@mostly_slow("name", list(KINDS), ["internvl"])
+@mostly_slow("name", [*KINDS, "gemma4-inputs"], ["internvl"])
 def test_ids_and_tokens_are_the_reference_s(name: str, tmp_path: Path) -> None:
     """Two videos with equal first frames: the second has a prefix hit, and hits of the embedding cache."""
     write_folder(tmp_path, name)
+    name = name.removesuffix("-inputs")
     spec = load_spec(str(tmp_path))
     assert spec.vision is not None
     media = spec.vision.media
@@ -188,3 +193,71 @@ def test_ids_and_tokens_are_the_reference_s(name: str, tmp_path: Path) -> None:
             seen.append((tuple(expected), made.num_cached_tokens or 0))
     assert len({tokens for tokens, _ in seen}) == len(films), "the model says the same to every video"
     assert seen[1][1] > 20, "no prefix hit"
+
+
+@mostly_slow("total", [1, 2, 3, 7, 10, 100, 1001, 40000], [10])
+def test_chosen_frames_are_the_reference_s(total: int) -> None:
+    """The formulas of the reference's processors, which need torchvision to be imported."""
+    middles, starts = (VideoFacts(rule=rule, count=4) for rule in ("middles", "starts"))  # type: ignore[arg-type]
+    for count in (1, 2, 3, 4, 7, 32):
+        if count > total:
+            for facts in (middles, starts):
+                with pytest.raises(
+                    InvalidRequest, match=f"num_frames is {count}, and the video has only {total}"
+                ):
+                    facts.chosen(total, 25.0, 64, count=count)
+            continue
+        step = total / count
+        assert (
+            middles.chosen(total, 25.0, 64, count=count) == torch.arange(step / 2, total, step).int().tolist()
+        )
+        assert starts.chosen(total, 25.0, 64, count=count) == [n * total // count for n in range(count)]
+    # Without a number: that of the settings, within the file and the limit of the server.
+    assert len(middles.chosen(total, 25.0, 64)) == min(4, total)
+    assert len(middles.chosen(total, 25.0, 3)) == min(3, total)
+    assert len(middles.chosen(total, 25.0, 64, fps=5.0)) == max(min(int(total / 25 * 5), total, 64), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("internvl", {"size": {"height": 12, "width": 12}}, "size must have the size of a tile"),
+        ("internvl", {"initial_shift": False}, "initial_shift must be true"),
+        ("internvl", {"image_mean": [0.1, 0.4, 0.3]}, "image_mean must be the same as for images"),
+        ("internvl", {"video_processor_type": "Other"}, "'Other' is not supported"),
+        ("gemma4", {"patch_size": 8}, "patch_size is 8, but vision_config"),
+        ("gemma4", {"do_sample_frames": False}, "do_sample_frames must be true"),
+    ],
+)
+def test_settings_that_are_refused(name: str, changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    settings = _settings_of(tmp_path, name)
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({**VIDEOS[name], **changes}))
+    with pytest.raises(ConfigError, match=problem):
+        load_spec(str(settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("internvl", "no supported settings"), ("gemma4", "no supported settings")]
+)
+def test_a_folder_without_video_settings(name: str, reason: str, tmp_path: Path) -> None:
+    vision = load_spec(str(_settings_of(tmp_path, name))).vision
+    assert vision is not None
+    rules, _ = image_rules(vision.media, 4)
+    assert rules is not None
+    with pytest.raises(InvalidRequest, match="but no videos: the checkpoint has no supported settings"):
+        check_messages([{"role": "user", "content": [{"type": "video", "video": ["data:,1"]}]}], rules.shows)
+
+
+def _settings_of(folder: Path, name: str) -> Path:
+    """Write the settings of a model, without weights and without a video processor."""
+    family, settings = CASES[name]
+    getattr(transformers, f"{family}Config")(**settings).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = [f"{family}ForConditionalGeneration"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[family]))
+    added = {
+        str(number): {"content": text} for number, text in ((122, "<img>"), (123, "</img>"), (127, "<video>"))
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    return folder

@@ -31,7 +31,9 @@ _VIDEO_PROCESSORS = {
 }
 """Video processor classes of transformers, by the kind of ``MediaFacts``."""
 NO_SETTINGS = "the checkpoint has no supported settings of a video processor"
-SHARED_POSITIONS = "frames of one video share rope positions in this family, which is not supported; send images"
+SHARED_POSITIONS = (
+    "frames of one video share rope positions in this family, which is not supported; send images"
+)
 JOINED_FRAMES = "the tower of this family joins four frames, which is not supported; send images"
 
 #: Image processor classes of transformers, by the rule for image sizes.
@@ -255,7 +257,8 @@ def fixed_facts(folder: Path, *, side: int, patch: int, merge: int, **tokens: An
     read = Processor.of_images(folder, "fixed")
     if read.facts.flag("do_pan_and_scan", False):
         raise read.fail(
-            "do_pan_and_scan", "is not supported: set it to false, and the model reads each image as one square"
+            "do_pan_and_scan",
+            "is not supported: set it to false, and the model reads each image as one square",
         )
     size = read.facts.get("size")
     size = {"height": 224, "width": 224} if size is None else size

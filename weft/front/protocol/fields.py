@@ -46,7 +46,7 @@ def is_one_of(*neutral: Any) -> Callable[[Any], bool]:
 
 
 def asks_no_processing(value: Any) -> bool:
-    """Return True for settings of the image processor that are all off, such as ``do_pan_and_scan: false``."""
+    """Return True for settings of the image processor that are off, such as ``do_pan_and_scan: false``."""
     return isinstance(value, dict) and all(
         one is None or (one is False and name.startswith("do_pan")) for name, one in value.items()
     )
