@@ -84,7 +84,7 @@ def write_folder(folder: Path, name: str, videos: bool = True) -> None:
         text["vocab_size_per_layer_input"] = 416
     config = getattr(transformers, f"{family}Config")(**{**settings, **known, "text_config": text})
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).double()
-    _randomize(model, 3)
+    _randomize(model, 4 if case != name else 3)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[family]))
     if videos:
