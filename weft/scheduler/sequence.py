@@ -165,10 +165,8 @@ class Sequence:
         """``tokens``: prompt and emitted ids, of which ``num_prompt`` are the prompt; the sequence owns the
         array. ``limit``: number of tokens at which the sequence ends. ``arrival``: unique number, in order of
         arrival."""
-        self.id, self.request = submit.sequence, submit.request
-        self.choice = submit.choice
-        self.seed = submit.seed
-        self.salt = submit.salt
+        self.id, self.request, self.choice = submit.sequence, submit.request, submit.choice
+        self.seed, self.salt = submit.seed, submit.salt
         self.adapter, self.place, self.adapts_experts = submit.adapter, -1, False
         self.client, self.payer = submit.client, submit.payer
         self.session = submit.session
