@@ -77,10 +77,8 @@ class ImageRules(NamedTuple):
 
 
 def image_rules(facts: MediaFacts | None, most: int) -> tuple[ImageRules | None, list[int]]:
-    """Return the image rules for ``ChatFormat`` (None without images) and the token ids forbidden to text.
-
-    The forbidden ids are the placeholders and the tokens around, in and between images.
-    """
+    """Return the image rules for ``ChatFormat`` (None without images), and the token ids forbidden to text:
+    the placeholders and the tokens around, in and between images."""
     if facts is None:
         return None, []
     hidden = list(dict.fromkeys(facts.texts))
@@ -276,8 +274,8 @@ class ChatFormat:
         if not videos or rules is None:
             return rendered
         used = (rules.shown_video, rules.video, rules.start, rules.end)
-        tokens = [self._tokenizer.token_text(one) or "" for one in used]
-        if not (made := with_groups(rendered, videos, rules, tokens)):
+        texts = [self._tokenizer.token_text(one) or "" for one in used]
+        if not (made := with_groups(rendered, videos, rules, texts)):
             raise _not_shown(videos[0])
         return made
 

@@ -197,8 +197,7 @@ def _check_number(shown: Sequence[ShownPart], shows: Shows) -> None:
     # Report the first part beyond the limit.
     ends = itertools.accumulate(counts)
     first = next(part for part, end in zip(shown, ends, strict=True) if end > shows.most)
-    each = f"{shows.group} frames of a video count" if shows.group > 1 else "each frame of a video counts"
-    frames = f" ({each} as one)" if shows.group else ""
+    frames = f" ({shows.group} frames of a video count as one)" if shows.group > 1 else ""
     raise InvalidRequest(
         f"{first.where}: the request has {total} images{frames}; the limit is {shows.most} "
         "(--limit-mm-per-prompt)",

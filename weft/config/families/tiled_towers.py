@@ -9,14 +9,7 @@ import msgspec
 
 from weft.common.errors import ConfigError
 from weft.config.families.facts import MOST_PARTS, Facts, read_json
-from weft.config.families.image_processors import (
-    BILINEAR,
-    CLIP_MEAN,
-    CLIP_STD,
-    HALVES,
-    Processor,
-    with_frames,
-)
+from weft.config.families.image_processors import BILINEAR, with_frames
 from weft.config.families.image_towers import (
     activation_of,
     first_of,
@@ -25,6 +18,7 @@ from weft.config.families.image_towers import (
     settings_of,
     special_ids,
 )
+from weft.config.families.processor_files import CLIP_MEAN, CLIP_STD, HALVES, Processor
 from weft.config.families.towers import require_transformers
 from weft.config.media import MediaFacts
 from weft.config.parts.tiles import TileFacts
