@@ -106,6 +106,37 @@ def test_two_ranks_take_embeddings(name: str, folder: Path) -> None:
     _moves(folder, case)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("encoders", [0, 1])
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-inputs"])
+def test_frames_of_videos_in_groups(
+    name: str, encoders: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All items are frames, whose placeholder differs from that of images (InternVL: the same token)."""
+    _film(folder)
+    prompts = [_of_videos(folder, one) for one in _prompts(name, folder)]
+    monkeypatch.setattr(seeing, "prompts", cache(lambda folder: prompts))
+    case = {**EVERYTHING, "blocks": "larger", "ranks": (1, 1), "overlap": False, "encoders": encoders}
+    _moves(folder, case)
+
+
+def _film(folder: Path) -> None:
+    """Write the settings of the video processor of Gemma 4."""
+    settings = {"video_processor_type": "Gemma4VideoProcessor", "patch_size": 4, "pooling_kernel_size": 2}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
+
+
+def _of_videos(folder: Path, prompt: dict[str, Any]) -> dict[str, Any]:
+    """Return ``prompt`` with the placeholder of videos in place of that of images."""
+    vision = load_spec(str(folder)).vision
+    assert vision is not None
+    image, video = vision.media.placeholder, vision.media.video
+    assert video is not None
+    assert video != image
+    ids = [video if token == image else token for token in prompt["prompt_token_ids"]]
+    return {**prompt, "prompt_token_ids": ids}
+
+
 def _moves(folder: Path, case: Case) -> None:
     """Run a prefill, a decode and encode groups, and compare the tokens with those of sequences alone."""
     expected, _ = run(folder, {**PLAIN, **{feature: case[feature] for feature in KEPT}}, alone=True)

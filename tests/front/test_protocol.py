@@ -208,7 +208,10 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "length_penalty": ([1, 1.0], [0.5, True]),
     "early_stopping": ([False], [True, "never"]),
     "documents": ([[]], [[{"text": "x"}]]),
-    "mm_processor_kwargs": ([{}], [{"num_crops": 4}]),
+    "mm_processor_kwargs": (
+        [{}, {"do_pan_and_scan": False, "pan_and_scan_max_num_crops": None}],
+        [{"num_crops": 4}, {"do_pan_and_scan": True}, {"do_resize": False}],
+    ),
     "logits_processors": ([[]], [["x"]]),
     "spaces_between_special_tokens": ([True], [False, 1]),
     "return_tokens_as_token_ids": ([False], [True]),

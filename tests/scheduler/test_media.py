@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -320,6 +321,50 @@ def test_limits_are_told() -> None:
     without = Rig(kv_config(), 1)
     with pytest.raises(InvalidRequest, match="takes no images"):
         without.scheduler.add(ask(0, [3], 4), 0.0)
+
+
+class Counted(tuple[Any, ...]):
+    """A prompt's images, with a count of the reads by the scheduler (the fake runner also reads)."""
+
+    reads = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        Counted.reads += _is_weft(sys._getframe(1))
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Any:
+        counts = _is_weft(sys._getframe(1))
+        for item in super().__iter__():
+            Counted.reads += counts
+            yield item
+
+
+def _is_weft(frame: Any) -> bool:
+    return str(frame.f_globals["__name__"]).startswith("weft.")
+
+
+@pytest.mark.parametrize(("chunk", "whole"), [(3, 0), (0, 10)])
+def test_work_is_linear_in_the_images_of_a_prompt(
+    chunk: int, whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads of items, and sorts of victims, per image: equal for 40 images and for 160."""
+    victims = [0]
+    sorted_ = EmbeddingCache.victims
+    monkeypatch.setattr(EmbeddingCache, "victims", lambda cache: victims.append(1) or sorted_(cache))
+    per_image = []
+    for number in (40, 160):
+        settings = limits(cache_bytes=2048, most_items=number, encode_patches=8, whole=whole)
+        config = kv_config(blocks=400, max_model_len=1200, media=settings)
+        rig = Rig(config, 1, long_prefill_token_threshold=chunk)
+        tokens, media = prompt(*range(number))
+        Counted.reads = 0
+        rig.submit(submit(0, tokens, media=Counted(media), max_tokens=1))
+        drain(rig)
+        assert rig.runner.encoded == number
+        per_image.append(Counted.reads / number)
+    # Four times as many images: two more steps of each binary search.
+    assert per_image[1] < per_image[0] + 20, per_image
+    assert len(victims) == 1, "victims were sorted with free blocks"
 
 
 def random_ask(rng: random.Random, number: int, request: int, choice: int, parts: list) -> Submit:

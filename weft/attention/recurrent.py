@@ -7,7 +7,7 @@ differ from the other elements in the last bits, which would break bitwise invar
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -74,8 +74,7 @@ def row_groups(segment: SegmentInput) -> Iterator[RowGroup]:
     for row, count in enumerate(counts.tolist()):
         if count:
             alike.setdefault(count if count <= FEW else FEW * count.bit_length(), []).append(row)
-    for members in alike.values():
-        rows = np.array(members, np.int64)
+    for rows in _padded(alike.values(), counts):
         each = counts[rows]
         most = int(counts[rows].max())
         within = np.arange(most)
@@ -84,9 +83,21 @@ def row_groups(segment: SegmentInput) -> Iterator[RowGroup]:
             rows=upload(rows, device),
             tokens=upload(places, device),
             counts=None if (each == most).all() else upload(each, device),
-            size=len(members),
+            size=len(rows),
             most=most,
         )
+
+
+def _padded(groups: Iterable[list[int]], counts: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield ``groups`` as int64 [B], cut so that no group has more tokens with padding than the segment has.
+
+    Bounds the memory: see ``weft.config.sizing.layer_elements.delta_elements``.
+    """
+    total = int(counts.sum())
+    for members in groups:
+        together = max(1, total // int(counts[members].max()))
+        for first in range(0, len(members), together):
+            yield np.array(members[first : first + together], np.int64)
 
 
 def take(x: Tensor, group: RowGroup, begin: int, n: int) -> Tensor:

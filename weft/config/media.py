@@ -45,18 +45,31 @@ class View(NamedTuple):
 
 
 class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Fitting of video frames, if different from images (kind ``area``)."""
+    """Choice and fitting of video frames, and the text of each frame group."""
 
-    min_pixels: int
-    max_pixels: int
-    """Bounds of the total area of all frames."""
+    min_pixels: int = 0
+    max_pixels: int = 0
+    """Bounds of the total area of all frames, kind ``area``."""
     fps: float = 2.0
     """Assumed frames per second of a video without a stated rate."""
     frame_tokens: int = 0
-    """Tokens that bound the area of each frame; 0: only ``max_pixels`` bounds the area."""
+    """Tokens that bound the area of each frame, kind ``area``; 0: only ``max_pixels`` bounds the area."""
+    budget: int = 0
+    """Bound of the number of tokens of a frame, kind ``budget``."""
     min_frames: int = 4
     max_frames: int = 768
-    """Bounds of the number of frames that are chosen from a file by rate."""
+    """Bounds of the number of frames that are chosen from a file by rate, rule ``ends``."""
+    rule: Literal["ends", "starts", "middles"] = "ends"
+    """Frames chosen from a file, at equal distances:
+
+        ends      from the first to the last frame (Qwen)
+        starts    the first frame of each of equal parts (Gemma 4)
+        middles   the middle frame of each of equal parts (InternVL)
+    """
+    count: int = 0
+    """Number of frames that are chosen from a file without a wanted number or rate; 0: chosen by ``fps``."""
+    text: Literal["seconds", "clock", "numbers"] = "seconds"
+    """Text in front of each frame group: <1.5 seconds> (Qwen), 00:01 (Gemma 4), or Frame1: (InternVL)."""
 
     def chosen(
         self, total: int, rate: float, most: int, *, fps: float | None = None, count: int | None = None
@@ -64,9 +77,24 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
         """Return the numbers of the frames to show, in ascending order, at equal distances.
 
         ``total``, ``rate``: number of frames and frames per second of the file. ``most``: maximum frames
-        chosen by rate. ``fps``: frames per second to choose; None for the processor's. ``count``: frames to
-        choose, instead of a rate; some numbers then stand twice if the file has fewer frames.
+        chosen without ``count``. ``fps``: frames per second to choose; None for the processor's. ``count``:
+        frames to choose, instead of a rate. A file with fewer frames shows some twice with the rule ``ends``;
+        with the other rules the references refuse this, and InvalidRequest is raised.
         """
+        if self.rule == "ends":
+            return self._to_the_end(total, rate, most, fps, count)
+        if count is None:
+            count = self.count if fps is None and self.count else int(total / rate * (fps or self.fps))
+            count = max(min(count, total, most), 1)
+        if count > total:
+            raise InvalidRequest(f"num_frames is {count}, and the video has only {total} frames")
+        half = self.rule == "middles"
+        return [(2 * number + half) * total // (2 * count) for number in range(count)]
+
+    def _to_the_end(
+        self, total: int, rate: float, most: int, fps: float | None, count: int | None
+    ) -> list[int]:
+        """Return the chosen frames by the rule ``ends``; see ``chosen``."""
         if count is None:
             count = int(total / rate * (fps or self.fps))
             count = min(max(count, self.min_frames), self.max_frames, total, most)
@@ -118,6 +146,10 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Token that stands for a part of an image."""
     video: int | None = None
     """Token that stands for a part of a video frame; None if the model takes no videos."""
+    shown_video: int | None = None
+    """Token that the template writes for a video; None: ``video``."""
+    no_videos: str = ""
+    """Reason why a model whose reference takes videos takes none here, for errors."""
     start: int | None = None
     end: int | None = None
     """Tokens that the template writes around an image, if named in config.json."""
@@ -137,13 +169,14 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def placeholders(self) -> tuple[int, ...]:
         """Tokens that stand for images and video frames."""
-        return (self.placeholder,) if self.video is None else (self.placeholder, self.video)
+        both = (self.placeholder,) if self.video is None else (self.placeholder, self.video)
+        return tuple(dict.fromkeys(both))
 
     @property
     def texts(self) -> tuple[int, ...]:
         """Tokens that only images write: placeholders, and the tokens around, in and between images."""
         between = () if self.tiles is None else self.tiles.tokens
-        one_by_one = (self.start, self.end, self.row_end)
+        one_by_one = (self.start, self.end, self.row_end, self.shown_video)
         return (*self.placeholders, *(token for token in one_by_one if token is not None), *between)
 
     @property
@@ -158,7 +191,12 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
             return self.max_pixels // self.patch**2
         if self.kind == "patches":
             return self.max_patches
-        return self.budget * self.merge**2 or (self.longest // self.patch) ** 2
+        return self.most_budget * self.merge**2 or (self.longest // self.patch) ** 2
+
+    @property
+    def most_budget(self) -> int:
+        """Bound of the number of tokens of an image or a frame, kind ``budget``."""
+        return max(self.budget, 0 if self.frames is None else self.frames.budget)
 
     def grid_of(self, height: int, width: int) -> Fit:
         """Return the fit of an image of ``height`` x ``width`` pixels.
@@ -209,6 +247,8 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         """
         if height < 1 or width < 1:
             raise InvalidRequest(f"a frame of {width} x {height} pixels is empty")
+        if self.kind != "area":
+            return msgspec.structs.replace(self, budget=video.budget).grid_of(height, width)
         token = self.patch * self.merge
         # Frames smaller than one token are enlarged.
         if min(height, width) < token:

@@ -269,6 +269,8 @@ class EmbeddingCache:
         """Evict the first victims until ``number`` device blocks are free. Return False, without any change,
         if the victims are not enough."""
         missing = number - self.available
+        if missing <= 0:
+            return True
         evicted = []
         for victim in self.victims() if victims is None else victims:
             if missing <= 0:

@@ -260,7 +260,8 @@ class Pictures:
         """
         video, size = self.facts.frames, self.facts.temporal
         if video is None:
-            raise InvalidRequest(f"{where}: this model accepts no videos", param=where)
+            why = self.facts.no_videos and f": {self.facts.no_videos}"
+            raise InvalidRequest(f"{where}: this model accepts no videos{why}", param=where)
         height, width = frames[0].header.shown
         for frame in frames:
             if frame.header.shown != (height, width):

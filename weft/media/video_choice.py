@@ -106,7 +106,10 @@ class VideoChoice:
                 param=file.where,
                 code="too_many_images",
             )
-        numbers = video.chosen(header.frames, header.rate, most, fps=file.fps, count=file.num_frames)
+        try:
+            numbers = video.chosen(header.frames, header.rate, most, fps=file.fps, count=file.num_frames)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{file.where}: {error.message}", param=file.where) from None
         if len(numbers) < least:
             raise BadVideo(f"has fewer than {least} frames; send a single frame as an image").at(file.where)
         times = tuple(number / header.rate for number in numbers)

@@ -133,6 +133,7 @@ class Sequence:
         "logit_cost",
         "losses",
         "media",
+        "media_ends",
         "miss",
         "num_cached",
         "num_prompt",
@@ -164,10 +165,8 @@ class Sequence:
         """``tokens``: prompt and emitted ids, of which ``num_prompt`` are the prompt; the sequence owns the
         array. ``limit``: number of tokens at which the sequence ends. ``arrival``: unique number, in order of
         arrival."""
-        self.id, self.request = submit.sequence, submit.request
-        self.choice = submit.choice
-        self.seed = submit.seed
-        self.salt = submit.salt
+        self.id, self.request, self.choice = submit.sequence, submit.request, submit.choice
+        self.seed, self.salt = submit.seed, submit.salt
         self.adapter, self.place, self.adapts_experts = submit.adapter, -1, False
         self.client, self.payer = submit.client, submit.payer
         self.session = submit.session
@@ -177,6 +176,8 @@ class Sequence:
         """Pooling mode of an embedding request: the sequence ends with the prompt and no token is sampled."""
         self.media = submit.media
         """Images of the prompt. The pixels are retained to the end, because an image may be encoded again."""
+        self.media_ends = {item.key: item.start + item.count for item in self.media}
+        """Image key -> position behind the last item with the key. Items are in order, so the last wins."""
         self.spans = EMPTY
         """Positions of the images, as in ``AllocSlot``."""
         self.tokens, self.num_prompt = tokens, num_prompt

@@ -61,38 +61,45 @@ class ImageRules(NamedTuple):
     """The template's token for an image."""
     shows: Shows
     video: int = 0
-    """The template's token for a video; 0 for a model without videos."""
+    """The placeholder of a frame group; 0 for a model without videos."""
+    shown_video: int = 0
+    """The template's token for a video."""
     start: int = 0
     end: int = 0
     """``start`` and ``end`` are the tokens around each frame group."""
     fps: float = 2.0
     """Frames per second of a video without a rate of its own."""
+    text: str = "seconds"
+    """Text in front of a frame group; see ``VideoFacts``."""
     shown: int | None = None
     around: str = ""
     """The template's token for an image, and the text around the placeholder; see ``MediaFacts``."""
 
 
 def image_rules(facts: MediaFacts | None, most: int) -> tuple[ImageRules | None, list[int]]:
-    """Return the image rules for ``ChatFormat`` (None without images) and the token ids forbidden to text.
-
-    The forbidden ids are the placeholders and the tokens around, in and between images.
-    """
+    """Return the image rules for ``ChatFormat`` (None without images), and the token ids forbidden to text:
+    the placeholders and the tokens around, in and between images."""
     if facts is None:
         return None, []
     hidden = list(dict.fromkeys(facts.texts))
-    if facts.frames is None or facts.video is None or facts.start is None or facts.end is None:
-        start, end = (facts.start, facts.end) if facts.around else (None, None)
-        shown = ImageRules(facts.placeholder, Shows(most), shown=facts.shown, around=facts.around)
-        return shown._replace(start=start or 0, end=end or 0), hidden
     rules = ImageRules(
         facts.placeholder,
-        Shows(most, facts.temporal),
-        video=facts.video,
-        start=facts.start,
-        end=facts.end,
-        fps=facts.frames.fps,
+        Shows(most, no_videos=facts.no_videos),
+        start=facts.start or 0,
+        end=facts.end or 0,
+        shown=facts.shown,
+        around=facts.around,
     )
-    return rules, hidden
+    if facts.frames is None or facts.video is None or facts.start is None or facts.end is None:
+        return rules, hidden
+    videos = rules._replace(
+        shows=Shows(most, facts.temporal),
+        video=facts.video,
+        shown_video=facts.video if facts.shown_video is None else facts.shown_video,
+        fps=facts.frames.fps,
+        text=facts.frames.text,
+    )
+    return videos, hidden
 
 
 class ChatFormat:
@@ -198,7 +205,7 @@ class ChatFormat:
         if continue_final_message:
             rendered = _cut(rendered, tail)
         shown = tuple(part for message in checked for part in message.shown)
-        rendered = with_images(self._with_groups(rendered, mark, shown), self._images, self._tokenizer)
+        rendered = self._with_groups(with_images(rendered, self._images, self._tokenizer), mark, shown)
         private = self._marks.rewrite(rendered, mark, self._tokenizer.private_name)
         ids = self._tokenizer.encode_private(private, add_special_tokens=False, limit=limit)
         text = rendered.replace(mark, "")
@@ -266,8 +273,9 @@ class ChatFormat:
         rules = self._images
         if not videos or rules is None:
             return rendered
-        tokens = [self._tokenizer.token_text(one) or "" for one in (rules.video, rules.start, rules.end)]
-        if not (made := with_groups(rendered, videos, rules, tokens)):
+        used = (rules.shown_video, rules.video, rules.start, rules.end)
+        texts = [self._tokenizer.token_text(one) or "" for one in used]
+        if not (made := with_groups(rendered, videos, rules, texts)):
             raise _not_shown(videos[0])
         return made
 

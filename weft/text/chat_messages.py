@@ -75,6 +75,8 @@ class Shows(NamedTuple):
     """Maximum number of images and frame groups in all messages together."""
     group: int = 0
     """Frames per group; 0 for a model without videos."""
+    no_videos: str = ""
+    """Reason why a model of a family with videos accepts none; "" for other models."""
 
 
 class CallMade(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,7 +197,7 @@ def _check_number(shown: Sequence[ShownPart], shows: Shows) -> None:
     # Report the first part beyond the limit.
     ends = itertools.accumulate(counts)
     first = next(part for part, end in zip(shown, ends, strict=True) if end > shows.most)
-    frames = f" ({shows.group} frames of a video count as one)" if shows.group else ""
+    frames = f" ({shows.group} frames of a video count as one)" if shows.group > 1 else ""
     raise InvalidRequest(
         f"{first.where}: the request has {total} images{frames}; the limit is {shows.most} "
         "(--limit-mm-per-prompt)",
@@ -386,8 +388,11 @@ def _video(part: Mapping[str, Any], where: str, shows: Shows) -> VideoPart:
     Raise InvalidRequest if the model accepts no videos or the part is invalid.
     """
     if not shows.group:
+        why = shows.no_videos and f": {shows.no_videos}"
         raise InvalidRequest(
-            f"{where}: this model accepts images, but no videos", param=where, code="unsupported_parameter"
+            f"{where}: this model accepts images, but no videos{why}",
+            param=where,
+            code="unsupported_parameter",
         )
     found = video_part(part, where, shows.group)
     if isinstance(found, VideoPart):

@@ -104,22 +104,36 @@ class VideoRules(Protocol):
     @property
     def fps(self) -> float: ...
 
+    @property
+    def text(self) -> str: ...
+
 
 def with_groups(rendered: str, videos: Sequence[VideoPart], rules: VideoRules, tokens: Sequence[str]) -> str:
     """Replace the placeholder of each video in ``rendered`` by the placeholders of the frame groups.
 
-    Each group becomes a time and a placeholder between the start and end tokens. The template's text around
-    the video's placeholder stays, as in the reference implementation. ``tokens``: texts of the placeholder,
-    the start and the end. Return "" if ``rendered`` does not show each video once.
+    Each group becomes a text and a placeholder between the start and end tokens. The template's text around
+    the token of the video stays, as in the reference implementation. ``tokens``: texts of the template's
+    token, the placeholder, the start and the end. Return "" if ``rendered`` does not show each video once.
     """
-    video, start, end = tokens
-    # User text cannot contain the placeholder: its special tokens have marks inside.
-    pieces = rendered.split(video) if video and start and end else []
+    shown, placeholder, start, end = tokens
+    # User text cannot contain the token: its special tokens have marks inside.
+    pieces = rendered.split(shown) if shown and placeholder and start and end else []
     if len(pieces) != 1 + len(videos):
         return ""
+    written, between = _TEXTS[rules.text]
     made = [pieces[0]]
     for part, after in zip(videos, pieces[1:], strict=True):
         times = group_times(part, rules.shows.group, rules.fps)
-        made += [f"<{time:.1f} seconds>{start}{video}{end}" for time in times]
-        made.append(after)
+        groups = (
+            f"{written(number, time)}{start}{placeholder}{end}" for number, time in enumerate(times, start=1)
+        )
+        made += [between.join(groups), after]
     return "".join(made)
+
+
+_TEXTS: dict[str, tuple[Callable[[int, float], str], str]] = {
+    "seconds": (lambda number, time: f"<{time:.1f} seconds>", ""),
+    "clock": (lambda number, time: f"{int(time // 60):02d}:{int(time % 60):02d} ", " "),
+    "numbers": (lambda number, time: f"Frame{number}: ", "\n"),
+}
+"""Name -> (text in front of a frame group by its number and time, text between groups)."""

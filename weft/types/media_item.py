@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -40,6 +41,17 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
 def without_pixels(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
     """Return ``items`` without pixels, for a group that needs only the positions of the images."""
     return tuple(msgspec.structs.replace(item, pixels=b"", shared=None) for item in items)
+
+
+def items_within(media: Sequence[MediaItem], start: int, end: int) -> Iterator[MediaItem]:
+    """Yield the items with positions among ``start`` .. end - 1, in order.
+
+    ``media`` is in order and without overlap. The cost is that of the items found, and of a binary search.
+    """
+    at = bisect_right(media, start, key=lambda item: item.start + item.count)
+    while at < len(media) and (item := media[at]).start < end:
+        yield item
+        at += 1
 
 
 SPAN = 6

@@ -14,7 +14,7 @@ import msgspec
 
 from weft.common.errors import ConfigError
 from weft.config.families.facts import MOST_PARTS, Facts, read_json
-from weft.config.families.image_processors import budget_facts, fixed_facts, longest_facts
+from weft.config.families.image_processors import budget_facts, fixed_facts, longest_facts, with_frames
 from weft.config.families.towers import require_transformers
 from weft.config.spec import ModelSpec, VisionSpec
 
@@ -69,7 +69,7 @@ def gemma3_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> 
 
 
 def gemma4_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionSpec:
-    """Return the tower of Gemma 4. Videos and audio are not served. Raise ConfigError."""
+    """Return the tower of Gemma 4. Audio is not served. Raise ConfigError."""
     require_transformers(spec)
     hidden, heads = hidden_and_heads(vision, 768, 12)
     patch, merge = vision.integer("patch_size", 16), vision.integer("pooling_kernel_size", 3)
@@ -88,8 +88,9 @@ def gemma4_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> 
         start=facts.integer("boi_token_id", 255999),
         end=facts.integer("eoi_token_id", 258882),
     )
-    if media.budget * merge > table:
-        raise vision.fail("position_embedding_size", f"{table} has no position for {media.budget} tokens")
+    media = with_frames(folder, media, video=facts.integer("video_token_id", 258884))
+    if (tokens := media.most_budget) * merge > table:
+        raise vision.fail("position_embedding_size", f"{table} has no position for {tokens} tokens")
     return VisionSpec(
         kind="gemma4",
         hidden=hidden,

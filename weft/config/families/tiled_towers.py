@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from weft.common.errors import ConfigError
 from weft.config.families.facts import MOST_PARTS, Facts, read_json
-from weft.config.families.image_processors import BILINEAR, CLIP_MEAN, CLIP_STD, HALVES, Processor
+from weft.config.families.image_processors import BILINEAR, with_frames
 from weft.config.families.image_towers import (
     activation_of,
     first_of,
@@ -15,12 +18,14 @@ from weft.config.families.image_towers import (
     settings_of,
     special_ids,
 )
+from weft.config.families.processor_files import CLIP_MEAN, CLIP_STD, HALVES, Processor
 from weft.config.families.towers import require_transformers
 from weft.config.media import MediaFacts
 from weft.config.parts.tiles import TileFacts
 from weft.config.spec import ModelSpec, VisionSpec
 
 _INTERN_AROUND = ("<img>", "</img>")
+_INTERN_VIDEO = "<video>"
 _LLAMA_BETWEEN = ("<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>")
 MOST_TILES = 64
 """Maximum number of tiles that a checkpoint may ask for."""
@@ -151,7 +156,13 @@ def _ratio_facts(folder: Path, *, side: int, patch: int, merge: int, **tokens: A
     most = read.facts.integer("max_patches", 12, high=MOST_TILES)
     tiles = TileFacts(rule="ratio", least=read.facts.integer("min_patches", 1, high=most), most=most)
     colours = read.colours(CLIP_MEAN, CLIP_STD)
-    return _tiled(read, tiles, colours, side=side, default=384, patch=patch, merge=merge, **tokens)
+    media = _tiled(read, tiles, colours, side=side, default=384, patch=patch, merge=merge, **tokens)
+    try:
+        (shown,) = special_ids(folder, (_INTERN_VIDEO,))
+    except ConfigError:
+        return msgspec.structs.replace(media, no_videos=f"the tokenizer has no token {_INTERN_VIDEO}")
+    # A frame is a tile: both have the same placeholder.
+    return with_frames(folder, media, video=media.placeholder, shown=shown)
 
 
 def _canvas_facts(

@@ -36,17 +36,48 @@ def recurrent_elements(spec: ModelSpec) -> int:
 
 
 def recurrent_row(spec: ModelSpec) -> int:
-    """Return the elements of a token's intermediate results in a recurrent mixer; 0 without mixers."""
+    """Return the elements of a token's intermediate results in a recurrent mixer, in the model's dtype; 0
+    without mixers. Of a gated delta net these are the inputs and the output; see ``delta_elements``."""
     rows = [0]
-    if spec.delta is not None:
-        heads = spec.delta.k_heads * spec.delta.k_dim + spec.delta.v_heads * spec.delta.v_dim
-        rows.append(4 * heads + (2 * spec.delta.decays if spec.delta.gate_rank else 0))
+    if (delta := spec.delta) is not None:
+        key, value = delta.k_heads * delta.k_dim, delta.v_heads * delta.v_dim
+        rows.append(2 * key + 3 * value + delta.decays + delta.v_heads + 2 * delta.gate_rank)
     if spec.conv is not None:
         rows.append(8 * spec.conv.heads * spec.conv.dim)
     if spec.mamba is not None:
         mamba = spec.mamba
         rows.append(4 * (mamba.heads * mamba.dim + mamba.groups * mamba.state))
     return max(rows)
+
+
+def delta_elements(spec: ModelSpec, tokens: int, rows: int) -> int:
+    """Return the elements of all intermediate results of a gated delta net, computed by torch; 0 without one.
+
+    Elements are float32, or wider in a wider model. ``tokens``, ``rows``: the largest step. The number is an
+    upper bound: torch's memory profiler counts 0.5 to 1.0 of it (tests/attention/test_delta_memory.py).
+    """
+    delta = spec.delta
+    if delta is None:
+        return 0
+    key, value, heads = delta.k_heads * delta.k_dim, delta.v_heads * delta.v_dim, delta.v_heads
+    channels, repeated = 2 * key + value, heads * delta.k_dim
+    # The inputs as float32: q, k, v, z, the decays and b.
+    inputs = channels + value + delta.decays + heads
+    # The convolution: past and new inputs, two sums, and three factors of the activation.
+    convolved = inputs + 6 * channels
+    # The recurrence: q, k and v behind the convolution, q and k with length 1 and repeated, and the decays.
+    kept = inputs + channels + 2 * key + 2 * repeated + 2 * delta.decays + heads
+    # Chunks: padded copies, products [64, 64] of keys and queries, and both sides of a triangular system with
+    # copies for the solver.
+    chunked = 7 * repeated + 4 * value + 3 * delta.decays + 5 * 64 * heads
+    if delta.gate_rank:
+        # 256 tokens at a time (``MOST_BY_CHANNEL``). The outputs of all parts exist twice.
+        total = tokens * max(convolved, kept + 2 * value) + 256 * chunked
+    else:
+        total = tokens * max(convolved, kept + chunked)
+    # Each row has a few copies of the state at a time.
+    states = 4 * rows * repeated * delta.v_dim
+    return total + states + recurrent_pass(spec)
 
 
 def recurrent_pass(spec: ModelSpec) -> int:

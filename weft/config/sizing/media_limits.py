@@ -146,7 +146,7 @@ def most_tokens(media: MediaFacts) -> int:
         return area // (media.patch * media.merge) ** 2
     token = media.patch * media.merge
     if media.kind == "budget":
-        return media.budget
+        return media.most_budget
     if media.longest:
         side = -(-media.longest // token)
         return side * (side + (media.row_end is not None))

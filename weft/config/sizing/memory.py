@@ -22,6 +22,7 @@ from weft.config.sections.all import SchedulerSection
 from weft.config.sharding import local_spec
 from weft.config.sizing.layer_elements import (
     counted_elements,
+    delta_elements,
     dense_elements,
     grouped_elements,
     input_table_elements,
@@ -29,7 +30,6 @@ from weft.config.sizing.layer_elements import (
     layer_elements,
     recurrent_elements,
     recurrent_layers,
-    recurrent_pass,
     recurrent_row,
 )
 from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec, SparseSpec, VisionSpec
@@ -431,7 +431,8 @@ def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -
     # Four float32 arrays of logits per sampled row.
     logits = scheduler.max_num_seqs * spec.vocab_size * 4 * 4
     logits += MAX_PROMPT_LOGITS * spec.vocab_size * DTYPE_BYTES[dtype]
-    alone = recurrent_pass(spec) * max(4, DTYPE_BYTES[dtype]) + (_SCORES if _sparse_row(spec, 1) else 0)
+    alone = delta_elements(spec, tokens, scheduler.max_num_seqs) * max(4, DTYPE_BYTES[dtype])
+    alone += _SCORES if _sparse_row(spec, 1) else 0
     return (tokens * row * DTYPE_BYTES[dtype] + logits) * scheduler.steps_in_flight + tower + alone
 
 

@@ -45,6 +45,13 @@ def is_one_of(*neutral: Any) -> Callable[[Any], bool]:
     )
 
 
+def asks_no_processing(value: Any) -> bool:
+    """Return True for settings of the image processor that are off, such as ``do_pan_and_scan: false``."""
+    return isinstance(value, dict) and all(
+        one is None or (one is False and name.startswith("do_pan")) for name, one in value.items()
+    )
+
+
 def asks_no_transfer(value: Any) -> bool:
     """Return True for KV transfer parameters that ask for no transfer: switches that are off, and empty
     values."""
@@ -84,7 +91,7 @@ NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "length_penalty": is_one_of(1),
     "early_stopping": is_one_of(False),
     "documents": is_one_of([]),
-    "mm_processor_kwargs": is_one_of({}),
+    "mm_processor_kwargs": asks_no_processing,
     "logits_processors": is_one_of([]),
     "spaces_between_special_tokens": is_one_of(True),
     "return_tokens_as_token_ids": is_one_of(False),

@@ -24,7 +24,7 @@ from weft.config.resolved import MediaLimits
 from weft.kv.embeddings import Embedded, EmbeddingCache
 from weft.scheduler.images.whole_images import binding
 from weft.scheduler.sequence import Sequence
-from weft.types.media_item import MediaItem, spans_of
+from weft.types.media_item import MediaItem, items_within, spans_of
 from weft.types.plan import BindMedia, Encode, GatherMedia, SlotUpdate, column
 
 MOST_PIXELS = 64 << 20
@@ -357,18 +357,18 @@ class MediaBook:
             for use in users.values()
         )
 
-    def _victims(self, wanted: set[bytes], sequence: Sequence) -> list[Embedded]:
-        """Return the victims for the embeddings ``wanted`` by ``sequence``, in eviction order.
+    def _victims(self, wanted: set[bytes], sequence: Sequence) -> Iterator[Embedded]:
+        """Yield the victims for the embeddings ``wanted`` by ``sequence``, in eviction order.
 
         First unused embeddings, oldest first. Then embeddings wanted only by sequences without a slot, last
-        sequence in order first. Then the rest.
+        sequence in order first. Then the rest. A caller with enough free blocks reads none, at no cost.
         """
         may_go = [
             held
             for held in self.cache.victims()
             if held.key not in wanted and self._may_go(held.key, sequence.key)
         ]
-        return sorted(may_go, key=lambda held: self._place(held.key))
+        yield from sorted(may_go, key=lambda held: self._place(held.key))
 
     def _place(self, key: bytes) -> tuple[int, ...]:
         """Return the rank of ``key`` among victims, smallest first: (0,) unused, (1, ...) used only without a
@@ -398,8 +398,7 @@ class MediaBook:
         self.cache.touch(held, self._step)
         use = self._use(sequence, item.key)
         use.step, use.runs = self._step, True
-        last = max(other.start + other.count for other in sequence.media if other.key == item.key)
-        use.over = last <= end
+        use.over = sequence.media_ends[item.key] <= end
         return binding(item, slot, held.ids, self._limits)
 
     def _have(self, item: MediaItem, sequence: Sequence, wanted: set[bytes]) -> Embedded:
@@ -423,10 +422,3 @@ class MediaBook:
         self.cache.encoded += 1
         self.cache.op(encoding(item, held))
         return held
-
-
-def items_within(media: tuple[MediaItem, ...], start: int, end: int) -> Iterator[MediaItem]:
-    """Yield the items with positions among ``start`` .. end - 1, in order."""
-    for item in media:
-        if item.start < end and start < item.start + item.count:
-            yield item

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from weft.config.resolved import MediaLimits
 from weft.scheduler.sequence import Sequence
-from weft.types.media_item import MediaItem
+from weft.types.media_item import MediaItem, items_within
 from weft.types.plan import BindMedia
 
 
@@ -20,12 +20,12 @@ def whole_end(sequence: Sequence, start: int, end: int, room: int, limits: Media
     """
     if limits is None or not limits.whole or end <= start:
         return end
-    for item in sequence.media:
+    # At most one item has tokens on both sides of ``end``.
+    for item in items_within(sequence.media, end, end):
+        if item.start > start:
+            return item.start
         behind = item.start + item.count
-        if item.start < end < behind:
-            if item.start > start:
-                return item.start
-            return behind if behind - start <= room else start
+        return behind if behind - start <= room else start
     return end
 
 

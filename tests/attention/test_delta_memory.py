@@ -1,0 +1,71 @@
+"""The memory plan covers the intermediate results of a gated delta net, as torch's memory profiler counts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.attention.test_delta import Scene, state_cache
+from weft.attention.base import SegmentInput
+from weft.attention.delta.delta_backend import DeltaInput
+from weft.attention.delta.delta_torch import TorchDelta
+from weft.attention.recurrent import row_groups
+from weft.config.sizing.layer_elements import delta_elements
+
+#: (k_heads, v_heads, k_dim, v_dim, taps, rank): the last three have a decay for every key channel.
+SHAPES = [(4, 4, 64, 64, 4), (2, 6, 32, 64, 4), (2, 16, 64, 128, 4)]
+KIMI = [(4, 4, 64, 64, 4, 64), (2, 2, 128, 128, 4, 128), (8, 8, 32, 32, 3, 16)]
+LENGTHS = [[1024], [256] * 3, [64] * 16, [16] * 64, [255, *[129] * 7]]
+
+
+def peak(shape: tuple[int, ...], lengths: list[int], dtype: torch.dtype) -> tuple[int, int]:
+    """Return (largest bytes allocated at a time in a run, bytes of the plan)."""
+    scene, backend = Scene(shape, dtype, lengths=lengths), TorchDelta()
+    segment, qkvz, gates = scene.stage([(row, len(row.qkvz)) for row in scene.rows])
+    prepared = backend.prepare(segment, 0, state_cache(scene.spec), 64, dtype)
+    out = torch.empty(len(qkvz), scene.spec.v_heads * scene.spec.v_dim, dtype=dtype)
+    for part in scene.state:
+        part.zero_()
+    given = DeltaInput(segment, scene.state, scene.weights, False, prepared)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        backend.run(scene.inputs(qkvz, gates), out, given)
+    results = cast(Any, profiler.profiler).kineto_results.events()
+    events = sorted((one for one in results if one.name() == "[memory]"), key=lambda one: one.start_ns())
+    spec: Any = SimpleNamespace(delta=scene.spec)
+    planned = delta_elements(spec, len(qkvz), len(lengths)) * max(4, dtype.itemsize)
+    return int(np.cumsum([one.nbytes() for one in events]).max()), planned
+
+
+CASES = [
+    (shape, lengths, dtype)
+    for shape in (*SHAPES, *KIMI)
+    for lengths in LENGTHS
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "lengths", "dtype"), CASES)
+def test_the_plan_covers_a_run(shape: tuple[int, ...], lengths: list[int], dtype: torch.dtype) -> None:
+    used, planned = peak(shape, lengths, dtype)
+    assert used <= planned
+    assert used >= 0.4 * planned, "the plan takes memory from the caches"
+
+
+@pytest.mark.parametrize("counts", [[255, *[129] * 62], [17, 31, 18], [5, 40, 600, 300, 599]])
+def test_padding_never_doubles_the_tokens(counts: list[int]) -> None:
+    rows = len(counts)
+    segment = cast(
+        SegmentInput,
+        SimpleNamespace(rows=rows, host_counts=np.array(counts, np.int32), starts=torch.zeros(rows)),
+    )
+    groups = list(row_groups(segment))
+    assert all(group.size * group.most <= sum(counts) for group in groups)
+    assert sorted(row for group in groups for row in cast(torch.Tensor, group.rows).tolist()) == [
+        *range(rows)
+    ]
