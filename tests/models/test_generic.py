@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.conftest import Paged
 from tests.models.test_quantized_loading import FORMATS, _folders, save_moe
-from tests.support.generic_models import classes, greedy, tiny_config, tiny_model
+from tests.support.generic_models import classes, full_name, greedy, tiny_config, tiny_model
 from tests.support.generic_table import CLOSE, NEW, WRONG, generated, judge, logits_of, prompts_of
 from tests.support.ranks import on_ranks
 from tests.support.slow import mostly_slow
@@ -50,7 +50,7 @@ def saved(folder: Path, name: str, **more: Any) -> Any:
 
 
 def spec_of(folder: Path, name: str) -> ModelSpec:
-    return probe_folder(str(folder), f"{name}ForCausalLM")
+    return probe_folder(str(folder), full_name(name))
 
 
 def opened(folder: Path, name: str, dtype: torch.dtype = F64, **more: Any) -> Any:

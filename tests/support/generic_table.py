@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from tests.models.conftest import Paged
-from tests.support.generic_models import classes, greedy, tiny_model
+from tests.support.generic_models import classes, full_name, greedy, tiny_model
 from tests.support.ranks import on_ranks
 from weft.common.errors import ConfigError
 from weft.models.generic.load import load
@@ -96,7 +96,7 @@ def judge(name: str, folder: str) -> Verdict:
     except Exception as error:  # of transformers: many types
         return Verdict(NOT_JUDGED, "", _line(error))
     try:
-        spec = probe_folder(folder, f"{name}ForCausalLM")
+        spec = probe_folder(folder, full_name(name))
         model = load(folder, spec, torch.float64, CPU, progress=False)
     except ConfigError as error:
         return Verdict(REFUSED, "", _line(error))

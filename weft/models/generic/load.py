@@ -23,7 +23,7 @@ from weft.models.files import WeightFile
 from weft.models.generic.experts import RoutedExperts
 from weft.models.generic.model import TransformersModel
 from weft.models.generic.modules import Sums
-from weft.models.generic.probe import run_probe
+from weft.models.generic.probe import LayerFacts, run_probe
 from weft.models.generic.self_check import check_loaded
 from weft.models.generic.skeleton import drop_head, make_skeleton, read_config
 from weft.models.generic.swap import Substitution, Swapper
@@ -162,6 +162,7 @@ def _load(folder: str, spec: ModelSpec, build: Build, options: _Options, *, ops:
     inputs = list[tuple[str, Any]]()
     with _inputs_of(published, inputs):
         calls = run_probe(published)
+    _check_fp8(spec, calls)
     if not spec.head:
         drop_head(published)
     _fill_buffers(published, build)  # before modules with buffers are replaced
@@ -191,6 +192,16 @@ def _load(folder: str, spec: ModelSpec, build: Build, options: _Options, *, ops:
         log.info("%s: code of transformers, with Weft's ops for %s", spec.architecture, found or "attention")
         check_loaded(model)
     return model
+
+
+def _check_fp8(spec: ModelSpec, calls: Sequence[LayerFacts]) -> None:
+    """Raise ConfigError for keys with positions in 8 bits."""
+    if any(cache.fp8 for cache in spec.caches) and any(call.biased for call in calls):
+        raise ConfigError(
+            f"--kv-cache-dtype fp8: the keys of {spec.architecture} contain positions (ALiBi), which 8 bits "
+            "round; use --kv-cache-dtype auto",
+            param="--kv-cache-dtype",
+        )
 
 
 def _check_draft(model: TransformersModel) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weft.attention.base import AttentionBackend, Backends, CoreInput, LayerCache, StepInput
@@ -50,7 +51,9 @@ class _Stub(nn.Module):
         self.__dict__["base"] = base  # hidden from nn.Module: the parameters belong to the base
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["base"], name)
+        found = getattr(self.__dict__["base"], name)
+        # The head of OPT calls the decoder inside of the base model.
+        return _Stub(found) if isinstance(found, PreTrainedModel) else found
 
     def forward(self, *_: Any, inputs_embeds: Any = None, **__: Any) -> _Given:
         return _Given(inputs_embeds)
@@ -58,6 +61,8 @@ class _Stub(nn.Module):
 
 class _Pass:
     """Receiver of the calls of one step."""
+
+    attends = True
 
     def __init__(
         self,
@@ -90,10 +95,11 @@ class _Pass:
         if kept is None:
             kind = model.kinds[layer]
             step = self._step
+            call = call.with_distances(step.positions)
             if layer in model.cuts:
                 call = model.cuts[layer].of(call)
             q = model.write(call, self._kv[layer][kind], step.writes[kind], model.spec.caches[kind].fp8)
-            kept = self._attended(layer, q, call.scale, call.sinks)
+            kept = self._attended(layer, q, call.scale, call.sinks, call.softcap or 0.0)
         width = call.v.shape[3]
         kept = kept if width == kept.shape[2] else kept[..., :width].contiguous()
         return kept.unsqueeze(0)
@@ -137,7 +143,9 @@ class _Pass:
             found = self._angles[id(cos)] = (first, second, cos)  # ``cos`` stays alive, so the id is unique
         return found[0], found[1]
 
-    def _attended(self, layer: int, q: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    def _attended(
+        self, layer: int, q: Tensor, scale: float, sinks: Tensor | None, softcap: float = 0.0
+    ) -> Tensor:
         """Return the attention [T, heads, dim] of rotated queries q. The caches have the entries of the step.
 
         Ends the first pass of the last layer.
@@ -151,7 +159,7 @@ class _Pass:
                 continue
             alone = segment.tokens == len(q)
             rows = slice(segment.begin, segment.begin + segment.tokens)
-            core = CoreInput(segment, self._kv[layer], scale, prepared[kind], sinks)
+            core = CoreInput(segment, self._kv[layer], scale, prepared[kind], sinks, softcap)
             parts = (q, out) if alone else (q[rows], out[rows])
             self._backend.attend(*parts, core, kind, model.spec.caches[kind])
         if layer in model.cuts:
@@ -165,6 +173,8 @@ class _Pass:
 
 class _Loops:
     """Receiver of a pass with the attention of transformers: only experts call Weft."""
+
+    attends = False
 
     def attend(self, call: AttentionCall) -> Tensor:
         raise AssertionError("this pass uses the attention of transformers")

@@ -21,9 +21,9 @@ import torch
 from weft.common.confine import confine
 from weft.common.errors import ConfigError
 from weft.config.families.generic.probing import Probed, memory_limit
-from weft.config.spec import CacheSpec, CountedExperts, ModelSpec, RopeSpec
+from weft.config.spec import CacheSpec, CountedExperts, ModelSpec, RopeSpec, ScaleSpec
 from weft.models.generic import recognition
-from weft.models.generic.interface import AttentionCall, answered_by
+from weft.models.generic.interface import AttentionCall, Distances, answered_by
 from weft.models.generic.masks import FULL, Mask, make_mask
 from weft.models.generic.parallel import whole_weights
 from weft.models.generic.skeleton import base_of, make_skeleton, read_config
@@ -46,17 +46,26 @@ class LayerFacts:
     v_dim: int
     window: int
     """0: all positions."""
-    problems: tuple[str, ...]
+    biased: bool = False
+    """True for a bias by distance, which is in further dims of the keys."""
+    softcap: float = 0.0
+    """0: no softcap of scores."""
+    sinks: bool = False
+    problems: tuple[str, ...] = ()
     """Reasons against the layer."""
 
 
 class Probe:
     """Receiver that records attention calls and computes nothing."""
 
+    attends = True
+
     def __init__(self) -> None:
         self.calls: list[LayerFacts] = []
 
     def attend(self, call: AttentionCall) -> Tensor:
+        biased = call.distances is not None
+        call = call.with_distances(torch.zeros(call.q.shape[2], dtype=torch.int64))
         problems = [f"attention has the argument {name}" for name in call.other]
         window = call.window or 0
         kind = FULL
@@ -68,8 +77,6 @@ class Probe:
             problems.append(f"mask {kind}")
         elif call.mask is not None:
             window = 0  # the mask decides
-        if call.softcap:
-            problems.append("softcap of attention scores")
         if call.v.shape[3] > call.q.shape[3]:
             problems.append(f"values of {call.v.shape[3]} dims, keys of {call.q.shape[3]}")
         if call.q.shape[0] != 1 or call.q.shape[2] != PROBED_TOKENS or call.k.shape[2] != PROBED_TOKENS:
@@ -85,6 +92,9 @@ class Probe:
                 dim=call.q.shape[3],
                 v_dim=call.v.shape[3],
                 window=window,
+                biased=biased,
+                softcap=call.softcap or 0.0,
+                sinks=call.sinks is not None,
                 problems=tuple(problems),
             )
         )
@@ -203,6 +213,9 @@ def spec_of(model: Any, calls: list[LayerFacts]) -> ModelSpec:
         )
         for (window, kv_heads, dim), members in groups.items()
     )
+    positions = _positions(config)
+    if any(call.biased for call in found.values()) and positions > Distances.LAST + 1:
+        _refuse(model, [f"a bias by distance (ALiBi) with {positions} positions; the limit is {Distances.LAST + 1}"])
     every_rank = whole_weights(model, list(found.values()))
     widest = max(found.values(), key=lambda call: call.heads * call.dim)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
@@ -219,7 +232,9 @@ def spec_of(model: Any, calls: list[LayerFacts]) -> ModelSpec:
         rope=RopeSpec(dim=widest.dim),
         tied=bool(getattr(model.config, "tie_word_embeddings", False)),
         caches=caches,
-        max_position=getattr(config, "max_position_embeddings", None) or 2048,
+        sinks=any(call.sinks for call in found.values()),
+        scales=ScaleSpec(attention_softcap=max(call.softcap for call in found.values())),
+        max_position=positions,
         eos_ids=_ids(config, "eos_token_id"),
         bos_id=next(iter(_ids(config, "bos_token_id")), None),
         dtype="",
@@ -227,6 +242,13 @@ def spec_of(model: Any, calls: list[LayerFacts]) -> ModelSpec:
         counted_whole=sum(weight.numel() for weight in every_rank),
         counted_experts=_counted_experts(model, {id(weight) for weight in every_rank}),
     )
+
+
+def _positions(config: Any) -> int:
+    """Return the context length in ``config``; 2048 if no field has the length."""
+    names = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length")
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int) and value > 0), 2048)
 
 
 def _counted_experts(model: Any, every_rank: Collection[int]) -> CountedExperts | None:
