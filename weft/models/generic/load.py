@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
@@ -263,7 +264,7 @@ def _fill_buffers(model: Any, build: Build) -> None:
         ours = {key: one for key, one in buffers.items() if key in module._non_persistent_buffers_set}
         if not ours:
             continue
-        made = [_computed(model, module, ours, fill) for fill in _FILLS]
+        made = [_computed(_owner(model, name), module, ours, fill) for fill in _FILLS]
         for key in ours:
             one, other = (found[key] for found in made)
             if not torch.equal(one, other):  # NaN equals nothing
@@ -273,6 +274,15 @@ def _fill_buffers(model: Any, build: Build) -> None:
                     param="--model",
                 )
             module._buffers[key] = one.to(build.device)
+
+
+def _owner(model: Any, name: str) -> Any:
+    """Return the innermost model of transformers around module ``name``: its class makes the buffers."""
+    found = model
+    for end in [place for place, letter in enumerate(name) if letter == "."] + [len(name)]:
+        inner = model.get_submodule(name[:end])
+        found = inner if isinstance(inner, PreTrainedModel) else found
+    return found
 
 
 def _computed(
