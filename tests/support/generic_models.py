@@ -84,6 +84,27 @@ CHANGES: dict[str, dict[str, Any]] = {
     "GPTJ": {"rotary_dim": 8, "n_embd": 64},
     "CodeGen": {"rotary_dim": 8, "n_embd": 64},
     "GPTNeo": {"attention_types": [[["global", "local"], 1], [["global"], 1]], "window_size": 7},
+    **{
+        name: {"pad_token_id": 0}
+        for name in (
+            "Camembert",
+            "Data2VecText",
+            "Roberta",
+            "RobertaPreLayerNorm",
+            "XLMRoberta",
+            "XLMRobertaXL",
+            "Xmod",
+        )
+    },
+    "Blenderbot": {"d_model": 64},
+    "Mamba2": {"num_heads": 6, "n_groups": 1, "state_size": 8},
+    "Jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
+    "Mamba": {"state_size": 8},
+    "FalconMamba": {"state_size": 8},
+    "Zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba"],
+        "layer_types": ["mamba", "hybrid", "mamba"],
+    },
     "Mpt": {"max_seq_len": 512},
     "Cohere2": {"layer_types": [SLIDING, SLIDING, FULL]},
 }

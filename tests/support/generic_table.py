@@ -93,6 +93,8 @@ def judge(name: str, folder: str) -> Verdict:
     try:
         reference = tiny_model(name)
         reference.save_pretrained(folder)
+        prompts = prompts_of(*PROMPTS)
+        expected = [greedy(reference, prompt, NEW) for prompt in prompts]
     except Exception as error:  # of transformers: many types
         return Verdict(NOT_JUDGED, "", _line(error))
     try:
@@ -100,11 +102,6 @@ def judge(name: str, folder: str) -> Verdict:
         model = load(folder, spec, torch.float64, CPU, progress=False)
     except ConfigError as error:
         return Verdict(REFUSED, "", _line(error))
-    prompts = prompts_of(*PROMPTS)
-    try:
-        expected = [greedy(reference, prompt, NEW) for prompt in prompts]
-    except Exception as error:  # of transformers: many types
-        return Verdict(NOT_JUDGED, "", _line(error))
     del reference
     if generated(model, prompts, NEW) != expected:
         return Verdict(WRONG)

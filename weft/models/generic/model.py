@@ -17,7 +17,14 @@ from weft.layers.build import Build
 from weft.models.decoder import Model
 from weft.models.generic.attention import FusedAttention
 from weft.models.generic.experts import RoutedExperts
-from weft.models.generic.interface import AttentionCall, answered_by, call_weft, current, published_experts
+from weft.models.generic.interface import (
+    AttentionCall,
+    Receiver,
+    answered_by,
+    call_weft,
+    current,
+    published_experts,
+)
 from weft.models.generic.last_rows import LastRows, See, layers_of, seen_layers
 from weft.models.generic.modules import Sums
 from weft.models.generic.skeleton import base_of
@@ -260,6 +267,21 @@ class TransformersModel(Model):
         result: Tensor = self.cache_op(fp8)(
             qkv, heads, kv_heads, None, None, 0.0, angles, angles, *cache, writes
         )
+        return result
+
+    def hidden_apart(self, ids: Tensor, positions: Tensor, receiver: Receiver) -> Tensor:
+        """Return the hidden states [T, hidden] of a pass in which ``receiver`` answers attention.
+
+        For the self check. ids, positions: int64 [T].
+        """
+        with answered_by(receiver):
+            out = self._base[0](
+                input_ids=ids[None],
+                position_ids=positions[None],
+                attention_mask=self._mask,
+                use_cache=False,
+            )
+        result: Tensor = out.last_hidden_state[0]
         return result
 
     def published_hidden(self, ids: Tensor) -> Tensor:
