@@ -42,7 +42,7 @@ def _in_passes(module: Any, name: str, made: Forward) -> None:
 
 
 def _attn(module: Any) -> None:
-    """Replace ``_attn(q, k, v, mask)`` with q, k, v [1, heads, T, dim]. Returns ([1, heads, T, dim], None)."""
+    """Replace ``_attn(q, k, v, mask)``. q, k, v and the first result: [1, heads, T, dim]."""
     if not hasattr(module, "layer_idx"):
         module.layer_idx = module.layer_id
     # GPT-Neo does not scale scores. Its local layers have a table of the window in place of a mask.
@@ -59,7 +59,7 @@ def _attn(module: Any) -> None:
 
 
 def _bloom(module: Any) -> None:
-    """Replace ``forward``. The bias by distance is not rounded, as in a class that adds the bias in float32."""
+    """Replace ``forward``. The bias by distance is not rounded to the dtype of the model."""
     from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 
     distances = Distances(_get_alibi_slopes(module.num_heads, torch.device("cpu")))
@@ -136,7 +136,7 @@ def _falcon(module: Any) -> None:
 
 
 def _without_bias(name: str) -> Callable[[Any], None]:
-    """Return a replacement of method ``name``, which makes the bias of a base model: attention makes the bias."""
+    """Return a replacement of method ``name`` of a base model: attention makes the bias by distance."""
     return lambda base: _in_passes(base, name, lambda *_, **__: None)
 
 

@@ -3,8 +3,8 @@
 A sequence computed whole must equal the same sequence computed in pieces. On one rank the whole must also
 equal a pass with the attention and the masks of transformers.
 
-A third comparison replaces attention: every row attends to itself. Then no row may change with the rows beside
-it. So a small state shows in 16 bits, and a rotation that depends on the longest row shows without long rows.
+A third comparison replaces attention: every row attends to itself. Then no row may change with the rows
+beside it. A small state shows in 16 bits. A rotation by the longest row of a step shows without long rows.
 
 State outside of the KV caches (a convolution over tokens, a recurrent state, positions counted by the model)
 makes the pieces differ. The probe cannot see such state in a layer that also attends.
@@ -47,8 +47,8 @@ scores to 16 bits, so only gross errors show. Unrelated hidden states differ by 
 
 
 _ROW_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.02}
-"""Largest accepted change of a row when the rows beside change. Without attention a row reads no other row, so
-a change comes from another order of sums at most."""
+"""Largest accepted change of a row when the rows beside change. Without attention a row reads no other row,
+so at most another order of sums changes a row."""
 
 
 @dataclass(slots=True)
@@ -166,8 +166,8 @@ class _Apart:
 
 
 def _change_beside(model: TransformersModel, ids: list[int]) -> float:
-    """Return the change of the odd rows when the tokens of the even rows change, and the last row moves to the
-    end of the context. The change is relative to the row, the median over the rows."""
+    """Return the change of the odd rows when the tokens of the even rows change, and the last row moves to
+    the end of the context. The change is relative to the row, the median over the rows."""
     others = [one if number % 2 else ids[-1 - number] for number, one in enumerate(ids)]
     positions = list(range(len(ids)))
     moved = [*positions[:-1], max(model.spec.max_position - 1, positions[-1])]
@@ -229,8 +229,8 @@ def check_loaded(model: TransformersModel) -> float:
     if not beside <= limit:
         raise _refused(
             spec,
-            f"outside of attention, a row changes by {beside:.1e} with the rows beside it (limit {limit:g}): by "
-            "a state, or by a rotation that depends on the longest row of a step",
+            f"outside of attention, a row changes by {beside:.1e} with the rows beside it (limit {limit:g}): "
+            "by a state, or by a rotation that depends on the longest row of a step",
         )
     if published is not None:
         apart = _apart(one, published, begins)
