@@ -93,12 +93,18 @@ def judge(name: str, folder: str) -> Verdict:
     try:
         reference = tiny_model(name)
         reference.save_pretrained(folder)
-        prompts = prompts_of(*PROMPTS)
-        expected = [greedy(reference, prompt, NEW) for prompt in prompts]
     except Exception as error:  # of transformers: many types
         return Verdict(NOT_JUDGED, "", _line(error))
     try:
         spec = probe_folder(folder, full_name(name))
+    except ConfigError as error:
+        return Verdict(REFUSED, "", _line(error))
+    prompts = prompts_of(*PROMPTS)
+    try:
+        expected = [greedy(reference, prompt, NEW) for prompt in prompts]
+    except Exception as error:  # of transformers: many types
+        return Verdict(NOT_JUDGED, "", _line(error))
+    try:
         model = load(folder, spec, torch.float64, CPU, progress=False)
     except ConfigError as error:
         return Verdict(REFUSED, "", _line(error))
@@ -121,7 +127,7 @@ def _line(error: Exception) -> str:
     line = lines[1] if len(lines) > 1 and "validation error" in lines[0].lower() else lines[0]
     for lead in (" cannot be served with the implementation of transformers: ", "ForCausalLM: "):
         line = line.split(lead, 1)[-1]
-    return line[:160].replace("|", "/").replace("<", "(").replace(">", ")")
+    return line[:200].replace("|", "/").replace("<", "(").replace(">", ")")
 
 
 def page(verdicts: dict[str, Verdict]) -> str:

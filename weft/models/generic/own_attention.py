@@ -30,6 +30,15 @@ def replace_attention(model: Any) -> None:
             replace(module)
 
 
+def rounded_bias(model: Any) -> list[str]:
+    """Return the reason against Falcon with ALiBi, if ``model`` is one.
+
+    The class rounds slope x position to 16 bits at every position. No factor of the position gives such a bias.
+    """
+    found = any(type(module).__name__ == "FalconModel" and module.use_alibi for module in model.modules())
+    return ["a bias by distance (ALiBi) that the class rounds to 16 bits"] if found else []
+
+
 def _in_passes(module: Any, name: str, made: Forward) -> None:
     """Replace method ``name`` of ``module`` by ``made`` in passes with Weft's attention."""
     plain = getattr(module, name)
@@ -113,7 +122,7 @@ def _falcon(module: Any) -> None:
 
     def computed(
         hidden_states: Tensor,
-        alibi: Tensor | None,
+        alibi: None,
         attention_mask: Tensor | None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **_: Any,
@@ -125,11 +134,8 @@ def _falcon(module: Any) -> None:
         else:
             q, k, v = module._split_heads(made)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        if alibi is None:
-            q, k = apply_rotary_pos_emb(q, k, *(position_embeddings or ()))
-        # The class rounds the bias to 16 bits at every position, which no factor of a position gives.
-        rounded = {} if alibi is None else {"alibi": alibi}
-        out, _ = attention(module, q, k, v, attention_mask, scaling=module.inv_norm_factor, **rounded)
+        q, k = apply_rotary_pos_emb(q, k, *(position_embeddings or ()))
+        out, _ = attention(module, q, k, v, attention_mask, scaling=module.inv_norm_factor)
         return module.dense(out.flatten(2)), None
 
     _in_passes(module, "forward", computed)

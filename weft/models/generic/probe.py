@@ -25,6 +25,7 @@ from weft.config.spec import CacheSpec, CountedExperts, ModelSpec, RopeSpec, Sca
 from weft.models.generic import reasons, recognition
 from weft.models.generic.interface import AttentionCall, Distances, answered_by
 from weft.models.generic.masks import FULL, Mask, make_mask
+from weft.models.generic.own_attention import rounded_bias
 from weft.models.generic.parallel import whole_weights
 from weft.models.generic.skeleton import base_of, make_skeleton, read_config
 
@@ -114,7 +115,7 @@ def run_probe(model: Any) -> list[LayerFacts]:
 
     Raises ConfigError if the pass reads values, or fails otherwise.
     """
-    _refuse(model, reasons.cross_attention(model) + _moving_rope(model))
+    _refuse(model, reasons.cross_attention(model) + rounded_bias(model) + _moving_rope(model))
     # A mask of two dims: without a mask transformers reads the positions, which have no values here.
     seen = torch.ones(1, PROBED_TOKENS, dtype=torch.int64, device="meta")
     try:

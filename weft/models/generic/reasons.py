@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 #: Argument of attention -> meaning.
 _ARGUMENTS = {
-    "alibi": "a bias by distance (ALiBi) that the class rounds to 16 bits",
     "indices": "attention to tokens that an indexer chooses",
     "is_causal": "attention to later tokens, as in an encoder",
     "position_bias": "a bias of scores by position, computed by the model",
