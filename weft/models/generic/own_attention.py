@@ -33,7 +33,7 @@ def replace_attention(model: Any) -> None:
 def rounded_bias(model: Any) -> list[str]:
     """Return the reason against Falcon with ALiBi, if ``model`` is one.
 
-    The class rounds slope x position to 16 bits at every position. No factor of the position gives such a bias.
+    The class rounds slope x position to 16 bits at every position. No factor of a position gives this bias.
     """
     found = any(type(module).__name__ == "FalconModel" and module.use_alibi for module in model.modules())
     return ["a bias by distance (ALiBi) that the class rounds to 16 bits"] if found else []
@@ -143,7 +143,11 @@ def _falcon(module: Any) -> None:
 
 def _without_bias(name: str) -> Callable[[Any], None]:
     """Return a replacement of method ``name`` of a base model: attention makes the bias by distance."""
-    return lambda base: _in_passes(base, name, lambda *_, **__: None)
+
+    def replace(base: Any) -> None:
+        _in_passes(base, name, lambda *_, **__: None)
+
+    return replace
 
 
 #: Class name -> replacement of a module.
