@@ -61,7 +61,7 @@ def _attn(module: Any) -> None:
     def computed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, None]:
         q, k = q.to(v.dtype), k.to(v.dtype)
         mask = None if window else mask  # a mask of full attention would hide the window
-        out, _ = attention(module, q, k, v, mask, scaling=scale, sliding_window=window)
+        out = attention(module, q, k, v, mask, scaling=scale, sliding_window=window)[0]
         return out.transpose(1, 2), None
 
     _in_passes(module, "_attn", computed)
@@ -78,7 +78,7 @@ def _bloom(module: Any) -> None:
     ) -> tuple[Tensor, None]:
         q, k, v = module._reshape(module.query_key_value(hidden_states))
         scale = module.inv_norm_factor
-        out, _ = attention(module, q, k, v, attention_mask, scaling=scale, distances=distances)
+        out = attention(module, q, k, v, attention_mask, scaling=scale, distances=distances)[0]
         return module.dense(out.flatten(2)) + residual, None
 
     _in_passes(module, "forward", computed)
@@ -98,7 +98,7 @@ def _mpt(module: Any) -> None:
             qkv = qkv.clamp(min=-module.clip_qkv, max=module.clip_qkv)
         q, k, v = (part.unflatten(2, (module.n_heads, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=2))
         scale = module.softmax_scale
-        out, _ = attention(module, q, k, v, attention_mask, scaling=scale, distances=distances)
+        out = attention(module, q, k, v, attention_mask, scaling=scale, distances=distances)[0]
         return module.out_proj(out.flatten(2)), None
 
     _in_passes(module, "forward", computed)
@@ -110,7 +110,7 @@ def _xglm(module: Any) -> None:
     ) -> tuple[Tensor, None]:
         parts = (module.q_proj(hidden_states), module.k_proj(hidden_states), module.v_proj(hidden_states))
         q, k, v = (part.unflatten(2, (module.num_heads, -1)).transpose(1, 2) for part in parts)
-        out, _ = attention(module, q, k, v, attention_mask, scaling=module.scaling)
+        out = attention(module, q, k, v, attention_mask, scaling=module.scaling)[0]
         return module.out_proj(out.flatten(2)), None
 
     _in_passes(module, "forward", computed)
@@ -135,7 +135,7 @@ def _falcon(module: Any) -> None:
             q, k, v = module._split_heads(made)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         q, k = apply_rotary_pos_emb(q, k, *(position_embeddings or ()))
-        out, _ = attention(module, q, k, v, attention_mask, scaling=module.inv_norm_factor)
+        out = attention(module, q, k, v, attention_mask, scaling=module.inv_norm_factor)[0]
         return module.dense(out.flatten(2)), None
 
     _in_passes(module, "forward", computed)
