@@ -21,7 +21,8 @@ import torch
 from weft.common.confine import confine
 from weft.common.errors import ConfigError
 from weft.config.families.generic.probing import Probed, memory_limit
-from weft.config.spec import CacheSpec, CountedExperts, ModelSpec, RopeSpec, ScaleSpec
+from weft.config.parts.traits import ScaleSpec
+from weft.config.spec import CacheSpec, CountedExperts, ModelSpec, RopeSpec
 from weft.models.generic import reasons, recognition
 from weft.models.generic.interface import AttentionCall, Distances, answered_by
 from weft.models.generic.masks import FULL, Mask, make_mask
