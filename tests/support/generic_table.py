@@ -29,8 +29,8 @@ CLOSE = 1e-5
 
 HEAD = """# Classes of transformers
 
-The table lists every `ForCausalLM` class of transformers {version}, with a small random model of three
-layers in float64. See [Models of transformers](../generic.md).
+The table lists every `ForCausalLM` and `LMHeadModel` class of transformers {version},
+with a small random model of three layers in float64. See [Models of transformers](../generic.md).
 
 | result | meaning | classes |
 |---|---|---|

@@ -180,6 +180,17 @@ def _change_beside(model: TransformersModel, ids: list[int]) -> float:
     return max(_apart(one, other, ()) for one, other in zip(*found, strict=True))
 
 
+def _check_rows(model: TransformersModel, ids: list[int]) -> None:
+    """Raise ConfigError if rows meet outside of attention."""
+    beside, limit = _change_beside(model, ids), _ROW_LIMITS[model.dtype]
+    if not beside <= limit:
+        raise _refused(
+            model.spec,
+            f"outside of attention, a row changes by {beside:.1e} with the rows beside it (limit {limit:g}): "
+            "by a state, or by a rotation that depends on the longest row of a step",
+        )
+
+
 @torch.inference_mode()
 def check_loaded(model: TransformersModel) -> float:
     """Return the difference between a whole sequence and its pieces, relative to the hidden states.
@@ -204,7 +215,7 @@ def check_loaded(model: TransformersModel) -> float:
                 check.step([(other, 2)], [(pieces, 1)])
         head = drive(model.logits(torch.stack(whole.made[-1:]).to(model.dtype)))
         _try_last_rows(model, check, whole)
-        beside = _change_beside(model, ids)
+        _check_rows(model, ids)
         published = None
         if model.sums.comm.size == 1:
             published = model.published_hidden(torch.tensor(ids, device=model.device)).double()
@@ -224,13 +235,6 @@ def check_loaded(model: TransformersModel) -> float:
             spec,
             f"a sequence in pieces differs from the whole sequence by {found:.1e} (limit {limit:g}), so "
             "the model keeps state outside of the KV cache",
-        )
-    limit = _ROW_LIMITS[model.dtype]
-    if not beside <= limit:
-        raise _refused(
-            spec,
-            f"outside of attention, a row changes by {beside:.1e} with the rows beside it (limit {limit:g}): "
-            "by a state, or by a rotation that depends on the longest row of a step",
         )
     if published is not None:
         apart = _apart(one, published, begins)
