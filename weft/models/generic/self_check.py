@@ -4,7 +4,7 @@ A sequence computed whole must equal the same sequence computed in pieces. On on
 equal a pass with the attention and the masks of transformers.
 
 On one rank, a third comparison replaces attention: every row attends to itself. Then no row may change with
-the rows beside it. A small state shows in 16 bits. A rotation by the longest row of a step shows without long rows.
+the rows beside it. A small state shows in 16 bits. A rotation by the longest row of a step shows, too.
 
 State outside of the KV caches (a convolution over tokens, a recurrent state, positions counted by the model)
 makes the pieces differ. The probe cannot see such state in a layer that also attends.
