@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.conftest import Paged
 from tests.models.test_quantized_loading import FORMATS, _folders, save_moe
-from tests.support.generic_models import classes, greedy, tiny_config, tiny_model
+from tests.support.generic_models import classes, full_name, greedy, tiny_config, tiny_model
 from tests.support.generic_table import CLOSE, NEW, WRONG, generated, judge, logits_of, prompts_of
 from tests.support.ranks import on_ranks
 from tests.support.slow import mostly_slow
@@ -25,6 +25,7 @@ from weft.config.families.generic import probing
 from weft.config.sizing.memory import weight_bytes
 from weft.config.spec import ModelSpec
 from weft.models.generic.attention import rotation_of
+from weft.models.generic.interface import Distances
 from weft.models.generic.load import load
 from weft.models.generic.masks import classify
 from weft.models.generic.parallel import division_of
@@ -50,7 +51,7 @@ def saved(folder: Path, name: str, **more: Any) -> Any:
 
 
 def spec_of(folder: Path, name: str) -> ModelSpec:
-    return probe_folder(str(folder), f"{name}ForCausalLM")
+    return probe_folder(str(folder), full_name(name))
 
 
 def opened(folder: Path, name: str, dtype: torch.dtype = F64, **more: Any) -> Any:
@@ -66,7 +67,14 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, limit: float = CLO
     assert (found - expected).abs().max() <= limit * expected.abs().max()
 
 
-@mostly_slow("name", ["Gemma3", "Glm4Moe", "Granite", "DeepseekV3"], ["Glm4Moe"])
+@mostly_slow(
+    "name",
+    [
+        *("Bloom", "DeepseekV3", "Falcon", "Gemma2", "Gemma3", "Glm4Moe", "GPT2LMHeadModel", "GPTNeo"),
+        *("Granite", "Mpt", "OPT"),
+    ],
+    ["Glm4Moe", "Bloom", "GPT2LMHeadModel"],
+)
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     reference = saved(tmp_path, name)
     prompts = prompts_of(31, 7, 12)
@@ -152,10 +160,13 @@ def test_a_gate_with_limits_is_recognized() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("Gemma2", {}, "softcap of attention scores"),
-        ("Lfm2Moe", {}, "layers without the attention interface: 0, 2"),
+        ("Lfm2Moe", {}, r"interface: 0, 2 \(Lfm2MoeShortConv: a convolution over tokens\)"),
+        ("Mamba", {}, r"0, 1, 2 \(MambaMixer: a recurrent state and a convolution over tokens\)"),
+        ("Jamba", {}, r"0, 2 \(JambaMambaMixer: a recurrent state"),  # the pass reads the values of a mask
         ("DiffLlama", {}, "a layer attends twice"),
-        ("OPT", {}, "outside of a forward pass"),
+        ("Bart", {}, "attention to the outputs of an encoder"),
+        ("Camembert", {}, "attention to later tokens"),
+        ("Falcon", {"alibi": True}, r"\(ALiBi\) that the class rounds to 16 bits"),
         (
             "Llama",
             {
@@ -204,6 +215,71 @@ def test_state_outside_of_the_cache_is_found(tmp_path: Path, monkeypatch: pytest
         opened(tmp_path, "Llama")
 
 
+def test_a_small_state_is_found_in_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The difference between whole and pieces is below the limit of 16 bits."""
+    saved(tmp_path, "Llama")
+    cls = transformers.models.llama.modeling_llama.LlamaMLP
+    plain = cls.forward
+
+    def leaky(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return plain(self, x + 0.05 * x.roll(1, dims=1))
+
+    opened(tmp_path, "Llama", torch.bfloat16)
+    monkeypatch.setattr(cls, "forward", leaky)
+    with pytest.raises(ConfigError, match="outside of attention, a row changes"):
+        opened(tmp_path, "Llama", torch.bfloat16)
+
+
+@pytest.mark.parametrize("first", [100, 511, 512])
+def test_a_rotation_by_the_longest_row_is_found(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rotation changes when a row of the step is at position ``first`` or later, far beyond the sequences
+    of the self check. Position 512 is outside of the context."""
+    saved(tmp_path, "Llama")
+    cls = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
+    plain = cls.forward
+
+    def dynamic(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        beyond = (position_ids.max() - first + 1).clamp(min=0)
+        return plain(self, x, position_ids / (1 + beyond))
+
+    monkeypatch.setattr(cls, "forward", dynamic)
+    if first == 512:
+        opened(tmp_path, "Llama")
+        return
+    with pytest.raises(ConfigError, match="a rotation that depends on the longest row of a step"):
+        opened(tmp_path, "Llama")
+
+
+def test_a_bias_by_distance_is_exact_in_16_bits() -> None:
+    slopes = 2.0 ** (-8 / 12 * torch.arange(1, 13).double())
+    positions = torch.tensor([0, 1, 255, 256, 40_001, Distances.LAST])
+    q = torch.zeros(1, 12, len(positions), 20, dtype=torch.bfloat16)
+    queries, keys = (part.bfloat16() for part in Distances(slopes).dims(q, 0.25, positions))
+    assert queries.shape[2] == keys.shape[1] == 12  # 20 + 12 is a multiple of 16
+    found = 0.25 * queries[:, 0].double() @ keys.double().T
+    # Two numbers of 8 bits have the slope, and every position is exact.
+    torch.testing.assert_close(found, slopes[:, None] * positions, rtol=2**-16, atol=0)
+
+
+def test_positions_in_keys_are_not_rounded_to_8_bits(tmp_path: Path) -> None:
+    saved(tmp_path, "Bloom")
+    spec = spec_of(tmp_path, "Bloom")
+    assert [(one.head_dim, one.kv_heads) for one in spec.caches] == [(16, 4)]  # 12 dims and 4 of the bias
+    caches = tuple(msgspec.structs.replace(one, fp8=True) for one in spec.caches)
+    with pytest.raises(ConfigError, match="contain positions"):
+        load(str(tmp_path), msgspec.structs.replace(spec, caches=caches), F64, CPU, progress=False)
+
+
+def test_facts_of_scores_reach_the_choice_of_a_backend(tmp_path: Path) -> None:
+    """FlashInfer has no sinks and no softcap: the spec must name both."""
+    for name, sinks, softcap in (("GptOss", True, 0.0), ("Gemma2", False, 50.0)):
+        saved(tmp_path / name, name)
+        spec = spec_of(tmp_path / name, name)
+        assert (spec.sinks, spec.scales.attention_softcap) == (sinks, softcap)
+
+
 def test_attention_unlike_that_of_transformers_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,8 +311,11 @@ def test_a_buffer_that_nothing_computes_is_refused(tmp_path: Path, monkeypatch: 
 
 @mostly_slow(
     "name",
-    ["Gemma3", "Qwen2Moe", "GraniteMoe", "Emu3", "GptOss", "Olmo2", "DeepseekV3", "MiMoV2Flash", "Phi3"],
-    ["Qwen2Moe", "GptOss"],
+    [
+        *("Bloom", "DeepseekV3", "Emu3", "Gemma2", "Gemma3", "GPT2LMHeadModel", "GptOss", "GraniteMoe"),
+        *("MiMoV2Flash", "Olmo2", "OPT", "Phi3", "Qwen2Moe"),
+    ],
+    ["Qwen2Moe", "Bloom"],
 )
 def test_ranks_compute_the_logits_of_one(name: str, tmp_path: Path) -> None:
     saved(tmp_path, name)

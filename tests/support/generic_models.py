@@ -8,6 +8,8 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from weft.config.families.generic.probing import CAUSAL
+
 VOCABULARY = 131
 _MOST = 8_000_000
 """Largest number of parameters of a tiny model."""
@@ -76,23 +78,59 @@ CHANGES: dict[str, dict[str, Any]] = {
     "Gemma3n": {"layer_types": [SLIDING, SLIDING, FULL], "num_kv_shared_layers": 0},
     "Lfm2Moe": {"layer_types": ["conv", FULL, "conv"]},
     "Zaya": {"num_experts_per_tok": 1},
+    "StableLm": {"num_attention_heads": 2},
+    "Helium": {"head_dim": 12},
+    "GPTNeoXJapanese": {"num_attention_heads": 2},
+    "GPTJ": {"rotary_dim": 8, "n_embd": 64},
+    "CodeGen": {"rotary_dim": 8, "n_embd": 64},
+    "GPTNeo": {"attention_types": [[["global", "local"], 1], [["global"], 1]], "window_size": 7},
+    **{
+        name: {"pad_token_id": 0}
+        for name in (
+            "Camembert",
+            "Data2VecText",
+            "Roberta",
+            "RobertaPreLayerNorm",
+            "XLMRoberta",
+            "XLMRobertaXL",
+            "Xmod",
+        )
+    },
+    "Blenderbot": {"d_model": 64},
+    "Mamba2": {"num_heads": 6, "n_groups": 1, "state_size": 8},
+    "Jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
+    "Mamba": {"state_size": 8},
+    "FalconMamba": {"state_size": 8},
+    "Zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba"],
+        "layer_types": ["mamba", "hybrid", "mamba"],
+    },
+    "Mpt": {"max_seq_len": 512},
     "Cohere2": {"layer_types": [SLIDING, SLIDING, FULL]},
 }
 
 
 def classes() -> list[str]:
-    """Return the names of the causal classes of the installed transformers, without ``ForCausalLM``."""
-    names = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() if name.endswith("ForCausalLM")}
+    """Return the causal classes of the installed transformers, without ``ForCausalLM``.
+
+    Older classes have another ending, and a whole name: ``GPT2LMHeadModel``.
+    """
+    names = {name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() if name.endswith(CAUSAL)}
     return sorted(name.removesuffix("ForCausalLM") for name in names)
 
 
+def full_name(name: str) -> str:
+    """Return the architecture of an entry of ``classes``."""
+    return name if name.endswith(CAUSAL) else f"{name}ForCausalLM"
+
+
 def tiny_config(name: str, **more: Any) -> Any:
-    """Return a tiny configuration for the class ``name`` + ``ForCausalLM``."""
-    cls = getattr(transformers, f"{name}ForCausalLM").config_class
+    """Return a tiny configuration for the class ``name`` of ``classes``."""
+    cls = getattr(transformers, full_name(name)).config_class
     known = set(getattr(cls, "__dataclass_fields__", {})) | set(cls.attribute_map)
     fields = {key: value for key, value in _BASE.items() if key in known}
     config = cls(**{**fields, **CHANGES.get(name, {}), **more})
-    config.architectures = [f"{name}ForCausalLM"]
+    config.architectures = [full_name(name)]
     return config
 
 
@@ -103,10 +141,10 @@ def tiny_model(name: str, seed: int = 0, **more: Any) -> Any:
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     with torch.device("meta"):
-        size = sum(p.numel() for p in getattr(transformers, f"{name}ForCausalLM")(config).parameters())
+        size = sum(p.numel() for p in getattr(transformers, full_name(name))(config).parameters())
     if size > _MOST:
         raise ValueError(f"the configuration is not tiny: {size / 1e6:.0f} M parameters")
-    model = getattr(transformers, f"{name}ForCausalLM")(config).double().eval()
+    model = getattr(transformers, full_name(name))(config).double().eval()
     generator = torch.Generator().manual_seed(seed)
     for key, weight in model.named_parameters():
         around = float(weight.flatten()[0]) if weight.dim() == 1 and "norm" in key else 0.0

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from tests.models.conftest import Paged
-from tests.support.generic_models import classes, greedy, tiny_model
+from tests.support.generic_models import classes, full_name, greedy, tiny_model
 from tests.support.ranks import on_ranks
 from weft.common.errors import ConfigError
 from weft.models.generic.load import load
@@ -29,8 +29,8 @@ CLOSE = 1e-5
 
 HEAD = """# Classes of transformers
 
-The table lists every `ForCausalLM` class of transformers {version}, with a small random model of three
-layers in float64. See [Models of transformers](../generic.md).
+The table lists every `ForCausalLM` and `LMHeadModel` class of transformers {version},
+with a small random model of three layers in float64. See [Models of transformers](../generic.md).
 
 | result | meaning | classes |
 |---|---|---|
@@ -96,8 +96,7 @@ def judge(name: str, folder: str) -> Verdict:
     except Exception as error:  # of transformers: many types
         return Verdict(NOT_JUDGED, "", _line(error))
     try:
-        spec = probe_folder(folder, f"{name}ForCausalLM")
-        model = load(folder, spec, torch.float64, CPU, progress=False)
+        spec = probe_folder(folder, full_name(name))
     except ConfigError as error:
         return Verdict(REFUSED, "", _line(error))
     prompts = prompts_of(*PROMPTS)
@@ -105,6 +104,10 @@ def judge(name: str, folder: str) -> Verdict:
         expected = [greedy(reference, prompt, NEW) for prompt in prompts]
     except Exception as error:  # of transformers: many types
         return Verdict(NOT_JUDGED, "", _line(error))
+    try:
+        model = load(folder, spec, torch.float64, CPU, progress=False)
+    except ConfigError as error:
+        return Verdict(REFUSED, "", _line(error))
     del reference
     if generated(model, prompts, NEW) != expected:
         return Verdict(WRONG)
@@ -124,7 +127,7 @@ def _line(error: Exception) -> str:
     line = lines[1] if len(lines) > 1 and "validation error" in lines[0].lower() else lines[0]
     for lead in (" cannot be served with the implementation of transformers: ", "ForCausalLM: "):
         line = line.split(lead, 1)[-1]
-    return line[:160].replace("|", "/").replace("<", "(").replace(">", ")")
+    return line[:200].replace("|", "/").replace("<", "(").replace(">", ")")
 
 
 def page(verdicts: dict[str, Verdict]) -> str:

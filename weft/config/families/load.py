@@ -233,9 +233,10 @@ def _architecture(facts: Facts) -> str:
         raise facts.fail("architectures", f"must name one architecture; there are: {', '.join(FAMILIES)}")
     # Tensor names decide later if there is a head.
     for ending in ("Model", CLASSIFIES):
-        below = f"{names[0].removesuffix(ending)}ForCausalLM"
-        if names[0].endswith(ending) and (below in FAMILIES or generic.is_known(below)):
-            return below
+        for causal in generic.CAUSAL:
+            below = f"{names[0].removesuffix(ending)}{causal}"
+            if names[0].endswith(ending) and (below in FAMILIES or generic.is_known(below)):
+                return below
     return _SPELLINGS.get(names[0], names[0])
 
 

@@ -46,6 +46,8 @@ class Rotation:
 class _Recorded:
     """Receiver that records one call of attention and returns random values."""
 
+    attends = True
+
     def __init__(self) -> None:
         self.call: AttentionCall | None = None
         self.given: Tensor = torch.empty(0)
@@ -145,7 +147,7 @@ def _compared(
     except Exception:  # another form of rotation, or other arguments
         return None
     call = recorded.call
-    if call is None or call.other or call.softcap or call.sinks is not None:
+    if call is None or call.other or call.softcap or call.sinks is not None or call.distances is not None:
         return None
     if not isinstance(result, tuple) or len(result) != 2 or result[1] is not None:
         return None

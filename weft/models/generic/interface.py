@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -62,10 +62,68 @@ class AttentionCall:
     """[heads]."""
     other: tuple[str, ...]
     """Names of further arguments that may change the result."""
+    distances: Distances | None = None
+    """Bias by the distance of query and key; None for no bias."""
+
+    def with_distances(self, positions: Tensor) -> AttentionCall:
+        """Return an equal call without ``distances``: the bias is in further dims of queries and keys.
+
+        positions: int64 [T] of the queries, which are the positions of the keys.
+        """
+        if self.distances is None:
+            return self
+        q_more, k_more = self.distances.dims(self.q, self.scale, positions)
+        k_more = k_more.expand(self.k.shape[1], *k_more.shape)
+        q, k = (
+            torch.cat((part, more[None].to(part)), dim=3)
+            for part, more in ((self.q, q_more), (self.k, k_more))
+        )
+        return replace(self, q=q, k=k, distances=None)
+
+
+class Distances:
+    """A bias of scores by distance (ALiBi): ``slope of the head * (position of key - position of query)``.
+
+    The part of the query is the same for all of its keys, so the softmax does not need the part. The rest is
+    a product, which four further dims of queries and keys add to the score:
+
+        query  slope, rounded to 8 bits  the same  the rest of the slope  the same
+        key    position % 256            p - p % 256  position % 256      p - p % 256
+
+    Each number is exact in 16 bits up to position 65,535. Zeros fill the dims to a multiple of 16.
+    """
+
+    LAST = (1 << 16) - 1
+    """Last position with exact numbers in 16 bits."""
+
+    def __init__(self, slopes: Tensor) -> None:
+        """slopes: [heads], without memory of the device of the model."""
+        self._slopes = slopes.double()
+        self._made = dict[tuple[torch.device, float], Tensor]()
+
+    def dims(self, q: Tensor, scale: float, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the further dims of queries [heads, T, n] and of keys [T, n], in a wide type.
+
+        q: [1, heads, T, dim]. scale: factor of scores. positions: int64 [T].
+        """
+        filled = -(q.shape[3] + 4) % 16
+        place = (q.device, scale)
+        if place not in self._made:  # once, so that a captured step copies nothing from the host
+            slopes = self._slopes / scale
+            high = slopes.bfloat16().double()
+            rows = torch.stack((high, high, slopes - high, slopes - high), dim=1)
+            self._made[place] = torch.nn.functional.pad(rows, (0, filled)).to(q.device)
+        near = positions % 256
+        far = positions - near
+        keys = torch.nn.functional.pad(torch.stack((near, far, near, far), dim=1), (0, filled))
+        return self._made[place][:, None].expand(-1, len(positions), -1), keys
 
 
 class Receiver(Protocol):
     """Object that answers the calls of one forward pass."""
+
+    attends: bool
+    """False for a pass with the attention of transformers."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the attention output [1, T, heads, v_dim]."""
@@ -97,12 +155,17 @@ def current() -> Receiver | None:
     return _current.receiver
 
 
+def attends() -> bool:
+    """Return True in a pass with Weft's attention, on this thread."""
+    return _current.receiver is not None and _current.receiver.attends
+
+
 def _receiver() -> Receiver:
     assert _current.receiver is not None, "attention was called outside of a forward pass of Weft"
     return _current.receiver
 
 
-def _attention(
+def attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -113,9 +176,13 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    distances: Distances | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers. The result has shape [1, T, heads, v_dim]."""
+    """Attention function of transformers. The result has shape [1, T, heads, v_dim].
+
+    ``distances`` is no argument of transformers: see ``own_attention``.
+    """
     causal = other.get("is_causal")
     seen = {name for name, value in other.items() if name not in _WITHOUT_EFFECT and value is not None}
     if causal is False or (causal is None and not getattr(module, "is_causal", True)):
@@ -131,6 +198,7 @@ def _attention(
         softcap=softcap,
         sinks=s_aux,
         other=tuple(sorted(seen)),
+        distances=distances,
     )
     return _receiver().attend(call), None
 
@@ -153,7 +221,7 @@ def published_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> T
     return result
 
 
-AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, _mask)
 ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
 

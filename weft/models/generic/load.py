@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
@@ -23,7 +24,7 @@ from weft.models.files import WeightFile
 from weft.models.generic.experts import RoutedExperts
 from weft.models.generic.model import TransformersModel
 from weft.models.generic.modules import Sums
-from weft.models.generic.probe import run_probe
+from weft.models.generic.probe import LayerFacts, run_probe
 from weft.models.generic.self_check import check_loaded
 from weft.models.generic.skeleton import drop_head, make_skeleton, read_config
 from weft.models.generic.swap import Substitution, Swapper
@@ -162,6 +163,7 @@ def _load(folder: str, spec: ModelSpec, build: Build, options: _Options, *, ops:
     inputs = list[tuple[str, Any]]()
     with _inputs_of(published, inputs):
         calls = run_probe(published)
+    _check_fp8(spec, calls)
     if not spec.head:
         drop_head(published)
     _fill_buffers(published, build)  # before modules with buffers are replaced
@@ -191,6 +193,16 @@ def _load(folder: str, spec: ModelSpec, build: Build, options: _Options, *, ops:
         log.info("%s: code of transformers, with Weft's ops for %s", spec.architecture, found or "attention")
         check_loaded(model)
     return model
+
+
+def _check_fp8(spec: ModelSpec, calls: Sequence[LayerFacts]) -> None:
+    """Raise ConfigError for keys with positions in 8 bits."""
+    if any(cache.fp8 for cache in spec.caches) and any(call.biased for call in calls):
+        raise ConfigError(
+            f"--kv-cache-dtype fp8: the keys of {spec.architecture} contain positions (ALiBi), which 8 bits "
+            "round; use --kv-cache-dtype auto",
+            param="--kv-cache-dtype",
+        )
 
 
 def _check_draft(model: TransformersModel) -> None:
@@ -252,7 +264,7 @@ def _fill_buffers(model: Any, build: Build) -> None:
         ours = {key: one for key, one in buffers.items() if key in module._non_persistent_buffers_set}
         if not ours:
             continue
-        made = [_computed(model, module, ours, fill) for fill in _FILLS]
+        made = [_computed(_owner(model, name), module, ours, fill) for fill in _FILLS]
         for key in ours:
             one, other = (found[key] for found in made)
             if not torch.equal(one, other):  # NaN equals nothing
@@ -262,6 +274,15 @@ def _fill_buffers(model: Any, build: Build) -> None:
                     param="--model",
                 )
             module._buffers[key] = one.to(build.device)
+
+
+def _owner(model: Any, name: str) -> Any:
+    """Return the innermost model of transformers around module ``name``: its class makes the buffers."""
+    found = model
+    for end in [place for place, letter in enumerate(name) if letter == "."] + [len(name)]:
+        inner = model.get_submodule(name[:end])
+        found = inner if isinstance(inner, PreTrainedModel) else found
+    return found
 
 
 def _computed(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weft.attention.base import AttentionBackend, Backends, CoreInput, LayerCache, StepInput
@@ -16,7 +17,14 @@ from weft.layers.build import Build
 from weft.models.decoder import Model
 from weft.models.generic.attention import FusedAttention
 from weft.models.generic.experts import RoutedExperts
-from weft.models.generic.interface import AttentionCall, answered_by, call_weft, current, published_experts
+from weft.models.generic.interface import (
+    AttentionCall,
+    Receiver,
+    answered_by,
+    call_weft,
+    current,
+    published_experts,
+)
 from weft.models.generic.last_rows import LastRows, See, layers_of, seen_layers
 from weft.models.generic.modules import Sums
 from weft.models.generic.skeleton import base_of
@@ -50,7 +58,9 @@ class _Stub(nn.Module):
         self.__dict__["base"] = base  # hidden from nn.Module: the parameters belong to the base
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["base"], name)
+        found = getattr(self.__dict__["base"], name)
+        # The head of OPT calls the decoder inside of the base model.
+        return _Stub(found) if isinstance(found, PreTrainedModel) else found
 
     def forward(self, *_: Any, inputs_embeds: Any = None, **__: Any) -> _Given:
         return _Given(inputs_embeds)
@@ -58,6 +68,8 @@ class _Stub(nn.Module):
 
 class _Pass:
     """Receiver of the calls of one step."""
+
+    attends = True
 
     def __init__(
         self,
@@ -90,10 +102,11 @@ class _Pass:
         if kept is None:
             kind = model.kinds[layer]
             step = self._step
+            call = call.with_distances(step.positions)
             if layer in model.cuts:
                 call = model.cuts[layer].of(call)
             q = model.write(call, self._kv[layer][kind], step.writes[kind], model.spec.caches[kind].fp8)
-            kept = self._attended(layer, q, call.scale, call.sinks)
+            kept = self._attended(layer, q, call.scale, call.sinks, call.softcap or 0.0)
         width = call.v.shape[3]
         kept = kept if width == kept.shape[2] else kept[..., :width].contiguous()
         return kept.unsqueeze(0)
@@ -137,7 +150,9 @@ class _Pass:
             found = self._angles[id(cos)] = (first, second, cos)  # ``cos`` stays alive, so the id is unique
         return found[0], found[1]
 
-    def _attended(self, layer: int, q: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    def _attended(
+        self, layer: int, q: Tensor, scale: float, sinks: Tensor | None, softcap: float = 0.0
+    ) -> Tensor:
         """Return the attention [T, heads, dim] of rotated queries q. The caches have the entries of the step.
 
         Ends the first pass of the last layer.
@@ -151,7 +166,7 @@ class _Pass:
                 continue
             alone = segment.tokens == len(q)
             rows = slice(segment.begin, segment.begin + segment.tokens)
-            core = CoreInput(segment, self._kv[layer], scale, prepared[kind], sinks)
+            core = CoreInput(segment, self._kv[layer], scale, prepared[kind], sinks, softcap)
             parts = (q, out) if alone else (q[rows], out[rows])
             self._backend.attend(*parts, core, kind, model.spec.caches[kind])
         if layer in model.cuts:
@@ -165,6 +180,8 @@ class _Pass:
 
 class _Loops:
     """Receiver of a pass with the attention of transformers: only experts call Weft."""
+
+    attends = False
 
     def attend(self, call: AttentionCall) -> Tensor:
         raise AssertionError("this pass uses the attention of transformers")
@@ -250,6 +267,21 @@ class TransformersModel(Model):
         result: Tensor = self.cache_op(fp8)(
             qkv, heads, kv_heads, None, None, 0.0, angles, angles, *cache, writes
         )
+        return result
+
+    def hidden_apart(self, ids: Tensor, positions: Tensor, receiver: Receiver) -> Tensor:
+        """Return the hidden states [T, hidden] of a pass in which ``receiver`` answers attention.
+
+        For the self check. ids, positions: int64 [T].
+        """
+        with answered_by(receiver):
+            out = self._base[0](
+                input_ids=ids[None],
+                position_ids=positions[None],
+                attention_mask=self._mask,
+                use_cache=False,
+            )
+        result: Tensor = out.last_hidden_state[0]
         return result
 
     def published_hidden(self, ids: Tensor) -> Tensor:

@@ -21,10 +21,12 @@ import torch
 from weft.common.confine import confine
 from weft.common.errors import ConfigError
 from weft.config.families.generic.probing import Probed, memory_limit
+from weft.config.parts.traits import ScaleSpec
 from weft.config.spec import CacheSpec, CountedExperts, ModelSpec, RopeSpec
-from weft.models.generic import recognition
-from weft.models.generic.interface import AttentionCall, answered_by
+from weft.models.generic import reasons, recognition
+from weft.models.generic.interface import AttentionCall, Distances, answered_by
 from weft.models.generic.masks import FULL, Mask, make_mask
+from weft.models.generic.own_attention import rounded_bias
 from weft.models.generic.parallel import whole_weights
 from weft.models.generic.skeleton import base_of, make_skeleton, read_config
 
@@ -46,18 +48,27 @@ class LayerFacts:
     v_dim: int
     window: int
     """0: all positions."""
-    problems: tuple[str, ...]
+    biased: bool = False
+    """True for a bias by distance, which is in further dims of the keys."""
+    softcap: float = 0.0
+    """0: no softcap of scores."""
+    sinks: bool = False
+    problems: tuple[str, ...] = ()
     """Reasons against the layer."""
 
 
 class Probe:
     """Receiver that records attention calls and computes nothing."""
 
+    attends = True
+
     def __init__(self) -> None:
         self.calls: list[LayerFacts] = []
 
     def attend(self, call: AttentionCall) -> Tensor:
-        problems = [f"attention has the argument {name}" for name in call.other]
+        biased = call.distances is not None
+        call = call.with_distances(torch.zeros(call.q.shape[2], dtype=torch.int64))
+        problems = [reasons.argument(name) for name in call.other]
         window = call.window or 0
         kind = FULL
         if call.mask is not None:
@@ -65,11 +76,9 @@ class Probe:
         if kind.startswith("window:"):
             window = int(kind.removeprefix("window:"))
         elif kind != FULL:
-            problems.append(f"mask {kind}")
+            problems.append(reasons.mask(kind))
         elif call.mask is not None:
             window = 0  # the mask decides
-        if call.softcap:
-            problems.append("softcap of attention scores")
         if call.v.shape[3] > call.q.shape[3]:
             problems.append(f"values of {call.v.shape[3]} dims, keys of {call.q.shape[3]}")
         if call.q.shape[0] != 1 or call.q.shape[2] != PROBED_TOKENS or call.k.shape[2] != PROBED_TOKENS:
@@ -85,6 +94,9 @@ class Probe:
                 dim=call.q.shape[3],
                 v_dim=call.v.shape[3],
                 window=window,
+                biased=biased,
+                softcap=call.softcap or 0.0,
+                sinks=call.sinks is not None,
                 problems=tuple(problems),
             )
         )
@@ -94,30 +106,33 @@ class Probe:
         return torch.zeros_like(x)
 
 
+class _NoReason(Exception):
+    """The second pass failed, too."""
+
+
 @torch.no_grad()
 def run_probe(model: Any) -> list[LayerFacts]:
     """Return the attention calls of one forward pass of ``model`` (a skeleton), head included.
 
     Raises ConfigError if the pass reads values, or fails otherwise.
     """
-    _refuse(model, _moving_rope(model))
+    _refuse(model, reasons.cross_attention(model) + rounded_bias(model) + _moving_rope(model))
     # A mask of two dims: without a mask transformers reads the positions, which have no values here.
     seen = torch.ones(1, PROBED_TOKENS, dtype=torch.int64, device="meta")
     try:
         return _pass(model, seen)
     except Exception as error:  # modeling code raises many types
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         failure = error
-    # Models with a recurrent state read the mask. A finished mask lets the pass name the layers without
-    # attention; the masks then stay unknown, so the model is refused in any case.
-    calls = list[LayerFacts]()
-    with contextlib.suppress(Exception):
-        calls = _pass(model, make_mask(FULL))
-    if calls:
+    # Models with a recurrent state read the mask. A finished mask and answered reads let the pass name the
+    # layers without attention; such a pass knows no masks, so the model is refused in any case.
+    with contextlib.suppress(_NoReason), torch.device("meta"), reasons.Answered():
+        try:
+            calls = _pass(model, make_mask(FULL))
+        except Exception as error:
+            raise _NoReason from error
         _by_layer(model, model.config.get_text_config().num_hidden_layers, calls)  # raises
     raise ConfigError(
-        f"{type(model).__name__}: the forward pass cannot be probed without values: {line[:200]}",
-        param="--model",
+        f"{type(model).__name__}: {reasons.unprobed(model, failure)}", param="--model"
     ) from failure
 
 
@@ -140,13 +155,12 @@ def _by_layer(model: Any, layers: int, calls: list[LayerFacts]) -> dict[int, Lay
             problems.append(f"{call.module} has no layer number")
             continue
         if call.layer in found:
-            problems.append("a layer attends twice")
+            problems.append("a layer attends twice, and a layer has one KV cache")
         found[call.layer] = call
         problems += call.problems
     missing = [n for n in range(layers) if n not in found]
     if missing:
-        shown = ", ".join(map(str, missing[:4])) + (", .." if len(missing) > 4 else "")
-        problems.append(f"layers without the attention interface: {shown}")
+        problems.append(reasons.without_attention(model, missing, layers))
     if any(n >= layers for n in found):
         problems.append(f"attention in layers beyond {layers}")
     _refuse(model, problems)
@@ -203,6 +217,12 @@ def spec_of(model: Any, calls: list[LayerFacts]) -> ModelSpec:
         )
         for (window, kv_heads, dim), members in groups.items()
     )
+    positions = _positions(config)
+    if any(call.biased for call in found.values()) and positions > Distances.LAST + 1:
+        _refuse(
+            model,
+            [f"a bias by distance (ALiBi) with {positions} positions; the limit is {Distances.LAST + 1}"],
+        )
     every_rank = whole_weights(model, list(found.values()))
     widest = max(found.values(), key=lambda call: call.heads * call.dim)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
@@ -219,7 +239,9 @@ def spec_of(model: Any, calls: list[LayerFacts]) -> ModelSpec:
         rope=RopeSpec(dim=widest.dim),
         tied=bool(getattr(model.config, "tie_word_embeddings", False)),
         caches=caches,
-        max_position=getattr(config, "max_position_embeddings", None) or 2048,
+        sinks=any(call.sinks for call in found.values()),
+        scales=ScaleSpec(attention_softcap=max(call.softcap for call in found.values())),
+        max_position=positions,
         eos_ids=_ids(config, "eos_token_id"),
         bos_id=next(iter(_ids(config, "bos_token_id")), None),
         dtype="",
@@ -227,6 +249,13 @@ def spec_of(model: Any, calls: list[LayerFacts]) -> ModelSpec:
         counted_whole=sum(weight.numel() for weight in every_rank),
         counted_experts=_counted_experts(model, {id(weight) for weight in every_rank}),
     )
+
+
+def _positions(config: Any) -> int:
+    """Return the context length in ``config``; 2048 if no field has the length."""
+    names = ("max_position_embeddings", "max_seq_len", "n_positions", "seq_length")
+    found = (getattr(config, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int) and value > 0), 2048)
 
 
 def _counted_experts(model: Any, every_rank: Collection[int]) -> CountedExperts | None:

@@ -1,7 +1,10 @@
-"""Self check of a loaded model, in two comparisons of hidden states.
+"""Self check of a loaded model, in three comparisons of hidden states.
 
 A sequence computed whole must equal the same sequence computed in pieces. On one rank the whole must also
 equal a pass with the attention and the masks of transformers.
+
+On one rank, a third comparison replaces attention: every row attends to itself. Then no row may change with
+the rows beside it. A small state shows in 16 bits. A rotation by the longest row of a step shows, too.
 
 State outside of the KV caches (a convolution over tokens, a recurrent state, positions counted by the model)
 makes the pieces differ. The probe cannot see such state in a layer that also attends.
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +24,7 @@ from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.spec import ModelSpec
+from weft.models.generic.interface import AttentionCall, published_experts
 from weft.models.generic.model import TransformersModel
 from weft.ops.kv_fp8 import VALUES
 from weft.parallel.comm import drive
@@ -39,6 +44,11 @@ transformers compute in float32 inside, also for float64. State outside of the c
 _PUBLISHED_LIMITS = {**_LIMITS, torch.bfloat16: 0.7, torch.float16: 0.7}
 """Largest accepted difference from the attention of transformers. In a model of 16 bits, transformers rounds
 scores to 16 bits, so only gross errors show. Unrelated hidden states differ by 1.4."""
+
+
+_ROW_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.02}
+"""Largest accepted change of a row when the rows beside change. Without attention a row reads no other row,
+so at most another order of sums changes a row."""
 
 
 @dataclass(slots=True)
@@ -135,6 +145,52 @@ class _Check:
         return drive(self._model.hidden(step, self._kv, self._backends, index))
 
 
+class _Apart:
+    """Receiver of a pass in which every row attends to itself: the result of attention is the row's value."""
+
+    attends = True
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        """Queries, keys and values [T, elements] of all calls."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        rows = call.q.shape[2]
+        self.seen += [part[0].transpose(0, 1).reshape(rows, -1).double() for part in (call.q, call.k, call.v)]
+        return (
+            call.v.repeat_interleave(call.q.shape[1] // call.v.shape[1], dim=1).transpose(1, 2).contiguous()
+        )
+
+    def route(self, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return published_experts(module, x, ids, weights)
+
+
+def _change_beside(model: TransformersModel, ids: list[int]) -> float:
+    """Return the change of the odd rows when the tokens of the even rows change, and the last row moves to
+    the end of the context. The change is relative to the row, the median over the rows."""
+    others = [one if number % 2 else ids[-1 - number] for number, one in enumerate(ids)]
+    positions = list(range(len(ids)))
+    moved = [*positions[:-1], max(model.spec.max_position - 1, positions[-1])]
+    found = []
+    for tokens, places in ((ids, positions), (others, moved)):
+        seen = _Apart()
+        column = torch.tensor([tokens, places], device=model.device)
+        hidden = model.hidden_apart(column[0], column[1], seen)
+        found.append([part[1::2] for part in (*seen.seen, hidden.double())])
+    return max(_apart(one, other, ()) for one, other in zip(*found, strict=True))
+
+
+def _check_rows(model: TransformersModel, ids: list[int]) -> None:
+    """Raise ConfigError if rows meet outside of attention."""
+    beside, limit = _change_beside(model, ids), _ROW_LIMITS[model.dtype]
+    if not beside <= limit:
+        raise _refused(
+            model.spec,
+            f"outside of attention, a row changes by {beside:.1e} with the rows beside it (limit {limit:g}): "
+            "by a state, or by a rotation that depends on the longest row of a step",
+        )
+
+
 @torch.inference_mode()
 def check_loaded(model: TransformersModel) -> float:
     """Return the difference between a whole sequence and its pieces, relative to the hidden states.
@@ -160,7 +216,8 @@ def check_loaded(model: TransformersModel) -> float:
         head = drive(model.logits(torch.stack(whole.made[-1:]).to(model.dtype)))
         _try_last_rows(model, check, whole)
         published = None
-        if model.sums.comm.size == 1:
+        if model.sums.comm.size == 1:  # code of a class may count the heads of all ranks
+            _check_rows(model, ids)
             published = model.published_hidden(torch.tensor(ids, device=model.device)).double()
     finally:
         model.sums.alone = False

@@ -16,7 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from weft.common.errors import ConfigError
 from weft.config.families.facts import read_json
-from weft.models.generic.interface import call_weft
+from weft.models.generic.interface import NAME, call_weft
+from weft.models.generic.own_attention import replace_attention
 
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.tensor, torch.rand, torch.randn)
 
@@ -98,13 +99,27 @@ def make_skeleton(config: Any, architecture: str, dtype: torch.dtype) -> Any:
         )
     try:
         with torch.device("meta"), _Dtype(dtype):
-            model = cls(copy.deepcopy(config))
+            model = _made(cls, config)
     except Exception as error:  # modeling code raises many types
         raise ConfigError(
             f"transformers cannot make {architecture} from config.json: {error}", param="--model"
         ) from error
     call_weft(model.config)
+    replace_attention(model)
     return model.eval()
+
+
+def _made(cls: Any, config: Any) -> Any:
+    """Return a model of ``cls`` with a copy of ``config``."""
+    try:
+        return cls(copy.deepcopy(config))
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+    # The class has a table of attention modules by name of the attention function.
+    named = copy.deepcopy(config)
+    call_weft(named, "eager")
+    return cls(named)
 
 
 def base_of(model: Any) -> tuple[str, Any]:

@@ -37,7 +37,9 @@ log = get_logger(__name__)
 #: First supported version of transformers, and the first version beyond the tested versions.
 OLDEST, BEYOND = (5, 17), (5, 24)
 INSTALL = "pip install 'weft[models]'"
-_VERSION = 4
+#: Endings of the names of causal models in transformers. The second ending belongs to older classes: GPT-2.
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+_VERSION = 5
 """Version of the probe within one version of Weft."""
 _SECONDS, _MEMORY = "600", "4GiB"
 """Default limits of a probe."""
@@ -91,7 +93,7 @@ def serves(architecture: str, model_impl: str, families: Registry[Any]) -> bool:
     if architecture in families:
         return False
     # Without transformers, the error names the package. Transformers could serve a causal model alone.
-    missing = transformers_version() is None and architecture.endswith("ForCausalLM")
+    missing = transformers_version() is None and architecture.endswith(CAUSAL)
     return missing or is_known(architecture)
 
 
@@ -100,7 +102,7 @@ def is_known(architecture: str) -> bool:
 
     Reads the source of the table of models: importing transformers would import torch.
     """
-    if not architecture.endswith("ForCausalLM"):
+    if not architecture.endswith(CAUSAL):
         return False
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None:
