@@ -11,6 +11,7 @@ from tests.scheduler.harness import Rig
 from tests.scheduler.test_fairness import LONG, admissions, running
 from tests.support.slow import mostly_slow
 from weft.scheduler.policy import queue as queue_module
+from weft.scheduler.policy.batch_rows import EVERY
 from weft.types.priority import BATCH_PRIORITY
 
 
@@ -81,6 +82,30 @@ def test_a_batch_gives_up_its_slots_at_once() -> None:
         rig.submit(submit(number, [number], max_tokens=20))
     rig.step()
     assert sorted(running(rig)) == [0, 1, 2, 10]
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+
+
+def test_a_step_with_an_online_prompt_has_few_rows_of_batches() -> None:
+    """Every eighth such step has some, so that a batch beside online prompts goes on."""
+    rig = Rig(
+        kv_config(slots=8, max_model_len=400, blocks=500), 1, max_num_seqs=4, max_num_batched_tokens=100
+    )
+    for number in range(2):
+        prompt = [number] * 90
+        rig.submit(submit(10 + number, prompt, max_tokens=200, priority=BATCH_PRIORITY, owner=5))
+    for _ in range(4):
+        rig.step()
+    began = len(rig.plans)
+    for number in range(12):
+        rig.submit(submit(number, [number] * 90, max_tokens=1))
+    while len(rig.plans) < began + 12:
+        rig.step()
+    plans = rig.plans[began : began + 12]
+    beside = [len(plan.decode.slots) for plan in plans if len(plan.prefill.slots)]
+    assert len(beside) >= 8
+    assert 0 < sum(count > 0 for count in beside) <= len(beside) / EVERY + 1
     rig.drain()
     rig.check_told()
     rig.check_idle()

@@ -365,8 +365,8 @@ def _source(info: dict[str, Any]) -> tuple[str, ...]:
     path, name = info.get("path"), info.get("name")
     if (path is None) == (name is None):
         raise InvalidRequest(
-            "update_info must have path (a folder of safetensors, or a GGUF file), name (a file in /dev/shm), "
-            "or names with dtype_names and shapes (tensors of a trainer's group)",
+            "update_info must have path (a folder of safetensors, or a GGUF file), name (a file in "
+            "/dev/shm), or names with dtype_names and shapes (tensors of a trainer's group)",
             param="update_info",
         )
     place = path if path is not None else name

@@ -12,6 +12,7 @@ from weft.config.sections.all import SchedulerSection, SpeculationSection
 from weft.scheduler.crowding import crowding, of_batch
 from weft.scheduler.images.whole_images import whole_end
 from weft.scheduler.plan_builder import DecodeRows, PlanBuilder, Row
+from weft.scheduler.policy.batch_rows import BatchRows
 from weft.scheduler.policy.chunk import ChunkPolicy
 from weft.scheduler.policy.draft_policy import DraftPolicy
 from weft.scheduler.policy.fit import CostFitter
@@ -20,6 +21,7 @@ from weft.scheduler.sequence import FetchedTables, Running, Sequence
 from weft.scheduler.state import SchedulerState
 from weft.scheduler.steady import SteadyRows
 from weft.types.plan import SlotUpdate
+from weft.types.priority import BATCH_PRIORITY
 
 NO_SLOT = -1
 """Slot number for cache queries about a sequence without a slot."""
@@ -47,6 +49,7 @@ class Planner:
         target = section.itl_target_ms / 1e3
         self.chunks = ChunkPolicy(target, CostFitter()) if target else None
         """Sizes prompt chunks by predicted time; None without ``--itl-target-ms``."""
+        self._batches = BatchRows(state.caches.unit)
         self.drafts: DraftPolicy | None = None
         """Chooses the number of drafts; None without speculation."""
         if state.kv.drafts:
@@ -74,11 +77,36 @@ class Planner:
 
     def _fill_mixed(self, builder: PlanBuilder) -> None:
         """Fill a step with decode rows, then with chunks of prefills in progress, then with new sequences."""
+        self._begin_batches()
         self._decode(builder)
         if self.chunks is not None:
             self.chunks.begin(builder.decode_shape)
         self._resume(builder)
         self._admit(builder)
+        if self._batches.pauses and not builder.chunks and not len(builder.decodes.slots):
+            # The online prompt cannot go on in this step, so batches take the step.
+            self._batches.pauses = False
+            self._decode(builder)
+            self._resume(builder)
+
+    def _begin_batches(self) -> None:
+        """Tell the bound of batches about online sequences."""
+        state = self._state
+        waits = bool(state.waiting) and state.waiting.first().key[0] < BATCH_PRIORITY
+        runs = bool(state.running) and state.running.first().key[0] < BATCH_PRIORITY
+        slots = state.order()
+        online = slots[: len(slots) - self._num_batch()]
+        prompt = waits or bool(state.columns.prefilling(online).any())
+        self._batches.begin(waits or runs, prompt and len(online) < len(slots))
+
+    def _num_batch(self) -> int:
+        """Return the number of running sequences of batches, which are the last in scheduling order."""
+        count = 0
+        for sequence in reversed(self._state.running):
+            if sequence.key[0] < BATCH_PRIORITY:
+                break
+            count += isinstance(sequence.state, Running)
+        return count
 
     def _fill_exclusive(self, builder: PlanBuilder) -> None:
         """Fill a step with prefill rows, or with decode rows if there is no prefill row.
@@ -102,7 +130,9 @@ class Planner:
         slots = state.order()
         if not len(slots) and self.drafts is None:
             return
-        if (steady := state.steady()) is not None and len(slots) <= builder.budget:
+        if self._batches.pauses:
+            slots = slots[: len(slots) - self._num_batch()]
+        elif (steady := state.steady()) is not None and len(slots) <= builder.budget:
             self._decode_steady(steady, builder)
             return
         # Steps in flight may already have ended a sequence near the limit, so the check uses the scheduled
@@ -312,6 +342,9 @@ class Planner:
         most = min(builder.budget, self._threshold, known - start)
         if self.chunks is not None:
             most = self.chunks.room(start, most)
+        # An image that no chunk may cut needs its whole length at once.
+        if sequence.key[0] >= BATCH_PRIORITY and not self._exclusive:
+            most = self._batches.room(most) if self._batches.pauses or not sequence.media else most
         end = start + most
         logits, sample = sequence.prefill_logits(start, end)
         # Prompt logprobs cost as much as the rest of a step, so the positions with prompt logprobs are
@@ -365,6 +398,8 @@ class Planner:
         start = int(self._state.columns.num_scheduled[run.slot])
         if self.chunks is not None:
             self.chunks.took(start, end - start)
+        if sequence.key[0] >= BATCH_PRIORITY:
+            self._batches.took(end - start)
         logits, sample = sequence.prefill_logits(start, end)
         if sequence.media:
             ops = [*ops, *self._state.media.take(sequence, run.slot, start, end, builder.step)]

@@ -102,8 +102,8 @@ class BlockCopies:
         return spans.nbytes
 
     def prepare(self, kind: int, first: int, last: int) -> None:
-        """Let the operating system supply the memory of the blocks ``first`` to ``last`` of caches on a CPU. The
-        contents stay. Steps may run meanwhile."""
+        """Let the operating system supply the memory of the blocks ``first`` to ``last`` of caches on a CPU.
+        The contents stay. Steps may run meanwhile."""
         if self._device.type != "cpu" or not self.own_bytes[kind]:
             return
         record = self.record(kind, b"")
