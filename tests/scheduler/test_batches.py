@@ -87,25 +87,22 @@ def test_a_batch_gives_up_its_slots_at_once() -> None:
     rig.check_idle()
 
 
-def test_a_step_with_an_online_prompt_has_few_rows_of_batches() -> None:
-    """Every eighth such step has some, so that a batch beside online prompts goes on."""
-    rig = Rig(
-        kv_config(slots=8, max_model_len=400, blocks=500), 1, max_num_seqs=4, max_num_batched_tokens=100
-    )
+def test_a_step_with_an_online_prompt_has_no_rows_of_batches() -> None:
+    """Except each eighth such step, so that a batch beside online prompts goes on."""
+    rig = Rig(kv_config(slots=8, max_model_len=400, blocks=500), 1, max_num_seqs=4, max_num_batched_tokens=50)
     for number in range(2):
-        prompt = [number] * 90
-        rig.submit(submit(10 + number, prompt, max_tokens=200, priority=BATCH_PRIORITY, owner=5))
-    for _ in range(4):
+        prompt = [number + 5] * 90
+        rig.submit(submit(100 + number, prompt, max_tokens=200, priority=BATCH_PRIORITY, owner=5))
+    for _ in range(8):
         rig.step()
     began = len(rig.plans)
-    for number in range(12):
-        rig.submit(submit(number, [number] * 90, max_tokens=1))
-    while len(rig.plans) < began + 12:
+    for number in range(2):
+        rig.submit(submit(number, [number] * 390, max_tokens=1))
+    for _ in range(2 * EVERY):
         rig.step()
-    plans = rig.plans[began : began + 12]
-    beside = [len(plan.decode.slots) for plan in plans if len(plan.prefill.slots)]
-    assert len(beside) >= 8
-    assert 0 < sum(count > 0 for count in beside) <= len(beside) / EVERY + 1
+    rows = [len(plan.decode.slot) for plan in rig.plans[began:]]
+    assert rows == [*[0] * (EVERY - 1), 2] * 2
+    assert all(len(plan.prefill.slot) for plan in rig.plans[began:])
     rig.drain()
     rig.check_told()
     rig.check_idle()
