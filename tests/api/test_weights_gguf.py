@@ -21,7 +21,7 @@ from weft.config.hub import resolve_model_path
 from weft.gguf.checkpoint_folder import gguf_files
 from weft.gguf.container import Container
 from weft.models.files import WeightFile
-from weft.ops.ggml_rounding import rounded
+from weft.models.quantized.ggml_rounding import rounded
 
 PROMPTS = [{"prompt_token_ids": [5, 9, 33, 2, 71, 18, 40]}, {"prompt_token_ids": [7] * 5}]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)

@@ -21,9 +21,9 @@ from weft.gguf.checkpoint_folder import checkpoint_folder, differing_facts, gguf
 from weft.gguf.container import PLAIN, StoredTensor, dequantized
 from weft.gguf.gguf_names import MXFP4_BYTES, Published, TensorForm
 from weft.models.quantized.coding import CodedPiece
+from weft.models.quantized.ggml_rounding import rounded
 from weft.ops import ggml
 from weft.ops.coded import of_blocks
-from weft.ops.ggml_rounding import rounded
 from weft.ops.mapped import all_mapped
 
 Tensor = torch.Tensor

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.config.sections.all import SchedulerSection, SpeculationSection
-from weft.scheduler.crowding import crowding, of_batch
+from weft.scheduler.crowding import crowding, num_batch, of_batch, online_work
 from weft.scheduler.images.whole_images import whole_end
 from weft.scheduler.plan_builder import DecodeRows, PlanBuilder, Row
 from weft.scheduler.policy.batch_rows import BatchRows
@@ -77,36 +77,16 @@ class Planner:
 
     def _fill_mixed(self, builder: PlanBuilder) -> None:
         """Fill a step with decode rows, then with chunks of prefills in progress, then with new sequences."""
-        self._begin_batches()
+        self._batches.begin(*online_work(self._state))
         self._decode(builder)
         if self.chunks is not None:
             self.chunks.begin(builder.decode_shape)
         self._resume(builder)
         self._admit(builder)
         if self._batches.pauses and not builder.chunks and not len(builder.decodes.slots):
-            # The online prompt cannot go on in this step, so batches take the step.
-            self._batches.pauses = False
+            self._batches.pauses = False  # no online prompt can go on in this step
             self._decode(builder)
             self._resume(builder)
-
-    def _begin_batches(self) -> None:
-        """Tell the bound of batches about online sequences."""
-        state = self._state
-        waits = bool(state.waiting) and state.waiting.first().key[0] < BATCH_PRIORITY
-        runs = bool(state.running) and state.running.first().key[0] < BATCH_PRIORITY
-        slots = state.order()
-        online = slots[: len(slots) - self._num_batch()]
-        prompt = waits or bool(state.columns.prefilling(online).any())
-        self._batches.begin(waits or runs, prompt and len(online) < len(slots))
-
-    def _num_batch(self) -> int:
-        """Return the number of running sequences of batches, which are the last in scheduling order."""
-        count = 0
-        for sequence in reversed(self._state.running):
-            if sequence.key[0] < BATCH_PRIORITY:
-                break
-            count += isinstance(sequence.state, Running)
-        return count
 
     def _fill_exclusive(self, builder: PlanBuilder) -> None:
         """Fill a step with prefill rows, or with decode rows if there is no prefill row.
@@ -131,7 +111,7 @@ class Planner:
         if not len(slots) and self.drafts is None:
             return
         if self._batches.pauses:
-            slots = slots[: len(slots) - self._num_batch()]
+            slots = slots[: len(slots) - num_batch(state)]
         elif (steady := state.steady()) is not None and len(slots) <= builder.budget:
             self._decode_steady(steady, builder)
             return
