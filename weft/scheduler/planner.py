@@ -25,8 +25,6 @@ from weft.types.priority import BATCH_PRIORITY
 
 NO_SLOT = -1
 """Slot number for cache queries about a sequence without a slot."""
-
-
 SIDE_BYTES = 64 << 20
 """Maximum bytes beside KV (``Sequence.side_bytes``) of all running sequences together: forced experts, and
 logprobs of the whole vocabulary of one step. A single sequence may take more. The frame of a step brings
@@ -105,8 +103,7 @@ class Planner:
     def _decode(self, builder: PlanBuilder) -> None:
         """Add one row for every sequence past the known ids. May preempt sequences for blocks; rows without
         blocks are left out. A sequence that may be at the limit gets no row."""
-        state = self._state
-        columns = self._state.columns
+        state, columns = self._state, self._state.columns
         slots = state.order()
         if not len(slots) and self.drafts is None:
             return
@@ -143,9 +140,7 @@ class Planner:
         Counts as one choice of ``policy``. If prompts wait, drafts are shortened to leave one block of the
         ``budget`` for prompts, or one image that a chunk may not cut.
         """
-        state = self._state
-        columns = self._state.columns
-        slots = rows.slots
+        state, columns, slots = self._state, self._state.columns, rows.slots
         starts = columns.num_scheduled[slots]
         room = columns.limit[slots] - 1 - starts  # [rows], tokens left for each row
         waits = len(state.waiting) or len(slots) < len(state.running)
@@ -322,9 +317,9 @@ class Planner:
         most = min(builder.budget, self._threshold, known - start)
         if self.chunks is not None:
             most = self.chunks.room(start, most)
-        # An image that no chunk may cut needs its whole length at once.
-        if sequence.key[0] >= BATCH_PRIORITY and not self._exclusive:
-            most = self._batches.room(most) if self._batches.pauses or not sequence.media else most
+        batch = sequence.key[0] >= BATCH_PRIORITY and not self._exclusive
+        if batch and (self._batches.pauses or not sequence.media):  # images need their whole length at once
+            most = self._batches.room(most)
         end = start + most
         logits, sample = sequence.prefill_logits(start, end)
         # Prompt logprobs cost as much as the rest of a step, so the positions with prompt logprobs are
