@@ -64,8 +64,6 @@ ALONE = [
     "generic backend | [training loops](guides/training-loops.md#routed-experts) |",
     "| latent attention, recurrent states, images, quantized weights or several ranks in `weft train` | "
     "[train](guides/train.md) |",
-    "| live weight updates of GGUF files (refused at the first call) | "
-    "[training loops](guides/training-loops.md#what-is-refused) |",
     "",
     "Each cell counts the cases of `tests/composition` in which both features were active. Counters show",
     "the activity; settings alone do not count. In each case every sequence got the same tokens, text and",

@@ -15,7 +15,6 @@ from weft.front.requests import weight_updates
 from weft.front.requests.weight_updates import WeightUpdates
 from weft.front.siblings import Siblings
 from weft.store import fixed_weights
-from weft.store.fixed_weights import why_fixed
 from weft.store.new_weights import source_files
 from weft.store.shared_files import new_token, shared_name
 from weft.types.messages import RECEIVE_SINCE
@@ -121,18 +120,6 @@ def in_loop(engines: Engines, check: Callable[[WeightUpdates], Any], **more: Any
             made.close()
 
     asyncio.run(run())
-
-
-FIXED: list[tuple[dict[str, Any], str]] = [
-    ({"loaded": SimpleNamespace(quantized=SimpleNamespace(method="gguf"))}, "GGUF"),
-]
-
-
-@pytest.mark.parametrize(("settings", "why"), FIXED)
-def test_fixed_weights_are_refused_at_the_start_of_an_update(settings: dict[str, Any], why: str) -> None:
-    assert why_fixed(config()) == ""
-    with pytest.raises(InvalidRequest, match=why):
-        updates(Engines(), **settings)
 
 
 def test_an_api_server_that_starts_later_goes_on_from_the_version_of_the_engines() -> None:

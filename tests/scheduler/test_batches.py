@@ -11,6 +11,7 @@ from tests.scheduler.harness import Rig
 from tests.scheduler.test_fairness import LONG, admissions, running
 from tests.support.slow import mostly_slow
 from weft.scheduler.policy import queue as queue_module
+from weft.scheduler.policy.batch_rows import EVERY
 from weft.types.priority import BATCH_PRIORITY
 
 
@@ -81,6 +82,27 @@ def test_a_batch_gives_up_its_slots_at_once() -> None:
         rig.submit(submit(number, [number], max_tokens=20))
     rig.step()
     assert sorted(running(rig)) == [0, 1, 2, 10]
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+
+
+def test_a_step_with_an_online_prompt_has_no_rows_of_batches() -> None:
+    """Except each eighth such step, so that a batch beside online prompts goes on."""
+    rig = Rig(kv_config(slots=8, max_model_len=400, blocks=500), 1, max_num_seqs=4, max_num_batched_tokens=50)
+    for number in range(2):
+        prompt = [number + 5] * 90
+        rig.submit(submit(100 + number, prompt, max_tokens=200, priority=BATCH_PRIORITY, owner=5))
+    for _ in range(8):
+        rig.step()
+    began = len(rig.plans)
+    for number in range(2):
+        rig.submit(submit(number, [number] * 390, max_tokens=1))
+    for _ in range(2 * EVERY):
+        rig.step()
+    rows = [len(plan.decode.slot) for plan in rig.plans[began:]]
+    assert rows == [*[0] * (EVERY - 1), 2] * 2
+    assert all(len(plan.prefill.slot) for plan in rig.plans[began:])
     rig.drain()
     rig.check_told()
     rig.check_idle()

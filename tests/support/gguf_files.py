@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -198,9 +198,11 @@ def write_model(
     kind: str = "F32",
     kinds: Mapping[str, str] | None = None,
     texts: Mapping[str, Any] | None = None,
+    pack: Callable[[str, np.ndarray], np.ndarray] | None = None,
     **more: Any,
 ) -> None:
-    """Write ``model`` with matrices in the GGML type ``kind``.
+    """Write ``model`` with matrices in the GGML type ``kind``. ``pack``: packs numbers in a type, by default
+    the package or ``fitted``.
 
     ``kinds`` maps a part of a tensor's name to another type. ``texts`` are tokenizer keys without their
     prefix; ``more`` are further keys of the model.
@@ -242,15 +244,23 @@ def write_model(
     for name, values in _stored(config, weights).items():
         plain = values.ndim < 2 or name.endswith(".bias") or "gate_inp" in name or "conv1d" in name
         own = next((other for part, other in (kinds or {}).items() if part in name), kind)
-        add_tensor(writer, name, values, "F32" if plain else own)
+        add_tensor(writer, name, values, "F32" if plain else own, pack)
     _finish(writer)
 
 
-def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
-    """Adds ``values`` in the GGML type ``kind``."""
+def add_tensor(
+    writer: gguf.GGUFWriter,
+    name: str,
+    values: np.ndarray,
+    kind: str,
+    pack: Callable[[str, np.ndarray], np.ndarray] | None = None,
+) -> None:
+    """Adds ``values`` in the GGML type ``kind``; ``pack``: see ``write_model``."""
     made = gguf.GGMLQuantizationType[kind]
     if kind in ("F32", "F16"):
         writer.add_tensor(name, values.astype(np.float32 if kind == "F32" else np.float16))
+    elif pack is not None:
+        writer.add_tensor(name, pack(kind, values), raw_dtype=made)
     elif kind in FITTED:
         writer.add_tensor(name, fitted(kind, values), raw_dtype=made)
     else:

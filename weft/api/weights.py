@@ -13,7 +13,7 @@ from weft.api.request import client_error
 from weft.common.errors import InvalidRequest, ReportedError
 from weft.engine.core import EngineCore
 from weft.models.weight_source import write_shared
-from weft.store.fixed_weights import PARTS, check_parts, check_sleep, former_updates, why_fixed
+from weft.store.fixed_weights import PARTS, check_parts, check_sleep, former_updates
 from weft.store.new_weights import SHARED, source_files
 from weft.store.shared_files import delete_stale, new_token, shared_name
 from weft.types.weights import WeightsUpdate
@@ -48,8 +48,6 @@ class Weights:
         """Stage and use new weights, and return the label. Blocks. See ``LLM.update_weights``."""
         if not isinstance(core, EngineCore):
             raise InvalidRequest("update_weights of an LLM with several replicas is not supported")
-        if why := why_fixed(core.config):
-            raise InvalidRequest(why)
         if self._freed and partial:
             raise InvalidRequest(
                 "the weights are empty after a sleep of level 2: update all tensors first, or end the sleep"
@@ -57,7 +55,7 @@ class Weights:
         number = core.weights.version + 1
         try:
             if isinstance(source, str | Path):
-                files = source_files("file", str(Path(source).resolve()))
+                files = source_files("file", str(Path(source).absolute()))
             else:
                 delete_stale()
                 # The engine deletes the file when no rank needs the file any more.

@@ -29,6 +29,7 @@ from weft.engine.weights.open_weights import open_weights
 from weft.layers.build import AdapterOptions, Build, ExpertOptions
 from weft.models.drafted import DraftedModel
 from weft.models.eagle import EagleModel, load_eagle
+from weft.models.gguf_tensor import readable
 from weft.models.loader import Model, load_model
 from weft.moe.placement import Placement as ExpertPlacement
 from weft.ops import cpu
@@ -214,8 +215,9 @@ def read_model(
     changed: set[str] | None = None,
     placements: Sequence[ExpertPlacement] | None = None,
 ) -> Model:
-    """Load a model of this rank from ``path``, with the settings of ``config``. For the other parameters and
-    the errors see ``load_model``."""
+    """Load a model of this rank from ``path``, with the settings of ``config``. ``files`` may be a GGUF file
+    like the file of ``path``. For the other parameters and the errors see ``load_model``."""
+    files = None if files is None else readable(files, Path(path))
     return load_model(
         path,
         spec,

@@ -205,7 +205,6 @@ async def _init(front: Front, asked: InitRequest) -> None:
     """Check ``init_info``, and form the group of a trainer. Raises InvalidRequest, and Unavailable for a
     trainer that does not join."""
     updates, info = _updates(front, asked.model), asked.init_info
-    updates.check()
     backend = info.get("backend", "group" if "master_address" in info else "file")
     if backend in BACKENDS:
         _only(info, ("backend",), "init_info")
@@ -366,8 +365,8 @@ def _source(info: dict[str, Any]) -> tuple[str, ...]:
     path, name = info.get("path"), info.get("name")
     if (path is None) == (name is None):
         raise InvalidRequest(
-            "update_info must have path (a folder of safetensors), name (a file in /dev/shm), or names with "
-            "dtype_names and shapes (tensors of a trainer's group)",
+            "update_info must have path (a folder of safetensors, or a GGUF file), name (a file in "
+            "/dev/shm), or names with dtype_names and shapes (tensors of a trainer's group)",
             param="update_info",
         )
     place = path if path is not None else name

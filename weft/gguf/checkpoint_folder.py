@@ -99,6 +99,24 @@ def gguf_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{_WEIGHTS}-*.gguf"))
 
 
+def differing_facts(one: Path, other: Path) -> str:
+    """Return the fields of ``config.json`` that differ between two folders made from GGUF files, without the
+    types of the weights and the ends of texts; "" if there are none. Raises OSError."""
+    first, second = (json.loads((folder / "config.json").read_bytes()) for folder in (one, other))
+    ignored = ("quantization_config", "dtype", "eos_token_id", "bos_token_id", "pad_token_id")
+    keys = sorted((first.keys() | second.keys()) - set(ignored))
+    return ", ".join(key for key in keys if first.get(key) != second.get(key))
+
+
+def model_files(path: Path) -> list[Path]:
+    """Return all GGUF files of the model at ``path``: a file, a folder with one model, or a folder made from
+    a file. [] for a path without a GGUF file. Raises ConfigError as ``find_gguf`` and for a missing part."""
+    if made := gguf_files(path):
+        return made
+    found = find_gguf(path)
+    return [] if found is None else shards(found)
+
+
 def weights_of(path: Path) -> dict[str, Published]:
     """Return the weights in the file ``path`` of a checkpoint folder, by published name.
 

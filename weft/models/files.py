@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from weft.common.errors import ConfigError
 from weft.gguf.checkpoint_folder import weights_of
-from weft.models.gguf_tensor import GGUFTensor, Maps
+from weft.models.gguf_tensor import CodedType, GGUFTensor, Maps, RoundedTensor, rounded_tensors
 from weft.ops.mapped import Mapped, mapped_around
 
 #: Plain number types, in the naming of safetensors.
@@ -25,11 +26,13 @@ class WeightFile:
     A context manager. Raises ConfigError if the file is damaged or not a weight file.
     """
 
-    def __init__(self, path: Path) -> None:
-        """The file is opened by ``__enter__``. The suffix decides the format."""
-        self._path = path
+    def __init__(self, path: Path, types: Mapping[str, CodedType] = MappingProxyType({})) -> None:
+        """The file is opened by ``__enter__``. The suffix decides the format. ``types``: plain weights of
+        these names in a safetensors file are rounded."""
+        self._path, self._types = path, types
         self._safe: Any = None
-        self._loaded: Mapping[str, torch.Tensor | GGUFTensor] = {}
+        self._loaded: Mapping[str, torch.Tensor | GGUFTensor | RoundedTensor] = {}
+        """All weights, or the rounded weights of a safetensors file."""
         self._mapped: Mapped | None = None
         self._looked = False
 
@@ -38,6 +41,8 @@ class WeightFile:
         try:
             if self._path.suffix == ".safetensors":
                 self._safe = safe_open(str(self._path), framework="pt", device="cpu").__enter__()
+                if self._types:
+                    self._loaded = self._rounded(self._safe)
             elif self._path.suffix == ".gguf":
                 maps = Maps()
                 found = weights_of(self._path)
@@ -66,30 +71,31 @@ class WeightFile:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the tensor ``name``; may be mapped memory of the file."""
-        if self._safe is not None:
+        if name not in self._loaded and self._safe is not None:
             result: torch.Tensor = self._safe.get_tensor(name)
             return result
         found = self._loaded[name]
-        return found[()] if isinstance(found, GGUFTensor) else found
+        return found if isinstance(found, torch.Tensor) else found[()]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the tensor ``name`` without reading the tensor."""
-        found = self._safe.get_slice(name).get_shape() if self._safe is not None else self._loaded[name].shape
-        return tuple(found)
+        if name not in self._loaded and self._safe is not None:
+            return tuple(self._safe.get_slice(name).get_shape())
+        return tuple(self._loaded[name].shape)
 
     def floating(self, name: str) -> bool:
         """Return True for plain floating-point numbers of at least 16 bits, without reading the tensor."""
-        if self._safe is not None:
+        if name not in self._loaded and self._safe is not None:
             return self._safe.get_slice(name).get_dtype() in _PLAIN
         found = self._loaded[name]
-        if isinstance(found, GGUFTensor):
+        if not isinstance(found, torch.Tensor):
             return found.floating
         return found.is_floating_point() and found.element_size() > 1
 
-    def gguf(self, name: str) -> GGUFTensor | None:
-        """Return the weight ``name`` of a GGUF file; None for other files."""
+    def gguf(self, name: str) -> GGUFTensor | RoundedTensor | None:
+        """Return the weight ``name`` of a GGUF file, or a rounded weight; None for other weights."""
         found = self._loaded.get(name)
-        return found if isinstance(found, GGUFTensor) else None
+        return None if isinstance(found, torch.Tensor) else found
 
     def part(self, name: str, place: tuple[slice, ...]) -> torch.Tensor:
         """Return ``tensor(name)[place]``, reading only this part where the format allows.
@@ -98,9 +104,8 @@ class WeightFile:
         """
         if not place:
             return self.tensor(name)
-        result: torch.Tensor = (self._safe.get_slice(name) if self._safe is not None else self._loaded[name])[
-            place
-        ]
+        plain = name not in self._loaded and self._safe is not None
+        result: torch.Tensor = (self._safe.get_slice(name) if plain else self._loaded[name])[place]
         return result
 
     @property
@@ -110,7 +115,7 @@ class WeightFile:
             self._looked = True
             name = next((name for name in self.names() if 0 not in self.shape(name)), None)
             found = None if name is None else self._loaded.get(name)
-            if name is not None and not isinstance(found, GGUFTensor):
+            if name is not None and (self._safe is not None or isinstance(found, torch.Tensor)):
                 self._mapped = mapped_around(self._view(name))
         return self._mapped
 
@@ -125,6 +130,17 @@ class WeightFile:
         found = self._safe.get_tensor(name) if self._safe is not None else self._loaded[name]
         assert isinstance(found, torch.Tensor)
         return found
+
+    def _rounded(self, safe: Any) -> dict[str, RoundedTensor]:
+        """Return the weights of the open file ``safe`` to round."""
+        slices = ((name, safe.get_slice(name)) for name in self._types.keys() & set(safe.keys()))
+        shapes = {name: tuple(one.get_shape()) for name, one in slices if one.get_dtype() in _PLAIN}
+
+        def read(name: str, place: tuple[slice, ...]) -> torch.Tensor:
+            made: torch.Tensor = safe.get_slice(name)[place] if place else safe.get_tensor(name)
+            return made
+
+        return rounded_tensors(self._types, shapes, read)
 
     def tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) in order. A tensor is valid until the next tensor is taken."""

@@ -1,21 +1,27 @@
 """Weight of a GGUF file as torch data: values, dequantized and in published form, read part by part; or
 codes.
 
-Codes are the mapped file itself if the file has the row order of the published weight.
+Codes are the mapped file itself if the file has the row order of the published weight. New weights of a model
+from a GGUF file are rounded to the types of this file: ``RoundedTensor``.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from weft.common.errors import ConfigError
+from weft.gguf.checkpoint_folder import checkpoint_folder, differing_facts, gguf_files, weights_of
 from weft.gguf.container import PLAIN, StoredTensor, dequantized
 from weft.gguf.gguf_names import MXFP4_BYTES, Published, TensorForm
 from weft.models.quantized.coding import CodedPiece
+from weft.models.quantized.ggml_rounding import rounded
 from weft.ops import ggml
 from weft.ops.coded import of_blocks
 from weft.ops.mapped import all_mapped
@@ -76,9 +82,9 @@ class GGUFTensor:
         reordered.
         """
         weight = self._weight
-        kinds = {part.kind for part in weight.parts}
-        if len(kinds) > 1 or (kind := kinds.pop()) not in ggml.BLOCKS:
+        if (coded := coded_type(weight)) is None:
             return None
+        kind = coded.kind
         parts = [self._maps.bytes_of(part) for part in weight.parts]
         # [experts, rows, bytes of a row] or [rows, bytes of a row]; rows can be reordered without decoding
         # blocks.
@@ -175,6 +181,154 @@ class GGUFTensor:
         codes = blocks[..., 1:]
         numbers = np.concatenate((codes & 15, codes >> 4), axis=-1)
         return torch.from_numpy(numbers[..., ::2] | (numbers[..., 1::2] << 4))
+
+
+class CodedType(NamedTuple):
+    """The GGML type of a weight that stays in codes."""
+
+    kind: str
+    shape: tuple[int, ...]
+    """Of the published weight."""
+    turned: bool
+    """True if rows of codes are columns of the published weight."""
+
+
+def coded_type(weight: Published) -> CodedType | None:
+    """Return the type of a weight that ``GGUFTensor.codes`` can return; None for another weight."""
+    kinds, form = {part.kind for part in weight.parts}, weight.form
+    if len(kinds) > 1 or (kind := kinds.pop()) not in ggml.BLOCKS:
+        return None
+    dims = len(weight.parts[0].dims)
+    turned = form in (TensorForm.IN_TURN, TensorForm.TRANSPOSED) and dims == 3
+    whole = form in (TensorForm.STORED, TensorForm.HALVES) and dims == 2
+    ordered = form in _ROW_ORDERS and weight.row_order is not None
+    if turned or whole or ordered or form is TensorForm.EXPERT or form in _HALVES:
+        return CodedType(kind, weight.shape, turned)
+    return None
+
+
+def coded_types(files: Sequence[Path]) -> dict[str, CodedType]:
+    """Return the types of all weights in codes, by published name. ``files``: of a folder from a GGUF file.
+    Raises ConfigError for a folder without a readable layout."""
+    each = (weight for file in files for weight in weights_of(file).values())
+    return {weight.name: coded for weight in each if (coded := coded_type(weight)) is not None}
+
+
+def readable(files: Sequence[Path], start: Path) -> list[Path]:
+    """Return the files to read for new weights in ``files``: of a GGUF file, the files of its checkpoint
+    folder, which is made here. ``start``: checkpoint folder of the model in use.
+
+    Raises ConfigError for a GGUF file with another configuration or other types than the model in use, with
+    scales that are not finite, or beside other files.
+    """
+    if not any(file.suffix == ".gguf" for file in files):
+        return list(files)
+    folder = Path(checkpoint_folder(files[0]))
+    found, own = gguf_files(folder), gguf_files(start)
+    if len(found) != len(files) or any(file.suffix != ".gguf" for file in files):
+        raise ConfigError("name one GGUF file, with all of its parts, and no other files", param="--model")
+    if not own:
+        raise ConfigError(
+            f"{files[0].name}: only a model from a GGUF file takes the weights of a GGUF file; use "
+            "safetensors",
+            param="--model",
+        )
+    if differing := differing_facts(folder, start):
+        raise ConfigError(
+            f"{files[0].name} has another {differing} than the model in use; restart the server "
+            "with the file",
+            param="--model",
+        )
+    if folder != start:
+        _check_types(coded_types(found), coded_types(own), files[0].name)
+    _check_scales(found)
+    return found
+
+
+def _check_types(new: Mapping[str, CodedType], own: Mapping[str, CodedType], file: str) -> None:
+    """Raise ConfigError, which names a weight, unless both models have the same types: codes of other types
+    may fit into the same memory."""
+    for name in sorted(new.keys() | own.keys()):
+        here, there = (types[name].kind if name in types else "plain numbers" for types in (new, own))
+        if here != there:
+            raise ConfigError(
+                f"{file} stores {name} as {here}, and the model in use has {there}: convert the file with "
+                "the same types, or restart the server with the file",
+                param="--model",
+            )
+
+
+def _check_scales(files: Sequence[Path]) -> None:
+    """Raise ConfigError, which names a tensor, for a scale of codes that is not finite. Reads the tensors."""
+    maps, seen = Maps(), set[str]()
+    for weight in (weight for file in files for weight in weights_of(file).values()):
+        for part in weight.parts:
+            if part.kind in ggml.BLOCKS and part.name not in seen:
+                seen.add(part.name)
+                if not ggml.finite(part.kind, maps.bytes_of(part)):
+                    raise ConfigError(f"a scale of {part.name} is not finite", param="--model")
+
+
+def types_to_keep(folder: str | Path, files: object) -> dict[str, CodedType]:
+    """Return the types to which new weights in ``files`` are rounded: of the model in ``folder``, if it was
+    loaded from a GGUF file. {} if ``files`` is None: the weights of the start have their types."""
+    return {} if files is None else coded_types(gguf_files(Path(folder)))
+
+
+class RoundedTensor:
+    """A plain weight of another file, rounded as if a GGUF file had stored the weight. Indexing reads a part
+    of the weight."""
+
+    floating = True
+
+    def __init__(self, name: str, coded: CodedType, read: Callable[[Place], Tensor]) -> None:
+        """``read``: returns a part of the weight, in floating point."""
+        self._name, self._coded, self._read = name, coded, read
+        self.shape = coded.shape
+
+    @property
+    def quantized(self) -> tuple[str, int]:
+        """(type, bytes of the blocks)."""
+        block = ggml.BLOCKS[self._coded.kind]
+        return self._coded.kind, math.prod(self.shape) // block.numbers * block.bytes
+
+    def codes(self, wanted: Callable[[int], bool]) -> tuple[str, Iterator[CodedPiece]]:
+        """Return (type, pieces of codes) of the weight. Of a stack, only ``wanted`` matrices are returned."""
+        kind = self._coded.kind
+        if not self._coded.turned:
+            return kind, iter([CodedPiece((), of_blocks(kind, self._blocks(())))])
+        return kind, (
+            CodedPiece((i,), of_blocks(kind, self._blocks((slice(i, i + 1),))[0]), turned=True)
+            for i in filter(wanted, range(self.shape[0]))
+        )
+
+    def __getitem__(self, place: Place) -> Tensor:
+        """Return ``place`` of the rounded weight, float32."""
+        made = ggml.dequantize(self._coded.kind, self._blocks(place[:1]), torch.float32)
+        made = made.transpose(-1, -2) if self._coded.turned else made
+        return made[(slice(None), *place[1:])] if len(place) > 1 else made
+
+    def _blocks(self, place: Place) -> Tensor:
+        """Return the blocks of some rows, or of some matrices of a stack. Raises ConfigError for numbers that
+        are not finite: blocks would hide them."""
+        values = self._read(place).float()
+        if not values.isfinite().all():
+            raise ConfigError(f"weight {self._name} is not finite", param="--model")
+        return rounded(self._coded.kind, values.transpose(-1, -2) if self._coded.turned else values)
+
+
+def rounded_tensors(
+    types: Mapping[str, CodedType],
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str, Place], Tensor],
+) -> dict[str, RoundedTensor]:
+    """Return the weights of a file that are rounded. ``shapes``: of the plain weights in floating point. A
+    weight of another shape is left out, and then refused by its shape."""
+    return {
+        name: RoundedTensor(name, coded, functools.partial(read, name))
+        for name, coded in types.items()
+        if shapes.get(name) == coded.shape
+    }
 
 
 def _half(weight: Published) -> slice:

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,7 @@ from weft.layers.shard import cut
 from weft.models.adapters import Adapters
 from weft.models.decoder import Decoder, Model
 from weft.models.files import WeightFile
+from weft.models.gguf_tensor import CodedType, types_to_keep
 from weft.models.quantized.filling import FillTarget, hold_rounded, is_zero_bias
 from weft.models.quantized.sources import Part, TensorSource, part_of, without_effect
 from weft.models.refill import owners_of, pack_changed
@@ -187,11 +189,23 @@ def _filled(
     parameters see ``load_model``.
     """
     partial = load_format == "partial"
+    types = types_to_keep(folder, files)
     files = weight_files(Path(folder), load_format) if files is None else files
     weights = add_score(WEIGHTS.get(spec.family)(spec), spec)
     layers = _saved_layers(Path(folder), spec)
     blocks = model.device.type == "cpu"
-    return fill(model, weights, files, layers, progress, partial, packed=held, blocks=blocks, changed=changed)
+    return fill(
+        model,
+        weights,
+        files,
+        layers,
+        progress,
+        partial,
+        packed=held,
+        blocks=blocks,
+        changed=changed,
+        types=types,
+    )
 
 
 def keeps_codes(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
@@ -241,19 +255,22 @@ def fill(
     packed: bool = False,
     blocks: bool = False,
     changed: set[str] | None = None,
+    types: Mapping[str, CodedType] = MappingProxyType({}),
 ) -> FillTarget:
     """Copy every published tensor into its part of a parameter. Return the target, which can report the load.
 
     All names are checked before the first copy. ``partial``: layers may be missing completely, and keep their
     values. ``changed``: modules may be missing completely; filled with the names of the others. Quantized
     weights are dequantized one by one (``weft.models.quantized``). ``packed``: leave codes for layers that
-    can compute with codes; ``blocks``: GGML blocks as well. Raises ConfigError for weights
-    that do not fit the model.
+    can compute with codes; ``blocks``: GGML blocks as well. ``types``: see ``WeightFile``. Raises ConfigError
+    for weights that do not fit the model.
     """
     quantized = model.spec.quantized
     cut = range(model.spec.layers, saved_layers)
     found = _names_of(files)
     weights = weights.published_as({name for names in found.values() for name in names})
+    # A repeated weight is compared with the weight, so both are rounded.
+    types = {**types, **{name: types[one] for name, one in weights.same_as.items() if one in types}}
     owners = owners_of(model) if changed is not None and isinstance(model, nn.Module) else None
     sources = _check_names(weights, found, cut, quantized is not None, partial, owners)
     if changed is not None and owners is not None:
@@ -264,7 +281,7 @@ def fill(
     read = 0
     with progress_bar(total=len(sources), title="Loading weights", unit="tensor", shown=progress) as bar:
         for path in files:
-            with WeightFile(path) as file:
+            with WeightFile(path, types) as file:
                 # Sources are read file by file, so that one file is open at a time.
                 for source in sources:
                     if source.path == path:
@@ -277,7 +294,7 @@ def fill(
                             read = 0
                         bar.update()
     trim_heap()
-    _check_repeated(parameters, weights, files)
+    _check_repeated(parameters, weights, files, types)
     target.settle()
     return target
 
@@ -389,13 +406,18 @@ def _list(names: Sequence[str]) -> str:
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
-def _check_repeated(parameters: Mapping[str, Weight], weights: WeightMap, files: Sequence[Path]) -> None:
+def _check_repeated(
+    parameters: Mapping[str, Weight],
+    weights: WeightMap,
+    files: Sequence[Path],
+    types: Mapping[str, CodedType],
+) -> None:
     """Raise ConfigError if a repeated weight has other values: a saved head must equal its tied embedding.
 
     Reads the repeated weights.
     """
     for path in files:
-        with WeightFile(path) as file:
+        with WeightFile(path, types) as file:
             for name in file.names():
                 if name not in weights.same_as:
                     continue

@@ -60,10 +60,26 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Numbers of the 16 codes of IQ4_NL and IQ4_XS."""
 
 
+_SCALES = {
+    **dict.fromkeys(("Q8_0", "Q4_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+}
+"""Places of the float16 scales in a block, in bytes."""
+
+
 def dequantize(kind: str, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """Return blocks, bytes [..., bytes of a row], as numbers [..., numbers of a row] in a wide ``dtype``."""
     each = blocks.unflatten(-1, (-1, BLOCKS[kind].bytes))
     return _READ[kind](each, dtype).flatten(-2)
+
+
+def finite(kind: str, blocks: Tensor) -> bool:
+    """Return True if all float16 scales of ``blocks``, bytes [..., bytes of a row], are finite."""
+    each = blocks.unflatten(-1, (-1, BLOCKS[kind].bytes))
+    return all(bool(_halves(each, at, torch.float32).isfinite().all()) for at in _SCALES[kind])
 
 
 def _halves(of: Tensor, begin: int, dtype: torch.dtype) -> Tensor:

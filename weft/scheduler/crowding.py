@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.scheduler.sequence import MOST_YIELDS, TURN, Sequence
+from weft.scheduler.sequence import MOST_YIELDS, TURN, Running, Sequence
 from weft.scheduler.state import SchedulerState
 from weft.types.priority import BATCH_PRIORITY
 
@@ -26,6 +26,26 @@ def of_batch(state: SchedulerState, sequence: Sequence) -> Sequence | None:
         if other.transfer is None and state.planned(other):
             return other
     return None
+
+
+def online_work(state: SchedulerState) -> tuple[bool, bool]:
+    """Return (True if an online sequence runs or waits, True if batches run beside an online prompt)."""
+    waits = bool(state.waiting) and state.waiting.first().key[0] < BATCH_PRIORITY
+    runs = bool(state.running) and state.running.first().key[0] < BATCH_PRIORITY
+    slots = state.order()
+    online = slots[: len(slots) - num_batch(state)]
+    prompt = waits or bool(state.columns.prefilling(online).any())
+    return waits or runs, prompt and len(online) < len(slots)
+
+
+def num_batch(state: SchedulerState) -> int:
+    """Return the number of slots of batches, which are the last in scheduling order."""
+    count = 0
+    for sequence in reversed(state.running):
+        if sequence.key[0] < BATCH_PRIORITY:
+            break
+        count += isinstance(sequence.state, Running)
+    return count
 
 
 def _of_larger_share(state: SchedulerState, sequence: Sequence) -> Sequence | None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from weft.config.sections.all import SchedulerSection, SpeculationSection
-from weft.scheduler.crowding import crowding, of_batch
+from weft.scheduler.crowding import crowding, num_batch, of_batch, online_work
 from weft.scheduler.images.whole_images import whole_end
 from weft.scheduler.plan_builder import DecodeRows, PlanBuilder, Row
+from weft.scheduler.policy.batch_rows import BatchRows
 from weft.scheduler.policy.chunk import ChunkPolicy
 from weft.scheduler.policy.draft_policy import DraftPolicy
 from weft.scheduler.policy.fit import CostFitter
@@ -20,11 +21,10 @@ from weft.scheduler.sequence import FetchedTables, Running, Sequence
 from weft.scheduler.state import SchedulerState
 from weft.scheduler.steady import SteadyRows
 from weft.types.plan import SlotUpdate
+from weft.types.priority import BATCH_PRIORITY
 
 NO_SLOT = -1
 """Slot number for cache queries about a sequence without a slot."""
-
-
 SIDE_BYTES = 64 << 20
 """Maximum bytes beside KV (``Sequence.side_bytes``) of all running sequences together: forced experts, and
 logprobs of the whole vocabulary of one step. A single sequence may take more. The frame of a step brings
@@ -47,6 +47,7 @@ class Planner:
         target = section.itl_target_ms / 1e3
         self.chunks = ChunkPolicy(target, CostFitter()) if target else None
         """Sizes prompt chunks by predicted time; None without ``--itl-target-ms``."""
+        self._batches = BatchRows(state.caches.unit)
         self.drafts: DraftPolicy | None = None
         """Chooses the number of drafts; None without speculation."""
         if state.kv.drafts:
@@ -74,11 +75,16 @@ class Planner:
 
     def _fill_mixed(self, builder: PlanBuilder) -> None:
         """Fill a step with decode rows, then with chunks of prefills in progress, then with new sequences."""
+        self._batches.begin(*online_work(self._state))
         self._decode(builder)
         if self.chunks is not None:
             self.chunks.begin(builder.decode_shape)
         self._resume(builder)
         self._admit(builder)
+        if self._batches.pauses and not builder.chunks and not len(builder.decodes.slots):
+            self._batches.pauses = False  # no online prompt can go on in this step
+            self._decode(builder)
+            self._resume(builder)
 
     def _fill_exclusive(self, builder: PlanBuilder) -> None:
         """Fill a step with prefill rows, or with decode rows if there is no prefill row.
@@ -97,12 +103,13 @@ class Planner:
     def _decode(self, builder: PlanBuilder) -> None:
         """Add one row for every sequence past the known ids. May preempt sequences for blocks; rows without
         blocks are left out. A sequence that may be at the limit gets no row."""
-        state = self._state
-        columns = self._state.columns
+        state, columns = self._state, self._state.columns
         slots = state.order()
         if not len(slots) and self.drafts is None:
             return
-        if (steady := state.steady()) is not None and len(slots) <= builder.budget:
+        if self._batches.pauses:
+            slots = slots[: len(slots) - num_batch(state)]
+        elif (steady := state.steady()) is not None and len(slots) <= builder.budget:
             self._decode_steady(steady, builder)
             return
         # Steps in flight may already have ended a sequence near the limit, so the check uses the scheduled
@@ -133,9 +140,7 @@ class Planner:
         Counts as one choice of ``policy``. If prompts wait, drafts are shortened to leave one block of the
         ``budget`` for prompts, or one image that a chunk may not cut.
         """
-        state = self._state
-        columns = self._state.columns
-        slots = rows.slots
+        state, columns, slots = self._state, self._state.columns, rows.slots
         starts = columns.num_scheduled[slots]
         room = columns.limit[slots] - 1 - starts  # [rows], tokens left for each row
         waits = len(state.waiting) or len(slots) < len(state.running)
@@ -312,6 +317,9 @@ class Planner:
         most = min(builder.budget, self._threshold, known - start)
         if self.chunks is not None:
             most = self.chunks.room(start, most)
+        batch = sequence.key[0] >= BATCH_PRIORITY and not self._exclusive
+        if batch and (self._batches.pauses or not sequence.media):  # images need their whole length at once
+            most = self._batches.room(most)
         end = start + most
         logits, sample = sequence.prefill_logits(start, end)
         # Prompt logprobs cost as much as the rest of a step, so the positions with prompt logprobs are
@@ -365,6 +373,8 @@ class Planner:
         start = int(self._state.columns.num_scheduled[run.slot])
         if self.chunks is not None:
             self.chunks.took(start, end - start)
+        if sequence.key[0] >= BATCH_PRIORITY:
+            self._batches.took(end - start)
         logits, sample = sequence.prefill_logits(start, end)
         if sequence.media:
             ops = [*ops, *self._state.media.take(sequence, run.slot, start, end, builder.step)]

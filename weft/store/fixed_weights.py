@@ -1,4 +1,4 @@
-"""Settings with which the weights of a running engine can't change, or memory can't sleep."""
+"""Settings with which memory can't sleep, and the files that bring the weights back."""
 
 from __future__ import annotations
 
@@ -14,13 +14,6 @@ PARTS = ("weights", "kv_cache")
 """Parts of the memory that sleep and wake, in vLLM's words."""
 
 
-def why_fixed(config: EngineConfig) -> str:
-    """Return the reason why the weights of this engine can't change while the engine runs; "" if they can."""
-    if config.loaded.quantized is not None and config.loaded.quantized.method == "gguf":
-        return "the weights of GGUF files are mapped, and can't change: serve safetensors"
-    return ""
-
-
 def check_sleep(config: EngineConfig, level: int) -> None:
     """Raise InvalidRequest if this engine can't sleep at ``level``: 1 frees the KV cache, 2 also the
     weights."""
@@ -29,11 +22,10 @@ def check_sleep(config: EngineConfig, level: int) -> None:
     if config.device != "cpu":
         raise InvalidRequest("memory of a GPU can't sleep: pause the server, or unload the model")
     if level > 1:
-        why = why_fixed(config)
         if config.model.load_format == "dummy":
-            why = "random weights are in no file"
-        if why:
-            raise InvalidRequest(f"level 2 frees the weights, use level 1: {why}", param="level")
+            raise InvalidRequest(
+                "level 2 frees the weights, use level 1: random weights are in no file", param="level"
+            )
         start_files(config)
 
 
@@ -45,12 +37,12 @@ def check_parts(parts: Collection[str]) -> None:
 
 def former_updates(config: EngineConfig, history: tuple[WeightsUpdate, ...]) -> tuple[WeightsUpdate, ...]:
     """Return updates that make the weights in use, from a complete one on. ``history``: the updates since the
-    last complete one. Raises InvalidRequest for weights of the start in other files than safetensors."""
+    last complete one. Raises InvalidRequest for weights of the start in pickles."""
     if history and not history[0].partial:
         return history
     return (WeightsUpdate(version=0, files=start_files(config)), *history)
 
 
 def start_files(config: EngineConfig) -> tuple[str, ...]:
-    """Return the files of the weights of the start. Raises InvalidRequest for other than safetensors."""
-    return source_files("file", str(Path(config.model_path).resolve()))
+    """Return the files of the weights of the start. Raises InvalidRequest for pickles."""
+    return source_files("file", str(Path(config.model_path).absolute()))

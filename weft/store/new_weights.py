@@ -1,4 +1,4 @@
-"""Files with new weights: folders of safetensors, and safetensors files in shared memory.
+"""Files with new weights: folders of safetensors, GGUF files, and safetensors files in shared memory.
 
 A trainer on the same host writes tensors into shared memory (``weft.models.weight_source``). The header of
 the file has a digest of each tensor, which every reader checks.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import struct
@@ -16,7 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.common.errors import InvalidRequest
+import numpy as np
+
+from weft.common.errors import ConfigError, InvalidRequest
+from weft.gguf.checkpoint_folder import model_files
+from weft.gguf.container import Container
 from weft.types.weights import Backend
 
 SHARED = Path("/dev/shm")
@@ -33,8 +38,9 @@ _SAMPLE = 1 << 16
 def source_files(backend: Backend, place: str) -> tuple[str, ...]:
     """Return the absolute paths of the files of a source, sorted.
 
-    backend "file": ``place`` is the absolute path of a folder of safetensors files, or of one file. "shm":
-    ``place`` is the name of a file in shared memory. Raises InvalidRequest for a place without files.
+    backend "file": ``place`` is the absolute path of a folder of safetensors files, of one such file, of a
+    GGUF file (with all its parts), or of a folder with one GGUF model. "shm": ``place`` is the name of a
+    file in shared memory. Raises InvalidRequest for a place without files.
     """
     if backend == "shm":
         if not NAME.fullmatch(place):
@@ -49,17 +55,23 @@ def source_files(backend: Backend, place: str) -> tuple[str, ...]:
         found = _found_in(path)
     if not found or len(found) > MOST_FILES:
         raise InvalidRequest(
-            f"{place} holds no safetensors files", param="path" if backend == "file" else "name"
+            f"{place} holds no safetensors files and no GGUF file",
+            param="path" if backend == "file" else "name",
         )
     return tuple(map(str, found))
 
 
 def _found_in(path: Path) -> list[Path]:
-    """Return ``path``, or the safetensors files of the folder ``path``; [] if one can't be read as a file."""
+    """Return ``path``, or the safetensors files of the folder ``path``, or the parts of a GGUF model; [] if
+    one can't be read as a file. Raises InvalidRequest for a folder with several GGUF models."""
     try:
+        if path.suffix == ".gguf" or (path.is_dir() and not any(path.glob("*.safetensors"))):
+            return model_files(path)
         found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         found = [one for one in found if not one.name.startswith("adapter_model")]
         return found if all(one.is_file() for one in found) else []
+    except ConfigError as error:
+        raise InvalidRequest(error.message, param="path") from error
     except (OSError, ValueError):  # a name that is too long, no permission, text that is no file name
         return []
 
@@ -73,7 +85,10 @@ def check_source(files: Sequence[str]) -> str:
     made = hashlib.blake2b(digest_size=16)
     for name in files:
         try:
-            _check_file(Path(name), made)
+            check = _check_gguf if name.endswith(".gguf") else _check_file
+            check(Path(name), made)
+        except ConfigError as error:
+            raise InvalidRequest(error.message, param="update_info") from error
         except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
             why = error.strerror if isinstance(error, OSError) else "it is damaged or not a safetensors file"
             raise InvalidRequest(f"{Path(name).name} can't be read: {why}", param="update_info") from error
@@ -102,6 +117,18 @@ def _check_file(path: Path, made: Any) -> None:
             for at in (first, max(first, last - _SAMPLE)):
                 file.seek(begin + at)
                 made.update(file.read(min(_SAMPLE, last - at)))
+
+
+def _check_gguf(path: Path, made: Any) -> None:
+    """Add a GGUF file to the digest ``made``. Raises ConfigError for a damaged file."""
+    made.update(path.name.encode())
+    with path.open("rb") as file:
+        for tensor in Container(path).tensors():
+            made.update(f"\0{tensor.name} {tensor.kind} {tensor.dims}".encode())
+            size = math.prod(tensor.dims) * np.dtype(tensor.dtype).itemsize
+            for at in (0, max(0, size - _SAMPLE)):
+                file.seek(tensor.offset + at)
+                made.update(file.read(min(_SAMPLE, size - at)))
 
 
 def _check_tensor(file: Any, name: str, at: int, size: int, expected: int) -> None:

@@ -6,6 +6,7 @@ for each KV cache group and part, and shifted for each copy.
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +19,13 @@ from weft.disagg.protocol.group_layout import tensors_of
 from weft.disagg.protocol.store_layout import BlockSpans, part_bytes, parts_of, spans_to_read, spans_to_write
 from weft.disagg.transport.copies import copies_of
 from weft.disagg.transport.copying import copy_spans
+from weft.ops.mapped import advise
 from weft.store.records import RecordBuffer, RecordId
 from weft.types.transfer import GroupDims, TransferMessageError
 
 _POLL_S, _OUT_S = 0.00002, 30.0
+_POPULATE_WRITE = 23
+"""Number of Linux's advice, since 5.14. An older kernel refuses the advice."""
 
 
 class BlockCopies:
@@ -37,7 +41,8 @@ class BlockCopies:
         self._parts = [parts_of(dims, kind) for kind in range(len(dims.kinds))]
         self._out: dict[int, BlockSpans] = {}
         self._into: dict[tuple[int, int, int], BlockSpans] = {}
-        self._copies = copies_of(device or torch.device("cpu"), self.most_bytes)
+        self._device = device or torch.device("cpu")
+        self._copies = copies_of(self._device, self.most_bytes)
         self._scratch: torch.Tensor | None = None
 
     def pin(self, memory: np.ndarray) -> None:
@@ -95,6 +100,21 @@ class BlockCopies:
                 raise EngineDead("a GPU did not finish a copy to the KV tier in time")
             time.sleep(_POLL_S)
         return spans.nbytes
+
+    def prepare(self, kind: int, first: int, last: int) -> None:
+        """Let the operating system supply the memory of the blocks ``first`` to ``last`` of caches on a CPU.
+        The contents stay. Steps may run meanwhile."""
+        if self._device.type != "cpu" or not self.own_bytes[kind]:
+            return
+        record = self.record(kind, b"")
+        spans = self._plan(kind, record.part, record.parts)
+        each = zip(spans.out(first), spans.out(last), strict=True)
+        for at, behind in each:
+            region = self._regions[at.source]
+            ends = np.minimum(behind.spans[:, 0] + behind.spans[:, 2], region.nbytes)
+            for begin, end in zip(at.spans[:, 0].tolist(), ends.tolist(), strict=True):
+                page = (region.data_ptr() + begin) // mmap.PAGESIZE * mmap.PAGESIZE
+                advise(page, region.data_ptr() + end, _POPULATE_WRITE)
 
     def into(self, record: RecordId, block: int, payload: np.ndarray) -> None:
         """Start to copy this rank's bytes of a record to a block. payload: uint8 [bytes], unchanged until

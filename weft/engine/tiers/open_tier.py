@@ -65,7 +65,10 @@ def open_tier(
     if weights is not None:
         weights.start()
         cancel, opener = weights.stop, partial(_open_stores, config, names, weights)
-    return RankTier(copies, opener, runner.behind_steps, leads=number == 0, cancel=cancel, host=host)
+    blocks = [pool.num_blocks for pool in runner.kv.pools]
+    return RankTier(
+        copies, opener, runner.behind_steps, leads=number == 0, cancel=cancel, host=host, blocks=blocks
+    )
 
 
 def _number(config: EngineConfig, rank: int) -> int:

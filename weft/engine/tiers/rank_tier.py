@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,9 @@ _TURN_S = 1.0
 _MOST_CHANGES, _SOON_S = 4096, 0.05
 """New blocks of a level that one report has: 5 ms of the step loop; seconds until the next report."""
 _END_S = 5.0
+PREPARED = 0.5
+"""Maximum share of each pool in memory before the first use, if the store has so many blocks."""
+_PREPARED_AT_ONCE = 4
 _FAILED = {
     RecordCorrupt: BlockOutcome.CORRUPT,
     RecordGone: BlockOutcome.GONE,
@@ -87,11 +90,13 @@ class RankTier:
         start: bool = True,
         cancel: Callable[[], None] = lambda: None,
         host: HostLevel | None = None,
+        blocks: Sequence[int] = (),
     ) -> None:
         """``open_stores``: called on the thread, returns the stores, the quickest first. The call may take
         long and may raise ConfigError. ``behind_steps``: see ``Runner.behind_steps``. ``leads``: True for the
         rank of the engine process, which reports changes of the levels. ``cancel``: called by ``close``, ends
-        a long ``open_stores`` early. ``host``: the level in host memory before the stores."""
+        a long ``open_stores`` early. ``host``: the level in host memory before the stores. ``blocks``: number
+        of blocks of each KV cache group, whose memory may be prepared for loads."""
         self._cancel = cancel
         self._copies, self._open, self._behind, self._leads = copies, open_stores, behind_steps, leads
         self._reports = ReportQueue[TierReport]()
@@ -114,6 +119,9 @@ class RankTier:
         """The stores, once open."""
         self._off = set[int]()
         """Levels whose store has turned itself off."""
+        self._blocks = blocks
+        self._prepared: Iterator[None] = iter(())
+        """Steps that prepare memory for loads, one for each idle turn."""
         self._looked = time.monotonic()
         """Time of the last look at the folder."""
         self._late: dict[int, dict[Entry, None]] = {1 << place: {} for place in range(len(LEVELS))}
@@ -194,6 +202,7 @@ class RankTier:
                 elsewhere = frozenset[bytes]().union(*(store.elsewhere() for store in self.stores))
                 self._reports.tell(StoredElsewhere(elsewhere))
             self._opened.set()
+            self._prepared = self._prepare()
             while not self._done:
                 self.turn(_SOON_S if any(self._late.values()) else _TURN_S)
         except Exception as error:
@@ -241,6 +250,8 @@ class RankTier:
     def turn(self, seconds: float) -> None:
         """Carry out one command; without a command wait up to ``seconds``, then look at the folder."""
         waits = not (self._loads or self._others)
+        if waits and next(self._prepared, self) is not self:
+            seconds = 0.0  # the next step follows at once, behind commands
         try:
             self._sort(self._commands.get(timeout=seconds) if waits else self._commands.get_nowait())
             while True:
@@ -268,6 +279,20 @@ class RankTier:
                 store.maintain()
             self._tell()
             self._looked = time.monotonic()
+
+    def _prepare(self) -> Iterator[None]:
+        """Prepare the memory of the blocks that the first loads will fill, step by step.
+
+        The first use of a page costs as much CPU time as ten copies where huge pages are rare: the system
+        zeroes the page, and may have to move others. A conversation after a restart would wait for this.
+        """
+        stored = sum(store.stats().records for store in self.stores)
+        for kind, blocks in enumerate(self._blocks):
+            # A pool without history gives its first blocks first.
+            most = min(stored, int(PREPARED * blocks))
+            for first in range(1, most + 1, _PREPARED_AT_ONCE):
+                self._copies.prepare(kind, first, min(first + _PREPARED_AT_ONCE - 1, most))
+                yield
 
     def _sort(self, command: TierCommand | threading.Event | None) -> None:
         if command is None:

@@ -19,7 +19,7 @@ from weft.engine.weights.receivers import Receivers, Start
 from weft.group.types import GroupLost
 from weft.scheduler.encode.encode_scheduler import EncodeScheduler
 from weft.scheduler.scheduler import Scheduler
-from weft.store.fixed_weights import former_updates, why_fixed
+from weft.store.fixed_weights import former_updates
 from weft.store.shared_files import SharedFiles, delete_stale, token_of
 from weft.types.messages import TokenEvent, ToWeights
 from weft.types.weights import (
@@ -68,7 +68,6 @@ class EngineWeights:
         self._group, self._drain, self._busy, self._lose = group, drain, busy, lose
         self._forget, self._stepping, self._held = forget, stepping, held
         self._scheduler = scheduler
-        self._fixed = why_fixed(config)
         self._moves = config.transfer.role != "unified" or config.transfer.take_embeddings
         """True if KV or embeddings of another engine are computed with the same weights."""
         self._together = self._moves or config.parallel.enable_expert_parallel
@@ -102,10 +101,9 @@ class EngineWeights:
     def begin(self, message: ToWeights) -> None:
         """Carry out a message. ``finished`` has the answer later."""
         group = self._group
-        if group is None or (self._fixed and not (isinstance(message, FreeMemory) and not message.weights)):
-            why = self._fixed or "this engine takes no new weights"
+        if group is None:
             if not isinstance(message, DropWeights):
-                self._fail(InvalidRequest(why))
+                self._fail(InvalidRequest("this engine takes no new weights"))
         elif isinstance(message, JoinTrainer | ReceiveWeights):
             self._receive(message)
         elif isinstance(message, StageWeights):

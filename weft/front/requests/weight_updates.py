@@ -28,7 +28,7 @@ from weft.config.resolved import EngineConfig
 from weft.control.fleet.instances import Instance
 from weft.control.links.links import Links
 from weft.front.siblings import Siblings
-from weft.store.fixed_weights import check_sleep, former_updates, why_fixed
+from weft.store.fixed_weights import check_sleep, former_updates
 from weft.store.new_weights import MOST_FILES, SHARED
 from weft.store.shared_files import SharedFiles, new_token, shared_name
 from weft.types.messages import RECEIVE_SINCE, SLEEP_SINCE, ToWeights, common_version
@@ -179,14 +179,8 @@ class WeightUpdates:
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
 
-    def check(self) -> None:
-        """Raise InvalidRequest if the weights of this server can't change."""
-        if why := why_fixed(self._config):
-            raise InvalidRequest(why)
-
     def start(self) -> None:
-        """Begin an update. Replaces an update that was not finished. Raises InvalidRequest: see ``check``."""
-        self.check()
+        """Begin an update. Replaces an update that was not finished."""
         self._files, self._partial, self._token = [], False, new_token()
         self._keep_files()  # the update that is replaced may have received files
 
@@ -213,7 +207,6 @@ class WeightUpdates:
         Raises InvalidRequest for an engine of another release, and Unavailable if the trainer does not join.
         """
         async with self._busy:
-            self.check()
             able = self._engines()
             if not able:
                 raise Unavailable("no engine process runs; try again later")

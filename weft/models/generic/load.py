@@ -29,6 +29,7 @@ from weft.models.generic.self_check import check_loaded
 from weft.models.generic.skeleton import drop_head, make_skeleton, read_config
 from weft.models.generic.swap import Substitution, Swapper
 from weft.models.generic.weights import module_map, published_map
+from weft.models.gguf_tensor import types_to_keep
 from weft.models.refill import pack_changed
 from weft.models.weights import add_score
 from weft.moe.placement import Placement
@@ -324,4 +325,5 @@ def _fill(
         packed=options.codes,
         blocks=blocks,
         changed=options.changed,
+        types=types_to_keep(folder, options.files),
     )
