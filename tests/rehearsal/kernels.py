@@ -94,17 +94,27 @@ def _attend(given: Given) -> None:
     given.need(given.HEADS % given.KV_HEADS == 0, "heads do not share KV heads evenly")
     given.need(given.TILE_M * given.DIM_P2 <= MOST_ELEMENTS, "a tile is too large")
     given.array("q_ptr", tokens * lines, *HALF)
-    given.array("cache_ptr", blocks * 2 * given.KV_HEADS * given.BLOCK * given.DIM, q.dtype)
+    entries = blocks * 2 * given.KV_HEADS * given.BLOCK
+    given.array("cache_ptr", entries * given.DIM, torch.uint8 if given.FP8 else q.dtype)
+    if given.FP8:
+        given.array("cache_scales_ptr", entries, *WIDE)
     _rows(given, rows)
     given.need(given.grid[1] == given.KV_HEADS, "one program a KV head")
     _outputs(given, q, tokens, lines)
+    if given.MERGES:
+        given.powers("GROUP_P2")
+        given.need(given.SPLIT, "one piece is merged with nothing")
+        given.need(given.out_ptr.shape[0] == given.grid[0], "a tile of several queries")
+        given.need(given.GROUP_P2 * given.KV_HEADS >= given.HEADS, "heads that nobody merges")
+        given.array("merged_ptr", tokens * lines, q.dtype)
+        given.array("counters_ptr", given.grid[0] * given.KV_HEADS, torch.int32, exact=False)
     if given.SINKS:
         given.array("sinks_ptr", given.HEADS, q.dtype, torch.float32)
 
 
 def _attend_latent(given: Given) -> None:
     q, cache, offsets = given.q_ptr, given.cache_ptr, given.offsets_ptr
-    tokens, rows, width = q.shape[0], offsets.numel() - 1, given.LORA + given.ROPE
+    tokens, rows = q.shape[0], offsets.numel() - 1
     given.powers("LORA_P2", "ROPE_P2", "TILE_M", "TILE_N")
     given.need(given.TILE_M * given.LORA_P2 <= MOST_ELEMENTS, "a tile is too large")
     given.array("q_ptr", tokens * given.HEADS * given.LORA, *HALF)
@@ -113,10 +123,22 @@ def _attend_latent(given: Given) -> None:
     given.reach("turned_ptr", turned, q.dtype, aligned=False)
     for name in ("cos_ptr", "sin_ptr"):
         given.reach(name, tokens * given.ROPE // 2, *WIDE, aligned=False)
-    given.array("cache_ptr", cache.shape[0] * given.BLOCK * width, q.dtype)
+    _latent_caches(given, cache.shape[0] * given.BLOCK, q.dtype)
     _rows(given, rows)
     given.need(given.grid[1] * given.GROUP == given.HEADS, "every part of the heads has a program")
     _outputs(given, q, tokens, given.HEADS * given.LORA)
+
+
+def _latent_caches(given: Given, lines: int, dtype: torch.dtype) -> None:
+    """Check the caches of latent attention, of ``lines`` entries. ``dtype``: of the model."""
+    given.need(given.LORA <= given.WIDTH, "a line is shorter than its latent")
+    given.need(given.KEYS_FROM + given.ROPE <= given.KEYS_WIDTH, "a line is shorter than its key")
+    given.array("cache_ptr", lines * given.WIDTH, torch.uint8 if given.FP8 else dtype)
+    given.array("keys_ptr", lines * given.KEYS_WIDTH, dtype)
+    if given.FP8:
+        given.array("scales_ptr", lines, *WIDE)
+    else:
+        given.need(given.LORA <= given.KEYS_FROM, "keys lie in latents")
 
 
 def _rows_of_lists(given: Given) -> int:
@@ -289,9 +311,8 @@ def _latent_rope_cache(given: Given) -> None:
     given.array("weight_ptr", given.LORA)
     for name in ("cos_ptr", "sin_ptr"):
         given.array(name, tokens * given.ROPE // 2, *WIDE)
-    given.need(width <= given.WIDTH, "a line is shorter than its entry")
     given.need(given.cache_ptr.numel() % given.WIDTH == 0, "lines of the cache are of another size")
-    given.array("cache_ptr", given.cache_ptr.numel(), joined.dtype)
+    _latent_caches(given, given.cache_ptr.numel() // given.WIDTH, joined.dtype)
     given.reach("writes_ptr", tokens, torch.int64, aligned=False)
     if given.Q_NORM:
         given.array("q_weight_ptr", given.FIRST)
@@ -361,8 +382,10 @@ def _qkv_rope_cache(given: Given) -> None:
     dtype = given.qkv_ptr.dtype
     for name in ("cos_ptr", "sin_ptr"):
         given.array(name, tokens * given.HALF, *WIDE)
-    line = 2 * given.KV_HEADS * given.BLOCK * given.DIM
-    given.array("cache_ptr", given.cache_ptr.shape[0] * line, dtype)
+    entries = given.cache_ptr.shape[0] * 2 * given.KV_HEADS * given.BLOCK
+    given.array("cache_ptr", entries * given.DIM, torch.uint8 if given.FP8 else dtype)
+    if given.FP8:
+        given.array("scales_ptr", entries, *WIDE)
     given.reach("writes_ptr", tokens, torch.int64, aligned=False)
     given.array("q_ptr", tokens * given.HEADS * given.DIM, dtype)
     for flag, name in ((given.Q_NORM, "q_weight_ptr"), (given.K_NORM, "k_weight_ptr")):
@@ -772,8 +795,14 @@ CONTRACTS = (
     Contract(
         "attention",
         _attend,
-        ("out_ptr", "lse_ptr"),
-        (("lse_ptr", "SPLIT"), ("sinks_ptr", "SINKS")),
+        ("out_ptr", "lse_ptr", "merged_ptr", "counters_ptr"),
+        (
+            ("lse_ptr", "SPLIT"),
+            ("sinks_ptr", "SINKS"),
+            ("cache_scales_ptr", "FP8"),
+            ("merged_ptr", "MERGES"),
+            ("counters_ptr", "MERGES"),
+        ),
     ),
     Contract(
         "attention", _merge, ("out_ptr", "out_lse_ptr"), (("out_lse_ptr", "LSE"), ("sinks_ptr", "SINKS"))
@@ -781,10 +810,15 @@ CONTRACTS = (
     Contract(
         "latent",
         _latent_rope_cache,
-        ("cache_ptr", "q_ptr"),
-        (("q_weight_ptr", "Q_NORM"), ("q_ptr", "Q_NORM")),
+        ("cache_ptr", "scales_ptr", "keys_ptr", "q_ptr"),
+        (("q_weight_ptr", "Q_NORM"), ("q_ptr", "Q_NORM"), ("scales_ptr", "FP8")),
     ),
-    Contract("latent", _attend_latent, ("out_ptr", "lse_ptr"), (("lse_ptr", "SPLIT"),)),
+    Contract(
+        "latent",
+        _attend_latent,
+        ("out_ptr", "lse_ptr"),
+        (("lse_ptr", "SPLIT"), ("scales_ptr", "FP8")),
+    ),
     Contract("choice", _index_scores, ("scores_ptr",)),
     Contract("choice", _choose, ("chosen_ptr",)),
     Contract(
@@ -821,8 +855,8 @@ CONTRACTS = (
     Contract(
         "fused",
         _qkv_rope_cache,
-        ("q_ptr", "cache_ptr"),
-        (("q_weight_ptr", "Q_NORM"), ("k_weight_ptr", "K_NORM")),
+        ("q_ptr", "cache_ptr", "scales_ptr"),
+        (("q_weight_ptr", "Q_NORM"), ("k_weight_ptr", "K_NORM"), ("scales_ptr", "FP8")),
     ),
     Contract("fused", _gated_silu, ("out_ptr",)),
     Contract("fused", _sigmoid_gate, ("out_ptr",)),

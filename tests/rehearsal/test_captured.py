@@ -17,6 +17,7 @@ from tests.e0 import rig as e0
 from tests.rehearsal import device, kernels, rig
 from tests.rehearsal.device import current
 from tests.support.slow import mostly_slow
+from weft.attention.gqa import triton_backend
 from weft.runner.graphs import graphs
 from weft.types.sampling import TokenParams
 
@@ -31,7 +32,9 @@ NO_KERNEL = {
 Kernels: TypeAlias = collections.Counter[str]
 
 
-def captured(name: str, folder_of: Callable[[str], Path], patch: pytest.MonkeyPatch) -> tuple[Kernels, int]:
+def captured(
+    name: str, folder_of: Callable[[str], Path], patch: pytest.MonkeyPatch, **settings: Any
+) -> tuple[Kernels, int]:
     """Return (kernels of the first captured step of family ``name``, layers of the model)."""
     steps: list[tuple[Kernels, int]] = []
     on_device = device.Rehearsal._on_device
@@ -58,7 +61,8 @@ def captured(name: str, folder_of: Callable[[str], Path], patch: pytest.MonkeyPa
         patch.setattr(graphs.DecodeGraphs, "_closure", closed)
 
     params = TokenParams(max_tokens=3, temperature=0.0)
-    rig.rehearse(patch, folder_of(name), [[e0.submit(0, [5, 6, 7], params, request=0)]], plant=plant)
+    turns = [[e0.submit(0, [5, 6, 7], params, request=0)]]
+    rig.rehearse(patch, folder_of(name), turns, plant=plant, **settings)
     assert steps, "no step was captured"
     return steps[0]
 
@@ -71,7 +75,7 @@ SPARSE = {"deepseek-v32": 19, "glm-dsa": 19.5, "deepseek-v4": 112.5}
 """Limits of sparse attention. An indexer takes five kernels: two products, its key and queries, scores, the
 choice. The groups' entries of DeepSeek V4 are written by torch operations."""
 LIMITS = {**SPARSE, "llama": 9, "qwen3_moe": 12, "deepseek_v3": 13.5, "gpt-oss": 15, "qwen3_next": 15}
-"""Kernels of a layer, on average over the layers. The merge of splits, for longer contexts, is one more."""
+"""Kernels of a layer, on average over the layers."""
 
 
 @mostly_slow("name", [*LIMITS], ["llama"])
@@ -80,3 +84,16 @@ def test_kernels_of_a_layer(
 ) -> None:
     found, layers = captured(name, folder_of, monkeypatch)
     assert found.total() <= STEP + LIMITS[name] * layers, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_keys_in_splits_and_caches_in_8_bits_add_no_kernel_to_a_layer(
+    cache: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counters for the merge are one more kernel of a step."""
+    monkeypatch.setattr(triton_backend, "SHORT_SPLIT", 64)
+    found, layers = captured("llama", folder_of, monkeypatch, kv_cache_dtype=cache)
+    assert found["_attend"] == layers
+    assert "_merge" not in found
+    assert found.total() <= STEP + 1 + LIMITS["llama"] * layers, found

@@ -325,16 +325,17 @@ def _attend(
             counter_ptr = counters_ptr + tl.program_id(0) * KV_HEADS + kv_head
             if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == splits - 1:
                 tl.store(counter_ptr, 0)
-                own = kv_head * GROUP + tl.arange(0, GROUP_P2)
+                # Names of their own: a name keeps its shape across a branch.
+                heads = kv_head * GROUP + tl.arange(0, GROUP_P2)
                 there = tl.arange(0, GROUP_P2) < tl.where(count > 0, GROUP, 0)
-                of = token.to(tl.int64) * HEADS + own
-                made, lse = _merged(
-                    out_ptr, lse_ptr, sinks_ptr, own, (of - token_base * HEADS) * splits, there, splits,
+                of = token.to(tl.int64) * HEADS + heads
+                result, _ = _merged(
+                    out_ptr, lse_ptr, sinks_ptr, heads, (of - token_base * HEADS) * splits, there, splits,
                     DIM, DIM_P2, MERGED, SINKS,
                 )  # fmt: skip
-                merged_ptrs = merged_ptr + of[:, None] * DIM + dims[None, :]
+                result_ptrs = merged_ptr + of[:, None] * DIM + dims[None, :]
                 inside = there[:, None] & (dims[None, :] < DIM)
-                tl.store(merged_ptrs, made.to(merged_ptr.dtype.element_ty), mask=inside)
+                tl.store(result_ptrs, result.to(merged_ptr.dtype.element_ty), mask=inside)
     else:
         out_ptrs = out_ptr + places[:, None] * DIM + dims[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=wanted)
