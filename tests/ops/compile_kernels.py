@@ -143,8 +143,8 @@ def attention(
 ) -> None:
     """Decodes, chunks and their splits in both backends, and the merge with its log-sum-exp.
 
-    ``window``: negative for attention within chunks. ``ahead``: tokens attend to later tokens. ``fp8``: a cache in
-    8 bits.
+    ``window``: negative for attention within chunks. ``ahead``: tokens attend to later tokens. ``fp8``: a
+    cache in 8 bits.
     """
     from weft.attention.base import CoreInput
     from weft.attention.gqa.triton_backend import TritonAttention, TritonInvariant
@@ -152,9 +152,7 @@ def attention(
     from weft.ops.triton.attention import merge
 
     kind = "chunk" if window < 0 else "window" if window else "full"
-    spec = CacheSpec(
-        kind=kind, layers=(0,), window=abs(window), kv_heads=kv_heads, head_dim=dim, fp8=fp8
-    )
+    spec = CacheSpec(kind=kind, layers=(0,), window=abs(window), kv_heads=kv_heads, head_dim=dim, fp8=fp8)
     cache: tuple[torch.Tensor, ...] = (torch.empty(2, 2, kv_heads, block, dim, dtype=dtype),)
     if fp8:
         cache = cache[0].to(torch.float8_e4m3fn), torch.empty(2, 2, kv_heads, block)
@@ -170,9 +168,7 @@ def attention(
     merge(states, states[..., 0].contiguous(), torch.empty(3, heads, dim), torch.empty(3, heads))
 
 
-def latent(
-    heads: int, lora: int, rope: int, block: int, window: int, dtype: torch.dtype, *, fp8: bool = False
-) -> None:
+def latent(heads: int, lora: int, rope: int, block: int, window: int, dtype: torch.dtype) -> None:
     """Latent attention of decodes, of one query and of several, in one piece and in splits."""
     from weft.attention.gqa.triton_backend import make_cut
     from weft.config.spec import CacheSpec
@@ -184,7 +180,7 @@ def latent(
     for lines in (16, 32):
         segment = _segment([lines // group] * 3)
         q = torch.empty(segment.tokens, heads, lora, dtype=dtype)
-        out, caches = q.clone(), latent_caches(lora, rope, block, dtype, fp8)
+        out, cache = q.clone(), torch.empty(2, block, lora + rope, dtype=dtype)
         turned = torch.empty(segment.tokens, heads, 128 + rope, dtype=dtype)
         angles = torch.empty(segment.tokens, rope // 2)
         for split in (0, 1024):
@@ -195,7 +191,7 @@ def latent(
                 turned,
                 (angles, angles),
                 out,
-                caches,
+                cache,
                 segment.q_offsets,
                 segment.starts,
                 segment.tables[0],
@@ -269,27 +265,16 @@ def around_sparse(
         streams.rotate_neighbours(some, cos, cos)
 
 
-def latent_caches(
-    lora: int, rope: int, block: int, dtype: torch.dtype, fp8: bool
-) -> tuple[torch.Tensor, ...]:
-    """Return the caches of a layer of latent attention."""
-    if not fp8:
-        return (torch.empty(2, block, lora + rope, dtype=dtype),)
-    values = torch.empty(2, block, lora, dtype=torch.float8_e4m3fn)
-    return values, torch.empty(2, block), torch.empty(2, block, rope, dtype=dtype)
-
-
 def entries(first: int, lora: int, rope: int, dtype: torch.dtype) -> None:
     """Entries of latent attention, with and without a norm of the queries."""
-    from weft.ops.triton.latent import latent_rope_cache, latent_rope_cache_fp8
+    from weft.ops.triton.latent import latent_rope_cache
 
     joined = torch.empty(4, first + lora + rope, dtype=dtype)
     weight, q_weight = torch.empty(lora, dtype=dtype), torch.empty(first, dtype=dtype)
-    angles, writes = torch.empty(4, rope // 2), torch.zeros(4, dtype=torch.int64)
+    cache, angles = torch.empty(2, 16, lora + rope, dtype=dtype), torch.empty(4, rope // 2)
+    writes = torch.zeros(4, dtype=torch.int64)
     for one in (q_weight, None):
-        for fp8, op in ((False, latent_rope_cache), (True, latent_rope_cache_fp8)):
-            caches = latent_caches(lora, rope, 16, dtype, fp8)
-            op(joined, one, weight, 1e-6, angles, angles, one is None, *caches, writes)
+        latent_rope_cache(joined, one, weight, 1e-6, angles, angles, one is None, cache, writes)
 
 
 def elementwise(dtype: torch.dtype) -> None:
@@ -497,7 +482,6 @@ def others() -> None:
         scaled(HALF)
     attention(12, 4, 64, 16, 100, HALF)
     attention(32, 8, 128, 64, 0, HALF, fp8=True)
-    latent(128, 512, 64, 64, 0, HALF, fp8=True)
     latent(128, 512, 64, 64, 0, HALF)
     entries(1536, 512, 64, HALF)
     latent(8, 128, 32, 16, 100, HALF)
@@ -532,7 +516,6 @@ def all_forms() -> None:
     attention(4, 2, 20, 3, 7, FULL)
     attention(16, 2, 256, 64, 0, HALF, fp8=True)
     attention(8, 8, 96, 4, 100, torch.float16, fp8=True)
-    latent(8, 500, 24, 3, 0, FULL, fp8=True)
 
 
 if __name__ == "__main__":

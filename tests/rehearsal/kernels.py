@@ -114,7 +114,7 @@ def _attend(given: Given) -> None:
 
 def _attend_latent(given: Given) -> None:
     q, cache, offsets = given.q_ptr, given.cache_ptr, given.offsets_ptr
-    tokens, rows = q.shape[0], offsets.numel() - 1
+    tokens, rows, width = q.shape[0], offsets.numel() - 1, given.LORA + given.ROPE
     given.powers("LORA_P2", "ROPE_P2", "TILE_M", "TILE_N")
     given.need(given.TILE_M * given.LORA_P2 <= MOST_ELEMENTS, "a tile is too large")
     given.array("q_ptr", tokens * given.HEADS * given.LORA, *HALF)
@@ -123,22 +123,10 @@ def _attend_latent(given: Given) -> None:
     given.reach("turned_ptr", turned, q.dtype, aligned=False)
     for name in ("cos_ptr", "sin_ptr"):
         given.reach(name, tokens * given.ROPE // 2, *WIDE, aligned=False)
-    _latent_caches(given, cache.shape[0] * given.BLOCK, q.dtype)
+    given.array("cache_ptr", cache.shape[0] * given.BLOCK * width, q.dtype)
     _rows(given, rows)
     given.need(given.grid[1] * given.GROUP == given.HEADS, "every part of the heads has a program")
     _outputs(given, q, tokens, given.HEADS * given.LORA)
-
-
-def _latent_caches(given: Given, lines: int, dtype: torch.dtype) -> None:
-    """Check the caches of latent attention, of ``lines`` entries. ``dtype``: of the model."""
-    given.need(given.LORA <= given.WIDTH, "a line is shorter than its latent")
-    given.need(given.KEYS_FROM + given.ROPE <= given.KEYS_WIDTH, "a line is shorter than its key")
-    given.array("cache_ptr", lines * given.WIDTH, torch.uint8 if given.FP8 else dtype)
-    given.array("keys_ptr", lines * given.KEYS_WIDTH, dtype)
-    if given.FP8:
-        given.array("scales_ptr", lines, *WIDE)
-    else:
-        given.need(given.LORA <= given.KEYS_FROM, "keys lie in latents")
 
 
 def _rows_of_lists(given: Given) -> int:
@@ -311,8 +299,9 @@ def _latent_rope_cache(given: Given) -> None:
     given.array("weight_ptr", given.LORA)
     for name in ("cos_ptr", "sin_ptr"):
         given.array(name, tokens * given.ROPE // 2, *WIDE)
+    given.need(width <= given.WIDTH, "a line is shorter than its entry")
     given.need(given.cache_ptr.numel() % given.WIDTH == 0, "lines of the cache are of another size")
-    _latent_caches(given, given.cache_ptr.numel() // given.WIDTH, joined.dtype)
+    given.array("cache_ptr", given.cache_ptr.numel(), joined.dtype)
     given.reach("writes_ptr", tokens, torch.int64, aligned=False)
     if given.Q_NORM:
         given.array("q_weight_ptr", given.FIRST)
@@ -810,15 +799,10 @@ CONTRACTS = (
     Contract(
         "latent",
         _latent_rope_cache,
-        ("cache_ptr", "scales_ptr", "keys_ptr", "q_ptr"),
-        (("q_weight_ptr", "Q_NORM"), ("q_ptr", "Q_NORM"), ("scales_ptr", "FP8")),
+        ("cache_ptr", "q_ptr"),
+        (("q_weight_ptr", "Q_NORM"), ("q_ptr", "Q_NORM")),
     ),
-    Contract(
-        "latent",
-        _attend_latent,
-        ("out_ptr", "lse_ptr"),
-        (("lse_ptr", "SPLIT"), ("scales_ptr", "FP8")),
-    ),
+    Contract("latent", _attend_latent, ("out_ptr", "lse_ptr"), (("lse_ptr", "SPLIT"),)),
     Contract("choice", _index_scores, ("scores_ptr",)),
     Contract("choice", _choose, ("chosen_ptr",)),
     Contract(

@@ -63,8 +63,8 @@ class Cut:
     splits: int
     parts: tuple[_TritonPart, ...]
     counters: Tensor | None = None
-    """int32 zeros [rows, KV heads] if rows have one query, and keys in splits: see ``ops.triton.attention``. The
-    layers of a step use the counters in turn, on one stream."""
+    """int32 zeros [rows, KV heads] if rows have one query, and keys in splits: see ``ops.triton.attention``.
+    The layers of a step use the counters in turn, on one stream."""
 
 
 @dataclass(slots=True)

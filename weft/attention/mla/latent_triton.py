@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.attention.base import CoreInput, SegmentInput
+from weft.attention.base import CoreInput, SegmentInput, refuse_fp8
 from weft.attention.gqa.triton_backend import MOST_SPLITS, SHORT_SPLIT, Cut, longest, make_cut
 from weft.attention.mla.latent import LatentInput
 from weft.attention.mla.latent_torch import TorchLatent
@@ -48,6 +48,7 @@ class TritonLatent(TorchLatent):
         kernels.check_there("attention backend 'triton'", device)
         if dtype not in kernels.DTYPES:
             raise ConfigError(f"attention backend 'triton' has no {dtype}", param="--dtype")
+        refuse_fp8("triton", cache)
         assert spec.mla is not None
         if spec.mla.kv_lora > MAX_LORA or spec.mla.rope > MAX_ROPE:
             raise ConfigError(
@@ -96,7 +97,7 @@ class TritonLatent(TorchLatent):
                 q,
                 latent.angles,
                 sums,
-                core.caches[latent.kind],
+                core.caches[latent.kind][0],
                 segment.q_offsets,
                 segment.starts,
                 segment.tables[latent.kind],

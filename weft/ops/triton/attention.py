@@ -1,7 +1,7 @@
 """Paged attention in two kernels: one computes states for pieces of the keys, one merges states.
 
-    cache        [blocks, 2, kv_heads, block, dim]: line ((b * 2 + kv) * kv_heads + h) * block + offset. In 8 bits:
-                 codes, and a scale per line (``eight_bits``)
+    cache        [blocks, 2, kv_heads, block, dim]: line ((b * 2 + kv) * kv_heads + h) * block + offset. In
+                 8 bits: codes, and a scale per line (``eight_bits``)
     tile         TILE_M lines of one row's queries with one KV head: line m is query ``first + m // GROUP``,
                  head ``kv_head * GROUP + m % GROUP``; lines beyond the row's queries are idle
     keys         walked in steps of TILE_N at absolute multiples of TILE_N, from the first key that the tile's
@@ -29,6 +29,7 @@ import triton.language as tl
 from weft.ops.triton import interpreting
 from weft.ops.triton.eight_bits import entries
 from weft.ops.triton.forms import KernelForm, power
+from weft.ops.triton.unpacking import halves
 
 Tensor = torch.Tensor
 
@@ -70,9 +71,13 @@ def _walk(
 ):
     """Add keys [begin, stop) to the running state (acc [M, D], total [M], high [M]) and return the state.
 
+    A cache in 8 bits is read as ``halves``, too small by 2^8. The scales of keys multiply scores, and the
+    scales of values multiply weights: powers of two, so the bits are those of dequantized entries. ``acc``
+    stays too small by 2^8. In float16 weights times scales may underflow, so each entry is multiplied.
     at: positions of the lines [M]; until: ends of the visible keys of the lines [M]. Keys outside [low, end)
     belong to no query here. MASKED is required if there are such keys.
     """
+    FACTORED: tl.constexpr = FP8 and tl.float16 != TYPE
     dims = tl.arange(0, DIM_P2)
     steps = tl.arange(0, TILE_N)
     for n in range(begin, stop, TILE_N):
@@ -102,11 +107,18 @@ def _walk(
         if FP8:
             k_scales = tl.load(scales_ptr + lines, mask=own, other=0.0)
             v_scales = tl.load(scales_ptr + KV_HEADS * BLOCK + lines, mask=own, other=0.0)
-            k = entries(k, k_scales, TYPE)
-            v = entries(v, v_scales, TYPE)
+            if FACTORED:
+                k = halves(k, False).to(TYPE)
+                v = halves(v, False).to(TYPE)
+            else:
+                k = entries(k, k_scales, TYPE)
+                v = entries(v, v_scales, TYPE)
         if WIDEN:
             k = k.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if FACTORED:
+            scores = scores * 256.0 * k_scales[None, :]
+        scores = scores * scale
         if SOFTCAP > 0:
             # SOFTCAP * tanh: ``scale`` holds the factor of tanh by powers of two.
             scores = SOFTCAP - 2 * SOFTCAP / (tl.exp2(scores) + 1)
@@ -126,7 +138,9 @@ def _walk(
         kept = tl.exp2(high - base)
         weights = tl.exp2(scores - base[:, None])
         total = total * kept + tl.sum(weights, 1)
-        weights = weights.to(v.dtype)
+        weights = weights.to(TYPE)
+        if FACTORED:
+            weights = (weights.to(tl.float32) * v_scales[None, :]).to(TYPE)
         if WIDEN:
             weights = weights.to(tl.float32)
             v = v.to(tl.float32)
@@ -151,8 +165,8 @@ def _merged(
 ):
     """Return (outputs [N, DIM_P2], log2 of the sums [N]) of N heads. Empty states add 0.
 
-    States are added one after the other, so that the bits of a head depend neither on N nor on the threads. Loads
-    bypass the L1 cache, which may be older than the states of another multiprocessor.
+    States are added one after the other, so that the bits of a head depend neither on N nor on the threads.
+    Loads bypass the L1 cache, which may be older than the states of another multiprocessor.
     """
     dims = tl.arange(0, DIM_P2)
     chunk = tl.arange(0, MERGED)
@@ -291,7 +305,8 @@ def _attend(
             acc, total, high = _walk(
                 acc, total, high, q, at, until, cache_ptr, cache_scales_ptr, row_table_ptr, kv_head, scale,
                 low, end, begin, tl.minimum(all_begin, stop),
-                KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, True, WIDEN, SOFTCAP, FP8, q_ptr.dtype.element_ty,
+                KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, True, WIDEN, SOFTCAP, FP8,
+                q_ptr.dtype.element_ty,
             )  # fmt: skip
         all_stop = tl.minimum(start + first + 1, stop) // TILE_N * TILE_N
         all_stop = tl.maximum(all_stop, all_begin)
@@ -311,6 +326,8 @@ def _attend(
         sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
         total = tl.where(total == 0.0, 1.0, total + tl.exp2(sink - high))
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if FP8 and q_ptr.dtype.element_ty != tl.float16:
+        acc *= 256.0
     if SPLIT:
         # An empty state has log-sum-exp -inf; the merge never reads its output.
         empty = total == 0.0
@@ -440,8 +457,8 @@ def attend(
     for none, negative for chunks. split: keys of a split, a multiple of ``form.tile_n``, or 0 for one piece.
     With splits, the tiles must contain exactly the tokens [tokens[0], tokens[1]), and ``splits * split`` keys
     must cover every row. Else ``splits`` is 1. sinks: [heads], see ``merge``. softcap: cap of scores, or 0.
-    ends: int64 [T], of the segment. counters: int32 zeros [n, kv_heads], for tiles of one query with splits: the
-    states are merged without a second kernel. The counters are zeros again afterwards.
+    ends: int64 [T], of the segment. counters: int32 zeros [n, kv_heads], for tiles of one query with splits:
+    the states are merged without a second kernel. The counters are zeros again afterwards.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]

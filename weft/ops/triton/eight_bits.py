@@ -1,7 +1,7 @@
 """KV cache entries in 8 bits inside kernels: the rule of ``weft.ops.kv_fp8``, with equal bits.
 
-Conversions use integer operations, not instructions of the GPU, so that GPUs without FP8 (Ampere) and Triton's
-interpreter round in the same way.
+Conversions use integer operations, not instructions of the GPU, so that GPUs without FP8 (Ampere) and
+Triton's interpreter round in the same way.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def magnitudes(x):
 def powers(top):
     """Return (factor, scale), both float32, of entries whose largest magnitude has the bits ``top``.
 
-    The factor is a power of two that maps the largest magnitude to at most 448. The scale is 1 / factor, or NaN
-    for an entry with infinity or NaN.
+    The factor is a power of two that maps the largest magnitude to at most 448. The scale is 1 / factor, or
+    NaN for an entry with infinity or NaN.
     """
     # 448 is 0.875 * 2^9. The top of a number in [2^e, 2^(e + 1)) is a mantissa in [0.5, 1) times 2^(e + 1).
     power = (top >> 23) - 126 - 9 + ((top & 0x7FFFFF) > 0x600000).to(tl.int32)
@@ -56,7 +56,7 @@ def entries(codes, scales, TYPE: tl.constexpr):
     """Return ``kv_fp8.dequantize`` of codes [N, D] (uint8) and scales float32 [N]: [N, D] in TYPE."""
     # ``halves`` are too small by 2^8.
     made = halves(codes, False).to(tl.float32) * 256.0 * scales[:, None]
-    if TYPE == tl.float16:
+    if tl.float16 == TYPE:
         # Unlike tl.clamp, a comparison keeps NaN.
         made = tl.where(made > 65504.0, 65504.0, made)
         made = tl.where(made < -65504.0, -65504.0, made)

@@ -3,8 +3,7 @@
 ``latent_rope_cache`` writes the entries of a step. ``attend`` serves rows of few queries and rotates the
 queries itself.
 
-    cache        [blocks, block, LORA + ROPE]: a line is the key of all heads, its latent their value. In 8 bits:
-                 codes of the latents, a scale per latent (``eight_bits``), and rotated keys in a cache of their own
+    cache        [blocks, block, LORA + ROPE]: a line is the key of all heads, its latent their value
     tile         TILE_M lines of one row's queries: line m is query ``first + m // GROUP``, head
                  ``part * GROUP + m % GROUP`` of the heads' part
     keys         walked in steps of TILE_N at absolute multiples of TILE_N, from the first key that the tile's
@@ -26,7 +25,6 @@ import triton.language as tl
 from weft.ops import latent_ops
 from weft.ops.triton import interpreting
 from weft.ops.triton.attention import merge, padded
-from weft.ops.triton.eight_bits import coded, entries, magnitudes, powers
 from weft.ops.triton.forms import KernelForm, power
 from weft.ops.triton.fused import LONGEST_ROW
 
@@ -61,9 +59,7 @@ def _latent_rope_cache(
     weight_ptr,  # [LORA]
     cos_ptr,  # float32 [T, ROPE / 2]
     sin_ptr,
-    cache_ptr,  # [blocks * BLOCK, WIDTH]; the first LORA elements of a line are written; with FP8 codes, uint8
-    scales_ptr,  # float32 [blocks * BLOCK], with FP8
-    keys_ptr,  # [blocks * BLOCK, KEYS_WIDTH]: the rotated key goes to [KEYS_FROM, KEYS_FROM + ROPE) of a line
+    cache_ptr,  # [blocks * BLOCK, WIDTH]; the first LORA + ROPE elements of a line are written
     writes_ptr,  # int64 [T]
     q_ptr,  # [T, FIRST], with Q_NORM
     joined_stride,
@@ -75,11 +71,8 @@ def _latent_rope_cache(
     ROPE: tl.constexpr,
     ROPE_P2: tl.constexpr,
     WIDTH: tl.constexpr,
-    KEYS_WIDTH: tl.constexpr,
-    KEYS_FROM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     Q_NORM: tl.constexpr,
-    FP8: tl.constexpr,
 ):
     """Write the entry of one token, or, in the second program of a token, the normalized queries' part."""
     token = tl.program_id(0).to(tl.int64)
@@ -90,23 +83,16 @@ def _latent_rope_cache(
             made = _normed(row_ptr, q_weight_ptr, at, FIRST, eps)
             tl.store(q_ptr + token * FIRST + at, made.to(q_ptr.dtype.element_ty), mask=at < FIRST)
             return
-    line = tl.load(writes_ptr + token)
-    narrow = keys_ptr.dtype.element_ty
+    line_ptr = cache_ptr + tl.load(writes_ptr + token) * WIDTH
+    narrow = cache_ptr.dtype.element_ty
     dim = tl.arange(0, LORA_P2)
-    made = _normed(row_ptr + FIRST, weight_ptr, dim, LORA, eps).to(narrow)
-    if FP8:
-        made = made.to(tl.float32)
-        factor, scale = powers(tl.max(magnitudes(made), 0))
-        tl.store(scales_ptr + line, scale)
-        made = coded(made * factor)
-    tl.store(cache_ptr + line * WIDTH + dim, made, mask=dim < LORA)
+    tl.store(line_ptr + dim, _normed(row_ptr + FIRST, weight_ptr, dim, LORA, eps).to(narrow), mask=dim < LORA)
     turns = tl.arange(0, ROPE_P2)
     own = token + tl.arange(0, 1)
     key = _rotated(
         row_ptr + FIRST + LORA + 0 * own, cos_ptr, sin_ptr, own, own >= 0, turns, ROPE, INTERLEAVED
     )
-    key_ptrs = keys_ptr + line * KEYS_WIDTH + KEYS_FROM + turns[None, :]
-    tl.store(key_ptrs, key.to(narrow), mask=(turns < ROPE)[None, :])
+    tl.store(line_ptr + LORA + turns[None, :], key.to(narrow), mask=(turns < ROPE)[None, :])
 
 
 @triton.jit
@@ -132,60 +118,19 @@ def latent_rope_cache(
 
     The cache must be contiguous; cos and sin are float32.
     """
-    lora, rope = weight.shape[0], 2 * cos.shape[1]
-    if max(joined.shape[1] - lora - rope, lora) > LONGEST_ROW:
+    tokens, lora, rope = len(joined), weight.shape[0], 2 * cos.shape[1]
+    first = joined.shape[1] - lora - rope
+    if max(first, lora) > LONGEST_ROW:
         return latent_ops.latent_rope_cache(
             joined, q_weight, weight, eps, cos, sin, interleaved, cache, writes
         )
-    return _rope_cache(joined, (q_weight, weight), eps, (cos, sin), interleaved, (cache,), writes)
-
-
-def latent_rope_cache_fp8(
-    joined: Tensor,
-    q_weight: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    cache: Tensor,
-    scales: Tensor,
-    keys: Tensor,
-    writes: Tensor,
-) -> Tensor:
-    """Compute ``latent_ops.latent_rope_cache_fp8``: ``latent_rope_cache`` with a cache in 8 bits."""
-    lora, rope = weight.shape[0], 2 * cos.shape[1]
-    caches = (cache, scales, keys)
-    if max(joined.shape[1] - lora - rope, lora) > LONGEST_ROW:
-        return latent_ops.latent_rope_cache_fp8(
-            joined, q_weight, weight, eps, cos, sin, interleaved, *caches, writes
-        )
-    return _rope_cache(joined, (q_weight, weight), eps, (cos, sin), interleaved, caches, writes)
-
-
-def _rope_cache(
-    joined: Tensor,
-    norms: tuple[Tensor | None, Tensor],
-    eps: float,
-    angles: tuple[Tensor, Tensor],
-    interleaved: bool,
-    caches: tuple[Tensor, ...],
-    writes: Tensor,
-) -> Tensor:
-    """Launch the kernel. norms: weights of the queries' part and of the latents. caches: of the layer, one tensor
-    or, in 8 bits, three."""
-    q_weight, weight = norms
-    cos, sin = angles
-    cache = caches[0]
-    tokens, lora, rope = len(joined), weight.shape[0], 2 * cos.shape[1]
-    first = joined.shape[1] - lora - rope
     joined = joined if joined.stride(1) == 1 else joined.contiguous()
     q = joined[:, :first]
     if q_weight is not None:
         q = torch.empty((tokens, first), dtype=joined.dtype, device=joined.device)
     if not tokens:
         return q
-    assert all(one.is_contiguous() for one in caches), "the cache is written in place"
+    assert cache.is_contiguous(), "the cache is written in place"
     assert cos.dtype == torch.float32, "angles are wide"
     _latent_rope_cache[(tokens, 1 + (q_weight is not None))](
         joined,
@@ -193,7 +138,7 @@ def _rope_cache(
         weight,
         cos.contiguous(),
         sin.contiguous(),
-        *_tensors_of(caches),
+        cache,
         writes,
         q,
         joined.stride(0),
@@ -205,28 +150,11 @@ def _rope_cache(
         ROPE=rope,
         ROPE_P2=power(rope),
         WIDTH=cache.shape[2],
-        KEYS_WIDTH=caches[-1].shape[2],
-        KEYS_FROM=_keys_from(caches, lora),
         INTERLEAVED=interleaved,
         Q_NORM=q_weight is not None,
-        FP8=len(caches) > 1,
         num_warps=4,
     )
     return q
-
-
-def _tensors_of(caches: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (cache of latents, scales, cache of rotated keys) as kernels read the caches of a layer. A plain
-    cache is all three; its scales are not read."""
-    if len(caches) == 1:
-        return caches * 3
-    values, scales, keys = caches
-    return values.view(torch.uint8), scales, keys
-
-
-def _keys_from(caches: tuple[Tensor, ...], lora: int) -> int:
-    """Return the place of the rotated key in a line of its cache."""
-    return lora if len(caches) == 1 else 0
 
 
 # A row's columns lie anywhere in a step's columns. Do not compile a program per alignment.
@@ -248,9 +176,7 @@ def _attend_latent(
     sin_ptr,
     out_ptr,  # [T, HEADS, LORA]; with SPLIT float32 [T - token_base, HEADS, splits, LORA]
     lse_ptr,  # with SPLIT float32 [T - token_base, HEADS, splits]
-    cache_ptr,  # [blocks * BLOCK, WIDTH]; with FP8 codes, uint8
-    scales_ptr,  # float32 [blocks * BLOCK], with FP8
-    keys_ptr,  # [blocks * BLOCK, KEYS_WIDTH]: rotated keys at [KEYS_FROM, KEYS_FROM + ROPE) of a line
+    cache_ptr,
     offsets_ptr,  # int32 [R + 1]
     starts_ptr,  # int64 [R]
     table_ptr,  # int64 [R, table_stride]
@@ -270,20 +196,17 @@ def _attend_latent(
     ROPE: tl.constexpr,
     ROPE_P2: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEYS_WIDTH: tl.constexpr,
-    KEYS_FROM: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     SPLIT: tl.constexpr,
     WIDEN: tl.constexpr,
-    FP8: tl.constexpr,
 ):
     """Compute one tile, one part of the heads, one split (or all keys), and write outputs (with SPLIT:
     states).
     """
     QUERIES: tl.constexpr = TILE_M // GROUP
+    WIDTH: tl.constexpr = LORA + ROPE
     tile = tl.load(tiles_ptr + tl.program_id(0))
     row = tile >> 32
     first = (tile - (row << 32)).to(tl.int32)
@@ -336,17 +259,12 @@ def _attend_latent(
         keys = n + steps
         own = (keys >= low) & (keys < end)
         block = tl.load(row_table_ptr + keys // BLOCK, mask=own, other=0).to(tl.int64)
-        lines = block * BLOCK + keys % BLOCK
+        line_ptrs = cache_ptr + (block * BLOCK + keys % BLOCK) * WIDTH
         latent = tl.load(
-            cache_ptr + lines[:, None] * WIDTH + dims[None, :],
-            mask=own[:, None] & (dims[None, :] < LORA),
-            other=0,
+            line_ptrs[:, None] + dims[None, :], mask=own[:, None] & (dims[None, :] < LORA), other=0.0
         )
-        if FP8:
-            scales = tl.load(scales_ptr + lines, mask=own, other=0.0)
-            latent = entries(latent, scales, turned_ptr.dtype.element_ty)
         key = tl.load(
-            keys_ptr + lines[:, None] * KEYS_WIDTH + KEYS_FROM + turns[None, :],
+            line_ptrs[:, None] + LORA + turns[None, :],
             mask=own[:, None] & (turns[None, :] < ROPE),
             other=0.0,
         )
@@ -386,7 +304,7 @@ def attend(
     turned: Tensor,
     angles: tuple[Tensor, Tensor],
     out: Tensor,
-    caches: tuple[Tensor, ...],
+    cache: Tensor,
     offsets: Tensor,
     starts: Tensor,
     table: Tensor,
@@ -404,18 +322,15 @@ def attend(
     """Compute latent attention of ``tiles`` (int64 [n]: row << 32 | first query) into ``out``.
 
     q: [T, heads, lora], absorbed; turned: [T, heads, nope + rope], of which the last rope elements are read
-    and rotated by ``angles``, float32 [T, rope / 2] each; out: [T, heads, lora]; caches: of the layer, see
-    ``LayerCache``. All of one dtype, except a cache in 8 bits; tokens of ``turned`` may lie apart. offsets: int32
-    [R + 1], starts: int64 [R],
+    and rotated by ``angles``, float32 [T, rope / 2] each; out: [T, heads, lora]; cache: [blocks, block, lora
+    + rope]. All of one dtype; tokens of ``turned`` may lie apart. offsets: int32 [R + 1], starts: int64 [R],
     table: int64 [R, W]. A tile has ``form.tile_m // group`` queries of ``group`` heads; ``group`` must divide
     the heads. Splits: see ``attention``.
     """
     heads, lora = q.shape[1:]
     cos, sin = (one.contiguous() for one in angles)
-    parts = (turned[0], q, out, *caches)
-    assert all(one.is_contiguous() for one in parts), "attention takes contiguous memory"
-    assert q.dtype == turned.dtype == caches[-1].dtype, "queries and cache are of one dtype"
-    rope = 2 * cos.shape[1]
+    assert all(one.is_contiguous() for one in (turned[0], q, out, cache)), "attention takes contiguous memory"
+    assert q.dtype == turned.dtype == cache.dtype, "queries and cache are of one dtype"
     assert split % form.tile_n == 0, "a split is whole steps"
     assert heads % group == 0, "parts of the heads are equal"
     begin, end = tokens
@@ -424,7 +339,7 @@ def attend(
         target = torch.empty((end - begin, heads, splits, lora), dtype=torch.float32, device=q.device)
         lse = torch.empty((end - begin, heads, splits), dtype=torch.float32, device=q.device)
     _attend_latent[(tiles.shape[0], heads // group, splits)](
-        *(q, turned, cos, sin, target, lse, *_tensors_of(caches), offsets, starts, table, tiles),
+        *(q, turned, cos, sin, target, lse, cache, offsets, starts, table, tiles),
         *(scale * _LOG2E, turned.stride(0), table.stride(0), split, splits, begin),
         HEADS=heads,
         GROUP=group,
@@ -432,18 +347,14 @@ def attend(
         INTERLEAVED=interleaved,
         LORA=lora,
         LORA_P2=padded(lora),
-        ROPE=rope,
-        ROPE_P2=padded(rope),
-        BLOCK=caches[0].shape[1],
-        WIDTH=caches[0].shape[2],
-        KEYS_WIDTH=caches[-1].shape[2],
-        KEYS_FROM=_keys_from(caches, lora),
+        ROPE=cache.shape[2] - lora,
+        ROPE_P2=padded(cache.shape[2] - lora),
+        BLOCK=cache.shape[1],
         WINDOW=window,
         TILE_M=form.tile_m,
         TILE_N=form.tile_n,
         SPLIT=split > 0,
         WIDEN=interpreting(),
-        FP8=len(caches) > 1,
         num_warps=form.warps,
         num_stages=form.stages,
     )
