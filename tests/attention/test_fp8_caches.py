@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
 from typing import Any
@@ -12,20 +13,27 @@ import pytest
 import torch
 
 from tests.support import latent
+from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
 from weft.attention.base import AttentionBackend, CoreInput, SegmentInput
+from weft.attention.gqa import triton_backend
 from weft.attention.gqa.cpu_backend import CpuAttention
 from weft.attention.gqa.invariant_backend import InvariantAttention
 from weft.attention.gqa.torch_backend import TorchAttention
-from weft.attention.gqa.triton_backend import TritonAttention
+from weft.attention.gqa.triton_backend import TritonAttention, TritonInvariant
 from weft.attention.mla.latent import Form, LatentBackend, LatentInput
 from weft.attention.mla.latent_cpu import CpuLatent
+from weft.attention.mla.latent_invariant import InvariantLatent
 from weft.attention.mla.latent_torch import TorchLatent
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec
 from weft.ops import kv_fp8
+from weft.ops import triton as kernels
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+READY = importlib.util.find_spec("triton") is not None and (DEVICE == "cuda" or kernels.interpreting())
+runs = pytest.mark.skipif(not READY, reason="needs Triton, and a CUDA GPU or TRITON_INTERPRET=1")
 CPU = torch.device("cpu")
 ROWS = [(0, 1), (0, 37), (70, 3), (5, 20), (63, 1), (64, 64), (129, 1), (140, 2)]
 BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchAttention, "invariant": InvariantAttention}
@@ -34,14 +42,22 @@ BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchAttention, "invaria
 class Scene:
     """A cache of random entries in shuffled blocks, NaN in all other entries, and queries."""
 
-    def __init__(self, dtype: torch.dtype, block: int, window: int, dim: int = 32) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        block: int,
+        window: int,
+        dim: int = 32,
+        rows: list[tuple[int, int]] = ROWS,
+        device: str = "cpu",
+    ) -> None:
         rng, kv_heads, heads = random.Random(0), 2, 6
         torch.manual_seed(0)
-        widths = [-(-(start + count) // block) for start, count in ROWS]
+        widths = [-(-(start + count) // block) for start, count in rows]
         ids = rng.sample(range(1, sum(widths) + 1), sum(widths))
         plain = torch.full((sum(widths) + 1, 2, kv_heads, block, dim), math.nan, dtype=dtype)
-        table = torch.zeros(len(ROWS), max(widths), dtype=torch.int64)
-        for row, (start, count) in enumerate(ROWS):
+        table = torch.zeros(len(rows), max(widths), dtype=torch.int64)
+        for row, (start, count) in enumerate(rows):
             table[row, : widths[row]] = torch.tensor([ids.pop() for _ in range(widths[row])])
             low = max(0, start - window + 1) if window else 0
             for p in range(low, start + count):
@@ -52,20 +68,23 @@ class Scene:
         unwritten = plain.isnan().any(-1)
         assert self.scales[unwritten].isnan().all()
         self.values.view(torch.uint8)[unwritten] = 0x7F  # NaN
-        counts = np.array([count for _, count in ROWS], np.int32)
-        starts = np.array([start for start, _ in ROWS], np.int32)
+        counts = np.array([count for _, count in rows], np.int32)
+        starts = np.array([start for start, _ in rows], np.int32)
         self.q = torch.randn(int(counts.sum()), heads, dim, dtype=torch.float64).to(dtype)
+        self.values, self.scales, self.plain, self.q = (
+            one.to(device) for one in (self.values, self.scales, self.plain, self.q)
+        )
         self.segment = SegmentInput(
             begin=0,
-            rows=len(ROWS),
+            rows=len(rows),
             tokens=int(counts.sum()),
             host_counts=counts,
             host_starts=starts,
-            q_offsets=torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32),
-            starts=torch.tensor(starts.tolist(), dtype=torch.int64),
-            slots=torch.arange(len(ROWS)),
-            live=torch.zeros(len(ROWS), dtype=torch.int64),
-            tables=(table,),
+            q_offsets=torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32, device=device),
+            starts=torch.tensor(starts.tolist(), dtype=torch.int64, device=device),
+            slots=torch.arange(len(rows), device=device),
+            live=torch.zeros(len(rows), dtype=torch.int64, device=device),
+            tables=(table.to(device),),
         )
         self.block = block
         self._facts: dict[str, Any] = {
@@ -83,7 +102,7 @@ class Scene:
         """Run with and without the shared preparation of layers. Return the output."""
         outs = []
         spec = self.spec(fp8)
-        backend.check(spec, model_spec(6, spec), self.block, self.q.dtype, CPU)
+        backend.check(spec, model_spec(6, spec), self.block, self.q.dtype, self.q.device)
         for prepared in (backend.prepare(self.segment, 0, spec, self.block, self.q.dtype), None):
             out = torch.full_like(self.q, math.nan)
             cache = (self.values, self.scales) if fp8 else (self.plain,)
@@ -104,11 +123,39 @@ def test_torch(name: str, dtype: torch.dtype, block: int, window: int) -> None:
     assert torch.equal(made, scene.run(backend, fp8=False))
 
 
+#: Decodes in one piece and in splits, a chunk, and rows of several queries in narrow tiles
+TRITON_ROWS = [[(70, 1), (3, 1), (300, 1)], [(5, 20), (70, 3)], [(61, 3), (0, 2)]]
+
+
+@runs
+@mostly_slow("rows", TRITON_ROWS, [TRITON_ROWS[0]])
+@mostly_slow("window", [0, 50], [0])
+@mostly_slow(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], [torch.bfloat16, torch.float16], ids=str
+)
+@pytest.mark.parametrize("backend", [TritonAttention, TritonInvariant])
+def test_triton(
+    backend: type[TritonAttention], dtype: torch.dtype, window: int, rows: Any, monkeypatch: Any
+) -> None:
+    """Bit for bit as over the dequantized cache, and as near to the torch reference as over a plain cache."""
+    for name in ("SHORT_SPLIT", "LONG_SPLIT"):
+        monkeypatch.setattr(triton_backend, name, 64)
+    scene = Scene(dtype, 16, window, rows=rows, device=DEVICE)
+    made = scene.run(backend(), fp8=True)
+    assert torch.isfinite(made).all()
+    assert torch.equal(made, scene.run(backend(), fp8=False))
+    expected = scene.run(TorchAttention(), fp8=True)
+    tolerance = {torch.float32: 1e-4, torch.float16: 3e-2}.get(dtype, 2e-1)
+    assert (made.double() - expected.double()).abs().max() < tolerance
+
+
 def test_who_cannot_read_them_says_so() -> None:
-    cache = CacheSpec(kind="full", layers=(0,), kv_heads=2, head_dim=64, fp8=True)
+    shape = latent.Shape()
+    scene = latent.Scene([(0, 1)], shape, 0, torch.float32)
+    cache = msgspec.structs.replace(scene.spec, fp8=True, exact=shape.rope)
     with pytest.raises(ConfigError) as raised:
-        TritonAttention().check(cache, model_spec(4, cache), 16, torch.bfloat16, CPU)
-    assert "'triton'" in raised.value.message
+        InvariantLatent().check(cache, model_spec(4, cache, mla=scene.mla), 16, torch.float32, CPU)
+    assert "'invariant'" in raised.value.message
     assert "--kv-cache-dtype" in raised.value.message
     assert "--attention-backend" in raised.value.message
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -184,6 +185,54 @@ def test_merging_empty_states_gives_zero_and_minus_infinity() -> None:
     assert (out[1, 2].tolist(), out_lse[1, 2].item()) == ([2.5] * 16, -900.0)
     assert torch.allclose(out[1, 0], torch.full_like(out[1, 0], 3.0))  # (8 * 1 + 16 * 4) / 24
     assert out_lse[1, 0].item() == pytest.approx(np.log2(24))
+
+
+@runs
+@mostly_slow("sinks", [False, True], [True])
+def test_the_last_program_of_a_row_merges_with_the_same_bits(
+    sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel per layer in place of two; the next layer finds the counters at zero."""
+    from weft.ops.triton import attention
+
+    monkeypatch.setattr(triton_backend, "SHORT_SPLIT", 32)
+    rows = [(100, 1), (3, 1)]
+    scene = moved(Scene(rows, block=16, heads=6, kv_heads=2, dim=20, dtype=torch.float32), DEVICE)
+    more = torch.tensor([0.5, -1.0, 2.0, 0.0, 3.0, -2.0], device=DEVICE) if sinks else None
+    made = []
+    for most in (0, 8):
+        monkeypatch.setattr(attention, "MOST_MERGED_HEADS", most)
+        merge = mock.Mock(wraps=attention.merge)
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "merge", merge)
+            prepared = TritonAttention().prepare(scene.segment, 0, scene.spec, 16, torch.float32)
+            for _ in range(2):  # layers
+                out = torch.full_like(scene.q, float("nan"))
+                core = scene.core(prepared=prepared)._replace(sinks=more)
+                TritonAttention().attend(scene.q, out, core, 0, scene.spec)
+                made.append(out)
+        assert merge.call_count == (0 if most else 2)
+        counters = prepared.cut.counters
+        assert counters is None if not most else not counters.any()
+    assert all(torch.equal(made[0], one) for one in made)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
+def test_states_are_merged_once_all_are_there_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many launches over the same counters, with programs of many rows and splits in any order."""
+    from weft.ops.triton import attention
+
+    scene = _large([1] * 64, [900 + 97 * i for i in range(64)], 0)
+    monkeypatch.setattr(attention, "MOST_MERGED_HEADS", 0)
+    expected = torch.empty_like(scene.q)
+    TritonAttention().attend(scene.q, expected, scene.core(0.1), 0, scene.spec)
+    monkeypatch.undo()
+    prepared = TritonAttention().prepare(scene.segment, 0, scene.spec, 64, torch.bfloat16)
+    for _ in range(200):
+        out = torch.full_like(scene.q, float("nan"))
+        TritonAttention().attend(scene.q, out, scene.core(0.1, prepared=prepared), 0, scene.spec)
+        assert torch.equal(out, expected)
 
 
 @runs

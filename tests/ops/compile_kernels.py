@@ -139,10 +139,12 @@ def attention(
     softcap: float = 0.0,
     *,
     ahead: bool = False,
+    fp8: bool = False,
 ) -> None:
     """Decodes, chunks and their splits in both backends, and the merge with its log-sum-exp.
 
-    ``window``: negative for attention within chunks. ``ahead``: tokens attend to later tokens.
+    ``window``: negative for attention within chunks. ``ahead``: tokens attend to later tokens. ``fp8``: a
+    cache in 8 bits.
     """
     from weft.attention.base import CoreInput
     from weft.attention.gqa.triton_backend import TritonAttention, TritonInvariant
@@ -150,15 +152,17 @@ def attention(
     from weft.ops.triton.attention import merge
 
     kind = "chunk" if window < 0 else "window" if window else "full"
-    spec = CacheSpec(kind=kind, layers=(0,), window=abs(window), kv_heads=kv_heads, head_dim=dim)
-    cache = torch.empty(2, 2, kv_heads, block, dim, dtype=dtype)
+    spec = CacheSpec(kind=kind, layers=(0,), window=abs(window), kv_heads=kv_heads, head_dim=dim, fp8=fp8)
+    cache: tuple[torch.Tensor, ...] = (torch.empty(2, 2, kv_heads, block, dim, dtype=dtype),)
+    if fp8:
+        cache = cache[0].to(torch.float8_e4m3fn), torch.empty(2, 2, kv_heads, block)
     for backend in (TritonAttention(), TritonInvariant()):
         for counts in ([1, 1, 1, 1], [700, 20], [700] * 64):
             segment = _segment(counts)
             if ahead:
                 segment = replace(segment, ends=(torch.zeros(segment.tokens, dtype=torch.int64),))
             q = torch.empty(segment.tokens, heads, dim, dtype=dtype)
-            core = CoreInput(segment, {0: (cache,)}, 0.1, softcap=softcap)
+            core = CoreInput(segment, {0: cache}, 0.1, softcap=softcap)
             backend.attend(q, torch.empty_like(q), core, 0, spec)
     states = torch.empty(3, heads, 5, dim)
     merge(states, states[..., 0].contiguous(), torch.empty(3, heads, dim), torch.empty(3, heads))
@@ -288,6 +292,8 @@ def elementwise(dtype: torch.dtype) -> None:
         qkv = torch.empty(4, 48 * dim, dtype=dtype)
         writes = torch.zeros(4, dtype=torch.int64)
         fused.qkv_rope_cache(qkv, 32, 8, *weights, 1e-6, angles, angles, cache, writes)  # type: ignore[call-arg]
+        caches = cache.to(torch.float8_e4m3fn), torch.empty(cache.shape[:-1])
+        fused.qkv_rope_cache_fp8(qkv, 32, 8, *weights, 1e-6, angles, angles, *caches, writes)  # type: ignore[call-arg]
     fused.gated(torch.empty(4, 2 * 3000, dtype=dtype), "silu")
     wider = torch.empty(4, 2 * 3000, dtype=dtype)
     fused.sigmoid_gate(wider[:, :3000].contiguous(), wider[:, 3000:])
@@ -488,6 +494,7 @@ def others() -> None:
     if int(sys.argv[1]) >= 89:
         scaled(HALF)
     attention(12, 4, 64, 16, 100, HALF)
+    attention(32, 8, 128, 64, 0, HALF, fp8=True)
     latent(128, 512, 64, 64, 0, HALF)
     entries(1536, 512, 64, HALF)
     latent(8, 128, 32, 16, 100, HALF)
@@ -521,6 +528,8 @@ def all_forms() -> None:
     attention(16, 8, 256, 64, 4096, HALF, 50.0)
     attention(71, 1, 64, 64, 0, HALF)
     attention(4, 2, 20, 3, 7, FULL)
+    attention(16, 2, 256, 64, 0, HALF, fp8=True)
+    attention(8, 8, 96, 4, 100, torch.float16, fp8=True)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from tests.support.slow import mostly_slow
 from weft.ops import kv_fp8, torch_ops
+from weft.ops import triton as kernels
 from weft.ops.cpu import fused
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+READY = importlib.util.find_spec("triton") is not None and (DEVICE == "cuda" or kernels.interpreting())
+runs = pytest.mark.skipif(not READY, reason="needs Triton, and a CUDA GPU or TRITON_INTERPRET=1")
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: Every finite value of E4M3 by definition: 1 sign, 4 exponent (bias 7), 3 mantissa bits.
@@ -113,31 +121,29 @@ def test_the_op_writes_the_lines_that_the_plain_one_writes(dtype: torch.dtype) -
     assert scales[~where].isnan().all(), "nothing else was touched"
 
 
-@pytest.mark.parametrize("dim", [16, 80, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.usefixtures("extension")
-def test_the_cpu_op_writes_the_same_bits(dtype: torch.dtype, dim: int) -> None:
+def _check_the_same_bits(op: Callable[..., torch.Tensor], dtype: torch.dtype, dim: int, device: str) -> None:
     """The heads are not rotated, so only the lines are computed; the lines contain every code."""
     torch.manual_seed(3)
-    heads, kv_heads, block, tokens = 2, 3, 4, 200
+    heads, kv_heads, block, tokens = 2, 3, 4, 80
     lines = torch.randn(tokens, heads + 2 * kv_heads, dim) * torch.logspace(-30, 30, tokens)[:, None, None]
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     codes = torch.cat((every, every * 1.0625, every * 0.984))
-    lines[100:150] = codes[torch.randint(0, len(codes), lines[100:150].shape)]
+    lines[30:80] = codes[torch.randint(0, len(codes), lines[30:80].shape)]
     lines = lines.nan_to_num(3.0)
     lines[5] = 0
     lines[6, :, 3] = 448 * 2.0**-4
     lines[7, :, 3] = 450 * 2.0**-4
     lines[8, heads + 1, 4] = math.nan
     lines[9, heads + 4, 5] = -math.inf
-    qkv = lines.view(tokens, -1).to(dtype)
-    writes = torch.randperm(60 * block)[:tokens] + block
-    angles = (torch.ones(tokens, 4), torch.zeros(tokens, 4))
+    lines[10] *= 1e-9  # denormal numbers of float32
+    qkv = lines.view(tokens, -1).to(dtype).to(device)
+    writes = (torch.randperm(60 * block)[:tokens] + block).to(device)
+    angles = (torch.ones(tokens, 4, device=device), torch.zeros(tokens, 4, device=device))
     made = []
-    for op in (kv_fp8.qkv_rope_cache_fp8, fused.qkv_rope_cache_fp8):
-        cache = torch.zeros(64, 2, kv_heads, block, dim, dtype=torch.float8_e4m3fn)
-        scales = torch.zeros(cache.shape[:-1])
-        q = op(qkv, heads, kv_heads, None, None, 1e-6, *angles, cache, scales, writes)
+    for run in (kv_fp8.qkv_rope_cache_fp8, op):
+        cache = torch.zeros(64, 2, kv_heads, block, dim, dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.zeros(cache.shape[:-1], device=device)
+        q = run(qkv, heads, kv_heads, None, None, 1e-6, *angles, cache, scales, writes)
         made.append((q, cache, scales))
     (wanted_q, wanted, wanted_scales), (q, cache, scales) = made
     assert torch.equal(q, wanted_q)
@@ -147,3 +153,19 @@ def test_the_cpu_op_writes_the_same_bits(dtype: torch.dtype, dim: int) -> None:
     assert torch.equal(scales[finite], wanted_scales[finite])
     assert torch.equal(cache.view(torch.uint8)[finite], wanted.view(torch.uint8)[finite])
     assert len(cache.view(torch.uint8)[finite].unique()) > 250
+
+
+@pytest.mark.parametrize("dim", [16, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("extension")
+def test_the_cpu_op_writes_the_same_bits(dtype: torch.dtype, dim: int) -> None:
+    _check_the_same_bits(fused.qkv_rope_cache_fp8, dtype, dim, "cpu")
+
+
+@runs
+@mostly_slow("dim", [36, 128], [36])
+@mostly_slow("dtype", [torch.float32, torch.bfloat16], [torch.bfloat16], ids=str)
+def test_the_kernel_writes_the_same_bits(dtype: torch.dtype, dim: int) -> None:
+    from weft.ops.triton import fused as kernel
+
+    _check_the_same_bits(kernel.qkv_rope_cache_fp8, dtype, dim, DEVICE)

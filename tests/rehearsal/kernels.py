@@ -94,10 +94,20 @@ def _attend(given: Given) -> None:
     given.need(given.HEADS % given.KV_HEADS == 0, "heads do not share KV heads evenly")
     given.need(given.TILE_M * given.DIM_P2 <= MOST_ELEMENTS, "a tile is too large")
     given.array("q_ptr", tokens * lines, *HALF)
-    given.array("cache_ptr", blocks * 2 * given.KV_HEADS * given.BLOCK * given.DIM, q.dtype)
+    entries = blocks * 2 * given.KV_HEADS * given.BLOCK
+    given.array("cache_ptr", entries * given.DIM, torch.uint8 if given.FP8 else q.dtype)
+    if given.FP8:
+        given.array("cache_scales_ptr", entries, *WIDE)
     _rows(given, rows)
     given.need(given.grid[1] == given.KV_HEADS, "one program a KV head")
     _outputs(given, q, tokens, lines)
+    if given.MERGES:
+        given.powers("GROUP_P2")
+        given.need(given.SPLIT, "one piece is merged with nothing")
+        given.need(given.out_ptr.shape[0] == given.grid[0], "a tile of several queries")
+        given.need(given.GROUP_P2 * given.KV_HEADS >= given.HEADS, "heads that nobody merges")
+        given.array("merged_ptr", tokens * lines, q.dtype)
+        given.array("counters_ptr", given.grid[0] * given.KV_HEADS, torch.int32, exact=False)
     if given.SINKS:
         given.array("sinks_ptr", given.HEADS, q.dtype, torch.float32)
 
@@ -377,8 +387,10 @@ def _qkv_rope_cache(given: Given) -> None:
     dtype = given.qkv_ptr.dtype
     for name in ("cos_ptr", "sin_ptr"):
         given.array(name, tokens * given.HALF, *WIDE)
-    line = 2 * given.KV_HEADS * given.BLOCK * given.DIM
-    given.array("cache_ptr", given.cache_ptr.shape[0] * line, dtype)
+    entries = given.cache_ptr.shape[0] * 2 * given.KV_HEADS * given.BLOCK
+    given.array("cache_ptr", entries * given.DIM, torch.uint8 if given.FP8 else dtype)
+    if given.FP8:
+        given.array("scales_ptr", entries, *WIDE)
     given.reach("writes_ptr", tokens, torch.int64, aligned=False)
     given.array("q_ptr", tokens * given.HEADS * given.DIM, dtype)
     for flag, name in ((given.Q_NORM, "q_weight_ptr"), (given.K_NORM, "k_weight_ptr")):
@@ -788,8 +800,14 @@ CONTRACTS = (
     Contract(
         "attention",
         _attend,
-        ("out_ptr", "lse_ptr"),
-        (("lse_ptr", "SPLIT"), ("sinks_ptr", "SINKS")),
+        ("out_ptr", "lse_ptr", "merged_ptr", "counters_ptr"),
+        (
+            ("lse_ptr", "SPLIT"),
+            ("sinks_ptr", "SINKS"),
+            ("cache_scales_ptr", "FP8"),
+            ("merged_ptr", "MERGES"),
+            ("counters_ptr", "MERGES"),
+        ),
     ),
     Contract(
         "attention", _merge, ("out_ptr", "out_lse_ptr"), (("out_lse_ptr", "LSE"), ("sinks_ptr", "SINKS"))
@@ -837,8 +855,8 @@ CONTRACTS = (
     Contract(
         "fused",
         _qkv_rope_cache,
-        ("q_ptr", "cache_ptr"),
-        (("q_weight_ptr", "Q_NORM"), ("k_weight_ptr", "K_NORM")),
+        ("q_ptr", "cache_ptr", "scales_ptr"),
+        (("q_weight_ptr", "Q_NORM"), ("k_weight_ptr", "K_NORM"), ("scales_ptr", "FP8")),
     ),
     Contract("fused", _gated_silu, ("out_ptr",)),
     Contract("fused", _sigmoid_gate, ("out_ptr",)),

@@ -17,6 +17,7 @@ from tests.e0 import rig as e0
 from tests.rehearsal import device, kernels, ranks, rig
 from tests.rehearsal.device import current
 from tests.support.slow import mostly_slow
+from weft.attention.gqa import triton_backend
 from weft.runner.graphs import graphs
 from weft.types.sampling import TokenParams
 
@@ -68,9 +69,8 @@ def captured(
         patch.setattr(ranks.Peers, "_run", ran)
 
     params = TokenParams(max_tokens=5, temperature=0.0)
-    rig.rehearse(
-        patch, folder_of(name), [[e0.submit(0, [5, 6, 7], params, request=0)]], plant=plant, **settings
-    )
+    turns = [[e0.submit(0, [5, 6, 7], params, request=0)]]
+    rig.rehearse(patch, folder_of(name), turns, plant=plant, **settings)
     assert steps, "no step was captured"
     return steps[0]
 
@@ -83,7 +83,7 @@ SPARSE = {"deepseek-v32": 19, "glm-dsa": 19.5, "deepseek-v4": 112.5}
 """Limits of sparse attention. An indexer takes five kernels: two products, its key and queries, scores, the
 choice. The groups' entries of DeepSeek V4 are written by torch operations."""
 LIMITS = {**SPARSE, "llama": 9, "qwen3_moe": 12, "deepseek_v3": 13.5, "gpt-oss": 15, "qwen3_next": 15}
-"""Kernels of a layer, on average over the layers. The merge of splits, for longer contexts, is one more."""
+"""Kernels of a layer, on average over the layers."""
 
 
 @mostly_slow("name", [*LIMITS], ["llama"])
@@ -108,3 +108,16 @@ def test_kernels_of_sums_over_ranks(
     monkeypatch.undo()
     over_nccl, _ = captured(name, folder_of, monkeypatch, **RANKS, deterministic=True, collectives="nccl")
     assert over_nccl.total() - found.total() == 3 * sums, (found, over_nccl)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_keys_in_splits_and_caches_in_8_bits_add_no_kernel_to_a_layer(
+    cache: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counters for the merge are one more kernel of a step."""
+    monkeypatch.setattr(triton_backend, "SHORT_SPLIT", 64)
+    found, layers = captured("llama", folder_of, monkeypatch, kv_cache_dtype=cache)
+    assert found["_attend"] == layers
+    assert "_merge" not in found
+    assert found.total() <= STEP + 1 + LIMITS["llama"] * layers, found

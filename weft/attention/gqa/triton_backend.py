@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from weft.attention.base import AttentionBackend, CoreInput, SegmentInput, refuse_fp8
+from weft.attention.base import AttentionBackend, CoreInput, SegmentInput
 from weft.attention.gqa.reach import kernel_window
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
@@ -62,6 +62,9 @@ class Cut:
     """Keys per split; 0: keys in one piece."""
     splits: int
     parts: tuple[_TritonPart, ...]
+    counters: Tensor | None = None
+    """int32 zeros [rows, KV heads] if rows have one query, and keys in splits: see ``ops.triton.attention``.
+    The layers of a step use the counters in turn, on one stream."""
 
 
 @dataclass(slots=True)
@@ -83,7 +86,6 @@ class TritonAttention(AttentionBackend):
         """Raise ConfigError without Triton, and for a model, dtype or device without support."""
         name = self._name
         kernels.check_there(f"attention backend {name!r}", device)
-        refuse_fp8(name, cache)
         if dtype not in kernels.DTYPES:
             raise ConfigError(f"attention backend {name!r} has no {dtype}", param="--dtype")
         if spec.heads % cache.kv_heads or spec.heads // cache.kv_heads > 128:
@@ -113,16 +115,18 @@ class TritonAttention(AttentionBackend):
             return
         from weft.ops.triton.attention import attend
 
+        cache = core.caches[kind]
         prepared = core.prepared if isinstance(core.prepared, _TritonPrepared) else _TritonPrepared()
         if prepared.cut is None:
-            prepared.cut = self._cut(segment, q.shape[1], spec, q.dtype)
+            cut = self._cut(segment, q.shape[1], spec, q.dtype)
+            prepared.cut = replace(cut, counters=_counters(segment, cut, q.shape[1], spec))
         cut = prepared.cut
         whole = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         for part in cut.parts:
             attend(
                 q.contiguous(),
                 whole,
-                core.caches[kind][0],
+                cache[0],
                 segment.q_offsets,
                 segment.starts,
                 segment.tables[kind],
@@ -136,6 +140,8 @@ class TritonAttention(AttentionBackend):
                 sinks=core.sinks,
                 softcap=core.softcap,
                 ends=segment.end_of(kind),
+                scales=cache[1] if spec.fp8 else None,
+                counters=cut.counters,
             )
         if whole is not out:
             out.copy_(whole)
@@ -173,6 +179,16 @@ class TritonInvariant(TritonAttention):
     def _cut(self, segment: SegmentInput, heads: int, spec: CacheSpec, dtype: torch.dtype) -> Cut:
         form = forms.invariant(heads // spec.kv_heads, spec.head_dim, dtype)
         return make_cut(segment, heads, spec, form, LONG_SPLIT)
+
+
+def _counters(segment: SegmentInput, cut: Cut, heads: int, spec: CacheSpec) -> Tensor | None:
+    """Return ``Cut.counters``; None if the merge of the states is a kernel of its own."""
+    from weft.ops.triton.attention import MOST_MERGED_HEADS
+
+    one = not segment.ragged and int(segment.host_counts.max()) == 1
+    if not cut.split or not one or heads // spec.kv_heads > MOST_MERGED_HEADS:
+        return None
+    return torch.zeros(segment.rows, spec.kv_heads, dtype=torch.int32, device=segment.starts.device)
 
 
 def longest(segment: SegmentInput) -> int:

@@ -2,7 +2,7 @@
 
     class                    replaced
     CodeGen, GPT-J, GPT-Neo  method ``_attn`` of the attention module: scores, mask, softmax, values
-    Bloom, Falcon, MPT, XGLM ``forward`` of the attention module
+    Bloom, Falcon, MPT       ``forward`` of the attention module
 
 The replacement uses the matrices of the module and calls Weft's attention. A pass with the attention of
 transformers runs the code of the class, so the self check compares both.
@@ -104,18 +104,6 @@ def _mpt(module: Any) -> None:
     _in_passes(module, "forward", computed)
 
 
-def _xglm(module: Any) -> None:
-    def computed(
-        hidden_states: Tensor, *_: Any, attention_mask: Tensor | None = None, **__: Any
-    ) -> tuple[Tensor, None]:
-        parts = (module.q_proj(hidden_states), module.k_proj(hidden_states), module.v_proj(hidden_states))
-        q, k, v = (part.unflatten(2, (module.num_heads, -1)).transpose(1, 2) for part in parts)
-        out = attention(module, q, k, v, attention_mask, scaling=module.scaling)[0]
-        return module.out_proj(out.flatten(2)), None
-
-    _in_passes(module, "forward", computed)
-
-
 def _falcon(module: Any) -> None:
     """Replace ``forward``. KV heads stay one per group; the class copies them for every head."""
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
@@ -161,5 +149,4 @@ _REPLACED: dict[str, Callable[[Any], None]] = {
     "GPTNeoSelfAttention": _attn,
     "MptAttention": _mpt,
     "MptModel": _without_bias("build_mpt_alibi_tensor"),
-    "XGLMAttention": _xglm,
 }

@@ -10,6 +10,7 @@
     scaled           products in FP8 by name
     streams          hyper-connections, rotation of neighbours
     draw             tokens from logits, for ``weft.ops.draw``
+    eight_bits       KV cache entries in 8 bits inside kernels
     attention, latent, delta    paged attention, latent attention and the gated delta net
 
 The kernels compute float32, bfloat16 and float16; float64 stays on the torch implementations.
@@ -117,7 +118,7 @@ def _offer_words(suffix: str, facts: dict[str, Any]) -> None:
             _offer(f"{op}_{form}", "words_linear", op + suffix, pack=_Later("words_linear", pack), **facts)
 
 
-for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "gated", "sigmoid_gate"):
+for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "qkv_rope_cache_fp8", "gated", "sigmoid_gate"):
     _offer(_op, "fused", _op, invariant=True, priority=FAST)
 _offer("latent_rope_cache", "latent", "latent_rope_cache", invariant=True, priority=FAST)
 for _op in ("mix_streams", "add_streams", "rotate_neighbours"):

@@ -1,12 +1,15 @@
 """Paged attention in two kernels: one computes states for pieces of the keys, one merges states.
 
-    cache        [blocks, 2, kv_heads, block, dim]: line ((b * 2 + kv) * kv_heads + h) * block + offset
+    cache        [blocks, 2, kv_heads, block, dim]: line ((b * 2 + kv) * kv_heads + h) * block + offset. In
+                 8 bits: codes, and a scale per line (``eight_bits``)
     tile         TILE_M lines of one row's queries with one KV head: line m is query ``first + m // GROUP``,
                  head ``kv_head * GROUP + m % GROUP``; lines beyond the row's queries are idle
     keys         walked in steps of TILE_N at absolute multiples of TILE_N, from the first key that the tile's
                  first query sees to the last query's own
     split        keys [i * split, (i + 1) * split) of the row; each makes a state (normalized output, and the
-                 log2 of the sum of exponentials), merged in order of i afterwards
+                 log2 of the sum of exponentials), merged in order of i afterwards. In rows of one query, the
+                 program that ends last merges the states of its heads; otherwise the second kernel does. Both
+                 use the same function, so the bits are equal
 
 One program computes one tile, one KV head, one split. The grid depends only on numbers that the host bounds.
 All lengths are read on the device, so a launch can be captured in a CUDA graph.
@@ -24,12 +27,16 @@ import triton
 import triton.language as tl
 
 from weft.ops.triton import interpreting
+from weft.ops.triton.eight_bits import entries
 from weft.ops.triton.forms import KernelForm, power
+from weft.ops.triton.unpacking import halves
 
 Tensor = torch.Tensor
 
 MERGED = 8
-"""Splits that the merge adds at a time, at absolute multiples of this number."""
+"""Splits that the merge loads at a time."""
+MOST_MERGED_HEADS = 8
+"""Maximum heads of a KV head whose states the last program merges: one program reads all of the states."""
 _LOG2E = 1.4426950408889634
 
 
@@ -42,6 +49,7 @@ def _walk(
     at,
     until,
     cache_ptr,
+    scales_ptr,
     table_ptr,
     kv_head,
     scale,
@@ -58,12 +66,18 @@ def _walk(
     MASKED: tl.constexpr,
     WIDEN: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    FP8: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
     """Add keys [begin, stop) to the running state (acc [M, D], total [M], high [M]) and return the state.
 
+    A cache in 8 bits is read as ``halves``, too small by 2^8. The scales of keys multiply scores, and the
+    scales of values multiply weights: powers of two, so the bits are those of dequantized entries. ``acc``
+    stays too small by 2^8. In float16 weights times scales may underflow, so each entry is multiplied.
     at: positions of the lines [M]; until: ends of the visible keys of the lines [M]. Keys outside [low, end)
     belong to no query here. MASKED is required if there are such keys.
     """
+    FACTORED: tl.constexpr = FP8 and tl.float16 != TYPE
     dims = tl.arange(0, DIM_P2)
     steps = tl.arange(0, TILE_N)
     for n in range(begin, stop, TILE_N):
@@ -82,17 +96,29 @@ def _walk(
         v_ptrs = k_ptrs + KV_HEADS * BLOCK * DIM
         if MASKED:
             wanted = own[:, None] & (dims[None, :] < DIM)
-            k = tl.load(k_ptrs, mask=wanted, other=0.0)
-            v = tl.load(v_ptrs, mask=wanted, other=0.0)
+            k = tl.load(k_ptrs, mask=wanted, other=0)
+            v = tl.load(v_ptrs, mask=wanted, other=0)
         elif DIM == DIM_P2:
             k = tl.load(k_ptrs)
             v = tl.load(v_ptrs)
         else:
-            k = tl.load(k_ptrs, mask=dims[None, :] < DIM, other=0.0)
-            v = tl.load(v_ptrs, mask=dims[None, :] < DIM, other=0.0)
+            k = tl.load(k_ptrs, mask=dims[None, :] < DIM, other=0)
+            v = tl.load(v_ptrs, mask=dims[None, :] < DIM, other=0)
+        if FP8:
+            k_scales = tl.load(scales_ptr + lines, mask=own, other=0.0)
+            v_scales = tl.load(scales_ptr + KV_HEADS * BLOCK + lines, mask=own, other=0.0)
+            if FACTORED:
+                k = halves(k, False).to(TYPE)
+                v = halves(v, False).to(TYPE)
+            else:
+                k = entries(k, k_scales, TYPE)
+                v = entries(v, v_scales, TYPE)
         if WIDEN:
             k = k.to(tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if FACTORED:
+            scores = scores * 256.0 * k_scales[None, :]
+        scores = scores * scale
         if SOFTCAP > 0:
             # SOFTCAP * tanh: ``scale`` holds the factor of tanh by powers of two.
             scores = SOFTCAP - 2 * SOFTCAP / (tl.exp2(scores) + 1)
@@ -112,13 +138,65 @@ def _walk(
         kept = tl.exp2(high - base)
         weights = tl.exp2(scores - base[:, None])
         total = total * kept + tl.sum(weights, 1)
-        weights = weights.to(v.dtype)
+        weights = weights.to(TYPE)
+        if FACTORED:
+            weights = (weights.to(tl.float32) * v_scales[None, :]).to(TYPE)
         if WIDEN:
             weights = weights.to(tl.float32)
             v = v.to(tl.float32)
         acc = tl.dot(weights, v, acc * kept[:, None], input_precision="ieee")
         high = higher
     return acc, total, high
+
+
+@triton.jit
+def _merged(
+    part_ptr,
+    lse_ptr,
+    sinks_ptr,
+    heads,  # [N]
+    states,  # int64 [N]: first state of each head
+    live,  # [N]: True if there are states
+    splits,
+    DIM: tl.constexpr,
+    DIM_P2: tl.constexpr,
+    MERGED: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Return (outputs [N, DIM_P2], log2 of the sums [N]) of N heads. Empty states add 0.
+
+    States are added one after the other, so that the bits of a head depend neither on N nor on the threads.
+    Loads bypass the L1 cache, which may be older than the states of another multiprocessor.
+    """
+    dims = tl.arange(0, DIM_P2)
+    chunk = tl.arange(0, MERGED)
+    counts = tl.where(live, splits, 0)
+    high = tl.full(states.shape, float("-inf"), dtype=tl.float32)
+    for s in range(0, splits, MERGED):
+        inside = s + chunk[None, :] < counts[:, None]
+        lse_ptrs = lse_ptr + (states + s)[:, None] + chunk[None, :]
+        lse = tl.load(lse_ptrs, mask=inside, other=float("-inf"), cache_modifier=".cg")
+        high = tl.maximum(high, tl.max(lse, 1))
+    # With only empty states all differences would be -inf - -inf: NaN.
+    base = tl.where(high == float("-inf"), 0.0, high)
+    total = tl.zeros(states.shape, dtype=tl.float32)
+    acc = tl.zeros([states.shape[0], DIM_P2], dtype=tl.float32)
+    for s in range(0, splits, MERGED):
+        for i in tl.static_range(MERGED):
+            inside = s + i < counts
+            lse = tl.load(lse_ptr + states + s + i, mask=inside, other=float("-inf"), cache_modifier=".cg")
+            wanted = (lse != float("-inf"))[:, None] & (dims[None, :] < DIM)
+            part_ptrs = part_ptr + (states + s + i)[:, None] * DIM + dims[None, :]
+            part = tl.load(part_ptrs, mask=wanted, other=0.0, cache_modifier=".cg")
+            weight = tl.exp2(lse - base)
+            acc = tl.fma(part, tl.broadcast_to(weight[:, None], acc.shape), acc)
+            total += weight
+    empty = total == 0.0
+    if SINKS:
+        sinks = tl.load(sinks_ptr + heads, mask=live, other=0.0).to(tl.float32)
+        total += tl.exp2(sinks * 1.4426950408889634 - base)
+    total = tl.where(empty, 1.0, total)
+    return acc / total[:, None], tl.where(empty, float("-inf"), base + tl.log2(total))
 
 
 # A row's columns lie anywhere in a step's columns. Do not compile a program per alignment.
@@ -130,7 +208,10 @@ def _attend(
     q_ptr,  # [T, HEADS, DIM]
     out_ptr,  # [T, HEADS, DIM]; with SPLIT float32 [T - token_base, HEADS, splits, DIM]
     lse_ptr,  # with SPLIT float32 [T - token_base, HEADS, splits]
-    cache_ptr,
+    merged_ptr,  # [T, HEADS, DIM], with MERGES
+    counters_ptr,  # int32 [tiles, KV_HEADS], 0 before and after the launch, with MERGES
+    cache_ptr,  # with FP8 codes, uint8
+    cache_scales_ptr,  # float32 [blocks, 2, KV_HEADS, BLOCK], with FP8
     offsets_ptr,  # int32 [R + 1]
     starts_ptr,  # int64 [R]
     table_ptr,  # int64 [R, table_stride]
@@ -156,8 +237,15 @@ def _attend(
     SINKS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ENDS: tl.constexpr,
+    FP8: tl.constexpr,
+    MERGES: tl.constexpr,
+    GROUP_P2: tl.constexpr,
+    MERGED: tl.constexpr,
 ):
-    """Compute one tile, one KV head, one split (or all keys), and write outputs (with SPLIT: states)."""
+    """Compute one tile, one KV head, one split (or all keys), and write outputs (with SPLIT: states).
+
+    With MERGES, a tile is one query, and the last program of its heads also merges the states.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = TILE_M // GROUP
     tile = tl.load(tiles_ptr + tl.program_id(0))
@@ -215,28 +303,31 @@ def _attend(
             all_begin = tl.maximum(begin, (lowest + TILE_N - 1) // TILE_N * TILE_N)
             all_begin = tl.minimum(all_begin, (stop + TILE_N - 1) // TILE_N * TILE_N)
             acc, total, high = _walk(
-                acc, total, high, q, at, until, cache_ptr, row_table_ptr, kv_head, scale,
+                acc, total, high, q, at, until, cache_ptr, cache_scales_ptr, row_table_ptr, kv_head, scale,
                 low, end, begin, tl.minimum(all_begin, stop),
-                KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, True, WIDEN, SOFTCAP,
+                KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, True, WIDEN, SOFTCAP, FP8,
+                q_ptr.dtype.element_ty,
             )  # fmt: skip
         all_stop = tl.minimum(start + first + 1, stop) // TILE_N * TILE_N
         all_stop = tl.maximum(all_stop, all_begin)
         acc, total, high = _walk(
-            acc, total, high, q, at, until, cache_ptr, row_table_ptr, kv_head, scale,
+            acc, total, high, q, at, until, cache_ptr, cache_scales_ptr, row_table_ptr, kv_head, scale,
             low, end, all_begin, all_stop,
-            KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, False, WIDEN, SOFTCAP,
+            KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, False, WIDEN, SOFTCAP, FP8, q_ptr.dtype.element_ty,
         )  # fmt: skip
         begin = all_stop
     acc, total, high = _walk(
-        acc, total, high, q, at, until, cache_ptr, row_table_ptr, kv_head, scale,
+        acc, total, high, q, at, until, cache_ptr, cache_scales_ptr, row_table_ptr, kv_head, scale,
         low, end, begin, stop,
-        KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, True, WIDEN, SOFTCAP,
+        KV_HEADS, DIM, DIM_P2, BLOCK, WINDOW, TILE_N, True, WIDEN, SOFTCAP, FP8, q_ptr.dtype.element_ty,
     )  # fmt: skip
 
     if SINKS and not SPLIT:
         sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
         total = tl.where(total == 0.0, 1.0, total + tl.exp2(sink - high))
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if FP8 and q_ptr.dtype.element_ty != tl.float16:
+        acc *= 256.0
     if SPLIT:
         # An empty state has log-sum-exp -inf; the merge never reads its output.
         empty = total == 0.0
@@ -245,6 +336,23 @@ def _attend(
         tl.store(lse_ptr + states, lse, mask=live)
         made = wanted & ~empty[:, None]
         tl.store(out_ptr + states[:, None] * DIM + dims[None, :], acc, mask=made)
+        if MERGES:
+            # All threads have stored before one of them counts, and whoever counts last sees all states.
+            tl.debug_barrier()
+            counter_ptr = counters_ptr + tl.program_id(0) * KV_HEADS + kv_head
+            if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == splits - 1:
+                tl.store(counter_ptr, 0)
+                # Names of their own: a name keeps its shape across a branch.
+                heads = kv_head * GROUP + tl.arange(0, GROUP_P2)
+                there = tl.arange(0, GROUP_P2) < tl.where(count > 0, GROUP, 0)
+                of = token.to(tl.int64) * HEADS + heads
+                result, _ = _merged(
+                    out_ptr, lse_ptr, sinks_ptr, heads, (of - token_base * HEADS) * splits, there, splits,
+                    DIM, DIM_P2, MERGED, SINKS,
+                )  # fmt: skip
+                result_ptrs = merged_ptr + of[:, None] * DIM + dims[None, :]
+                inside = there[:, None] & (dims[None, :] < DIM)
+                tl.store(result_ptrs, result.to(merged_ptr.dtype.element_ty), mask=inside)
     else:
         out_ptrs = out_ptr + places[:, None] * DIM + dims[None, :]
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=wanted)
@@ -266,34 +374,17 @@ def _merge(
     LSE: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Merge the states of one head of one token, in fixed groups and in order. Empty states add 0."""
-    place = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
+    """Merge the states of one head of one token."""
     dims = tl.arange(0, DIM_P2)
-    chunk = tl.arange(0, MERGED)
-    high = float("-inf")
-    for s in range(0, splits, MERGED):
-        lse = tl.load(lse_ptr + place * splits + s + chunk, mask=s + chunk < splits, other=float("-inf"))
-        high = tl.maximum(high, tl.max(lse, 0))
-    # With only empty states all differences would be -inf - -inf: NaN.
-    base = tl.where(high == float("-inf"), 0.0, high)
-    acc = tl.zeros([DIM_P2], dtype=tl.float32)
-    total = 0.0
-    for s in range(0, splits, MERGED):
-        lse = tl.load(lse_ptr + place * splits + s + chunk, mask=s + chunk < splits, other=float("-inf"))
-        weights = tl.exp2(lse - base)
-        wanted = (lse != float("-inf"))[:, None] & (dims[None, :] < DIM)
-        states = (place * splits + s + chunk)[:, None] * DIM + dims[None, :]
-        part = tl.load(part_ptr + states, mask=wanted, other=0.0)
-        acc += tl.sum(part * weights[:, None], 0)
-        total += tl.sum(weights, 0)
-    empty = total == 0.0
-    if SINKS:
-        total += tl.exp2(tl.load(sinks_ptr + tl.program_id(1)).to(tl.float32) * 1.4426950408889634 - base)
-    total = tl.where(empty, 1.0, total)
-    place_out = (token_base + tl.program_id(0)).to(tl.int64) * HEADS + tl.program_id(1)
-    tl.store(out_ptr + place_out * DIM + dims, (acc / total).to(out_ptr.dtype.element_ty), mask=dims < DIM)
+    head = tl.program_id(1) + tl.arange(0, 1)
+    place = tl.program_id(0).to(tl.int64) * HEADS + head
+    made, lse = _merged(
+        part_ptr, lse_ptr, sinks_ptr, head, place * splits, head >= 0, splits, DIM, DIM_P2, MERGED, SINKS
+    )
+    out_ptrs = out_ptr + (place + token_base * HEADS)[:, None] * DIM + dims[None, :]
+    tl.store(out_ptrs, made.to(out_ptr.dtype.element_ty), mask=(dims < DIM)[None, :])
     if LSE:
-        tl.store(out_lse_ptr + place, tl.where(empty, float("-inf"), base + tl.log2(total)))
+        tl.store(out_lse_ptr + place, lse)
 
 
 def merge(
@@ -355,20 +446,24 @@ def attend(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
     ends: Tensor | None = None,
+    scales: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> None:
     """Compute attention of ``tiles`` (int64 [n]: row << 32 | first query) into ``out``.
 
-    q, out: contiguous [T, heads, dim]; cache: [blocks, 2, kv_heads, block, dim] of q's dtype; offsets: int32
+    q, out: contiguous [T, heads, dim]; cache: [blocks, 2, kv_heads, block, dim] of q's dtype, or E4M3 with
+    ``scales``, float32 [blocks, 2, kv_heads, block]; offsets: int32
     [R + 1], starts: int64 [R], table: int64 [R, W]. A tile has ``form.tile_m // group`` queries. window: 0
     for none, negative for chunks. split: keys of a split, a multiple of ``form.tile_n``, or 0 for one piece.
     With splits, the tiles must contain exactly the tokens [tokens[0], tokens[1]), and ``splits * split`` keys
     must cover every row. Else ``splits`` is 1. sinks: [heads], see ``merge``. softcap: cap of scores, or 0.
-    ends: int64 [T], of the segment.
+    ends: int64 [T], of the segment. counters: int32 zeros [n, kv_heads], for tiles of one query with splits:
+    the states are merged without a second kernel. The counters are zeros again afterwards.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
     assert all(tensor.is_contiguous() for tensor in (q, out, cache)), "attention takes contiguous memory"
-    assert q.dtype == cache.dtype, "queries and cache are of one dtype"
+    assert scales is not None or q.dtype == cache.dtype, "queries and cache are of one dtype"
     assert split % form.tile_n == 0, "a split is whole steps"
     assert form.tile_m >= heads // kv_heads, "a tile holds a query's heads"
     begin, end = tokens
@@ -377,8 +472,11 @@ def attend(
         target = torch.empty((end - begin, heads, splits, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((end - begin, heads, splits), dtype=torch.float32, device=q.device)
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "DIM_P2": padded(dim), "BLOCK": block}
+    merges = split > 0 and counters is not None
+    states = (target, lse, out, tiles if counters is None else counters)
+    caches = (cache, q) if scales is None else (cache.view(torch.uint8), scales)
     optional = (q if sinks is None else sinks, starts if ends is None else ends)
-    tensors = (q, target, lse, cache, offsets, starts, table, tiles, *optional)
+    tensors = (q, *states, *caches, offsets, starts, table, tiles, *optional)
     numbers = (scale * (2 / softcap if softcap else 1) * _LOG2E, table.stride(0), split, splits, begin)
     _attend[(tiles.shape[0], kv_heads, splits)](
         *tensors,
@@ -393,8 +491,12 @@ def attend(
         SINKS=sinks is not None,
         SOFTCAP=softcap * _LOG2E,
         ENDS=ends is not None,
+        FP8=scales is not None,
+        MERGES=merges,
+        GROUP_P2=power(heads // kv_heads),
+        MERGED=MERGED,
         num_warps=form.warps,
         num_stages=form.stages,
     )
-    if split:
+    if split and not merges:
         merge(target, lse, out, token_base=begin, sinks=sinks)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from weft.ops import torch_ops
+from weft.ops.triton.eight_bits import coded, magnitudes, powers
 from weft.ops.triton.forms import power
 
 Tensor = torch.Tensor
@@ -109,7 +110,8 @@ def _qkv_rope_cache(
     k_weight_ptr,  # [DIM], with K_NORM
     cos_ptr,  # [T, HALF] float32
     sin_ptr,
-    cache_ptr,  # [blocks, 2, KV_HEADS, BLOCK, DIM]
+    cache_ptr,  # [blocks, 2, KV_HEADS, BLOCK, DIM]; with FP8 codes, uint8
+    scales_ptr,  # float32 [blocks, 2, KV_HEADS, BLOCK], with FP8
     writes_ptr,  # int64 [T]
     q_ptr,  # [T, HEADS, DIM]
     eps,
@@ -123,6 +125,7 @@ def _qkv_rope_cache(
     BLOCK: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
+    FP8: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
     """Process heads [program 1 * AT_ONCE, ...) of one token. A head is two rotated halves and the rest."""
@@ -181,10 +184,23 @@ def _qkv_rope_cache(
     # Key heads, then value heads: lines (block * 2 * KV_HEADS + kv head) * BLOCK + offset of the cache.
     line = (write // BLOCK * (2 * KV_HEADS) + (head - HEADS)) * BLOCK + write % BLOCK
     to_kv = cache_ptr + line[:, None] * DIM
-    narrow = cache_ptr.dtype.element_ty
-    tl.store(to_kv + half[None, :], turned.to(narrow), mask=halves & ~is_q[:, None])
-    tl.store(to_kv + HALF + half[None, :], second.to(narrow), mask=halves & ~is_q[:, None])
-    tl.store(to_kv + rest[None, :], last.to(narrow), mask=rests & ~is_q[:, None])
+    turned = turned.to(narrow)
+    second = second.to(narrow)
+    last = last.to(narrow)
+    if FP8:
+        # Codes of the rounded numbers. Elements that no mask selects are 0.
+        turned = turned.to(tl.float32)
+        second = second.to(tl.float32)
+        last = last.to(tl.float32)
+        top = tl.maximum(tl.max(magnitudes(turned), 1), tl.max(magnitudes(second), 1))
+        factor, scale = powers(tl.maximum(top, tl.max(magnitudes(last), 1)))
+        tl.store(scales_ptr + line, scale, mask=live & ~is_q)
+        turned = coded(turned * factor[:, None])
+        second = coded(second * factor[:, None])
+        last = coded(last * factor[:, None])
+    tl.store(to_kv + half[None, :], turned, mask=halves & ~is_q[:, None])
+    tl.store(to_kv + HALF + half[None, :], second, mask=halves & ~is_q[:, None])
+    tl.store(to_kv + rest[None, :], last, mask=rests & ~is_q[:, None])
 
 
 @triton.jit
@@ -210,6 +226,42 @@ def qkv_rope_cache(
 
     The cache must be contiguous; cos and sin are float32.
     """
+    norms = (q_weight, k_weight)
+    return _rope_cache(qkv, heads, kv_heads, norms, eps, (cos, sin), cache, None, writes)
+
+
+def qkv_rope_cache_fp8(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    scales: Tensor,
+    writes: Tensor,
+) -> Tensor:
+    """Compute ``kv_fp8.qkv_rope_cache_fp8``: ``qkv_rope_cache`` with a cache in 8 bits."""
+    norms = (q_weight, k_weight)
+    return _rope_cache(qkv, heads, kv_heads, norms, eps, (cos, sin), cache, scales, writes)
+
+
+def _rope_cache(
+    qkv: Tensor,
+    heads: int,
+    kv_heads: int,
+    norms: tuple[Tensor | None, Tensor | None],
+    eps: float,
+    angles: tuple[Tensor, Tensor],
+    cache: Tensor,
+    scales: Tensor | None,
+    writes: Tensor,
+) -> Tensor:
+    """Launch the kernel; with ``scales``, the cache has 8 bits. norms: weights of queries and keys."""
+    q_weight, k_weight = norms
+    cos, sin = angles
     tokens, dim, half = qkv.shape[0], cache.shape[4], cos.shape[1]
     q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     if not tokens:
@@ -223,7 +275,8 @@ def qkv_rope_cache(
         qkv if k_weight is None else k_weight,
         cos.contiguous(),
         sin.contiguous(),
-        cache,
+        cache if scales is None else cache.view(torch.uint8),
+        cos if scales is None else scales,
         writes,
         q,
         eps,
@@ -237,6 +290,7 @@ def qkv_rope_cache(
         BLOCK=cache.shape[3],
         Q_NORM=q_weight is not None,
         K_NORM=k_weight is not None,
+        FP8=scales is not None,
         AT_ONCE=HEADS_AT_ONCE,
         num_warps=4,
     )

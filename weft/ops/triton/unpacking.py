@@ -67,7 +67,7 @@ def fitting(codes: Codes) -> Codes:
 
 
 @triton.jit
-def _halves(codes, FOUR: tl.constexpr):
+def halves(codes, FOUR: tl.constexpr):
     """Return float16 of E2M1 or E4M3 codes, too small by UNITS. Never NaN."""
     wide = codes.to(tl.uint16)
     if FOUR:
@@ -84,7 +84,7 @@ def _scale(ptrs, mask, SCALES: tl.constexpr, UNIT: tl.constexpr):
         power = tl.minimum(tl.load(ptrs, mask=mask, other=0).to(tl.int32) + UNIT, 254)
         made = (power << 23).to(tl.float32, bitcast=True)
     elif SCALES == "e4m3":
-        made = _halves(tl.load(ptrs, mask=mask, other=0), False).to(tl.float32) * (2.0 ** (UNIT + 8))
+        made = halves(tl.load(ptrs, mask=mask, other=0), False).to(tl.float32) * (2.0 ** (UNIT + 8))
     else:
         made = tl.load(ptrs, mask=mask, other=0.0) * (2.0**UNIT)
     return made
@@ -149,7 +149,7 @@ def dequantized_tile(
         some = live
     KIND: tl.constexpr = tl.float32 if WAY == "merged" else TYPE
     if NUMBERS == "e2m1" or NUMBERS == "e4m3":
-        numbers = _halves(codes, FOUR).to(tl.float32).to(KIND)
+        numbers = halves(codes, FOUR).to(tl.float32).to(KIND)
     elif ZEROS:
         zero = tl.load(zeros_ptr + of_groups, mask=some, other=0).to(tl.float32)
         zeros = _spread(zero, TILE_N, TILE_K, GROUP) if WAY == "merged" else zero[:, None]

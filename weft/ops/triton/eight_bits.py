@@ -1,0 +1,63 @@
+"""KV cache entries in 8 bits inside kernels: the rule of ``weft.ops.kv_fp8``, with equal bits.
+
+Conversions use integer operations, not instructions of the GPU, so that GPUs without FP8 (Ampere) and
+Triton's interpreter round in the same way.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.ops.triton.unpacking import halves
+
+
+@triton.jit
+def magnitudes(x):
+    """Return the bits of |x| for float32 x, as int32. The order of magnitudes is the order of the integers;
+    infinity and NaN are the largest."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def powers(top):
+    """Return (factor, scale), both float32, of entries whose largest magnitude has the bits ``top``.
+
+    The factor is a power of two that maps the largest magnitude to at most 448. The scale is 1 / factor, or
+    NaN for an entry with infinity or NaN.
+    """
+    # 448 is 0.875 * 2^9. The top of a number in [2^e, 2^(e + 1)) is a mantissa in [0.5, 1) times 2^(e + 1).
+    power = (top >> 23) - 126 - 9 + ((top & 0x7FFFFF) > 0x600000).to(tl.int32)
+    power = tl.minimum(tl.maximum(power, -126), 126)
+    # The rule's power of an entry of zeros is -9.
+    power = tl.where(top == 0, -9, power)
+    finite = top < 0x7F800000
+    power = tl.where(finite, power, 0)
+    scale = ((power + 127) << 23).to(tl.float32, bitcast=True)
+    factor = ((127 - power) << 23).to(tl.float32, bitcast=True)
+    return factor, tl.where(finite, scale, float("nan"))
+
+
+@triton.jit
+def coded(x):
+    """Return the E4M3 codes (uint8) of float32 x with |x| at most 448; halves round to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Three bits of mantissa stay. The bias of the exponent is 7 in place of 127.
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 codes are multiples of 2^-9, the distance of float32 numbers from 2^14 on.
+    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0x3C800000, small, normal)
+    return (code | ((bits >> 24) & 128)).to(tl.uint8)
+
+
+@triton.jit
+def entries(codes, scales, TYPE: tl.constexpr):
+    """Return ``kv_fp8.dequantize`` of codes [N, D] (uint8) and scales float32 [N]: [N, D] in TYPE."""
+    # ``halves`` are too small by 2^8.
+    made = halves(codes, False).to(tl.float32) * 256.0 * scales[:, None]
+    if tl.float16 == TYPE:
+        # Unlike tl.clamp, a comparison keeps NaN.
+        made = tl.where(made > 65504.0, 65504.0, made)
+        made = tl.where(made < -65504.0, -65504.0, made)
+    return made.to(TYPE)
