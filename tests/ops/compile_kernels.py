@@ -464,6 +464,8 @@ def collectives(dtype: torch.dtype) -> None:
         peers.scatter(x, table, 1, size)
         peers.gather(x[0], table, 1, size)
         peers.exchange(x, table, 1, size)
+        peers.add(x[0, :1], table, 1, size)  # Triton compiles an argument of 1 as a constant
+        peers.gather(x[0, :1], table, 1, size)
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ SPARSE = {
     *("_mix_streams", "_add_streams", "_rotate_neighbours"),
 }
 DRAWS = {"_tops", "_limit", "_score", "_finish"}
-ALL = ATTENTION | LAYERS | ROUTING | ADAPTERS | PACKED | DRAWS | SPARSE
+ALL = ATTENTION | LAYERS | ROUTING | ADAPTERS | PACKED | DRAWS | SPARSE | {"_meet"}
 
 
 COSTS = {

@@ -6,8 +6,10 @@ are really waited for. The tests marked gpu run two ranks on one GPU, op by op a
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -157,10 +159,13 @@ def test_a_rank_that_never_comes_is_waited_for_until_the_abort_and_the_next_epoc
 def test_a_kernel_that_gives_up_is_the_error_of_the_step(
     beside: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host may have no watch. The results are refused as after an abort."""
+    """The host may have no watch. The results are refused as after an abort.
+
+    A peer that comes late must not take the later results of this rank for good ones.
+    """
     gone = threading.Barrier(2)
 
-    def work(comm: GroupComm) -> None:
+    def work(comm: GroupComm) -> tuple[list[float], bool, bool]:
         comm._launcher.check()
         gone.wait(deadline(30))
         if comm.rank == 0:
@@ -168,15 +173,27 @@ def test_a_kernel_that_gives_up_is_the_error_of_the_step(
             comm.all_reduce(torch.ones(4))
             with pytest.raises(CommLost, match="waited too long"):
                 comm._launcher.check()
+            comm.all_reduce(torch.full((4,), torch.nan))  # queued already, computed from garbage
         gone.wait(deadline(30))
+        if comm.rank == 0:
+            return [], True, True
+        late = comm.all_reduce(torch.ones(4))
+        assert late is not None
+        lost = comm._lost()
+        comm.all_reduce(torch.ones(4))
+        return late.result().tolist(), lost, comm._lost()
 
-    on_comms(2, work)
+    values, first, second = on_comms(2, work)[1]
+    assert values == [2.0] * 4, "the other rank published before it gave up"
+    assert not first
+    assert second, "garbage of the other rank was taken for its data"
 
 
 class Processes:
     """CUDA IPC between ranks of which each claims to be a process: names are the addresses."""
 
     opened: list[int]
+    stuck = False
 
     def __init__(self, fails: bool = False) -> None:
         self.opened, self._fails = [], fails
@@ -197,6 +214,8 @@ class Processes:
         raise AssertionError
 
     def close(self, begin: int) -> None:
+        if self.stuck:
+            raise Unavailable("CUDA IPC: close of memory failed with status 1")
         self.opened.remove(begin)
 
 
@@ -219,8 +238,31 @@ def test_windows_of_other_processes_are_mapped_once_and_unmapped_when_a_process_
     every[1] = later.announce()
     assert mine.map(every, every[0])[1] == later.memory.data_ptr()
     assert calls.opened == [later.memory.data_ptr() - 64]
-    mine.close()
+    del mine
+    gc.collect()
     assert not calls.opened
+
+
+def test_memory_that_cannot_be_unmapped_does_not_end_the_new_group() -> None:
+    calls = Processes()
+    mine, other, later = (Apart(CPU, calls) for _ in range(3))
+    every = [mine.announce(), other.announce()]
+    mine.map(every, every[0])
+    calls.stuck = True
+    every[1] = later.announce()
+    assert mine.map(every, every[0]) == [mine.memory.data_ptr(), later.memory.data_ptr()]
+
+
+def test_the_table_of_an_aborted_group_goes_to_no_other_tensor() -> None:
+    """A step or a graph may be launched after the abort: its kernels find the addresses in the table."""
+    windows = peers.Windows(CPU)
+    assert windows.table([1, 2], 1).data_ptr() == windows.table([1, 3], 2).data_ptr()
+    group = peers.PeerGroup(windows, windows.table([1, 2], 3), 0, 2)
+    there = weakref.ref(group._where[0].untyped_storage())
+    group.abort()
+    del group
+    gc.collect()
+    assert there() is not None
 
 
 def test_if_one_rank_cannot_map_the_memory_all_ranks_use_nccl(beside: None) -> None:
@@ -242,6 +284,38 @@ def test_if_one_rank_cannot_map_the_memory_all_ranks_use_nccl(beside: None) -> N
             comm.settle(30.0)
 
     assert side_by_side(2, one) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("error", [OSError("no compiler"), RuntimeError("no memory")])
+def test_if_one_rank_cannot_load_the_kernel_all_ranks_use_nccl(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trial(group: peers.PeerGroup, timeout: float) -> bool:
+        if group._where[1] == 1:
+            raise error
+        return True
+
+    monkeypatch.setattr(peers.PeerGroup, "trial", trial)
+    store = dist.HashStore()
+    met = side_by_side(2, lambda rank: peers.meet(store, rank, 2, deadline(10), peers.Windows(CPU)))
+    assert met == [None, None]
+
+
+def test_a_bad_trial_ends_before_the_other_ranks_lose_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad trial takes twice the time given: until the abort, and until the kernel has ended."""
+    times: list[float] = []
+
+    def trial(group: peers.PeerGroup, timeout: float) -> bool:
+        times.append(timeout)
+        return group._where[1] == 0
+
+    monkeypatch.setattr(peers.PeerGroup, "trial", trial)
+    store, patience = dist.HashStore(), deadline(10)
+    assert (
+        side_by_side(2, lambda rank: peers.meet(store, rank, 2, patience, peers.Windows(CPU))) == [None] * 2
+    )
+    assert len(times) == 4
+    assert all(2 * time < patience for time in times)
 
 
 # ---- two ranks on one GPU

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,11 @@ def test_which_steps_of_replicas_are_replayed(folder: Path, monkeypatch: pytest.
     )
     idle = plan_of(slot=[], start=[])
     assert [found(idle, 4) for _ in range(2)] == [None, Key(0, 1, 16, 1, 4)]
+
+    # One row is one micro-batch, and the other replicas exchange two: their collectives would not meet.
+    runner.graphs._options = replace(runner.graphs._options, micro_batches=True)  # type: ignore[union-attr]
+    halves = msgspec.structs.replace(one, micro_batches=2)
+    assert [found(halves, 8) for _ in range(3)] == [None] * 3
     engine.close()
 
 

@@ -1,8 +1,8 @@
 """The communicators of one rank, by axis.
 
-tp    the ranks of this replica, for sums of the partials of split matrices ep    all ranks of the
-expert-parallel group, which share experts dp    the ranks at the same place in every replica of the
-expert-parallel group
+tp    the ranks of this replica, for sums of the partials of split matrices
+ep    all ranks of the expert-parallel group, which share experts
+dp    the ranks at the same place in every replica of the expert-parallel group
 """
 
 from __future__ import annotations

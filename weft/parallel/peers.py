@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from weft.common.errors import Unavailable
 from weft.common.log import get_logger
 from weft.ops import triton
 from weft.parallel.cuda_memory import CudaRuntime, Runtime
+from weft.parallel.launcher import CommLost
 from weft.parallel.shared import all_publish, host_id
 
 Tensor = torch.Tensor
@@ -57,23 +59,30 @@ class _Window(msgspec.Struct, frozen=True):
 
 
 class Windows:
-    """The window of one rank, and the mapped windows of the other ranks. As old as the communicator."""
+    """The window of one rank, and the mapped windows of the other ranks.
+
+    Lives as long as the communicator. The end of the object unmaps the windows of other ranks.
+    """
 
     def __init__(self, device: torch.device, runtime: Runtime | None = None) -> None:
         """Allocate the window on ``device``. ``runtime``: calls of CUDA, for tests; None: of the library.
 
         Raises the errors of torch.
         """
-        from weft.ops.triton.peers import WINDOW
+        from weft.ops.triton.peers import MOST_RANKS, WINDOW
 
         on_gpu = device.type == "cuda"
         self.device = device
         self.memory = torch.zeros(WINDOW // 8, dtype=torch.int64, device=device)
+        self._table = torch.zeros(2 + MOST_RANKS, dtype=torch.int64, device=device)
+        """Table of the present generation. Kernels of an aborted group may still read it, so its memory
+        must not go to other tensors."""
         self.lost = torch.zeros(1, dtype=torch.int64, pin_memory=on_gpu)
         """Newest generation that has failed; written by the host and by kernels."""
         self.generation = 0
         """Last generation of this rank."""
         self._runtime = runtime
+        self._unmapping: weakref.finalize[..., Windows] | None = None
         self._mark = os.urandom(16)
         self._mapped: dict[tuple[bytes, bytes], int] = {}
         """Begin of the mapped allocations of other processes, by mark and name."""
@@ -112,30 +121,43 @@ class Windows:
                 self._mapped[key] = used[key]
             addresses.append(used[key] + window.offset)
         for key in self._mapped.keys() - used.keys():
-            self._calls().close(self._mapped.pop(key))
+            _unmap(self._calls(), self._mapped, key)
         return addresses
 
     def table(self, addresses: list[int], generation: int) -> Tensor:
         """Return the table of the kernels for a new generation, and forget the numbers of the last one.
 
-        No kernel of an earlier generation may be running on this rank.
+        The table has the same memory in all generations. No kernel of an earlier generation may be running on
+        this rank.
         """
         from weft.ops.triton.peers import PROGRAMS
 
         self.generation = generation
         self.memory[:PROGRAMS].zero_()
         numbers = [generation, self.lost.data_ptr(), *addresses]
-        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
-
-    def close(self) -> None:
-        """Unmap the windows of other ranks. No kernel may be running."""
-        while self._mapped:
-            self._calls().close(self._mapped.popitem()[1])
+        self._table[: len(numbers)].copy_(torch.tensor(numbers))
+        return self._table
 
     def _calls(self) -> Runtime:
         if self._runtime is None:
             self._runtime = CudaRuntime()
+        if self._unmapping is None:
+            self._unmapping = weakref.finalize(self, _unmap_all, self._runtime, self._mapped)
+            self._unmapping.atexit = False  # the driver frees all memory of a process that ends
         return self._runtime
+
+
+def _unmap_all(runtime: Runtime, mapped: dict[tuple[bytes, bytes], int]) -> None:
+    for key in list(mapped):
+        _unmap(runtime, mapped, key)
+
+
+def _unmap(runtime: Runtime, mapped: dict[tuple[bytes, bytes], int], key: tuple[bytes, bytes]) -> None:
+    """Unmap an allocation that no kernel uses any more. An error is logged, and no group fails."""
+    try:
+        runtime.close(mapped.pop(key))
+    except Unavailable as error:
+        log.info("memory of a rank that has ended stays mapped: %s", error.message)
 
 
 class PeerGroup:
@@ -190,7 +212,10 @@ class PeerGroup:
         return bool(self._lost[0] >= self._generation)
 
     def trial(self, timeout: float) -> bool:
-        """Return True if a sum over all ranks is right, and ready within ``timeout`` seconds."""
+        """Return True if a sum over all ranks is right, and ready within ``timeout`` seconds.
+
+        Raise CommLost if the kernel does not end, even after an abort.
+        """
         _, rank, size = self._where
         device = self._windows.device
         numbers = torch.arange(256, dtype=torch.float32)
@@ -201,8 +226,10 @@ class PeerGroup:
             until = time.monotonic() + timeout
             while not event.query():
                 if time.monotonic() > until:
+                    if self.lost:
+                        raise CommLost("a kernel that waits for other GPUs does not end after the abort")
                     self.abort()
-                    until = float("inf")  # the kernel ends now
+                    until += timeout
                 time.sleep(0.0005)
         return not self.lost and torch.equal(made.cpu(), numbers * (size * (size + 1) // 2))
 
@@ -237,17 +264,18 @@ def meet(store: Any, rank: int, size: int, timeout: float, windows: Windows | No
         addresses = windows.map(every, mine)
         # Generation 0 is lost from the beginning, so this trial waits for no rank. The trial loads the
         # kernel, because loading may wait for the end of all kernels, also of another rank in this process.
-        PeerGroup(windows, windows.table(addresses, 0), rank, size).trial(timeout)
+        PeerGroup(windows, windows.table(addresses, 0), rank, size).trial(timeout / 3)
         # Larger than every generation that any rank remembers: signals of earlier ones have no effect.
         table = windows.table(addresses, 1 + max(one.generation for one in every))
         group = PeerGroup(windows, table, rank, size)
-    except (Unavailable, RuntimeError) as error:
+    except Exception as error:  # the compiler, too, has errors of its own: the other ranks must learn of all
         log.warning("GPUs cannot read each other's memory, so NCCL does all sums: %s", str(error))
     if not agree("mapped", group is not None) or group is None:
         return None
-    works = group.trial(timeout)
+    # Ranks with a good trial wait ``timeout`` for the others: bad trials must end much earlier.
+    works = group.trial(timeout / 3)
     if not agree("works", works):
-        if works is False:
+        if not works:
             log.warning("a trial of reading the memory of other GPUs failed, so NCCL does all sums")
         return None
     return group

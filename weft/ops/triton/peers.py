@@ -7,6 +7,7 @@ A window is memory of one rank that all ranks of the group can read and write (`
 
     int64 [PROGRAMS]               numbers of the last collective, written and read by this rank alone
     int64 [PROGRAMS, MOST_RANKS]   signals of the ranks to this rank
+    int64 [SPARE]                  generation in which a kernel of this rank gave up; padding
     2 * PROGRAMS rooms             published data; a program uses both rooms in turn
 
 Program p of a rank meets the programs p of the other ranks, and no other programs. All ranks launch the same
@@ -19,8 +20,13 @@ Why two rooms suffice: a program publishes collective n + 2 after the signals of
 sends such a signal after its kernel of collective n has ended, and with it all reads of the room.
 
 A rank that waits reads the int64 ``lost``, in pinned host memory. If ``lost`` is at least the generation,
-the kernel ends at once, and its output is garbage. The host sets ``lost`` to abort. The kernel sets ``lost``
-after too many polls. In both cases the host refuses the results (``Launcher.check``).
+the kernel gives up: it ends at once, and its output is garbage. The host sets ``lost`` to abort. The kernel
+sets ``lost`` after too many polls. In both cases the host refuses the results (``Launcher.check``).
+
+INVARIANT: no rank reads data computed from garbage. The later kernels of a rank that gave up are queued
+already, or are part of a graph, and would publish such data. A peer that comes late would find their signals
+and end its step, before its own host learns of the abort. So a kernel that gives up writes its generation
+into the window of its rank, and later kernels of the generation send no signals and wait for none.
 """
 
 from __future__ import annotations
@@ -44,7 +50,9 @@ LOOK = 64
 """Polls of a signal between two reads of ``lost``, which lies behind a slower link."""
 MOST_POLLS = 1 << 30
 """Polls before a rank gives up: some minutes on a GPU. The host aborts much earlier."""
-CONTROL = 8 * PROGRAMS * (1 + MOST_RANKS)
+SPARE = 16
+"""Words behind the signals: the first one is in use, and the rooms stay aligned."""
+CONTROL = 8 * (PROGRAMS * (1 + MOST_RANKS) + SPARE)
 """Bytes in front of the rooms."""
 WINDOW = CONTROL + 2 * PROGRAMS * ROOM
 """Bytes of a window."""
@@ -54,20 +62,30 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit
-def _await(signal_ptr, wanted, lost_ptr, generation, LOOK: tl.constexpr, MOST_POLLS: tl.constexpr):
-    """Wait until the signal is at least ``wanted``, or until the generation is lost."""
+def _changing(ptr):
+    """Return an int64 [128] that may change now. Branch on the maximum, which is the same in all threads.
+
+    All threads of a program must branch alike, and a scalar load may give each thread another value.
+    """
+    return tl.load(ptr + tl.zeros([128], dtype=tl.int32), volatile=True)
+
+
+@triton.jit
+def _await(
+    signal_ptr, wanted, lost_ptr, gave_up_ptr, generation, LOOK: tl.constexpr, MOST_POLLS: tl.constexpr
+):
+    """Wait until the signal is at least ``wanted``, or give up when the generation is lost."""
     seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
     polls = tl.zeros([], dtype=tl.int64)
     while seen < wanted:
         seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
         polls += 1
         if polls % LOOK == 0:
-            # All threads must leave the loop together. The maximum is the same in all threads.
-            lost = tl.max(tl.load(lost_ptr + tl.zeros([128], dtype=tl.int32), volatile=True), 0)
-            if lost >= generation:
-                seen = wanted
-            elif polls >= MOST_POLLS:
+            late = polls >= MOST_POLLS
+            if late:
                 tl.store(lost_ptr, generation)
+            if late | (tl.max(_changing(lost_ptr), 0) >= generation):
+                tl.store(gave_up_ptr, generation)
                 seen = wanted
 
 
@@ -86,6 +104,7 @@ def _meet(
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
     MOST_RANKS: tl.constexpr,
+    CONTROL: tl.constexpr,
     ROOM: tl.constexpr,
     SHIFT: tl.constexpr,
     LOOK: tl.constexpr,
@@ -98,6 +117,7 @@ def _meet(
     """
     word = tl.pointer_type(tl.int64)
     program = tl.program_id(0)
+    wide = tl.cast(count, tl.int64)  # a cast: Triton passes a count of 1 as a constant
     begin = program.to(tl.int64) * share
     end = tl.minimum(begin + share, count)
     generation = tl.load(table_ptr)
@@ -106,13 +126,14 @@ def _meet(
     number_ptr = own.to(word) + program
     number = tl.load(number_ptr) + 1
     signal = (generation << SHIFT) | number
-    control: tl.constexpr = 8 * PROGRAMS * (1 + MOST_RANKS)
-    room = control + ((number % 2) * PROGRAMS + program) * ROOM
+    gave_up_ptr = own.to(word) + PROGRAMS * (1 + MOST_RANKS)
+    gave_up = _changing(gave_up_ptr)  # of earlier kernels, or of another program of this kernel
+    room = CONTROL + ((number % 2) * PROGRAMS + program) * ROOM
 
     # Publish. The room has the parts one behind another, with ``share`` elements each.
     room_ptr = (own + room).to(x_ptr.dtype)
     for part in tl.static_range(PARTS):
-        from_ptr = x_ptr + count.to(tl.int64) * part
+        from_ptr = x_ptr + wide * part
         to_ptr = tl.multiple_of(room_ptr + share * part - begin, 16)
         for at in range(begin, end, BLOCK):
             places = at + tl.arange(0, BLOCK)
@@ -120,12 +141,13 @@ def _meet(
 
     # The barrier orders the stores of all threads before the release of one thread.
     tl.debug_barrier()
-    for peer in tl.static_range(SIZE):
-        signals = tl.load(table_ptr + 2 + peer).to(word) + PROGRAMS
-        tl.atomic_xchg(signals + program * MOST_RANKS + rank, signal, sem="release", scope="sys")
-    signals = own.to(word) + PROGRAMS + program * MOST_RANKS
-    for peer in tl.static_range(SIZE):
-        _await(signals + peer, signal, lost_ptr, generation, LOOK, MOST_POLLS)
+    if tl.max(gave_up, 0) < generation:
+        for peer in tl.static_range(SIZE):
+            signals = tl.load(table_ptr + 2 + peer).to(word) + PROGRAMS
+            tl.atomic_xchg(signals + program * MOST_RANKS + rank, signal, sem="release", scope="sys")
+        signals = own.to(word) + PROGRAMS + program * MOST_RANKS
+        for peer in tl.static_range(SIZE):
+            _await(signals + peer, signal, lost_ptr, gave_up_ptr, generation, LOOK, MOST_POLLS)
     tl.debug_barrier()
     tl.store(number_ptr, number)
 
@@ -143,7 +165,7 @@ def _meet(
                 # The first addend is taken as it is: 0 + -0 is 0.
                 total = read.to(WIDE) if peer == 0 else total + read.to(WIDE)
             else:
-                tl.store(out_ptr + count.to(tl.int64) * peer + places, read, mask=live)
+                tl.store(out_ptr + wide * peer + places, read, mask=live)
         if ADD:
             tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=live)
 
@@ -210,6 +232,7 @@ def _launch(
         BLOCK=step,
         PROGRAMS=PROGRAMS,
         MOST_RANKS=MOST_RANKS,
+        CONTROL=CONTROL,
         ROOM=ROOM,
         SHIFT=SHIFT,
         LOOK=LOOK,

@@ -406,7 +406,8 @@ class DecodeGraphs:
         bucket = _bucket(self._rows, rows.rows) if rows.rows else 0
         ends = (draws or self._flagged) and each == 1 and bool(bucket) and self._end is not None
         key = Key(bucket, each, _bucket(self._contexts, longest), plan.micro_batches, padded, ends, adapts)
-        if plan.micro_batches > 1 and not self._options.micro_batches:
+        # Replicas compute equally many micro-batches, also with fewer rows: an empty one cannot be captured.
+        if plan.micro_batches > 1 and (padded or not self._options.micro_batches):
             return None
         if not self._options.lazy:
             return key
