@@ -65,7 +65,7 @@ def open_tier(
     if weights is not None:
         weights.start()
         cancel, opener = weights.stop, partial(_open_stores, config, names, weights)
-    blocks = [pool.num_blocks for pool in runner.kv.pools]
+    blocks = [pool.num_blocks for pool in runner.kv.pools] if device.type == "cpu" else []
     return RankTier(
         copies, opener, runner.behind_steps, leads=number == 0, cancel=cancel, host=host, blocks=blocks
     )
