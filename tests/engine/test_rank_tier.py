@@ -20,7 +20,7 @@ from tests.scheduler.tier_rig import TierRig
 from tests.store.stores import open_store
 from weft.common.clock import VirtualClock
 from weft.common.errors import ConfigError, EngineDead
-from weft.engine.tiers import engine_tier, rank_tier
+from weft.engine.tiers import engine_tier, open_tier, rank_tier
 from weft.engine.tiers.block_copies import _POPULATE_WRITE, BlockCopies
 from weft.engine.tiers.engine_tier import EngineTier
 from weft.engine.tiers.group_tier import GroupTier
@@ -376,10 +376,10 @@ def with_records(folder: Path, count: int) -> Path:
 
 
 def test_an_idle_tier_prepares_memory_for_the_blocks_of_the_store(tmp_path: Path) -> None:
-    """At most half of each pool, a few blocks per turn, commands first. The turns do not look at the folder
+    """A few blocks per turn, commands first. The turns do not look at the folder
     each time."""
     copies, store = Pages(), open_store(with_records(tmp_path, 11))
-    tier = tier_of(lambda: store, copies=copies, start=False, blocks=[100, 12])
+    tier = tier_of(lambda: store, copies=copies, start=False, blocks=[50, 6])
     tier.stores, scans = [store], list[int]()
     store.scan = lambda: scans.append(1)  # type: ignore[method-assign]
     tier._prepared = tier._prepare()
@@ -395,6 +395,15 @@ def test_an_idle_tier_prepares_memory_for_the_blocks_of_the_store(tmp_path: Path
     assert len(copies.prepared) == 5
     assert scans
     tier.close()
+
+
+def test_prepared_memory_is_at_most_half_of_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, runner = (type("Any", (), {})() for _ in range(2))
+    config.ranks_beside = 2
+    runner.kv = kv_config(blocks=64, window=8, window_blocks=20)
+    monkeypatch.setattr(open_tier, "available_memory", lambda: 4 * 1000)
+    found = [open_tier._blocks_to_prepare(config, runner, nbytes) for nbytes in ([1, 1], [10, 100], [100, 0])]
+    assert found == [[32, 10], [32, 6], [10, 0]]
 
 
 def test_a_sleep_ends_the_preparation(tmp_path: Path) -> None:

@@ -57,8 +57,6 @@ _TURN_S = 1.0
 _MOST_CHANGES, _SOON_S = 4096, 0.05
 """New blocks of a level that one report has: 5 ms of the step loop; seconds until the next report."""
 _END_S = 5.0
-PREPARED = 0.5
-"""Maximum share of each pool in memory before the first use, if the store has so many blocks."""
 _PREPARED_AT_ONCE = 4
 _FAILED = {
     RecordCorrupt: BlockOutcome.CORRUPT,
@@ -95,8 +93,8 @@ class RankTier:
         """``open_stores``: called on the thread, returns the stores, the quickest first. The call may take
         long and may raise ConfigError. ``behind_steps``: see ``Runner.behind_steps``. ``leads``: True for the
         rank of the engine process, which reports changes of the levels. ``cancel``: called by ``close``, ends
-        a long ``open_stores`` early. ``host``: the level in host memory before the stores. ``blocks``: number
-        of blocks of each KV cache group with memory to prepare for loads."""
+        a long ``open_stores`` early. ``host``: the level in host memory before the stores. ``blocks``: the
+        maximum number of blocks of each KV cache group with memory to prepare for loads."""
         self._cancel = cancel
         self._copies, self._open, self._behind, self._leads = copies, open_stores, behind_steps, leads
         self._reports = ReportQueue[TierReport]()
@@ -295,7 +293,7 @@ class RankTier:
         stored = sum(store.stats().records for store in self.stores)
         for kind, blocks in enumerate(self._blocks):
             # A pool without history gives its first blocks first.
-            most = min(stored, int(PREPARED * blocks))
+            most = min(stored, blocks)
             for first in range(1, most + 1, _PREPARED_AT_ONCE):
                 if not self._prepares:
                     return
