@@ -156,3 +156,27 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         llm.sleep(level=2)
         llm.wake_up()
         assert outputs(llm) == after != before
+        # A trainer of a model with towers names the same matrices below another prefix.
+        llm.update_weights(files.old)
+        numbers = files.numbers.items()
+        llm.update_weights((name.replace("model.", "model.language_model."), one) for name, one in numbers)
+        assert outputs(llm) == after
+
+
+@pytest.mark.slow
+def test_experts_in_one_tensor_are_refused_by_name(tmp_path: Path) -> None:
+    """The file has a type for each expert."""
+    files = Files(tmp_path, "qwen3 moe", "Q4_K")
+    numbers = dict(files.numbers)
+    for layer in {name.partition(".experts.")[0] for name in numbers if ".experts." in name}:
+        parts = {
+            role: torch.stack([numbers.pop(f"{layer}.experts.{n}.{role}_proj.weight") for n in range(4)])
+            for role in ("gate", "up", "down")
+        }
+        numbers[f"{layer}.experts.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], dim=1)
+        numbers[f"{layer}.experts.down_proj"] = parts["down"]
+    with LLM(str(files.old), **SETTINGS, dtype="float32") as llm:
+        before = outputs(llm)
+        with pytest.raises(InvalidRequest, match=r"gate_up_proj can't be rounded .* send .*gate_proj"):
+            llm.update_weights(numbers.items())
+        assert outputs(llm) == before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 import time
 from collections.abc import Callable
@@ -10,18 +12,21 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
+from tests.disagg.protocol.memory import KINDS, Group
 from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.tier_rig import TierRig
 from tests.store.stores import open_store
 from weft.common.clock import VirtualClock
 from weft.common.errors import ConfigError, EngineDead
-from weft.engine.tiers import engine_tier, rank_tier
-from weft.engine.tiers.block_copies import BlockCopies
+from weft.engine.tiers import engine_tier, open_tier, rank_tier
+from weft.engine.tiers.block_copies import _POPULATE_WRITE, BlockCopies
 from weft.engine.tiers.engine_tier import EngineTier
 from weft.engine.tiers.group_tier import GroupTier
 from weft.engine.tiers.open_tier import stores_that_open
 from weft.engine.tiers.rank_tier import RankTier
+from weft.ops.mapped import advise
 from weft.store.errors import RecordError
 from weft.store.host import HostLevel
 from weft.store.records import Owner, RecordBuffer, RecordId
@@ -75,6 +80,10 @@ class Pages(OneByte):
     def __init__(self, *, writes: bool = True) -> None:
         self._writes = writes
         self.filled: dict[int, int] = {}
+        self.prepared: list[tuple[int, int, int]] = []
+
+    def prepare(self, kind: int, first: int, last: int) -> None:
+        self.prepared.append((kind, first, last))
 
     def writes(self, kind: int) -> bool:
         return self._writes
@@ -355,3 +364,102 @@ def test_commands_without_end_do_not_hide_other_processes(
     assert any(isinstance(one, StoreChanged) for one in second.take())
     first.close()
     second.close()
+
+
+def with_records(folder: Path, count: int) -> Path:
+    """Return ``folder`` with a store of ``count`` records."""
+    tier = by_hand(Pages(), [open_store(folder)])
+    assert set(outcomes(tier, copy_of(1, False, blocks(count)))) == {BlockOutcome.DONE}
+    tier.close()
+    tier.stores[0].close()
+    return folder
+
+
+def test_an_idle_tier_prepares_memory_for_the_blocks_of_the_store(tmp_path: Path) -> None:
+    """A few blocks per turn, commands first. The turns do not look at the folder
+    each time."""
+    copies, store = Pages(), open_store(with_records(tmp_path, 11))
+    tier = tier_of(lambda: store, copies=copies, start=False, blocks=[50, 6])
+    tier.stores, scans = [store], list[int]()
+    store.scan = lambda: scans.append(1)  # type: ignore[method-assign]
+    tier._prepared = tier._prepare()
+    tier.turn(30.0)
+    assert copies.prepared == [(0, 1, 4)]
+    assert outcomes(tier, copy_of(1, True, blocks(2))) == 2 * [BlockOutcome.DONE]
+    assert len(copies.prepared) == 2
+    for _ in range(3):
+        tier.turn(30.0)
+    assert copies.prepared == [(0, 1, 4), (0, 5, 8), (0, 9, 11), (1, 1, 4), (1, 5, 6)]
+    assert not scans
+    tier.turn(0.0)
+    assert len(copies.prepared) == 5
+    assert scans
+    tier.close()
+
+
+def test_prepared_memory_is_at_most_half_of_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, runner = (type("Any", (), {})() for _ in range(2))
+    config.ranks_beside = 2
+    runner.kv = kv_config(blocks=64, window=8, window_blocks=20)
+    monkeypatch.setattr(open_tier, "available_memory", lambda: 4 * 1000)
+    found = [open_tier._blocks_to_prepare(config, runner, nbytes) for nbytes in ([1, 1], [10, 100], [100, 0])]
+    assert found == [[32, 10], [32, 6], [10, 0]]
+
+
+def test_a_sleep_ends_the_preparation(tmp_path: Path) -> None:
+    """The memory that the sleep gives back must stay with the system. Also before the store is open."""
+    copies, ready = Pages(), threading.Event()
+
+    def slowly() -> SegmentStore:
+        ready.wait()
+        return open_store(with_records(tmp_path, 11))
+
+    tier = tier_of(slowly, copies=copies, blocks=[100])
+    try:
+        tier.stop_preparing()
+        ready.set()
+        assert tier.wait(30)
+        tier.put(copy_of(1, True, blocks(1)))
+        until(lambda: [one for one in tier.take() if isinstance(one, BlocksCopied)])
+        assert copies.filled
+        assert not copies.prepared
+    finally:
+        ready.set()
+        tier.close()
+
+
+def resident(memory: torch.Tensor) -> list[bool]:
+    """Return True for each page of ``memory`` that has memory of the system."""
+    pages = (ctypes.c_ubyte * (memory.nbytes // mmap.PAGESIZE))()
+    call = ctypes.CDLL(None).mincore
+    assert call(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), pages) == 0
+    return [bool(page & 1) for page in pages]
+
+
+def test_prepared_blocks_have_memory_and_keep_their_contents() -> None:
+    group = Group([KINDS["full"], KINDS["latent"]], 2, 1024, 12)
+    maps, regions = list[mmap.mmap](), list[torch.Tensor]()
+    for layout in group.layouts:
+        maps.append(mmap.mmap(-1, -(-layout.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE))
+        maps[-1].madvise(mmap.MADV_NOHUGEPAGE)
+        regions.append(torch.frombuffer(maps[-1], dtype=torch.uint8))
+    if not advise(regions[0].data_ptr(), regions[0].data_ptr() + 1, _POPULATE_WRITE):
+        pytest.skip("this kernel prepares no memory")
+    copies = BlockCopies(regions, group.dims, 1)
+    buffer = RecordBuffer(copies.most_bytes)
+    record = copies.record(0, bytes(16))
+    payload = np.random.default_rng(0).integers(0, 256, copies.own_bytes[0], np.uint8)
+    copies.into(record, 3, payload)
+    copies.settle()
+    before = [sum(resident(region)) for region in regions]
+    copies.prepare(0, 2, 5)
+    taken = [sum(resident(region)) - had for region, had in zip(regions, before, strict=True)]
+    first = len(group.tensors(KINDS["full"]))
+    assert not any(taken[first:])
+    # 3 of 13 blocks, because block 3 had memory before; a few pages have bytes of two blocks.
+    for region, pages in zip(regions[:first], taken[:first], strict=True):
+        assert 0 <= pages - 3 * region.nbytes // 13 // mmap.PAGESIZE <= 8
+    assert copies.out(0, 3, buffer) == len(payload)
+    assert np.array_equal(buffer.payload[: len(payload)], payload)
+    copies.prepare(0, 12, 12)  # the last block
+    copies.close()

@@ -10,8 +10,11 @@ from tests.scheduler.fake_runner import VOCAB, kv_config, submit
 from tests.scheduler.harness import Rig
 from tests.scheduler.test_fairness import LONG, admissions, running
 from tests.support.slow import mostly_slow
+from weft.scheduler.planner import SIDE_BYTES
 from weft.scheduler.policy import queue as queue_module
 from weft.scheduler.policy.batch_rows import EVERY
+from weft.scheduler.scheduler import Scheduler
+from weft.scheduler.sequence import Sequence
 from weft.types.priority import BATCH_PRIORITY
 
 
@@ -103,6 +106,30 @@ def test_a_step_with_an_online_prompt_has_no_rows_of_batches() -> None:
     rows = [len(plan.decode.slot) for plan in rig.plans[began:]]
     assert rows == [*[0] * (EVERY - 1), 2] * 2
     assert all(len(plan.prefill.slot) for plan in rig.plans[began:])
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+
+
+def test_a_batch_does_not_pause_while_an_online_prompt_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch has the memory beside KV that the prompt needs, so a pause would only delay the prompt."""
+    set_cost = Scheduler._count_cost
+
+    def costly(self: Scheduler, sequence: Sequence) -> None:
+        set_cost(self, sequence)
+        sequence.side_bytes = SIDE_BYTES if sequence.id in (2, 100) else 0
+
+    monkeypatch.setattr(Scheduler, "_count_cost", costly)
+    rig = Rig(kv_config(slots=8, max_model_len=100, blocks=200), 1, max_num_seqs=4)
+    rig.submit(submit(100, [5], max_tokens=30, priority=BATCH_PRIORITY, owner=5))
+    rig.submit(submit(1, [1], max_tokens=80))
+    for _ in range(3):
+        rig.step()
+    rig.submit(submit(2, [2], max_tokens=2))
+    began = len(rig.plans)
+    while not rig.told[2].tokens:
+        rig.step()
+    assert 20 < len(rig.plans) - began < 35
     rig.drain()
     rig.check_told()
     rig.check_idle()

@@ -25,6 +25,7 @@ from weft.common.progress import progress_bar
 from weft.config.families.facts import Facts, read_json
 from weft.config.families.weight_files import weight_files
 from weft.config.spec import ModelSpec
+from weft.gguf.checkpoint_folder import gguf_files
 from weft.layers.build import AdapterOptions, Build, ExpertOptions
 from weft.layers.pending_codes import Notes, Weight, has_pending_codes
 from weft.layers.shard import cut
@@ -189,9 +190,11 @@ def _filled(
     parameters see ``load_model``.
     """
     partial = load_format == "partial"
+    weights = add_score(WEIGHTS.get(spec.family)(spec), spec)
     types = types_to_keep(folder, files)
     files = weight_files(Path(folder), load_format) if files is None else files
-    weights = add_score(WEIGHTS.get(spec.family)(spec), spec)
+    if types:
+        types = _types_by_name(types, weights, gguf_files(Path(folder)), files)
     layers = _saved_layers(Path(folder), spec)
     blocks = model.device.type == "cpu"
     return fill(
@@ -206,6 +209,20 @@ def _filled(
         changed=changed,
         types=types,
     )
+
+
+def _types_by_name(
+    types: Mapping[str, CodedType], weights: WeightMap, own: Sequence[Path], files: Sequence[Path]
+) -> dict[str, CodedType]:
+    """Return ``types`` by the names in ``files``, which may have another prefix or spelling. ``own``: the
+    files of the names in ``types``."""
+    theirs, ours = (
+        weights.published_as({name for names in _names_of(each).values() for name in names}).placements
+        for each in (files, own)
+    )
+    # Both maps have the placements of ``weights``, under other names.
+    names = {id(placed): name for name, placed in theirs.items()}
+    return {names[id(ours[name])]: coded for name, coded in types.items() if name in ours}
 
 
 def keeps_codes(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
@@ -273,6 +290,7 @@ def fill(
     types = {**types, **{name: types[one] for name, one in weights.same_as.items() if one in types}}
     owners = owners_of(model) if changed is not None and isinstance(model, nn.Module) else None
     sources = _check_names(weights, found, cut, quantized is not None, partial, owners)
+    _check_forms(weights, sources, types)
     if changed is not None and owners is not None:
         changed |= {owners[weights.placements[source.name].parameter] for source in sources}
     parameters = model.notes.weights(model.named_parameters())
@@ -353,6 +371,23 @@ def _check_names(
             f"the checkpoint's weights do not fit its config.json; {'; '.join(problems)}", param="--model"
         )
     return list(sources.values())
+
+
+def _check_forms(weights: WeightMap, sources: Sequence[TensorSource], types: Mapping[str, CodedType]) -> None:
+    """Raise ConfigError, which names a weight, for weights in another form than the weights of ``types``:
+    rounding needs the matrices of the GGUF file."""
+    present = {source.name for source in sources}
+    for forms in weights.choices:
+        kept = next((form for form in forms if any(name in types for name in form)), None)
+        if kept is None:
+            continue
+        others = [name for form in forms for name in form if name in present and name not in kept]
+        if others:
+            raise ConfigError(
+                f"{others[0]} can't be rounded to the types of the GGUF file in use: send {kept[0]} and all "
+                "weights of this form instead",
+                param="--model",
+            )
 
 
 def _without_effect(name: str, weights: WeightMap, cut_layers: range, quantized: bool) -> bool:

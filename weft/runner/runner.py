@@ -151,7 +151,10 @@ class Runner:
         ]
 
     def freeable(self) -> list[Tensor]:
-        """Return the memory of the KV cache that is worth nothing while no sequence is open."""
+        """Return the memory of the KV cache that is worth nothing while no sequence is open. The KV tier then
+        takes no memory ahead of loads."""
+        if self.tier is not None:
+            self.tier.stop_preparing()
         slots = (self._memory[n] for n, pool in enumerate(self.kv.pools) if pool.cache.kind == "state")
         return [tensor for kind in (*self.memory, *slots) for tensor in kind]
 

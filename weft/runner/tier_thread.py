@@ -27,6 +27,9 @@ class TierThread(Protocol):
     def take(self) -> Sequence[TierReport]:
         """Remove and return all reports, in order. Cheap when there are none."""
 
+    def stop_preparing(self) -> None:
+        """Take no further memory ahead of loads: the memory of the caches is given back."""
+
     def stop_all(self) -> None:
         """Drop all commands and wait until the rank touches no block of a command. Raises EngineDead after a
         time-out."""

@@ -373,8 +373,7 @@ class Planner:
         start = int(self._state.columns.num_scheduled[run.slot])
         if self.chunks is not None:
             self.chunks.took(start, end - start)
-        if sequence.key[0] >= BATCH_PRIORITY:
-            self._batches.took(end - start)
+        self._batches.took(end - start, sequence.key[0] >= BATCH_PRIORITY)
         logits, sample = sequence.prefill_logits(start, end)
         if sequence.media:
             ops = [*ops, *self._state.media.take(sequence, run.slot, start, end, builder.step)]

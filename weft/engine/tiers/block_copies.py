@@ -41,8 +41,7 @@ class BlockCopies:
         self._parts = [parts_of(dims, kind) for kind in range(len(dims.kinds))]
         self._out: dict[int, BlockSpans] = {}
         self._into: dict[tuple[int, int, int], BlockSpans] = {}
-        self._device = device or torch.device("cpu")
-        self._copies = copies_of(self._device, self.most_bytes)
+        self._copies = copies_of(device or torch.device("cpu"), self.most_bytes)
         self._scratch: torch.Tensor | None = None
 
     def pin(self, memory: np.ndarray) -> None:
@@ -102,9 +101,9 @@ class BlockCopies:
         return spans.nbytes
 
     def prepare(self, kind: int, first: int, last: int) -> None:
-        """Let the operating system supply the memory of the blocks ``first`` to ``last`` of caches on a CPU.
-        The contents stay. Steps may run meanwhile."""
-        if self._device.type != "cpu" or not self.own_bytes[kind]:
+        """Let the operating system supply the memory of the blocks ``first`` to ``last``. The caches must lie
+        on a CPU. The contents stay. Steps may run meanwhile."""
+        if not self.own_bytes[kind]:
             return
         record = self.record(kind, b"")
         spans = self._plan(kind, record.part, record.parts)

@@ -11,6 +11,7 @@ import torch
 from weft.attention.base import Backends
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
+from weft.config.devices import available_memory
 from weft.config.resolved import EngineConfig
 from weft.config.sections.tier_section import disk_folder
 from weft.config.sizing.tier import host_bytes, level_flag, tier_bytes
@@ -65,10 +66,21 @@ def open_tier(
     if weights is not None:
         weights.start()
         cancel, opener = weights.stop, partial(_open_stores, config, names, weights)
-    blocks = [pool.num_blocks for pool in runner.kv.pools]
+    blocks = _blocks_to_prepare(config, runner, copies.own_bytes) if device.type == "cpu" else []
     return RankTier(
         copies, opener, runner.behind_steps, leads=number == 0, cancel=cancel, host=host, blocks=blocks
     )
+
+
+def _blocks_to_prepare(config: EngineConfig, runner: Runner, nbytes: Sequence[int]) -> list[int]:
+    """Return the maximum number of blocks of each KV cache group with memory before the first use: half of
+    each pool, and in total half of the available memory, within cgroup limits, for all ranks here.
+    ``nbytes``: bytes of a block at the rank."""
+    room, counts = (available_memory() or 0) // (2 * config.ranks_beside), list[int]()
+    for pool, each in zip(runner.kv.pools, nbytes, strict=True):
+        counts.append(min(pool.num_blocks // 2, room // each) if each else 0)
+        room -= counts[-1] * each
+    return counts
 
 
 def _number(config: EngineConfig, rank: int) -> int:

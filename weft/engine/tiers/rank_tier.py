@@ -57,8 +57,6 @@ _TURN_S = 1.0
 _MOST_CHANGES, _SOON_S = 4096, 0.05
 """New blocks of a level that one report has: 5 ms of the step loop; seconds until the next report."""
 _END_S = 5.0
-PREPARED = 0.5
-"""Maximum share of each pool in memory before the first use, if the store has so many blocks."""
 _PREPARED_AT_ONCE = 4
 _FAILED = {
     RecordCorrupt: BlockOutcome.CORRUPT,
@@ -95,8 +93,8 @@ class RankTier:
         """``open_stores``: called on the thread, returns the stores, the quickest first. The call may take
         long and may raise ConfigError. ``behind_steps``: see ``Runner.behind_steps``. ``leads``: True for the
         rank of the engine process, which reports changes of the levels. ``cancel``: called by ``close``, ends
-        a long ``open_stores`` early. ``host``: the level in host memory before the stores. ``blocks``: number
-        of blocks of each KV cache group, whose memory may be prepared for loads."""
+        a long ``open_stores`` early. ``host``: the level in host memory before the stores. ``blocks``: the
+        maximum number of blocks of each KV cache group with memory to prepare for loads."""
         self._cancel = cancel
         self._copies, self._open, self._behind, self._leads = copies, open_stores, behind_steps, leads
         self._reports = ReportQueue[TierReport]()
@@ -120,8 +118,9 @@ class RankTier:
         self._off = set[int]()
         """Levels whose store has turned itself off."""
         self._blocks = blocks
-        self._prepared: Iterator[None] = iter(())
-        """Steps that prepare memory for loads, one for each idle turn."""
+        self._prepares = True
+        self._prepared: Iterator[bool] = iter(())
+        """Steps that prepare memory for loads, one for each turn without a command."""
         self._looked = time.monotonic()
         """Time of the last look at the folder."""
         self._late: dict[int, dict[Entry, None]] = {1 << place: {} for place in range(len(LEVELS))}
@@ -144,6 +143,9 @@ class RankTier:
 
     def take(self) -> list[TierReport]:
         return self._reports.take()
+
+    def stop_preparing(self) -> None:
+        self._prepares = False
 
     def stop_all(self) -> None:
         placed, stopped = threading.Event(), threading.Event()
@@ -250,8 +252,9 @@ class RankTier:
     def turn(self, seconds: float) -> None:
         """Carry out one command; without a command wait up to ``seconds``, then look at the folder."""
         waits = not (self._loads or self._others)
-        if waits and next(self._prepared, self) is not self:
-            seconds = 0.0  # the next step follows at once, behind commands
+        prepares = waits and next(self._prepared, False)
+        # After a step of the preparation, the next step follows at once, behind commands.
+        waits = waits and not prepares
         try:
             self._sort(self._commands.get(timeout=seconds) if waits else self._commands.get_nowait())
             while True:
@@ -272,16 +275,17 @@ class RankTier:
             self._stops.clear()
             if self._done:
                 return
-        # Commands that never end must not hide the records of other processes.
-        if idle or time.monotonic() - self._looked >= _TURN_S:
+        # Commands that never end must not hide the records of other processes. The preparation of a large
+        # pool has thousands of turns, which must not look at the folder each time.
+        if (idle and not prepares) or time.monotonic() - self._looked >= _TURN_S:
             for store in self.stores:
                 store.scan()
                 store.maintain()
             self._tell()
             self._looked = time.monotonic()
 
-    def _prepare(self) -> Iterator[None]:
-        """Prepare the memory of the blocks that the first loads will fill, step by step.
+    def _prepare(self) -> Iterator[bool]:
+        """Prepare the memory of the blocks that the first loads will fill. Yield True after each step.
 
         The first use of a page costs as much CPU time as ten copies where huge pages are rare: the system
         zeroes the page, and may have to move others. A conversation after a restart would wait for this.
@@ -289,10 +293,12 @@ class RankTier:
         stored = sum(store.stats().records for store in self.stores)
         for kind, blocks in enumerate(self._blocks):
             # A pool without history gives its first blocks first.
-            most = min(stored, int(PREPARED * blocks))
+            most = min(stored, blocks)
             for first in range(1, most + 1, _PREPARED_AT_ONCE):
+                if not self._prepares:
+                    return
                 self._copies.prepare(kind, first, min(first + _PREPARED_AT_ONCE - 1, most))
-                yield
+                yield True
 
     def _sort(self, command: TierCommand | threading.Event | None) -> None:
         if command is None:
