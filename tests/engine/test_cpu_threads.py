@@ -137,11 +137,12 @@ def test_a_changed_quota_of_a_cgroup_is_read_again(tmp_path: Path, monkeypatch: 
 @pytest.mark.real_processes
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_server_has_the_same_tokens_on_fewer_and_on_more_cores(start: Any, ranks: int) -> None:
-    """The cores of all processes of a running server change, as by a cpuset."""
+    """The cores of all processes of a running server change, as by a cpuset. With two steps in flight, a
+    thread of its own computes."""
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) < 2:
         pytest.skip("needs two cores")
-    size = ("--tensor-parallel-size", "2") if ranks == 2 else ()
+    size = ("--tensor-parallel-size", "2", "--steps-in-flight", "2") if ranks == 2 else ()
     server: Server = start("spool-text", "--port", "0", *size, omp_threads=None)
     base = server.url()
 

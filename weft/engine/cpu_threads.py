@@ -41,7 +41,8 @@ AT_IMPORT = Default(torch.get_num_threads(), allowed_cores())
 
 
 class CpuThreads:
-    """Sets the CPU threads of one rank. Use from the thread that computes: the setting is the thread's."""
+    """Sets the CPU threads of one rank. Use from the thread that launches the steps: torch's setting is the
+    thread's, and ``DeviceQueue`` hands the number to a thread of its own."""
 
     def __init__(
         self,
