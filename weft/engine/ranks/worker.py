@@ -71,8 +71,7 @@ class Worker:
     ) -> None:
         """``mesh``: closed by ``close``, as are ``runner`` and ``channel``. ``rank_timeout``: seconds, unit
         of the deadlines for a connection. ``incarnation``: identifies the engine process at the other end of
-        ``channel``. ``look``: called between frames, with True after ``_IDLE`` seconds without a step or
-        frame."""
+        ``channel``. ``look``: called between frames, with True if no frame came for ``_IDLE`` seconds."""
         self._look = look
         self.rank = rank
         self._runner = runner
@@ -118,8 +117,7 @@ class Worker:
         self._channel.send(f.encode(ready))
         while not self.stopped and not self._orphan:
             busy = self.turn(_BUSY if self._in_flight else _IDLE)
-            # A request that runs has no pause of `_IDLE` seconds between two steps.
-            self._look(not busy and not self._in_flight)
+            self._look(not busy and not self._in_flight)  # steps of a request follow within `_IDLE`
         self._leave()
 
     def join(self, channel: RankChannel, incarnation: str) -> None:
