@@ -6,6 +6,7 @@ RUNTIME := $(VENV)/.runtime
 DOCS_VENV := .venv-docs
 READY := $(VENV)/.ready
 PIP := $(BIN)/pip --disable-pip-version-check
+NO_COMPILE := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 # The CPU threads of tests: several processes with many threads each fight. Tests start hundreds of processes: none
 # compiles Weft's modules again, even where the environment keeps Python from writing what it has compiled.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
@@ -34,15 +35,16 @@ help:  ## list the targets
 setup: $(READY)  ## make .venv with pinned dependencies, those of tests included
 
 # What the server needs: half of what the tests need. pip would compile 7,000 Python modules, for 25 s of a core. The
-# server imports a fifth of them, and compiles those at its first start.
+# server imports a quarter of them, and compiles those at its first start. Where the environment forbids Python to write
+# compiled modules, every start would compile them: there, pip compiles all.
 $(RUNTIME): pyproject.toml requirements/runtime.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else "Weft needs Python 3.11 or 3.12, this is %d.%d: make PYTHON=python3.12 ..." % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned dependencies into $(VENV): about 1 GB the first time, most of it torch"
-	@bash scripts/install_torch.sh $(BIN)/python
-	$(PIP) install --no-compile -r requirements/runtime.txt
-	$(PIP) install --no-compile --quiet --no-deps --no-build-isolation --editable .
-	@echo "installed; the first start takes some seconds longer than the later ones"
+	@bash scripts/install_torch.sh $(BIN)/python $(NO_COMPILE)
+	$(PIP) install $(NO_COMPILE) -r requirements/runtime.txt
+	$(PIP) install $(NO_COMPILE) --quiet --no-deps --no-build-isolation --editable .
+	@echo "installed$(if $(NO_COMPILE),; the first start takes some seconds longer than the later ones)"
 	touch $(RUNTIME)
 
 $(READY): $(RUNTIME) requirements/lock.txt

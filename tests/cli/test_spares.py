@@ -17,6 +17,9 @@ import pytest
 from tests.support.slowness import deadline
 from weft.bench.process import ServerProcess, role_of
 from weft.bench.process_memory import tree
+from weft.cli.processes.spares import open_spares
+from weft.common.errors import ConfigError
+from weft.config.sections.front_section import FrontSection
 from weft.engine.ranks import processes
 from weft.engine.ranks.processes import ProcessCommand, Spares
 
@@ -127,7 +130,7 @@ def test_a_server_without_spare_processes_has_no_thread_for_them() -> None:
 
 
 def test_the_first_engine_is_a_process_that_was_started_before() -> None:
-    """Also without spare processes. A process that no engine needs ends with the owner."""
+    """Also without spare processes."""
     spares = Spares(0, at_once=True)
     (early,) = spares.pids
     first = spares.start(refused())
@@ -135,10 +138,21 @@ def test_the_first_engine_is_a_process_that_was_started_before() -> None:
     assert spares.start(refused()).wait(PATIENCE) == first.wait(PATIENCE) == 1
     assert not spares.pids
     spares.close()
-    unused = Spares(1, at_once=True)
-    (early,) = unused.pids
-    unused.close()
-    assert title(early) == ""
+
+
+def test_an_error_of_the_configuration_ends_the_first_process() -> None:
+    early: list[int] = []
+
+    def start() -> None:
+        with open_spares(FrontSection(), torchless=False) as spares:
+            early.extend(spares.pids)
+            raise ConfigError("wrong")
+
+    with pytest.raises(ConfigError):
+        start()
+    assert [title(pid) for pid in early] == [""], "killed and waited for"
+    with open_spares(FrontSection(), torchless=True) as spares:
+        assert not spares.pids
 
 
 @pytest.mark.slow

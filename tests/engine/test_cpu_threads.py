@@ -18,7 +18,8 @@ from tests.faults.rig import config_of
 from tests.support.processes import with_role
 from tests.support.slowness import deadline
 from weft.common.cores import cpu_quota
-from weft.engine.cpu_threads import LOOK_S, CpuThreads
+from weft.engine import cpu_threads
+from weft.engine.cpu_threads import LOOK_S, CpuThreads, Default
 
 __all__ = ["start"]
 
@@ -32,15 +33,30 @@ BODY = {
 
 
 class Host:
-    """Usable cores and time of a test, with CPU threads of torch as on a machine with ``cores`` cores."""
+    """Cores and time of a test, on which torch takes by default ``torchs`` threads (else all ``cores``)."""
 
-    def __init__(self, cores: int, monkeypatch: pytest.MonkeyPatch, threads: int = 0) -> None:
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        torch.set_num_threads(cores)
+    def __init__(
+        self,
+        cores: int,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        threads: int = 0,
+        torchs: int | None = None,
+        at_import: int | None = None,
+        omp: str = "",
+    ) -> None:
+        """``threads``: ``--threads``. ``at_import``: cores at the import of torch, if not ``cores``. ``omp``:
+        value of OMP_NUM_THREADS."""
+        before = at_import or cores
+        monkeypatch.setenv("OMP_NUM_THREADS", omp)
+        monkeypatch.setattr(cpu_threads, "AT_IMPORT", Default(torchs or before, before))
+        monkeypatch.setattr(cpu_threads, "allowed_cores", lambda: self.cores)
+        torch.set_num_threads(torchs or before)
         self.cores, self.time = cores, 0.0
         config = config_of()
         config = replace(config, runner=replace(config.runner, threads=threads))
         self.threads = CpuThreads(config, lambda: self.cores, lambda: self.time)
+        self.first = torch.get_num_threads()
 
     def look(self, cores: int, *, idle: bool, after: float = LOOK_S) -> int:
         """Let the host have ``cores`` cores, look after some seconds, and return the threads."""
@@ -76,18 +92,35 @@ def test_threads_follow_a_change_when_no_request_runs(
     assert not caplog.text
 
 
-def test_threads_of_a_flag_or_variable_stay(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_threads_of_a_flag_stay(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     host = Host(4, monkeypatch, threads=3)
     assert host.look(2, idle=True) == 3
     assert "changed from 4 to 2; --threads keeps 3 threads" in caplog.text
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    torch.set_num_threads(2)
-    limited = CpuThreads(config_of(), lambda: host.cores, lambda: host.time)
-    host.cores, host.time = 8, host.time + LOOK_S
-    limited.look(True)
-    assert torch.get_num_threads() == 2, "OMP_NUM_THREADS bounds the threads on more cores, too"
+
+
+@pytest.mark.parametrize("omp", ["4", "4,2"])
+def test_threads_follow_up_to_the_number_of_the_variable(omp: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the server started on fewer cores, for which torch chose fewer threads."""
+    host = Host(2, monkeypatch, omp=omp)
+    assert host.first == 2
+    assert host.look(8, idle=True) == 4
+    assert host.look(3, idle=True) == 3
+
+
+def test_a_spare_process_takes_the_cores_that_were_allowed_after_its_import(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = Host(8, monkeypatch, at_import=1)
+    assert host.first == 8
+    assert host.look(2, idle=True) == 2
+
+
+def test_threads_per_core_stay_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E.g. one thread per physical core, also on more cores than at the start."""
+    host = Host(4, monkeypatch, torchs=2)
+    assert host.first == 2
+    assert host.look(16, idle=True) == 8
+    assert host.look(1, idle=True) == 1
 
 
 def test_a_changed_quota_of_a_cgroup_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,11 +137,12 @@ def test_a_changed_quota_of_a_cgroup_is_read_again(tmp_path: Path, monkeypatch: 
 @pytest.mark.real_processes
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_server_has_the_same_tokens_on_fewer_and_on_more_cores(start: Any, ranks: int) -> None:
-    """The cores of all processes of a running server change, as by a cpuset."""
+    """The cores of all processes of a running server change, as by a cpuset. With two steps in flight, a
+    thread of its own computes."""
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) < 2:
         pytest.skip("needs two cores")
-    size = ("--tensor-parallel-size", "2") if ranks == 2 else ()
+    size = ("--tensor-parallel-size", "2", "--steps-in-flight", "2") if ranks == 2 else ()
     server: Server = start("spool-text", "--port", "0", *size, omp_threads=None)
     base = server.url()
 
@@ -126,9 +160,9 @@ def test_a_server_has_the_same_tokens_on_fewer_and_on_more_cores(start: Any, ran
 
     expected = ask()
     allow(allowed[:1])
-    fewer = f"changed from {len(allowed)} to 1"
+    fewer, more = f"changed from {len(allowed)} to 1: CPU", f"changed from 1 to {len(allowed)}: CPU"
     until(server, lambda: server.log.read_text().count(fewer) == ranks)
     assert ask() == expected
     allow(allowed)
-    until(server, lambda: server.log.read_text().count(f"changed from 1 to {len(allowed)}") == ranks)
+    until(server, lambda: server.log.read_text().count(more) == ranks)
     assert ask() == expected

@@ -81,6 +81,23 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         engine.channel.close()
 
 
+def test_a_worker_is_idle_when_a_wait_ends_without_a_frame(
+    start: Callable[..., tuple[Engine, Side]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPU threads change only then: between two frames a request may run."""
+    engine, _ = start("prefill")
+    engine.take()
+    idle: list[bool] = []
+    engine.worker._look = idle.append
+    monkeypatch.setattr(module, "_IDLE", 0.01)
+    engine.send(f.Form(epoch=0, store=""))
+    engine.take()
+    end = time.monotonic() + SECONDS
+    while len(idle) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert idle[:2] == [False, True]
+
+
 def test_transfers_are_begun_expected_reported_and_stopped(start: Callable[..., tuple[Engine, Side]]) -> None:
     sending, sender = start("prefill")
     receiving, receiver = start("decode")

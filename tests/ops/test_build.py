@@ -210,6 +210,23 @@ def test_make_serve_compiles_beside_the_server() -> None:
     assert serve.group(1).startswith("PYTHONDONTWRITEBYTECODE= $(BIN)/weft serve --build-ops")
 
 
+@pytest.mark.parametrize("forbidden", ["", "1"])
+def test_pip_compiles_where_python_may_not_keep_what_it_compiles(forbidden: str, tmp_path: Path) -> None:
+    """Else every start of a server would compile its modules again."""
+    shutil.copy(Path(__file__).parents[2] / "Makefile", tmp_path)
+    (tmp_path / "requirements").mkdir()
+    for name in ("pyproject.toml", "requirements/runtime.txt"):
+        (tmp_path / name).touch()
+    clean = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    clean["PYTHONDONTWRITEBYTECODE"] = forbidden
+    ran = subprocess.run(
+        ["make", "-n", "serve"], cwd=tmp_path, env=clean, capture_output=True, text=True, check=True
+    )
+    installs = [line for line in ran.stdout.splitlines() if re.search("install_torch|pip .*install", line)]
+    assert len(installs) == 3
+    assert [line for line in installs if ("--no-compile" in line) == bool(forbidden)] == []
+
+
 def test_every_target_that_runs_operations_is_checked() -> None:
     """Targets that run Python of this repository, except for GPUs, ARM, the simulator and the checks."""
     others = {

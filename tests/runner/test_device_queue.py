@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
@@ -31,6 +32,23 @@ def test_work_runs_in_order_and_errors_stay_with_their_work(threaded: bool) -> N
         result_of(futures[1], until)
     assert seen == [0, 1, 2, 3]
     queue.close()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_work_has_the_cpu_threads_of_its_caller(threaded: bool) -> None:
+    """Also after the caller has changed the number."""
+    before = torch.get_num_threads()
+    queue = DeviceQueue(threaded)
+    seen = []
+    try:
+        for threads in (2, 1, 3):
+            torch.set_num_threads(threads)
+            future = queue.submit(torch.get_num_threads)
+            seen.append(result_of(future, time.monotonic() + deadline(10)))
+    finally:
+        torch.set_num_threads(before)
+        queue.close()
+    assert seen == [2, 1, 3]
 
 
 def test_a_hung_step_is_given_up() -> None:

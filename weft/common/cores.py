@@ -13,9 +13,14 @@ _MOUNT = Path("/sys/fs/cgroup")
 
 def usable_cores() -> int:
     """Return the number of usable cores, at least 1. A quota of 1.5 cores counts as 2."""
-    cores = len(os.sched_getaffinity(0))
+    cores = allowed_cores()
     quota = cpu_quota(_MEMBERSHIP, _MOUNT)
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def allowed_cores() -> int:
+    """Return the number of cores of the calling thread's CPU affinity."""
+    return len(os.sched_getaffinity(0))
 
 
 def cpu_quota(membership: Path, mount: Path) -> float | None:

@@ -24,7 +24,7 @@ from weft.common.log import get_logger
 from weft.config.fingerprint import fingerprint, tower_fingerprint
 from weft.config.resolved import EngineConfig
 from weft.engine.adapters import EngineAdapters
-from weft.engine.cpu_threads import CpuThreads
+from weft.engine.cpu_threads import take_threads
 from weft.engine.event_sources import sources_of
 from weft.engine.expert_group import ExpertGroup
 from weft.engine.grammars import GrammarSource, ModelGrammars
@@ -351,7 +351,7 @@ class EngineCore(EngineLoop[StepHandle]):
 
 def _start_alone(config: EngineConfig, progress: bool) -> GroupExecutor:
     """Set the CPU threads of this process, start the group and return the group."""
-    CpuThreads(config)
+    take_threads(config)
     return start_executor(config, progress=progress)
 
 

@@ -62,7 +62,7 @@ def start_executor(
     """Start the group of one replica and return the group, ready for the first step.
 
     Starts the local workers, loads the local share of the model and forms an epoch. Blocks meanwhile. The
-    caller has set the CPU threads (``CpuThreads``).
+    caller has set the CPU threads (``weft.engine.cpu_threads``).
 
     ``supervised``: the workers, if the server owns the workers. Workers of an earlier engine process have
     weights already. Raises ConfigError for an unusable configuration, and GroupLost when a rank does not

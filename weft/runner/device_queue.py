@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeAlias
 
+import torch
+
 from weft.common.errors import EngineDead
 
 
@@ -45,7 +47,11 @@ Work: TypeAlias = Future[Any] | Settled
 
 class DeviceQueue:
     """Runs work in submission order. With ``threaded``, the work runs on a daemon thread: a process can exit
-    even if the work hangs."""
+    even if the work hangs.
+
+    The work computes with as many CPU threads as the caller of ``submit``. torch's setting counts for one
+    thread, so the caller's setting alone would not reach the daemon thread.
+    """
 
     def __init__(self, threaded: bool) -> None:
         """With ``threaded``, start a daemon thread that runs the submitted work in order. Otherwise
@@ -69,7 +75,8 @@ class DeviceQueue:
         if self._thread is None:
             return _carried_out(work, args)
         future: Future[Any] = Future()
-        self._work.put(lambda: _carry_out(future, work, args))
+        threads = torch.get_num_threads()
+        self._work.put(lambda: _carry_out(future, threads, work, args))
         return future
 
     def close(self, timeout: float = 10.0) -> None:
@@ -79,9 +86,12 @@ class DeviceQueue:
             self._thread.join(timeout)
 
 
-def _carry_out(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Run work and store its result or exception in the future. An interrupt is stored as EngineDead."""
+def _carry_out(future: Future[Any], threads: int, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Run work with ``threads`` CPU threads and store its result or exception in the future. An interrupt is
+    stored as EngineDead."""
     try:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
         future.set_result(work(*args))
     except Exception as error:
         future.set_exception(error)

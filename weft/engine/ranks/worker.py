@@ -71,7 +71,7 @@ class Worker:
     ) -> None:
         """``mesh``: closed by ``close``, as are ``runner`` and ``channel``. ``rank_timeout``: seconds, unit
         of the deadlines for a connection. ``incarnation``: identifies the engine process at the other end of
-        ``channel``. ``look``: called between frames, with True if no step is in flight."""
+        ``channel``. ``look``: called between frames, with True if no frame came for ``_IDLE`` seconds."""
         self._look = look
         self.rank = rank
         self._runner = runner
@@ -116,8 +116,8 @@ class Worker:
         ready = f.Ready(rank=self.rank, endpoint=self._runner.endpoint, embeddings=embeddings)
         self._channel.send(f.encode(ready))
         while not self.stopped and not self._orphan:
-            self.turn(_BUSY if self._in_flight else _IDLE)
-            self._look(not self._in_flight)
+            busy = self.turn(_BUSY if self._in_flight else _IDLE)
+            self._look(not busy and not self._in_flight)  # steps of a request follow within `_IDLE`
         self._leave()
 
     def join(self, channel: RankChannel, incarnation: str) -> None:
