@@ -37,6 +37,8 @@ MERGED = 8
 """Splits that the merge loads at a time."""
 MOST_MERGED_HEADS = 8
 """Maximum heads of a KV head whose states the last program merges: one program reads all of the states."""
+MOST_MERGED_STATES = 1024
+"""Maximum states (heads times splits) that the last program merges."""
 _LOG2E = 1.4426950408889634
 
 
