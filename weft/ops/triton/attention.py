@@ -454,13 +454,12 @@ def attend(
     """Compute attention of ``tiles`` (int64 [n]: row << 32 | first query) into ``out``.
 
     q, out: contiguous [T, heads, dim]; cache: [blocks, 2, kv_heads, block, dim] of q's dtype, or E4M3 with
-    ``scales``, float32 [blocks, 2, kv_heads, block]; offsets: int32
-    [R + 1], starts: int64 [R], table: int64 [R, W]. A tile has ``form.tile_m // group`` queries. window: 0
-    for none, negative for chunks. split: keys of a split, a multiple of ``form.tile_n``, or 0 for one piece.
-    With splits, the tiles must contain exactly the tokens [tokens[0], tokens[1]), and ``splits * split`` keys
-    must cover every row. Else ``splits`` is 1. sinks: [heads], see ``merge``. softcap: cap of scores, or 0.
-    ends: int64 [T], of the segment. counters: int32 zeros [n, kv_heads], for tiles of one query with splits:
-    the states are merged without a second kernel. The counters are zeros again afterwards.
+    ``scales``, float32 [blocks, 2, kv_heads, block]; offsets: int32 [R + 1], starts: int64 [R], table: int64
+    [R, W]. A tile has ``form.tile_m // group`` queries. window: 0 for none, negative for chunks. split: keys
+    of a split, a multiple of ``form.tile_n``, or 0 for one piece. With splits, the tiles must contain exactly
+    the tokens [tokens[0], tokens[1]), and ``splits * split`` keys must cover every row. Else ``splits`` is 1.
+    sinks: [heads], see ``merge``. softcap: cap of scores, or 0. ends: int64 [T], of the segment. counters:
+    int32 zeros [n, kv_heads] for tiles of one query with splits; merges without a second kernel, zeros after.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
