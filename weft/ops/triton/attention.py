@@ -480,24 +480,11 @@ def attend(
     tensors = (q, *states, *caches, offsets, starts, table, tiles, *optional)
     numbers = (scale * (2 / softcap if softcap else 1) * _LOG2E, table.stride(0), split, splits, begin)
     _attend[(tiles.shape[0], kv_heads, splits)](
-        *tensors,
-        *numbers,
-        **sizes,
-        WINDOW=window,
-        TILE_M=form.tile_m,
-        TILE_N=form.tile_n,
-        SPLIT=split > 0,
-        PLAIN=form.plain,
-        WIDEN=interpreting(),
-        SINKS=sinks is not None,
-        SOFTCAP=softcap * _LOG2E,
-        ENDS=ends is not None,
-        FP8=scales is not None,
-        MERGES=merges,
-        GROUP_P2=power(heads // kv_heads),
-        MERGED=MERGED,
-        num_warps=form.warps,
-        num_stages=form.stages,
-    )
+        *tensors, *numbers, **sizes,
+        WINDOW=window, TILE_M=form.tile_m, TILE_N=form.tile_n, SPLIT=split > 0, PLAIN=form.plain,
+        WIDEN=interpreting(), SINKS=sinks is not None, SOFTCAP=softcap * _LOG2E, ENDS=ends is not None,
+        FP8=scales is not None, MERGES=merges, GROUP_P2=power(heads // kv_heads), MERGED=MERGED,
+        num_warps=form.warps, num_stages=form.stages,
+    )  # fmt: skip
     if split and not merges:
         merge(target, lse, out, token_base=begin, sinks=sinks)
