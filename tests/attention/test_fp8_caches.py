@@ -124,7 +124,12 @@ def test_torch(name: str, dtype: torch.dtype, block: int, window: int) -> None:
 
 
 #: Decodes in one piece and in splits, a chunk, and rows of several queries in narrow tiles
-TRITON_ROWS = [[(70, 1), (3, 1), (300, 1)], [(5, 20), (70, 3)], [(61, 3), (0, 2)]]
+TRITON_ROWS = [
+    [(70, 1), (3, 1)],
+    [(70, 1), (3, 1), (300, 1)],
+    [(5, 20), (70, 3)],
+    [(61, 3), (0, 2)],
+]
 
 
 @runs
@@ -133,7 +138,7 @@ TRITON_ROWS = [[(70, 1), (3, 1), (300, 1)], [(5, 20), (70, 3)], [(61, 3), (0, 2)
 @mostly_slow(
     "dtype", [torch.float32, torch.bfloat16, torch.float16], [torch.bfloat16, torch.float16], ids=str
 )
-@pytest.mark.parametrize("backend", [TritonAttention, TritonInvariant])
+@mostly_slow("backend", [TritonAttention, TritonInvariant], 1)
 def test_triton(
     backend: type[TritonAttention], dtype: torch.dtype, window: int, rows: Any, monkeypatch: Any
 ) -> None:

@@ -196,7 +196,7 @@ def test_the_last_program_of_a_row_merges_with_the_same_bits(
     from weft.ops.triton import attention
 
     monkeypatch.setattr(triton_backend, "SHORT_SPLIT", 32)
-    rows = [(100, 1), (3, 1)]
+    rows = [(70, 1), (3, 1)]
     scene = moved(Scene(rows, block=16, heads=6, kv_heads=2, dim=20, dtype=torch.float32), DEVICE)
     more = torch.tensor([0.5, -1.0, 2.0, 0.0, 3.0, -2.0], device=DEVICE) if sinks else None
     made = []
@@ -215,6 +215,28 @@ def test_the_last_program_of_a_row_merges_with_the_same_bits(
         counters = prepared.cut.counters
         assert counters is None if not most else not counters.any()
     assert all(torch.equal(made[0], one) for one in made)
+
+
+@runs
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "merges"),
+    [
+        ([(99_999, 1), (0, 1)], 16, 2, True),
+        ([(99_999, 1)], 18, 2, False),  # 9 heads per KV head
+        ([(131_072, 1)], 16, 2, False),  # 129 splits of 8 heads
+        ([(131_072, 1)], 8, 2, True),
+        ([(99_999, 2), (0, 1)], 16, 2, False),
+    ],
+)
+def test_who_merges(rows: Any, heads: int, kv_heads: int, merges: bool) -> None:
+    """The last program merges few states of rows of one query."""
+    scene = Scene([(0, count) for _, count in rows], heads=heads, kv_heads=kv_heads, dtype=torch.float32)
+    starts = np.array([start for start, _ in rows], np.int32)
+    segment = replace(scene.segment, host_starts=starts)
+    cut = TritonInvariant()._cut(segment, heads, scene.spec, torch.float32)
+    counters = triton_backend._counters(segment, cut, heads, scene.spec)
+    assert (counters is not None) == merges
+    assert counters is None or (counters.shape == (len(rows), kv_heads) and not counters.any())
 
 
 @pytest.mark.gpu

@@ -91,6 +91,19 @@ def loop_of(kernel: Any) -> Counter[str]:
     return largest
 
 
+def merge_is_ordered(ptx: str) -> bool:
+    """Return True if the program that counts last sees the states of all programs (``_attend``).
+
+    All threads have stored before one of them counts. The count acquires and releases for the whole GPU. The
+    other threads wait for the count, and their loads bypass the L1 cache.
+    """
+    found = " ".join(re.findall(r"bar\.sync|st\.global|atom\.[\w.]+|ld\.global(?:\.cg)?", ptx))
+    before, _, after = found.partition(" atom.global.gpu.acq_rel.add.u32 ")
+    loads = [name for name in after.split() if name.startswith("ld.")]
+    waits = before.endswith("bar.sync") and after.startswith("bar.sync")
+    return waits and bool(loads) and set(loads) == {"ld.global.cg"}
+
+
 def _resources(kernel: Any) -> dict[str, Any]:
     """What one program takes, as the compiled binary says."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -101,7 +114,9 @@ def _resources(kernel: Any) -> dict[str, Any]:
         )
     usage = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
     assert usage is not None, said.stdout
+    merges = kernel.metadata.name == "_attend" and "atom." in kernel.asm["ptx"]
     return {
+        **({"ordered": merge_is_ordered(kernel.asm["ptx"])} if merges else {}),
         "name": kernel.metadata.name,
         "shared": kernel.metadata.shared,
         "registers": int(usage[1]),

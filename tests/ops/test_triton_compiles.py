@@ -126,3 +126,5 @@ def test_kernels_compile_and_fit(capability: int, few: bool, pytestconfig: pytes
         assert kernel["shared"] <= SHARED[capability], kernel
         assert kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, kernel
         assert not kernel["stack"], f"registers are spilled to memory: {kernel}"
+        assert kernel.get("ordered", True), f"states may be read before they are stored: {kernel}"
+    assert any("ordered" in kernel for kernel in kernels), "no decode merges its splits"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from tests.e0 import rig as e0
 from tests.rehearsal import rig, vendors
 from tests.rehearsal.rig import rehearse
 from tests.support.slow import mostly_slow
+from weft.attention.gqa import triton_backend
 from weft.engine.core import EngineCore
+from weft.ops import registry
 from weft.runner.runner import Runner
 from weft.types.plan import StepPlan
 from weft.types.sampling import TokenParams
@@ -115,6 +118,40 @@ def test_caches_in_8_bits(name: str, folder_of: Any, monkeypatch: pytest.MonkeyP
         assert {"_attend", "_qkv_rope_cache"} <= made.operators
         assert core.runner.graphs is not None
         assert core.runner.graphs.replayed > 0
+
+
+def test_tokens_over_caches_in_8_bits(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose kernels run in the interpreter gives the tokens of torch's attention. Decode steps have
+    keys in splits, which the last program merges."""
+    attention = pytest.importorskip("weft.ops.triton.attention")
+    params = TokenParams(temperature=0.9, top_k=9, max_tokens=4)
+    turns = [[e0.submit(0, [5, 6, 7] * 11, params, request=0)]]
+
+    def tokens(backend: str) -> list[int]:
+        config = rig.config_of(
+            folder_of("llama"), device="cpu", dtype="float32", kv_cache_dtype="fp8",
+            attention_backend=backend, decode_graphs=False,
+        )  # fmt: skip
+        core = EngineCore(config, progress=False)
+        made = e0.run(core, turns)
+        core.close()
+        return made[0].tokens
+
+    monkeypatch.setattr(Runner, "warm_up", lambda *_: None)
+    expected = tokens("torch")
+    launches: list[tuple[bool, bool]] = []
+    attend = attention.attend
+
+    def noted(*args: Any, **more: Any) -> None:
+        launches.append((more["scales"] is not None, more["counters"] is not None))
+        attend(*args, **more)
+
+    kernels = [one for one in registry._OPS["qkv_rope_cache_fp8"] if one.name == "triton"]
+    monkeypatch.setitem(registry._OPS, "qkv_rope_cache_fp8", [replace(kernels[0], devices=("cpu",))])
+    monkeypatch.setattr(attention, "attend", noted)
+    monkeypatch.setattr(triton_backend, "SHORT_SPLIT", 32)
+    assert tokens("triton") == expected
+    assert set(launches) == {(True, False), (True, True)}, "prompts and decode steps read codes"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])

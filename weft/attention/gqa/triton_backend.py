@@ -183,10 +183,11 @@ class TritonInvariant(TritonAttention):
 
 def _counters(segment: SegmentInput, cut: Cut, heads: int, spec: CacheSpec) -> Tensor | None:
     """Return ``Cut.counters``; None if the merge of the states is a kernel of its own."""
-    from weft.ops.triton.attention import MOST_MERGED_HEADS
+    from weft.ops.triton.attention import MOST_MERGED_HEADS, MOST_MERGED_STATES
 
+    group = heads // spec.kv_heads
     one = not segment.ragged and int(segment.host_counts.max()) == 1
-    if not cut.split or not one or heads // spec.kv_heads > MOST_MERGED_HEADS:
+    if not cut.split or not one or group > MOST_MERGED_HEADS or group * cut.splits > MOST_MERGED_STATES:
         return None
     return torch.zeros(segment.rows, spec.kv_heads, dtype=torch.int32, device=segment.starts.device)
 

@@ -37,6 +37,8 @@ MERGED = 8
 """Splits that the merge loads at a time."""
 MOST_MERGED_HEADS = 8
 """Maximum heads of a KV head whose states the last program merges: one program reads all of the states."""
+MOST_MERGED_STATES = 1024
+"""Maximum states (heads times splits) that the last program merges."""
 _LOG2E = 1.4426950408889634
 
 
@@ -452,13 +454,12 @@ def attend(
     """Compute attention of ``tiles`` (int64 [n]: row << 32 | first query) into ``out``.
 
     q, out: contiguous [T, heads, dim]; cache: [blocks, 2, kv_heads, block, dim] of q's dtype, or E4M3 with
-    ``scales``, float32 [blocks, 2, kv_heads, block]; offsets: int32
-    [R + 1], starts: int64 [R], table: int64 [R, W]. A tile has ``form.tile_m // group`` queries. window: 0
-    for none, negative for chunks. split: keys of a split, a multiple of ``form.tile_n``, or 0 for one piece.
-    With splits, the tiles must contain exactly the tokens [tokens[0], tokens[1]), and ``splits * split`` keys
-    must cover every row. Else ``splits`` is 1. sinks: [heads], see ``merge``. softcap: cap of scores, or 0.
-    ends: int64 [T], of the segment. counters: int32 zeros [n, kv_heads], for tiles of one query with splits:
-    the states are merged without a second kernel. The counters are zeros again afterwards.
+    ``scales``, float32 [blocks, 2, kv_heads, block]; offsets: int32 [R + 1], starts: int64 [R], table: int64
+    [R, W]. A tile has ``form.tile_m // group`` queries. window: 0 for none, negative for chunks. split: keys
+    of a split, a multiple of ``form.tile_n``, or 0 for one piece. With splits, the tiles must contain exactly
+    the tokens [tokens[0], tokens[1]), and ``splits * split`` keys must cover every row. Else ``splits`` is 1.
+    sinks: [heads], see ``merge``. softcap: cap of scores, or 0. ends: int64 [T], of the segment. counters:
+    int32 zeros [n, kv_heads] for tiles of one query with splits; merges without a second kernel, zeros after.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
@@ -479,24 +480,11 @@ def attend(
     tensors = (q, *states, *caches, offsets, starts, table, tiles, *optional)
     numbers = (scale * (2 / softcap if softcap else 1) * _LOG2E, table.stride(0), split, splits, begin)
     _attend[(tiles.shape[0], kv_heads, splits)](
-        *tensors,
-        *numbers,
-        **sizes,
-        WINDOW=window,
-        TILE_M=form.tile_m,
-        TILE_N=form.tile_n,
-        SPLIT=split > 0,
-        PLAIN=form.plain,
-        WIDEN=interpreting(),
-        SINKS=sinks is not None,
-        SOFTCAP=softcap * _LOG2E,
-        ENDS=ends is not None,
-        FP8=scales is not None,
-        MERGES=merges,
-        GROUP_P2=power(heads // kv_heads),
-        MERGED=MERGED,
-        num_warps=form.warps,
-        num_stages=form.stages,
-    )
+        *tensors, *numbers, **sizes,
+        WINDOW=window, TILE_M=form.tile_m, TILE_N=form.tile_n, SPLIT=split > 0, PLAIN=form.plain,
+        WIDEN=interpreting(), SINKS=sinks is not None, SOFTCAP=softcap * _LOG2E, ENDS=ends is not None,
+        FP8=scales is not None, MERGES=merges, GROUP_P2=power(heads // kv_heads), MERGED=MERGED,
+        num_warps=form.warps, num_stages=form.stages,
+    )  # fmt: skip
     if split and not merges:
         merge(target, lse, out, token_base=begin, sinks=sinks)
