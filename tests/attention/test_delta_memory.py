@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.attention.test_delta import Scene, state_cache
 from weft.attention.base import SegmentInput
+from weft.attention.delta import delta_torch
 from weft.attention.delta.delta_backend import DeltaInput
 from weft.attention.delta.delta_torch import TorchDelta
 from weft.attention.recurrent import row_groups
@@ -20,7 +21,7 @@ from weft.config.sizing.layer_elements import delta_elements
 #: (k_heads, v_heads, k_dim, v_dim, taps, rank): the last three have a decay for every key channel.
 SHAPES = [(4, 4, 64, 64, 4), (2, 6, 32, 64, 4), (2, 16, 64, 128, 4)]
 KIMI = [(4, 4, 64, 64, 4, 64), (2, 2, 128, 128, 4, 128), (8, 8, 32, 32, 3, 16)]
-LENGTHS = [[1024], [256] * 3, [64] * 16, [16] * 64, [255, *[129] * 7]]
+LENGTHS = [[1024], [256] * 3, [64] * 16, [16] * 64, [255, *[129] * 7], [65] * 15, [17] * 60]
 
 
 def peak(shape: tuple[int, ...], lengths: list[int], dtype: torch.dtype) -> tuple[int, int]:
@@ -39,6 +40,35 @@ def peak(shape: tuple[int, ...], lengths: list[int], dtype: torch.dtype) -> tupl
     spec: Any = SimpleNamespace(delta=scene.spec)
     planned = delta_elements(spec, len(qkvz), len(lengths)) * max(4, dtype.itemsize)
     return int(np.cumsum([one.nbytes() for one in events]).max()), planned
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize(("count", "n"), [(31, 65), (5, 17), (3, 600), (2, 128), (1, 70)])
+def test_chunks_are_padded_within_the_tokens_of_the_rows(
+    count: int, n: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 65 tokens would otherwise need the memory of 128 tokens each."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    q, k, v = (random(count, 2, n, 4) / 4 for _ in range(3))
+    tokens = delta_torch._DeltaTokens(q, k, v, -random(count, 2, n, 4 if rank else 1), random(count, 2, n))
+    state = random(count, 2, 4, 4)
+    padded = []
+    chunked = delta_torch._chunked
+
+    def watched(part: Any, before: torch.Tensor) -> Any:
+        padded.append(part.q.shape[0] * -(-part.q.shape[2] // 64) * 64)
+        return chunked(part, before)
+
+    monkeypatch.setattr(delta_torch, "_chunked", watched)
+    made, after = TorchDelta()._recur(tokens, state)
+    assert max(padded) <= max(256 if rank else count * n, n + 63)
+    due, last = TorchDelta()._one_by_one(tokens, state)
+    assert torch.allclose(made, due, rtol=0, atol=1e-10)
+    assert torch.allclose(after, last, rtol=0, atol=1e-10)
 
 
 CASES = [

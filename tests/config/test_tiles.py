@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests.support.pictures import data_url
 from tests.support.slow import mostly_slow
 from weft.common.errors import ConfigError, InvalidRequest
 from weft.config.families import load_spec
-from weft.config.media import MediaFacts
+from weft.config.media import MediaFacts, VideoFacts
 from weft.config.parts.tiles import TileFacts, tiling
 from weft.config.sections.media_section import MediaSection
 from weft.config.sizing.media_limits import media_limits, most_tokens
@@ -37,7 +38,7 @@ from weft.media.media_worker import answer_to
 from weft.media.pictures import Frame, Picture, Pictures, runs_of, work_of
 from weft.models.vision.base import colour_table
 from weft.text.image_tokens import expanded
-from weft.text.images import ImagePart
+from weft.text.images import ImagePart, VideoPart
 
 Json = dict[str, Any]
 SEPARATORS = ("<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>")
@@ -428,6 +429,23 @@ def test_images_of_extreme_shape_are_refused(name: str, tmp_path: Path) -> None:
     assert len(pictures.fitted(header(100_000, 300))) > 12
     with pytest.raises(InvalidRequest, match="has 1 x 200000 pixels; too long"):
         pictures.fitted(header(200_000, 1))
+
+
+def test_frames_of_videos_have_the_limits_of_images(tmp_path: Path) -> None:
+    """A frame becomes one tile, of any shape and size."""
+    media = media_of(write(tmp_path, "internvl"))
+    videos = msgspec.structs.replace(media, video=media.placeholder, frames=VideoFacts(rule="middles"))
+    pictures = Pictures(videos, MediaSection())
+    assert len(pictures.groups([header(100_000, 300)] * 2, "x")) == 2
+    with pytest.raises(InvalidRequest, match="has 1 x 200000 pixels; too long") as caught:
+        pictures.groups([header(200_000, 1)] * 2, "x")
+    assert caught.value.error_code == "image_too_large"
+    # A frame of one pixel is work of one tile.
+    limited = Pictures(videos, MediaSection(max_request_pixels=4 * 448 * 448))
+    film = VideoPart((data_url(png(1, 1)),) * 2, "x")
+    assert len(limited.measured([film] * 2, {})) == 4
+    with pytest.raises(InvalidRequest, match="--max-request-pixels"):
+        limited.measured([film] * 3, {})
 
 
 @pytest.mark.parametrize(

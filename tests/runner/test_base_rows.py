@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.loras import make_adapter
+from tests.support.slow import mostly_slow
 from weft.config.hub import bundled_models
 from weft.config.resolve import resolve
 from weft.config.sections.all import CacheSection, Config, ModelSection, RunnerSection, SchedulerSection
@@ -87,7 +88,7 @@ def steps(core: EngineCore, adapter: str = "") -> tuple[list[Counter[str]], Coun
     return operators, calls
 
 
-@pytest.mark.parametrize("dense", [False, True])
+@mostly_slow("dense", [False, True], 1)
 def test_base_rows_make_the_calls_of_a_server_without_places(dense: bool, tmp_path: Path) -> None:
     """The bundled model has experts in every layer."""
     base = make_checkpoint(tmp_path, "llama") if dense else Path(bundled_models()["spool-text"])
@@ -101,10 +102,8 @@ def test_base_rows_make_the_calls_of_a_server_without_places(dense: bool, tmp_pa
     plain.close()
     core = engine(base, make_adapter(tmp_path / "a", base))
     try:
-        for compared in (
-            2,
-            1,
-        ):  # the second time after rows with the adapter: the second step is replayed then
+        # The second time comes after rows with the adapter. Then the second step is replayed.
+        for compared in (2, 1):
             submit(core, tokens=1)
             core.step()  # takes the adapter into host memory; writes the place of a slot that had the adapter
             found, calls = steps(core)

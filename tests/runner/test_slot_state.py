@@ -74,6 +74,20 @@ def test_a_flag_of_all_slots_follows_each_slot(state: SlotState) -> None:
     assert state.adapters(np.array([0, 1])) == ()
     assert state.places[1] == -1
 
+    # One step may end a sequence with an adapter and put another one into the slot.
+    state.apply(FreeSlot(slot=1, gen=2))
+    state.apply(alloc(1, gen=3, adapter=3))
+    assert state.adapters(np.array([0, 1])) == (3,)
+    state.apply(FreeSlot(slot=1, gen=3))
+    state.apply(alloc(1, gen=4, adapter=1))
+    assert state.adapters(np.array([0, 1])) == (1,)
+    assert state.places[1] == 1
+    state.clear()
+    assert state.adapters(np.array([0, 1])) == ()
+    # The slot has the place already.
+    state.apply(alloc(1, gen=5, adapter=1))
+    assert state.adapters(np.array([1])) == (1,)
+
     params = SlotParams(2, 60, torch.device("cpu"))
     params.alloc(alloc(0))
     params.alloc(alloc(1, params=TokenParams(logprobs=2)))

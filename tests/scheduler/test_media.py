@@ -20,7 +20,8 @@ from weft.kv.embeddings import EmbeddingCache
 from weft.kv.hashing import media_keys
 from weft.scheduler import state as state_module
 from weft.scheduler.images.media_book import MediaBook
-from weft.types.media_item import MediaItem
+from weft.scheduler.images.whole_images import whole_end
+from weft.types.media_item import MediaItem, items_within
 from weft.types.messages import Submit
 from weft.types.plan import BindMedia, Encode, MoveMedia, StepPlan
 
@@ -365,6 +366,31 @@ def test_work_is_linear_in_the_images_of_a_prompt(
     # Four times as many images: two more steps of each binary search.
     assert per_image[1] < per_image[0] + 20, per_image
     assert len(victims) == 1, "victims were sorted with free blocks"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_images_of_a_stretch_are_found_at_all_edges(seed: int) -> None:
+    """Images touch each other and the ends of the prompt; stretches begin and end at and within images."""
+    rng = random.Random(seed)
+    media, end = [], 0
+    for number in range(rng.randint(0, 6)):
+        start, count = end + rng.choice([0, 0, 1, 3]), rng.choice([1, 2, 5])
+        media.append(MediaItem(key=bytes([number]) * 16, start=start, count=count, grid=(1, 2, 2)))
+        end = start + count
+    sequence: Any = SimpleNamespace(media=tuple(media))
+    every: Any = SimpleNamespace(whole=5)
+    for first in range(end + 2):
+        for last in range(first, end + 3):
+            within = [item for item in media if item.start < last and first < item.start + item.count]
+            assert list(items_within(media, first, last)) == within
+            cut = [item for item in media if item.start < last < item.start + item.count]
+            for room in (1, 5):
+                due = last
+                if cut and last > first:
+                    behind = cut[0].start + cut[0].count
+                    begun = behind if behind - first <= room else first
+                    due = cut[0].start if cut[0].start > first else begun
+                assert whole_end(sequence, first, last, room, every) == due
 
 
 def random_ask(rng: random.Random, number: int, request: int, choice: int, parts: list) -> Submit:

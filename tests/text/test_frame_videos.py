@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Fast
 from transformers import PreTrainedTokenizerFast
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.video_utils import default_sample_indices_fn
 
 from tests.config.test_tiles import png
 from tests.models.conftest import _randomize
+from tests.support.pictures import data_url
 from tests.support.slow import mostly_slow
 from tests.support.whole_image_models import CASES, PROCESSORS, inputs_of
 from tests.text.test_image_tokens import LOOP
@@ -30,8 +33,11 @@ from weft.bench.bench_tokenizer import write_tokenizer
 from weft.common.errors import ConfigError, InvalidRequest
 from weft.config.families import load_spec
 from weft.config.media import MediaFacts, VideoFacts
-from weft.text.chat import image_rules
+from weft.config.sections.media_section import MediaSection
+from weft.media.pictures import Pictures, runs_of
+from weft.text.chat import ChatFormat, image_rules
 from weft.text.chat_messages import check_messages
+from weft.text.image_tokens import expanded
 from weft.text.tokenizer import Tokenizer
 
 #: name -> (tokens: template's image, placeholder, start, end, template's video, part of a frame)
@@ -65,9 +71,8 @@ BEHIND = {"internvl": "\n", "gemma4": ""}
 SIZE = (30, 50)
 
 
-def write_folder(folder: Path, name: str, videos: bool = True) -> None:
-    """Write a model in float64 with videos, its tokenizer and its template."""
-    case, name = name, name.removesuffix("-inputs")
+def write_texts(folder: Path, name: str, case: str = "") -> Any:
+    """Write all files of a model with videos except the weights. Return the configuration, in float64."""
     write_tokenizer(folder, 400, 512)
     fast = Fast.from_file(str(folder / "tokenizer.json"))
     special = [*dict.fromkeys(KINDS[name]), "<turn>"]
@@ -75,7 +80,7 @@ def write_folder(folder: Path, name: str, videos: bool = True) -> None:
     fast.save(str(folder / "tokenizer.json"))
     shown, placeholder, start, end, video, part = KINDS[name]
     added = Tokenizer.load(folder).added
-    family, settings = CASES[case]
+    family, settings = CASES[case or name]
     ids: dict[str, Any] = {"image_token_id": added[placeholder], "video_token_id": added[part]}
     ids |= {"boi_token_id": added[start], "eoi_token_id": added[end]}
     known = {key: value for key, value in ids.items() if key in settings}
@@ -83,14 +88,29 @@ def write_folder(folder: Path, name: str, videos: bool = True) -> None:
     if name == "gemma4":
         text["vocab_size_per_layer_input"] = 416
     config = getattr(transformers, f"{family}Config")(**{**settings, **known, "text_config": text})
-    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).double()
-    _randomize(model, 4 if case != name else 3)
-    model.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[family]))
-    if videos:
-        (folder / "video_preprocessor_config.json").write_text(json.dumps(VIDEOS[name]))
+    _save_config(config, family, folder)
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(VIDEOS[name]))
     loop = LOOP.replace(*SHOWN).replace("VIDEO", video + BEHIND[name])
     (folder / "chat_template.jinja").write_text(loop % (shown + BEHIND[name]))
+    return config
+
+
+def _save_config(config: Any, family: str, folder: Path) -> None:
+    """Write config.json and the settings of the image processor."""
+    config.save_pretrained(folder)
+    made = json.loads((folder / "config.json").read_text())
+    made["architectures"] = [f"{family}ForConditionalGeneration"]
+    (folder / "config.json").write_text(json.dumps(made))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[family]))
+
+
+def write_folder(folder: Path, name: str) -> None:
+    """Write a model in float64 with videos, its tokenizer and its template."""
+    case, name = name, name.removesuffix("-inputs")
+    config = write_texts(folder, name, case)
+    model = getattr(transformers, f"{CASES[case][0]}ForConditionalGeneration")(config).double()
+    _randomize(model, 4 if case != name else 3)
+    model.save_pretrained(folder)
 
 
 def frames_of(seed: int, count: int) -> list[Image.Image]:
@@ -161,7 +181,37 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@mostly_slow("name", [*KINDS, "gemma4-inputs"], ["internvl"])
+@pytest.mark.parametrize("name", KINDS)
+def test_text_of_a_video_between_images(name: str, tmp_path: Path) -> None:
+    """A frame of InternVL has the placeholder of an image, and the text around both is written once."""
+    write_texts(tmp_path, name)
+    vision = load_spec(str(tmp_path)).vision
+    assert vision is not None
+    media = vision.media
+    rules, hidden = image_rules(media, 8)
+    chat = ChatFormat(Tokenizer.load(tmp_path, hidden), images=rules)
+    image = {"type": "image_url", "image_url": {"url": data_url(png(*SIZE, 1))}}
+    film = {"type": "video", "video": [data_url(png(*SIZE, number)) for number in (2, 3)], "fps": 0.05}
+    content = [image, {"type": "text", "text": f"What{KINDS[name][4]}"}, film, image]
+    made = chat.encode([{"role": "user", "content": content}])
+    pictures = Pictures(media, MediaSection()).measured(made.shown, {})
+    ids, _ = expanded(made.ids, media, pictures)
+    _, placeholder, start, end, *_ = KINDS[name]
+    (run, *_) = runs_of(pictures)
+    shown = start + placeholder * sum(one.count for one in run) + end + BEHIND[name]
+    video, count = text_of(name, media, [0.0, 20.0])
+    assert [one.count for one in pictures[len(run) : len(run) + 2]] == [count] * 2
+    before, after = f"<turn>user\n{shown}What", f"{video}{BEHIND[name]}{shown}"
+    # The user's own text of the token stays text.
+    fast = Fast.from_file(str(tmp_path / "tokenizer.json"))
+    first, last = (fast.encode(one, add_special_tokens=False).ids for one in (before, after))
+    assert ids[: len(first)] == first
+    assert ids[-len(last) :] == last
+    assert not set(ids[len(first) : -len(last)]) & set(media.texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*KINDS, "gemma4-inputs"])
 def test_ids_and_tokens_are_the_reference_s(name: str, tmp_path: Path) -> None:
     """Two videos with equal first frames: the second has a prefix hit, and hits of the embedding cache."""
     write_folder(tmp_path, name)
@@ -197,7 +247,7 @@ def test_ids_and_tokens_are_the_reference_s(name: str, tmp_path: Path) -> None:
 
 @mostly_slow("total", [1, 2, 3, 7, 10, 100, 1001, 40000], [10])
 def test_chosen_frames_are_the_reference_s(total: int) -> None:
-    """The formulas of the reference's processors, which need torchvision to be imported."""
+    """The processor of InternVL needs torchvision to be imported, so its formula stands here."""
     middles, starts = (VideoFacts(rule=rule, count=4) for rule in ("middles", "starts"))  # type: ignore[arg-type]
     for count in (1, 2, 3, 4, 7, 32):
         if count > total:
@@ -211,7 +261,9 @@ def test_chosen_frames_are_the_reference_s(total: int) -> None:
         assert (
             middles.chosen(total, 25.0, 64, count=count) == torch.arange(step / 2, total, step).int().tolist()
         )
-        assert starts.chosen(total, 25.0, 64, count=count) == [n * total // count for n in range(count)]
+        metadata: Any = SimpleNamespace(total_num_frames=total, fps=25.0)
+        due = default_sample_indices_fn(metadata, num_frames=count).tolist()
+        assert starts.chosen(total, 25.0, 64, count=count) == due
     # Without a number: that of the settings, within the file and the limit of the server.
     assert len(middles.chosen(total, 25.0, 64)) == min(4, total)
     assert len(middles.chosen(total, 25.0, 3)) == min(3, total)
@@ -227,6 +279,7 @@ def test_chosen_frames_are_the_reference_s(total: int) -> None:
         ("internvl", {"video_processor_type": "Other"}, "'Other' is not supported"),
         ("gemma4", {"patch_size": 8}, "patch_size is 8, but vision_config"),
         ("gemma4", {"do_sample_frames": False}, "do_sample_frames must be true"),
+        ("gemma4", {"fps": 2}, "fps is not supported"),
     ],
 )
 def test_settings_that_are_refused(name: str, changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
@@ -236,10 +289,8 @@ def test_settings_that_are_refused(name: str, changes: dict[str, Any], problem: 
         load_spec(str(settings))
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("internvl", "no supported settings"), ("gemma4", "no supported settings")]
-)
-def test_a_folder_without_video_settings(name: str, reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_a_folder_without_video_settings(name: str, tmp_path: Path) -> None:
     vision = load_spec(str(_settings_of(tmp_path, name))).vision
     assert vision is not None
     rules, _ = image_rules(vision.media, 4)
@@ -251,11 +302,7 @@ def test_a_folder_without_video_settings(name: str, reason: str, tmp_path: Path)
 def _settings_of(folder: Path, name: str) -> Path:
     """Write the settings of a model, without weights and without a video processor."""
     family, settings = CASES[name]
-    getattr(transformers, f"{family}Config")(**settings).save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = [f"{family}ForConditionalGeneration"]
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[family]))
+    _save_config(getattr(transformers, f"{family}Config")(**settings), family, folder)
     added = {
         str(number): {"content": text} for number, text in ((122, "<img>"), (123, "</img>"), (127, "<video>"))
     }

@@ -184,9 +184,10 @@ class Pictures:
                     Frame(where=part.where, header=header, url=part.file, number=number)
                     for number in part.frames
                 ]
-            fitted = [] if part.is_video else self.fitted(frames[0], part.detail)
+            fitted = self.groups(frames, part.where) if part.is_video else self.fitted(frames[0], part.detail)
             # Check the total before the next part, so that many large images stop early.
-            work += work_of(fitted) if fitted else sum(frame.header.work for frame in frames)
+            runs = [[group] for group in fitted] if part.is_video else [fitted]
+            work += sum(map(work_of, runs))
             if work > self.section.max_request_pixels:
                 raise BadMedia(
                     f"brings the images of this prompt to {work} pixels (a JPEG counts once for each scan, a "
@@ -194,7 +195,7 @@ class Pictures:
                     f"{self.section.max_request_pixels} (--max-request-pixels); send fewer or smaller images",
                     TOO_LARGE,
                 ).at(part.where)
-            found += self.groups(frames, part.where) if part.is_video else fitted
+            found += fitted
         return found
 
     def _is_missing(self, source: str, where: str, known: Mapping[str, Header]) -> bool:
@@ -243,20 +244,24 @@ class Pictures:
             found = facts.views_of(height, width)
         except InvalidRequest as error:
             raise InvalidRequest(f"{frame.where}: {error.message}", param=frame.where) from None
-        most = max(MOST_BETWEEN, self.section.max_image_pixels)
-        if height * max(view.fit.size[1] for view in found) > most:
+        self._check_between(frame, max(view.fit.size[1] for view in found))
+        return [self._picture(frame.where, (frame,), view, number) for number, view in enumerate(found)]
+
+    def _check_between(self, frame: Frame, columns: int) -> None:
+        """Raise InvalidRequest for an image of extreme shape. ``columns``: width after resizing."""
+        height, width = frame.header.shown
+        if height * columns > max(MOST_BETWEEN, self.section.max_image_pixels):
             raise BadMedia(
                 f"has {width} x {height} pixels; too long to resize; send a part of the image",
                 TOO_LARGE,
             ).at(frame.where)
-        return [self._picture(frame.where, (frame,), view, number) for number, view in enumerate(found)]
 
     def groups(self, frames: Sequence[Frame], where: str) -> list[Picture]:
         """Return the frame groups of a video, fitted to the model's sizes. The last group may have fewer
         frames.
 
         Raises InvalidRequest for a model without videos, for frames of different sizes, and for sizes
-        outside the model's limits.
+        outside the limits of the model or the server.
         """
         video, size = self.facts.frames, self.facts.temporal
         if video is None:
@@ -276,6 +281,7 @@ class Pictures:
             fit = self.facts.video_grid_of(video, len(frames), height, width)
         except InvalidRequest as error:
             raise InvalidRequest(f"{where}: {error.message}", param=where) from None
+        self._check_between(frames[0], fit.size[1])
         # The last group may be shorter.
         cuts = [tuple(frames[begin : begin + size]) for begin in range(0, len(frames), size)]
         return [self._picture(where, cut, View(fit)) for cut in cuts]

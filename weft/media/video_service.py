@@ -16,7 +16,7 @@ from weft.media.media_errors import BadMedia
 from weft.media.media_items import items_of
 from weft.media.media_memory import MediaLease
 from weft.media.media_messages import DecodeVideo, MediaDone, ReadVideo, packed, video_result_of
-from weft.media.pictures import Picture, Wanted
+from weft.media.pictures import Picture, Wanted, work_of
 from weft.media.video_header import VIDEO_TOO_LARGE, BadVideo, VideoHeader
 from weft.types.media_item import MediaItem
 
@@ -64,7 +64,9 @@ class VideoService:
             target=groups[0].target,
             into=tuple(None if one is None else one.name for one in shared),
         )
-        cost = float(header.work * (numbers[-1][-1] + 1) + len(file))
+        # Frames up to the last chosen frame are decoded. A small frame may be enlarged to the model's size.
+        work = max(header.work * (numbers[-1][-1] + 1), sum(work_of([group]) for group in groups))
+        cost = float(work + len(file))
         done, rest = await self._call(where, packed(task), file, client=client, cost=cost)
         try:
             return items_of(groups, shared, done, rest)

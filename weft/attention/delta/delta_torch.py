@@ -126,7 +126,9 @@ class TorchDelta(ByRowGroups, DeltaBackend):
         n = tokens.q.shape[2]
         if n <= FEW:
             return self._one_by_one(tokens, state)
-        return (_chunked if tokens.log_decay.shape[3] == 1 else _in_parts)(tokens, state)
+        # Rows are padded to whole chunks. Parts keep the padded tokens within the tokens of the rows.
+        most = tokens.q.shape[0] * n if tokens.log_decay.shape[3] == 1 else MOST_BY_CHANNEL
+        return _in_parts(tokens, state, most)
 
     def _one_by_one(self, tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return (outputs [B, heads, n, v_dim], state after the last token).
@@ -189,16 +191,21 @@ class _DeltaRecurrence(Recurrence[_DeltaRows]):
         return self._backend.tokens(DeltaInputs(*inputs), rows, self._weights, real)
 
 
-def _in_parts(tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same as ``_chunked``, in computations of at most ``MOST_BY_CHANNEL`` tokens."""
+def _in_parts(tokens: _DeltaTokens, state: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Return the same as ``_chunked``, in computations of at most ``most`` tokens with padding.
+
+    ``most``: at least the tokens of a row, or a multiple of ``CHUNK``. A computation has one row at least.
+    """
     count, n = tokens.q.shape[0], tokens.q.shape[2]
-    together = max(1, MOST_BY_CHANNEL // -(-n // CHUNK) // CHUNK)
+    together = max(1, most // -(-n // CHUNK) // CHUNK)
+    if together >= count and n <= most:
+        return _chunked(tokens, state)
     outs, states = [], []
     for first in range(0, count, together):
         rows = slice(first, first + together)
         made, after = [], state[rows]
-        for begin in range(0, n, MOST_BY_CHANNEL):
-            out, after = _chunked(tokens.part(rows, slice(begin, begin + MOST_BY_CHANNEL)), after)
+        for begin in range(0, n, most):
+            out, after = _chunked(tokens.part(rows, slice(begin, begin + most)), after)
             made.append(out)
         outs.append(torch.cat(made, dim=2))
         states.append(after)

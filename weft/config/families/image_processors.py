@@ -119,6 +119,8 @@ def _budget_frames(read: Processor, images: MediaFacts) -> VideoFacts:
     _check_colours(read, images, read.colours((0.0,) * 3, (1.0,) * 3))
     if not read.facts.flag("do_sample_frames", True):
         raise read.fail("do_sample_frames", "must be true")
+    if read.facts.get("fps") is not None:
+        raise read.fail("fps", "is not supported: set num_frames instead")
     return VideoFacts(
         rule="starts",
         count=read.facts.integer("num_frames", 32, high=MOST_FRAMES),

@@ -74,7 +74,8 @@ def delta_elements(spec: ModelSpec, tokens: int, rows: int) -> int:
         # 256 tokens at a time (``MOST_BY_CHANNEL``). The outputs of all parts exist twice.
         total = tokens * max(convolved, kept + 2 * value) + 256 * chunked
     else:
-        total = tokens * max(convolved, kept + chunked)
+        # One row alone may be padded to a whole chunk.
+        total = tokens * max(convolved, kept + chunked) + 63 * chunked
     # Each row has a few copies of the state at a time.
     states = 4 * rows * repeated * delta.v_dim
     return total + states + recurrent_pass(spec)
