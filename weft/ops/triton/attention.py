@@ -430,6 +430,16 @@ def padded(dim: int) -> int:
     return max(16, power(dim))
 
 
+def _states(out: Tensor, tokens: int, splits: int) -> tuple[Tensor, Tensor]:
+    """Return memory for the states of ``splits`` pieces of keys, on the device of ``out`` [T, heads, dim]:
+    outputs, float32 [tokens, heads, splits, dim], and logarithms of sums, float32 [tokens, heads, splits]."""
+    shape = (tokens, out.shape[1], splits)
+    return (
+        torch.empty((*shape, out.shape[2]), dtype=torch.float32, device=out.device),
+        torch.empty(shape, dtype=torch.float32, device=out.device),
+    )
+
+
 def attend(
     q: Tensor,
     out: Tensor,
@@ -467,24 +477,19 @@ def attend(
     assert scales is not None or q.dtype == cache.dtype, "queries and cache are of one dtype"
     assert split % form.tile_n == 0, "a split is whole steps"
     assert form.tile_m >= heads // kv_heads, "a tile holds a query's heads"
-    begin, end = tokens
-    target = lse = out
-    if split:
-        target = torch.empty((end - begin, heads, splits, dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((end - begin, heads, splits), dtype=torch.float32, device=q.device)
+    target, lse = _states(out, tokens[1] - tokens[0], splits) if split else (out, out)
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "DIM": dim, "DIM_P2": padded(dim), "BLOCK": block}
     merges = split > 0 and counters is not None
     states = (target, lse, out, tiles if counters is None else counters)
     caches = (cache, q) if scales is None else (cache.view(torch.uint8), scales)
     optional = (q if sinks is None else sinks, starts if ends is None else ends)
-    tensors = (q, *states, *caches, offsets, starts, table, tiles, *optional)
-    numbers = (scale * (2 / softcap if softcap else 1) * _LOG2E, table.stride(0), split, splits, begin)
+    numbers = (scale * (2 / softcap if softcap else 1) * _LOG2E, table.stride(0), split, splits, tokens[0])
     _attend[(tiles.shape[0], kv_heads, splits)](
-        *tensors, *numbers, **sizes,
+        q, *states, *caches, offsets, starts, table, tiles, *optional, *numbers, **sizes,
         WINDOW=window, TILE_M=form.tile_m, TILE_N=form.tile_n, SPLIT=split > 0, PLAIN=form.plain,
         WIDEN=interpreting(), SINKS=sinks is not None, SOFTCAP=softcap * _LOG2E, ENDS=ends is not None,
         FP8=scales is not None, MERGES=merges, GROUP_P2=power(heads // kv_heads), MERGED=MERGED,
         num_warps=form.warps, num_stages=form.stages,
     )  # fmt: skip
     if split and not merges:
-        merge(target, lse, out, token_base=begin, sinks=sinks)
+        merge(target, lse, out, token_base=tokens[0], sinks=sinks)
