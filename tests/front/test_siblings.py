@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from weft.common.errors import Unavailable
 from weft.front.siblings import Siblings
+from weft.front.weight_routes import _carried
 
 
 async def pair(folder: Path, carry: Callable[[str], Awaitable[bytes]]) -> tuple[Siblings, Siblings]:
@@ -65,3 +68,8 @@ def test_a_call_that_fails_unexpectedly_keeps_nobody_waiting(tmp_path: Path) -> 
             await one.close()
 
     asyncio.run(run())
+
+
+def test_a_process_that_started_again_carries_out_no_call_under_its_former_name() -> None:
+    front: Any = SimpleNamespace(siblings=Siblings("0", Path(), list, lambda: "1"))
+    assert b"another API server changes the weights now" in asyncio.run(_carried(front, "start {}"))
