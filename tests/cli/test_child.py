@@ -141,9 +141,7 @@ def test_a_child_whose_parent_ended_as_it_wrote_the_settings_says_nothing(cut: i
         ("sys.stderr = None; return 3", 3, ""),  # as in a process that was started with a closed descriptor
     ],
 )
-def test_a_process_ends_without_the_teardown_of_the_interpreter(
-    ends: str, status: int, error: str
-) -> None:
+def test_a_process_ends_without_the_teardown_of_the_interpreter(ends: str, status: int, error: str) -> None:
     """The functions of ``atexit`` are called and the output is complete. No object is freed, and no thread is
     awaited."""
     program = (
