@@ -10,7 +10,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from weft.common.errors import ErrorInfo, InvalidRequest, ReportedError, Unavailable, WeftError
+from weft.common.errors import ErrorInfo, InvalidRequest, ReportedError, WeftError
 from weft.front.admin import chosen, read_body
 from weft.front.http import openapi
 from weft.front.http.answers import to_json
@@ -279,8 +279,6 @@ async def _carried(front: Front, call: str) -> bytes:
     name, _, body = call.partition(" ")
     kind, run = _CALLS[name]
     try:
-        if front.siblings is None or not front.siblings.carries:  # this process started again meanwhile
-            raise Unavailable("another API server changes the weights now; try again")
         await run(front, msgspec.json.decode(body, type=kind))
         return msgspec.json.encode(_Carried())
     except WeftError as error:
