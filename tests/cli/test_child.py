@@ -132,9 +132,16 @@ def test_a_child_whose_parent_ended_as_it_wrote_the_settings_says_nothing(cut: i
 
 
 @pytest.mark.parametrize(
-    ("ends", "status"), [("return 3", 3), ("sys.exit(4)", 4), ("raise ValueError('wrong')", 1)]
+    ("ends", "status", "error"),
+    [
+        ("return 3", 3, ""),
+        ("sys.exit(4)", 4, ""),
+        ("sys.exit('wrong')", 1, "wrong"),
+        ("raise ValueError('wrong')", 1, "ValueError: wrong"),
+        ("sys.stderr = None; return 3", 3, ""),  # as in a process that was started with a closed descriptor
+    ],
 )
-def test_a_process_ends_without_the_teardown_of_the_interpreter(ends: str, status: int) -> None:
+def test_a_process_ends_without_the_teardown_of_the_interpreter(ends: str, status: int, error: str) -> None:
     """The functions of ``atexit`` are called and the output is complete. No object is freed, and no thread is
     awaited."""
     program = (
@@ -149,4 +156,4 @@ def test_a_process_ends_without_the_teardown_of_the_interpreter(ends: str, statu
         [sys.executable, "-c", program, "one"], capture_output=True, text=True, timeout=deadline(60)
     )
     assert (done.returncode, done.stdout) == (status, "['one']\nat the exit\n")
-    assert ("ValueError: wrong" in done.stderr) == (status == 1)
+    assert done.stderr.strip().endswith(error) if error else not done.stderr

@@ -69,3 +69,18 @@ def test_a_reserved_port_is_free_for_the_api_servers_alone() -> None:
             pytest.raises(ConfigError, match="address already in use"),
         ):
             bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_ended_connections_leave_the_port_to_the_next_server(listens: bool) -> None:
+    """``listens``: False for an API server that started again, and listens once ready."""
+    with bind("127.0.0.1", 0, listens=False) as reserved:
+        port = reserved.getsockname()[1]
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        with bind("127.0.0.1", port, shared=True, listens=listens) as front:
+            front.listen()
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                front.accept()[0].close()  # the server closes first, so the system keeps the connection
+                assert client.recv(1) == b""
+    bind("127.0.0.1", port, listens=False).close()
+    bind("127.0.0.1", port).close()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,8 +18,11 @@ from tests.e0.rig import make_engine, submit
 from tests.support.checkpoints import make_checkpoint
 from tests.support.slowness import deadline
 from weft.common.shared_bytes import SharedBytes
+from weft.control.links.link import Address
+from weft.control.links.shutdown import shut_down
 from weft.engine.core import EngineCore
 from weft.engine.server.engine_server import EngineServer
+from weft.engine.server.listener import Listener
 from weft.scheduler import Scheduler
 from weft.types import messages as m
 from weft.types.media_item import MediaItem
@@ -297,6 +301,23 @@ def test_shutdown_ends_the_loop(served: Served) -> None:
     front.send(m.Shutdown())
     served.thread.join(DEADLINE)
     assert not served.thread.is_alive()
+
+
+def test_shutdown_ends_a_loop_that_reads_after_the_sender_has_closed(folder: Path, tmp_path: Path) -> None:
+    """The answer to Hello reaches nobody, so the engine forgets the sender before the next message."""
+    listener = Listener(f"ipc://{tmp_path}/head")
+    process: Any = SimpleNamespace(poll=lambda: None)
+    shut_down([Address(listener.address, process)])
+    core, _ = make_engine(folder, depth=2)
+    engine = EngineServer(core, listener)
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    try:
+        thread.join(deadline(5.0))
+        assert not thread.is_alive()
+    finally:
+        engine._protocol.stopped = True
+        thread.join(DEADLINE)
 
 
 def test_an_engine_failure_is_told_once_and_ends_the_engine(

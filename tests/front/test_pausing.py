@@ -12,14 +12,19 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.control.fleet.driver import Driver
+from tests.control.fleet.driver import PATIENCE, Driver
+from tests.releases.record import TinyEngine, submit
 from tests.support.slowness import deadline
-from weft.common.errors import DeadlineExceeded, Unavailable
+from weft.common.errors import DeadlineExceeded, EngineDead, Unavailable
 from weft.control.fleet import fleet_events as e
+from weft.control.fleet.engine_protocol import EngineProtocol
+from weft.control.fleet.fleet import Fleet
 from weft.front.lifecycle import Lifecycle, Phase
-from weft.front.requests.pausing import PauseState, Pausing
+from weft.front.requests.pausing import MEET_S, PauseState, Pausing
 from weft.front.siblings import Siblings
 from weft.store.fixed_weights import PARTS
+from weft.types import messages as m
+from weft.types.handshake import EngineIdentity
 
 ADMIN = {"authorization": "Bearer admin"}
 
@@ -145,6 +150,116 @@ def test_a_second_wake_up_reaches_an_api_server_that_was_silent(tmp_path: Path) 
         assert not second.paused
         for each in (one, other):
             await each.close()
+
+    asyncio.run(run())
+
+
+class CountingEngine(TinyEngine):
+    """Reports the live sequences."""
+
+    def stats(self) -> m.EngineStats:
+        return m.EngineStats(running=len(self.live))
+
+
+class Met:
+    """The links of one API server that runs alone, to engines without sockets."""
+
+    def __init__(self, name: str, engines: dict[str, EngineProtocol], servers: dict[bytes, Met]) -> None:
+        self.name, self.engines, self.servers = name.encode(), engines, servers
+        self.fleet = Fleet(dict.fromkeys(engines, ""), PATIENCE, front=name, joining=True, elastic=True)
+        servers[self.name] = self
+        self.silent = 0
+        """Number of calls of ``stats`` without an answer."""
+
+    @property
+    def instances(self) -> list[Any]:
+        return list(self.fleet.table.instances.values())
+
+    def connect(self) -> None:
+        for link, name in enumerate(self.engines):
+            self.feed(e.Expected(name, link, identity=EngineIdentity(name=name, model="m", start=1)))
+            self.feed(e.Linked(name, link))
+
+    def feed(self, event: e.Event) -> None:
+        for action in self.fleet.on(event, 1.0):
+            if isinstance(action, e.Send):
+                self.send(action.instance, action.message)
+
+    def send(self, engine: str, message: m.ToEngine) -> None:
+        self.deliver(engine, self.engines[engine].on(self.name, message))
+
+    def deliver(self, engine: str, messages: list[tuple[bytes, m.ToFront]]) -> None:
+        for name, message in messages:
+            other = self.servers[name]
+            other.feed(e.Received(engine, other.fleet.table.instances[engine].link, message))
+
+    def open(self, sequence: int) -> None:
+        self.feed(e.Opened((submit(sequence),)))
+
+    def places(self, sequence: int) -> list[str]:
+        return list(self.fleet.entries[sequence].places)
+
+    def evict(self, sequence: int) -> None:
+        """Let the engine give the sequence back."""
+        (place,) = self.places(sequence)
+        gone = m.TokenEvent(sequence=sequence, finish="evicted")
+        self.engines[place]._engine.finish(sequence)
+        self.deliver(place, self.engines[place].events([gone]))
+
+    def hold(self, running: bool) -> None:
+        self.feed(e.Held(running))
+
+    def release_held(self) -> None:
+        self.feed(e.Released())
+
+    def share_pause(self, pause: str) -> None:
+        self.feed(e.PauseShared(pause))
+
+    async def stats(self, timeout: float) -> None:
+        if self.silent:
+            self.silent -= 1
+            raise EngineDead("an engine did not report its counters in time")
+        for one in self.instances:
+            self.send(one.name, self.fleet.hello(one))
+
+
+def test_api_servers_that_run_alone_wait_for_sequences_at_no_engine() -> None:
+    """A begun sequence between two attempts is in no count of an engine. A silent engine is asked again."""
+
+    async def run() -> None:
+        identities = [EngineIdentity(name=name, model="m", start=1) for name in "ab"]
+        engines = {one.name: EngineProtocol(CountingEngine(), 7, identity=one) for one in identities}
+        servers: dict[bytes, Met] = {}
+        links = [Met(name, engines, servers) for name in ("x", "y")]
+        made, models = [], []
+        for one in links:
+            owner = SimpleNamespace(shared=True)
+            model: Any = SimpleNamespace(lifecycle=Lifecycle(lambda: 8), links=one, owner=owner)
+            front: Any = SimpleNamespace(model=model, lifecycle=model.lifecycle, several=None, running={})
+            made.append(Pausing(front, None))
+            models.append(model)
+            made[-1].meet()
+            one.connect()
+        first, second = made
+        links[1].open(1)
+        for _ in range(2):  # the sequence then waits 0.1 s, and the time stands still
+            links[1].evict(1)
+        assert links[1].places(1) == []
+        links[0].silent = 2
+        waiting = asyncio.create_task(first.pause("wait", 5.0))
+        await asyncio.sleep(4 * MEET_S)
+        assert models[1].lifecycle.paused
+        assert not waiting.done()
+        links[1].feed(e.Closed((1,)))
+        await waiting
+        links[1].open(2)
+        assert links[1].places(2) == []
+        await second.resume()
+        await asyncio.sleep(3 * MEET_S)
+        assert [one.paused for one in made] == [False] * 2
+        assert links[1].places(2)
+        for each in made:
+            each.close()
 
     asyncio.run(run())
 

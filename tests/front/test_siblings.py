@@ -12,10 +12,12 @@ from weft.common.errors import Unavailable
 from weft.front.siblings import Siblings
 
 
-async def pair(folder: Path, carry: Callable[[str], Awaitable[bytes]]) -> tuple[Siblings, Siblings]:
-    """Return the carrier and another API server."""
+async def pair(
+    folder: Path, carry: Callable[[str], Awaitable[bytes]], carrier: str = "0"
+) -> tuple[Siblings, Siblings]:
+    """Return the API server ``0``, which has ``carry``, and another API server."""
     names = ["0", "1"]
-    made = [Siblings(name, folder, lambda: names) for name in names]
+    made = [Siblings(name, folder, lambda: names, lambda: carrier) for name in names]
     made[0].carry = carry
     for one in made:
         await one.start(lambda: b"", lambda rid: False, lambda second: b"")
@@ -62,6 +64,20 @@ def test_a_call_that_fails_unexpectedly_keeps_nobody_waiting(tmp_path: Path) -> 
             with pytest.raises(Unavailable, match="did not answer"):
                 await other.ask_carrier(carrier.name, "bad", 60)
         for one in (carrier, other):
+            await one.close()
+
+    asyncio.run(run())
+
+
+def test_a_process_that_started_again_carries_out_no_call_under_its_former_name(tmp_path: Path) -> None:
+    async def carry(call: str) -> bytes:
+        return b"done"
+
+    async def run() -> None:
+        former, other = await pair(tmp_path, carry, carrier="1")
+        with pytest.raises(Unavailable, match="did not answer"):
+            await other.ask_carrier(former.name, "start {}", 5)
+        for one in (former, other):
             await one.close()
 
     asyncio.run(run())

@@ -128,8 +128,10 @@ def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) ->
             listener.bind(address[:2])
             if listens:
                 listener.listen(BACKLOG)
-            else:
-                # With the option, another server could listen on the port before ours do.
+            elif not shared:
+                # With the option, another server could listen on the port before ours do. An API server that
+                # listens later keeps the option: otherwise its ended connections would block the port for a
+                # minute after the end of the server.
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         except BaseException:
             listener.close()

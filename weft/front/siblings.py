@@ -81,7 +81,8 @@ class Siblings:
                     if (take_state := self.weights.get(unquote(model))) is not None:
                         writer.write(take_state(state))
                 elif what == "carry" and self.carry is not None:
-                    writer.write(await _while_open(reader, self.carry(which)))
+                    if self.carries:  # not a process that started again under the name
+                        writer.write(await _while_open(reader, self.carry(which)))
                 elif what == "leave" and self.leave is not None:
                     await self.leave(unquote(which))
                 elif what == "pause":

@@ -114,3 +114,13 @@ def test_a_refused_version_says_what_to_upgrade() -> None:
     assert why_apart((1, 1), (2, 3), "API server").endswith("versions 2 to 3: upgrade the engine")
     assert why_apart((1, 1), (2, 3), "engine").startswith("the API server speaks versions 2 to 3")
     assert why_apart((1, 1), (2, 3), "engine").endswith("versions 1 to 1: upgrade the engine")
+
+
+def test_a_process_that_starts_gets_the_latest_pause() -> None:
+    """The Hello may be older than the pause. Without another one, this API server stays behind there."""
+    one = expecting("a", "b")
+    one.on(e.PauseShared("1 x keep - - -"))
+    sent = [(action.instance, action.message.pause) for action in one.of(e.Send)]  # type: ignore[union-attr]
+    assert sent == [("a", "1 x keep - - -"), ("b", None)]
+    one.on(e.Linked("a", one.links))
+    assert [hello.pause for hello in one.sent()] == ["1 x keep - - -"]  # type: ignore[union-attr]

@@ -71,12 +71,15 @@ def end_after(run: Callable[[list[str]], int]) -> NoReturn:
         status = run(sys.argv[1:])
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        # AttributeError: None, for a process that was started with a closed descriptor.
+        with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
     os._exit(status)
 

@@ -18,7 +18,6 @@ from weft.kv.prefix_log import PrefixLog
 from weft.types import messages as m
 from weft.types.adapters import AdapterChanged
 from weft.types.handshake import IDENTITY_SINCE, EngineIdentity, why_another, why_apart
-from weft.types.tier_flush import FlushTier
 from weft.types.weights import WeightsChanged
 
 Outgoing: TypeAlias = list[tuple[bytes, m.ToFront]]
@@ -169,11 +168,14 @@ class EngineProtocol:
         """Handle a message of the connection ``front`` and return the messages to send, to any connection.
 
         May start or finish sequences in the engine, and set ``draining`` or ``stopped``. A message before
-        Hello counts in ``bad_frames``; a Submit among them is rejected.
+        Hello counts in ``bad_frames``; a Submit among them is rejected. A Shutdown needs no Hello.
         """
         if isinstance(message, m.Hello):
             return self._hello(front, message)
-        if front not in self._fronts:
+        if isinstance(message, m.Shutdown):
+            # A sender that has closed is forgotten: the answer to the Hello before could not be sent.
+            self.stopped = True
+        elif front not in self._fronts:
             self.bad_frames += 1
             if isinstance(message, m.Submit):  # the API server was dropped because it did not read
                 return self._reject(front, message, NotGreeted("Hello must be the first message"))
@@ -196,9 +198,7 @@ class EngineProtocol:
                 error = InvalidRequest("the engine takes no new weights").info()
                 return [(front, WeightsChanged(version=0, error=error))]
             self._weights.begin(message)
-        elif not isinstance(message, m.Profile | FlushTier):  # the step loop handles both
-            self.stopped = True
-        return []
+        return []  # the step loop handles Profile and FlushTier
 
     def events(self, events: Sequence[m.TokenEvent], step: int = -1) -> Outgoing:
         """Return the engine's events of ``step`` as one message to each API server, with the attempt of each

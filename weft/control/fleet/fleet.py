@@ -72,7 +72,7 @@ class Fleet:
         self._joining = joining
         self.open = OpenSequences()
         self.entries = self.open.entries  # the open sequences
-        self._pause: str | None = None  # of every ``Hello``
+        self._pause_state: str | None = None  # in every ``Hello``
         self.failure: WeftError | None = None  # no instance is left, and no process will be started again
         self.late_events = 0  # events of sequences or attempts already over
         self.failovers = 0  # sequences continued after the loss of an instance
@@ -462,13 +462,14 @@ class Fleet:
     def hello(self, instance: Instance) -> m.Hello:
         """Return the first message to an instance. Further ones ask for Welcome and heartbeat."""
         identity, versions = instance.identity, (m.OLDEST, m.VERSION)
-        pause = None if identity is None else self._pause  # the first release knows neither field
+        pause = None if identity is None else self._pause_state  # the first release knows neither field
         return m.Hello(versions=versions, front=self._front, engine=identity, pause=pause)
 
     def _share_pause(self, event: e.PauseShared) -> None:
-        self._pause = event.pause
+        self._pause_state = event.pause
         for instance in self.table.instances.values():
-            if instance.alive:
+            # A process that starts may have the Hello with the former state already.
+            if instance.listens and instance.state not in GONE:
                 self._send(instance, self.hello(instance))
 
     def _unreachable(self, event: e.Unreachable) -> None:

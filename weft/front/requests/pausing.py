@@ -115,6 +115,8 @@ class Pausing:
         self._name = secrets.token_hex(8) if siblings is None else siblings.name
         self._meets: asyncio.Task[None] | None = None
         """Takes the states of API servers that run alone (``weft front``), which meet at the engines."""
+        self._shared = PauseState()
+        """The last state that the engine processes got from here."""
         self.state = PauseState()
         if siblings is not None:
             siblings.pause = self._on_sibling
@@ -152,7 +154,7 @@ class Pausing:
             self.take()
 
     def take(self) -> None:
-        """Take the states that the engine processes know, see ``meet``."""
+        """Take the states that the engine processes know, see ``meet``, and acknowledge the newest."""
         if self._meets is None:
             return
         for instance in self._front.model.links.instances:
@@ -160,6 +162,17 @@ class Pausing:
                 # A later release may have further modes.
                 with contextlib.suppress(ValueError):
                     self._apply(PauseState.read(instance.pause))
+        self._share()
+
+    def _share(self) -> None:
+        """Send the state to the engine processes. A change of this API server leaves at once. The pause of
+        another API server is acknowledged when no sequence runs here: a begun sequence between two engine
+        processes is in no count of an engine process."""
+        own = self.state.name == self._name
+        if self._meets is None or self._shared == self.state or (self.paused and not own and self._running()):
+            return
+        self._shared = self.state
+        self._front.model.links.share_pause(self.state.text())
 
     def joined(self, model: ServedModel) -> None:
         """Apply the pause to a model that is loaded now."""
@@ -220,12 +233,12 @@ class Pausing:
         return running
 
     async def _tell_engines(self, model: ServedModel) -> int:
-        """Ask the engine processes for newer states. Return the number of other API servers that lack the
-        state, and of their sequences. Raises Unavailable for an engine process that does not answer."""
+        """Ask the engine processes for newer states. Return the number of other API servers that have not
+        acknowledged the state, of their sequences, and of silent engine processes (at most 1 is counted)."""
         try:
             await model.links.stats(ANSWER_S)
-        except EngineDead as error:
-            raise Unavailable(error.message) from None
+        except EngineDead:  # within a long step; the caller asks again
+            return 1
         self.take()
         living = [one for one in model.links.instances if one.alive]
         return sum(len(one.behind) + one.elsewhere for one in living)
@@ -252,8 +265,7 @@ class Pausing:
         if state.mode == "abort":
             for generation in list(self._front.running.values()):
                 generation.abort()
-        if self._meets is not None:  # last: from here on this API server sends no sequence
-            self._front.model.links.share_pause(state.text())
+        self._share()  # last: from here on this API server sends no new sequence
 
     def _hold(self, model: ServedModel) -> None:
         model.lifecycle.paused = True
