@@ -182,12 +182,11 @@ def _change_beside(model: TransformersModel, ids: list[int]) -> float:
     return max(_apart(one.double(), other.double(), ()) for one, other in zip(*found, strict=True))
 
 
-def _check_rows(model: TransformersModel, ids: list[int]) -> None:
-    """Raise ConfigError if rows meet outside of attention."""
+def _check_rows(model: TransformersModel, beside: float) -> None:
+    """Raise ConfigError if rows meet outside of attention. ``beside``: the result of ``_change_beside``."""
     limit = _ROW_LIMITS[model.dtype]
     if model.loops and model.dtype in (torch.bfloat16, torch.float16):
         limit = _LOOP_LIMIT
-    beside = _change_beside(model, ids)
     if not beside <= limit:
         raise _refused(
             model.spec,
@@ -220,9 +219,9 @@ def check_loaded(model: TransformersModel) -> float:
                 check.step([(other, 2)], [(pieces, 1)])
         head = drive(model.logits(torch.stack(whole.made[-1:]).to(model.dtype)))
         _try_last_rows(model, check, whole)
-        published = None
+        published, beside = None, 0.0
         if model.sums.comm.size == 1:  # code of a class may count the heads of all ranks
-            _check_rows(model, ids)
+            beside = _change_beside(model, ids)
             published = model.published_hidden(torch.tensor(ids, device=model.device)).double()
     finally:
         model.sums.alone = False
@@ -241,6 +240,7 @@ def check_loaded(model: TransformersModel) -> float:
             f"a sequence in pieces differs from the whole sequence by {found:.1e} (limit {limit:g}), so "
             "the model keeps state outside of the KV cache",
         )
+    _check_rows(model, beside)
     if published is not None:
         apart = _apart(one, published, begins)
         limit = _PUBLISHED_LIMITS[torch.bfloat16 if fp8 else model.dtype]
