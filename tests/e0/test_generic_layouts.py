@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from tests.e0.rig import make_engine, submit
+from tests.e0.rig import run as run_alone
 from tests.e0.test_loras import load as load_adapter
 from tests.support.expert_groups import Leading, Replica, run_layout
-from tests.support.generic_models import greedy, tiny_model
+from tests.support.generic_models import full_name, greedy, tiny_model
 from tests.support.loras import make_adapter, merge
 from tests.support.slow import mostly_slow
 from weft.config.adapters import read_adapter
@@ -49,7 +50,7 @@ def run(
     """Run the class ``name`` of ``folder`` on ``layout``, with one place for adapters if there are any."""
 
     def make(mesh: Mesh) -> tuple[Any, Any]:
-        spec = probe_folder(str(folder), f"{name}ForCausalLM")
+        spec = probe_folder(str(folder), full_name(name))
         places = AdapterOptions(places=1, rank=4) if adapters else None
         cpu = torch.device("cpu")
         model = load(str(folder), spec, torch.float64, cpu, progress=False, mesh=mesh, adapters=places)
@@ -83,6 +84,24 @@ def test_replicas_share_experts(name: str, tmp_path: Path) -> None:
     assert made[0].overlapped
 
 
+@mostly_slow("name", ["Bloom", "GPT2LMHeadModel", "OPT", "Mpt", "GPTNeo", "Gemma2"], ["Bloom"])
+def test_prefix_hits_preemption_and_drafts(name: str, tmp_path: Path) -> None:
+    """Chunks begin inside of the prompts, and the small cache makes sequences start again."""
+    reference = tiny_model(name)
+    reference.save_pretrained(tmp_path)
+    spec = probe_folder(str(tmp_path), full_name(name))
+    model = load(str(tmp_path), spec, torch.float64, torch.device("cpu"), progress=False)
+    drafts = SpeculationSection(speculative_method="ngram", num_speculative_tokens=2)
+    more = {"chunk": 5, "blocks": 8, "max_len": 48, "window_blocks": 64, "depth": 2, "speculation": drafts}
+    engine, _ = make_engine(tmp_path, model=model, **more)  # type: ignore[arg-type]
+    for _ in range(2):
+        answers = run_alone(engine, [submits()])
+        assert [answers[i].tokens for i in range(len(PROMPTS))] == due(reference)
+    assert engine.stats().preemptions
+    assert engine.stats().prefix_hits
+    assert sum(one.accepted + one.rejected for one in answers.values())
+
+
 def with_adapter(name: str, folder: Path, targets: str = LINEAR) -> tuple[Path, Any]:
     """Save a tiny model and a random adapter. Return the adapter and transformers' merged model."""
     import transformers
@@ -90,7 +109,7 @@ def with_adapter(name: str, folder: Path, targets: str = LINEAR) -> tuple[Path, 
     tiny_model(name).save_pretrained(folder / "base")
     adapter = make_adapter(folder / "adapter", folder / "base", targets)
     merged = merge(folder / "merged", folder / "base", adapter)
-    cls = getattr(transformers, f"{name}ForCausalLM")
+    cls = getattr(transformers, full_name(name))
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return adapter, cls.from_pretrained(merged, dtype=torch.float64, **how).eval()
 

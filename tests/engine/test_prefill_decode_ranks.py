@@ -116,12 +116,21 @@ def _until(pair: EnginePair, reached: Callable[[], bool]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
-def test_whole_attention_of_the_generic_backend(tmp_path: Path, sizes: tuple[int, int]) -> None:
-    """Two ranks have whole attention modules (OLMo 2), and each rank has the KV heads of its part. The second
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("Olmo2", (2, 1)),
+        ("Olmo2", (1, 2)),
+        ("Bloom", (2, 1)),
+        ("GPT2LMHeadModel", (1, 2)),
+        ("OPT", (1, 1)),
+    ],
+)
+def test_whole_attention_of_the_generic_backend(tmp_path: Path, name: str, sizes: tuple[int, int]) -> None:
+    """Two ranks may have whole attention modules, and each rank has the KV heads of its part. The second
     round finds prefixes."""
-    tiny_model("Olmo2").save_pretrained(tmp_path / "olmo2")
-    more = {"model": str(tmp_path / "olmo2"), "model_impl": "transformers", "load_format": "auto", **CHUNKS}
+    tiny_model(name).save_pretrained(tmp_path / name)
+    more = {"model": str(tmp_path / name), "model_impl": "transformers", "load_format": "auto", **CHUNKS}
     expected = unified(config_of(tmp_path, "llama", 8, "unified", **more), SUBMITS)
     prefill, decode = (
         config_of(tmp_path, "llama", 8, role, tensor_parallel_size=size, **more)  # type: ignore[arg-type]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -24,6 +26,7 @@ from weft.config.families import load_spec
 from weft.config.families.generic import probing
 from weft.config.sizing.memory import weight_bytes
 from weft.config.spec import ModelSpec
+from weft.models.generic import self_check
 from weft.models.generic.attention import rotation_of
 from weft.models.generic.interface import Distances
 from weft.models.generic.load import load
@@ -163,6 +166,12 @@ def test_a_gate_with_limits_is_recognized() -> None:
         ("Lfm2Moe", {}, r"interface: 0, 2 \(Lfm2MoeShortConv: a convolution over tokens\)"),
         ("Mamba", {}, r"0, 1, 2 \(MambaMixer: a recurrent state and a convolution over tokens\)"),
         ("Jamba", {}, r"0, 2 \(JambaMambaMixer: a recurrent state"),  # the pass reads the values of a mask
+        pytest.param(
+            "JetMoe",
+            {},
+            r"JetMoeTopKGating \(`expert_size = expert_size.tolist\(\)`\) reads values of tensors",
+            marks=pytest.mark.slow,
+        ),
         ("DiffLlama", {}, "a layer attends twice"),
         ("Bart", {}, "attention to the outputs of an encoder"),
         ("Camembert", {}, "attention to later tokens"),
@@ -228,6 +237,14 @@ def test_a_small_state_is_found_in_16_bits(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(cls, "forward", leaky)
     with pytest.raises(ConfigError, match="outside of attention, a row changes"):
         opened(tmp_path, "Llama", torch.bfloat16)
+
+
+@pytest.mark.parametrize(("loops", "refused"), [((), True), (("Experts",), False)])
+def test_experts_in_a_loop_may_round_other_bits(loops: tuple[str, ...], refused: bool) -> None:
+    """The number of rows of an expert depends on the rows beside a row."""
+    model: Any = SimpleNamespace(loops=loops, dtype=torch.bfloat16, spec=SimpleNamespace(architecture="A"))
+    with pytest.raises(ConfigError, match="a row changes by") if refused else nullcontext():
+        self_check._check_rows(model, 0.05)
 
 
 @pytest.mark.parametrize("first", [100, 511, 512])

@@ -76,6 +76,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "ModernBertDecoder": {"pad_token_id": 0},
     "Dots3Note": {"num_key_value_heads": 4},
     "Gemma3n": {"layer_types": [SLIDING, SLIDING, FULL], "num_kv_shared_layers": 0},
+    "Lfm2": {"layer_types": ["conv", FULL, "conv"]},
     "Lfm2Moe": {"layer_types": ["conv", FULL, "conv"]},
     "Zaya": {"num_experts_per_tok": 1},
     "StableLm": {"num_attention_heads": 2},

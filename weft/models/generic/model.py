@@ -203,7 +203,8 @@ class TransformersModel(Model):
         super().__init__(spec, build)
         self.published = published
         self.sums = sums
-        self._loops = tuple(sorted(set(swapped.loops)))
+        self.loops = tuple(sorted(set(swapped.loops)))
+        """Classes of experts that run in a loop of transformers."""
         name, base = base_of(published)
         # Hidden from nn.Module: both show parameters that ``published`` shows already.
         head = copy.copy(published)
@@ -231,7 +232,7 @@ class TransformersModel(Model):
 
     @property
     def asking(self) -> tuple[str, ...]:
-        return tuple(sorted({*super().asking, *(f"{name} (of transformers)" for name in self._loops)}))
+        return tuple(sorted({*super().asking, *(f"{name} (of transformers)" for name in self.loops)}))
 
     def pack(self) -> None:
         super().pack()

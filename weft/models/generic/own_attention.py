@@ -1,8 +1,8 @@
 """Attention of classes that compute attention in code of their own, not through the attention interface.
 
-    class                    replaced
-    CodeGen, GPT-J, GPT-Neo  method ``_attn`` of the attention module: scores, mask, softmax, values
-    Bloom, Falcon, MPT       ``forward`` of the attention module
+    class                                      replaced
+    CodeGen, GPT-J, GPT-Neo, GPT-NeoX Japanese method ``_attn`` of the attention module: scores to values
+    Bloom, Falcon, MPT                         ``forward`` of the attention module
 
 The replacement uses the matrices of the module and calls Weft's attention. A pass with the attention of
 transformers runs the code of the class, so the self check compares both.

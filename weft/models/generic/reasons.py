@@ -7,7 +7,9 @@ that pass never serves: it only finds the layers without attention, for the erro
 from __future__ import annotations
 
 import inspect
+import linecache
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -131,6 +133,19 @@ def unprobed(model: Any, error: Exception) -> str:
     if states:
         what = " and ".join(dict.fromkeys(states.values()))
         return f"the layers have {what} ({', '.join(states)}), and the pass failed: {line}"
+    place = _place(error)
     if "meta" in line:  # torch's words for a tensor without memory
-        return f"the forward pass reads values of tensors, so no probe can know its attention ({line})"
-    return f"the forward pass fails in the probe: {line}"
+        return f"{place or 'the forward pass'} reads values of tensors, and the probe has none ({line})"
+    return f"the forward pass fails in the probe{place and f', in {place}'}: {line}"
+
+
+def _place(error: Exception) -> str:
+    """Return the module of transformers in which ``error`` was raised, and the line; "" if unknown."""
+    found = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and type(module).__module__.startswith("transformers.models."):
+            code = linecache.getline(frame.f_code.co_filename, number).strip()
+            shown = f" (`{code}`)" if code and not code.startswith("raise") else ""
+            found = type(module).__name__ + shown
+    return found
