@@ -116,8 +116,7 @@ def nested(target: Target) -> list[int]:
     deep = b'{"model":"x","messages":' + b"[" * depth + b"]" * depth + b"}"
     wide = b'{"model":"x","messages":[' + b"[]," * (2 * depth) + b"1]}"
     keys = b'{"model":"x",' + b",".join(b'"%d":[[]]' % number for number in range(depth // 2)) + b"}"
-    bodies = [deep, wide, keys]
-    return again(target, lambda: max(post(target, CHAT, body) for body in bodies))
+    return again(target, lambda: max(post(target, CHAT, body) for body in (deep, wide, keys)))
 
 
 def chunks(target: Target) -> list[int]:

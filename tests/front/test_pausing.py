@@ -19,6 +19,7 @@ from weft.common.errors import DeadlineExceeded, EngineDead, Unavailable
 from weft.control.fleet import fleet_events as e
 from weft.control.fleet.engine_protocol import EngineProtocol
 from weft.control.fleet.fleet import Fleet
+from weft.front import siblings
 from weft.front.lifecycle import Lifecycle, Phase
 from weft.front.requests.pausing import MEET_S, PauseState, Pausing
 from weft.front.siblings import Siblings
@@ -50,7 +51,11 @@ def test_a_full_queue_of_a_paused_server_is_unavailable() -> None:
         pass
 
 
-def test_a_silent_api_server_is_an_error_and_an_absent_one_is_not(tmp_path: Path) -> None:
+def test_a_silent_api_server_is_an_error_and_an_absent_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(siblings, "STATE_S", 0.2)
+
     async def run() -> None:
         names = ["0", "1", "2"]
         one, other = (Siblings(name, tmp_path, lambda: names) for name in names[:2])
@@ -64,6 +69,24 @@ def test_a_silent_api_server_is_an_error_and_an_absent_one_is_not(tmp_path: Path
         silent.close()
         await one.close()
         await other.close()
+
+    asyncio.run(run())
+
+
+def test_a_busy_api_server_has_time_to_answer(tmp_path: Path) -> None:
+    """An API server that starts asks the others, which may start at the same time on few cores."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(siblings.ANSWER_S + 0.1)
+        writer.write(b"0 1 0 keep")
+        writer.close()
+
+    async def run() -> None:
+        one = Siblings("0", tmp_path, lambda: ["0", "1"])
+        async with await asyncio.start_unix_server(answer, tmp_path / "front-1"):
+            asked = one.tell_pause("1 0 keep"), one.ask_adapters("m"), one.tell_weights("m", "{}")
+            assert await asyncio.gather(*asked) == [[b"0 1 0 keep"]] * 3
+        await one.close()
 
     asyncio.run(run())
 
@@ -94,8 +117,8 @@ def test_all_api_servers_pause_also_one_that_starts_during_the_pause(tmp_path: P
     async def run() -> None:
         names = ["0", "1", "2"]
         made = [api_server(name, tmp_path, names) for name in names]
-        for _, siblings, _ in made[:2]:
-            await siblings.start(lambda: b"", lambda rid: False, lambda second: b"")
+        for _, sibling, _ in made[:2]:
+            await sibling.start(lambda: b"", lambda rid: False, lambda second: b"")
         first, second, late = (pausing for pausing, _, _ in made)
         drivers = [front.model.links.driver for _, _, front in made]
         drivers[1].open(1)

@@ -18,6 +18,9 @@ from weft.common.errors import Unavailable, WeftError
 ANSWER_S = 1.0
 """Maximum seconds for the answers of other API servers. An API server without an answer is left out of the
 page."""
+STATE_S = 40.0
+"""Maximum seconds for an answer to a change that every API server must know, or to a question about its state.
+A busy process may take seconds. The supervisor replaces a process that stands still for 30 s."""
 FOUND = b"found"
 CARRIER_S = 5.0
 """Maximum seconds until the supervisor names the API server that carries out changes."""
@@ -111,11 +114,11 @@ class Siblings:
 
     async def tell_adapter(self, model: str, change: str) -> None:
         """Send a change of LoRA adapters of a model to the other API servers."""
-        await self._ask_all(f"adapter {quote(model, safe='')} {change}")
+        await self._ask_all(f"adapter {quote(model, safe='')} {change}", STATE_S)
 
     async def ask_adapters(self, model: str) -> list[bytes]:
         """Return the LoRA adapters of a model at each other API server that answers."""
-        answers = await self._ask_all(f"adapter {quote(model, safe='')}")
+        answers = await self._ask_all(f"adapter {quote(model, safe='')}", STATE_S)
         return [answer for answer in answers.values() if answer]
 
     async def tell_pause(self, state: str) -> list[bytes]:
@@ -125,7 +128,7 @@ class Siblings:
         start. Raises Unavailable for an API server that listens and does not answer in time.
         """
         names = [name for name in self._others() if name != self.name]
-        answers = await asyncio.gather(*(self._ask(name, f"pause {state}") for name in names))
+        answers = await asyncio.gather(*(self._ask(name, f"pause {state}", STATE_S) for name in names))
         for name, answer in zip(names, answers, strict=True):
             if answer is None and await self._listens(name):
                 raise Unavailable(f"the API server {name} did not answer; try again")
@@ -148,7 +151,7 @@ class Siblings:
 
     async def tell_weights(self, model: str, state: str) -> list[bytes]:
         """Send the updates of a model's weights to each other API server, and return the answers."""
-        answers = await self._ask_all(f"weights {quote(model, safe='')} {state}")
+        answers = await self._ask_all(f"weights {quote(model, safe='')} {state}", STATE_S)
         return [answer for answer in answers.values() if answer]
 
     async def tell_leave(self, model: str, seconds: float) -> None:
