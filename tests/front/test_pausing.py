@@ -145,8 +145,8 @@ def test_all_api_servers_pause_also_one_that_starts_during_the_pause(tmp_path: P
         await second.resume()
         with pytest.raises(Unavailable, match="was resumed before"):
             await resumed
-        for _, siblings, _ in made:
-            await siblings.close()
+        for _, sibling, _ in made:
+            await sibling.close()
 
     asyncio.run(run())
 

@@ -19,7 +19,7 @@ ANSWER_S = 1.0
 """Maximum seconds for the answers of other API servers. An API server without an answer is left out of the
 page."""
 STATE_S = 40.0
-"""Maximum seconds for an answer to a change that every API server must know, or to a question about its state.
+"""Maximum seconds for the answer to a change that all API servers must know, or to a question about state.
 A busy process may take seconds. The supervisor replaces a process that stands still for 30 s."""
 FOUND = b"found"
 CARRIER_S = 5.0
