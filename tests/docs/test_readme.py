@@ -36,6 +36,7 @@ from weft.common import env
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import FrontSection
 from weft.engine.core import EngineCore
+from weft.engine.ranks.processes import Spares
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```\w*\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -214,7 +215,7 @@ def resolved(command: str, hub: Path, patch: pytest.MonkeyPatch) -> EngineConfig
     """Return what ``weft serve`` makes of the command line. No server starts."""
     found: list[EngineConfig] = []
 
-    def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
+    def run(groups: tuple[EngineConfig, ...], front: FrontSection, spares: Spares) -> int:
         found.extend(groups)
         return 0
 
