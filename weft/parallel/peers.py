@@ -27,7 +27,7 @@ from weft.common.log import get_logger
 from weft.ops import triton
 from weft.parallel.cuda_memory import CudaRuntime, Runtime
 from weft.parallel.launcher import CommLost
-from weft.parallel.shared import all_publish, host_id
+from weft.parallel.shared import all_agree, all_publish, host_id
 
 Tensor = torch.Tensor
 
@@ -236,11 +236,11 @@ class PeerGroup:
 
 def able(device: torch.device, size: int) -> bool:
     """Return True if kernels of this rank can read the memory of ``size`` ranks."""
-    return device.type == "cuda" and triton.available() and size <= MOST_RANKS
+    if device.type != "cuda" or not triton.available():
+        return False
+    from weft.ops.triton.peers import MOST_RANKS
 
-
-MOST_RANKS = 8
-"""Maximum number of ranks, as in the kernels."""
+    return size <= MOST_RANKS
 
 
 def meet(store: Any, rank: int, size: int, timeout: float, windows: Windows | None) -> PeerGroup | None:
@@ -249,11 +249,6 @@ def meet(store: Any, rank: int, size: int, timeout: float, windows: Windows | No
     ``store`` belongs to this group and epoch alone. ``windows``: None if this rank cannot take part.
     ``timeout``: seconds for each wait. Raise CommLost if a rank does not come.
     """
-
-    def agree(what: str, good: bool) -> bool:
-        said = all_publish(store, what, rank, size, good, timeout)
-        return all(msgspec.msgpack.decode(data, type=bool) for data in said)
-
     mine = _Window(False, "", os.getpid(), b"", "", 0, b"", 0, 0) if windows is None else windows.announce()
     said = all_publish(store, "window", rank, size, mine, timeout)
     every = [msgspec.msgpack.decode(data, type=_Window) for data in said]
@@ -270,11 +265,11 @@ def meet(store: Any, rank: int, size: int, timeout: float, windows: Windows | No
         group = PeerGroup(windows, table, rank, size)
     except Exception as error:  # the compiler, too, has errors of its own: the other ranks must learn of all
         log.warning("GPUs cannot read each other's memory, so NCCL does all sums: %s", str(error))
-    if not agree("mapped", group is not None) or group is None:
+    if not all_agree(store, "mapped", rank, size, group is not None, timeout) or group is None:
         return None
     # Ranks with a good trial wait ``timeout`` for the others: bad trials must end much earlier.
     works = group.trial(timeout / 3)
-    if not agree("works", works):
+    if not all_agree(store, "works", rank, size, works, timeout):
         if not works:
             log.warning("a trial of reading the memory of other GPUs failed, so NCCL does all sums")
         return None

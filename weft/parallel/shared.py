@@ -116,11 +116,11 @@ def meet(store: Any, rank: int, size: int, timeout: float, slot: int = SLOT) -> 
             path = f"/proc/{places[0].pid}/fd/{there}"
             fd, ring = _map(lambda: os.open(path, os.O_RDWR | os.O_CLOEXEC), rank, places, timeout, slot)
         # One failure to map makes all ranks use gloo.
-        mapped = all_publish(store, "mapped", rank, size, ring is not None, timeout)
+        mapped = all_agree(store, "mapped", rank, size, ring is not None, timeout)
     finally:  # all ranks have mapped the segment, or given up
         if fd >= 0:
             os.close(fd)
-    return ring if all(msgspec.msgpack.decode(data, type=bool) for data in mapped) else None
+    return ring if mapped else None
 
 
 def _map(
@@ -144,6 +144,12 @@ def all_publish(store: Any, what: str, rank: int, size: int, mine: Any, timeout:
     """Publish ``mine`` under the name ``what``, and return the encoded values of all ranks, in order."""
     store.set(f"{what}{rank}", msgspec.msgpack.encode(mine))
     return [_told(store, f"{what}{other}", timeout) for other in range(size)]
+
+
+def all_agree(store: Any, what: str, rank: int, size: int, good: bool, timeout: float) -> bool:
+    """Publish ``good`` under the name ``what``. Return True if ``good`` is True on all ranks."""
+    said = all_publish(store, what, rank, size, good, timeout)
+    return all(msgspec.msgpack.decode(data, type=bool) for data in said)
 
 
 def _told(store: Any, key: str, timeout: float) -> bytes:
