@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from weft.common.errors import InvalidRequest
 
 INVALID = "invalid_image"
 TOO_LARGE = "image_too_large"
 REFUSED = "image_url_refused"
 UNREACHABLE = "image_fetch_failed"
+
+
+@contextlib.contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Raise an InvalidRequest of the block again, with ``where`` in front and as the parameter."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{where}: {error.message}", param=where) from None
 
 
 class BadMedia(Exception):

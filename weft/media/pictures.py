@@ -15,7 +15,7 @@ from weft.config.media import MediaFacts, View
 from weft.config.sections.media_section import MediaSection
 from weft.media.decode import KEY_BYTES
 from weft.media.headers import ImageHeader, read_header
-from weft.media.media_errors import INVALID, TOO_LARGE, BadMedia
+from weft.media.media_errors import INVALID, TOO_LARGE, BadMedia, naming
 from weft.media.media_messages import Target
 from weft.media.urls import inline, is_web, web_address
 from weft.media.video_header import Header, VideoHeader
@@ -240,10 +240,8 @@ class Pictures:
         limit or outside the model's sizes."""
         facts = self._low if detail == "low" else self.facts
         height, width = self._checked(frame).header.shown
-        try:
+        with naming(frame.where):
             found = facts.views_of(height, width)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{frame.where}: {error.message}", param=frame.where) from None
         self._check_between(frame, max(view.fit.size[1] for view in found))
         return [self._picture(frame.where, (frame,), view, number) for number, view in enumerate(found)]
 
@@ -277,10 +275,8 @@ class Pictures:
                     param=frame.where,
                     code=INVALID,
                 )
-        try:
+        with naming(where):
             fit = self.facts.video_grid_of(video, len(frames), height, width)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{where}: {error.message}", param=where) from None
         self._check_between(frames[0], fit.size[1])
         # The last group may be shorter.
         cuts = [tuple(frames[begin : begin + size]) for begin in range(0, len(frames), size)]

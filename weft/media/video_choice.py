@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 from weft.common.errors import InvalidRequest
 from weft.config.media import MediaFacts
 from weft.config.sections.media_section import MediaSection
-from weft.media.media_errors import BadMedia
+from weft.media.media_errors import BadMedia, naming
 from weft.media.pictures import NeedsFiles, Pictures, Wanted
 from weft.media.urls import inline, is_web, web_address
 from weft.media.video import can_decode_videos, missing_videos
@@ -106,10 +106,8 @@ class VideoChoice:
                 param=file.where,
                 code="too_many_images",
             )
-        try:
+        with naming(file.where):
             numbers = video.chosen(header.frames, header.rate, most, fps=file.fps, count=file.num_frames)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{file.where}: {error.message}", param=file.where) from None
         if len(numbers) < least:
             raise BadVideo(f"has fewer than {least} frames; send a single frame as an image").at(file.where)
         times = tuple(number / header.rate for number in numbers)
