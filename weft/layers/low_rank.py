@@ -62,12 +62,12 @@ class LowRank:
     def placed(self, place: int) -> None:
         """Call after the matrices of ``place`` were written."""
 
-    def add(self, y: Tensor, x: Tensor, rows: AdapterRows | None, bias: Tensor | None = None) -> None:
+    def add(self, y: Tensor, x: Tensor, rows: AdapterRows, bias: Tensor | None = None) -> None:
         """Add the low-rank products of the rows with an adapter to y [T, outputs], in place.
 
-        x: [T, inputs]. rows: None if no row has an adapter. bias: part of y, which factors leave alone.
+        x: [T, inputs]. bias: part of y, which factors leave alone.
         """
-        if rows is not None and self.pool is not None:
+        if self.pool is not None:
             self._op(y, x, self.pool, rows)
             if self.pool.factors and any(place in self.pool.factors for place in rows.present):
                 scale_rows(y, self.pool, rows, bias)
