@@ -71,7 +71,7 @@ class WeightFile:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the tensor ``name``; may be mapped memory of the file."""
-        if name not in self._loaded and self._safe is not None:
+        if self._saved(name):
             result: torch.Tensor = self._safe.get_tensor(name)
             return result
         found = self._loaded[name]
@@ -79,13 +79,13 @@ class WeightFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the tensor ``name`` without reading the tensor."""
-        if name not in self._loaded and self._safe is not None:
+        if self._saved(name):
             return tuple(self._safe.get_slice(name).get_shape())
         return tuple(self._loaded[name].shape)
 
     def floating(self, name: str) -> bool:
         """Return True for plain floating-point numbers of at least 16 bits, without reading the tensor."""
-        if name not in self._loaded and self._safe is not None:
+        if self._saved(name):
             return self._safe.get_slice(name).get_dtype() in _PLAIN
         found = self._loaded[name]
         if not isinstance(found, torch.Tensor):
@@ -104,8 +104,8 @@ class WeightFile:
         """
         if not place:
             return self.tensor(name)
-        plain = name not in self._loaded and self._safe is not None
-        result: torch.Tensor = (self._safe.get_slice(name) if plain else self._loaded[name])[place]
+        held = self._safe.get_slice(name) if self._saved(name) else self._loaded[name]
+        result: torch.Tensor = held[place]
         return result
 
     @property
@@ -130,6 +130,10 @@ class WeightFile:
         found = self._safe.get_tensor(name) if self._safe is not None else self._loaded[name]
         assert isinstance(found, torch.Tensor)
         return found
+
+    def _saved(self, name: str) -> bool:
+        """Return True if the numbers of ``name`` are used as a safetensors file has them."""
+        return self._safe is not None and name not in self._loaded
 
     def _rounded(self, safe: Any) -> dict[str, RoundedTensor]:
         """Return the weights of the open file ``safe`` to round."""
