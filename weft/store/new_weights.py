@@ -114,9 +114,7 @@ def _check_file(path: Path, made: Any) -> None:
                 raise ValueError("the file is shorter than its header says")
             if name in expected:
                 _check_tensor(file, name, begin + first, last - first, expected[name])
-            for at in (first, max(first, last - _SAMPLE)):
-                file.seek(begin + at)
-                made.update(file.read(min(_SAMPLE, last - at)))
+            _sample(file, begin + first, last - first, made)
 
 
 def _check_gguf(path: Path, made: Any) -> None:
@@ -126,9 +124,14 @@ def _check_gguf(path: Path, made: Any) -> None:
         for tensor in Container(path).tensors():
             made.update(f"\0{tensor.name} {tensor.kind} {tensor.dims}".encode())
             size = math.prod(tensor.dims) * np.dtype(tensor.dtype).itemsize
-            for at in (0, max(0, size - _SAMPLE)):
-                file.seek(tensor.offset + at)
-                made.update(file.read(min(_SAMPLE, size - at)))
+            _sample(file, tensor.offset, size, made)
+
+
+def _sample(file: Any, begin: int, size: int, made: Any) -> None:
+    """Add the first and the last bytes of a tensor to the digest ``made``. ``size``: bytes of the tensor."""
+    for at in (0, max(0, size - _SAMPLE)):
+        file.seek(begin + at)
+        made.update(file.read(min(_SAMPLE, size - at)))
 
 
 def _check_tensor(file: Any, name: str, at: int, size: int, expected: int) -> None:
