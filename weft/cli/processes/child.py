@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import os
 import resource
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -58,6 +59,16 @@ def begin(parent: int) -> None:
     die_with_parent(parent)
     ignore_signals()
     forbid_core_dumps()
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Import torch and other modules without garbage collections, which would visit torch's objects several
+    times and free nothing. Later collections leave out all present objects."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def end_after(run: Callable[[list[str]], int]) -> NoReturn:

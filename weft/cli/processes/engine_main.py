@@ -8,7 +8,6 @@ any other failure.
 
 from __future__ import annotations
 
-import gc
 import sys
 
 from weft.cli.processes import child
@@ -46,12 +45,9 @@ def work(arguments: list[str]) -> int:
 
             run_scripted(config, listener)
         else:
-            # Imports torch. The collector would visit torch's objects several times and free nothing.
-            gc.disable()
-            from weft.engine.server.engine_server import run_engine
+            with child.importing():  # torch
+                from weft.engine.server.engine_server import run_engine
 
-            gc.freeze()
-            gc.enable()
             run_engine(config, listener, int(pipe[0]) if pipe else None)
     except WeftError as error:
         print(f"weft: {error.message}", file=sys.stderr, flush=True)

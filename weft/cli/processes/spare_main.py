@@ -8,7 +8,6 @@ no thread and touches no device before the order. The status is 0 if the spare i
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import socket
@@ -47,12 +46,9 @@ def run(arguments: list[str]) -> int:
     (parent,) = arguments
     child.begin(int(parent))
     set_title("spare")
-    # The collector would visit torch's objects several times and free nothing.
-    gc.disable()
-    for name in IMPORTED:
-        importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
+    with child.importing():
+        for name in IMPORTED:
+            importlib.import_module(name)
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as link:
         told = receive(link)
     if told is None:
