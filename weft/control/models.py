@@ -44,6 +44,10 @@ BACKOFF_S = 10.0
 """Seconds after a failure in which requests for the model fail at once."""
 LOAD_S = 5.0
 """Predicted seconds of a load, before the first load of the model has been measured."""
+END_S = 20.0
+"""Maximum seconds for the processes of an unloaded model to end by themselves. An idle engine needs well
+under a second, and longer with blocks for the KV disk tier or on a busy host. A killed engine deletes no file
+in shared memory."""
 
 
 class ModelState(Enum):

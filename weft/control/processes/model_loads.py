@@ -27,10 +27,6 @@ from weft.control.processes.process_registry import ProcessRecord, record_of_eng
 
 log = get_logger(__name__)
 
-END_S = 20.0
-"""Maximum seconds for the processes of an unloaded model to end by themselves. An idle engine needs well
-under a second, and longer with blocks for the KV disk tier or on a busy host. A killed engine deletes no file
-in shared memory."""
 CLOSE_S = 2.0
 """Maximum seconds in which API servers close their connections before the processes end. Only log lines
 depend on this time."""
@@ -238,7 +234,7 @@ class ModelLoads:
             if self.table.seen(end.version) or self._clock.now() >= end.until:
                 owner = self._owners.pop(name, None)
                 addresses = [] if owner is None or not end.order else owner.addresses
-                seconds = END_S if end.order else 0.0
+                seconds = m.END_S if end.order else 0.0
                 end.done = in_thread(partial(_close, self._processes[name], addresses, seconds))
         elif end.done.done():
             if (error := end.done.exception()) is not None:

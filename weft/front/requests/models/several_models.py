@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-END_S = 20.0
-"""Maximum seconds for the processes of an unloaded model to end by themselves, see ``model_loads``."""
 TICK_S = 0.5
 """Seconds between two looks at times."""
 
@@ -630,7 +628,7 @@ class SeveralModels:
     async def _unload(self, slot: Slot) -> None:
         """Close a model, and end its processes. The table gets Gone."""
         await self._close_model(slot)
-        await self._end(slot, END_S)
+        await self._end(slot, m.END_S)
         log.info("the model %s is unloaded", slot.name)
         self._on(m.Gone(slot.name))
 
