@@ -32,10 +32,10 @@ def online_work(state: SchedulerState) -> tuple[bool, bool]:
     """Return (True if an online sequence runs or waits, True if batches run beside an online prompt)."""
     waits = bool(state.waiting) and state.waiting.first().key[0] < BATCH_PRIORITY
     runs = bool(state.running) and state.running.first().key[0] < BATCH_PRIORITY
-    slots = state.order()
-    online = slots[: len(slots) - num_batch(state)]
-    prompt = waits or bool(state.columns.prefilling(online).any())
-    return waits or runs, prompt and len(online) < len(slots)
+    if not (batches := num_batch(state)):
+        return waits or runs, False
+    prompt = waits or bool(state.columns.prefilling(state.order()[:-batches]).any())
+    return waits or runs, prompt
 
 
 def num_batch(state: SchedulerState) -> int:
