@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-MODEL = "qwen3-dense-s"
-VOCAB = 16_000
+from bench.loras import MODEL, VOCAB, save_adapter
+
 HIDDEN, INNER = 768, 2304
 """Sizes of a layer of the model."""
 WARM = 6
@@ -170,7 +170,6 @@ def main() -> None:
     if options.marks:
         (measure_operators if options.operators else measure)(options)
         return
-    from bench.loras import save_adapter
     from weft.bench.checkpoints import make
 
     with tempfile.TemporaryDirectory() as temporary:
