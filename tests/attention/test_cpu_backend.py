@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,14 +30,7 @@ ROWS = [(0, 1), (0, 70), (1200, 3), (5, 140), (639, 1), (64, 64), (63, 1), (511,
 SHAPES = ((12, 4, 64, 64), (12, 4, 64, 16), (5, 5, 80, 1), (8, 1, 128, 48), (6, 2, 256, 32), (7, 1, 16, 4))
 
 
-pytestmark = pytest.mark.usefixtures("extension")
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("extension", "kept_threads")
 
 
 @dataclass

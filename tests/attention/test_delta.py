@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,11 +51,7 @@ LENGTHS = [1, 70, 5, 130, 17, 64, 33]
 triton_runs = pytest.mark.skipif(not kernels.interpreting(), reason="needs TRITON_INTERPRET=1")
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("kept_threads")
 
 
 def make_spec(shape: tuple[int, ...]) -> DeltaSpec:

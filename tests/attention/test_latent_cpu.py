@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ from weft.ops.latent_ops import latent_rope_cache
 
 Tensor = torch.Tensor
 
-pytestmark = pytest.mark.usefixtures("extension")
+pytestmark = pytest.mark.usefixtures("extension", "kept_threads")
 
 FORMS: tuple[Form, Form] = ("expanded", "absorbed")
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 4e-6}
@@ -31,13 +29,6 @@ ROWS = [(0, 1), (0, 70), (1200, 3), (5, 140), (639, 1), (64, 64), (63, 1), (511,
 FEW_ROWS = [(0, 1), (60, 70), (639, 1), (511, 2)]
 #: Engines of csrc/attend_tile.h for bf16: the default of the machine, float products, ATen (conftest.py).
 ENGINES = (0, 1, 3, 4)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def run(

@@ -24,13 +24,6 @@ def kernel(request: pytest.FixtureRequest, extension: None) -> Iterator[str]:
 
 
 @pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "csrc"
     folder.mkdir()

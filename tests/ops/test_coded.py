@@ -233,7 +233,7 @@ def test_large_activations_are_exact(form: str, kernel: str) -> None:
     slow=True,
 )
 def test_bits_of_a_row_are_its_own(
-    dtype: torch.dtype, shape: tuple[int, int], form: str, gated: bool, kernel: str, threads: None
+    dtype: torch.dtype, shape: tuple[int, int], form: str, gated: bool, kernel: str, kept_threads: None
 ) -> None:
     """Bits depend on neither row count, place, other rows nor threads."""
     codes = codes_of(form, shape)

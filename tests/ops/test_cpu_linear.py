@@ -210,7 +210,7 @@ def test_rows_that_have_no_8_bits(pack: Any, dtype: torch.dtype, kernel: str) ->
     slow=True,
 )
 def test_bits_of_a_row_are_its_own(
-    dtype: torch.dtype, shape: tuple[int, int], form: str, kernel: str, threads: None
+    dtype: torch.dtype, shape: tuple[int, int], form: str, kernel: str, kept_threads: None
 ) -> None:
     """Bits depend on neither row count, place, other rows nor threads."""
     x, weight, bias = case(1024, shape, dtype)

@@ -121,7 +121,7 @@ def test_large_activations_are_exact(kind: str) -> None:
 @pytest.mark.usefixtures("extension")
 @sampled({"dtype": list(DTYPES), "shape": [(128, 768), (70, 2304)], "kind": KINDS, "gated": [False, True]})
 def test_bits_of_a_row_are_its_own(
-    dtype: torch.dtype, shape: tuple[int, int], kind: str, gated: bool, kernel: str, threads: None
+    dtype: torch.dtype, shape: tuple[int, int], kind: str, gated: bool, kernel: str, kept_threads: None
 ) -> None:
     """Bits depend on neither row count, place, other rows nor threads."""
     codes, _ = codes_of(kind, shape)

@@ -206,7 +206,7 @@ def test_halves_are_rounded_by_themselves() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["corrected", "hashed", "biased", "gated_shared", *PACKS])
-def test_bits_of_a_row_are_its_own(kind: str, dtype: torch.dtype, kernel: str, threads: None) -> None:
+def test_bits_of_a_row_are_its_own(kind: str, dtype: torch.dtype, kernel: str, kept_threads: None) -> None:
     """Bits depend on neither row count, place, other rows nor threads."""
     weights = routed("corrected" if kind in PACKS else kind, dtype)
     packed = PACKS.get(kind, ops.pack)(weights)
@@ -351,7 +351,7 @@ def test_codes_are_the_matrices_that_they_mean(kind: str, form: str, dtype: torc
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", ["int4 zeros", "nvfp4", "fp8"])
 def test_bits_of_a_row_of_codes_are_its_own(
-    form: str, dtype: torch.dtype, kernel: str, threads: None
+    form: str, dtype: torch.dtype, kernel: str, kept_threads: None
 ) -> None:
     packed = ops.pack(coded_block("corrected", dtype, form)[0])
     x, ids = tokens(500, dtype)

@@ -52,7 +52,7 @@ PACKS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", [*KINDS, "int8", "w8a8", "w4a8"])
-def test_parts_make_the_whole(kind: str, dtype: torch.dtype, kernel: str, threads: None) -> None:
+def test_parts_make_the_whole(kind: str, dtype: torch.dtype, kernel: str, kept_threads: None) -> None:
     """Separate experts give the block's bits in any order of ranks; sums of ranks are close."""
     weights = routed("corrected" if kind in PACKS else kind, dtype)
     pack = PACKS.get(kind, ops.pack)
@@ -103,7 +103,7 @@ def test_parts_are_torchs(dtype: torch.dtype, extension: None) -> None:
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_of_a_row_of_a_part_are_its_own(
-    dtype: torch.dtype, exact: bool, kernel: str, threads: None
+    dtype: torch.dtype, exact: bool, kernel: str, kept_threads: None
 ) -> None:
     weights = routed("corrected", dtype)
     experts, mine = shares(weights, 2)[1]
