@@ -6,8 +6,11 @@ set here, before any test module can import Triton or torch.
 
 from __future__ import annotations
 
+import ast
+import functools
 import gc
 import os
+import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,21 @@ import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+_parsing = threading.Lock()
+_parse = ast.parse
+
+
+@functools.wraps(_parse)
+def _parse_alone(*args: Any, **kwargs: Any) -> ast.AST:
+    with _parsing:
+        return _parse(*args, **kwargs)
+
+
+# Python 3.11 before 3.11.8, and 3.12 before 3.12.2: `ast.parse` in two threads at the same time may raise
+# SystemError (python/cpython issue 106905). Ranks that are threads parse kernels for Triton's interpreter.
+ast.parse = _parse_alone
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -73,6 +73,58 @@ def test_a_silent_api_server_is_an_error_and_an_absent_one_is_not(
     asyncio.run(run())
 
 
+def test_an_api_server_that_begins_to_listen_meanwhile_is_absent(tmp_path: Path) -> None:
+    """API servers start at the same time. The late one asks when it listens."""
+
+    async def run() -> None:
+        names = ["0", "1", "2"]
+        one, late, other = (Siblings(name, tmp_path, lambda: names) for name in names)
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readline()
+            await late.start(lambda: b"", lambda rid: False, lambda second: b"")
+            writer.write(b"0 1 0 keep")
+            writer.close()
+
+        async with await asyncio.start_unix_server(answer, other._path("2")):
+            assert await one.tell_pause("1 0 keep") == [b"0 1 0 keep"]
+        await late.close()
+
+    asyncio.run(run())
+
+
+def test_an_api_server_that_ends_meanwhile_is_absent(tmp_path: Path) -> None:
+    async def end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async def run() -> None:
+        one = Siblings("0", tmp_path, lambda: ["0", "1"])
+        async with await asyncio.start_unix_server(end, tmp_path / "front-1"):
+            assert await one.tell_pause("1 0 keep") == []
+
+    asyncio.run(run())
+
+
+def test_a_question_of_a_busy_api_server_may_come_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy process may need longer than ``ANSWER_S`` between the connection and the question."""
+    monkeypatch.setattr(siblings, "ANSWER_S", 0.02)
+
+    async def run() -> None:
+        other = Siblings("1", tmp_path, lambda: ["0", "1"])
+        other.pause = lambda state: b"0 1 0 keep"
+        await other.start(lambda: b"", lambda rid: False, lambda second: b"")
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "front-1")
+        await asyncio.sleep(0.05)
+        writer.write(b"pause 1 0 keep\n")
+        assert await reader.read(-1) == b"0 1 0 keep"
+        writer.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
 def test_a_busy_api_server_has_time_to_answer(tmp_path: Path) -> None:
     """An API server that starts asks the others, which may start at the same time on few cores."""
 

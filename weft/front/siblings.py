@@ -71,7 +71,7 @@ class Siblings:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             expected = (OSError, ValueError, TimeoutError, WeftError)  # a model may not be loaded here
             with contextlib.closing(writer), contextlib.suppress(*expected):
-                async with asyncio.timeout(ANSWER_S):
+                async with asyncio.timeout(STATE_S):  # a busy process reads late
                     what, _, which = (await reader.readline()).decode().strip().partition(" ")
                 if what == "abort":
                     writer.write(FOUND if abort(which) else b"")
@@ -119,7 +119,7 @@ class Siblings:
     async def ask_adapters(self, model: str) -> list[bytes]:
         """Return the LoRA adapters of a model at each other API server that answers."""
         answers = await self._ask_all(f"adapter {quote(model, safe='')}", STATE_S)
-        return [answer for answer in answers.values() if answer]
+        return list(answers.values())
 
     async def tell_pause(self, state: str) -> list[bytes]:
         """Send the state of the pause to each other API server, and return the answers.
@@ -130,7 +130,7 @@ class Siblings:
         names = [name for name in self._others() if name != self.name]
         answers = await asyncio.gather(*(self._ask(name, f"pause {state}", STATE_S) for name in names))
         for name, answer in zip(names, answers, strict=True):
-            if answer is None and await self._listens(name):
+            if answer is None:
                 raise Unavailable(f"the API server {name} did not answer; try again")
         return [answer for answer in answers if answer]
 
@@ -152,7 +152,7 @@ class Siblings:
     async def tell_weights(self, model: str, state: str) -> list[bytes]:
         """Send the updates of a model's weights to each other API server, and return the answers."""
         answers = await self._ask_all(f"weights {quote(model, safe='')} {state}", STATE_S)
-        return [answer for answer in answers.values() if answer]
+        return list(answers.values())
 
     async def tell_leave(self, model: str, seconds: float) -> None:
         """Let each other API server end its requests of a model. Waits at most ``seconds``."""
@@ -166,21 +166,12 @@ class Siblings:
             raise Unavailable(f"the API server {carrier}, which changes weights, did not answer; try again")
         return answer
 
-    async def _listens(self, name: str) -> bool:
-        """Return True if a process listens on the socket of an API server."""
-        try:
-            _, writer = await asyncio.open_unix_connection(self._path(name))
-        except OSError:
-            return False
-        writer.close()
-        return True
-
     async def _ask_all(self, line: str, seconds: float = ANSWER_S) -> dict[str, bytes]:
         """Send ``line`` to all other API servers at once. Return name -> answer, without API servers that
-        do not answer in time."""
+        are absent, silent or have nothing to say."""
         names = [name for name in self._others() if name != self.name]
         answers = await asyncio.gather(*(self._ask(name, line, seconds) for name in names))
-        return {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
+        return {name: answer for name, answer in zip(names, answers, strict=True) if answer}
 
     async def close(self) -> None:
         """Stop answering."""
@@ -188,7 +179,8 @@ class Siblings:
             self._server.close()
 
     async def _ask(self, name: str, line: str, seconds: float = ANSWER_S) -> bytes | None:
-        """Return the answer of one API server; None after ``seconds`` or a failed connection."""
+        """Return the answer of one API server. Return b"" for an absent API server: no process listens, or
+        the process ends meanwhile. Return None for a silent API server, after ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
                 reader, writer = await asyncio.open_unix_connection(self._path(name))
@@ -197,8 +189,10 @@ class Siblings:
                     return await reader.read(-1)
                 finally:
                     writer.close()
-        except (OSError, TimeoutError):
+        except TimeoutError:  # a subclass of OSError
             return None
+        except OSError:
+            return b""
 
     def _path(self, name: str) -> Path:
         return self._folder / f"front-{name}"
