@@ -240,8 +240,8 @@ def test_rope_positions_are_those_of_the_reference(name: str, pace: int, seed: i
 
 @pytest.mark.parametrize("seed", range(10))
 def test_text_continues_behind_the_last_group(seed: int) -> None:
-    """In long videos the reference gives text the positions of frames. By the publisher's rule text
-    continues behind the largest position so far. Within images and videos both rules are equal."""
+    """Behind a long video the reference repeats positions of the video. The publisher's rule continues behind
+    the largest position so far. Inside images and videos both rules are equal."""
     video = VideoFacts(text="", pace=2)
     types, items, given = _prompt(random.Random(seed), video, long=True)
     want, _ = _reference("qwen2_5_vl", types, given, 2)
