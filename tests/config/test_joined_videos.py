@@ -281,7 +281,7 @@ def _group(start: int, lag: int | None, columns: int = 4) -> MediaItem:
         ([_group(0, None), _group(4, 1, 8)], "does not follow"),
         ([_group(0, None), _group(4, -1)], "not in order"),
         ([_group(0, None), _group(4, 3), _group(8, 2)], "not in order"),
-        ([_group(0, None), _group(4, 1 << 40)], "not in order"),
+        ([_group(0, None), _group(4, 1 << 40)], "too far apart in time"),
         ([_group(0, None), _group(4, 0), _group(8, 5), _group(12, None), _group(16, 1)], ""),
     ],
 )

@@ -113,8 +113,8 @@ def with_groups(rendered: str, videos: Sequence[VideoPart], rules: VideoRules, t
 
     Each group becomes a text and a placeholder between the start and end tokens, or a placeholder alone where
     groups have no text. The template's text around the token of the video stays, as in the reference
-    implementation. ``tokens``: texts of the template's
-    token, the placeholder, the start and the end. Return "" if ``rendered`` does not show each video once.
+    implementation. ``tokens``: texts of the template's token, the placeholder, the start and the end. Return
+    "" if ``rendered`` does not show each video once.
     """
     shown, placeholder, start, end = tokens
     # User text cannot contain the token: its special tokens have marks inside.

@@ -30,8 +30,9 @@ from weft.types.plan import BindMedia, Encode, GatherMedia, SlotUpdate, column
 MOST_PIXELS = 64 << 20
 """Maximum bytes of pixels of one image, and of a plan with several images: a plan is one frame."""
 
-MOST_LAG = 1 << 28
-"""Maximum rope positions from the first to the last group of frames of a video."""
+MOST_LAG = 1 << 20
+"""Maximum rope positions from the first to the last group of frames of a video. Positions behind many such
+videos fit into int32."""
 
 
 def patches_of(item: MediaItem) -> int:
@@ -100,8 +101,14 @@ def _check_lag(item: MediaItem, before: MediaItem | None, limits: MediaLimits) -
     follows = before is not None and before.start + before.count == item.start and before.grid == item.grid
     if before is None or not follows or not limits.sections:
         raise InvalidRequest("a group of frames does not follow a group of the same video", param="media")
-    if not (before.lag or 0) <= item.lag <= MOST_LAG:
+    if item.lag < (before.lag or 0):
         raise InvalidRequest("the lags of the groups of a video are not in order", param="media")
+    if item.lag > MOST_LAG:
+        raise InvalidRequest(
+            f"the frames of a video are too far apart in time: the model counts {item.lag} positions, at most "
+            f"{MOST_LAG} are allowed; send fps or timestamps of a shorter video",
+            param="media",
+        )
 
 
 def _check_source(item: MediaItem, limits: MediaLimits, computes: bool) -> None:
