@@ -105,8 +105,8 @@ def _check_lag(item: MediaItem, before: MediaItem | None, limits: MediaLimits) -
         raise InvalidRequest("the lags of the groups of a video are not in order", param="media")
     if item.lag > MOST_LAG:
         raise InvalidRequest(
-            f"the frames of a video are too far apart in time: the model counts {item.lag} positions, at most "
-            f"{MOST_LAG} are allowed; send fps or timestamps of a shorter video",
+            f"the frames of a video are too far apart in time: the model counts {item.lag} positions, and at "
+            f"most {MOST_LAG} are allowed; send fps or timestamps of a shorter video",
             param="media",
         )
 
