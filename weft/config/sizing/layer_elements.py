@@ -59,7 +59,11 @@ def mixer_elements(spec: ModelSpec, tokens: int, rows: int) -> int:
     Elements are float32, or wider in a wider model. ``tokens``, ``rows``: the largest step. The number is an
     upper bound: tests/attention/test_mixer_plans.py compares it with torch's memory profiler.
     """
-    found = (delta_elements(spec, tokens, rows), mamba_elements(spec, tokens, rows), conv_elements(spec, tokens))
+    found = (
+        delta_elements(spec, tokens, rows),
+        mamba_elements(spec, tokens, rows),
+        conv_elements(spec, tokens),
+    )
     return max(found)
 
 

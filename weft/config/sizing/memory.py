@@ -472,8 +472,8 @@ def encoding_bytes(vision: VisionSpec, dtype: str, together: int = 0) -> int:
     learned = vision.hidden * (2 * size + 3 * wide) + 16 * 2 * (8 + wide)
     # The stream and q, k and v. Queries and keys are rotated in float32; transformers copies the stream into
     # windows, too.
-    rotated = vision.hidden * (6 * size + 6 * wide + (2 * size if vision.settings else 0))
+    rotated = vision.hidden * (6 * size + 6 * wide + (4 * size if vision.settings else 0))
     fed = (4 * vision.hidden + (2 + vision.gated) * vision.intermediate) * size
-    # Places and angles of the patches.
-    angles = 2 * wide * vision.hidden // vision.heads + 64
+    # Places (integers of 8 bytes) and angles of the patches.
+    angles = 2 * wide * vision.hidden // vision.heads + 192
     return patches * (angles + max(pixels, learned, rotated, fed))
