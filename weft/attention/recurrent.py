@@ -212,8 +212,8 @@ def in_parts(
 ) -> tuple[Tensor, Tensor]:
     """Return (outputs [B, heads, n, dim], state after the last token) by several calls of ``compute``.
 
-    Bounds the memory: a call gets at most ``together`` rows, and one row at least, and at most ``most`` tokens
-    of each row. ``state``: [B, ..].
+    Bounds the memory: a call gets at most ``together`` rows (at least one), and at most ``most`` tokens of
+    each row. ``state``: [B, ..].
     """
     count, n = tokens.size
     together = max(1, together)

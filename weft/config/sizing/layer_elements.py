@@ -36,8 +36,10 @@ def recurrent_elements(spec: ModelSpec) -> int:
 
 
 def recurrent_row(spec: ModelSpec) -> int:
-    """Return the elements of a token's inputs and output of a recurrent mixer, in the model's dtype; 0 without
-    mixers. See ``mixer_elements`` for the intermediate results."""
+    """Return the elements of a token's inputs and output of a recurrent mixer, in the model's dtype.
+
+    0 without mixers. See ``mixer_elements`` for the intermediate results.
+    """
     rows = [0]
     if (delta := spec.delta) is not None:
         key, value = delta.k_heads * delta.k_dim, delta.v_heads * delta.v_dim
@@ -86,13 +88,13 @@ def mamba_elements(spec: ModelSpec, tokens: int, rows: int) -> int:
     inputs = 3 * (inner + channels + heads) // 2
     # The convolution: past and new inputs, two sums, and three factors of the activation.
     convolved = inputs + 6 * channels
-    # The recurrence: inputs with their past, x, B and C behind the convolution, x times the time step, and the
-    # outputs of all parts twice.
+    # The recurrence: inputs with their past, x, B and C behind the convolution, x times the time step, and
+    # the outputs of all parts twice.
     kept = inputs + 2 * channels + 3 * inner + 4 * heads
     # The output: y, the sum with x, and the factors of gate and norm.
     finished = kept + 5 * inner
-    # Chunks, of at most 2048 tokens at a time (``SPAN``): padded copies, products [64, 64] of tokens, and B and C
-    # with their decays for each head.
+    # Chunks, of at most 2048 tokens at a time (``SPAN``): padded copies, products [64, 64] of tokens, and B
+    # and C with their decays for each head.
     chunked = 4 * inner + 4 * shared + 64 * (3 * heads + mamba.groups) + 3 * repeated
     part = min(tokens + 63, 2048)
     total = max(tokens * max(convolved, finished), tokens * kept + part * chunked)
