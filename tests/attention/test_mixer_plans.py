@@ -54,7 +54,7 @@ def used(backend: Any, spec: Spec, lengths: list[int], dtype: torch.dtype, each:
 
 
 CASES = [(name, dtype) for name in SPECS for dtype in (torch.float32, torch.bfloat16)]
-DEFAULT = [("a group for each head", torch.bfloat16), ("conv", torch.bfloat16)]
+DEFAULT = [("a group for each head", torch.bfloat16)]
 
 
 @mostly_slow(("name", "dtype"), CASES, DEFAULT)

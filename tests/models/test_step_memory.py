@@ -55,14 +55,15 @@ def wide_family(folder: Path, family: str) -> str:
     return str(path)
 
 
-@mostly_slow("family", FAMILIES, ["nemotron_h"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_step_stays_within_the_plan(family: str, tmp_path: Path, paged: Any, extension: None) -> None:
     """With the C++ operations, which have small buffers of their own beside torch's."""
     folder = wide_family(tmp_path, family)
     spec = load_spec(folder)
     model = load_model(folder, spec, torch.bfloat16, CPU, "dummy", progress=False)
     planned = activation_bytes(spec, "bfloat16", SCHEDULER)
-    for rows in (8, 1) if family != "nemotron_h" else (8,):
+    for rows in (8, 1):
         harness = paged(model, 16, 100, copies=1)
         sequences = [
             harness.sequence([(7 * row + n) % 64 for n in range(TOKENS // rows)]) for row in range(rows)
@@ -106,8 +107,11 @@ def test_the_plan_covers_experts_of_gpus(gate: Gate, tmp_path: Path, monkeypatch
 TOWERS = [(256, 1024, 4), (384, 1024, 14), (64, 128, 14)]
 
 
-@mostly_slow("name", ["qwen3-vl-levels", "kimi-k25"], ["kimi-k25"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@mostly_slow(
+    ("name", "dtype"),
+    [(name, dtype) for name in ("qwen3-vl-levels", "kimi-k25") for dtype in ("float32", "bfloat16")],
+    [("kimi-k25", "bfloat16")],
+)
 def test_the_plan_covers_towers(name: str, dtype: str, seeing: Any) -> None:
     vision = load_spec(seeing(name).folder).vision
     assert vision is not None
