@@ -8,9 +8,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from tests.attention.test_delta import Scene, state_cache
+from tests.support.allocated import most_allocated
 from weft.attention.base import SegmentInput
 from weft.attention.delta import delta_torch
 from weft.attention.delta.delta_backend import DeltaInput
@@ -33,13 +33,10 @@ def peak(shape: tuple[int, ...], lengths: list[int], dtype: torch.dtype) -> tupl
     for part in scene.state:
         part.zero_()
     given = DeltaInput(segment, scene.state, scene.weights, False, prepared)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        backend.run(scene.inputs(qkvz, gates), out, given)
-    results = cast(Any, profiler.profiler).kineto_results.events()
-    events = sorted((one for one in results if one.name() == "[memory]"), key=lambda one: one.start_ns())
     spec: Any = SimpleNamespace(delta=scene.spec)
     planned = delta_elements(spec, len(qkvz), len(lengths)) * max(4, dtype.itemsize)
-    return int(np.cumsum([one.nbytes() for one in events]).max()), planned
+    inputs = scene.inputs(qkvz, gates)
+    return most_allocated(lambda: backend.run(inputs, out, given)), planned
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -99,8 +99,8 @@ class Scene:
             for part in self.cache.parts
         )
 
-    def step(self, backend: Any, parts: list[tuple[Row, int]], *, each: bool = False) -> None:
-        """Run ``count`` more tokens of each row, as one segment."""
+    def stage(self, parts: list[tuple[Row, int]]) -> tuple[SegmentInput, Tensor]:
+        """Return a segment of ``count`` more tokens of each row, and its inputs."""
         counts = np.array([count for _, count in parts], np.int32)
         segment = SegmentInput(
             begin=0,
@@ -114,12 +114,20 @@ class Scene:
             live=torch.tensor([row.live for row, _ in parts], dtype=torch.int64),
             tables=(torch.zeros(len(parts), 0, dtype=torch.int64),),
         )
-        x = torch.cat([row.x[row.done : row.done + n] for row, n in parts])
-        out = torch.full((len(x), self.columns), NAN, dtype=x.dtype)
-        prepared = backend.prepare(segment, 0, self.cache, 64, x.dtype)
+        return segment, torch.cat([row.x[row.done : row.done + n] for row, n in parts])
+
+    def given(self, backend: Any, segment: SegmentInput, each: bool) -> Any:
+        """Return the input of ``backend`` for ``segment``."""
+        prepared = backend.prepare(segment, 0, self.cache, 64, self.rows[0].x.dtype)
         make = ConvInput if isinstance(self.spec, ConvSpec) else MambaInput
-        backend.run(x, out, make(segment, self.state, self.weights, each, prepared))
-        for (row, count), values in zip(parts, out.split(counts.tolist()), strict=True):
+        return make(segment, self.state, self.weights, each, prepared)
+
+    def step(self, backend: Any, parts: list[tuple[Row, int]], *, each: bool = False) -> None:
+        """Run ``count`` more tokens of each row, as one segment."""
+        segment, x = self.stage(parts)
+        out = torch.full((len(x), self.columns), NAN, dtype=x.dtype)
+        backend.run(x, out, self.given(backend, segment, each))
+        for (row, count), values in zip(parts, out.split(segment.host_counts.tolist()), strict=True):
             row.out += list(values)
             row.done += count
             row.live = count - 1 if each else 0

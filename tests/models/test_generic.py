@@ -31,6 +31,7 @@ from weft.models.generic.attention import rotation_of
 from weft.models.generic.interface import Distances
 from weft.models.generic.load import load
 from weft.models.generic.masks import classify
+from weft.models.generic.model import TransformersModel
 from weft.models.generic.parallel import division_of
 from weft.models.generic.probe import probe_folder, run_probe
 from weft.models.generic.recognition import expert_sizes, gate_of, is_experts, mlp_of
@@ -237,6 +238,8 @@ def test_a_small_state_is_found_in_16_bits(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(cls, "forward", leaky)
     with pytest.raises(ConfigError, match="outside of attention, a row changes"):
         opened(tmp_path, "Llama", torch.bfloat16)
+    with pytest.raises(ConfigError, match="outside of attention, a row changes"):
+        on_ranks(Layout(tensor=2), lambda mesh: opened(tmp_path, "Llama", torch.bfloat16, mesh=mesh))
 
 
 @pytest.mark.parametrize(("loops", "refused"), [((), True), (("Experts",), False)])
@@ -309,6 +312,26 @@ def test_attention_unlike_that_of_transformers_is_found(
 
     monkeypatch.setattr(module, "eager_attention_forward", other)
     with pytest.raises(ConfigError, match="differs from the attention of transformers"):
+        opened(tmp_path, "Llama")
+    with pytest.raises(ConfigError, match="differs from the attention of transformers"):
+        on_ranks(Layout(tensor=2), lambda mesh: opened(tmp_path, "Llama", mesh=mesh))
+
+
+def test_code_that_counts_the_heads_of_all_ranks_is_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two ranks the model is served after the other comparisons. On one rank the error is an error."""
+    saved(tmp_path, "Llama")
+    noted = list[str]()
+    monkeypatch.setattr(self_check.log, "info", lambda form, *values: noted.append(form % values))
+
+    def counts(*_: Any) -> Any:
+        raise RuntimeError("shape '[1, 21, 4, 12]' is invalid")
+
+    monkeypatch.setattr(TransformersModel, "published_hidden", counts)
+    on_ranks(Layout(tensor=2), lambda mesh: opened(tmp_path, "Llama", mesh=mesh))
+    assert sum("needs one rank: shape" in line for line in noted) == 2
+    with pytest.raises(ConfigError, match="is invalid"):
         opened(tmp_path, "Llama")
 
 

@@ -7,9 +7,9 @@ differ from the other elements in the last bits, which would break bitwise invar
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -191,6 +191,44 @@ def write_inputs(
         heads = inputs.unflatten(2, (part.shape[2] // n, part.shape[4])).transpose(1, 2)
         heads = heads if n == 1 else heads.repeat_interleave(n, dim=1)
         part[:, copy].index_copy_(0, slots, heads.to(part.dtype))
+
+
+class Parted(Protocol):
+    """Inputs of a recurrence for n tokens of B rows."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(B, n)."""
+
+    def part(self: P, rows: slice, span: slice) -> P:
+        """Return tokens ``span`` of ``rows``."""
+
+
+P = TypeVar("P", bound=Parted)
+
+
+def in_parts(
+    compute: Callable[[P, Tensor], tuple[Tensor, Tensor]], tokens: P, state: Tensor, together: int, most: int
+) -> tuple[Tensor, Tensor]:
+    """Return (outputs [B, heads, n, dim], state after the last token) by several calls of ``compute``.
+
+    Bounds the memory: a call gets at most ``together`` rows (at least one), and at most ``most`` tokens of
+    each row. ``state``: [B, ..].
+    """
+    count, n = tokens.size
+    together = max(1, together)
+    if together >= count and n <= most:
+        return compute(tokens, state)
+    outs, states = [], []
+    for first in range(0, count, together):
+        rows = slice(first, first + together)
+        made, after = [], state[rows]
+        for begin in range(0, n, most):
+            out, after = compute(tokens.part(rows, slice(begin, begin + most)), after)
+            made.append(out)
+        outs.append(torch.cat(made, dim=2) if len(made) > 1 else made[0])
+        states.append(after)
+    return torch.cat(outs), torch.cat(states)
 
 
 class Recurrence(ABC, Generic[R]):

@@ -22,6 +22,7 @@ from weft.attention.recurrent import (
     ByRowGroups,
     Recurrence,
     convolve,
+    in_parts,
     read_inputs,
     sigmoid,
     silu,
@@ -65,10 +66,13 @@ class _DeltaTokens:
     beta: Tensor
     """[B, v_heads, n]."""
 
-    def part(self, rows: slice, tokens: slice) -> _DeltaTokens:
-        """Return the tokens ``tokens`` of the rows ``rows``."""
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.q.shape[0], self.q.shape[2]
+
+    def part(self, rows: slice, span: slice) -> _DeltaTokens:
         parts = (self.q, self.k, self.v, self.log_decay, self.beta)
-        return _DeltaTokens(*(part[rows, :, tokens] for part in parts))
+        return _DeltaTokens(*(part[rows, :, span] for part in parts))
 
 
 class TorchDelta(ByRowGroups, DeltaBackend):
@@ -128,7 +132,7 @@ class TorchDelta(ByRowGroups, DeltaBackend):
             return self._one_by_one(tokens, state)
         # Rows are padded to whole chunks. Parts keep the padded tokens within the tokens of the rows.
         most = tokens.q.shape[0] * n if tokens.log_decay.shape[3] == 1 else MOST_BY_CHANNEL
-        return _in_parts(tokens, state, most)
+        return in_parts(_chunked, tokens, state, most // CHUNK // -(-n // CHUNK), most)
 
     def _one_by_one(self, tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return (outputs [B, heads, n, v_dim], state after the last token).
@@ -189,27 +193,6 @@ class _DeltaRecurrence(Recurrence[_DeltaRows]):
 
     def tokens(self, inputs: tuple[Tensor, ...], rows: _DeltaRows, real: Tensor | None) -> Tensor:
         return self._backend.tokens(DeltaInputs(*inputs), rows, self._weights, real)
-
-
-def _in_parts(tokens: _DeltaTokens, state: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Return the same as ``_chunked``, in computations of at most ``most`` tokens with padding.
-
-    ``most``: at least the tokens of a row, or a multiple of ``CHUNK``. A computation has one row at least.
-    """
-    count, n = tokens.q.shape[0], tokens.q.shape[2]
-    together = max(1, most // -(-n // CHUNK) // CHUNK)
-    if together >= count and n <= most:
-        return _chunked(tokens, state)
-    outs, states = [], []
-    for first in range(0, count, together):
-        rows = slice(first, first + together)
-        made, after = [], state[rows]
-        for begin in range(0, n, most):
-            out, after = _chunked(tokens.part(rows, slice(begin, begin + most)), after)
-            made.append(out)
-        outs.append(torch.cat(made, dim=2))
-        states.append(after)
-    return torch.cat(outs), torch.cat(states)
 
 
 def _chunked(tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from weft.attention.mamba.mamba_backend import MambaBackend, MambaInput, MambaWeights
 from weft.attention.recurrent import (
     FEW,
+    SPAN,
     ByRowGroups,
     Recurrence,
     convolve,
+    in_parts,
     read_inputs,
     silu,
     softplus,
@@ -32,6 +34,11 @@ from weft.attention.recurrent import (
 Tensor = torch.Tensor
 
 CHUNK = 64
+ROWS = SPAN // CHUNK
+"""Maximum rows in one computation, where a row needs copies of its state.
+
+Bounds the memory: see ``weft.config.sizing.layer_elements.mamba_elements``.
+"""
 
 
 @dataclass(slots=True)
@@ -56,6 +63,13 @@ class _MambaTokens:
     """[B, groups, n, state]."""
     log_decay: Tensor
     """[B, heads, n]."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.x.shape[0], self.x.shape[2]
+
+    def part(self, rows: slice, span: slice) -> _MambaTokens:
+        return _MambaTokens(*(part[rows, :, span] for part in (self.x, self.b, self.c, self.log_decay)))
 
 
 class TorchMamba(ByRowGroups, MambaBackend):
@@ -104,8 +118,12 @@ class TorchMamba(ByRowGroups, MambaBackend):
 
     def _recur(self, tokens: _MambaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return (S C of every token, [B, heads, n, dim]; state after the last token)."""
-        n = tokens.x.shape[2]
-        return self._one_by_one(tokens, state) if n <= FEW else _chunked(tokens, state)
+        count, n = tokens.size
+        if n <= FEW:
+            return self._one_by_one(tokens, state)
+        # Rows are padded to whole chunks. Parts keep the padded tokens within the tokens of the rows.
+        most = min(count * n, SPAN)
+        return in_parts(_chunked, tokens, state, most // CHUNK // -(-n // CHUNK), SPAN)
 
     def _one_by_one(self, tokens: _MambaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same as ``_recur``. ``state`` is changed in place: a decode step is bound by memory."""
@@ -135,7 +153,10 @@ class InvariantMamba(TorchMamba):
     invariant = True
 
     def _recur(self, tokens: _MambaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
-        return self._one_by_one(tokens, state)
+        # The products need copies of the state, so few rows are computed together.
+        parts = [slice(first, first + ROWS) for first in range(0, len(state), ROWS)]
+        made = [self._one_by_one(tokens.part(rows, slice(None)), state[rows])[0] for rows in parts]
+        return torch.cat(made), state
 
     def _add(self, state: Tensor, x: Tensor, b: Tensor) -> None:
         # Not addcmul_, which may fuse product and sum for some elements of a loop only.

@@ -36,26 +36,75 @@ def recurrent_elements(spec: ModelSpec) -> int:
 
 
 def recurrent_row(spec: ModelSpec) -> int:
-    """Return the elements of a token's intermediate results in a recurrent mixer, in the model's dtype; 0
-    without mixers. Of a gated delta net these are the inputs and the output; see ``delta_elements``."""
+    """Return the elements of a token's inputs and output of a recurrent mixer, in the model's dtype.
+
+    0 without mixers. See ``mixer_elements`` for the intermediate results.
+    """
     rows = [0]
     if (delta := spec.delta) is not None:
         key, value = delta.k_heads * delta.k_dim, delta.v_heads * delta.v_dim
         rows.append(2 * key + 3 * value + delta.decays + delta.v_heads + 2 * delta.gate_rank)
     if spec.conv is not None:
-        rows.append(8 * spec.conv.heads * spec.conv.dim)
+        rows.append(4 * spec.conv.heads * spec.conv.dim)
     if spec.mamba is not None:
         mamba = spec.mamba
-        rows.append(4 * (mamba.heads * mamba.dim + mamba.groups * mamba.state))
+        # The output may be wide. Factors of the inputs give a second copy of the inputs.
+        copies = 2 if any(factor != 1 for factor in mamba.factors) else 1
+        inner = mamba.heads * mamba.dim
+        rows.append(copies * (2 * (inner + mamba.groups * mamba.state) + mamba.heads) + 2 * inner)
     return max(rows)
 
 
-def delta_elements(spec: ModelSpec, tokens: int, rows: int) -> int:
-    """Return the elements of all intermediate results of a gated delta net, computed by torch; 0 without one.
+def mixer_elements(spec: ModelSpec, tokens: int, rows: int) -> int:
+    """Return the elements of all intermediate results of a recurrent mixer, computed by torch; 0 without one.
 
     Elements are float32, or wider in a wider model. ``tokens``, ``rows``: the largest step. The number is an
-    upper bound: torch's memory profiler counts 0.5 to 1.0 of it (tests/attention/test_delta_memory.py).
+    upper bound: tests/attention/test_mixer_plans.py compares it with torch's memory profiler.
     """
+    found = (
+        delta_elements(spec, tokens, rows),
+        mamba_elements(spec, tokens, rows),
+        conv_elements(spec, tokens),
+    )
+    return max(found)
+
+
+def conv_elements(spec: ModelSpec, tokens: int) -> int:
+    """Return the part of ``mixer_elements`` of short convolutions."""
+    if spec.conv is None:
+        return 0
+    # The inputs twice, the products, the products with the inputs before, two sums, and a copy of the output.
+    return tokens * 11 * spec.conv.heads * spec.conv.dim
+
+
+def mamba_elements(spec: ModelSpec, tokens: int, rows: int) -> int:
+    """Return the part of ``mixer_elements`` of Mamba2."""
+    mamba = spec.mamba
+    if mamba is None:
+        return 0
+    heads, inner, shared = mamba.heads, mamba.heads * mamba.dim, mamba.groups * mamba.state
+    channels, repeated = inner + 2 * shared, heads * mamba.state
+    # The inputs as float32, beside a copy in the order of the rows.
+    inputs = 3 * (inner + channels + heads) // 2
+    # The convolution: past and new inputs, two sums, and three factors of the activation.
+    convolved = inputs + 6 * channels
+    # The recurrence: inputs with their past, x, B and C behind the convolution, x times the time step, and
+    # the outputs of all parts twice.
+    kept = inputs + 2 * channels + 3 * inner + 4 * heads
+    # The output: y, the sum with x, and the factors of gate and norm.
+    finished = kept + 5 * inner
+    # Chunks, of at most 2048 tokens at a time (``SPAN``): padded copies, products [64, 64] of tokens, and B
+    # and C with their decays for each head.
+    chunked = 4 * inner + 4 * shared + 64 * (3 * heads + mamba.groups) + 3 * repeated
+    part = min(tokens + 63, 2048)
+    total = max(tokens * max(convolved, finished), tokens * kept + part * chunked)
+    # Each row has its state, and rows of one part have further copies (``ROWS``).
+    states = (rows + 4 * min(rows, 32)) * inner * mamba.state
+    return total + states
+
+
+def delta_elements(spec: ModelSpec, tokens: int, rows: int) -> int:
+    """Return the part of ``mixer_elements`` of a gated delta net."""
     delta = spec.delta
     if delta is None:
         return 0

@@ -22,12 +22,12 @@ from weft.config.sections.all import SchedulerSection
 from weft.config.sharding import local_spec
 from weft.config.sizing.layer_elements import (
     counted_elements,
-    delta_elements,
     dense_elements,
     grouped_elements,
     input_table_elements,
     latent_elements,
     layer_elements,
+    mixer_elements,
     recurrent_elements,
     recurrent_layers,
     recurrent_row,
@@ -413,15 +413,17 @@ def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -
     The estimate serves the first division of memory, before weights are loaded.
     """
     tokens = scheduler.max_num_batched_tokens
-    wide = spec.intermediate * (2 if spec.layer.double else 1)
-    if spec.moe is not None:
-        wide = max(wide, spec.moe.intermediate * spec.moe.top_k + spec.moe.shared)
+    wide = 3 * spec.intermediate * (2 if spec.layer.double else 1)
+    if (moe := spec.moe) is not None:
+        # Every chosen expert has a row of results before the sum.
+        each = moe.top_k * (3 * moe.intermediate + (moe.latent or spec.hidden))
+        wide = max(wide, each + 3 * moe.shared)
     size = max([spec.head_dim, *(cache.head_dim for cache in spec.caches)])
     inner = 2 * size * (spec.heads + spec.kv_heads)
     inner = max(inner, recurrent_row(spec))
     # The inputs of all layers exist three times: rows of the table, their projection, and the sum.
     inputs = 3 * spec.layers * spec.layer.inputs
-    row = inputs + 4 * spec.hidden + inner + _sparse_row(spec, DTYPE_BYTES[dtype]) + 3 * wide
+    row = inputs + 4 * spec.hidden + inner + _sparse_row(spec, DTYPE_BYTES[dtype]) + wide
     if spec.draft is not None and spec.draft.eagle is not None:
         # The streams of three layers, twice; the input of the head beside the states; the states of the head.
         row += 12 * spec.hidden
@@ -431,7 +433,7 @@ def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -
     # Four float32 arrays of logits per sampled row.
     logits = scheduler.max_num_seqs * spec.vocab_size * 4 * 4
     logits += MAX_PROMPT_LOGITS * spec.vocab_size * DTYPE_BYTES[dtype]
-    alone = delta_elements(spec, tokens, scheduler.max_num_seqs) * max(4, DTYPE_BYTES[dtype])
+    alone = mixer_elements(spec, tokens, scheduler.max_num_seqs) * max(4, DTYPE_BYTES[dtype])
     alone += _SCORES if _sparse_row(spec, 1) else 0
     return (tokens * row * DTYPE_BYTES[dtype] + logits) * scheduler.steps_in_flight + tower + alone
 
@@ -462,9 +464,16 @@ def encoding_bytes(vision: VisionSpec, dtype: str, together: int = 0) -> int:
     media = vision.media
     patches = max(media.most_patches, together)
     size = DTYPE_BYTES[dtype]
-    pixels = 2 * 3 * media.temporal * media.patch**2  # in colours, and again cut into patches
-    learned = 3 * vision.hidden * max(4, size)
-    block = (8 * vision.hidden + (2 + vision.gated) * vision.intermediate) * size
-    if vision.settings:  # transformers rotates in float32, and copies the stream into windows
-        block += 6 * vision.hidden * max(4, size)
-    return patches * max(pixels * size, learned, block)
+    wide = max(4, size)
+    # In colours, again cut into patches, and indices of a colour.
+    colours = 3 * media.temporal * media.patch**2
+    pixels = 2 * colours * size + 4 * colours // 3
+    # The stream, and learned positions: a sum, an entry of the table, and the products of up to 16 entries.
+    learned = vision.hidden * (2 * size + 3 * wide) + 16 * 2 * (8 + wide)
+    # The stream and q, k and v. Queries and keys are rotated in float32; transformers copies the stream into
+    # windows, too.
+    rotated = vision.hidden * (6 * size + 6 * wide + (4 * size if vision.settings else 0))
+    fed = (4 * vision.hidden + (2 + vision.gated) * vision.intermediate) * size
+    # Places (integers of 8 bytes) and angles of the patches.
+    angles = 2 * wide * vision.hidden // vision.heads + 192
+    return patches * (angles + max(pixels, learned, rotated, fed))

@@ -113,6 +113,7 @@ class PatchTower(Tower):
         placed = [self._place(grid, x.device) for grid in grids]
         x = x + _joined([place.learned for place in placed]).to(x.dtype)
         axes = _joined([place.axes[0] for place in placed]), _joined([place.axes[1] for place in placed])
+        del placed  # the wide positions need more memory than the stream
         dim = self._spec.hidden // self._spec.heads
         angles = axial_angles(axes, dim, self._spec.theta, self._wide, alternating=self._alternating)
         # (count, patches) of neighbouring groups with equal numbers of patches
