@@ -55,9 +55,7 @@ def make_drafter(
     if speculation.speculative_method == "ngram":
         return NgramDrafter(history, speculation.ngram_min_length, speculation.ngram_max_length)
     if isinstance(parts.model, DraftedModel):
-        chain = ModelChain(
-            parts.model, parts.cache, parts.backends, parts.builder, history, parts.vocab_size
-        )
+        chain = ModelChain(parts.model, parts.cache, parts.backends, parts.builder, history, parts.vocab_size)
         return ModelDrafter(chain, _capturing(parts, graphs))
     kv = parts.kv
     windows = any(pool.cache.window for pool in kv.pools)

@@ -37,6 +37,7 @@ from weft.runner.expert_routes import ExpertRoutes
 from weft.runner.exports import Exports, LayerDone, RankTransfers, Reports, TransferThread, is_heard
 from weft.runner.graphs.graphs import DecodeGraphs, GraphOptions
 from weft.runner.graphs.mixed import MixedGraphs
+from weft.runner.graphs.towers import captured_tower
 from weft.runner.images.media_departures import media_store
 from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.pooling import Pooler, classifier
@@ -114,7 +115,8 @@ class Runner:
         self._pooler = Pooler(kv.num_slots, model.spec.hidden, device, classifier(model))
         self._routes = ExpertRoutes(kv.num_slots, model.routed_layers, device)
         self._ring = StagingRing(device, depth, poison=poison)
-        self._media = media_store(model, kv.media, device, dtype, embeddings)
+        tower = captured_tower(model.vision, kv.media, None if graphs is None else graphs.capture)
+        self._media = media_store(model, tower, kv.media, device, dtype, embeddings)
         self._builder = BatchBuilder(self._state, kv, backends, dtype, self._media)
         self._launcher = launcher or Launcher()
         self._launcher.recording = launcher is not None
