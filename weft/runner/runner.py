@@ -38,6 +38,7 @@ from weft.runner.exports import Exports, LayerDone, RankTransfers, Reports, Tran
 from weft.runner.graphs.graphs import DecodeGraphs, GraphOptions
 from weft.runner.graphs.mixed import MixedGraphs
 from weft.runner.graphs.towers import captured_tower
+from weft.runner.images.image_store import MediaStore
 from weft.runner.images.media_departures import media_store
 from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.pooling import Pooler, classifier
@@ -115,8 +116,7 @@ class Runner:
         self._pooler = Pooler(kv.num_slots, model.spec.hidden, device, classifier(model))
         self._routes = ExpertRoutes(kv.num_slots, model.routed_layers, device)
         self._ring = StagingRing(device, depth, poison=poison)
-        tower = captured_tower(model.vision, kv.media, None if graphs is None else graphs.capture)
-        self._media = media_store(model, tower, kv.media, device, dtype, embeddings)
+        self._media = self._make_media(dtype, embeddings, graphs)
         self._builder = BatchBuilder(self._state, kv, backends, dtype, self._media)
         self._launcher = launcher or Launcher()
         self._launcher.recording = launcher is not None
@@ -587,6 +587,14 @@ class Runner:
             return None
         parts = (self._model, self._cache, self._backends, self._builder, self._state)
         return MixedGraphs(*parts, self.kv.max_model_len, options, end)
+
+    def _make_media(
+        self, dtype: torch.dtype, embeddings: RankTransfers | None, graphs: GraphOptions | None
+    ) -> MediaStore:
+        """Return the store of embeddings, with a captured tower if ``graphs`` allow."""
+        capture = None if graphs is None else graphs.capture
+        tower = captured_tower(self._model.vision, self.kv.media, capture)
+        return media_store(self._model, tower, self.kv.media, self._device, dtype, embeddings)
 
     def _make_drafter(
         self, speculation: SpeculationSection | None, graphs: GraphOptions | None
