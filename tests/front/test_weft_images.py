@@ -27,9 +27,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 pytestmark = pytest.mark.real_processes  # including a process that decodes images
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = Path(SeeingModels(tmp_path_factory.mktemp("seeing")).folder("qwen3-vl"))
+def _model(root: Path, name: str) -> Path:
+    """Write a model with a tokenizer and a template. Return its folder."""
+    made = Path(SeeingModels(root).folder(name))
     tokens = {
         "<|image_pad|>": PLACEHOLDER,
         "<|video_pad|>": VIDEO,
@@ -38,6 +38,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     write_small_tokenizer(made, tokens, IMAGE_TEMPLATE)
     return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _model(tmp_path_factory.mktemp("seeing"), "qwen3-vl")
 
 
 SETTINGS: dict[str, Any] = {
@@ -52,6 +57,10 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server(servers: Servers, folder: Path) -> Running:
+    return _serve(servers, folder)
+
+
+def _serve(servers: Servers, folder: Path) -> Running:
     flags = [part for name, value in SETTINGS.items() for part in ("--" + name.replace("_", "-"), str(value))]
     return servers.weft("--model", str(folder), "--served-model-name", "seeing", "--threads", "1", *flags)
 
@@ -177,6 +186,36 @@ def test_a_file_is_read_as_its_frames_are(server: Running, folder: Path) -> None
     ).json()
     assert answer["prompt_token_ids"] == ids
     assert answer["choices"][0]["token_ids"] == tokens
+
+
+@pytest.mark.slow
+def test_joined_groups_have_the_time_over_http(servers: Servers, tmp_path: Path) -> None:
+    """Qwen2.5-VL: without text between groups only rope positions tell the rate of a video."""
+    from tests.support.films import film, pictures
+
+    folder = _model(tmp_path, "qwen2-5-vl")
+    frames = [image_file((20, 14), seed=n) for n in range(7)]
+    file = film(pictures(30, (32, 24)), rate=6)
+    film_part = {"type": "video_url", "video_url": {"url": data_url(file, "video/mp4")}}
+    cases = [
+        asked(video_part(frames, fps=2), image_part(A)),
+        asked(video_part(frames, fps=0.2), image_part(A)),
+        asked(film_part, video_part(frames[:3])),
+        asked({**film_part, "fps": 0.8}),
+    ]
+    body = {"model": "seeing", "temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    with LLM(model=str(folder), **SETTINGS) as llm:
+        due = [llm.chat(one, GREEDY, use_tqdm=False)[0] for one in cases]
+    assert due[0].prompt_token_ids == due[1].prompt_token_ids
+    assert due[0].outputs[0].token_ids != due[1].outputs[0].token_ids
+    server = _serve(servers, folder)
+    for _ in range(2):  # the second round has prefix hits
+        for one, expected in zip(cases, due, strict=True):
+            given = {**body, "return_token_ids": True, "messages": one}
+            answer = server.http.post("/v1/chat/completions", json=given).json()
+            assert answer["prompt_token_ids"] == list(expected.prompt_token_ids)
+            assert answer["choices"][0]["token_ids"] == list(expected.outputs[0].token_ids)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 @pytest.mark.requirement("F33")

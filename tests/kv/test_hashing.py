@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -117,6 +118,17 @@ def test_equal_hash_means_the_same_images_in_the_same_places(
     for number in range(6):
         alike = rows(a)[: 4 * number + 4] == rows(b)[: 4 * number + 4]
         assert (one[number] == other[number]) == alike
+
+
+def test_equal_frames_with_another_lag_are_other_content() -> None:
+    """Rope positions of joined frame groups depend on time; images and first groups have no lag."""
+    plain = images([(0, 4), (0, 4)])
+    made = [
+        chain([7] * 12, media=media_keys([plain[0], msgspec.structs.replace(plain[1], lag=lag)], 4))
+        for lag in (None, 0, 1, 2)
+    ]
+    assert len({one[0] for one in made}) == 1
+    assert all(len({one[number] for one in made}) == 4 for number in (1, 2))
 
 
 def test_an_image_counts_from_its_first_block_to_its_last() -> None:

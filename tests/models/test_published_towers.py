@@ -105,8 +105,9 @@ def test_sizes_of_published_files(tmp_path: Path) -> None:
     assert spec.vision is not None
     media = spec.vision.media
     assert (media.min_pixels, media.max_pixels) == (3136, 12845056)
-    assert (media.placeholder, media.start, media.end, media.video) == (151655, 151652, 151653, None)
-    assert media.frames is None
+    assert (media.placeholder, media.start, media.end, media.video) == (151655, 151652, 151653, 151656)
+    assert media.frames is not None
+    assert (media.frames.min_pixels, media.frames.max_pixels, media.frames.pace) == (3136, 12845056, 2)
     parameters = sum(one.numel() for one in skeleton(spec.vision).parameters())
     assert tower_bytes(spec.vision, "bfloat16") == pytest.approx(2 * parameters, rel=0.005)
     assert weight_bytes(spec, "bfloat16") == pytest.approx(2 * 8.292e9, rel=0.005)
@@ -123,6 +124,8 @@ def test_sizes_of_older_published_files(tmp_path: Path) -> None:
     spec = load_spec(str(tmp_path))
     assert spec.vision is not None
     assert (spec.vision.hidden, spec.vision.intermediate, spec.vision.output) == (1280, 5120, 3584)
+    assert spec.vision.media.frames is not None
+    assert spec.vision.media.frames.pace == 0, "positions count groups of frames"
     parameters = sum(one.numel() for one in skeleton(spec.vision).parameters())
     assert tower_bytes(spec.vision, "bfloat16") == pytest.approx(2 * parameters, rel=0.005)
     assert weight_bytes(spec, "bfloat16") == pytest.approx(2 * 8.291e9, rel=0.005)

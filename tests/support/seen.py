@@ -56,6 +56,7 @@ class Seen:
                 [*self.prompt.images, *more.prompt.images],
                 [*self.prompt.items, *moved],
                 [*self.prompt.clips, *more.prompt.clips],
+                [*self.prompt.seconds, *more.prompt.seconds],
             )
         )
 
@@ -99,9 +100,10 @@ class SeeingModels:
         """
         _, reference = self._made(name)
         ids = list(seen.ids)
-        more = seen.prompt.inputs(load_spec(str(self.folder(name))), torch.float64)
+        spec = load_spec(str(self.folder(name)))
+        more = seen.prompt.inputs(spec, torch.float64)
         for _ in range(most):
-            types: dict[str, Any] = {}
+            types: dict[str, Any] = seen.prompt.joined_positions(len(ids), spec)
             if name in whole_image_models.CASES:
                 if kind := whole_image_models.types_name(whole_image_models.CASES[name][0]):
                     types[kind] = types_of(ids, videos=False)

@@ -113,6 +113,7 @@ _FIVE_VL: dict[str, Any] = {
     "vision_config": {
         **{name: size for name, size in _QWEN_TOWER.items() if name != "num_position_embeddings"},
         "window_size": 16,
+        "tokens_per_second": 3,
         "fullatt_block_indexes": [1],
     },
     **_IDS,
@@ -215,6 +216,8 @@ class Prompt:
     """Images, and groups of a video's frames."""
     clips: list[int] = field(default_factory=list)
     """Groups of each video, in order."""
+    seconds: list[float] = field(default_factory=list)
+    """Seconds from group to group of each video."""
 
     def spans(self, spec: ModelSpec) -> np.ndarray:
         assert spec.vision is not None
@@ -254,6 +257,39 @@ class Prompt:
             made |= {values: pixels.to(dtype), grid: torch.tensor(grids)}
         return made
 
+    def joined_positions(self, length: int, spec: ModelSpec) -> dict[str, Tensor]:
+        """Return rope positions ``position_ids`` int64 [3, 1, length] of a prompt with joined videos, by the
+        publisher's rule: what follows continues behind the largest position so far. Empty without joined
+        videos: the reference computes the positions. The reference in transformers 5 leaves the lag out for
+        text behind a video, and so repeats positions in long videos; see ADR 0077.
+        """
+        assert spec.vision is not None
+        media = spec.vision.media
+        if not self.clips or media.frames is None or not media.frames.joined:
+            return {}
+        pieces: list[Tensor] = []
+        end, next_one = 0, 0
+
+        def text(upto: int) -> None:
+            pieces.append((torch.arange(upto - end) + next_one).expand(3, -1))
+
+        clips = iter(zip(self.clips, self.seconds, strict=True))
+        items = iter(self.items)
+        for item in items:
+            text(item.start)
+            next_one += item.start - end
+            groups, seconds = next(clips) if self.ids[item.start] == VIDEO else (1, 0.0)
+            step = torch.tensor(seconds) * media.frames.pace if media.frames.pace else torch.tensor(1.0)
+            sides = [torch.arange(side // media.merge) for side in item.grid[1:]]
+            grid = torch.stack(torch.meshgrid((torch.arange(groups) * step).long(), *sides, indexing="ij"))
+            pieces.append(grid.reshape(3, -1) + next_one)
+            next_one = int(pieces[-1].max()) + 1
+            end = item.start + groups * item.count
+            for _ in range(groups - 1):
+                next(items)
+        text(length)
+        return {"position_ids": torch.cat(pieces, dim=1).unsqueeze(1)}
+
 
 @dataclass(frozen=True)
 class Clip:
@@ -262,6 +298,7 @@ class Clip:
     frames: int
     rows: int
     columns: int
+    fps: float = 2.0
 
 
 def make_prompt(parts: Seq[int | tuple[int, int] | Clip], spec: ModelSpec, seed: int) -> Prompt:
@@ -273,32 +310,39 @@ def make_prompt(parts: Seq[int | tuple[int, int] | Clip], spec: ModelSpec, seed:
     images: list[Tensor] = []
     items: list[MediaItem] = []
     clips: list[int] = []
+    seconds: list[float] = []
 
     def text(count: int) -> None:
         ids.extend(random_ids.randrange(PLACEHOLDER) for _ in range(count))
 
-    def show(sides: tuple[int, int], token: int, frames: int) -> None:
+    def show(sides: tuple[int, int], token: int, frames: int, *, alone: bool, lag: int | None = None) -> None:
         rows, columns = sides[0] * media.merge, sides[1] * media.merge
         images.append(random_image(rows * media.patch, columns * media.patch, seed + len(items), frames))
         gaps = media.row_end is not None
         count = sides[0] * (sides[1] + gaps)
-        ids.append(START)
-        items.append(MediaItem(key=b"", start=len(ids), count=count, grid=(1, rows, columns)))
-        ids.extend(media.tokens_of(token, count, (1, rows, columns)) + ([] if gaps else [END]))
+        ids.extend([START] if alone else [])
+        items.append(MediaItem(key=b"", start=len(ids), count=count, grid=(1, rows, columns), lag=lag))
+        ids.extend(media.tokens_of(token, count, (1, rows, columns)) + ([END] if alone and not gaps else []))
 
     for part in parts:
         if isinstance(part, int):
             text(part)
         elif isinstance(part, tuple):
-            show(part, PLACEHOLDER, 1)
-        else:  # the reference's processor writes a time before each group, all within another pair
+            show(part, PLACEHOLDER, 1, alone=True)
+        else:
             ids.append(START)
-            for first in range(0, part.frames, 2):
-                text(3)
-                show((part.rows, part.columns), VIDEO, min(2, part.frames - first))
+            assert media.frames is not None
+            timed = not media.frames.joined
+            groups = -(-part.frames // 2)
+            # The reference's processor writes a time before each group, all within another pair, or no text.
+            for number, lag in enumerate(media.frames.lags(groups, 2, part.fps)):
+                text(3 if timed else 0)
+                frames = min(2, part.frames - 2 * number)
+                show((part.rows, part.columns), VIDEO, frames, alone=timed, lag=lag)
             ids.append(END)
-            clips.append(-(-part.frames // 2))
-    return Prompt(ids, images, items, clips)
+            clips.append(groups)
+            seconds.append(2 / part.fps)
+    return Prompt(ids, images, items, clips, seconds)
 
 
 def types_of(ids: Seq[int], *, videos: bool) -> Tensor:

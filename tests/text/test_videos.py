@@ -325,7 +325,7 @@ def test_files_share_the_room_of_the_prompt() -> None:
 
     def choose(files: Sequence[VideoFile], most: int) -> list[VideoClip]:
         asked.extend([len(files), most])
-        return [VideoClip(key=one.url, numbers=(0, 5, 9), times=(0.0, 2.5, 4.5)) for one in files]
+        return [VideoClip(key=one.url, numbers=(0, 5, 9), fps=0.6, times=(0.0, 2.5, 4.5)) for one in files]
 
     content = [_text("a"), _file("data:,1"), IMAGE, _video(3), _file("data:,2"), _text("b")]
     prompt = made.encode([{"role": "user", "content": content}], choose=choose)

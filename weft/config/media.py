@@ -6,10 +6,11 @@ Torch-free. API servers count tokens, media workers resize, and ranks cut and no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
 
 from weft.common.errors import InvalidRequest
 from weft.config.parts.tiles import TileFacts, tiling
@@ -49,7 +50,9 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     min_pixels: int = 0
     max_pixels: int = 0
-    """Bounds of the total area of all frames, kind ``area``."""
+    """Bounds of the total area of all frames, kind ``area``; of each frame if groups are ``joined``."""
+    total_pixels: int = 0
+    """Further bound of the total area, for ``joined`` groups: a share for each frame group; 0: none."""
     fps: float = 2.0
     """Assumed frames per second of a video without a stated rate."""
     frame_tokens: int = 0
@@ -58,18 +61,47 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Bound of the number of tokens of a frame, kind ``budget``."""
     min_frames: int = 4
     max_frames: int = 768
-    """Bounds of the number of frames that are chosen from a file by rate, rule ``ends``."""
+    """Bounds of the number of frames that are chosen from a file by rate."""
+    multiple: int = 1
+    """The number of frames that are chosen from a file is a multiple."""
     rule: Literal["ends", "starts", "middles"] = "ends"
     """Frames chosen from a file, at equal distances:
 
-        ends      from the first to the last frame (Qwen)
-        starts    the first frame of each of equal parts (Gemma 4)
+        ends      from the first to the last frame (Qwen3-VL)
+        starts    the first frame of each of equal parts (Gemma 4, Qwen2-VL)
         middles   the middle frame of each of equal parts (InternVL)
     """
     count: int = 0
     """Number of frames that are chosen from a file without a wanted number or rate; 0: chosen by ``fps``."""
-    text: Literal["seconds", "clock", "numbers"] = "seconds"
-    """Text in front of each frame group: <1.5 seconds> (Qwen), 00:01 (Gemma 4), or Frame1: (InternVL)."""
+    text: Literal["", "seconds", "clock", "numbers"] = "seconds"
+    """Text in front of each frame group: <1.5 seconds> (Qwen3-VL), 00:01 (Gemma 4), or Frame1: (InternVL).
+    "": no text between groups; see ``joined``.
+    """
+    pace: int = 0
+    """Rope positions per second, for ``joined`` groups; 0: each group takes one position."""
+
+    @property
+    def joined(self) -> bool:
+        """True if the groups of a video follow each other without text, and share rope positions of rows and
+        columns (Qwen2-VL)."""
+        return not self.text
+
+    def lags(
+        self, groups: int, size: int, fps: float | None = None, times: Sequence[float] | None = None
+    ) -> list[int | None]:
+        """Return ``MediaItem.lag`` of each of ``groups`` groups of ``size`` frames.
+
+        ``fps``: frames per second; None: the rate of ``times`` (seconds of each frame), or the default.
+        """
+        if not self.joined:
+            return [None] * groups
+        if not self.pace:
+            return [None, *range(1, groups)]
+        if fps is None and times is not None:
+            return [None, *(int(self.pace * (times[size * one] - times[0])) for one in range(1, groups))]
+        # The reference multiplies in float32, and rounds down at the end.
+        step = np.float32(self.pace) * np.float32(size / (fps or self.fps))
+        return [None, *(int(np.float32(one) * step) for one in range(1, groups))]
 
     def chosen(
         self, total: int, rate: float, most: int, *, fps: float | None = None, count: int | None = None
@@ -81,26 +113,22 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
         frames to choose, instead of a rate. A file with fewer frames shows some twice with the rule ``ends``;
         with the other rules the references refuse this, and InvalidRequest is raised.
         """
+        if count is not None:
+            count = round(count / self.multiple) * self.multiple
+        elif fps is None and self.count:
+            count = min(self.count, total, most)
+        else:
+            wanted = max(total / rate * (fps or self.fps), self.min_frames)
+            count = int(min(wanted, self.max_frames, total, most))
+            count -= count % self.multiple
+        # Halves round to even, as in the reference.
         if self.rule == "ends":
-            return self._to_the_end(total, rate, most, fps, count)
-        if count is None:
-            count = self.count if fps is None and self.count else int(total / rate * (fps or self.fps))
-            count = max(min(count, total, most), 1)
+            step = (total - 1) / max(count - 1, 1)
+            return [min(round(number * step), total - 1) for number in range(count)]
         if count > total:
             raise InvalidRequest(f"num_frames is {count}, and the video has only {total} frames")
         half = self.rule == "middles"
         return [(2 * number + half) * total // (2 * count) for number in range(count)]
-
-    def _to_the_end(
-        self, total: int, rate: float, most: int, fps: float | None, count: int | None
-    ) -> list[int]:
-        """Return the chosen frames by the rule ``ends``; see ``chosen``."""
-        if count is None:
-            count = int(total / rate * (fps or self.fps))
-            count = min(max(count, self.min_frames), self.max_frames, total, most)
-        # From the first to the last frame. Halves round to even, as in the reference.
-        step = (total - 1) / max(count - 1, 1)
-        return [min(round(number * step), total - 1) for number in range(count)]
 
 
 class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,10 +216,19 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     def most_patches(self) -> int:
         """Number of patches of the largest item, approximately for kind ``longest``."""
         if self.kind == "area":
-            return self.max_pixels // self.patch**2
+            return self.most_area // self.patch**2
         if self.kind == "patches":
             return self.max_patches
         return self.most_budget * self.merge**2 or (self.longest // self.patch) ** 2
+
+    @property
+    def most_area(self) -> int:
+        """Maximum pixels of an image, or of a frame, kind ``area``."""
+        video = self.frames
+        if video is None:
+            return self.max_pixels
+        # Where the bound is that of a whole video: a video of one frame group.
+        return max(self.max_pixels, video.max_pixels // (1 if video.joined else self.temporal))
 
     @property
     def most_budget(self) -> int:
@@ -250,6 +287,13 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         if self.kind != "area":
             return msgspec.structs.replace(self, budget=video.budget).grid_of(height, width)
         token = self.patch * self.merge
+        if video.joined:
+            _check_aspect("a frame", height, width)
+            most = video.max_pixels
+            if video.total_pixels:
+                each = video.total_pixels * self.temporal // frames
+                most = max(min(most, each), int(video.min_pixels * 1.05))
+            return self._fit(self._within(height, width, (1, 1), (video.min_pixels, most)))
         # Frames smaller than one token are enlarged.
         if min(height, width) < token:
             scale = max(token / height, token / width)

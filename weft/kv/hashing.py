@@ -71,14 +71,16 @@ def media_keys(items: Iterable[MediaItem], block_size: int) -> dict[int, tuple[b
     """Return the image keys of each block with image positions.
 
     Each key includes the position of the image relative to the block: equal tokens are the same content only
-    if the same images are in the same places.
+    if the same images are in the same places. The key of a group of frames includes ``MediaItem.lag``:
+    equal frames at another rate have other rope positions, and so are other content.
     """
     keys: dict[int, tuple[bytes, ...]] = {}
     for item in items:
         last = (item.start + item.count - 1) // block_size
+        name = item.key if item.lag is None else item.key + item.lag.to_bytes(8, "little", signed=True)
         for number in range(item.start // block_size, last + 1):
             begin = item.start - number * block_size
-            keys[number] = (*keys.get(number, ()), item.key + begin.to_bytes(8, "little", signed=True))
+            keys[number] = (*keys.get(number, ()), name + begin.to_bytes(8, "little", signed=True))
     return keys
 
 

@@ -95,7 +95,9 @@ class _Named(msgspec.Struct, frozen=True):
     detail: str
     is_video: bool
     places: tuple[str, ...]
-    file: str = ""
+    fps: float | None
+    times: Sequence[float] | None
+    file: str
 
     def place(self, number: int) -> str:
         return self.places[number]
@@ -106,10 +108,9 @@ def _named(part: Asked, opened: dict[str, Image]) -> _Named:
     name. Raises InvalidRequest for a source that is no URL and no readable image."""
     places = tuple(part.place(number) for number in range(len(part.frames)))
     names = []
-    if part.file:
-        return _Named(part.frames, part.where, part.detail, part.is_video, places, part.file)
     for source, where in zip(part.frames, places, strict=True):
-        if not isinstance(source, str):
+        # Frames of a file are numbers.
+        if not part.file and not isinstance(source, str):
             name = f"\0opened {len(opened)}"  # no URL starts with a NUL
             try:
                 opened[name] = _upright(source)
@@ -117,7 +118,9 @@ def _named(part: Asked, opened: dict[str, Image]) -> _Named:
                 raise error.at(where) from None
             source = name
         names.append(source)
-    return _Named(tuple(names), part.where, part.detail, part.is_video, places)
+    return _Named(
+        tuple(names), part.where, part.detail, part.is_video, places, part.fps, part.times, part.file
+    )
 
 
 def _header(image: Image) -> ImageHeader:

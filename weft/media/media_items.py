@@ -15,7 +15,14 @@ from weft.types.media_item import MediaItem
 def item_of(picture: Picture, pixels: bytes) -> MediaItem:
     """Return the item of a picture with its pixels, uint8 [frames, height, width, 3] as bytes."""
     key = key_of(pixels, picture.target)
-    return MediaItem(key=key, start=picture.start, count=picture.count, grid=picture.grid, pixels=pixels)
+    return MediaItem(
+        key=key,
+        start=picture.start,
+        count=picture.count,
+        grid=picture.grid,
+        pixels=pixels,
+        lag=picture.lag,
+    )
 
 
 def items_of(
@@ -45,6 +52,7 @@ def items_of(
                 grid=picture.grid,
                 pixels=cast(bytes, pixels),  # no copy: copying megabytes would block the event loop
                 shared=None if memory is None else memory.name,
+                lag=picture.lag,
             )
         )
     return items

@@ -50,6 +50,13 @@ class Asked(Protocol):
     @property
     def is_video(self) -> bool: ...
 
+    @property
+    def fps(self) -> float | None: ...
+
+    @property
+    def times(self) -> Sequence[float] | None:
+        """Seconds of each frame of a video, if known. ``fps`` has precedence for rope positions."""
+
     def place(self, number: int) -> str:
         """Return the place of a frame in the request, for errors."""
 
@@ -110,6 +117,8 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the part within its image. The parts of an image follow each other."""
     front: tuple[int, ...] = ()
     """Tokens of text in front of the part; see ``View.front``."""
+    lag: int | None = None
+    """See ``MediaItem.lag``."""
 
     @property
     def more(self) -> int:
@@ -184,7 +193,10 @@ class Pictures:
                     Frame(where=part.where, header=header, url=part.file, number=number)
                     for number in part.frames
                 ]
-            fitted = self.groups(frames, part.where) if part.is_video else self.fitted(frames[0], part.detail)
+            if part.is_video:
+                fitted = self.groups(frames, part.where, part.fps, part.times)
+            else:
+                fitted = self.fitted(frames[0], part.detail)
             # Check the total before the next part, so that many large images stop early.
             runs = [[group] for group in fitted] if part.is_video else [fitted]
             work += sum(map(work_of, runs))
@@ -254,9 +266,15 @@ class Pictures:
                 TOO_LARGE,
             ).at(frame.where)
 
-    def groups(self, frames: Sequence[Frame], where: str) -> list[Picture]:
+    def groups(
+        self,
+        frames: Sequence[Frame],
+        where: str,
+        fps: float | None = None,
+        times: Sequence[float] | None = None,
+    ) -> list[Picture]:
         """Return the frame groups of a video, fitted to the model's sizes. The last group may have fewer
-        frames.
+        frames. ``fps``, ``times``: frames per second, and seconds of each frame, if known.
 
         Raises InvalidRequest for a model without videos, for frames of different sizes, and for sizes
         outside the limits of the model or the server.
@@ -280,9 +298,12 @@ class Pictures:
         self._check_between(frames[0], fit.size[1])
         # The last group may be shorter.
         cuts = [tuple(frames[begin : begin + size]) for begin in range(0, len(frames), size)]
-        return [self._picture(where, cut, View(fit)) for cut in cuts]
+        lags = video.lags(len(cuts), size, fps, times)
+        return [self._picture(where, cut, View(fit), lag=lag) for cut, lag in zip(cuts, lags, strict=True)]
 
-    def _picture(self, where: str, frames: tuple[Frame, ...], view: View, number: int = 0) -> Picture:
+    def _picture(
+        self, where: str, frames: tuple[Frame, ...], view: View, number: int = 0, lag: int | None = None
+    ) -> Picture:
         fit = view.fit
         target = Target(
             height=fit.size[0],
@@ -300,6 +321,7 @@ class Pictures:
             count=fit.tokens,
             number=number,
             front=view.front,
+            lag=lag,
         )
 
 

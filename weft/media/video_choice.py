@@ -111,7 +111,8 @@ class VideoChoice:
         if len(numbers) < least:
             raise BadVideo(f"has fewer than {least} frames; send a single frame as an image").at(file.where)
         times = tuple(number / header.rate for number in numbers)
-        return VideoClip(key=name, numbers=tuple(numbers), times=times)
+        fps = len(numbers) / header.frames * header.rate
+        return VideoClip(key=name, numbers=tuple(numbers), fps=fps, times=times)
 
 
 def choosing(pictures: Pictures | None, known: Mapping[str, Header]) -> Choose | None:

@@ -33,6 +33,8 @@ class ImagePart(msgspec.Struct, frozen=True):
 
     is_video = False
     file = ""
+    fps = None
+    times = None
 
     @property
     def frames(self) -> tuple[Any, ...]:
@@ -105,7 +107,9 @@ class VideoPart(msgspec.Struct, frozen=True):
     where: str
     """The part of the request, for errors."""
     fps: float | None = None
-    """Frames per second. None: the model's default, or the rate given by ``times``."""
+    """Frames per second; the mean rate of chosen frames of a ``file``. None: the model's default, or the rate
+    given by ``times``.
+    """
     times: tuple[float, ...] | None = None
     """Time of each frame in seconds, in order."""
     part_type: str = "video"

@@ -85,7 +85,7 @@ def with_clips(messages: list[ChatMessage], shows: Shows | None, choose: Choose 
         if not isinstance(part, VideoFile):
             return part
         clip = next(clips)
-        return VideoPart(clip.numbers, part.where, times=clip.times, part_type=part.part_type, file=clip.key)
+        return VideoPart(clip.numbers, part.where, clip.fps, clip.times, part.part_type, clip.key)
 
     return [
         msgspec.structs.replace(message, content=tuple(map(chosen, message.content or ())))
@@ -111,9 +111,10 @@ class VideoRules(Protocol):
 def with_groups(rendered: str, videos: Sequence[VideoPart], rules: VideoRules, tokens: Sequence[str]) -> str:
     """Replace the placeholder of each video in ``rendered`` by the placeholders of the frame groups.
 
-    Each group becomes a text and a placeholder between the start and end tokens. The template's text around
-    the token of the video stays, as in the reference implementation. ``tokens``: texts of the template's
-    token, the placeholder, the start and the end. Return "" if ``rendered`` does not show each video once.
+    Each group becomes a text and a placeholder between the start and end tokens, or a placeholder alone where
+    groups have no text. The template's text around the token of the video stays, as in the reference
+    implementation. ``tokens``: texts of the template's token, the placeholder, the start and the end. Return
+    "" if ``rendered`` does not show each video once.
     """
     shown, placeholder, start, end = tokens
     # User text cannot contain the token: its special tokens have marks inside.
@@ -121,6 +122,7 @@ def with_groups(rendered: str, videos: Sequence[VideoPart], rules: VideoRules, t
     if len(pieces) != 1 + len(videos):
         return ""
     written, between = _TEXTS[rules.text]
+    start, end = (start, end) if rules.text else ("", "")
     made = [pieces[0]]
     for part, after in zip(videos, pieces[1:], strict=True):
         times = group_times(part, rules.shows.group, rules.fps)
@@ -132,6 +134,7 @@ def with_groups(rendered: str, videos: Sequence[VideoPart], rules: VideoRules, t
 
 
 _TEXTS: dict[str, tuple[Callable[[int, float], str], str]] = {
+    "": (lambda number, time: "", ""),
     "seconds": (lambda number, time: f"<{time:.1f} seconds>", ""),
     "clock": (lambda number, time: f"{int(time // 60):02d}:{int(time % 60):02d} ", " "),
     "numbers": (lambda number, time: f"Frame{number}: ", "\n"),

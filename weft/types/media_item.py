@@ -36,6 +36,11 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     """
     transfer: TransferParameters | None = None
     """Transfer parameters of the embedding, if another group encodes the image."""
+    lag: int | None = None
+    """For a frame group that continues the video of the item in front, without text between: rope positions
+    from the first group of the video to this group. Rows and columns of the groups share rope positions. None
+    for an image, for the first group of a video, and for a group behind text.
+    """
 
 
 def without_pixels(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
@@ -61,22 +66,28 @@ SPAN = 6
 def spans_of(items: Iterable[MediaItem], merge: int) -> np.ndarray:
     """Return the spans of a prompt's images, with rope positions: int32 [items, 6].
 
-    A row is (start, count, frames, rows, columns, rope): position and number of tokens, the grid of tokens
-    (``merge`` x ``merge`` patches each), and the rope position of the first token. An image takes as many
-    rope positions as the longer side has tokens, and the text after the image continues from there.
+    A row is (start, count, lag, rows, columns, rope): position and number of tokens, the lag behind the first
+    group of the video (0 for an image), the grid of tokens (``merge`` x ``merge`` patches each), and the rope
+    position of the first row and column. Text behind an image continues behind the longer side of the image.
+    Text behind a video of several joined groups continues behind the largest rope position of the video.
 
-    ``items`` must be in order of position, without overlap. Raises ValueError otherwise.
+    ``items`` must be in order of position, without overlap. An item with a lag must follow the item in front
+    without text between. Raises ValueError otherwise.
     """
-    spans = []
-    end, rope = 0, 0
+    spans: list[tuple[int, ...]] = []
+    end, rope, first = 0, 0, 0
     for item in items:
-        frames, rows, columns = item.grid[0], item.grid[1] // merge, item.grid[2] // merge
+        rows, columns = item.grid[1] // merge, item.grid[2] // merge
         if item.start < end:
             raise ValueError("images of a prompt overlap, or are not in order")
-        rope += item.start - end
-        spans.append((item.start, item.count, frames, rows, columns, rope))
+        if item.lag is None:
+            first = rope + item.start - end
+        elif not spans or item.start > end:
+            raise ValueError("a group of frames does not follow the group in front")
+        lag = item.lag or 0
+        spans.append((item.start, item.count, lag, rows, columns, first))
         end = item.start + item.count
-        rope += max(rows, columns)
+        rope = first + max(rows, columns, lag + 1)
     return np.array(spans, dtype=np.int32).reshape(-1, SPAN)
 
 
@@ -86,16 +97,17 @@ def rope_positions(spans: np.ndarray, positions: np.ndarray) -> np.ndarray:
     spans: int32 [items, 6] from ``spans_of``. positions: int64 [T], any positions of one sequence. A text
     token has three equal numbers. The function is the definition, for tests. Steps compute the same on the
     device (``EmbeddingSpans.rope_positions`` in ``weft/runner/images/image_store.py``). Source: Qwen2-VL,
-    arXiv 2409.12191, section 2.1, with each frame of a video as a separate item (Qwen3-VL).
+    arXiv 2409.12191, section 2.1. The groups of a video are separate items (Qwen3-VL), or share their rope
+    positions (``MediaItem.lag``).
     """
     # [T] -> [3, T]: text tokens first, then each span overwrites the span's tokens and shifts the later text.
     result = np.repeat(positions[np.newaxis].astype(np.int64), 3, axis=0)
-    for start, count, _, rows, columns, rope in spans.astype(np.int64):
+    for start, count, lag, rows, columns, rope in spans.astype(np.int64):
         inside = (positions >= start) & (positions < start + count)
         token = positions[inside] - start
-        result[0, inside] = rope + token // (rows * columns)
+        result[0, inside] = rope + lag + token // (rows * columns)
         result[1, inside] = rope + token // columns % rows
         result[2, inside] = rope + token % columns
         behind = positions >= start + count
-        result[:, behind] = positions[behind] - (start + count) + rope + max(rows, columns)
+        result[:, behind] = positions[behind] - (start + count) + rope + max(rows, columns, lag + 1)
     return result

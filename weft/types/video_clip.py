@@ -12,5 +12,7 @@ class VideoClip(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the file among the files of the request."""
     numbers: tuple[int, ...]
     """Numbers of the frames in the file, from 0, in ascending order. A number may stand twice."""
+    fps: float
+    """Chosen frames per second of the file."""
     times: tuple[float, ...]
     """Seconds of each frame: its number divided by the frame rate of the file."""

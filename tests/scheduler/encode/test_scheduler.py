@@ -68,6 +68,19 @@ class TestOneSequence:
         world.settle()
         assert world.finishes(1) == ["moved"]
 
+    def test_part_of_a_video_is_encoded_alone(self) -> None:
+        """The group in front may be encoded elsewhere: here a lag has no meaning."""
+        world = World(limits())
+        one = submit(1, [(5, 3), (6, 3)])
+        world.submit(
+            msgspec.structs.replace(one, media=(msgspec.structs.replace(one.media[1], lag=4, start=40),))
+        )
+        world.bind(key(1, 1))
+        assert encoded(step(world)) == [6]
+        world.land(key(1, 1))
+        assert world.finishes(1) == ["moved"]
+        world.check_idle()
+
     def test_what_the_receiver_has_is_neither_encoded_nor_sent(self) -> None:
         world = World(limits())
         world.submit(submit(1, [(5, 3)]))

@@ -13,16 +13,13 @@ from weft.config.families.facts import Facts, read_json
 from weft.config.families.processor_files import CLIP_MEAN, CLIP_STD, FILES, HALVES, Processor, video_content
 from weft.config.media import MediaFacts, VideoFacts
 
+_TIMED, _JOINED = "Qwen3VLVideoProcessor", "Qwen2VLVideoProcessor"
 _VIDEO_PROCESSORS = {
-    "area": "Qwen3VLVideoProcessor",
     "budget": "Gemma4VideoProcessor",
     "tiles": "InternVLVideoProcessor",
 }
 """Video processor classes of transformers, by the kind of ``MediaFacts``."""
 NO_SETTINGS = "the checkpoint has no supported settings of a video processor"
-SHARED_POSITIONS = (
-    "frames of one video share rope positions in this family, which is not supported; send images"
-)
 JOINED_FRAMES = "the tower of this family joins four frames, which is not supported; send images"
 BILINEAR = 2
 DEFAULT_FRAMES = 32
@@ -35,12 +32,13 @@ _NAMES = {"rescale": "rescale_factor", "mean": "image_mean", "std": "image_std"}
 
 
 def area_facts(
-    folder: Path, *, patch: int, temporal: int, merge: int, videos: bool = True, **tokens: Any
+    folder: Path, *, patch: int, temporal: int, merge: int, pace: int | None = None, **tokens: Any
 ) -> MediaFacts:
     """Return ``MediaFacts`` of kind ``area`` from the files of ``folder``. Raise ConfigError.
 
-    ``patch``, ``temporal`` and ``merge`` are the tower's sizes; the files must agree. ``videos``: False for
-    a model without videos here. ``tokens``: ``placeholder``, ``video``, ``start``, ``end``.
+    ``patch``, ``temporal`` and ``merge`` are the tower's sizes; the files must agree. ``pace``: see
+    ``VideoFacts.pace``, for a model with joined groups of frames; None: text separates the groups.
+    ``tokens``: ``placeholder``, ``video``, ``start``, ``end``.
     """
     read = Processor.of_images(folder, "area")
     read.agree("patch_size", patch, 14)
@@ -60,33 +58,35 @@ def area_facts(
         **read.colours(CLIP_MEAN, CLIP_STD),
         **tokens,
     )
-    if not videos:
-        return msgspec.structs.replace(made, no_videos=SHARED_POSITIONS)
-    found = _frames(folder, made)
+    found = _frames(folder, made, pace)
     return msgspec.structs.replace(made, frames=found, no_videos="" if found else NO_SETTINGS)
 
 
-def _frames(folder: Path, images: MediaFacts) -> VideoFacts | None:
+def _frames(folder: Path, images: MediaFacts, pace: int | None) -> VideoFacts | None:
     """Return the fitting of video frames, or None if the files do not describe videos.
 
     Raise ConfigError for an unsupported video file.
     """
+
+    def made(read: Processor) -> VideoFacts:
+        return _timed_frames(read, images) if pace is None else _joined_frames(read, images, pace)
+
     found = video_content(folder)
     if found is not None:
-        return _video_facts(_video_processor(*found, images), images)
+        return made(_video_processor(*found, _TIMED if pace is None else _JOINED))
     config = read_json(folder, FILES[0])
     if config is None:
         return None
     try:
-        return _video_facts(Processor(FILES[0], config, "", ()), images)
+        return made(Processor(FILES[0], config, "", ()))
     # The file is valid for images, but not for videos: the model takes no videos.
     except ConfigError:
         return None
 
 
-def _video_processor(name: str, config: Mapping[str, Any], images: MediaFacts) -> Processor:
-    """Return the settings of the video processor for the kind of ``images``. Raise ConfigError."""
-    return Processor(name, config, "video_processor_type", (_VIDEO_PROCESSORS[images.kind],))
+def _video_processor(name: str, config: Mapping[str, Any], known: str) -> Processor:
+    """Return the settings of the video processor of class ``known``. Raise ConfigError."""
+    return Processor(name, config, "video_processor_type", (known,))
 
 
 def _check_colours(read: Processor, images: MediaFacts, given: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ def with_frames(folder: Path, images: MediaFacts, *, video: int, shown: int | No
     found = video_content(folder)
     if found is None:
         return msgspec.structs.replace(images, no_videos=NO_SETTINGS)
-    read = _video_processor(*found, images)
+    read = _video_processor(*found, _VIDEO_PROCESSORS[images.kind])
     make = _budget_frames if images.kind == "budget" else _square_frames
     return msgspec.structs.replace(images, video=video, shown_video=shown, frames=make(read, images))
 
@@ -127,6 +127,8 @@ def _budget_frames(read: Processor, images: MediaFacts) -> VideoFacts:
         # A list of frames without a rate has the rate of the reference.
         fps=24.0,
         budget=read.facts.integer("max_soft_tokens", 70),
+        min_frames=1,
+        max_frames=MOST_FRAMES,
         text="clock",
     )
 
@@ -148,11 +150,13 @@ def _square_frames(read: Processor, images: MediaFacts) -> VideoFacts:
         rule="middles",
         count=count or (0 if rate else DEFAULT_FRAMES),
         fps=rate or 2.0,
+        min_frames=1,
+        max_frames=MOST_FRAMES,
         text="numbers",
     )
 
 
-def _video_facts(read: Processor, images: MediaFacts) -> VideoFacts:
+def _timed_frames(read: Processor, images: MediaFacts) -> VideoFacts:
     """Return the fitting of video frames. Raise ConfigError if frames would be cut or coloured unlike images.
 
     The same tower encodes images and frames, so both must agree.
@@ -171,6 +175,36 @@ def _video_facts(read: Processor, images: MediaFacts) -> VideoFacts:
         frame_tokens=read.facts.integer("max_video_tokens", 768) if capped else 0,
         min_frames=read.facts.integer("min_frames", 4),
         max_frames=read.facts.integer("max_frames", 768),
+    )
+
+
+def _joined_frames(read: Processor, images: MediaFacts, pace: int) -> VideoFacts:
+    """Return the facts of frames in joined groups, with bounds of the area for each frame. Raise
+    ConfigError."""
+    read.agree("patch_size", images.patch, 14)
+    read.agree("temporal_patch_size", images.temporal, 2)
+    read.agree("merge_size", images.merge, 2)
+    _check_colours(read, images, read.colours(CLIP_MEAN, CLIP_STD))
+    token = (images.patch * images.merge) ** 2
+    bounds = read.bounds({"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28})
+    least = read.facts.optional_integer("min_pixels") or bounds[0]
+    most = read.facts.optional_integer("max_pixels") or bounds[1]
+    least, most = read.check_bounds(least, most, token)
+    if read.facts.get("num_frames") is not None:
+        raise read.fail("num_frames", "is not supported: set fps instead")
+    capped = read.facts.get("cap_pixels_per_frame") is True
+    return VideoFacts(
+        min_pixels=least,
+        max_pixels=most,
+        total_pixels=int(read.facts.integer("max_video_tokens", 128000) * token * 0.9) if capped else 0,
+        # The reference shows all frames unless its caller names a rate; a server needs a bound.
+        fps=read.facts.optional_number("fps") or 2.0,
+        min_frames=read.facts.integer("min_frames", 4),
+        max_frames=read.facts.integer("max_frames", 768),
+        multiple=images.temporal,
+        rule="starts",
+        text="",
+        pace=pace,
     )
 
 

@@ -12,9 +12,12 @@ from weft.config.families.generic.probing import BEYOND, INSTALL, OLDEST, transf
 from weft.config.families.image_processors import area_facts
 from weft.config.spec import ModelSpec, VisionSpec
 
+MOST_PACE = 1000
+"""Maximum rope positions per second of a video."""
+
 
 def qwen2_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionSpec:
-    """Return the tower of Qwen2-VL or Qwen2.5-VL. Videos are not served. Raise ConfigError."""
+    """Return the tower of Qwen2-VL or Qwen2.5-VL. Raise ConfigError."""
     require_transformers(spec)
     five = spec.architecture.startswith("Qwen2_5")
     # In Qwen2-VL hidden_size is the size of the text model.
@@ -40,8 +43,10 @@ def qwen2_tower(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> V
         patch=patch,
         temporal=vision.integer("temporal_patch_size", 2),
         merge=merge,
-        videos=False,
+        # Qwen2-VL counts groups of frames, Qwen2.5-VL counts time.
+        pace=vision.integer("tokens_per_second", 4, high=MOST_PACE) if five else 0,
         placeholder=facts.integer("image_token_id", 151655),
+        video=facts.integer("video_token_id", 151656),
         start=facts.integer("vision_start_token_id", 151652),
         end=facts.integer("vision_end_token_id", 151653),
     )

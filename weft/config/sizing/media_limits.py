@@ -140,10 +140,7 @@ def most_tokens(media: MediaFacts) -> int:
     Very elongated images may exceed the number slightly.
     """
     if media.kind == "area":
-        area = media.max_pixels
-        if media.frames is not None:  # a video of one frame group
-            area = max(area, media.frames.max_pixels // media.temporal)
-        return area // (media.patch * media.merge) ** 2
+        return media.most_area // (media.patch * media.merge) ** 2
     token = media.patch * media.merge
     if media.kind == "budget":
         return media.most_budget

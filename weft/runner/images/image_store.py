@@ -26,9 +26,9 @@ from weft.types.plan import BindMedia, Encode, GatherMedia, MoveMedia, Segment, 
 
 Tensor = torch.Tensor
 
-NO_IMAGE = (0, 0, 1, 1, 1, -1)
+NO_IMAGE = (0, 0, 0, 1, 1, -1)
 """First entry of every slot's spans: text from position 0 on, rotated by plain positions."""
-NOWHERE = (1 << 30, 0, 1, 1, 1, 0)
+NOWHERE = (1 << 30, 0, 0, 1, 1, 0)
 """Padding behind a slot's spans: begins beyond every position."""
 
 
@@ -288,12 +288,12 @@ class EmbeddingSpans:
         # [T]: number of spans that begin at or before the token; the last such span applies
         begun = (positions.unsqueeze(1) >= self._starts[slots]).sum(1)
         span = self._entries[torch.add(begun - 1, slots, alpha=len(self._empty))].long()
-        count, rows, columns, rope = span[:, 1], span[:, 3], span[:, 4], span[:, 5]
+        count, lag, rows, columns, rope = span[:, 1], span[:, 2], span[:, 3], span[:, 4], span[:, 5]
         token = positions - span[:, 0]
         inside = token < count
-        # Text behind an image continues after the longest side of the image.
-        behind = rope + token - count + torch.maximum(rows, columns)
-        frame = torch.where(inside, rope + token // (rows * columns), behind)
+        # Text behind an image continues after the longest side of the image, or after the last group's lag.
+        behind = rope + token - count + torch.maximum(torch.maximum(rows, columns), lag + 1)
+        frame = torch.where(inside, rope + lag + token // (rows * columns), behind)
         row = torch.where(inside, rope + token // columns % rows, behind)
         column = torch.where(inside, rope + token % columns, behind)
         return torch.stack([frame, row, column])

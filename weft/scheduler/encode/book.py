@@ -86,8 +86,8 @@ class ItemBook:
             )
         if not submit.media:
             raise InvalidRequest("a group that encodes images needs some", param="media")
-        # Check the images like images of a prompt in this group.
-        here = tuple(msgspec.structs.replace(item, transfer=None) for item in submit.media)
+        # Check the images like images of a prompt in this group. Other groups may encode the rest of a video.
+        here = tuple(msgspec.structs.replace(item, transfer=None, lag=None) for item in submit.media)
         check_media(here, max(item.start + item.count for item in here), self._limits, True)
         keys = set()
         for item in submit.media:

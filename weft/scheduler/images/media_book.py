@@ -30,6 +30,10 @@ from weft.types.plan import BindMedia, Encode, GatherMedia, SlotUpdate, column
 MOST_PIXELS = 64 << 20
 """Maximum bytes of pixels of one image, and of a plan with several images: a plan is one frame."""
 
+MOST_LAG = 1 << 20
+"""Maximum rope positions from the first to the last group of frames of a video. Positions behind many such
+videos fit into int32."""
+
 
 def patches_of(item: MediaItem) -> int:
     """Return the number of patches of an image or frame group before merging: the work of the tower."""
@@ -60,6 +64,7 @@ def check_media(
         )
     # Items must be in prompt order and must not overlap.
     end = 0
+    before: MediaItem | None = None
     for item in media:
         if len(item.key) != 16:
             raise InvalidRequest("the key of an image is not 16 bytes", param="media")
@@ -69,7 +74,8 @@ def check_media(
             raise InvalidRequest("the grid of an image does not match its tokens", param="media")
         if item.start < end or item.start + item.count > length:
             raise InvalidRequest("the tokens of an image lie outside of the prompt", param="media")
-        end = item.start + item.count
+        _check_lag(item, before, limits)
+        end, before = item.start + item.count, item
         too_large = limits.blocks_of(item.count) > limits.blocks and (limits.tower or limits.takes)
         if len(item.pixels) > MOST_PIXELS or too_large:
             raise InvalidRequest(
@@ -86,6 +92,23 @@ def check_media(
         if len(item.pixels) not in range(frames * size, frames * limits.frames * size + 1, size):
             raise InvalidRequest("the pixels of an image do not match its grid", param="media")
     _check_transfers(media, limits)
+
+
+def _check_lag(item: MediaItem, before: MediaItem | None, limits: MediaLimits) -> None:
+    """Raise InvalidRequest if ``item`` has a lag and cannot continue the video of the item ``before``."""
+    if item.lag is None:
+        return
+    follows = before is not None and before.start + before.count == item.start and before.grid == item.grid
+    if before is None or not follows or not limits.sections:
+        raise InvalidRequest("a group of frames does not follow a group of the same video", param="media")
+    if item.lag < (before.lag or 0):
+        raise InvalidRequest("the lags of the groups of a video are not in order", param="media")
+    if item.lag > MOST_LAG:
+        raise InvalidRequest(
+            f"the frames of a video are too far apart in time: the model counts {item.lag} positions, and at "
+            f"most {MOST_LAG} are allowed; send fps or timestamps of a shorter video",
+            param="media",
+        )
 
 
 def _check_source(item: MediaItem, limits: MediaLimits, computes: bool) -> None:
