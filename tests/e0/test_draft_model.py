@@ -125,6 +125,8 @@ def test_tokens_do_not_change(root: Path, shape: str, depth: int, chunk: int, re
     assert any(answer.num_cached for answer in answers.values())
     assert sum(engine.stats().drafts)
     assert runner.deepest == depth
+    assert (runner.drafter.captured is not None) == replayed
+    assert not replayed or runner.drafter.captured.replayed > 0
     engine.close()
 
 

@@ -17,9 +17,12 @@ from tests.rehearsal import rig
 from tests.support.checkpoints import make_checkpoint
 from weft.attention.base import Backends
 from weft.attention.gqa.triton_backend import TritonAttention
+from weft.models.vision.base import Embedding, Tower
 from weft.ops.cpu import CannotCapture
+from weft.runner.graphs import towers
 from weft.runner.graphs.graphs import CudaCapture, DecodeGraphs, GraphOptions
 from weft.runner.graphs.mixed import MixedGraphs
+from weft.runner.graphs.towers import CapturedTower
 from weft.speculation.chain import CapturedChains, CaptureOptions
 from weft.types.sampling import TokenParams
 
@@ -182,3 +185,57 @@ def test_a_cuda_capture_says_whether_the_work_was_done(monkeypatch: pytest.Monke
                 capture(run)
             assert calls == fails
             assert torch.cuda.current_stream().name == here  # type: ignore[attr-defined]
+
+
+class Mean(Tower):
+    """Returns the mean of each row of pixels of an image, and counts the calls. Refuses images of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+        self.calls = 0
+
+    def embed_batch(self, images: Any) -> list[Embedding]:
+        self.calls += len(images)
+        if any(image.shape[1] == 1 for image in images):
+            raise ValueError("one row")
+        return [Embedding(main=image.float().mean((0, 2)), levels=None) for image in images]
+
+
+def encoded(tower: CapturedTower, rows: int, value: int) -> None:
+    image = torch.full((1, rows, 4, 3), value, dtype=torch.uint8)
+    for made in (tower.embed(image), *tower.embed_batch([image, image])):
+        assert made.main.tolist() == [[value] * 3] * rows
+        assert made.levels is None
+
+
+@pytest.mark.parametrize("error", FAILURES)
+def test_images_are_encoded_op_by_op_after_a_failed_capture(error: Exception, warnings: list[str]) -> None:
+    capture = Failing(error, first=1)
+    tower = CapturedTower(Mean(), capture, patch=4)
+    for value, rows in enumerate((2, 2, 3, 3, 2, 3)):
+        encoded(tower, rows, value)
+    assert capture.calls == 2, "nothing more is captured after the failure"
+    assert tower.replayed == 7
+    assert len(warnings) == 1
+    assert str(error) in warnings[0]
+
+
+def test_captures_of_towers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In number, in rows and in pixels. A wrong image is an error each time, and is not remembered."""
+    monkeypatch.setattr(towers, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(towers, "MOST_TOKENS", 20)
+    capture = Failing(MEMORY, first=9)
+    tower = CapturedTower(Mean(), capture, patch=4)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="one row"):
+            tower.embed(torch.zeros(1, 1, 4, 3, dtype=torch.uint8))
+    for value, rows in enumerate((21, 2, 3, 4, 20, 4)):
+        encoded(tower, rows, value)
+    assert list(tower._graphs) == [(1, 2, 4, 3), (1, 3, 4, 3)]
+    assert capture.calls == 2
+    monkeypatch.setattr(towers, "CAPTURED_PATCHES", 1)
+    tower = CapturedTower(Mean(), capture, patch=4)
+    for value, rows in enumerate((5, 4)):
+        encoded(tower, rows, value)
+    assert list(tower._graphs) == [(1, 4, 4, 3)]

@@ -16,6 +16,8 @@ from weft.engine.weights.open_weights import open_weights
 from weft.models.tower import TowerAlone, load_tower
 from weft.parallel.mesh import Mesh
 from weft.runner.encode_runner import EncodeRunner
+from weft.runner.graphs.graphs import CudaCapture
+from weft.runner.graphs.towers import captured_tower
 from weft.runner.step_trace import StepTrace
 
 log = get_logger(__name__)
@@ -38,11 +40,13 @@ class LoadedTower:
     def runner(self, kv: KVConfig | None = None) -> EncodeRunner:
         """Allocate all memory for steps and return the runner. May be called once."""
         config = self.config
+        device, kv = device_of(config), kv or self.kv
+        capture = CudaCapture(device) if config.runner.decode_graphs and device.type == "cuda" else None
         runner = EncodeRunner(
-            self.model.vision,
-            kv or self.kv,
+            captured_tower(self.model.vision, kv.media, capture),
+            kv,
             dtype=DTYPES[config.dtype],
-            device=device_of(config),
+            device=device,
             together=not config.runner.deterministic,
             varying=self.model.varying,
             transfers=open_embeddings(config, self.rank),

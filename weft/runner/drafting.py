@@ -23,7 +23,7 @@ from weft.runner.graphs.graphs import (
 from weft.runner.slot_state import SlotState
 from weft.speculation.base import Drafter
 from weft.speculation.chain import CaptureOptions
-from weft.speculation.draft_model import ModelDrafter
+from weft.speculation.draft_model import ModelChain, ModelDrafter
 from weft.speculation.mtp import MtpDrafter
 from weft.speculation.ngram import NgramDrafter
 
@@ -55,9 +55,8 @@ def make_drafter(
     if speculation.speculative_method == "ngram":
         return NgramDrafter(history, speculation.ngram_min_length, speculation.ngram_max_length)
     if isinstance(parts.model, DraftedModel):
-        return ModelDrafter(
-            parts.model, parts.cache, parts.backends, parts.builder, history, parts.vocab_size
-        )
+        chain = ModelChain(parts.model, parts.cache, parts.backends, parts.builder, history, parts.vocab_size)
+        return ModelDrafter(chain, _capturing(parts, graphs))
     kv = parts.kv
     windows = any(pool.cache.window for pool in kv.pools)
     return MtpDrafter(

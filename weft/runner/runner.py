@@ -37,6 +37,8 @@ from weft.runner.expert_routes import ExpertRoutes
 from weft.runner.exports import Exports, LayerDone, RankTransfers, Reports, TransferThread, is_heard
 from weft.runner.graphs.graphs import DecodeGraphs, GraphOptions
 from weft.runner.graphs.mixed import MixedGraphs
+from weft.runner.graphs.towers import captured_tower
+from weft.runner.images.image_store import MediaStore
 from weft.runner.images.media_departures import media_store
 from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.pooling import Pooler, classifier
@@ -114,7 +116,7 @@ class Runner:
         self._pooler = Pooler(kv.num_slots, model.spec.hidden, device, classifier(model))
         self._routes = ExpertRoutes(kv.num_slots, model.routed_layers, device)
         self._ring = StagingRing(device, depth, poison=poison)
-        self._media = media_store(model, kv.media, device, dtype, embeddings)
+        self._media = self._make_media(dtype, embeddings, graphs)
         self._builder = BatchBuilder(self._state, kv, backends, dtype, self._media)
         self._launcher = launcher or Launcher()
         self._launcher.recording = launcher is not None
@@ -585,6 +587,14 @@ class Runner:
             return None
         parts = (self._model, self._cache, self._backends, self._builder, self._state)
         return MixedGraphs(*parts, self.kv.max_model_len, options, end)
+
+    def _make_media(
+        self, dtype: torch.dtype, embeddings: RankTransfers | None, graphs: GraphOptions | None
+    ) -> MediaStore:
+        """Return the store of embeddings, with a captured tower if ``graphs`` allow."""
+        capture = None if graphs is None else graphs.capture
+        tower = captured_tower(self._model.vision, self.kv.media, capture)
+        return media_store(self._model, tower, self.kv.media, self._device, dtype, embeddings)
 
     def _make_drafter(
         self, speculation: SpeculationSection | None, graphs: GraphOptions | None

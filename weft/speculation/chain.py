@@ -1,4 +1,4 @@
-"""Run the multi-token prediction module on its own output, and capture such runs."""
+"""Make drafts one after another, and capture such runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DraftSteps(Protocol):
 
 
 class Chain:
-    """Makes drafts one after another."""
+    """Makes drafts one after another by a multi-token prediction module that reads its own output."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class CapturedChains:
     """Captured drafting after steps of decode rows with equal token counts, and the last part of drafting
     after any step. A capture is a function of only
 
-        slots, starts, ends [rows]; hidden [rows * each, hidden]
+        slots, starts, ends [rows]; hidden [rows * each, hidden], with 0 columns for a draft model
 
     All four are copied into fixed buffers, read by the capture. Padding rows follow the rows of the step: a
     padding row drafts for the spare slot, into the null block. As with steps (weft/runner/graphs/graphs.py),
@@ -206,7 +206,7 @@ class CapturedChains:
         self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int
     ) -> Tensor | None:
         """Return ``Chain.go_on`` by a capture; None if there is none."""
-        return self._replayed(hidden, slots, ends, bounds, count) if count > 1 else None
+        return self._replayed(hidden, slots, ends, bounds, count)
 
     def _replayed(
         self,
@@ -236,13 +236,14 @@ class CapturedChains:
         # buffers.
         self._slots[:rows].copy_(slots)
         self._ends[:rows].copy_(ends)
-        self._hidden[: len(hidden)].copy_(hidden)
+        if hidden.shape[1]:
+            self._hidden[: len(hidden)].copy_(hidden)
         if starts is not None:
             self._starts[:rows].copy_(starts)
+            self._starts[rows:padded].zero_()
         if padded > rows:
             self._slots[rows:padded].fill_(self._capturing.spare)
             self._ends[rows:padded].fill_(each)
-            self._starts[rows:padded].zero_()
         # A capture has fixed shapes: rows, tokens per row, drafts, and a bound of positions.
         key = (padded, each, count, context)
         self._met[key] = met = self._met.get(key, 0) + 1

@@ -23,15 +23,13 @@ from weft.models.drafted import DraftedModel
 from weft.ops.upload import upload
 from weft.parallel.comm import drive
 from weft.speculation.base import Drafter, Sampled
-from weft.speculation.chain import DraftSteps, likeliest, rows_of
+from weft.speculation.chain import CapturedChains, CaptureOptions, Chain, DraftSteps, likeliest, rows_of
 
 Tensor = torch.Tensor
 
 
-class ModelDrafter(Drafter):
-    """Drafts greedily, whatever the temperature; ties go to the lowest id."""
-
-    rests = True
+class ModelChain(Chain):
+    """Makes drafts one after another by a draft model, which reads no hidden states."""
 
     def __init__(
         self,
@@ -43,14 +41,48 @@ class ModelDrafter(Drafter):
         vocab_size: int,
     ) -> None:
         """history: int32 [slots + 1, longest]."""
-        self._model = model
-        self._cache = cache
-        self._backends = backends
-        self._steps = steps
-        self._history = history
-        self._vocab = min(vocab_size, model.draft.spec.vocab_size)
+        vocab = min(vocab_size, model.draft.spec.vocab_size)
+        super().__init__(model, cache, backends, steps, history, vocab)
+        self._drafted = model
+
+    def capturable(self, *tokens: int) -> bool:
+        return self._model.device.type != "cpu" or self._drafted.draft.capturable(*tokens)
+
+    @property
+    def sizes(self) -> tuple[int, torch.dtype, torch.device]:
+        return 0, self._model.dtype, self._model.device
+
+    def go_on(self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int) -> Tensor:
+        """Return the drafts, as ``Chain.go_on`` does. ``hidden`` is not read."""
+        most = self.history.shape[1] - 2
+        drafts: list[Tensor] = []
+        for place in range(count):
+            # Rows at the end of the history want no such draft: the result is dropped.
+            starts = (ends + place).clamp_(max=most)
+            one = self.steps.decode(slots, rows_of(np.minimum(bounds + place, most), 1), starts, 0)
+            own = drive(self._drafted.propose(one, self._cache, self._backends))
+            drafts.append(likeliest(drive(self._drafted.draft.logits(own)), self._vocab))
+            # The next pass reads the draft from the history, like any other token.
+            self.history[slots, starts + 1] = drafts[-1].to(self.history.dtype)
+        return torch.stack(drafts, dim=1)
+
+
+class ModelDrafter(Drafter):
+    """Drafts greedily, whatever the temperature; ties go to the lowest id."""
+
+    rests = True
+
+    def __init__(self, chain: ModelChain, capturing: CaptureOptions | None = None) -> None:
+        self._chain = chain
+        self.captured = None if capturing is None else CapturedChains(chain, capturing)
+        """Replayed drafting; None without captures."""
+
+    def reset(self) -> None:
+        if self.captured is not None:
+            self.captured.reset()
 
     def propose(self, step: Sampled) -> Tensor | None:
+        self.uncaptured = False
         rows = step.wanted()
         if not len(rows):
             return None
@@ -58,14 +90,9 @@ class ModelDrafter(Drafter):
         if len(rows) < len(step.next_k):
             at = upload(rows, slots.device)
             slots, ends = slots[at], ends[at]
-        most = self._history.shape[1] - 2
-        drafts: list[Tensor] = []
-        for place in range(int(step.next_k.max())):
-            # Rows at the end of the history want no such draft: the result is dropped.
-            starts = (ends + place).clamp_(max=most)
-            one = self._steps.decode(slots, rows_of(np.minimum(bounds + place, most), 1), starts, 0)
-            hidden = drive(self._model.propose(one, self._cache, self._backends))
-            drafts.append(likeliest(drive(self._model.draft.logits(hidden)), self._vocab))
-            # The next pass reads the draft from the history, like any other token.
-            self._history[slots, starts + 1] = drafts[-1].to(self._history.dtype)
-        return torch.stack(drafts, dim=1)
+        rest = slots.new_empty(len(rows), 0), slots, ends, bounds, int(step.next_k.max())
+        drafts = None
+        if self.captured is not None:
+            drafts = self.captured.go_on(*rest)
+            self.uncaptured = self.captured.uncaptured
+        return self._chain.go_on(*rest) if drafts is None else drafts

@@ -208,7 +208,8 @@ class MtpDrafter(Drafter):
             ends = ends[at]
             slots = slots[at]
         rest = hidden, slots, ends, step.bounds()[wanted], int(step.next_k.max())
-        drafts = None if captured is None else captured.go_on(*rest)
+        # One draft follows from ``hidden`` without a pass.
+        drafts = None if captured is None or rest[-1] == 1 else captured.go_on(*rest)
         return self._chain.go_on(*rest) if drafts is None else drafts
 
     def is_idle(self, plan: StepPlan) -> bool:

@@ -276,7 +276,8 @@ class RunnerSection(Section, frozen=True, kw_only=True):
         bool,
         Meta(
             description="Replay captured steps if the model supports this: CUDA graphs of decode steps, "
-            "small steps with prompts and drafts on a GPU, captured calls of the C++ operations on a CPU."
+            "small steps with prompts, drafts and vision towers on a GPU, captured calls of the C++ "
+            "operations on a CPU."
         ),
     ] = True
     threads: Annotated[

@@ -461,8 +461,21 @@ def encoding_bytes(vision: VisionSpec, dtype: str, together: int = 0) -> int:
 
     The estimate covers the largest image alone, or ``together`` patches if that is more.
     """
+    return _encoded(vision, dtype, max(vision.media.most_patches, together))
+
+
+CAPTURED_PATCHES = 4096
+"""Largest image that a CUDA graph encodes, in patches of one frame."""
+
+
+def captured_encoding_bytes(vision: VisionSpec, dtype: str) -> int:
+    """Return the bytes of intermediate results in the largest CUDA graph that encodes an image."""
+    return _encoded(vision, dtype, min(vision.media.most_patches, CAPTURED_PATCHES))
+
+
+def _encoded(vision: VisionSpec, dtype: str, patches: int) -> int:
+    """Return the bytes of intermediate results while ``patches`` patches are encoded."""
     media = vision.media
-    patches = max(media.most_patches, together)
     size = DTYPE_BYTES[dtype]
     wide = max(4, size)
     # In colours, again cut into patches, and indices of a colour.

@@ -56,6 +56,11 @@ class Placed:
 class Tower(nn.Module, ABC):
     """A complete vision tower on one rank. A tower keeps no state between images."""
 
+    #: True if the calls of ``embed`` follow from the shape of the image, without a wait for the device.
+    capturable: bool = True
+    #: True if ``embed_batch`` encodes images together.
+    joins: bool = False
+
     def embed(self, image: Tensor) -> Embedding:
         """Encode one image: uint8 [frames, height, width, 3] on the tower's device, height and width in whole
         tokens.
@@ -80,6 +85,8 @@ class PatchTower(Tower):
     Images are encoded together as one row of patches: matrices run over all patches, attention over the
     patches of one group of one image.
     """
+
+    joins = True
 
     def __init__(self, vision: VisionSpec, build: Build, *, eps: float, alternating: bool) -> None:
         """``eps``: epsilon of the norms of blocks. ``alternating``: see ``axial_angles``."""

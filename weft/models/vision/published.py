@@ -28,6 +28,8 @@ _CLASSES = {
 class PublishedTower(Tower):
     """A tower of transformers, on one rank. The tower encodes one image per call."""
 
+    capturable = False  # the modules read the grid of the image on the host
+
     def __init__(self, vision: VisionSpec, build: Build) -> None:
         """Build the tower with unset weights. Raises ConfigError if transformers cannot make the tower."""
         super().__init__()

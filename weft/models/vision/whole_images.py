@@ -60,6 +60,7 @@ class ImageTower(Tower):
         super().__init__()
         self._media = vision.media
         self._kind = vision.kind
+        self.capturable = vision.kind != "gemma4"  # its modules drop padding by a boolean index
         # The modules round pixels to the dtype of the model.
         self._colours = colour_table(vision.media, torch.float32, build.device)
         self.module = image_skeleton(vision)

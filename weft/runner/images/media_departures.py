@@ -18,7 +18,7 @@ from weft.config.sharding import balanced_share
 from weft.models.decoder import Model
 from weft.parallel.comm import Comm
 from weft.runner.exports import RankTransfers, TransferThread
-from weft.runner.images.image_store import MediaStore
+from weft.runner.images.image_store import ImageTower, MediaStore
 from weft.types.media_item import BLOCK_ROWS
 from weft.types.plan import SendMedia
 from weft.types.transfer import Blocks
@@ -88,18 +88,20 @@ class Shares:
 
 def media_store(
     model: Model,
+    tower: ImageTower | None,
     limits: MediaLimits | None,
     device: torch.device,
     dtype: torch.dtype,
     transfers: RankTransfers | None,
 ) -> MediaStore:
     """Build the store of embeddings of a rank, in the memory of ``transfers`` if transfers take part.
+    ``tower``: the tower of ``model``, or its captured form.
 
     If the group receives shares of rows, its ranks run one exchange whenever the group has formed. The first
     collective of an epoch makes connections and buffers, and no request should wait for the setup.
     """
     if transfers is None:
-        return MediaStore(model.vision, limits, device, dtype)
+        return MediaStore(tower, limits, device, dtype)
     ((memory,),) = transfers.memory
     gather = None
     if transfers.transfer.dims.kinds[0].shards:
@@ -107,4 +109,4 @@ def media_store(
         model.mesh.formed.append(lambda: shares.warm_up(memory.flatten(1, 2)))
         gather = shares.gather
     send = Departures(transfers.transfer, len(memory)).send
-    return MediaStore(model.vision, limits, device, dtype, memory=memory, send=send, gather=gather)
+    return MediaStore(tower, limits, device, dtype, memory=memory, send=send, gather=gather)
