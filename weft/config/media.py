@@ -59,24 +59,33 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that bound the area of each frame, kind ``area``; 0: only ``max_pixels`` bounds the area."""
     budget: int = 0
     """Bound of the number of tokens of a frame, kind ``budget``."""
+    max_patches: int = 0
+    """Bound of the number of patches of a frame, kind ``patches``."""
+    averaged: int = 0
+    """Maximum frames of a group whose frames the tower averages: the group has the tokens of one frame, and
+    its grid counts frames. 0: a group has the frames of one patch.
+    """
     min_frames: int = 4
     max_frames: int = 768
     """Bounds of the number of frames that are chosen from a file by rate."""
     multiple: int = 1
     """The number of frames that are chosen from a file is a multiple."""
-    rule: Literal["ends", "starts", "middles"] = "ends"
+    rule: Literal["ends", "rounded", "starts", "middles"] = "ends"
     """Frames chosen from a file, at equal distances:
 
         ends      from the first to the last frame (Qwen3-VL)
+        rounded   as ``ends``, with the number of frames rounded to the nearest, not down (Kimi K2.5)
         starts    the first frame of each of equal parts (Gemma 4, Qwen2-VL)
         middles   the middle frame of each of equal parts (InternVL)
     """
     count: int = 0
     """Number of frames that are chosen from a file without a wanted number or rate; 0: chosen by ``fps``."""
-    text: Literal["", "seconds", "clock", "numbers"] = "seconds"
-    """Text in front of each frame group: <1.5 seconds> (Qwen3-VL), 00:01 (Gemma 4), or Frame1: (InternVL).
-    "": no text between groups; see ``joined``.
+    text: Literal["", "seconds", "clock", "numbers", "milliseconds"] = "seconds"
+    """Text in front of each frame group: <1.5 seconds> (Qwen3-VL), 00:01 (Gemma 4), Frame1: (InternVL), or
+    00:00:01.500 (Kimi K2.5). "": no text between groups; see ``joined``.
     """
+    shown: str = ""
+    """Text that the template writes for a video, if the text may be no token; "": see ``shown_video``."""
     pace: int = 0
     """Rope positions per second, for ``joined`` groups; 0: each group takes one position."""
 
@@ -117,12 +126,15 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
             count = round(count / self.multiple) * self.multiple
         elif fps is None and self.count:
             count = min(self.count, total, most)
+        elif self.rule == "rounded":
+            wanted = max(round(total * min(fps or self.fps, rate) / rate), self.min_frames)
+            count = min(wanted, self.max_frames, total, most)
         else:
             wanted = max(total / rate * (fps or self.fps), self.min_frames)
             count = int(min(wanted, self.max_frames, total, most))
             count -= count % self.multiple
         # Halves round to even, as in the reference.
-        if self.rule == "ends":
+        if self.rule in ("ends", "rounded"):
             step = (total - 1) / max(count - 1, 1)
             return [min(round(number * step), total - 1) for number in range(count)]
         if count > total:
@@ -213,12 +225,18 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if self.tiles is None else self.tiles.most_views
 
     @property
+    def group(self) -> int:
+        """Frames of a group of a video."""
+        return (self.frames.averaged if self.frames is not None else 0) or self.temporal
+
+    @property
     def most_patches(self) -> int:
         """Number of patches of the largest item, approximately for kind ``longest``."""
         if self.kind == "area":
             return self.most_area // self.patch**2
         if self.kind == "patches":
-            return self.max_patches
+            frames = self.frames
+            return max(self.max_patches, 0 if frames is None else frames.averaged * frames.max_patches)
         return self.most_budget * self.merge**2 or (self.longest // self.patch) ** 2
 
     @property
@@ -278,14 +296,16 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         return made
 
     def video_grid_of(self, video: VideoFacts, frames: int, height: int, width: int) -> Fit:
-        """Return the fit of each group of ``temporal`` frames in a video of ``frames`` equal frames.
+        """Return the fit of each group in a video of ``frames`` equal frames. ``Fit.grid`` is that of one
+        frame group, or of one frame if the tower averages frames.
 
         Raise InvalidRequest for frames without pixels, or with an extreme aspect ratio.
         """
         if height < 1 or width < 1:
             raise InvalidRequest(f"a frame of {width} x {height} pixels is empty")
         if self.kind != "area":
-            return msgspec.structs.replace(self, budget=video.budget).grid_of(height, width)
+            bounds = msgspec.structs.replace(self, budget=video.budget, max_patches=video.max_patches)
+            return bounds.grid_of(height, width)
         token = self.patch * self.merge
         if video.joined:
             _check_aspect("a frame", height, width)

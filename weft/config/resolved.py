@@ -58,7 +58,9 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     merge: int
     """Side of a token in patches."""
     frames: int = 1
-    """Maximum number of pixel frames per frame group of a grid."""
+    """Maximum number of pixel frames per frame group of a grid, or of frames of a grid if ``averaged``."""
+    averaged: bool = False
+    """True if a grid counts pixel frames, and the tower averages the frames of an item."""
     row_bytes: int
     """Bytes of one embedding row on a rank, with the rows of all levels."""
     cache_bytes: int
@@ -95,6 +97,8 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     def tokens_of(self, grid: tuple[int, int, int]) -> int:
         """Return the number of tokens of an image of ``grid`` patches."""
         frames, rows, columns = grid
+        if self.averaged:
+            frames = 1
         lines = rows // self.merge if self.gaps else 0
         return frames * rows * columns // self.merge**2 + lines
 

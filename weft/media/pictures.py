@@ -108,7 +108,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """One frame for an image; the frames of the group for a video."""
     target: Target
     grid: tuple[int, int, int]
-    """(frame groups, rows, columns) of patches."""
+    """(frame groups, rows, columns) of patches; see ``MediaItem.grid``."""
     count: int
     """Number of placeholder tokens."""
     start: int = 0
@@ -279,7 +279,7 @@ class Pictures:
         Raises InvalidRequest for a model without videos, for frames of different sizes, and for sizes
         outside the limits of the model or the server.
         """
-        video, size = self.facts.frames, self.facts.temporal
+        video, size = self.facts.frames, self.facts.group
         if video is None:
             why = self.facts.no_videos and f": {self.facts.no_videos}"
             raise InvalidRequest(f"{where}: this model accepts no videos{why}", param=where)
@@ -299,7 +299,11 @@ class Pictures:
         # The last group may be shorter.
         cuts = [tuple(frames[begin : begin + size]) for begin in range(0, len(frames), size)]
         lags = video.lags(len(cuts), size, fps, times)
-        return [self._picture(where, cut, View(fit), lag=lag) for cut, lag in zip(cuts, lags, strict=True)]
+        fits = [fit._replace(grid=(len(cut), *fit.grid[1:])) if video.averaged else fit for cut in cuts]
+        return [
+            self._picture(where, cut, View(one), lag=lag)
+            for cut, one, lag in zip(cuts, fits, lags, strict=True)
+        ]
 
     def _picture(
         self, where: str, frames: tuple[Frame, ...], view: View, number: int = 0, lag: int | None = None

@@ -64,6 +64,8 @@ class ImageRules(NamedTuple):
     """The placeholder of a frame group; 0 for a model without videos."""
     shown_video: int = 0
     """The template's token for a video."""
+    video_text: str = ""
+    """The template's text for a video, instead of a token; see ``VideoFacts.shown``."""
     start: int = 0
     end: int = 0
     """``start`` and ``end`` are the tokens around each frame group."""
@@ -93,9 +95,10 @@ def image_rules(facts: MediaFacts | None, most: int) -> tuple[ImageRules | None,
     if facts.frames is None or facts.video is None or facts.start is None or facts.end is None:
         return rules, hidden
     videos = rules._replace(
-        shows=Shows(most, facts.temporal),
+        shows=Shows(most, facts.group, facts.temporal),
         video=facts.video,
         shown_video=facts.video if facts.shown_video is None else facts.shown_video,
+        video_text=facts.frames.shown,
         fps=facts.frames.fps,
         text=facts.frames.text,
     )
@@ -139,7 +142,9 @@ class ChatFormat:
                 self._template = ChatTemplate(self._source)
             except InvalidRequest as error:
                 self._template = error
-        self._marks = Marks(tuple(tokenizer.special))
+        # The template's text for a video is no token of some tokenizers. Users must not spell that text, too.
+        own = "" if images is None else images.video_text
+        self._marks = Marks(tuple(dict.fromkeys((*tokenizer.special, *([own] if own else [])))))
         self._order = self._own_order()
 
     @property
@@ -206,7 +211,7 @@ class ChatFormat:
             rendered = _cut(rendered, tail)
         shown = tuple(part for message in checked for part in message.shown)
         rendered = self._with_groups(with_images(rendered, self._images, self._tokenizer), mark, shown)
-        private = self._marks.rewrite(rendered, mark, self._tokenizer.private_name)
+        private = self._marks.rewrite(rendered, mark, self._private_name)
         ids = self._tokenizer.encode_private(private, add_special_tokens=False, limit=limit)
         text = rendered.replace(mark, "")
         last = checked[-1].text() if continue_final_message else ""
@@ -275,9 +280,16 @@ class ChatFormat:
             return rendered
         used = (rules.shown_video, rules.video, rules.start, rules.end)
         texts = [self._tokenizer.token_text(one) or "" for one in used]
+        texts[0] = rules.video_text or texts[0]
         if not (made := with_groups(rendered, videos, rules, texts)):
             raise _not_shown(videos[0])
         return made
+
+    def _private_name(self, special: str) -> str:
+        """Return the private name of a special token, or the template's text for a video unchanged."""
+        if special not in self._tokenizer.special:
+            return special
+        return self._tokenizer.private_name(special)
 
     def _check_shown(self, shown: Sequence[ShownPart], ids: list[int]) -> None:
         """Raise InvalidRequest unless ``ids`` contain the placeholder of each image and frame group once, in

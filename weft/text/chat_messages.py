@@ -75,6 +75,8 @@ class Shows(NamedTuple):
     """Maximum number of images and frame groups in all messages together."""
     group: int = 0
     """Frames per group; 0 for a model without videos."""
+    least: int = 0
+    """Minimum frames of a video; 0: one group."""
     no_videos: str = ""
     """Reason why a model of a family with videos accepts none; "" for other models."""
 
@@ -394,7 +396,8 @@ def _video(part: Mapping[str, Any], where: str, shows: Shows) -> VideoPart:
             param=where,
             code="unsupported_parameter",
         )
-    found = video_part(part, where, shows.group)
+    least = shows.least or shows.group
+    found = video_part(part, where, least)
     if isinstance(found, VideoPart):
         return found
-    return video_file(part, found, where, shows.group, fps_of(part, where))
+    return video_file(part, found, where, least, fps_of(part, where))

@@ -129,14 +129,16 @@ class VideoPart(msgspec.Struct, frozen=True):
         return self.where if self.file else f"{self.where}.{self.part_type}[{number}]"
 
 
-def group_times(video: VideoPart, size: int, fps: float) -> list[float]:
+def group_times(video: VideoPart, size: int, fps: float, *, starts: bool = False) -> list[float]:
     """Return the time of each group of ``size`` frames in seconds: the middle of the first and the last
-    frame.
+    frame, or the first frame with ``starts``.
 
     ``fps`` is the rate of a video without a rate of its own. A short last group ends with the last frame.
     """
     rate = video.fps or fps
     times = [number / rate for number in range(len(video.frames))] if video.times is None else video.times
+    if starts:
+        return list(times[::size])
     return [
         (times[first] + times[min(first + size, len(times)) - 1]) / 2 for first in range(0, len(times), size)
     ]

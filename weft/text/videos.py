@@ -8,7 +8,7 @@ with_groups    writes the time and the placeholder of each frame group into the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -121,22 +121,43 @@ def with_groups(rendered: str, videos: Sequence[VideoPart], rules: VideoRules, t
     pieces = rendered.split(shown) if shown and placeholder and start and end else []
     if len(pieces) != 1 + len(videos):
         return ""
-    written, between = _TEXTS[rules.text]
-    start, end = (start, end) if rules.text else ("", "")
+    form = _TEXTS[rules.text]
+    start, end = (start + form.inside, end) if rules.text else ("", "")
     made = [pieces[0]]
     for part, after in zip(videos, pieces[1:], strict=True):
-        times = group_times(part, rules.shows.group, rules.fps)
+        times = group_times(part, rules.shows.group, rules.fps, starts=form.starts)
         groups = (
-            f"{written(number, time)}{start}{placeholder}{end}" for number, time in enumerate(times, start=1)
+            f"{form.front(number, time)}{start}{placeholder}{end}"
+            for number, time in enumerate(times, start=1)
         )
-        made += [between.join(groups), after]
+        made += [form.between.join(groups), after]
     return "".join(made)
 
 
-_TEXTS: dict[str, tuple[Callable[[int, float], str], str]] = {
-    "": (lambda number, time: "", ""),
-    "seconds": (lambda number, time: f"<{time:.1f} seconds>", ""),
-    "clock": (lambda number, time: f"{int(time // 60):02d}:{int(time % 60):02d} ", " "),
-    "numbers": (lambda number, time: f"Frame{number}: ", "\n"),
+class GroupText(NamedTuple):
+    """The text around the frame groups of a video."""
+
+    front: Callable[[int, float], str]
+    """Returns the text in front of a group by its number and time."""
+    between: str = ""
+    inside: str = ""
+    """Text between the start token and the placeholder."""
+    starts: bool = False
+    """True if the time of a group is that of its first frame."""
+
+
+def _milliseconds(number: int, time: float) -> str:
+    """Return 00:00:01.500. Hours start again after a day, as in the reference."""
+    seconds = int(time)
+    hours, minutes = seconds // 3600 % 24, seconds // 60 % 60
+    return f"{hours:02d}:{minutes:02d}:{seconds % 60:02d}.{int(time % 1 * 1000):03d}"
+
+
+_TEXTS: dict[str, GroupText] = {
+    "": GroupText(lambda number, time: ""),
+    "seconds": GroupText(lambda number, time: f"<{time:.1f} seconds>"),
+    "clock": GroupText(lambda number, time: f"{int(time // 60):02d}:{int(time % 60):02d} ", " "),
+    "numbers": GroupText(lambda number, time: f"Frame{number}: ", "\n"),
+    "milliseconds": GroupText(_milliseconds, inside="video<|media_content|>", starts=True),
 }
-"""Name -> (text in front of a frame group by its number and time, text between groups)."""
+"""``VideoFacts.text`` -> the text around groups."""

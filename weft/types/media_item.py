@@ -27,7 +27,9 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     count: int
     """Number of placeholder tokens, and of rows of the embedding."""
     grid: tuple[int, int, int]
-    """Frame groups, rows and columns of patches, before neighbours are merged."""
+    """Frame groups, rows and columns of patches, before neighbours are merged. Where the tower averages the
+    frames of an item: frames, rows and columns.
+    """
     pixels: bytes = b""
     """uint8 [frames, height, width, 3]. On the wire an attachment of the message."""
     shared: SharedName | None = None

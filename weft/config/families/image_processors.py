@@ -13,14 +13,18 @@ from weft.config.families.facts import Facts, read_json
 from weft.config.families.processor_files import CLIP_MEAN, CLIP_STD, FILES, HALVES, Processor, video_content
 from weft.config.media import MediaFacts, VideoFacts
 
-_TIMED, _JOINED = "Qwen3VLVideoProcessor", "Qwen2VLVideoProcessor"
+_TIMED, _JOINED, _AVERAGED = "Qwen3VLVideoProcessor", "Qwen2VLVideoProcessor", "Kimi_K25VideoProcessor"
 _VIDEO_PROCESSORS = {
     "budget": "Gemma4VideoProcessor",
     "tiles": "InternVLVideoProcessor",
 }
 """Video processor classes of transformers, by the kind of ``MediaFacts``."""
 NO_SETTINGS = "the checkpoint has no supported settings of a video processor"
-JOINED_FRAMES = "the tower of this family joins four frames, which is not supported; send images"
+VIDEO_TEXT = "<|kimi_k25_video_placeholder|>"
+"""Text that the template of Kimi K2.5 writes for a video. The tokenizer may have no such token."""
+_TIME_FORM = "hh:mm:ss.fff"
+FRAME_PATCHES = 4096
+"""Default maximum number of patches of a frame, Kimi K2.5."""
 BILINEAR = 2
 DEFAULT_FRAMES = 32
 """Frames of a video file if the settings name neither a number nor a rate."""
@@ -208,31 +212,86 @@ def _joined_frames(read: Processor, images: MediaFacts, pace: int) -> VideoFacts
     )
 
 
-def patches_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> MediaFacts:
+def patches_facts(
+    folder: Path, *, patch: int, merge: int, frames: int = 4, shown: str = VIDEO_TEXT, **tokens: Any
+) -> MediaFacts:
     """Return ``MediaFacts`` of kind ``patches`` from the files of ``folder``; see ``area_facts``.
 
-    Raise ConfigError.
+    ``frames``: maximum frames that the tower averages. ``shown``: the template's text for a video. Raise
+    ConfigError.
     """
     read = Processor.of_images(folder, "patches")
     read.agree("patch_size", patch, 14)
     read.agree("merge_size", merge, 2)
     if read.facts.get("fixed_output_tokens") is not None:
         raise read.fail("fixed_output_tokens", "is not supported")
-    size = read.facts.get("size")
-    size = {"max_height": 512, "max_width": 512} if size is None else size
-    if not isinstance(size, dict) or size.get("max_height") != size.get("max_width"):
-        raise read.fail("size", f"must have a max_height and an equal max_width, not {size!r}")
-    return MediaFacts(
+    images = MediaFacts(
         kind="patches",
         patch=patch,
         temporal=1,
         merge=merge,
         max_patches=read.facts.integer("max_patches", 16384),
-        max_side=Facts(size, file=read.name).integer("max_height", 512),
-        no_videos=JOINED_FRAMES,
+        max_side=_most_side(read),
         **read.colours(HALVES, HALVES),
         **tokens,
     )
+    found = video_content(folder)
+    try:
+        if found is None:
+            most = _frame_patches(read.facts, images.max_patches)
+        else:
+            read = _video_processor(*found, _AVERAGED)
+            most = read.facts.integer("max_patches", FRAME_PATCHES)
+        video = _averaged_frames(read, images, frames)
+    except ConfigError as error:
+        if found is not None:
+            raise
+        # The file is valid for images, but not for videos: the model takes no videos.
+        return msgspec.structs.replace(images, no_videos=str(error))
+    # Frames have the placeholder of images.
+    video = msgspec.structs.replace(video, max_patches=most, shown=shown)
+    return msgspec.structs.replace(images, video=images.placeholder, frames=video)
+
+
+def _frame_patches(facts: Facts, images: int) -> int:
+    """Return the maximum patches of a frame from the file of images, whose limit is ``images``."""
+    name = "in_patch_limit_each_frame"
+    if name not in facts:
+        return min(FRAME_PATCHES, images)
+    return facts.optional_integer(name) or images
+
+
+def _averaged_frames(read: Processor, images: MediaFacts, frames: int) -> VideoFacts:
+    """Return the facts of frames in groups of up to ``frames`` frames that the tower averages.
+
+    Raise ConfigError for settings unlike those of images.
+    """
+    read.agree("patch_size", images.patch, 14)
+    read.agree("merge_size", images.merge, 2)
+    _check_colours(read, images, read.colours(HALVES, HALVES))
+    if _most_side(read) != images.max_side:
+        raise read.fail("size", f"must be the same as for images: {images.max_side}")
+    if read.facts.get("timestamp_mode") not in (None, _TIME_FORM):
+        raise read.fail("timestamp_mode", f"must be {_TIME_FORM}")
+    if read.facts.get("in_patch_limit_video") is not None:
+        raise read.fail("in_patch_limit_video", "is not supported")
+    return VideoFacts(
+        averaged=read.facts.integer("temporal_patch_size", min(4, frames), high=frames),
+        fps=read.facts.optional_number("fps") or 2.0,
+        min_frames=1,
+        max_frames=MOST_FRAMES,
+        rule="rounded",
+        text="milliseconds",
+    )
+
+
+def _most_side(read: Processor) -> int:
+    """Return the maximum patches of a side, kind ``patches``. Raise ConfigError."""
+    size = read.facts.get("size")
+    size = {"max_height": 512, "max_width": 512} if size is None else size
+    if not isinstance(size, dict) or size.get("max_height") != size.get("max_width"):
+        raise read.fail("size", f"must have a max_height and an equal max_width, not {size!r}")
+    return Facts(size, file=read.name).integer("max_height", 512)
 
 
 def longest_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> MediaFacts:

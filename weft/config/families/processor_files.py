@@ -33,7 +33,12 @@ _PROCESSORS = {
     "canvas": ("Llama4ImageProcessor", "Llama4ImageProcessorFast"),
 }
 #: Field names in checkpoints with code, and the names in transformers.
-_OTHER_NAMES = {"in_patch_limit": "max_patches", "merge_kernel_size": "merge_size"}
+_OTHER_NAMES = {
+    "in_patch_limit": "max_patches",
+    "merge_kernel_size": "merge_size",
+    "sample_fps": "fps",
+    "temporal_merge_kernel_size": "temporal_patch_size",
+}
 
 
 class Processor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.common.errors import ConfigError
 from weft.config.families.facts import MOST_PARTS, Facts
-from weft.config.families.image_processors import area_facts, patches_facts
+from weft.config.families.image_processors import VIDEO_TEXT, area_facts, patches_facts
 from weft.config.families.image_towers import gemma3_tower, gemma4_tower, mistral3_tower
 from weft.config.families.tiled_towers import internvl_tower, llama4_tower
 from weft.config.families.towers import qwen2_tower
@@ -105,6 +105,10 @@ def _kimi(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionS
         raise vision.fail("pos_emb_width", "must equal pos_emb_height")
     eps = vision.optional_number("projector_ln_eps")
     placeholder = "media_placeholder_token_id" if "media_placeholder_token_id" in facts else "image_token_id"
+    shown = facts.get("video_placeholder") or VIDEO_TEXT
+    if not isinstance(shown, str):
+        raise facts.fail("video_placeholder", f"must be a text, not {shown!r}")
+    frames = size("pos_emb_time", "init_pos_emb_time", 4)
     return VisionSpec(
         kind="moonvit",
         hidden=_divided(vision, hidden, 1152, heads),
@@ -114,7 +118,7 @@ def _kimi(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionS
         activation=_activation(vision),
         output=spec.hidden,
         side=side,
-        frames=size("pos_emb_time", "init_pos_emb_time", 4),
+        frames=frames,
         theta=_theta(vision),
         norm_eps=facts.number("projection_layer_norm_eps", 1e-5) if eps is None else eps,
         media=patches_facts(
@@ -122,7 +126,9 @@ def _kimi(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionS
             patch=_side(vision, "patch_size", 14),
             merge=_side(vision, "merge_kernel_size", 2),
             placeholder=facts.integer(placeholder, 163605),
-            video=facts.optional_integer("video_token_id"),
+            frames=frames,
+            shown=shown,
+            shown_video=facts.optional_integer("video_token_id"),
             start=facts.integer("vision_start_token_id", 163602),
             end=facts.integer("vision_end_token_id", 163604),
         ),

@@ -56,6 +56,7 @@ def media_limits(
         patch=media.patch,
         merge=media.merge,
         frames=max(media.temporal, vision.frames),
+        averaged=vision.frames > 1,
         row_bytes=row_bytes,
         cache_bytes=max(DEFAULT_BYTES, largest) if asked is None else asked,
         encode_patches=section.max_encode_patches,
@@ -148,4 +149,5 @@ def most_tokens(media: MediaFacts) -> int:
         side = -(-media.longest // token)
         return side * (side + (media.row_end is not None))
     side = -(-media.max_side // media.merge)
-    return min(side * side, -(-media.max_patches // media.merge**2) + side)
+    patches = max(media.max_patches, 0 if media.frames is None else media.frames.max_patches)
+    return min(side * side, -(-patches // media.merge**2) + side)

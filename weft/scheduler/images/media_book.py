@@ -70,7 +70,8 @@ def check_media(
             raise InvalidRequest("the key of an image is not 16 bytes", param="media")
         frames, rows, columns = item.grid
         sides_fit = min(item.grid) > 0 and rows % limits.merge == 0 and columns % limits.merge == 0
-        if not sides_fit or item.count != limits.tokens_of(item.grid):
+        too_many = limits.averaged and frames > limits.frames
+        if not sides_fit or too_many or item.count != limits.tokens_of(item.grid):
             raise InvalidRequest("the grid of an image does not match its tokens", param="media")
         if item.start < end or item.start + item.count > length:
             raise InvalidRequest("the tokens of an image lie outside of the prompt", param="media")
@@ -84,12 +85,13 @@ def check_media(
                 param="media",
             )
         _check_source(item, limits, computes)
-        # Bytes of one RGB frame; a frame group has 1 .. limits.frames frames per grid frame.
+        # Bytes of one RGB frame. A frame group has 1 .. limits.frames frames per grid frame, or exactly one.
         size = rows * columns * limits.patch**2 * 3
         may_lack = limits.takes or not computes
         if not item.pixels and may_lack:
             continue
-        if len(item.pixels) not in range(frames * size, frames * limits.frames * size + 1, size):
+        most = frames if limits.averaged else frames * limits.frames
+        if len(item.pixels) not in range(frames * size, most * size + 1, size):
             raise InvalidRequest("the pixels of an image do not match its grid", param="media")
     _check_transfers(media, limits)
 
