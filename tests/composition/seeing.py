@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.seen import Seen
-from tests.support.vision_models import CASES, Clip, make_prompt, processor_of
+from tests.support.vision_models import CASES, Clip, make_prompt, processor_of, publish
 from weft.config.families import load_spec
 
 VOCAB = 300
@@ -54,6 +54,8 @@ def make_seeing(folder: Path, family: str) -> None:
     _randomize(model, 3)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(processor_of(name)))
+    if name == "Kimi_K25":
+        publish(folder)
     if name == "Qwen3_5Moe":
         _look_ahead(folder, text["hidden_size"])
 

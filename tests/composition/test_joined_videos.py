@@ -1,4 +1,5 @@
-"""Videos whose frame groups share rope positions, with all features, also between groups, in float64."""
+"""Videos whose frame groups share rope positions, or whose frames are averaged, with all features, also
+between groups, in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.support.vision_models import Clip, make_prompt
 from weft.bench.bench_tokenizer import write_tokenizer
 from weft.config.families import load_spec
 
-NAMES = ["qwen2-5-vl", "qwen2-vl"]
+NAMES = ["qwen2-5-vl", "qwen2-vl", "kimi-k25"]
 
 
 def _prompts(folder: Path) -> list[dict[str, Any]]:

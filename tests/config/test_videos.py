@@ -21,7 +21,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.video_utils import VideoMetadata
 
 from weft.common.errors import ConfigError, InvalidRequest
-from weft.config.families.image_processors import area_facts, patches_facts
+from weft.config.families.image_processors import area_facts
 from weft.config.media import MediaFacts, VideoFacts
 from weft.models.vision.base import colour_table, patches
 
@@ -180,8 +180,6 @@ def test_layouts_of_the_file(tmp_path: Path) -> None:
     plain = {key: value for key, value in _IMAGES.items() if not key.startswith("image_")}
     assert _facts(tmp_path, images=plain, videos=None).frames is None, "its colours would be others"
     assert _facts(tmp_path, images={**plain, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}, videos=None)
-    kimi = patches_facts(tmp_path, patch=16, merge=2, placeholder=7)
-    assert kimi.frames is None
 
 
 @pytest.mark.parametrize(

@@ -182,13 +182,13 @@ def save_tiny(name: str, folder: Path, randomize: Any) -> Any:
     reference.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(processor_of(family)))
     if family == "Kimi_K25":
-        _publish(folder)
+        publish(folder)
     for file, content in whole_image_models.FILES.get(family, {}).items():
         (folder / file).write_text(json.dumps(content))
     return reference
 
 
-def _publish(folder: Path) -> None:
+def publish(folder: Path) -> None:
     """Rename tensors to the published names, which transformers 5.23 loads but does not save."""
     (single,) = folder.glob("*.safetensors")
     tensors = {}
@@ -315,14 +315,17 @@ def make_prompt(parts: Seq[int | tuple[int, int] | Clip], spec: ModelSpec, seed:
     def text(count: int) -> None:
         ids.extend(random_ids.randrange(PLACEHOLDER) for _ in range(count))
 
+    averages = media.frames is not None and media.frames.averaged > 0
+
     def show(sides: tuple[int, int], token: int, frames: int, *, alone: bool, lag: int | None = None) -> None:
         rows, columns = sides[0] * media.merge, sides[1] * media.merge
+        grid = (frames if averages else 1, rows, columns)
         images.append(random_image(rows * media.patch, columns * media.patch, seed + len(items), frames))
         gaps = media.row_end is not None
         count = sides[0] * (sides[1] + gaps)
         ids.extend([START] if alone else [])
-        items.append(MediaItem(key=b"", start=len(ids), count=count, grid=(1, rows, columns), lag=lag))
-        ids.extend(media.tokens_of(token, count, (1, rows, columns)) + ([END] if alone and not gaps else []))
+        items.append(MediaItem(key=b"", start=len(ids), count=count, grid=grid, lag=lag))
+        ids.extend(media.tokens_of(token, count, grid) + ([END] if alone and not gaps else []))
 
     for part in parts:
         if isinstance(part, int):
@@ -333,15 +336,17 @@ def make_prompt(parts: Seq[int | tuple[int, int] | Clip], spec: ModelSpec, seed:
             ids.append(START)
             assert media.frames is not None
             timed = not media.frames.joined
-            groups = -(-part.frames // 2)
+            size = media.group
+            groups = -(-part.frames // size)
             # The reference's processor writes a time before each group, all within another pair, or no text.
-            for number, lag in enumerate(media.frames.lags(groups, 2, part.fps)):
+            assert media.video is not None
+            for number, lag in enumerate(media.frames.lags(groups, size, part.fps)):
                 text(3 if timed else 0)
-                frames = min(2, part.frames - 2 * number)
-                show((part.rows, part.columns), VIDEO, frames, alone=timed, lag=lag)
+                frames = min(size, part.frames - size * number)
+                show((part.rows, part.columns), media.video, frames, alone=timed, lag=lag)
             ids.append(END)
             clips.append(groups)
-            seconds.append(2 / part.fps)
+            seconds.append(size / part.fps)
     return Prompt(ids, images, items, clips, seconds)
 
 
