@@ -227,3 +227,37 @@ def test_a_tenant_of_its_own_shares_nothing(server: Running) -> None:
         cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached[0] == cached[2] == 0
     assert cached[1] > 0
+
+
+@pytest.mark.slow
+def test_videos_of_averaged_frames(servers: Servers, tmp_path: Path) -> None:
+    """Kimi K2.5: the media worker and the engine get groups of four frames, and a group of one."""
+    from tests.text.test_averaged_videos import write_folder
+
+    write_folder(tmp_path)
+    frames = [image_file((20, 14), seed=n) for n in range(5)]
+    with LLM(model=str(tmp_path), **SETTINGS) as llm:
+        answers = [
+            llm.chat(asked(video_part(given)), GREEDY, use_tqdm=False)[0]
+            for given in (frames, frames[1:] + frames[:1])
+        ]
+    server = _serve(servers, tmp_path)
+    body = {
+        "model": "seeing",
+        "temperature": 0,
+        "max_tokens": 6,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    given = {**body, "messages": asked(video_part(frames))}
+    for cached in (False, True):
+        made = server.http.post("/v1/chat/completions", json=given).json()
+        assert made["prompt_token_ids"] == list(answers[0].prompt_token_ids)
+        assert made["choices"][0]["token_ids"] == list(answers[0].outputs[0].token_ids)
+        assert (made["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == cached
+    assert answers[0].prompt_token_ids == answers[1].prompt_token_ids
+    assert answers[0].outputs[0].token_ids != answers[1].outputs[0].token_ids
+    few = {**body, "messages": asked({"type": "video", "video": []})}
+    refused = server.http.post("/v1/chat/completions", json=few)
+    assert refused.status_code == 400
+    assert "must be a part of the form" in refused.json()["error"]["message"]

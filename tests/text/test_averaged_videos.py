@@ -21,7 +21,7 @@ from transformers.video_utils import VideoMetadata
 
 from tests.models.conftest import _randomize
 from tests.support.pictures import data_url, image_file
-from tests.support.vision_models import CASES, publish, processor_of
+from tests.support.vision_models import CASES, processor_of, publish
 from tests.text.test_image_tokens import LOOP
 from tests.text.test_joined_videos import _decoded, _film, _pixels
 from weft import LLM, SamplingParams

@@ -127,8 +127,8 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
         elif fps is None and self.count:
             count = min(self.count, total, most)
         elif self.rule == "rounded":
-            wanted = max(round(total * min(fps or self.fps, rate) / rate), self.min_frames)
-            count = min(wanted, self.max_frames, total, most)
+            nearest = round(total * min(fps or self.fps, rate) / rate)
+            count = min(max(nearest, self.min_frames), self.max_frames, total, most)
         else:
             wanted = max(total / rate * (fps or self.fps), self.min_frames)
             count = int(min(wanted, self.max_frames, total, most))
