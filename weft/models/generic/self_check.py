@@ -263,10 +263,10 @@ def check_loaded(model: TransformersModel) -> float:
 
 
 def _of_class(model: TransformersModel, name: str, compare: Callable[[], R]) -> R | None:
-    """Return ``compare()`` for the comparison ``name``: a pass through code of the class that Weft otherwise replaces.
+    """Return ``compare()``, a pass through code of the class that Weft otherwise replaces.
 
-    Such code may count the heads of all ranks. So an error on one of several ranks gives None: the comparison
-    needs one rank.
+    ``name``: of the comparison, for the log. Such code may count the heads of all ranks. So an error on one
+    of several ranks gives None: the comparison needs one rank.
     """
     try:
         return compare()
