@@ -21,9 +21,12 @@ from weft.control.fleet.engine_protocol import EngineProtocol
 from weft.types import messages as m
 from weft.types import transfer
 from weft.types.handshake import EngineIdentity
+from weft.types.media_item import MediaItem
 from weft.types.transport_counts import TransportCounts
+from weft.types.versions import unknown_to
 
 RECORDING: dict[str, Any] = json.loads((Path(__file__).parent / "version1.json").read_text())
+ITEM = MediaItem(key=bytes(16), start=0, count=1, grid=(1, 2, 2))
 IDENTITY = EngineIdentity(name=NAME, model="m", start=5)
 
 
@@ -140,6 +143,31 @@ def test_payers_go_to_engines_that_know_them(newest: int) -> None:
     ]
     assert sent[-1]["type"] == "Submit"
     assert sent[-1].get("payer", "") == ("key" if newest > 2 else "")
+
+
+@pytest.mark.parametrize(
+    ("feature", "since", "fields"),
+    [
+        ("videos of this model", m.LAG_SINCE, {"media": (ITEM, msgspec.structs.replace(ITEM, lag=0))}),
+        ("routed experts", m.ROUTES_SINCE, {"routes": 0}),
+        ("", 1, {"media": (ITEM, ITEM), "payer": "key"}),
+    ],
+)
+def test_features_that_an_earlier_engine_does_not_know(
+    feature: str, since: int, fields: dict[str, Any]
+) -> None:
+    """An engine of an earlier release would drop the message, and the request would wait until its deadline."""
+    asked = msgspec.structs.replace(submit(2), **fields)
+    for newest in range(1, m.VERSION + 1):
+        welcome = msgspec.structs.replace(TinyEngine().welcome(7), versions=(1, newest))
+        assert unknown_to(welcome, [submit(1), asked]) == ("" if newest >= since else feature)
+    if feature:
+        with pytest.raises(AssertionError):
+            read_as_version_1(m.encode(asked))
+
+
+def test_an_image_has_the_fields_of_the_earlier_release() -> None:
+    read_as_version_1(m.encode(msgspec.structs.replace(submit(2), media=(ITEM,))))
 
 
 @pytest.mark.parametrize("frame", [*RECORDING["to_engine"], *RECORDING["to_front"], RECORDING["failed"]])
