@@ -140,7 +140,7 @@ def test_more_frames_than_a_file_has_are_refused(tmp_path: Path) -> None:
     assert video.chosen(4, 25.0, 16, count=5) == [0, 1, 2, 3], "5 rounds to 4"
     with pytest.raises(InvalidRequest, match="num_frames is 6, and the video has only 5 frames"):
         video.chosen(5, 25.0, 16, count=6)
-    with pytest.raises(InvalidRequest, match="num_frames is 7, rounded to 8, and the video has only 7 frames"):
+    with pytest.raises(InvalidRequest, match="num_frames is 7, rounded to 8, and the video has only 7"):
         video.chosen(7, 25.0, 16, count=7)
 
 

@@ -7,17 +7,21 @@ is in docs/adr/0036-releases-that-meet.md.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from tests.releases.record import FRONT, LINK, NAME, OUTPUT, Dialogue, TinyEngine, opening, submit
+from weft.common.errors import Unavailable
 from weft.control.directory.folder import FolderDirectory
 from weft.control.directory.record import EngineRecord
 from weft.control.fleet import fleet_events as e
 from weft.control.fleet.engine_protocol import EngineProtocol
+from weft.front.requests.generation import Generation
 from weft.types import messages as m
 from weft.types import transfer
 from weft.types.handshake import EngineIdentity
@@ -156,7 +160,7 @@ def test_payers_go_to_engines_that_know_them(newest: int) -> None:
 def test_features_that_an_earlier_engine_does_not_know(
     feature: str, since: int, fields: dict[str, Any]
 ) -> None:
-    """An engine of an earlier release would drop the message, and the request would wait until its deadline."""
+    """An engine of an earlier release would drop the message, and the request would reach its deadline."""
     asked = msgspec.structs.replace(submit(2), **fields)
     for newest in range(1, m.VERSION + 1):
         welcome = msgspec.structs.replace(TinyEngine().welcome(7), versions=(1, newest))
@@ -164,6 +168,22 @@ def test_features_that_an_earlier_engine_does_not_know(
     if feature:
         with pytest.raises(AssertionError):
             read_as_version_1(m.encode(asked))
+
+
+def test_a_request_waits_for_the_upgrade_of_all_groups() -> None:
+    later, earlier = (
+        msgspec.structs.replace(TinyEngine().welcome(7), versions=(1, newest))
+        for newest in (m.VERSION, m.LAG_SINCE - 1)
+    )
+    generation = object.__new__(Generation)
+    image, video = (msgspec.structs.replace(submit(2), media=(ITEM,)), submit(3))
+    video = msgspec.structs.replace(video, media=(ITEM, msgspec.structs.replace(ITEM, lag=1)))
+    for welcomes, refused in (((later, None), False), ((later, earlier), True)):
+        instances = [SimpleNamespace(welcome=welcome) for welcome in welcomes]
+        generation.front = cast(Any, SimpleNamespace(links=SimpleNamespace(instances=instances)))
+        generation._check_versions([image])
+        with pytest.raises(Unavailable, match="knows no videos of this model") if refused else nullcontext():
+            generation._check_versions([image, video])
 
 
 def test_an_image_has_the_fields_of_the_earlier_release() -> None:
