@@ -81,9 +81,10 @@ def test_groups_at_other_times_of_a_video_have_other_keys() -> None:
         events.describe(one, one.hashes)
         (stored,) = events.take()
         assert isinstance(stored, Stored)
-        ((name, begin),) = stored.extra[0] or ()
-        assert (len(name), begin) == (64, 0)
-        names.add(name)
+        (found,) = stored.extra[0] or ()
+        assert isinstance(found, tuple)
+        assert (len(found[0]), found[1]) == (64, 0)
+        names.add(found[0])
     assert len(names) == 3
 
 

@@ -99,8 +99,7 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
             return [None, *range(1, groups)]
         if fps is None and times is not None:
             # float32, because a difference of decimal seconds may lie just below a whole position.
-            positions = (np.float32(self.pace * (times[size * one] - times[0])) for one in range(1, groups))
-            return [None, *map(int, positions)]
+            return [None, *(int(np.float32(self.pace * (time - times[0]))) for time in times[size::size])]
         # The reference multiplies in float32, and rounds down at the end.
         step = np.float32(self.pace) * np.float32(size / (fps or self.fps))
         return [None, *(int(np.float32(one) * step) for one in range(1, groups))]
@@ -130,9 +129,7 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
             return [min(round(number * step), total - 1) for number in range(count)]
         if count > total:
             rounded = "" if count == named else f", rounded to {count}"
-            raise InvalidRequest(
-                f"num_frames is {named}{rounded}, and the video has only {total} frames; use a smaller number"
-            )
+            raise InvalidRequest(f"num_frames is {named}{rounded}, and the video has only {total} frames")
         half = self.rule == "middles"
         return [(2 * number + half) * total // (2 * count) for number in range(count)]
 
