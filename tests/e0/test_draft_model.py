@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ from weft.config.sizing.draft import draft_part, with_draft
 from weft.config.spec import ModelSpec
 from weft.models.drafted import DraftedModel
 from weft.models.loader import load_model
+from weft.ops import cpu
 from weft.parallel.mesh import Mesh
+from weft.runner.graphs.graphs import MOST_KEPT
+from weft.runner.graphs.programs import capture_calls
 from weft.types.layout import Layout
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
@@ -141,6 +145,26 @@ def test_an_equal_draft_model_is_always_right(root: Path) -> None:
             # Only drafts behind the end of a sequence are wasted.
             assert (answer.accepted > 0, answer.rejected) == (True, 0)
     assert any(answer.num_cached for answer in answers.values())
+    engine.close()
+
+
+@pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
+def test_replayed_calls_draft_what_an_equal_model_says(root: Path) -> None:
+    """All inputs of the captured calls are in fixed buffers, also for rows that change. The end of an epoch
+    drops the captures."""
+    folder = target(root, "llama")
+    options = replace(replaying(3), capture=capture_calls, exact=True)
+    engine, runner = make_engine(folder, model=drafted(folder, folder), speculation=DRAFTS, graphs=options)
+    captured = runner.drafter.captured
+    for first in (0, 1000):
+        greedy = [[one for one in turn if one.params.temperature == 0.0] for turn in arrivals(first)]
+        for number, answer in run(engine, greedy).items():
+            assert answer.tokens == plain(root, "llama")[number - first]
+            assert (answer.accepted > 0, answer.rejected) == (True, 0)
+    assert captured.replayed > 1
+    assert captured._capturing.most_kept == MOST_KEPT // 4, "each capture has the calls of four passes"
+    runner.reset()
+    assert not captured._replays
     engine.close()
 
 
