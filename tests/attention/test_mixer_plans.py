@@ -33,7 +33,7 @@ SPECS: dict[str, Spec] = {
     "conv with bias": ConvSpec(layers=(0,), heads=8, dim=64, taps=4, bias=True),
 }
 LENGTHS = [[1024], [256] * 3, [64] * 16, [16] * 64, [255, *[129] * 7], [65] * 15, [17] * 60, [3] * 100]
-LONG = [[1100] * 5, [4096]]
+LONG = [[1100] * 2, [2500]]
 
 
 def used(backend: Any, spec: Spec, lengths: list[int], dtype: torch.dtype, each: bool = False) -> float:

@@ -18,7 +18,7 @@ from weft.attention.base import Backend, SegmentInput
 from weft.attention.conv.conv_backend import ConvInput, ConvWeights
 from weft.attention.conv.conv_torch import TorchConv
 from weft.attention.mamba.mamba_backend import MambaInput, MambaWeights
-from weft.attention.mamba.mamba_torch import InvariantMamba, TorchMamba
+from weft.attention.mamba.mamba_torch import ROWS, InvariantMamba, TorchMamba
 from weft.attention.registry import choose
 from weft.config.families.mixers.state_caches import conv_cache, mamba_cache
 from weft.config.parts.mixers import ConvSpec, MambaSpec
@@ -244,6 +244,21 @@ def test_invariant_backends_give_equal_bits(name: str, dtype: torch.dtype) -> No
                 alone.step(backend, [(row, min(row.done + 3, len(row.x) - row.done))])
         for found, one in zip(alone.outputs(), whole, strict=True):
             assert torch.equal(found, one)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_bits_do_not_depend_on_parts_of_rows(each: bool) -> None:
+    """More rows than ``InvariantMamba`` computes together: prefill, then two tokens of each row."""
+    backend = InvariantMamba()
+    together, alone = (Scene(MAMBA, torch.float32, lengths=[5] * (ROWS + 3)) for _ in range(2))
+    for count, verify in ((3, False), (2, each)):
+        together.step(backend, [(row, count) for row in together.rows], each=verify)
+        for row in alone.rows:
+            alone.step(backend, [(row, count)], each=verify)
+    for found, one in zip(together.outputs(), alone.outputs(), strict=True):
+        assert torch.equal(found, one)
+    for part, other in zip(together.state, alone.state, strict=True):
+        assert torch.equal(part.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("name", ["conv", "mamba"])

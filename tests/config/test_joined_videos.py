@@ -140,6 +140,8 @@ def test_more_frames_than_a_file_has_are_refused(tmp_path: Path) -> None:
     assert video.chosen(4, 25.0, 16, count=5) == [0, 1, 2, 3], "5 rounds to 4"
     with pytest.raises(InvalidRequest, match="num_frames is 6, and the video has only 5 frames"):
         video.chosen(5, 25.0, 16, count=6)
+    with pytest.raises(InvalidRequest, match="num_frames is 7, rounded to 8, and the video has only 7"):
+        video.chosen(7, 25.0, 16, count=7)
 
 
 def test_settings_of_images_are_those_of_videos_too(tmp_path: Path) -> None:
@@ -167,6 +169,16 @@ def test_settings_that_are_refused(changes: dict[str, Any], problem: str, tmp_pa
 
 
 # ---- rope positions
+
+
+def test_timestamps_of_a_rate_count_as_the_rate() -> None:
+    """Differences of decimal seconds lie just below whole positions: 0.7 - 0.2 < 0.5."""
+    video = VideoFacts(text="", pace=2)
+    due = video.lags(8, 2, fps=4.0)
+    assert due == [None, *range(1, 8)]
+    for first in range(40):
+        times = [(10 * first + 25 * number) / 100 for number in range(16)]
+        assert video.lags(8, 2, times=times) == due, first
 
 
 def _prompt(

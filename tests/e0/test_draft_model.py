@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 from tests.e0 import rig
@@ -15,19 +18,28 @@ from tests.e0.rig import Answer, make_engine, replaying, run, submit
 from tests.e0.test_grid import FILLER, PROMPTS, SAMPLING
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.expert_groups import Leading, run_layout
+from tests.support.ranks import on_ranks
 from tests.support.slow import mostly_slow
+from tests.support.slowness import deadline
 from weft.common.errors import ConfigError
 from weft.config.sections.all import Config, SpeculationSection
 from weft.config.sizing.draft import draft_part, with_draft
 from weft.config.spec import ModelSpec
+from weft.engine.build import capturer
+from weft.engine.core import EngineCore
+from weft.engine.start import alone
 from weft.models.drafted import DraftedModel
 from weft.models.loader import load_model
+from weft.ops import cpu
 from weft.parallel.mesh import Mesh
+from weft.runner.graphs.graphs import MOST_KEPT
+from weft.runner.graphs.programs import capture_calls
 from weft.types.layout import Layout
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
 BATCH = 4
+LONG = deadline(30.0)
 DRAFTS = SpeculationSection(
     speculative_method="draft", num_speculative_tokens=3, speculative_adaptive=False, speculative_model="d"
 )
@@ -144,6 +156,26 @@ def test_an_equal_draft_model_is_always_right(root: Path) -> None:
     engine.close()
 
 
+@pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
+def test_replayed_calls_draft_what_an_equal_model_says(root: Path) -> None:
+    """All inputs of the captured calls are in fixed buffers, also for rows that change. The end of an epoch
+    drops the captures."""
+    folder = target(root, "llama")
+    options = replace(replaying(3), capture=capture_calls, exact=True)
+    engine, runner = make_engine(folder, model=drafted(folder, folder), speculation=DRAFTS, graphs=options)
+    captured = runner.drafter.captured
+    for first in (0, 1000):
+        greedy = [[one for one in turn if one.params.temperature == 0.0] for turn in arrivals(first)]
+        for number, answer in run(engine, greedy).items():
+            assert answer.tokens == plain(root, "llama")[number - first]
+            assert (answer.accepted > 0, answer.rejected) == (True, 0)
+    assert captured.replayed > 1
+    assert captured._capturing.most_kept == MOST_KEPT // 4, "each capture has the calls of four passes"
+    runner.reset()
+    assert not captured._replays
+    engine.close()
+
+
 @pytest.mark.slow
 def test_the_preempted_begin_again(root: Path) -> None:
     folder = target(root, "qwen3_moe")
@@ -171,6 +203,38 @@ def test_over_ranks(root: Path, shape: str) -> None:
     assert {number: replica.answers[number].tokens for number in whole} == whole
     accepted = sum(answer.accepted for answer in replica.answers.values())
     assert accepted > 0 or shape != "llama"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
+def test_replayed_calls_over_ranks(root: Path) -> None:
+    """Captured drafts name the collectives of one epoch. The next epoch captures drafts again."""
+    folder = target(root, "llama")
+    formed, store = threading.Barrier(2), dist.HashStore()
+
+    def work(mesh: Mesh) -> tuple[list[int], list[dict[int, list[int]]]]:
+        torch.set_num_threads(1)
+        model = drafted(folder, folder, mesh)
+        options = replace(replaying(3), capture=capturer(model), exact=True)
+        engine, runner = make_engine(
+            folder, model=model, launcher=mesh.launcher, speculation=DRAFTS, graphs=options
+        )
+        made = [run(engine, arrivals(first)) for first in (0, 1000, 2000)]
+        replayed = [runner.drafter.captured.replayed]
+        mesh.abort()
+        formed.wait(LONG)
+        runner.reset()
+        mesh.connect(store, 1, LONG)
+        again = EngineCore(engine.config, runner=alone(runner.kv, lambda kv: runner))
+        made += [run(again, arrivals(first)) for first in (0, 1000, 2000)]
+        replayed.append(runner.drafter.captured.replayed - replayed[0])
+        runner.close()
+        return replayed, [{n: one.tokens for n, one in answers.items()} for answers in made]
+
+    for replayed, rounds in on_ranks(Layout(tensor=2), work, LONG):
+        assert min(replayed) > 1
+        for tokens in rounds:
+            assert all(tokens[n] == plain(root, "llama")[n % 1000] for n in tokens)
 
 
 def test_what_cannot_draft(root: Path, tmp_path: Path) -> None:

@@ -71,6 +71,23 @@ def test_images_and_salt_are_extra_keys() -> None:
     assert stored.extra == [((name, 6), "s"), ((name, -2),), None]
 
 
+def test_groups_at_other_times_of_a_video_have_other_keys() -> None:
+    names = set()
+    for lag in (None, 0, 1):
+        item = MediaItem(key=bytes(range(16)), start=0, count=BASE, grid=(1, 2, 2), lag=lag)
+        one = Sequence(tokens(BASE), media=(item,))
+        events = BlockEvents(BASE, BASE)
+        events.added(one.hashes[0])
+        events.describe(one, one.hashes)
+        (stored,) = events.take()
+        assert isinstance(stored, Stored)
+        (found,) = stored.extra[0] or ()
+        assert isinstance(found, tuple)
+        assert (len(found[0]), found[1]) == (64, 0)
+        names.add(found[0])
+    assert len(names) == 3
+
+
 def test_the_log_of_a_pool_feeds_the_events() -> None:
     one = Sequence(tokens(2 * BASE))
     pool = BlockPool(2)

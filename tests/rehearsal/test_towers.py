@@ -23,6 +23,7 @@ from tests.support.seen import SeeingModels
 from tests.support.slow import mostly_slow
 from tests.support.vision_models import CASES, processor_of, random_image
 from weft.config.families import load_spec
+from weft.config.sizing.memory import captured_buffer_bytes
 from weft.engine.core import EngineCore
 from weft.models.loader import build_model
 from weft.models.tower import load_tower
@@ -114,6 +115,10 @@ def test_a_shape_that_repeats_is_one_replay(
             if found.levels is not None:
                 torch.testing.assert_close(made.values_of(found.levels), rows.levels, rtol=0, atol=0)
         assert not made.waited
+    assert tower._rows is not None
+    vision = load_spec(str(folder)).vision
+    assert vision is not None
+    assert tower._pixels.nbytes + tower._rows.nbytes == captured_buffer_bytes(vision, "float32")
     repeats = len(images) - 2 * len(set(sizes))
     assert tower.replayed == repeats
     assert max(counts[-repeats:]) == 3 < min(counts[1:3]), counts

@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from tests.releases.record import FRONT, LINK, NAME, OUTPUT, Dialogue, TinyEngine, opening, submit
+from weft.common.errors import Unavailable
 from weft.control.directory.folder import FolderDirectory
 from weft.control.directory.record import EngineRecord
 from weft.control.fleet import fleet_events as e
 from weft.control.fleet.engine_protocol import EngineProtocol
+from weft.front.requests.generation import Generation
 from weft.types import messages as m
 from weft.types import transfer
 from weft.types.handshake import EngineIdentity
+from weft.types.media_item import MediaItem
 from weft.types.transport_counts import TransportCounts
+from weft.types.versions import unknown_to
 
 RECORDING: dict[str, Any] = json.loads((Path(__file__).parent / "version1.json").read_text())
+ITEM = MediaItem(key=bytes(16), start=0, count=1, grid=(1, 2, 2))
 IDENTITY = EngineIdentity(name=NAME, model="m", start=5)
 
 
@@ -140,6 +146,48 @@ def test_payers_go_to_engines_that_know_them(newest: int) -> None:
     ]
     assert sent[-1]["type"] == "Submit"
     assert sent[-1].get("payer", "") == ("key" if newest > 2 else "")
+
+
+@pytest.mark.parametrize(
+    ("feature", "since", "fields"),
+    [
+        ("videos of this model", m.LAG_SINCE, {"media": (ITEM, msgspec.structs.replace(ITEM, lag=0))}),
+        ("routed experts", m.ROUTES_SINCE, {"routes": 0}),
+        ("", 1, {"media": (ITEM, ITEM), "payer": "key"}),
+    ],
+)
+def test_features_that_an_earlier_engine_does_not_know(
+    feature: str, since: int, fields: dict[str, Any]
+) -> None:
+    """An engine of an earlier release would drop the message, and the request would reach its deadline."""
+    asked = msgspec.structs.replace(submit(2), **fields)
+    for newest in range(1, m.VERSION + 1):
+        welcome = msgspec.structs.replace(TinyEngine().welcome(7), versions=(1, newest))
+        assert unknown_to(welcome, [submit(1), asked]) == ("" if newest >= since else feature)
+    if feature:
+        with pytest.raises(AssertionError):
+            read_as_version_1(m.encode(asked))
+
+
+def test_a_request_waits_for_the_upgrade_of_all_groups() -> None:
+    later, earlier = (
+        msgspec.structs.replace(TinyEngine().welcome(7), versions=(1, newest))
+        for newest in (m.VERSION, m.LAG_SINCE - 1)
+    )
+    generation = object.__new__(Generation)
+    image, video = (msgspec.structs.replace(submit(2), media=(ITEM,)), submit(3))
+    video = msgspec.structs.replace(video, media=(ITEM, msgspec.structs.replace(ITEM, lag=1)))
+    instances = [SimpleNamespace(welcome=later), SimpleNamespace(welcome=None)]
+    generation.front = cast(Any, SimpleNamespace(links=SimpleNamespace(instances=instances)))
+    generation._check_versions([image, video])
+    instances.append(SimpleNamespace(welcome=earlier))
+    generation._check_versions([image])
+    with pytest.raises(Unavailable, match="knows no videos of this model"):
+        generation._check_versions([image, video])
+
+
+def test_an_image_has_the_fields_of_the_earlier_release() -> None:
+    read_as_version_1(m.encode(msgspec.structs.replace(submit(2), media=(ITEM,))))
 
 
 @pytest.mark.parametrize("frame", [*RECORDING["to_engine"], *RECORDING["to_front"], RECORDING["failed"]])

@@ -224,7 +224,7 @@ def test_images_are_encoded_op_by_op_after_a_failed_capture(error: Exception, wa
 def test_captures_of_towers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """In number, in rows and in pixels. A wrong image is an error each time, and is not remembered."""
     monkeypatch.setattr(towers, "MOST_GRAPHS", 2)
-    monkeypatch.setattr(towers, "MOST_TOKENS", 20)
+    monkeypatch.setattr(towers, "CAPTURED_TOKENS", 20)
     capture = Failing(MEMORY, first=9)
     tower = CapturedTower(Mean(), capture, patch=4)
     for _ in range(2):
@@ -239,3 +239,33 @@ def test_captures_of_towers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     for value, rows in enumerate((5, 4)):
         encoded(tower, rows, value)
     assert list(tower._graphs) == [(1, 4, 4, 3)]
+
+
+def test_the_memory_of_captured_images_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each image is larger than all before: few are captured. Smaller ones need no new memory."""
+    monkeypatch.setattr(towers, "CAPTURED_PATCHES", 10)
+    monkeypatch.setattr(towers, "CAPTURED_GROWTH", 20)
+    tower = CapturedTower(Mean(), Failing(MEMORY, first=99), patch=2)
+    for value, rows in enumerate((5, 6, 7, 8, 9, 10, 2, 3)):
+        encoded(tower, rows, value)
+    assert [shape[1] for shape in tower._graphs] == [5, 6, 7, 2, 3]
+    tower = CapturedTower(Mean(), Failing(MEMORY, first=99), patch=2)
+    for frames, rows in ((2, 5), (1, 10), (1, 5), (1, 6)):  # a tower may join the two frames
+        for _ in range(2):
+            tower.embed(torch.zeros(frames, rows, 4, 3, dtype=torch.uint8))
+    assert list(tower._graphs) == [(2, 5, 4, 3), (1, 10, 4, 3), (1, 5, 4, 3), (1, 6, 4, 3)]
+    assert tower._room == 0
+
+
+def test_an_image_is_encoded_without_memory_for_captures(
+    monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    def full(*args: Any) -> None:
+        raise MEMORY
+
+    capture = Failing(MEMORY)
+    tower = CapturedTower(Mean(), capture, patch=4)
+    monkeypatch.setattr(torch.Tensor, "new_empty", full)
+    for value in range(3):
+        encoded(tower, 2, value)
+    assert (capture.calls, tower.replayed, len(warnings)) == (0, 0, 1)

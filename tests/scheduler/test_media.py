@@ -309,6 +309,13 @@ def test_what_cannot_be_is_refused(change: dict[str, object], why: str) -> None:
     assert not rig.scheduler._state.live
 
 
+def test_a_larger_cache_is_no_advice_for_pixels_beyond_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.scheduler.images.media_book.MOST_PIXELS", 1)
+    rig = Rig(kv_config(media=limits()), 1)
+    with pytest.raises(InvalidRequest, match=r"too large: use a smaller image$"):
+        rig.scheduler.add(ask(0, [3], 4, [5]), 0.0)
+
+
 def test_limits_are_told() -> None:
     rig = Rig(kv_config(media=limits(most_items=2, cache_bytes=9)), 1)
     with pytest.raises(InvalidRequest, match="has 3 images; at most 2"):

@@ -107,7 +107,8 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
         if not self.pace:
             return [None, *range(1, groups)]
         if fps is None and times is not None:
-            return [None, *(int(self.pace * (times[size * one] - times[0])) for one in range(1, groups))]
+            # float32, because a difference of decimal seconds may lie just below a whole position.
+            return [None, *(int(np.float32(self.pace * (time - times[0]))) for time in times[size::size])]
         # The reference multiplies in float32, and rounds down at the end.
         step = np.float32(self.pace) * np.float32(size / (fps or self.fps))
         return [None, *(int(np.float32(one) * step) for one in range(1, groups))]
@@ -122,6 +123,7 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
         frames to choose, instead of a rate. A file with fewer frames shows some twice with the rule ``ends``;
         with the other rules the references refuse this, and InvalidRequest is raised.
         """
+        named = count
         if count is not None:
             count = round(count / self.multiple) * self.multiple
         elif fps is None and self.count:
@@ -138,7 +140,8 @@ class VideoFacts(msgspec.Struct, frozen=True, kw_only=True):
             step = (total - 1) / max(count - 1, 1)
             return [min(round(number * step), total - 1) for number in range(count)]
         if count > total:
-            raise InvalidRequest(f"num_frames is {count}, and the video has only {total} frames")
+            rounded = "" if count == named else f", rounded to {count}"
+            raise InvalidRequest(f"num_frames is {named}{rounded}, and the video has only {total} frames")
         half = self.rule == "middles"
         return [(2 * number + half) * total // (2 * count) for number in range(count)]
 

@@ -21,7 +21,12 @@ from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sections.all import SchedulerSection
 from weft.config.sharding import local_spec
 from weft.config.sizing.draft import draft_part
-from weft.config.sizing.memory import activation_bytes, captured_encoding_bytes, pools_for
+from weft.config.sizing.memory import (
+    activation_bytes,
+    captured_buffer_bytes,
+    captured_encoding_bytes,
+    pools_for,
+)
 from weft.config.spec import ModelSpec
 from weft.engine.disagg.rank_transfers import check_transfers, open_embeddings, open_transfers, transports_of
 from weft.engine.tiers.open_tier import names_of, noted_weights, open_tier
@@ -367,7 +372,10 @@ def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVC
     if config.runner.decode_graphs:
         without = msgspec.structs.replace(spec, vision=None)
         steps = activation_bytes(without, config.dtype, captured_steps(scheduler))
-        tower = 0 if spec.vision is None else captured_encoding_bytes(spec.vision, config.dtype)
+        tower = 0
+        if spec.vision is not None:
+            tower = captured_encoding_bytes(spec.vision, config.dtype)
+            activations += captured_buffer_bytes(spec.vision, config.dtype)
         activations += max(steps, tower)  # one graph runs at a time
     transfer = max(transfer - activations - images - weights, 0)
     pools = pools_for(

@@ -161,7 +161,8 @@ class BlockEvents:
 
 
 def _image(key: bytes, begin: int) -> tuple[str, int]:
-    """Return (image key as 64 hex digits, position relative to the block) of one of ``media_keys``.
+    """Return (image key, with the lag if any, as 64 hex digits; position relative to the block) of one of
+    ``media_keys``.
 
     ``begin``: position of the base block in the block.
     """

@@ -77,7 +77,8 @@ def media_keys(items: Iterable[MediaItem], block_size: int) -> dict[int, tuple[b
     keys: dict[int, tuple[bytes, ...]] = {}
     for item in items:
         last = (item.start + item.count - 1) // block_size
-        name = item.key if item.lag is None else item.key + item.lag.to_bytes(8, "little", signed=True)
+        # Never 0: ``block_events`` pads the name with zeros.
+        name = item.key if item.lag is None else item.key + (item.lag + 1).to_bytes(8, "little", signed=True)
         for number in range(item.start // block_size, last + 1):
             begin = item.start - number * block_size
             keys[number] = (*keys.get(number, ()), name + begin.to_bytes(8, "little", signed=True))

@@ -79,12 +79,14 @@ def _capturing(parts: DraftedParts, graphs: GraphOptions | None) -> CaptureOptio
     if graphs is None or graphs.lazy != cpu:
         return None
     exact = range(1, min(graphs.max_rows, MOST_EXACT) + 1)
+    # On a CPU a capture takes memory per call, and a draft model makes the calls of a whole model per draft.
+    kept = MOST_KEPT // graphs.most_each if isinstance(parts.model, DraftedModel) else MOST_KEPT
     return CaptureOptions(
         capture=graphs.capture,
         contexts=context_buckets(parts.kv.max_model_len + parts.kv.copies),
         rows=exact if cpu else row_buckets(min(graphs.max_rows, MOST_DRAFTED)),
         most_each=graphs.most_each,
         after=WORTH_CAPTURING,
-        most_kept=MOST_KEPT if cpu else MOST_DRAFTS,
+        most_kept=kept if cpu else MOST_DRAFTS,
         spare=parts.state.spare,
     )

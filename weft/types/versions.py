@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
-from weft.types.messages import Submit, ToEngine, Welcome, common_version
+from weft.types.messages import LAG_SINCE, ROUTES_SINCE, Submit, ToEngine, Welcome, common_version
 
 PAYER_SINCE = 3
 """Version that added ``Submit.payer``."""
@@ -17,3 +19,17 @@ def message_for(welcome: Welcome | None, message: ToEngine) -> ToEngine:
     if isinstance(message, Submit) and message.payer and (version or 0) < PAYER_SINCE:
         return msgspec.structs.replace(message, payer="")
     return message
+
+
+def unknown_to(welcome: Welcome, submits: Iterable[Submit]) -> str:
+    """Return the name of a feature of ``submits`` that the engine process with this Welcome does not know, or
+    "". The fields of the feature cannot be left out: the answer would be another."""
+    version = common_version(welcome.versions) or 0
+    if version >= LAG_SINCE:
+        return ""
+    for submit in submits:
+        if any(item.lag is not None for item in submit.media):
+            return "videos of this model"
+        if version < ROUTES_SINCE and (submit.routes >= 0 or submit.forced is not None):
+            return "routed experts"
+    return ""

@@ -466,11 +466,22 @@ def encoding_bytes(vision: VisionSpec, dtype: str, together: int = 0) -> int:
 
 CAPTURED_PATCHES = 4096
 """Largest image that a CUDA graph encodes, in patches of one frame."""
+CAPTURED_TOKENS = 1024
+"""Largest captured embedding, in rows. A larger image computes long enough to hide its launches."""
+CAPTURED_GROWTH = 2 * CAPTURED_PATCHES
+"""Sum of the patches of the captured images that took new memory. Other captured images are no larger than an
+earlier one, and their graphs fit into the memory of its graph."""
 
 
 def captured_encoding_bytes(vision: VisionSpec, dtype: str) -> int:
-    """Return the bytes of intermediate results in the largest CUDA graph that encodes an image."""
-    return _encoded(vision, dtype, min(vision.media.most_patches, CAPTURED_PATCHES))
+    """Return the bytes of intermediate results in all CUDA graphs that encode images."""
+    return _encoded(vision, dtype, CAPTURED_GROWTH)
+
+
+def captured_buffer_bytes(vision: VisionSpec, dtype: str) -> int:
+    """Return the bytes of the fixed buffers of these graphs: pixels and rows."""
+    pixels = 3 * CAPTURED_PATCHES * vision.media.patch**2
+    return pixels + (1 + len(vision.levels)) * CAPTURED_TOKENS * vision.output * DTYPE_BYTES[dtype]
 
 
 def _encoded(vision: VisionSpec, dtype: str, patches: int) -> int:

@@ -30,14 +30,13 @@ from weft.text.parsing.scope import ContentScope
 from weft.text.submit import first_route, minted_seed, submits_of
 from weft.types.messages import (
     READINESS_SALT,
-    ROUTES_SINCE,
     Pooling,
     Submit,
     TokenEvent,
-    common_version,
     ids_to_bytes,
 )
 from weft.types.sampling import SEED_MASK, TokenParams
+from weft.types.versions import unknown_to
 
 MAX_SUBMITTED = 128 << 20
 """Maximum bytes of prompts, and of forced experts, in one request's submissions; each choice counts with its
@@ -249,14 +248,12 @@ class Generation:
             self._flow.wake()
 
     def _check_versions(self, submits: list[Submit]) -> None:
-        """Raise Unavailable if routes are requested while an engine process of an earlier release serves."""
-        if all(submit.routes < 0 and submit.forced is None for submit in submits):
-            return
+        """Raise Unavailable if an engine process of an earlier release does not know a feature of the
+        request."""
         for instance in self.front.links.instances:
-            welcome = instance.welcome
-            if welcome is not None and (common_version(welcome.versions) or 0) < ROUTES_SINCE:
+            if instance.welcome is not None and (unknown := unknown_to(instance.welcome, submits)):
                 raise Unavailable(
-                    "an engine process of an earlier release knows no routed experts; try again after the "
+                    f"an engine process of an earlier release knows no {unknown}; try again after the "
                     "restart of all groups"
                 )
 

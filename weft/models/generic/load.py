@@ -186,7 +186,7 @@ def _load(folder: str, spec: ModelSpec, build: Build, options: _Options, *, ops:
         model.adapters = Adapters(model, module_map(swapped.targets, parameters), build.adapters)
     if options.pack:
         model.pack() if options.changed is None else pack_changed(model, options.changed)
-    # The self check computes on all ranks together, and steps of the model in use may run.
+    # An update of weights brings no new code, and a check would delay steps of the model in use.
     if options.pack and options.files is None:
         if filled is not None:
             filled.report(build.dtype)

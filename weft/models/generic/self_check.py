@@ -222,11 +222,15 @@ def check_loaded(model: TransformersModel) -> float:
                 check.step([(other, 2)], [(pieces, 1)])
         head = drive(model.logits(torch.stack(whole.made[-1:]).to(model.dtype)))
         _try_last_rows(model, check, whole)
-        beside = _of_class(model, lambda: _change_beside(model, ids)) or 0.0
+        beside = _of_class(model, "of rows beside others", lambda: _change_beside(model, ids)) or 0.0
         published = None
         if not model.cuts:  # a rank's attention has zeros for the heads of other ranks
             column = torch.tensor(ids, device=model.device)
-            published = _of_class(model, lambda: model.published_hidden(column).double())
+            published = _of_class(
+                model,
+                "with the attention of transformers",
+                lambda: model.published_hidden(column).double(),
+            )
     finally:
         model.sums.alone = False
     if head.shape != (1, spec.vocab_size):
@@ -258,18 +262,20 @@ def check_loaded(model: TransformersModel) -> float:
     return found
 
 
-def _of_class(model: TransformersModel, compare: Callable[[], R]) -> R | None:
+def _of_class(model: TransformersModel, name: str, compare: Callable[[], R]) -> R | None:
     """Return ``compare()``, a pass through code of the class that Weft otherwise replaces.
 
-    Such code may count the heads of all ranks. So an error on one of several ranks gives None: the comparison
-    needs one rank.
+    ``name``: of the comparison, for the log. Such code may count the heads of all ranks. So an error on one
+    of several ranks gives None: the comparison needs one rank.
     """
     try:
         return compare()
     except Exception as error:  # code of transformers raises many types
         if model.sums.comm.size == 1 or isinstance(error, ConfigError):
             raise
-        log.info("%s: a comparison of the self check needs one rank: %s", model.spec.architecture, error)
+        log.info(
+            "%s: the comparison %s in the self check needs one rank: %s", model.spec.architecture, name, error
+        )
         return None
 
 

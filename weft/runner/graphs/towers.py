@@ -5,11 +5,11 @@ and the calls follow from the shape of the image. Each graph is for one exact sh
 makes the calls of the tower alone. A shape is captured when it occurs the second time.
 
     pixels    uint8, the image in the first bytes: the only input
-    rows      [1 + levels, MOST_TOKENS, width]: the output of every graph, copied behind each replay
+    rows      [1 + levels, CAPTURED_TOKENS, width]: the output of every graph, copied behind each replay
 
 The stream orders everything: the copy of the pixels, the replay, and the copy of the rows. Graphs are never
-dropped, because a dropped graph could still run. So the number of graphs has a limit, and further shapes are
-encoded op by op.
+dropped, because a dropped graph could still run. So the number of graphs and their memory have limits, and
+further shapes are encoded op by op.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from weft.common.log import get_logger
 from weft.common.recent import Recent
 from weft.config.resolved import MediaLimits
-from weft.config.sizing.memory import CAPTURED_PATCHES
+from weft.config.sizing.memory import CAPTURED_GROWTH, CAPTURED_PATCHES, CAPTURED_TOKENS
 from weft.models.vision.base import Embedding, Tower
 from weft.ops.cpu import CannotCapture
 from weft.runner.graphs.graphs import MORE_MEMORY, Capture
@@ -33,8 +33,6 @@ Tensor = torch.Tensor
 
 MOST_GRAPHS = 16
 """Captured shapes per runner. Towers that take tiles need one."""
-MOST_TOKENS = 1024
-"""Largest captured embedding, in rows. A larger image computes long enough to hide its launches."""
 MOST_MET = 256
 """Shapes that are remembered after their first image."""
 
@@ -69,7 +67,9 @@ class CapturedTower:
         device = next(tower.parameters()).device
         self._pixels = torch.empty(3 * CAPTURED_PATCHES * patch**2, dtype=torch.uint8, device=device)
         self._rows: Tensor | None = None
-        """[1 + levels, MOST_TOKENS, width], made with the first graph."""
+        """[1 + levels, CAPTURED_TOKENS, width], made with the first image that may be captured."""
+        self._largest, self._room = 0, 3 * CAPTURED_GROWTH * patch**2
+        """Bytes of pixels: of the largest captured image; and how much larger images may take new memory."""
         self._graphs: dict[Shape, _Captured] = {}
         self._met: Recent[Shape, bool] = Recent(MOST_MET)
         self._works = True
@@ -93,18 +93,34 @@ class CapturedTower:
 
     def _uncaptured(self, image: Tensor, shape: Shape) -> Embedding:
         """Encode an image without a graph, and capture its shape if the shape repeats."""
-        if shape in self._met and self._works and len(self._graphs) < MOST_GRAPHS:
+        if shape in self._met and self._works and self._has_memory(image):
             rows = self._try(image, shape)
             if rows:
                 return self._made(rows)
         made = self._tower.embed(image)  # raises for a wrong image, which is then not remembered
-        fits = image.numel() <= len(self._pixels) and len(made.main) <= MOST_TOKENS
+        fits = image.numel() <= len(self._pixels) and len(made.main) <= CAPTURED_TOKENS
         if fits and self._works:
             self._met.put(shape, True)
             if self._rows is None:
                 levels = 0 if made.levels is None else len(made.levels)
-                self._rows = made.main.new_empty(1 + levels, MOST_TOKENS, made.main.shape[1])
+                try:
+                    self._rows = made.main.new_empty(1 + levels, CAPTURED_TOKENS, made.main.shape[1])
+                except RuntimeError as error:
+                    self._give_up(error)
         return made
+
+    def _has_memory(self, image: Tensor) -> bool:
+        """Return True if ``image`` may be captured. The graphs share memory, but a larger image needs new
+        memory. Clients choose sizes, so the sum of the new memory has a limit."""
+        fits = image.numel() <= self._largest or image.numel() <= self._room
+        return fits and len(self._graphs) < MOST_GRAPHS
+
+    def _took_memory(self, image: Tensor) -> None:
+        """Count the memory of a new graph."""
+        if image.numel() > self._largest:
+            self._room -= image.numel()
+            # A tower may join the frames of a group: a video then needs no more memory than one frame.
+            self._largest = max(self._largest, image.numel() // len(image))
 
     def _try(self, image: Tensor, shape: Shape) -> int:
         """Encode ``image`` into the rows and capture the work. Return the number of rows. If the capture
@@ -125,10 +141,15 @@ class CapturedTower:
         try:
             self._graphs[shape] = _Captured(self._capture(run), count)
         except (CannotCapture, RuntimeError) as error:
-            log.warning("images are encoded op by op, and not as CUDA graphs: %s; %s", error, MORE_MEMORY)
-            self._works = False
+            self._give_up(error)
             return 0
+        self._took_memory(image)
         return count
+
+    def _give_up(self, error: Exception) -> None:
+        """Capture nothing more: log a warning with the error. Captured shapes are still replayed."""
+        log.warning("images are encoded op by op, and not as CUDA graphs: %s; %s", error, MORE_MEMORY)
+        self._works = False
 
     def _fill(self, image: Tensor) -> None:
         self._pixels[: image.numel()].copy_(image.reshape(-1))

@@ -79,9 +79,10 @@ def check_media(
         end, before = item.start + item.count, item
         too_large = limits.blocks_of(item.count) > limits.blocks and (limits.tower or limits.takes)
         if len(item.pixels) > MOST_PIXELS or too_large:
+            also = " (or raise --mm-cache-bytes, which must hold its embedding)" if too_large else ""
             raise InvalidRequest(
                 f"an image of {columns * limits.patch} x {rows * limits.patch} pixels is too large: use a "
-                "smaller image (or raise --mm-cache-bytes, which must hold its embedding)",
+                f"smaller image{also}",
                 param="media",
             )
         _check_source(item, limits, computes)
