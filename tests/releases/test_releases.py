@@ -169,6 +169,14 @@ def test_features_that_an_earlier_engine_does_not_know(
             read_as_version_1(m.encode(asked))
 
 
+def test_an_earlier_engine_counts_no_averaged_frames() -> None:
+    item = msgspec.structs.replace(ITEM, grid=(4, 2, 2))
+    for newest in (m.LAG_SINCE - 1, m.LAG_SINCE):
+        welcome = msgspec.structs.replace(TinyEngine().welcome(7), versions=(1, newest))
+        found = unknown_to(welcome, [msgspec.structs.replace(submit(2), media=(ITEM, item))])
+        assert found == ("" if newest >= m.LAG_SINCE else "videos of this model")
+
+
 def test_a_request_waits_for_the_upgrade_of_all_groups() -> None:
     later, earlier = (
         msgspec.structs.replace(TinyEngine().welcome(7), versions=(1, newest))

@@ -82,7 +82,8 @@ VERSION = 7
 """The newest version of these messages. Version 2 added ``Hello.engine``, ``Welcome.engine`` and
 ``TransferStats.sent``, version 3 ``Submit.payer``, version 4 ``Submit.routes`` and ``Submit.forced``,
 version 5 ``FreeMemory``, version 6 ``JoinTrainer``, ``ReceiveWeights`` and reports of changed weights to
-every API server, version 7 ``MediaItem.lag``."""
+every API server, version 7 ``MediaItem.lag`` and grids that
+count averaged frames."""
 OLDEST = 1
 """The oldest version understood. A sender uses only the fields of the newest common version."""
 SENT_SINCE = 2
@@ -98,7 +99,7 @@ SLEEP_SINCE = 5
 RECEIVE_SINCE = 6
 """Version that added ``JoinTrainer`` and ``ReceiveWeights``."""
 LAG_SINCE = 7
-"""Version that added ``MediaItem.lag``."""
+"""Version that added ``MediaItem.lag``, and grids that count averaged frames."""
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
 """Salt of probe sequences. API servers send probe sequences to check if an engine process produces tokens."""

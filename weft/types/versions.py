@@ -28,7 +28,8 @@ def unknown_to(welcome: Welcome, submits: Iterable[Submit]) -> str:
     if version >= LAG_SINCE:
         return ""
     for submit in submits:
-        if any(item.lag is not None for item in submit.media):
+        # Earlier releases refuse the tokens of an item with several frames: they count no averaged frames.
+        if any(item.lag is not None or item.grid[0] > 1 for item in submit.media):
             return "videos of this model"
         if version < ROUTES_SINCE and (submit.routes >= 0 or submit.forced is not None):
             return "routed experts"
