@@ -21,7 +21,8 @@ from transformers.video_utils import VideoMetadata
 from tests.support.slow import mostly_slow
 from weft.common.errors import ConfigError, InvalidRequest
 from weft.config.families.image_processors import area_facts
-from weft.config.media import MediaFacts, VideoFacts
+from weft.config.media import MediaFacts
+from weft.config.parts.video_frames import VideoFacts
 from weft.config.resolved import MediaLimits
 from weft.runner.images.image_store import EmbeddingSpans
 from weft.scheduler.images.media_book import check_media

@@ -23,8 +23,9 @@ from tests.support.pictures import data_url
 from tests.support.slow import mostly_slow
 from weft.common.errors import ConfigError, InvalidRequest
 from weft.config.families import load_spec
-from weft.config.media import MediaFacts, VideoFacts
+from weft.config.media import MediaFacts
 from weft.config.parts.tiles import TileFacts, tiling
+from weft.config.parts.video_frames import VideoFacts
 from weft.config.sections.media_section import MediaSection
 from weft.config.sizing.media_limits import media_limits, most_tokens
 from weft.config.sizing.memory import tower_bytes

@@ -22,7 +22,8 @@ from transformers.video_utils import VideoMetadata
 
 from weft.common.errors import ConfigError, InvalidRequest
 from weft.config.families.image_processors import area_facts
-from weft.config.media import MediaFacts, VideoFacts
+from weft.config.media import MediaFacts
+from weft.config.parts.video_frames import VideoFacts
 from weft.models.vision.base import colour_table, patches
 
 _IMAGES: dict[str, Any] = {

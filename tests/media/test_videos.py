@@ -14,7 +14,7 @@ from transformers.video_utils import read_video_pyav
 
 from tests.support.films import CODECS, film, pictures, sound_file
 from tests.support.pictures import image_file
-from weft.config.media import VideoFacts
+from weft.config.parts.video_frames import VideoFacts
 from weft.media import video
 from weft.media.media_errors import BadMedia
 from weft.media.media_messages import Target

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from weft.config.media import MediaFacts, VideoFacts
+from weft.config.media import MediaFacts
+from weft.config.parts.video_frames import VideoFacts
 
 PLACEHOLDER = 258
 FACTS = MediaFacts(

@@ -32,8 +32,8 @@ from weft.config.media import MediaFacts
 from weft.config.sections.media_section import MediaSection
 from weft.media.pictures import Pictures
 from weft.models.vision.base import colour_table, patches
-from weft.text.chat import ChatFormat, image_rules
-from weft.text.image_tokens import expanded
+from weft.text.chat import ChatFormat
+from weft.text.image_tokens import expanded, image_rules
 from weft.text.tokenizer import Tokenizer
 
 VIDEO = "<|kimi_k25_video_placeholder|>"

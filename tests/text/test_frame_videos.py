@@ -32,12 +32,13 @@ from weft import LLM, SamplingParams
 from weft.bench.bench_tokenizer import write_tokenizer
 from weft.common.errors import ConfigError, InvalidRequest
 from weft.config.families import load_spec
-from weft.config.media import MediaFacts, VideoFacts
+from weft.config.media import MediaFacts
+from weft.config.parts.video_frames import VideoFacts
 from weft.config.sections.media_section import MediaSection
 from weft.media.pictures import Pictures, runs_of
-from weft.text.chat import ChatFormat, image_rules
+from weft.text.chat import ChatFormat
 from weft.text.chat_messages import check_messages
-from weft.text.image_tokens import expanded
+from weft.text.image_tokens import expanded, image_rules
 from weft.text.tokenizer import Tokenizer
 
 #: name -> (tokens: template's image, placeholder, start, end, template's video, part of a frame)

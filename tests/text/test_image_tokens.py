@@ -15,8 +15,8 @@ from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from weft.bench.bench_tokenizer import write_tokenizer
 from weft.common.errors import InvalidRequest
 from weft.config.media import MediaFacts
-from weft.text.chat import ChatFormat, image_rules
-from weft.text.image_tokens import expanded
+from weft.text.chat import ChatFormat
+from weft.text.image_tokens import expanded, image_rules
 from weft.text.tokenizer import Tokenizer
 
 LOOP = (

@@ -25,8 +25,8 @@ from weft.config.families import load_spec
 from weft.config.media import MediaFacts
 from weft.config.sections.media_section import MediaSection
 from weft.media.pictures import Pictures
-from weft.text.chat import ChatFormat, image_rules
-from weft.text.image_tokens import expanded
+from weft.text.chat import ChatFormat
+from weft.text.image_tokens import expanded, image_rules
 from weft.text.tokenizer import Tokenizer
 from weft.types.media_item import MediaItem
 

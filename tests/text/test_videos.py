@@ -18,10 +18,11 @@ from transformers.video_utils import VideoMetadata
 import weft
 from tests.support.text_folders import IMAGE_TEMPLATE
 from weft.common.errors import InvalidRequest
-from weft.config.media import MediaFacts, VideoFacts
-from weft.text.chat import ChatFormat, image_rules
+from weft.config.media import MediaFacts
+from weft.config.parts.video_frames import VideoFacts
+from weft.text.chat import ChatFormat
 from weft.text.chat_messages import Shows, check_messages
-from weft.text.image_tokens import expanded
+from weft.text.image_tokens import expanded, image_rules
 from weft.text.images import VideoPart, group_times, video_part
 from weft.text.tokenizer import Tokenizer
 from weft.text.videos import VideoFile

@@ -25,8 +25,9 @@ from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
 from weft.engine.server.replicas import Replicas, start_engine
 from weft.media.local import LocalPictures
-from weft.text.chat import ChatFormat, image_rules
+from weft.text.chat import ChatFormat
 from weft.text.choice import Choice
+from weft.text.image_tokens import image_rules
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
 from weft.types.grammar import Grammar

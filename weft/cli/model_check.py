@@ -20,7 +20,7 @@ from weft.config.sizing.cache_sizes import planned_weights
 from weft.config.sizing.media_limits import most_tokens
 from weft.config.sizing.memory import hit_unit, show_bytes, state_bytes, tower_bytes
 from weft.config.spec import DTYPE_BYTES, ModelSpec
-from weft.text.chat import image_rules
+from weft.text.image_tokens import image_rules
 from weft.text.model import TextModel
 
 T = TypeVar("T")

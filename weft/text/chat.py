@@ -20,16 +20,15 @@ join the two sides of a mark, but only by deleting the digits one by one. No kno
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from weft.common.errors import InvalidRequest
-from weft.config.media import MediaFacts
-from weft.text.chat_messages import ChatMessage, ShownPart, Shows, check_messages
+from weft.text.chat_messages import ChatMessage, ShownPart, check_messages
 from weft.text.conversation import RoleOrder, arranged, check_kwargs, conversation_of, tool_objects
 from weft.text.forms import PROBE_TOOLS, TemplateForm, find_ends, find_form
-from weft.text.image_tokens import with_images
+from weft.text.image_tokens import ImageRules, with_images
 from weft.text.images import VideoPart
 from weft.text.limits import MAX_SECONDS
 from weft.text.marks import Marks, secret_digits
@@ -52,57 +51,6 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     """Images and videos in the order of their placeholders in ``ids``. ``ids`` has one placeholder per image
     and one per frame group of a video. See ``expanded``.
     """
-
-
-class ImageRules(NamedTuple):
-    """The tokens of a model for images and videos in a conversation."""
-
-    placeholder: int
-    """The template's token for an image."""
-    shows: Shows
-    video: int = 0
-    """The placeholder of a frame group; 0 for a model without videos."""
-    shown_video: int = 0
-    """The template's token for a video."""
-    video_text: str = ""
-    """The template's text for a video, instead of a token; see ``VideoFacts.shown``."""
-    start: int = 0
-    end: int = 0
-    """``start`` and ``end`` are the tokens around each frame group."""
-    fps: float = 2.0
-    """Frames per second of a video without a rate of its own."""
-    text: str = "seconds"
-    """Text in front of a frame group; see ``VideoFacts``."""
-    shown: int | None = None
-    around: str = ""
-    """The template's token for an image, and the text around the placeholder; see ``MediaFacts``."""
-
-
-def image_rules(facts: MediaFacts | None, most: int) -> tuple[ImageRules | None, list[int]]:
-    """Return the image rules for ``ChatFormat`` (None without images), and the token ids forbidden to text:
-    the placeholders and the tokens around, in and between images."""
-    if facts is None:
-        return None, []
-    hidden = list(dict.fromkeys(facts.texts))
-    rules = ImageRules(
-        facts.placeholder,
-        Shows(most, no_videos=facts.no_videos),
-        start=facts.start or 0,
-        end=facts.end or 0,
-        shown=facts.shown,
-        around=facts.around,
-    )
-    if facts.frames is None or facts.video is None or facts.start is None or facts.end is None:
-        return rules, hidden
-    videos = rules._replace(
-        shows=Shows(most, facts.group, facts.temporal),
-        video=facts.video,
-        shown_video=facts.video if facts.shown_video is None else facts.shown_video,
-        video_text=facts.frames.shown,
-        fps=facts.frames.fps,
-        text=facts.frames.text,
-    )
-    return videos, hidden
 
 
 class ChatFormat:

@@ -74,9 +74,8 @@ class Shows(NamedTuple):
     most: int
     """Maximum number of images and frame groups in all messages together."""
     group: int = 0
-    """Frames per group; 0 for a model without videos."""
     least: int = 0
-    """Minimum frames of a video; 0: one group."""
+    """Frames per group (0: the model takes no videos), and minimum frames of a video (0: one group)."""
     no_videos: str = ""
     """Reason why a model of a family with videos accepts none; "" for other models."""
 
@@ -391,13 +390,9 @@ def _video(part: Mapping[str, Any], where: str, shows: Shows) -> VideoPart:
     """
     if not shows.group:
         why = shows.no_videos and f": {shows.no_videos}"
-        raise InvalidRequest(
-            f"{where}: this model accepts images, but no videos{why}",
-            param=where,
-            code="unsupported_parameter",
-        )
-    least = shows.least or shows.group
-    found = video_part(part, where, least)
+        message = f"{where}: this model accepts images, but no videos{why}"
+        raise InvalidRequest(message, param=where, code="unsupported_parameter")
+    found = video_part(part, where, shows.least or shows.group)
     if isinstance(found, VideoPart):
         return found
-    return video_file(part, found, where, least, fps_of(part, where))
+    return video_file(part, found, where, shows.least or shows.group, fps_of(part, where))

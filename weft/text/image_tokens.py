@@ -3,32 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from weft.config.media import MediaFacts
+from weft.text.chat_messages import Shows
 from weft.text.tokenizer import Tokenizer
 
 
-class AroundRules(Protocol):
-    """The part of ``ImageRules`` for the text around an image."""
+class ImageRules(NamedTuple):
+    """The tokens of a model for images and videos in a conversation."""
 
-    @property
-    def placeholder(self) -> int: ...
+    placeholder: int
+    """The template's token for an image."""
+    shows: Shows
+    video: int = 0
+    """The placeholder of a frame group; 0 for a model without videos."""
+    shown_video: int = 0
+    """The template's token for a video."""
+    video_text: str = ""
+    """The template's text for a video, instead of a token; see ``VideoFacts.shown``."""
+    start: int = 0
+    end: int = 0
+    """``start`` and ``end`` are the tokens around each frame group."""
+    fps: float = 2.0
+    """Frames per second of a video without a rate of its own."""
+    text: str = "seconds"
+    """Text in front of a frame group; see ``VideoFacts``."""
+    shown: int | None = None
+    around: str = ""
+    """The template's token for an image, and the text around the placeholder; see ``MediaFacts``."""
 
-    @property
-    def start(self) -> int: ...
 
-    @property
-    def end(self) -> int: ...
+def image_rules(facts: MediaFacts | None, most: int) -> tuple[ImageRules | None, list[int]]:
+    """Return the image rules for ``ChatFormat`` (None without images), and the token ids forbidden to text:
+    the placeholders and the tokens around, in and between images."""
+    if facts is None:
+        return None, []
+    hidden = list(dict.fromkeys(facts.texts))
+    rules = ImageRules(
+        facts.placeholder,
+        Shows(most, no_videos=facts.no_videos),
+        start=facts.start or 0,
+        end=facts.end or 0,
+        shown=facts.shown,
+        around=facts.around,
+    )
+    if facts.frames is None or facts.video is None or facts.start is None or facts.end is None:
+        return rules, hidden
+    videos = rules._replace(
+        shows=Shows(most, facts.group, facts.temporal),
+        video=facts.video,
+        shown_video=facts.video if facts.shown_video is None else facts.shown_video,
+        video_text=facts.frames.shown,
+        fps=facts.frames.fps,
+        text=facts.frames.text,
+    )
+    return videos, hidden
 
-    @property
-    def shown(self) -> int | None: ...
 
-    @property
-    def around(self) -> str: ...
-
-
-def with_images(rendered: str, rules: AroundRules | None, tokenizer: Tokenizer) -> str:
+def with_images(rendered: str, rules: ImageRules | None, tokenizer: Tokenizer) -> str:
     """Return ``rendered`` with the text around the placeholder of each image, as the model's processor
     writes."""
     if rules is None or not rules.around:

@@ -8,7 +8,8 @@ from typing import Any
 
 from weft.common.errors import ConfigError, InvalidRequest
 from weft.text.builtin import builtin_template
-from weft.text.chat import ChatFormat, ImageRules
+from weft.text.chat import ChatFormat
+from weft.text.image_tokens import ImageRules
 from weft.text.parsing.choose_parser import ModelHints, choose
 from weft.text.parsing.output import ModelOutput
 from weft.text.template import ChatTemplate

@@ -11,7 +11,8 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.config.families.facts import Facts, read_json
 from weft.config.families.processor_files import CLIP_MEAN, CLIP_STD, FILES, HALVES, Processor, video_content
-from weft.config.media import MediaFacts, VideoFacts
+from weft.config.media import MediaFacts
+from weft.config.parts.video_frames import VideoFacts
 
 _TIMED, _JOINED, _AVERAGED = "Qwen3VLVideoProcessor", "Qwen2VLVideoProcessor", "Kimi_K25VideoProcessor"
 _VIDEO_PROCESSORS = {

@@ -14,7 +14,7 @@ from weft.front.requests.reading import Reader
 from weft.grammar.guard.compile_jobs import Compile, GrammarService
 from weft.grammar.guard.guarded import BackendArguments, GuardedCompiler
 from weft.media.pictures import Pictures
-from weft.text.chat import image_rules
+from weft.text.image_tokens import image_rules
 from weft.text.model import TextModel
 from weft.text.scoring import Tasks
 from weft.text.submit import ModelLimits
