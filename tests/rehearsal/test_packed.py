@@ -123,7 +123,8 @@ def test_divided_experts_stay_packed(plain: Path, tmp_path: Path, monkeypatch: p
     folder, _ = _folders(plain, tmp_path, *FORMATS["nvfp4"])
     settings = {**EP, "moe_dispatch": "low-latency"}
     made, _, core = rehearse(monkeypatch, folder, rig.short(), ranked=True, **settings)
-    assert made.operators >= {"_grouped_codes", "all_to_all"}
+    assert "_grouped_codes" in made.operators
+    assert made.operators & {"all_to_all", "_meet"}, "no rows were sent"
     assert all(isinstance(matrix, Codes) for matrix in held_by(core))
 
 
