@@ -32,7 +32,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-_parsing = threading.Lock()
+_parsing = threading.RLock()  # a finalizer in the middle of a parse may parse, too
 _parse = ast.parse
 
 
