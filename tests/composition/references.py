@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.composition.rig import Answer, asked_of, make_checkpoint, run
+from tests.composition.rig import Answer, Seen, asked_of, make_checkpoint, run
 
 PARAMETERS = ("n", "penalties", "stop", "kv")
 """Features that change the answer of a sequence alone."""
@@ -20,6 +20,25 @@ PLAIN: dict[str, Any] = {
 }
 
 
+def plain_of(case: dict[str, Any]) -> dict[str, Any]:
+    """Return ``case`` for an engine that runs one sequence at a time, with the same ``PARAMETERS``."""
+    return {**PLAIN, **{feature: case[feature] for feature in PARAMETERS}}
+
+
+def tokens_are_those_alone(folder: Path, case: dict[str, Any]) -> Seen:
+    """Run ``case`` of the checkpoint in ``folder``, and compare the tokens with those of each sequence alone.
+    Return what the engine did."""
+    expected, _ = run(folder, plain_of(case), alone=True)
+    made, seen = run(folder, case)
+    assert made.keys() == expected.keys()
+    assert len({answer.tokens for answer in made.values()}) > 4, "the model says the same to every prompt"
+    for key, answer in made.items():
+        assert answer.tokens == expected[key].tokens, key
+    assert seen.stats.mixed_steps > 0
+    assert seen.stats.prefix_hits > 0
+    return seen
+
+
 class References:
     """Answers of an engine that runs one sequence at a time, computed once for each set of ``PARAMETERS``."""
 
@@ -31,8 +50,7 @@ class References:
         """Return (answers, the stop string of each prompt or None)."""
         key = (family, *(case[feature] for feature in PARAMETERS), case.get("lora", False))
         if key not in self._known:
-            asked = {**PLAIN, **{feature: case[feature] for feature in PARAMETERS}}
-            asked["lora"] = case.get("lora", False)
+            asked = {**plain_of(case), "lora": case.get("lora", False)}
             folder, stop = make_checkpoint(self.root, family), None
             if case["stop"]:
                 free = self.of(family, {**case, "stop": False})[0]

@@ -45,6 +45,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _model(tmp_path_factory.mktemp("seeing"), "qwen3-vl")
 
 
+BODY = {
+    "model": "seeing",
+    "temperature": 0,
+    "max_tokens": 6,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+"""The request of ``GREEDY``, without messages."""
 SETTINGS: dict[str, Any] = {
     "dtype": "float64",
     "device": "cpu",
@@ -88,16 +96,9 @@ def test_one_answer_however_an_image_comes(server: Running, folder: Path) -> Non
     assert opened.prompt_token_ids == ids == other.prompt_token_ids
     assert ids.count(PLACEHOLDER) == sum(item.count for item in items)
     assert opened.outputs[0].token_ids == direct.outputs[0].token_ids == wanted
-    body = {
-        "model": "seeing",
-        "temperature": 0,
-        "max_tokens": 6,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
     answers = []
     for files in ((A, B), (A, B), (B, A), (A, A)):
-        given = {**body, "messages": asked(*map(image_part, files))}
+        given = {**BODY, "messages": asked(*map(image_part, files))}
         answers.append(server.http.post("/v1/chat/completions", json=given).json())
     assert [answer["prompt_token_ids"] for answer in answers[:3]] == [list(ids)] * 3
     tokens = [answer["choices"][0]["token_ids"] for answer in answers]
@@ -127,17 +128,10 @@ def test_one_answer_however_a_video_comes(server: Running, folder: Path) -> None
     assert ids.count(START) == 5  # of a video and three groups, and of an image
     assert list(same.prompt_token_ids) == ids == list(other.prompt_token_ids)
     assert list(same.outputs[0].token_ids) == tokens != list(other.outputs[0].token_ids)
-    body = {
-        "model": "seeing",
-        "temperature": 0,
-        "max_tokens": 6,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
     cached = []
     for given in (frames, frames, [*frames[:2], *frames[::-1][:3]]):
         parts = asked(video_part(given), image_part(A))
-        answer = server.http.post("/v1/chat/completions", json={**body, "messages": parts}).json()
+        answer = server.http.post("/v1/chat/completions", json={**BODY, "messages": parts}).json()
         assert answer["prompt_token_ids"] == ids
         assert (answer["choices"][0]["token_ids"] == tokens) == (given is frames)
         cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
@@ -179,11 +173,8 @@ def test_a_file_is_read_as_its_frames_are(server: Running, folder: Path) -> None
     assert (list(found.prompt_token_ids), list(found.outputs[0].token_ids)) == (ids, tokens)
     assert ids.count(START) == 1 + 5 + 1
     assert list(other.prompt_token_ids).count(START) == 1 + 2 + 1
-    body = {"model": "seeing", "temperature": 0, "max_tokens": 6, "ignore_eos": True}
     parts = asked(part, image_part(A))
-    answer = server.http.post(
-        "/v1/chat/completions", json={**body, "return_token_ids": True, "messages": parts}
-    ).json()
+    answer = server.http.post("/v1/chat/completions", json={**BODY, "messages": parts}).json()
     assert answer["prompt_token_ids"] == ids
     assert answer["choices"][0]["token_ids"] == tokens
 
@@ -203,7 +194,6 @@ def test_joined_groups_have_the_time_over_http(servers: Servers, tmp_path: Path)
         asked(film_part, video_part(frames[:3])),
         asked({**film_part, "fps": 0.8}),
     ]
-    body = {"model": "seeing", "temperature": 0, "max_tokens": 6, "ignore_eos": True}
     with LLM(model=str(folder), **SETTINGS) as llm:
         due = [llm.chat(one, GREEDY, use_tqdm=False)[0] for one in cases]
     assert due[0].prompt_token_ids == due[1].prompt_token_ids
@@ -211,7 +201,7 @@ def test_joined_groups_have_the_time_over_http(servers: Servers, tmp_path: Path)
     server = _serve(servers, folder)
     for _ in range(2):  # the second round has prefix hits
         for one, expected in zip(cases, due, strict=True):
-            given = {**body, "return_token_ids": True, "messages": one}
+            given = {**BODY, "messages": one}
             answer = server.http.post("/v1/chat/completions", json=given).json()
             assert answer["prompt_token_ids"] == list(expected.prompt_token_ids)
             assert answer["choices"][0]["token_ids"] == list(expected.outputs[0].token_ids)
@@ -242,14 +232,7 @@ def test_videos_of_averaged_frames(servers: Servers, tmp_path: Path) -> None:
             for given in (frames, frames[1:] + frames[:1])
         ]
     server = _serve(servers, tmp_path)
-    body = {
-        "model": "seeing",
-        "temperature": 0,
-        "max_tokens": 6,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    given = {**body, "messages": asked(video_part(frames))}
+    given = {**BODY, "messages": asked(video_part(frames))}
     for cached in (False, True):
         made = server.http.post("/v1/chat/completions", json=given).json()
         assert made["prompt_token_ids"] == list(answers[0].prompt_token_ids)
@@ -257,7 +240,7 @@ def test_videos_of_averaged_frames(servers: Servers, tmp_path: Path) -> None:
         assert (made["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == cached
     assert answers[0].prompt_token_ids == answers[1].prompt_token_ids
     assert answers[0].outputs[0].token_ids != answers[1].outputs[0].token_ids
-    few = {**body, "messages": asked({"type": "video", "video": []})}
+    few = {**BODY, "messages": asked({"type": "video", "video": []})}
     refused = server.http.post("/v1/chat/completions", json=few)
     assert refused.status_code == 400
     assert "must be a part of the form" in refused.json()["error"]["message"]
