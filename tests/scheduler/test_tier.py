@@ -389,6 +389,25 @@ def test_a_preempted_sequence_loads_its_blocks(mode: str) -> None:
     assert ("preempted" in stats.tier.stores) == (mode == "reused")
 
 
+@pytest.mark.parametrize("at_arrival", ["in memory", "loaded"])
+def test_blocks_that_were_evicted_while_a_sequence_waited_are_loaded(at_arrival: str) -> None:
+    """At the arrival all blocks of the prompt are in the pool, or are loaded. Then the sequence waits for
+    its slot, and a sequence with the slot evicts the blocks."""
+    rig = TierRig(kv_config(blocks=12), mode="all", max_num_seqs=1)
+    ask(rig, submit(0, PROMPT))
+    if at_arrival == "loaded":
+        ask(rig, submit(1, [9] * 40))
+    rig.submit(submit(2, [1, 2] * 4, max_tokens=40))
+    rig.step()
+    rig.submit(submit(3, PROMPT))
+    rig.settle()
+    rig.check_told()
+    rig.check_idle()
+    assert rig.told[3].num_cached == 28
+    loads = 2 if at_arrival == "loaded" else 1
+    assert rig.loads.stats().loads == {"done": loads}
+
+
 def test_sequences_load_after_a_loss_of_ranks() -> None:
     rig = TierRig(kv_config(), mode="all")
     ask(rig, submit(0, PROMPT))

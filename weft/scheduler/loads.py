@@ -1,11 +1,12 @@
 """Loads of blocks from a KV tier, for sequences that arrive: what to load, how long to wait, when to stop.
 
-    arrival ─ pool and store have more than the pool ─> Blocked ─ landed, cut or late ─> Waiting
-                                                          │ ^
-                                         commands to ranks╰─╯blocks enter the prefix cache
+    arrival, admission ─ pool and store have more than the pool ─> Blocked ─ landed, cut or late ─> Waiting
+                                                                     │ ^
+                                                    commands to ranks╰─╯blocks enter the prefix cache
 
-A sequence waits for loads only while loading is predicted to be quicker than computing. The queue of loads is
-served in order of arrival; each load goes from front to back. Whatever has landed when the wait ends is an
+A sequence waits for loads only while loading is predicted to be quicker than computing. A sequence that
+arrives behind others is looked up when it could be admitted: until then, others may evict its blocks. The
+queue of loads is served in order of arrival; each load goes from front to back. Whatever has landed when the wait ends is an
 ordinary prefix hit. Pure: no I/O, no clock. ``weft.kv.tiers`` has the states of the blocks.
 """
 
@@ -73,9 +74,10 @@ class _Load:
     nbytes: list[int]
     """Bytes of ``left`` on one rank, of each level."""
     pending: set[Entry]
-    again: bool
-    """True for a sequence that ran before. The sequence fitted into the pool when the load was wanted, so the
-    load does not wait for the admission of others."""
+    needs: Sequence[int] | None
+    """Blocks of each KV cache group that a sequence at its admission will take; None for a load at the
+    arrival. A sequence at its admission fits into the pool, so the load does not wait for the admission of
+    others."""
     began: float = math.nan
     due: float = math.inf
 
@@ -122,12 +124,17 @@ class Loads:
 
     # ---- called by the scheduler's state
 
-    def block(self, sequence: Stream) -> bool:
-        """Return True if a sequence that could enter the queue, or could be admitted again, must wait for a
-        load. At most once for an arrival and once for each preemption or loss of ranks."""
-        if sequence.loading is not None or sequence.fetches or self.book.off:
-            return bool(sequence.loading)
-        sequence.loading = False
+    def block(self, sequence: Stream, needs: Sequence[int] | None = None) -> bool:
+        """Return True if a sequence that could enter the queue, or could be admitted, must wait for a load.
+
+        ``needs``: of a sequence that could be admitted, the blocks of each KV cache group that the sequence
+        will take. At most one load at the arrival, and one at the admission after an arrival, a preemption or
+        a loss of ranks. Behind waiting sequences there is no load at the arrival: others would evict the
+        blocks."""
+        if sequence.loading or sequence.fetches or self.book.off:
+            return sequence.loading
+        if sequence.loads_left < (2 if needs is None else 1) or (needs is None and self._state.waiting):
+            return False
         limit = sequence.may_skip()
         hashes = self._state.hashes(sequence, len(sequence.tokens)) if limit else []
         if not hashes or not self._state.kv.enable_prefix_caching:
@@ -138,20 +145,21 @@ class Loads:
             return False
         entries = self.book.missing(hashes, reach)
         places = {entry: self.book.place_of(entry) for entry in entries}
-        needs = self._by_level(entries, places)
+        whole = self._by_level(entries, places)
         ahead = _sums(load.nbytes for load in self._loads.values())
-        if self._load_seconds(_sums((ahead, needs))) >= self._compute_seconds(before, reach):
-            self.speeds.refused(needs)
+        if self._load_seconds(_sums((ahead, whole))) >= self._compute_seconds(before, reach):
+            self.speeds.refused(whole)
             self._notes[sequence.id] = ("slower", reach)
             self._count("slower")
+            sequence.loads_left = 0
             return False
         self._touch(hashes, reach)
         pending = {entry for entry in entries if self.book.is_loading(entry)}
         left = [entry for entry in reversed(entries) if entry not in pending]
-        nbytes, again = self._by_level(left, places), not sequence.newcomer
-        load = _Load(sequence, hashes, limit, reach, before, left, places, nbytes, pending, again)
+        nbytes = self._by_level(left, places)
+        load = _Load(sequence, hashes, limit, reach, before, left, places, nbytes, pending, needs)
         self._loads[sequence.id] = load
-        sequence.loading = True
+        sequence.loading, sequence.loads_left = True, 1 if needs is None else 0
         return True
 
     def leaves(self, sequence: Stream, *, failed: bool = False, preempted: bool = False) -> None:
@@ -160,7 +168,7 @@ class Loads:
         self._notes.pop(sequence.id, None)
         self._reached.pop(sequence.id, None)
         if preempted:
-            sequence.loading = None
+            sequence.loads_left = 1
         run = sequence.state
         if failed or not isinstance(run, Running) or sequence.chain is None:
             return
@@ -219,6 +227,12 @@ class Loads:
     def any_blocked(self) -> bool:
         """True if a sequence waits for a load."""
         return bool(self._loads)
+
+    def reserved(self) -> list[int]:
+        """Return the blocks of each KV cache group that sequences with loads at the admission will take. An
+        admission of others must leave these blocks, and so does not evict what has landed."""
+        needs = (load.needs for load in self._loads.values() if load.needs is not None)
+        return [sum(each) for each in zip([0] * len(self._state.caches.kinds), *needs, strict=True)]
 
     @property
     def next_due(self) -> float | None:
@@ -339,7 +353,7 @@ class Loads:
                 self._go_on(load, "off" if self.book.off else "late", now)
             return
         starved = self._starved()  # admission comes first
-        for load in [load for load in self._loads.values() if load.again or not starved]:
+        for load in [load for load in self._loads.values() if load.needs is not None or not starved]:
             while load.left:
                 if not self._request(load, now):
                     return
@@ -418,6 +432,8 @@ class Loads:
             self._reached[sequence.id] = (load.before, reached)
         self._loads.pop(sequence.id, None)
         sequence.loading = False
+        if outcome not in ("done", "evicted"):
+            sequence.loads_left = int(outcome == "lost")
         self._state.loaded(sequence)
         self._changed()
 

@@ -219,7 +219,7 @@ class Planner:
         state = self._state
         if builder.lacking is not None or builder.preempted or not state.waiting:
             return
-        promised = self.promised()
+        promised = self._taken()
         while state.waiting and builder.budget >= 1 and self._has_room(state.waiting.first()):
             sequence = state.waiting.first()
             yielding = None
@@ -240,21 +240,22 @@ class Planner:
             known = len(sequence.tokens)
             behind = min(known + 1, sequence.limit)  # an embedding sequence ends with the prompt
             needed = state.caches.needed(NO_SLOT, behind, num_hit, hashes)
-            # A sequence with received KV owns its blocks. Prefills in progress will still take ``promised``
-            # blocks, so admission must leave enough blocks.
+            # A sequence with received KV owns its blocks. Prefills in progress and sequences with loads will
+            # still take ``promised`` blocks, so admission must leave enough blocks.
             if sequence.tables is None and not state.caches.fits(wanted := _sums(needed, promised)):
                 if self._batch_gives_way(sequence, wanted, builder):
-                    promised = self.promised()
+                    promised = self._taken()
                     continue
                 self.starved = True
                 self._adopt_behind()
                 return
-            if sequence.tables is None and state.load_again(sequence):
+            if sequence.tables is None and state.load_first(sequence, needed):
+                promised = _sums(promised, needed)
                 continue
             if yielding is not None:
                 state.waiting.invite(sequence)
                 self._reserver.preempt(yielding, builder, yields=True)
-                promised = self.promised()
+                promised = self._taken()
                 continue
             end = self._first_end(sequence, num_hit, known, builder)
             if end <= num_hit:
@@ -380,6 +381,11 @@ class Planner:
         if sequence.sends:
             ops = [*ops, *self._state.transfers.export(sequence, start, end)]
         builder.add_prefill(Row(sequence, run, start, end - start, logits, sample, next_k, ops))
+
+    def _taken(self) -> list[int]:
+        """Return ``promised`` and the blocks of sequences with loads at the admission."""
+        loads = self._state.loads
+        return self.promised() if loads is None else _sums(self.promised(), loads.reserved())
 
     def promised(self) -> list[int]:
         """Return the blocks of each KV cache group still to be taken by prefills in progress."""

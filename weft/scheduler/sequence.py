@@ -130,6 +130,7 @@ class Sequence:
         "key",
         "limit",
         "loading",
+        "loads_left",
         "logit_cost",
         "losses",
         "media",
@@ -218,7 +219,10 @@ class Sequence:
         """True while external input is missing; the sequence cannot be admitted."""
         self.blocked_images = False
         """True while images from an encode group are missing; the sequence cannot be admitted."""
-        self.loading: bool | None = None  # True while a KV tier loads blocks; None before the tier was asked
+        self.loading = False
+        """True while a KV tier loads blocks."""
+        self.loads_left = 2
+        """Number of loads that the sequence may still wait for: one at the arrival, one at the admission."""
         self.relies = False
         """True if this group cannot encode all images of the prompt again."""
         self.state: State = BlockedOnFirstSample()

@@ -211,7 +211,7 @@ class SchedulerState:
         ran = self.running.snapshot()
         for sequence in ran:
             sequence.move(Waiting())
-            sequence.loading = None  # the caches are lost, a disk is not
+            sequence.loads_left = 1  # the caches are lost, a disk is not
             self.running.remove(sequence)
             self.waiting.stop(sequence)
             self.waiting.add(sequence)
@@ -234,11 +234,10 @@ class SchedulerState:
 
     # ---- admission
 
-    def load_again(self, sequence: Sequence) -> bool:
-        """Move a sequence that could be admitted from the queue to ``Blocked``, and return True, if a KV tier
-        loads blocks that the pool has evicted since the sequence ran. At most once for each preemption or
-        loss of ranks."""
-        if sequence.loading is not None or not self._loads_first(sequence):
+    def load_first(self, sequence: Sequence, needs: list[int]) -> bool:
+        """Move a sequence that could be admitted, with ``needs`` blocks of each KV cache group, from the queue
+        to ``Blocked``, and return True, if a KV tier loads blocks that the pool does not have."""
+        if self.loads is None or not self.loads.block(sequence, needs):
             return False
         self.waiting.remove(sequence)
         sequence.move(Blocked())
