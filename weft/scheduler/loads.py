@@ -117,6 +117,8 @@ class Loads:
         """Sequence not yet admitted -> (why the load ended early, prefix in pool and store)."""
         self._reached: dict[int, tuple[int, int]] = {}
         """Sequence not yet admitted -> (prefix before the load, prefix after the load)."""
+        self._kept: dict[int, list[Sequence[bytes]]] = {}
+        """Sequence not yet admitted -> the result of ``Caches.keep`` for the prefix of its load."""
         self.store = StoreState()
         self._outcomes: dict[str, int] = {}
         self._seconds = 0.0
@@ -154,6 +156,8 @@ class Loads:
             sequence.loads_left = 0
             return False
         self._touch(hashes, reach)
+        self._unkeep(sequence)
+        self._kept[sequence.id] = self._state.caches.keep(hashes[: reach // self._state.kv.block_size])
         pending = {entry for entry in entries if self.book.is_loading(entry)}
         left = [entry for entry in reversed(entries) if entry not in pending]
         nbytes = self._by_level(left, places)
@@ -167,6 +171,7 @@ class Loads:
         self._loads.pop(sequence.id, None)
         self._notes.pop(sequence.id, None)
         self._reached.pop(sequence.id, None)
+        self._unkeep(sequence)
         if preempted:
             sequence.loads_left = 1
         run = sequence.state
@@ -205,6 +210,7 @@ class Loads:
     def admitted(self, sequence: Stream, num_hit: int) -> None:
         """Note an admission of a sequence with a hit of ``num_hit``. Count saved tokens."""
         self._notes.pop(sequence.id, None)
+        self._unkeep(sequence)
         before, after = self._reached.pop(sequence.id, (num_hit, num_hit))
         self._saved += max(0, min(num_hit, after) - before)
 
@@ -212,6 +218,7 @@ class Loads:
         """Give up all loads after the caches were reset. Results of commands under way will be void.
         Sequences that ran may load the blocks that are in the store."""
         self._ended.clear()
+        self._kept.clear()
         self._apply(self.book.on(Lost(), 0.0))
         # Commands that were not sent would store blocks that have other contents now: the commands end here.
         unsent, self._actions = self._actions, []
@@ -390,6 +397,11 @@ class Loads:
         self._apply(self.book.on(Wanted(entries), now))
         return True
 
+    def _unkeep(self, sequence: Stream) -> None:
+        """Let the prefix of a load be evicted like other blocks."""
+        if (names := self._kept.pop(sequence.id, None)) is not None:
+            self._state.caches.unkeep(names)
+
     def _take(self, load: _Load, entries: Sequence[Entry]) -> None:
         """Subtract blocks from the bytes that a load still needs."""
         for entry in entries:
@@ -429,6 +441,7 @@ class Loads:
         if reached < load.reach:
             self._notes[sequence.id] = (_SHOWN.get(outcome, outcome), load.reach)
         if reached > load.before:
+            self._touch(load.hashes, reached)  # blocks land from front to back: the front would leave first
             self._reached[sequence.id] = (load.before, reached)
         self._loads.pop(sequence.id, None)
         sequence.loading = False
