@@ -16,6 +16,7 @@ from weft.kv import tiers
 from weft.kv.prefix_memory import PrefixMemory
 from weft.kv.tiers import Changed, Copied, Flushed, Stopped
 from weft.scheduler.policy.load_speed import LARGE, LoadSpeed
+from weft.scheduler.policy.retention import Retention
 from weft.types.messages import Submit, TokenEvent
 from weft.types.tiers import DISK, HOST, REMOTE, BlockOutcome, StoredElsewhere, StoreMode
 
@@ -404,8 +405,43 @@ def test_blocks_that_were_evicted_while_a_sequence_waited_are_loaded(at_arrival:
     rig.check_told()
     rig.check_idle()
     assert rig.told[3].num_cached == 28
-    loads = 2 if at_arrival == "loaded" else 1
-    assert rig.loads.stats().loads == {"done": loads}
+    assert set(rig.loads.stats().loads) == {"done"}
+
+
+def test_loaded_blocks_stay_until_the_admission() -> None:
+    """Sequences that run take blocks while the loaded sequence waits for a slot: they evict the retained
+    blocks of a session, not the loaded blocks."""
+    disk, _ = stored(PROMPT)
+    rig = TierRig(kv_config(blocks=32), disk=disk, max_num_seqs=2)
+    state = rig.scheduler._state
+    state.retention = Retention(state.caches, rig.kv.block_size, 600.0)
+    ask(rig, submit(0, [9] * 40, session="s"))
+    assert state.retention.blocks >= 10
+    for number in (1, 2):
+        rig.submit(submit(number, [number] * 8, max_tokens=32))
+    rig.step()
+    rig.submit(submit(3, PROMPT))
+    rig.settle()
+    rig.check_told()
+    rig.check_idle()
+    assert rig.told[3].num_cached == 28
+    assert rig.loads.stats().loads == {"done": 1}
+    assert not rig.loads._kept
+
+
+def test_a_load_at_the_admission_reserves_the_blocks_of_its_sequence() -> None:
+    disk, _ = stored(PROMPT)
+    rig = TierRig(kv_config(blocks=16), disk=disk)
+    for number, prompt in enumerate(([1] * 8, PROMPT, [2] * 16)):
+        rig.submit(submit(number, prompt))
+    rig.step()
+    rig.step()
+    assert [one.id for one in rig.scheduler._state.running] == [0]  # 2 fits beside 0, and not beside 0 and 1
+    rig.settle()
+    rig.check_told()
+    rig.check_idle()
+    assert rig.told[1].num_cached == 28
+    assert rig.loads.stats().loads == {"done": 1}
 
 
 def test_sequences_load_after_a_loss_of_ranks() -> None:

@@ -4,10 +4,11 @@
                                                                      │ ^
                                                     commands to ranks╰─╯blocks enter the prefix cache
 
-A sequence waits for loads only while loading is predicted to be quicker than computing. A sequence that
-arrives behind others is looked up when it could be admitted: until then, others may evict its blocks. The
-queue of loads is served in order of arrival; each load goes from front to back. Whatever has landed when the wait ends is an
-ordinary prefix hit. Pure: no I/O, no clock. ``weft.kv.tiers`` has the states of the blocks.
+A sequence waits for loads only while loading is predicted to be quicker than computing. The blocks of a
+sequence that arrives behind others are looked up when the sequence could be admitted: until then, others may
+evict blocks of the pool. The queue of loads is served in order of arrival; each load goes from front to back.
+Whatever has landed when the wait ends is an ordinary prefix hit, and is evicted after all other blocks until
+the admission. Pure: no I/O, no clock. ``weft.kv.tiers`` has the states of the blocks.
 """
 
 from __future__ import annotations
@@ -441,8 +442,8 @@ class Loads:
         if reached < load.reach:
             self._notes[sequence.id] = (_SHOWN.get(outcome, outcome), load.reach)
         if reached > load.before:
-            self._touch(load.hashes, reached)  # blocks land from front to back: the front would leave first
-            self._reached[sequence.id] = (load.before, reached)
+            before, _ = self._reached.get(sequence.id, (load.before, 0))
+            self._reached[sequence.id] = (min(before, load.before), reached)
         self._loads.pop(sequence.id, None)
         sequence.loading = False
         if outcome not in ("done", "evicted"):
