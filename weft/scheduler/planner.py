@@ -250,8 +250,7 @@ class Planner:
                 self._adopt_behind()
                 return
             if sequence.tables is None and state.load_first(sequence, needed):
-                promised = _sums(promised, needed)
-                continue
+                return  # most loads end before the next step: a prompt from behind would delay the sequence
             if yielding is not None:
                 state.waiting.invite(sequence)
                 self._reserver.preempt(yielding, builder, yields=True)
