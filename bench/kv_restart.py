@@ -1,11 +1,12 @@
 """Measure a conversation that goes on after a restart: blocks loaded from disk, against computing the prompt.
 
-    python -m bench.kv_restart [--tokens 8192] [--checkpoint qwen3-dense-s] [--threads 1] [--folder FOLDER]
+    python -m bench.kv_restart [--tokens 8192] [--checkpoint qwen3-dense-s] [--threads 1] [--idle 0]
 
 One engine computes a prompt of random ids and stores the blocks. A second engine loads the blocks past the
-page cache. Both make one token, and the tokens must be equal. The time of the disk alone is a read of the
-same files in pieces of 4 MiB with O_DIRECT. The same prompt once more is a hit in memory: its time is that of
-the last chunk, which no load saves.
+page cache, ``--idle`` seconds after its start: an idle engine prepares memory for loads. Both make one token,
+and the tokens must be equal. The time of the disk alone is a read of the same files in pieces of 4 MiB with
+O_DIRECT. The same prompt once more is a hit in memory: its time is that of the last chunk, which no load
+saves.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from weft.store.records import RecordBuffer
 _Made = tuple[float, float, Any]
 
 
-def first_token(settings: dict[str, Any], prompt: list[int]) -> tuple[_Made, _Made]:
-    """Return (seconds to the first token, CPU seconds, the output) of a new engine, and of the same prompt
-    once more."""
+def first_token(settings: dict[str, Any], prompt: list[int], idle: float = 0.0) -> tuple[_Made, _Made]:
+    """Return (seconds to the first token, CPU seconds, the output) of a new engine that was ``idle`` seconds
+    idle, and of the same prompt once more."""
     with LLM(**settings) as llm:
         # The first steps of a process are slower than later steps.
         llm.generate([{"prompt_token_ids": [5] * 8}], SamplingParams(max_tokens=2, temperature=0))
+        time.sleep(idle)
         made = list[_Made]()
         for _ in range(2):
             wall, cpu = time.perf_counter(), time.process_time()
@@ -60,6 +62,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--checkpoint", default="qwen3-dense-s")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--idle", type=float, default=0.0, help="seconds before the prompt after the restart")
     parser.add_argument(
         "--folder", type=Path, help="folder on the disk to measure; default: the cache folder"
     )
@@ -83,7 +86,7 @@ def main() -> None:
         }
         computed, _ = first_token(settings, prompt)
         nbytes, seconds = disk_seconds(folder / "kv")
-        loaded, hit = first_token(settings, prompt)
+        loaded, hit = first_token(settings, prompt, given.idle)
         same = computed[2].outputs[0].token_ids == loaded[2].outputs[0].token_ids
         print(f"{given.tokens} tokens, {nbytes / 1e6:.0f} MB on disk, load {os.getloadavg()[0]:.1f}")
         print(f"disk alone   {seconds:8.3f} s, {nbytes / 1e9 / seconds:.2f} GB/s")
