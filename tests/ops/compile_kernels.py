@@ -259,7 +259,10 @@ def sparse(
                 else:
                     chosen = backend.select(index_q, weights, core, reads)
                 assert chosen is not None
-            q, out = torch.empty(tokens, heads, dim, dtype=dtype), torch.empty(tokens, heads, values, dtype=dtype)
+            q, out = (
+                torch.empty(tokens, heads, dim, dtype=dtype),
+                torch.empty(tokens, heads, values, dtype=dtype),
+            )
             if rest:
                 backend.attend_rotated(out, q, rotation, out.clone(), core, reads, chosen)
             else:

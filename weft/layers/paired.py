@@ -1,4 +1,4 @@
-"""Two linear layers over the same inputs that compute one product where the formats of the matrices permit."""
+"""Two linear layers over the same inputs that compute one product where the formats permit."""
 
 from __future__ import annotations
 

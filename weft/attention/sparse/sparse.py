@@ -88,7 +88,6 @@ class SparseBackend(Backend):
         """Attend to the entries described by ``reads``. Writes ``out``. Invisible entries may hold NaN; the
         segment may be empty."""
 
-
     def select_rotated(
         self,
         q: Tensor,  # [T, index_heads, n], not rotated

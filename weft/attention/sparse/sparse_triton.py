@@ -177,7 +177,7 @@ class TritonSparse(SparseBackend):
         reads: Reads,
         selected: Tensor | None,
     ) -> None:
-        """Write ``out``. ``rest``: the end of the queries, and its rotation; see ``ops.triton.sparse.attend``."""
+        """Write ``out``. ``rest``: end of the queries, and its rotation; see ``ops.triton.sparse.attend``."""
         plan, segment = cast(_SparsePlan | None, core.prepared), core.segment
         if plan is None:
             return

@@ -124,5 +124,3 @@ def head_product_into(x: Tensor, matrices: Tensor, out: Tensor) -> None:
         num_warps=4,
         num_stages=2,
     )
-
-

@@ -90,7 +90,7 @@ def _walk_lines(
 )
 def _attend_lines(
     q_ptr,  # [T, HEADS, VALUES + REST], with TURNS [T, HEADS, VALUES]
-    turning_ptr,  # with TURNS: [T, HEADS, LINE], not rotated; the last REST elements are read; tokens lie apart
+    turning_ptr,  # with TURNS: [T, HEADS, LINE], not rotated; the last REST are read; tokens lie apart
     cos_ptr,  # with TURNS: float32 [T, REST / 2]
     sin_ptr,
     out_ptr,  # [T, HEADS, VALUES]; with SPLIT float32 [T - token_base, HEADS, splits, VALUES]
@@ -277,7 +277,7 @@ def attend(
 def _sizes_of(
     q: Tensor, values: int, rest: tuple[Tensor, Rotation] | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, int]]:
-    """Return (end of the queries, cos, sin) and the constants of a query of ``values`` elements and an end."""
+    """Return (end of the queries, cos, sin), and the constants of queries with an end."""
     sizes = {"VALUES": values, "VALUES_P2": padded(values), "TURNS": int(rest is not None)}
     if rest is None:
         size = q.shape[2] - values
