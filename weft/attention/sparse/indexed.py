@@ -47,7 +47,7 @@ class Queries(NamedTuple):
     """[T, heads, kv_lora]: the first part of the queries, in the space of latents."""
     q: Tensor
     """[T, heads, nope + rope]: the last rope elements are the rest of the queries. Tokens may lie apart."""
-    index: tuple[Tensor, Tensor] | None
+    indexed: tuple[Tensor, Tensor] | None
     """Queries of the indexer [T, heads, dim], weights [T, heads]; None for a layer without an indexer."""
 
 
@@ -152,7 +152,7 @@ class IndexedAttention(LatentAttention, Packs):
     def _queries_of(
         self, low: Tensor, index: IndexParts | None, step: StepInput
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Return ([T, heads, nope + rope], ``Queries.index``), not rotated, for low [T, q_lora]."""
+        """Return ([T, heads, nope + rope], ``Queries.indexed``), not rotated, for low [T, q_lora]."""
         assert self.q_up is not None
         if self.indexer is None or index is None:
             return self.q_up(low, step.adapters).unflatten(1, (self._heads, -1)), None
@@ -213,7 +213,7 @@ class IndexedAttention(LatentAttention, Packs):
     def _attend(self, queries: Queries, shared: IndexedInput, caches: LayerCache) -> Tensor:
         """Attend to the chosen entries; return sums of latents [T, heads, kv_lora].
 
-        With ``queries.index``, choose first and store the choice in ``shared.chosen``; None reuses the last
+        With ``queries.indexed``, choose first and store the choice in ``shared.chosen``; None reuses the last
         choice.
         """
         backend = shared.backends["sparse"]
