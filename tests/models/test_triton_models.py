@@ -54,7 +54,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_logits_of_sparse_attention(
     name: str, backend: type[TritonSparse], checkpoints: Any, paged: Any, chosen: set[str]
 ) -> None:
-    """Sequences are longer than the choice, so that the indexer decides. Products of an indexer are joined."""
+    """Sequences are longer than the choice, so that the indexer decides. Its products are joined."""
     checkpoint = checkpoints(name)
     model = checkpoint.load()
     harness = paged(model)
