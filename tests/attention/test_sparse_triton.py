@@ -5,6 +5,7 @@ The interpreter rounds bfloat16 towards zero, so the tolerance is wider.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import random
 from typing import Any
@@ -20,11 +21,13 @@ from tests.support.specs import model_spec
 from weft.attention.base import CoreInput, SegmentInput
 from weft.attention.gqa import triton_backend
 from weft.attention.sparse import sparse_triton
+from weft.attention.sparse.sparse import SparseBackend
 from weft.attention.sparse.sparse_torch import TorchSparse
 from weft.attention.sparse.sparse_triton import TritonInvariantSparse, TritonSparse
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec
 from weft.ops import triton as kernels
+from weft.ops.latent_ops import Rotation, rotate_first
 
 Tensor = torch.Tensor
 
@@ -36,6 +39,7 @@ pytestmark = [
     *([pytest.mark.gpu] if THERE else []),
 ]
 SIZES = Sizes(heads=12, dim=48, index_heads=8, index_dim=32)
+FEW = Sizes(heads=3, dim=48, index_heads=5, index_dim=32)
 ROWS = [(5, 3), (0, 2), (141, 1), (8, 2), (200, 1)]
 DECODES = [(7, 1), (0, 1), (99, 1), (3, 1)]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2 if THERE else 0.1}
@@ -154,6 +158,97 @@ def test_launches_of_few_tokens_and_upper_bounds(monkeypatch: pytest.MonkeyPatch
         assert away(made) < 2e-5
 
 
+# --- queries that are rotated where they are read ---
+
+
+class Turning:
+    """The queries of a run before their rotation, as parts of wider rows. Of a query the last 16 elements
+    are rotated, of a query of the indexer the first 16."""
+
+    def __init__(self, run: Run, interleaved: bool) -> None:
+        tokens, heads, dim = run.q.shape
+        index_heads, index_dim = run.index_q.shape[1:]
+        torch.manual_seed(1)
+        line, q_size, index_size = 7 + 16, heads * (7 + 16), index_heads * index_dim
+        rows = torch.randn(tokens, q_size + index_size + index_heads + 3).to(DEVICE, run.q.dtype)
+        turned = torch.randn(tokens, 8)
+        self.run, self.absorbed = run, run.q[..., : dim - 16].contiguous()
+        self.q = rows[:, :q_size].unflatten(1, (heads, line))
+        self.index_q = rows[:, q_size : q_size + index_size].unflatten(1, (index_heads, index_dim))
+        self.weights = rows[:, q_size + index_size : -3]
+        self.rotation = Rotation(turned.cos().to(DEVICE), turned.sin().to(DEVICE), interleaved)
+
+    def part(self, tokens: slice, run: Run) -> Turning:
+        """Return the queries of some tokens, for ``run``."""
+        made = copy.copy(self)
+        made.run = run
+        for name in ("absorbed", "q", "index_q", "weights"):
+            setattr(made, name, getattr(self, name)[tokens])
+        cos, sin, interleaved = self.rotation
+        made.rotation = Rotation(cos[tokens], sin[tokens], interleaved)
+        return made
+
+    def results(self, kind: type[SparseBackend] | None = None) -> tuple[Tensor | None, Tensor]:
+        """Return (choice, output). ``kind``: class with the methods, by default the class of the backend."""
+        run, backend = self.run, self.run.made.backend
+        of = kind or type(backend)
+        given = (self.index_q, self.rotation, self.weights, run.core, run.reads)
+        chosen = of.select_rotated(backend, *given)
+        out = torch.full_like(self.absorbed, torch.nan)
+        of.attend_rotated(backend, self.absorbed, self.q, self.rotation, out, run.core, run.reads, chosen)
+        return chosen, out
+
+
+@mostly_slow("dtype", list(TOLERANCE), [torch.float32])
+@mostly_slow("invariant", [False, True], [False])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_queries_are_rotated_where_they_are_read(
+    dtype: torch.dtype, invariant: bool, interleaved: bool
+) -> None:
+    """Against a rotation by torch before the same kernels."""
+    made = scene(
+        [(5, 3), (30, 1)],
+        dtype,
+        sizes=FEW,
+        window=0,
+        groups=(1, 9),
+        values=32,
+        invariant=invariant,
+        sinks=False,
+    )
+    turning = Turning(Run(made), interleaved)
+    chosen, out = turning.results()
+    expected, wanted = turning.results(SparseBackend)
+    assert chosen is not None
+    assert torch.equal(chosen, expected)
+    assert (out - wanted).abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_rotated_queries(dtype: torch.dtype) -> None:
+    """A token alone has the choice and the bits that the token has among others and inside a prompt."""
+    whole = scene(
+        [(20, 9), (3, 2), (70, 1)],
+        dtype,
+        sizes=FEW,
+        window=0,
+        groups=(1, 9),
+        values=32,
+        invariant=True,
+        sinks=False,
+    )
+    turning = Turning(Run(whole), True)
+    chosen, made = turning.results()
+    assert chosen is not None
+    for row, position in [(0, 20), (0, 28), (1, 3), (2, 70)]:
+        token = whole.tokens().index((row, position))
+        only = slice(token, token + 1)
+        picked, alone = turning.part(only, Run(whole, whole.alone(row, position), only)).results()
+        assert picked is None or torch.equal(picked[0], chosen[token])
+        assert torch.equal(alone[0], made[token]), (row, position)
+
+
 # --- bits ---
 
 
@@ -258,7 +353,8 @@ def test_scores_that_are_no_numbers_have_a_place() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_equal_float64(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rotated", [False, True])
+def test_scores_equal_float64(dtype: torch.dtype, rotated: bool) -> None:
     """The scores of published sizes, for decodes and for a chunk, against float64."""
     from weft.ops.triton import choice
 
@@ -267,14 +363,18 @@ def test_scores_equal_float64(dtype: torch.dtype) -> None:
     found = scene(rows, dtype, sizes=sizes, window=0, groups=(1, 4))
     run = Run(found)
     plan: Any = run.core.prepared
+    turned = torch.randn(run.segment.tokens, 32).to(DEVICE)
+    rotation = Rotation(turned.cos(), turned.sin(), False) if rotated else None
+    index_q = (rotate_first(run.index_q, *rotation) if rotation else run.index_q).cpu().double()
     scores = torch.full((run.segment.tokens, plan.groups), torch.nan, device=DEVICE)
     choice.index_scores(
         run.index_q, run.weights, scores, run.core.caches[1][0], run.segment.q_offsets, run.segment.starts,
         run.segment.tables[1], plan.scored, ratio=1, top=4, queries=plan.queries, programs=2,
+        rotation=rotation,
     )  # fmt: skip
     for token, (row, position) in enumerate(found.tokens()):
         keys = found.groups[row][: position + 1, sizes.dim :].double()
-        exact = (keys @ found.index_q[token].double().T).relu() @ found.weights[token].double()
+        exact = (keys @ index_q[token].T).relu() @ found.weights[token].double()
         made = scores[token, : position + 1].cpu().double()
         assert (made - exact).abs().max() <= 3e-5 * exact.abs().max()
 

@@ -18,6 +18,7 @@ from tests.support.slow import mostly_slow
 from weft.attention.base import Backends, LayerCache
 from weft.attention.gqa import triton_backend
 from weft.attention.gqa.triton_backend import TritonAttention, TritonInvariant
+from weft.attention.sparse.sparse_triton import TritonInvariantSparse, TritonSparse
 from weft.config.families import load_spec
 from weft.layers import build
 from weft.models.loader import load_model
@@ -45,6 +46,30 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
     monkeypatch.setattr(build, "choose", as_on_a_gpu)
     return names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [TritonSparse, TritonInvariantSparse])
+@pytest.mark.parametrize("name", ["deepseek-v32", "deepseek-v32-yarn", "glm-dsa"])
+def test_logits_of_sparse_attention(
+    name: str, backend: type[TritonSparse], checkpoints: Any, paged: Any, chosen: set[str]
+) -> None:
+    """Sequences are longer than the choice, so that the indexer decides. Its products are joined."""
+    checkpoint = checkpoints(name)
+    model = checkpoint.load()
+    harness = paged(model)
+    harness.backends = Backends([backend()])
+    one, two = harness.sequence(list(range(20))), harness.sequence([5, 9, 40, 7, 8, 3, 77, 12, 6, 1])
+    harness.step([(one, 15)])
+    harness.step([(two, 8)], [(one, 1)])
+    harness.step([(one, 4)], [(two, 1)])
+    for sequence in (one, two):
+        expected, made = checkpoint.expected(sequence.ids), torch.stack(sequence.logits)
+        assert (made - expected[: len(made)]).abs().max() / expected.abs().max() < 1e-4
+    attention = model.blocks[0].attention
+    assert attention.down.joined
+    assert attention.q_up.joined
+    assert "index_entries: triton" in chosen
 
 
 @mostly_slow("name", ["qwen3", "mistral-window"], ["qwen3"])

@@ -233,6 +233,7 @@ def sparse(
     from weft.attention.base import CoreInput
     from weft.attention.sparse.sparse import Reads
     from weft.attention.sparse.sparse_triton import TritonInvariantSparse, TritonSparse
+    from weft.ops.latent_ops import Rotation
 
     dim = values + rest
     reads = Reads(
@@ -247,29 +248,33 @@ def sparse(
             segment = replace(segment, tables=segment.tables * 2)
             core = CoreInput(segment, caches, 0.1, backend.plan(segment, reads, caches), sinks)
             chosen = None
+            tokens = segment.tokens
+            angles = torch.empty(tokens, rest // 2)
+            rotation = Rotation(angles, angles, True)
             if top:
-                index_q = torch.empty(segment.tokens, *index, dtype=dtype)
-                chosen = backend.select(index_q, torch.empty(segment.tokens, index[0]), core, reads)
+                index_q, weights = torch.empty(tokens, *index, dtype=dtype), torch.empty(tokens, index[0])
+                if rest:
+                    halves = rotation._replace(interleaved=index[0] == 32)  # GLM-5 rotates neighbours
+                    chosen = backend.select_rotated(index_q, halves, weights.to(dtype), core, reads)
+                else:
+                    chosen = backend.select(index_q, weights, core, reads)
                 assert chosen is not None
-            q = torch.empty(segment.tokens, heads, dim, dtype=dtype)
-            backend.attend(q, q.new_empty(segment.tokens, heads, values), core, reads, chosen)
+            q, out = (
+                torch.empty(tokens, heads, dim, dtype=dtype),
+                torch.empty(tokens, heads, values, dtype=dtype),
+            )
+            if rest:
+                backend.attend_rotated(out, q, rotation, out.clone(), core, reads, chosen)
+            else:
+                backend.attend(q, out, core, reads, chosen)
 
 
-def around_sparse(
-    heads: int, line: int, lora: int, rope: int, index: tuple[int, int], dtype: torch.dtype
-) -> None:
-    """Rotations and keys of an indexer, products of heads, hyper-connections, rotation of neighbours."""
-    from weft.ops.latent_ops import IndexParts
+def around_sparse(heads: int, line: int, lora: int, rope: int, dtype: torch.dtype) -> None:
+    """Products of heads, hyper-connections, rotation of neighbours."""
     from weft.ops.triton import indexed, streams
 
-    index_heads, dim = index
     q, full = torch.empty(4, heads, line, dtype=dtype), torch.empty(4, heads, lora + rope, dtype=dtype)
-    cos, writes = torch.empty(4, rope // 2), torch.zeros(4, dtype=torch.int64)
-    joined, norm = torch.empty(4, dim + index_heads, dtype=dtype), torch.empty(dim, dtype=dtype)
-    cache = torch.empty(2, 16, lora + rope + dim, dtype=dtype)
-    parts = IndexParts(torch.empty(4, index_heads * dim, dtype=dtype), joined, norm, norm, index_heads, False)
-    for one in (parts, None):
-        indexed.index_entries(q, full, (cos, cos), True, one, 1e-6, cache, writes)
+    cos = torch.empty(4, rope // 2)
     matrices = torch.empty(heads, lora, line - rope, dtype=dtype)
     indexed.head_product_into(q[..., : line - rope], matrices, full[..., :lora])
     indexed.head_product_into(full[..., :lora], matrices.transpose(1, 2), q[..., : line - rope])
@@ -280,8 +285,12 @@ def around_sparse(
         streams.rotate_neighbours(some, cos, cos)
 
 
-def entries(first: int, lora: int, rope: int, dtype: torch.dtype) -> None:
-    """Entries of latent attention, with and without a norm of the queries."""
+def entries(first: int, lora: int, rope: int, index: tuple[int, int], dtype: torch.dtype) -> None:
+    """Entries of latent attention: with a norm of the queries, without, and with the key of an indexer.
+
+    ``index``: heads and size of the indexer.
+    """
+    from weft.ops.latent_ops import IndexParts
     from weft.ops.triton.latent import latent_rope_cache
 
     joined = torch.empty(4, first + lora + rope, dtype=dtype)
@@ -290,6 +299,11 @@ def entries(first: int, lora: int, rope: int, dtype: torch.dtype) -> None:
     writes = torch.zeros(4, dtype=torch.int64)
     for one in (q_weight, None):
         latent_rope_cache(joined, one, weight, 1e-6, angles, angles, one is None, cache, writes)
+    heads, dim = index
+    norm = torch.empty(dim, dtype=dtype)
+    parts = IndexParts(torch.empty(4, dim + heads, dtype=dtype), norm, norm, 1e-6, False)
+    cache = torch.empty(2, 16, lora + rope + dim, dtype=dtype)
+    latent_rope_cache(joined, q_weight, weight, 1e-6, angles, angles, True, cache, writes, parts)
 
 
 def elementwise(dtype: torch.dtype) -> None:
@@ -513,9 +527,9 @@ def others() -> None:
     attention(12, 4, 64, 16, 100, HALF)
     attention(32, 8, 128, 64, 0, HALF, fp8=True)
     latent(128, 512, 64, 64, 0, HALF)
-    entries(1536, 512, 64, HALF)
+    entries(1536, 512, 64, (64, 128), HALF)
     latent(8, 128, 32, 16, 100, HALF)
-    around_sparse(128, 192, 512, 64, (64, 128), HALF)
+    around_sparse(128, 192, 512, 64, HALF)
     sparse(128, 512, 64, (64, 128), 0, 1, 2048, HALF)  # DeepSeek V3.2
     sparse(64, 512, 0, (64, 128), 128, 4, 512, HALF)  # DeepSeek V4: chosen groups
     sparse(64, 512, 0, (0, 0), 128, 128, 0, HALF)  # all groups
@@ -523,7 +537,7 @@ def others() -> None:
 
 def all_forms() -> None:
     latent(8, 500, 24, 3, 0, FULL)
-    entries(100, 500, 24, FULL)
+    entries(100, 500, 24, (30, 100), FULL)
     delta(2, 6, 100, 3, FULL)
     delta(2, 2, 64, 2, HALF)
     elementwise(FULL)
@@ -539,7 +553,7 @@ def all_forms() -> None:
     attention(16, 2, 256, 64, 0, HALF)
     sparse(16, 512, 64, (32, 128), 0, 1, 2048, HALF)
     sparse(20, 500, 24, (30, 100), 100, 3, 70, FULL)
-    around_sparse(20, 100, 500, 24, (30, 100), FULL)
+    around_sparse(20, 100, 500, 24, FULL)
     attention(8, 8, 96, 4, 0, torch.float16)
     attention(40, 8, 128, 64, -8192, HALF)
     attention(16, 8, 256, 64, 4096, HALF, 50.0)

@@ -41,7 +41,7 @@ ADAPTERS = {"_low_rank_inner", "_low_rank_outer"}
 PACKED = {"_coded", "_add_parts", "_dequantize", "_grouped_codes"}
 FEW = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_sigmoid_gate", "_attend", "_merge"}
 SPARSE = {
-    *("_index_scores", "_choose", "_attend_lines", "_index_entries", "_head_product"),
+    *("_index_scores", "_choose", "_attend_lines", "_head_product"),
     *("_mix_streams", "_add_streams", "_rotate_neighbours"),
 }
 DRAWS = {"_tops", "_limit", "_score", "_finish"}

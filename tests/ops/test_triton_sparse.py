@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.support.slow import mostly_slow
 from weft.ops import latent_ops, sparse_ops
-from weft.ops.latent_ops import IndexParts, rotate_pairs
+from weft.ops.latent_ops import IndexParts
 from weft.ops.triton import interpreting
 
 Tensor = torch.Tensor
@@ -44,47 +43,31 @@ def near(made: Tensor, exact: Tensor, dtype: torch.dtype) -> bool:
 
 @mostly_slow("dtype", DTYPES, [torch.float32])
 @pytest.mark.parametrize(("first", "second"), [(False, True), (True, False)])
-def test_entries_of_an_indexer(dtype: torch.dtype, first: bool, second: bool) -> None:
-    """Queries are parts of wider rows; other elements of the lines and other lines stay as they are."""
-    from weft.ops.triton.indexed import index_entries
+def test_entries_with_the_key_of_an_indexer(dtype: torch.dtype, first: bool, second: bool) -> None:
+    """All inputs are parts of wider rows. Other lines stay as they are, and a row alone has the same bits."""
+    from weft.ops.triton.latent import latent_rope_cache
 
-    heads, line, lora, rope, index_heads, dim = 3, 20, 12, 8, 5, 14
-    q = normal(4, heads * line + 6, dtype=dtype)[:, : heads * line].unflatten(1, (heads, line))
-    full, cos_sin = normal(4, heads, lora + rope, dtype=dtype), angles(4, rope)
-    parts = IndexParts(
-        q=normal(4, index_heads * dim, dtype=dtype),
-        joined=normal(4, dim + index_heads + 3, dtype=dtype),
-        norm=normal(dim, dtype=dtype),
-        bias=normal(dim, dtype=dtype),
-        heads=index_heads,
-        interleaved=second,
-    )
+    q_lora, lora, rope, index_heads, dim = 20, 12, 8, 5, 14
+    size = q_lora + lora + rope
+    rows, cos_sin = normal(4, size + dim + index_heads + 3, dtype=dtype), angles(4, rope)
+    rows[2, size : size + dim] += 8  # a mean far above the deviation
+    weights = [normal(n, dtype=dtype) for n in (q_lora, lora, dim, dim)]
+    index = IndexParts(rows[:, size : size + dim + index_heads], *weights[2:], 1e-6, second)
     cache, writes = normal(3, 4, lora + rope + dim, dtype=dtype), torch.tensor([2, 11, 5, 7], device=DEVICE)
-    before, whole = cache.clone(), full.clone()
-    made = index_entries(q, full, cos_sin, first, parts, 1e-6, cache, writes)
-    assert made is not None
-    turned, weights = made
-    whole[..., lora:] = rotate_pairs(q[..., line - rope :], *cos_sin, first)
-    assert near(full, whole, dtype)
-    keys, exact = parts.joined[:, :dim].float(), parts.joined[:, dim : dim + index_heads].float()
-    normed = F.layer_norm(keys, (dim,), parts.norm.float(), parts.bias.float(), 1e-6).to(dtype)
-    expected = torch.cat((rotate_pairs(normed[:, :rope], *cos_sin, second), normed[:, rope:]), dim=1)
-    before.view(-1, cache.shape[2])[writes, lora + rope :] = expected
+    before = cache.clone()
+    given = (rows[:, :size], *weights[:2], 1e-6, *cos_sin, first)
+    low = latent_rope_cache(*given, cache, writes, index)
+    expected = latent_ops.latent_rope_cache(*given, before, writes)
+    before.view(-1, cache.shape[2])[writes, lora + rope :] = index.key(*cos_sin)
+    assert near(low, expected, dtype)
     assert near(cache, before, dtype)
-    index_q = parts.q.unflatten(1, (index_heads, dim))
-    first_part = rotate_pairs(index_q[..., :rope], *cos_sin, second)
-    assert near(turned, torch.cat((first_part, index_q[..., rope:]), dim=-1), dtype)
-    assert torch.equal(weights, exact)
-
-
-def test_queries_without_an_indexer() -> None:
-    from weft.ops.triton.indexed import index_entries
-
-    q, full, cos_sin = normal(2, 3, 20), normal(2, 3, 20), angles(2, 8)
-    before, cache = full.clone(), normal(2, 4, 20)
-    assert index_entries(q, full, cos_sin, False, None, 0.0, cache, torch.zeros(2, dtype=torch.int64)) is None
-    assert torch.equal(full[..., :12], before[..., :12])
-    assert near(full[..., 12:], rotate_pairs(q[..., 12:], *cos_sin, False), torch.float32)
+    exact = index._replace(joined=index.joined.double(), norm=index.norm.double(), bias=index.bias.double())
+    of_float64 = exact.key(*(one.double() for one in cos_sin))
+    assert near(cache.view(-1, cache.shape[2])[writes, lora + rope :], of_float64, dtype)
+    alone = torch.zeros_like(cache)
+    mine = (rows[2:3, :size], *weights[:2], 1e-6, *(one[2:3] for one in cos_sin), first)
+    latent_rope_cache(*mine, alone, writes[2:3], index._replace(joined=index.joined[2:3]))
+    assert torch.equal(alone.view(-1, cache.shape[2])[5], cache.view(-1, cache.shape[2])[5])
 
 
 @mostly_slow("dtype", DTYPES, [torch.float32])

@@ -147,13 +147,15 @@ def _table(given: Given, name: str, stride: int, rows: int) -> None:
 def _index_scores(given: Given) -> None:
     q, cache, scores = given.q_ptr, given.cache_ptr, given.scores_ptr
     rows, tokens = _rows_of_lists(given), q.shape[0]
-    given.powers("HEADS_P2", "DIM_P2", "TILE_N")
-    given.need(given.HEADS <= given.HEADS_P2 and given.DIM <= given.DIM_P2, "elements are left out")
+    given.powers("HEADS_P2", "HALF_P2", "REST_P2", "TILE_N")
+    given.need(given.HEADS <= given.HEADS_P2 and given.HALF <= given.HALF_P2, "elements are left out")
+    given.need(0 <= given.DIM - 2 * given.HALF <= given.REST_P2, "elements of a key are left out")
     given.need(given.DIM <= given.WIDTH, "a key is longer than its line")
     given.reach("q_ptr", (tokens - 1) * given.q_stride + given.HEADS * given.DIM, *HALF, aligned=False)
-    given.reach(
-        "weights_ptr", (tokens - 1) * given.weights_stride + given.HEADS, torch.float32, aligned=False
-    )
+    weights = (tokens - 1) * given.weights_stride + given.HEADS
+    given.reach("weights_ptr", weights, torch.float32, q.dtype, aligned=False)
+    for name in ("cos_ptr", "sin_ptr") if given.HALF else ():
+        given.reach(name, tokens * given.HALF, *WIDE, aligned=False)
     given.array("cache_ptr", cache.shape[0] * given.PER_BLOCK * given.WIDTH, q.dtype)
     _table(given, "table_ptr", given.table_stride, rows)
     given.need(scores.stride() == (given.scores_stride, 1), "rows of scores lie otherwise")
@@ -161,32 +163,6 @@ def _index_scores(given: Given) -> None:
     given.need(given.table_ptr.shape[1] * given.PER_BLOCK >= scores.shape[1] - 3, "groups without a block")
     given.need(given.token_base + scores.shape[0] <= tokens, "scores of tokens that are not there")
     given.need(given.grid[0] * given.QUERIES >= scores.shape[0], "tokens without a tile")
-
-
-def _index_entries(given: Given) -> None:
-    tokens, heads, full, q = given.grid[0], given.HEADS, given.full_ptr, given.q_ptr
-    given.powers("HEADS_P2", "ROPE_P2", "INDEX_HEADS_P2", "DIM_P2")
-    given.need(given.grid[1] == (3 if given.INDEX else 1), "every part of a token has a program")
-    given.need(given.ROPE <= given.LINE, "no rotated part of a query")
-    given.reach("q_ptr", (tokens - 1) * given.q_stride + heads * given.LINE, *HALF, aligned=False)
-    given.array("full_ptr", tokens * heads * (given.LORA + given.ROPE), q.dtype)
-    given.need(full.shape[2] == given.LORA + given.ROPE, "queries of another size")
-    for name in ("cos_ptr", "sin_ptr"):
-        given.array(name, tokens * given.ROPE // 2, *WIDE)
-    if not given.INDEX:
-        return
-    index_heads, dim = given.INDEX_HEADS, given.DIM
-    given.need(given.ROPE <= dim <= given.WIDTH, "a key is longer than its line")
-    last = (tokens - 1) * given.index_q_stride
-    given.reach("index_q_ptr", last + index_heads * dim, q.dtype, aligned=False)
-    given.reach("joined_ptr", (tokens - 1) * given.joined_stride + dim + index_heads, q.dtype, aligned=False)
-    for name in ("norm_ptr", "bias_ptr"):
-        given.array(name, dim)
-    given.need(given.cache_ptr.numel() % given.WIDTH == 0, "lines of the cache are of another size")
-    given.array("cache_ptr", given.cache_ptr.numel(), q.dtype)
-    given.reach("writes_ptr", tokens, torch.int64, aligned=False)
-    given.array("turned_ptr", tokens * index_heads * dim, q.dtype)
-    given.array("weights_ptr", tokens * index_heads, *WIDE)
 
 
 def _head_product(given: Given) -> None:
@@ -270,7 +246,13 @@ def _attend_lines(given: Given) -> None:
     given.need(given.grid[1] * given.GROUP == given.HEADS, "every part of the heads has a program")
     given.need(given.GROUP <= given.TILE_M, "heads of a part are left out")
     given.need(bool(given.WINDOW or given.RATIO), "no entries and no groups")
-    given.array("q_ptr", tokens * given.HEADS * dim, *HALF)
+    given.array("q_ptr", tokens * given.HEADS * (given.VALUES if given.TURNS else dim), *HALF)
+    if given.TURNS:
+        given.need(given.REST <= given.LINE and given.REST % 2 == 0, "no rotated part of a query")
+        last = (tokens - 1) * given.turning_stride
+        given.reach("turning_ptr", last + given.HEADS * given.LINE, q.dtype, aligned=False)
+        for name in ("cos_ptr", "sin_ptr"):
+            given.reach(name, tokens * given.REST // 2, *WIDE, aligned=False)
     for used, name in ((given.WINDOW, "entries"), (given.RATIO, "groups")):
         if used:
             width = given.values[f"{name.upper()}_WIDTH"]
@@ -292,7 +274,7 @@ def _latent_rope_cache(given: Given) -> None:
     given.powers("FIRST_P2", "LORA_P2", "ROPE_P2")
     for name in ("FIRST", "LORA", "ROPE"):
         given.need(given.values[name] <= given.values[f"{name}_P2"], f"{name} is larger than the program")
-    given.need(given.grid[1] == 1 + given.Q_NORM, "every part of a row has a program")
+    given.need(given.grid[1] == 1 + given.Q_NORM + given.INDEX, "every part of a row has a program")
     joined = given.joined_ptr
     given.need(joined.stride(1) == 1 and joined.stride(0) == given.joined_stride, "rows lie otherwise")
     given.reach("joined_ptr", (tokens - 1) * given.joined_stride + given.FIRST + width, *HALF, aligned=False)
@@ -306,6 +288,14 @@ def _latent_rope_cache(given: Given) -> None:
     if given.Q_NORM:
         given.array("q_weight_ptr", given.FIRST)
         given.array("q_ptr", tokens * given.FIRST, joined.dtype)
+    if given.INDEX:
+        given.powers("DIM_P2")
+        given.need(given.ROPE <= given.DIM <= given.DIM_P2, "elements of a key are left out")
+        given.need(width + given.DIM <= given.WIDTH, "a line has no place for the key of the indexer")
+        last = (tokens - 1) * given.index_stride
+        given.reach("index_ptr", last + given.DIM, joined.dtype, aligned=False)
+        for name in ("index_norm_ptr", "index_bias_ptr"):
+            given.array(name, given.DIM)
 
 
 def _rows(given: Given, rows: int) -> None:
@@ -816,20 +806,15 @@ CONTRACTS = (
         "latent",
         _latent_rope_cache,
         ("cache_ptr", "q_ptr"),
-        (("q_weight_ptr", "Q_NORM"), ("q_ptr", "Q_NORM")),
-    ),
-    Contract("latent", _attend_latent, ("out_ptr", "lse_ptr"), (("lse_ptr", "SPLIT"),)),
-    Contract("choice", _index_scores, ("scores_ptr",)),
-    Contract("choice", _choose, ("chosen_ptr",)),
-    Contract(
-        "indexed",
-        _index_entries,
-        ("full_ptr", "cache_ptr", "turned_ptr", "weights_ptr"),
-        tuple(
-            (f"{name}_ptr", "INDEX")
-            for name in ("index_q", "joined", "norm", "bias", "cache", "writes", "turned", "weights")
+        (
+            ("q_weight_ptr", "Q_NORM"),
+            ("q_ptr", "Q_NORM"),
+            *((f"index_{name}ptr", "INDEX") for name in ("", "norm_", "bias_")),
         ),
     ),
+    Contract("latent", _attend_latent, ("out_ptr", "lse_ptr"), (("lse_ptr", "SPLIT"),)),
+    Contract("choice", _index_scores, ("scores_ptr",), (("cos_ptr", "HALF"), ("sin_ptr", "HALF"))),
+    Contract("choice", _choose, ("chosen_ptr",)),
     Contract("indexed", _head_product, ("out_ptr",)),
     Contract("streams", _mix_streams, ("one_ptr", "out_ptr", "mix_ptr")),
     Contract("streams", _add_streams, ("to_ptr",)),
@@ -841,6 +826,7 @@ CONTRACTS = (
         ("out_ptr", "lse_ptr"),
         (
             ("lse_ptr", "SPLIT"),
+            *((f"{name}_ptr", "TURNS") for name in ("turning", "cos", "sin")),
             ("entries_ptr", "WINDOW"),
             ("entries_table_ptr", "WINDOW"),
             ("groups_ptr", "RATIO"),

@@ -8,12 +8,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from weft.ops import kv_fp8
 from weft.ops.registry import Implementation, register
 from weft.ops.torch_ops import rms_norm
 
 Tensor = torch.Tensor
+
+
+class Rotation(NamedTuple):
+    """Rotation of T tokens: the arguments of ``rotate_pairs`` behind x."""
+
+    cos: Tensor
+    """Wide [T, rope / 2]."""
+    sin: Tensor
+    interleaved: bool
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -29,6 +39,12 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tens
     cos = cos.view(shape)
     sin = sin.view(shape)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def rotate_first(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Return x [T, ..., dim] with ``rotate_pairs`` of its first elements, as many as the angles have."""
+    rope = 2 * cos.shape[1]
+    return torch.cat((rotate_pairs(x[..., :rope], cos, sin, interleaved), x[..., rope:]), dim=-1)
 
 
 def latent_rope_cache(
@@ -119,24 +135,29 @@ def head_product_into(x: Tensor, matrices: Tensor, out: Tensor) -> None:
 
 
 class IndexParts(NamedTuple):
-    """Input and weights of the indexer of a layer."""
+    """Input and weights of the key of an indexer."""
 
-    q: Tensor
-    """[T, heads * dim]."""
     joined: Tensor
-    """[T, dim + heads]: key before the norm, weights of the heads."""
+    """[T, dim + heads]: key before the norm, weights of the heads. Rows may lie apart."""
     norm: Tensor
     """[dim]."""
     bias: Tensor
     """[dim]."""
-    heads: int
+    eps: float
     interleaved: bool
+
+    def key(self, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the keys [T, dim] in the dtype of ``joined``: layer norm, then ``rotate_first``."""
+        dim = len(self.norm)
+        x, weight, bias = (one.to(cos.dtype) for one in (self.joined[:, :dim], self.norm, self.bias))
+        normed = F.layer_norm(x, (dim,), weight, bias, self.eps).to(self.joined.dtype)
+        return rotate_first(normed, cos, sin, self.interleaved)
 
 
 def op_by_op() -> None:
-    """Return None: the rotations, norms and cache writes of a layer with an indexer run op by op.
+    """Return None: norms, rotations and cache writes of sparse latent attention run op by op.
 
-    Another implementation returns a function with the signature of ``triton.indexed.index_entries``.
+    Another implementation returns a function with the signature of ``triton.latent.latent_rope_cache``.
     """
     return
 

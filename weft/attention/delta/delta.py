@@ -14,7 +14,8 @@ from weft.attention.delta.delta_backend import DeltaBackend, DeltaInput, DeltaIn
 from weft.attention.gqa.gqa import AttentionInput
 from weft.config.spec import DeltaSpec, ModelSpec
 from weft.layers.build import Build, Packs
-from weft.layers.dense import Linear, RowLinear
+from weft.layers.dense import RowLinear
+from weft.layers.paired import PairedLinear
 from weft.layers.shard import Shard, joined
 from weft.ops.low_rank import AdapterRows
 
@@ -64,21 +65,25 @@ class DeltaNet(Packs):
     def _add_inputs(self, hidden: int, delta: DeltaSpec, key: Shard, heads: Shard, build: Build) -> None:
         """Add the input projections. ``key``: this rank's key channels; ``heads``: its value heads."""
         value = heads.times(delta.v_dim)
-        self.qkvz = Linear(hidden, joined(key, key, value, value), build)
-        self.gates = Linear(hidden, joined(heads, heads), build)
+        self.qkvz = PairedLinear(hidden, joined(key, key, value, value), build)
+        self.gates = PairedLinear(hidden, joined(heads, heads), build)
+
+    def _pack_inputs(self) -> None:
+        self.qkvz.pack_with(self.gates)
 
     def _inputs(self, x: Tensor, adapters: AdapterRows | None) -> DeltaInputs:
         """Return the inputs of the core for x [T, hidden]."""
-        qkvz = self.qkvz(x, adapters)
+        qkvz, gates = self.qkvz.both(self.gates, x, adapters)
         qkv, z = qkvz.split((qkvz.shape[1] - self._value, self._value), dim=1)
-        b, a = self.gates(x, adapters).chunk(2, dim=1)
+        b, a = gates.chunk(2, dim=1)
         return DeltaInputs(qkv, z, b, a)
 
     def pack(self) -> None:
-        """Compute the weights in the form of the backend, and drop ``conv``.
+        """Compute the weights in the form of the backend, drop ``conv``, and join the input projections.
 
         Call once, before ``forward``.
         """
+        self._pack_inputs()
         assert self.conv is not None
         self._weights = DeltaWeights(
             taps=self.conv.data[:, 0].T.contiguous(),

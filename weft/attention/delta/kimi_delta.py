@@ -12,6 +12,7 @@ from weft.attention.delta.delta_backend import DeltaInputs
 from weft.config.spec import DeltaSpec
 from weft.layers.build import Build
 from weft.layers.dense import Linear
+from weft.layers.paired import PairedLinear
 from weft.layers.shard import Shard, joined, whole
 from weft.ops.low_rank import AdapterRows
 
@@ -33,12 +34,16 @@ class KimiDelta(DeltaNet):
     def _add_inputs(self, hidden: int, delta: DeltaSpec, key: Shard, heads: Shard, build: Build) -> None:
         rank = delta.gate_rank
         value = heads.times(delta.v_dim)
-        self.qkv = Linear(hidden, joined(key, key, value), build)
-        self.gates = Linear(hidden, joined(whole(rank), whole(rank), heads), build)
+        self.qkv = PairedLinear(hidden, joined(key, key, value), build)
+        self.gates = PairedLinear(hidden, joined(whole(rank), whole(rank), heads), build)
         self.decay = Linear(rank, heads.times(delta.k_dim), build)
         self.gate = Linear(rank, value, build)
         self._sizes = (rank, rank, heads.count)
 
+    def _pack_inputs(self) -> None:
+        self.qkv.pack_with(self.gates)
+
     def _inputs(self, x: Tensor, adapters: AdapterRows | None) -> DeltaInputs:
-        decay, gate, b = self.gates(x, adapters).split(self._sizes, dim=1)
-        return DeltaInputs(self.qkv(x, adapters), self.gate(gate, adapters), b, self.decay(decay, adapters))
+        qkv, gates = self.qkv.both(self.gates, x, adapters)
+        decay, gate, b = gates.split(self._sizes, dim=1)
+        return DeltaInputs(qkv, self.gate(gate, adapters), b, self.decay(decay, adapters))

@@ -22,7 +22,8 @@ from weft.attention.mla.latent import Form, LatentBackend, LatentInput, UpMatric
 from weft.attention.mla.up_adapters import UpAdapters
 from weft.config.spec import MLASpec, ModelSpec
 from weft.layers.build import Build, Layer, Packs
-from weft.layers.dense import Linear, RMSNorm, RowLinear
+from weft.layers.dense import RMSNorm, RowLinear
+from weft.layers.paired import PairedLinear
 from weft.layers.shard import Shard, joined, whole
 
 Tensor = torch.Tensor
@@ -53,7 +54,7 @@ class UpLayer(Packs):
         self.matrices = UpMatrices(keys=keys, values=values, packed=self._pack(keys, values))
 
 
-class _Down(Linear):
+class _Down(PairedLinear):
     """Input matrix. If the first outputs are the queries themselves (no low rank), the queries have no
     bias."""
 
@@ -61,15 +62,22 @@ class _Down(Linear):
         """``first``: outputs before the cache entry: this rank's queries, or all low-rank queries."""
         entries = whole(mla.kv_lora + mla.rope)
         super().__init__(hidden, joined(first, entries), build)
-        self._outputs = first.count + entries.count
         if mla.bias:
             self.bias = build.weight(entries.count if mla.q_lora is None else self._outputs)
 
     def pack(self) -> None:
         """Pack the weight. A shorter bias is padded with zeros in front."""
+        self._pad_bias()
         super().pack()
-        if self.bias is not None:
-            # Pad the bias with zeros for the queries, so that the product sees one bias for all outputs.
+
+    def pack_with(self, other: PairedLinear) -> None:
+        """Pack both layers; see ``PairedLinear``. A shorter bias is padded as in ``pack``."""
+        self._pad_bias()
+        super().pack_with(other)
+
+    def _pad_bias(self) -> None:
+        """Pad the bias with zeros for the queries, so that the product sees one bias for all outputs."""
+        if self.bias is not None and len(self.bias) < self._outputs:
             missing = self._outputs - len(self.bias)
             self.bias = nn.Parameter(F.pad(self.bias.data, (missing, 0)), requires_grad=False)
 
@@ -97,7 +105,7 @@ class LatentAttention(Layer):
         self.q_norm = self.q_up = None
         if mla.q_lora is not None:
             self.q_norm = RMSNorm(mla.q_lora, mla.norm_eps, build)
-            self.q_up = Linear(mla.q_lora, queries, build)
+            self.q_up = PairedLinear(mla.q_lora, queries, build)
         self.kv_norm = RMSNorm(mla.kv_lora, mla.norm_eps, build)
         self.kv_up = UpLayer(heads, mla, build)
         self.out = RowLinear(heads.times(mla.v), spec.hidden, build, bias=spec.o_bias)

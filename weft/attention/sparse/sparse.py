@@ -19,6 +19,8 @@ from typing import ClassVar
 import torch
 
 from weft.attention.base import Backend, CoreInput, LayerCache, SegmentInput
+from weft.ops.latent_ops import Rotation, rotate_first, rotate_pairs
+from weft.ops.torch_ops import wide
 
 Tensor = torch.Tensor
 
@@ -85,6 +87,31 @@ class SparseBackend(Backend):
     ) -> None:
         """Attend to the entries described by ``reads``. Writes ``out``. Invisible entries may hold NaN; the
         segment may be empty."""
+
+    def select_rotated(
+        self,
+        q: Tensor,  # [T, index_heads, n], not rotated
+        rotation: Rotation,  # of the first elements of q
+        weights: Tensor,  # [T, index_heads] in a wide dtype or in q's
+        core: CoreInput,
+        reads: Reads,
+    ) -> Tensor | None:
+        """Rotate q, then ``select``."""
+        return self.select(rotate_first(q, *rotation), weights.to(wide(q.dtype)), core, reads)
+
+    def attend_rotated(
+        self,
+        absorbed: Tensor,  # [T, heads, n], contiguous
+        q: Tensor,  # [T, heads, m]; the last dim - n elements are not rotated
+        rotation: Rotation,  # of the last elements of q
+        out: Tensor,
+        core: CoreInput,
+        reads: Reads,
+        selected: Tensor | None,
+    ) -> None:
+        """Rotate the last elements of q, then ``attend`` with the queries ``[absorbed | rotated]``."""
+        rest = rotate_pairs(q[..., q.shape[2] - 2 * rotation.cos.shape[1] :], *rotation)
+        self.attend(torch.cat((absorbed, rest), dim=-1), out, core, reads, selected)
 
 
 def places(table: Tensor, rows: Tensor, entries: Tensor, per_block: int) -> Tensor:

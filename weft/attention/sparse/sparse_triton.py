@@ -23,6 +23,7 @@ from weft.attention.sparse.sparse import Reads, SparseBackend
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops import triton as kernels
+from weft.ops.latent_ops import Rotation
 from weft.ops.triton import forms
 
 Tensor = torch.Tensor
@@ -105,6 +106,17 @@ class TritonSparse(SparseBackend):
 
         Return None if no token can see more than ``top`` groups.
         """
+        return self._select(q, None, weights, core, reads)
+
+    def select_rotated(
+        self, q: Tensor, rotation: Rotation, weights: Tensor, core: CoreInput, reads: Reads
+    ) -> Tensor | None:
+        """Return ``select`` of the rotated queries. The kernel of the scores rotates."""
+        return self._select(q, rotation, weights, core, reads)
+
+    def _select(
+        self, q: Tensor, rotation: Rotation | None, weights: Tensor, core: CoreInput, reads: Reads
+    ) -> Tensor | None:
         plan = cast(_SparsePlan | None, core.prepared)
         segment = core.segment
         if plan is None or plan.groups <= reads.top:
@@ -133,6 +145,7 @@ class TritonSparse(SparseBackend):
                 queries=plan.queries,
                 programs=programs,
                 token_base=part.begin,
+                rotation=rotation,
             )
             tiles = plan.tokens[part.begin : part.end]
             choice.choose(scores, chosen, *rows, tiles, ratio=reads.ratio, token_base=part.begin)
@@ -140,6 +153,31 @@ class TritonSparse(SparseBackend):
 
     def attend(self, q: Tensor, out: Tensor, core: CoreInput, reads: Reads, selected: Tensor | None) -> None:
         """Write ``out``; see ``SparseBackend.attend``."""
+        self._attend(q, None, out, core, reads, selected)
+
+    def attend_rotated(
+        self,
+        absorbed: Tensor,
+        q: Tensor,
+        rotation: Rotation,
+        out: Tensor,
+        core: CoreInput,
+        reads: Reads,
+        selected: Tensor | None,
+    ) -> None:
+        """Write ``out``; see ``SparseBackend.attend_rotated``. The kernel of attention rotates."""
+        self._attend(absorbed, (q, rotation), out, core, reads, selected)
+
+    def _attend(
+        self,
+        q: Tensor,
+        rest: tuple[Tensor, Rotation] | None,
+        out: Tensor,
+        core: CoreInput,
+        reads: Reads,
+        selected: Tensor | None,
+    ) -> None:
+        """Write ``out``. ``rest``: end of the queries, and its rotation; see ``ops.triton.sparse.attend``."""
         plan, segment = cast(_SparsePlan | None, core.prepared), core.segment
         if plan is None:
             return
@@ -174,6 +212,7 @@ class TritonSparse(SparseBackend):
                 split=split,
                 splits=splits,
                 tokens=(begin, end),
+                rest=rest,
             )
         if whole is not out:
             out.copy_(whole)

@@ -123,7 +123,7 @@ for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "qkv_rope_cache_fp8", 
 _offer("latent_rope_cache", "latent", "latent_rope_cache", invariant=True, priority=FAST)
 for _op in ("mix_streams", "add_streams", "rotate_neighbours"):
     _offer(_op, "streams", _op, invariant=True, priority=FAST)
-_offer("index_entries", "indexed", "kernels_of", invariant=True, priority=FAST)
+_offer("index_entries", "latent", "kernels_of", invariant=True, priority=FAST)
 _offer("head_product_into", "indexed", "head_product_into", invariant=True, priority=FALLBACK)
 _offer("low_rank", "low_rank", "low_rank", invariant=True, priority=FAST)
 _fast: dict[str, Any] = {"priority": FAST}

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.ops.latent_ops import Rotation
 from weft.ops.triton import interpreting
 from weft.ops.triton.attention import padded
 
@@ -43,28 +44,73 @@ def _tile(offsets_ptr, starts_ptr, tiles_ptr):
 
 @triton.jit
 def _score_of(
-    q_ptr, weights_ptr, keys, HEADS: tl.constexpr, HEADS_P2: tl.constexpr, DIM: tl.constexpr,
-    DIM_P2: tl.constexpr, WIDEN: tl.constexpr,
+    q_ptr, weights_ptr, cos_ptr, sin_ptr, first, second, rest, HEADS: tl.constexpr, HEADS_P2: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, REST_P2: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores of ``keys`` [N, DIM_P2] for one query, float32 [N]."""
+    """Return the scores of keys for one query, float32 [N].
+
+    A key is ``first`` and ``second`` [N, HALF_P2], the two parts of the rotated elements, and ``rest``
+    [N, REST_P2]. Queries are rotated here. HALF is 0 if queries are rotated: ``rest`` is then the whole key.
+    """
+    ROPE: tl.constexpr = 2 * HALF
     heads = tl.arange(0, HEADS_P2)
-    dims = tl.arange(0, DIM_P2)
-    inside = (heads[:, None] < HEADS) & (dims[None, :] < DIM)
-    q = tl.load(q_ptr + heads[:, None] * DIM + dims[None, :], mask=inside, other=0.0)
+    there = heads < HEADS
+    line_ptrs = (q_ptr + heads * DIM)[:, None]
+    more = tl.arange(0, REST_P2)[None, :]
+    q = tl.load(line_ptrs + ROPE + more, mask=there[:, None] & (more < DIM - ROPE), other=0.0)
     if WIDEN:
         q = q.to(tl.float32)
-    products = tl.dot(q, tl.trans(keys), input_precision="ieee")
-    weights = tl.load(weights_ptr + heads, mask=heads < HEADS, other=0.0)
+    products = tl.dot(q, tl.trans(rest), input_precision="ieee")
+    if HALF > 0:
+        pair = tl.arange(0, HALF_P2)
+        inside = there[:, None] & (pair < HALF)[None, :]
+        at = 2 * pair if INTERLEAVED else pair
+        x = tl.load(line_ptrs + at[None, :], mask=inside, other=0.0)
+        y = tl.load(line_ptrs + (at + 1 if INTERLEAVED else at + HALF)[None, :], mask=inside, other=0.0)
+        cos = tl.load(cos_ptr + pair, mask=pair < HALF, other=0.0)[None, :]
+        sin = tl.load(sin_ptr + pair, mask=pair < HALF, other=0.0)[None, :]
+        narrow = x.dtype
+        x = x.to(tl.float32)
+        y = y.to(tl.float32)
+        a = (x * cos - y * sin).to(narrow)
+        b = (y * cos + x * sin).to(narrow)
+        if WIDEN:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        products = tl.dot(a, tl.trans(first), products, input_precision="ieee")
+        products = tl.dot(b, tl.trans(second), products, input_precision="ieee")
+    weights = tl.load(weights_ptr + heads, mask=there, other=0.0).to(tl.float32)
     return tl.sum(tl.maximum(products, 0.0) * weights[:, None], 0)
+
+
+@triton.jit
+def _key_part(line_ptrs, own, BEGIN: tl.constexpr, SIZE: tl.constexpr, P2: tl.constexpr, WIDEN: tl.constexpr):
+    """Return elements BEGIN .. BEGIN + SIZE - 1 of the lines, [N, P2]."""
+    at = tl.arange(0, P2)[None, :]
+    part = tl.load(line_ptrs[:, None] + BEGIN + at, mask=own[:, None] & (at < SIZE), other=0.0)
+    if WIDEN:
+        part = part.to(tl.float32)
+    return part
 
 
 @triton.jit(
     do_not_specialize=["q_stride", "weights_stride", "table_stride", "scores_stride", "token_base"],
-    do_not_specialize_on_alignment=["weights_ptr", "offsets_ptr", "starts_ptr", "table_ptr", "tiles_ptr"],
+    do_not_specialize_on_alignment=[
+        "weights_ptr",
+        "cos_ptr",
+        "sin_ptr",
+        "offsets_ptr",
+        "starts_ptr",
+        "table_ptr",
+        "tiles_ptr",
+    ],
 )
 def _index_scores(
     q_ptr,  # [T, HEADS, DIM]; tokens lie apart
-    weights_ptr,  # float32 [T, HEADS]; tokens lie apart
+    weights_ptr,  # [T, HEADS]; tokens lie apart
+    cos_ptr,  # float32 [T, HALF], with HALF
+    sin_ptr,
     cache_ptr,  # [blocks, PER_BLOCK, WIDTH]; a key is the last DIM elements
     offsets_ptr,  # int32 [R + 1]
     starts_ptr,  # int64 [R]
@@ -79,7 +125,10 @@ def _index_scores(
     HEADS: tl.constexpr,
     HEADS_P2: tl.constexpr,
     DIM: tl.constexpr,
-    DIM_P2: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_P2: tl.constexpr,
+    REST_P2: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     WIDTH: tl.constexpr,
     PER_BLOCK: tl.constexpr,
     RATIO: tl.constexpr,
@@ -97,8 +146,8 @@ def _index_scores(
     groups = (start + last) // RATIO  # visible to the last query
     if groups <= TOP:
         return
+    ROPE: tl.constexpr = 2 * HALF
     steps = tl.arange(0, TILE_N)
-    dims = tl.arange(0, DIM_P2)
     row_table_ptr = table_ptr + row * table_stride
     stride = tl.num_programs(1) * TILE_N
     for n in range(tl.program_id(1) * TILE_N, groups, stride):
@@ -106,16 +155,18 @@ def _index_scores(
         own = at < groups
         block = tl.load(row_table_ptr + at // PER_BLOCK, mask=own, other=0).to(tl.int64)
         line_ptrs = cache_ptr + (block * PER_BLOCK + at % PER_BLOCK) * WIDTH + (WIDTH - DIM)
-        keys = tl.load(
-            line_ptrs[:, None] + dims[None, :], mask=own[:, None] & (dims[None, :] < DIM), other=0.0
-        )
-        if WIDEN:
-            keys = keys.to(tl.float32)
+        rest = _key_part(line_ptrs, own, ROPE, DIM - ROPE, REST_P2, WIDEN)
+        front = rest
+        back = rest
+        if HALF > 0:
+            front = _key_part(line_ptrs, own, 0, HALF, HALF_P2, WIDEN)
+            back = _key_part(line_ptrs, own, HALF, HALF, HALF_P2, WIDEN)
         for query in range(first, last):
             place = (token + query).to(tl.int64)
             made = _score_of(
-                q_ptr + place * q_stride, weights_ptr + place * weights_stride, keys,
-                HEADS, HEADS_P2, DIM, DIM_P2, WIDEN,
+                q_ptr + place * q_stride, weights_ptr + place * weights_stride, cos_ptr + place * HALF,
+                sin_ptr + place * HALF, front, back, rest, HEADS, HEADS_P2, DIM, HALF, HALF_P2, REST_P2,
+                INTERLEAVED, WIDEN,
             )  # fmt: skip
             tl.store(scores_ptr + (place - token_base) * scores_stride + at, made, mask=own)
 
@@ -218,27 +269,36 @@ def index_scores(
     queries: int,
     programs: int,
     token_base: int = 0,
+    rotation: Rotation | None = None,
 ) -> None:
     """Write the scores of the groups that are visible to some query of a tile.
 
-    q: [T, heads, dim] and weights: float32 [T, heads], tokens may lie apart. scores: float32 [tokens, groups]
+    q: [T, heads, dim] and weights: [T, heads], tokens may lie apart. scores: float32 [tokens, groups]
     of the tokens from ``token_base`` on. cache: [blocks, per block, width] of q's dtype; a key is the last
     dim elements of a line. offsets: int32 [R + 1], starts: int64 [R], table: int64 [R, W]. tiles: int64
     [n], row << 32 | first query, of ``queries`` queries each. Tiles without a query that sees more than
-    ``top`` groups write nothing. ``programs``: programs per tile; any number gives equal bits.
+    ``top`` groups write nothing. ``programs``: programs per tile; any number gives equal bits. rotation: of
+    the first elements of q, by angles float32 [T, rope / 2], computed here; None if q is rotated.
     """
     heads, dim = q.shape[1:]
     assert q.stride(2) == 1 and q.stride(1) == dim, "heads of a query are contiguous"  # noqa: PT018
     assert weights.stride(1) == 1 and scores.stride(1) == 1, "rows are contiguous"  # noqa: PT018
     assert cache.is_contiguous(), "attention takes contiguous memory"
     assert q.dtype == cache.dtype, "queries and cache are of one dtype"
+    cos, sin, interleaved = Rotation(weights, weights, False) if rotation is None else rotation
+    assert rotation is None or (cos.is_contiguous() and sin.is_contiguous()), "rows of angles lie apart"
+    half = 0 if rotation is None else cos.shape[1]
+    assert 2 * half <= dim, "a key is shorter than its rotated part"
     _index_scores[(tiles.shape[0], programs)](
-        *(q, weights, cache, offsets, starts, table, tiles, scores),
+        *(q, weights, cos, sin, cache, offsets, starts, table, tiles, scores),
         *(q.stride(0), weights.stride(0), table.stride(0), scores.stride(0), token_base),
         HEADS=heads,
         HEADS_P2=padded(heads),
         DIM=dim,
-        DIM_P2=padded(dim),
+        HALF=half,
+        HALF_P2=padded(half),
+        REST_P2=padded(dim - 2 * half),
+        INTERLEAVED=interleaved,
         WIDTH=cache.shape[2],
         PER_BLOCK=cache.shape[1],
         RATIO=ratio,

@@ -18,15 +18,19 @@ Source: arXiv 2405.04434, section 2.1; Flash-Decoding, pytorch.org/blog/flash-de
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
 from weft.ops import latent_ops
+from weft.ops.latent_ops import IndexParts
 from weft.ops.triton import interpreting
 from weft.ops.triton.attention import merge, padded
 from weft.ops.triton.forms import KernelForm, power
 from weft.ops.triton.fused import LONGEST_ROW
+from weft.ops.triton.indexed import _write_index_key
 
 Tensor = torch.Tensor
 
@@ -62,8 +66,13 @@ def _latent_rope_cache(
     cache_ptr,  # [blocks * BLOCK, WIDTH]; the first LORA + ROPE elements of a line are written
     writes_ptr,  # int64 [T]
     q_ptr,  # [T, FIRST], with Q_NORM
+    index_ptr,  # [T, DIM] of wider rows, with INDEX; the key is the end of a line of the cache
+    index_norm_ptr,  # [DIM], with INDEX
+    index_bias_ptr,  # [DIM], with INDEX
     joined_stride,
+    index_stride,
     eps,
+    index_eps,
     FIRST: tl.constexpr,
     FIRST_P2: tl.constexpr,
     LORA: tl.constexpr,
@@ -73,8 +82,13 @@ def _latent_rope_cache(
     WIDTH: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     Q_NORM: tl.constexpr,
+    INDEX: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_P2: tl.constexpr,
+    INDEX_INTERLEAVED: tl.constexpr,
 ):
-    """Write the entry of one token, or, in the second program of a token, the normalized queries' part."""
+    """Write the entry of one token. Further programs of a token write the normalized queries' part, and the
+    key of the indexer."""
     token = tl.program_id(0).to(tl.int64)
     row_ptr = joined_ptr + token * joined_stride
     if Q_NORM:  # noqa: SIM102 (Q_NORM is decided when the kernel compiles)
@@ -82,6 +96,14 @@ def _latent_rope_cache(
             at = tl.arange(0, FIRST_P2)
             made = _normed(row_ptr, q_weight_ptr, at, FIRST, eps)
             tl.store(q_ptr + token * FIRST + at, made.to(q_ptr.dtype.element_ty), mask=at < FIRST)
+            return
+    if INDEX:  # noqa: SIM102
+        if tl.program_id(1) == 1 + Q_NORM:
+            _write_index_key(
+                cache_ptr + tl.load(writes_ptr + token) * WIDTH + (WIDTH - DIM),
+                index_ptr + token * index_stride, index_norm_ptr, index_bias_ptr, cos_ptr, sin_ptr, token,
+                index_eps, ROPE, ROPE_P2, DIM, DIM_P2, INDEX_INTERLEAVED,
+            )  # fmt: skip
             return
     line_ptr = cache_ptr + tl.load(writes_ptr + token) * WIDTH
     narrow = cache_ptr.dtype.element_ty
@@ -113,14 +135,19 @@ def latent_rope_cache(
     interleaved: bool,
     cache: Tensor,
     writes: Tensor,
+    index: IndexParts | None = None,
 ) -> Tensor:
     """Compute ``latent_ops.latent_rope_cache`` in one pass: write the entries, return the queries' part.
 
-    The cache must be contiguous; cos and sin are float32.
+    With ``index``, write also the indexer's key of each token, the last elements of a line. The cache must be
+    contiguous; cos and sin are float32.
     """
     tokens, lora, rope = len(joined), weight.shape[0], 2 * cos.shape[1]
     first = joined.shape[1] - lora - rope
     if max(first, lora) > LONGEST_ROW:
+        if index is not None:
+            key = index.key(cos, sin).to(cache.dtype)
+            cache.view(-1, cache.shape[2])[:, -key.shape[1] :].index_copy_(0, writes, key)
         return latent_ops.latent_rope_cache(
             joined, q_weight, weight, eps, cos, sin, interleaved, cache, writes
         )
@@ -132,17 +159,13 @@ def latent_rope_cache(
         return q
     assert cache.is_contiguous(), "the cache is written in place"
     assert cos.dtype == torch.float32, "angles are wide"
-    _latent_rope_cache[(tokens, 1 + (q_weight is not None))](
-        joined,
-        weight if q_weight is None else q_weight,
-        weight,
-        cos.contiguous(),
-        sin.contiguous(),
-        cache,
-        writes,
-        q,
-        joined.stride(0),
-        eps,
+    of_index = (joined, weight, weight) if index is None else (index.joined, index.norm, index.bias)
+    assert of_index[0].stride(1) == 1, "rows are contiguous"
+    dim = 1 if index is None else len(index.norm)
+    _latent_rope_cache[(tokens, 1 + (q_weight is not None) + (index is not None))](
+        *(joined, weight if q_weight is None else q_weight, weight, cos.contiguous(), sin.contiguous()),
+        *(cache, writes, q, *of_index, joined.stride(0), of_index[0].stride(0), eps),
+        0.0 if index is None else index.eps,
         FIRST=first,
         FIRST_P2=power(first),
         LORA=lora,
@@ -152,9 +175,18 @@ def latent_rope_cache(
         WIDTH=cache.shape[2],
         INTERLEAVED=interleaved,
         Q_NORM=q_weight is not None,
+        INDEX=index is not None,
+        DIM=dim,
+        DIM_P2=power(dim),
+        INDEX_INTERLEAVED=index is not None and index.interleaved,
         num_warps=4,
     )
     return q
+
+
+def kernels_of() -> Callable[..., Tensor]:
+    """Return the function that writes the entries of sparse latent attention; see ``latent_ops.op_by_op``."""
+    return latent_rope_cache
 
 
 # A row's columns lie anywhere in a step's columns. Do not compile a program per alignment.

@@ -15,10 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.ops.latent_ops import Rotation
 from weft.ops.triton import interpreting
 from weft.ops.triton.attention import merge, padded
 from weft.ops.triton.choice import _tile
 from weft.ops.triton.forms import KernelForm
+from weft.ops.triton.latent import _rotated
 
 Tensor = torch.Tensor
 
@@ -74,18 +76,23 @@ def _walk_lines(
 
 
 @triton.jit(
-    do_not_specialize=["entries_stride", "groups_stride", "split", "splits", "token_base"],
+    do_not_specialize=["entries_stride", "groups_stride", "split", "splits", "token_base", "turning_stride"],
     do_not_specialize_on_alignment=[
         "offsets_ptr",
         "starts_ptr",
         "entries_table_ptr",
         "groups_table_ptr",
         "chosen_ptr",
+        "cos_ptr",
+        "sin_ptr",
         "tiles_ptr",
     ],
 )
 def _attend_lines(
-    q_ptr,  # [T, HEADS, VALUES + REST]
+    q_ptr,  # [T, HEADS, VALUES + REST], with TURNS [T, HEADS, VALUES]
+    turning_ptr,  # with TURNS: [T, HEADS, LINE], not rotated; the last REST are read; tokens lie apart
+    cos_ptr,  # with TURNS: float32 [T, REST / 2]
+    sin_ptr,
     out_ptr,  # [T, HEADS, VALUES]; with SPLIT float32 [T - token_base, HEADS, splits, VALUES]
     lse_ptr,  # with SPLIT float32 [T - token_base, HEADS, splits]
     entries_ptr,  # with WINDOW: [blocks, ENTRIES_BLOCK, ENTRIES_WIDTH]
@@ -103,12 +110,16 @@ def _attend_lines(
     split,
     splits,
     token_base,
+    turning_stride,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     VALUES: tl.constexpr,
     VALUES_P2: tl.constexpr,
     REST: tl.constexpr,
     REST_P2: tl.constexpr,
+    TURNS: tl.constexpr,
+    LINE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     WINDOW: tl.constexpr,
     ENTRIES_BLOCK: tl.constexpr,
     ENTRIES_WIDTH: tl.constexpr,
@@ -140,10 +151,16 @@ def _attend_lines(
     dims = tl.arange(0, VALUES_P2)
     more = tl.arange(0, REST_P2)
     wanted = live[:, None] & (dims[None, :] < VALUES)
-    line_ptrs = q_ptr + (place * HEADS + head)[:, None] * (VALUES + REST)
+    Q_LINE: tl.constexpr = VALUES if TURNS else VALUES + REST
+    line_ptrs = q_ptr + (place * HEADS + head)[:, None] * Q_LINE
     q = tl.load(line_ptrs + dims[None, :], mask=wanted, other=0.0)
     rest = q
-    if REST > 0:
+    if TURNS:
+        rest = _rotated(
+            turning_ptr + place * turning_stride + head * LINE + (LINE - REST), cos_ptr, sin_ptr,
+            place + 0 * head, live, more, REST, INTERLEAVED,
+        )  # fmt: skip
+    elif REST > 0:
         rest = tl.load(
             line_ptrs + VALUES + more[None, :], mask=live[:, None] & (more[None, :] < REST), other=0.0
         )
@@ -214,6 +231,7 @@ def attend(
     split: int = 0,
     splits: int = 1,
     tokens: tuple[int, int] = (0, 0),
+    rest: tuple[Tensor, Rotation] | None = None,
 ) -> None:
     """Attend to the lists of the tokens of ``tiles`` (int64 [n]: row << 32 | query, one per token).
 
@@ -222,9 +240,10 @@ def attend(
     a line. All of one dtype. chosen: int64 [T, top], or None: all complete groups. A program computes
     ``group`` heads, which divide the heads. sinks: [heads], see ``merge``. split: places of the list per
     split, a multiple of ``form.tile_n``, or 0. With splits, the tiles are the tokens [tokens[0], tokens[1]).
+    rest: q is only the first n elements of the queries; the others are the end of each head of rest[0] [T,
+    heads, line], where tokens may lie apart, rotated by angles float32 [T, (dim - n) / 2].
     """
-    heads, dim = q.shape[1:]
-    values = out.shape[2]
+    heads, values = q.shape[1], out.shape[2]
     cached = [one for one in (entries, groups) if one is not None]
     assert all(one.is_contiguous() for one in (q, out, *(cache for cache, _ in cached))), "not contiguous"
     assert all(cache.dtype == q.dtype for cache, _ in cached), "queries and cache are of one dtype"
@@ -232,14 +251,13 @@ def attend(
     begin = tokens[0]
     target, lse = _states(out, tokens[1] - begin, splits) if split else (out, out)
     (window_cache, window_table), (group_cache, group_table) = entries or cached[0], groups or cached[0]
-    sizes = {"VALUES": values, "VALUES_P2": padded(values)}
-    sizes |= {"REST": dim - values, "REST_P2": padded(dim - values)}
+    turning, sizes = _sizes_of(q, values, rest)
     tiling = {"HEADS": heads, "GROUP": group, "TILE_M": form.tile_m, "TILE_N": form.tile_n}
     tiling |= {"num_warps": form.warps, "num_stages": form.stages}
     _attend_lines[(tiles.shape[0], heads // group, splits)](
-        *(q, target, lse, window_cache, group_cache, offsets, starts, window_table, group_table),
+        *(q, *turning, target, lse, window_cache, group_cache, offsets, starts, window_table, group_table),
         *(starts if chosen is None else chosen, q if sinks is None else sinks, tiles, scale * _LOG2E),
-        *(window_table.stride(0), group_table.stride(0), split, splits, begin),
+        *(window_table.stride(0), group_table.stride(0), split, splits, begin, turning[0].stride(0)),
         **sizes,
         **_set_of("ENTRIES", window_cache),
         **_set_of("GROUPS", group_cache),
@@ -254,6 +272,22 @@ def attend(
     )
     if split:
         merge(target, lse, out, token_base=begin, sinks=sinks)
+
+
+def _sizes_of(
+    q: Tensor, values: int, rest: tuple[Tensor, Rotation] | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, int]]:
+    """Return (end of the queries, cos, sin), and the constants of queries with an end."""
+    sizes = {"VALUES": values, "VALUES_P2": padded(values), "TURNS": int(rest is not None)}
+    if rest is None:
+        size = q.shape[2] - values
+        return (q, q, q), sizes | {"REST": size, "REST_P2": padded(size), "LINE": 0, "INTERLEAVED": 0}
+    turning, (cos, sin, interleaved) = rest
+    size, line = 2 * cos.shape[1], turning.shape[2]
+    assert q.shape[2] == values, "queries of another size"
+    assert turning.stride()[1:] == (line, 1), "heads of a query are contiguous"
+    sizes |= {"REST": size, "REST_P2": padded(size), "LINE": line, "INTERLEAVED": int(interleaved)}
+    return (turning, cos.contiguous(), sin.contiguous()), sizes
 
 
 def _set_of(name: str, cache: Tensor) -> dict[str, int]:

@@ -437,14 +437,18 @@ class BatchBuilder:
         """Return, for each KV cache group, int64 [T]: flat index of the cache entry of each token; empty for
         states."""
         writes = []
+        # Block and offset of each position, by block size: most groups share one block size.
+        places = dict[int, tuple[Tensor, Tensor]]()
         for table, pool in zip(self._state.tables, self._pools, strict=True):
             if not table.shape[1]:
                 writes.append(positions[:0])
                 continue
             size = pool.block_size
             # [T] -> block id from the table row of the token's slot
-            block = table[token_slots, positions // size].long()
-            writes.append(block * size + positions % size)
+            if size not in places:
+                places[size] = positions // size, positions % size
+            block = table[token_slots, places[size][0]].long()
+            writes.append(block * size + places[size][1])
         return tuple(writes)
 
     def _segment(
