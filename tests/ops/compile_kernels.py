@@ -580,7 +580,7 @@ def all_forms() -> None:
     mamba(6, 100, 2, 96, 4, FULL, "normed")
     mamba(4, 12, 1, 20, 2, torch.float16, "later")
     mamba(64, 64, 8, 128, 4, FULL, "gated")
-    mamba(16, 64, 2, 16, 64, HALF, "gated")
+    mamba(16, 64, 2, 16, 8, HALF, "gated")
     short_conv(2, 300, 5, FULL)
     short_conv(4, 64, 64, torch.float16)
     elementwise(FULL)

@@ -31,12 +31,14 @@ class TritonMamba(KernelRows, TorchMamba):
         kernels.check_there("Mamba backend 'triton'", device)
         if dtype not in kernels.DTYPES:
             raise ConfigError(f"Mamba backend 'triton' has no {dtype}", param="--dtype")
-        from weft.ops.triton.mamba import MOST_STATE
+        from weft.ops.triton.mamba import MOST_STATE, MOST_TAPS
 
-        assert spec.mamba is not None
-        if spec.mamba.state > MOST_STATE:
+        mamba = spec.mamba
+        assert mamba is not None
+        if mamba.state > MOST_STATE or mamba.conv > MOST_TAPS:
             raise ConfigError(
-                f"Mamba backend 'triton' has no states of {spec.mamba.state} columns: at most {MOST_STATE}",
+                f"Mamba backend 'triton' has no states of {mamba.state} columns with {mamba.conv} taps: at most "
+                f"{MOST_STATE} columns and {MOST_TAPS} taps",
                 param="--attention-backend",
             )
 

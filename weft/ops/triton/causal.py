@@ -74,8 +74,8 @@ def convolved(
         )
         x = tl.load(ptr + dim, mask=inside, other=0.0)
         if PRODUCT > 0:
-            factor = tl.load(ptr + PRODUCT + dim, mask=inside & (at >= 0), other=1.0)
-            x = (x.to(tl.float32) * factor.to(tl.float32)).to(x.dtype)
+            factor = tl.load(tl.where(at >= 0, ptr + PRODUCT, ptr) + dim, mask=inside, other=0.0)
+            x = tl.where(at >= 0, (x.to(tl.float32) * factor.to(tl.float32)).to(x.dtype), x)
         # Nothing precedes position 0. The memory of the slot may hold NaN.
         x = tl.where(start + at >= 0, x.to(tl.float32), 0.0)
         total += x * tl.load(taps_ptr + tap * CHANNELS + channel + dim, mask=inside, other=0.0)

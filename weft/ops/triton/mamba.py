@@ -24,8 +24,8 @@ Tensor = torch.Tensor
 
 TILE = 32
 """Rows of a head's state in one program."""
-MOST_STATE = 256
-"""Maximum elements of B and C, for which the registers of a program suffice."""
+MOST_STATE, MOST_TAPS = 256, 8
+"""Maximum elements of B and C, and taps of the convolution, for which the registers of a program suffice."""
 NORM_BLOCK = 8192
 """Maximum number of channels of a norm that a program loads at a time."""
 
@@ -125,7 +125,8 @@ def _mamba_states(
     places = own_ptr + dim[:, None] * STATE + column[None, :]
     state = tl.load(places + live * state_copy, mask=inside, other=0.0)
     state = tl.where(start > 0, state, 0.0)
-    for j in range(0, count):
+    # Taps stay in memory: they need as many registers as the state.
+    for j in tl.range(0, count, disable_licm=True):
         x = _mixed(
             inputs_ptr, x_past, taps_ptr, bias_ptr, token, j, start, head * DIM, dim, stride,
             DIM, TAPS, CHANNELS, BIAS,
