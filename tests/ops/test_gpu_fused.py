@@ -255,7 +255,11 @@ def mixer_step(run: Callable[..., None], scene: MixerScene, counts: list[int], e
     for number, row in enumerate(scene.rows):
         if row.done:
             for place, part in enumerate(scene.state):
-                part[row.slot, row.live] = noise(*part.shape[2:], seed=10 * number + place).to(part)
+                given = noise(*part.shape[2:], seed=10 * number + place).to(part)
+                if place in (1, 2):  # the places of B and C: all places of a group are equal
+                    each_group = len(given) // scene.spec.groups
+                    given = given[::each_group].repeat_interleave(each_group, dim=0)
+                part[row.slot, row.live] = given
     scene.state = tuple(part.to(DEVICE) for part in scene.state)
     out = torch.empty(len(x), scene.columns, dtype=x.dtype, device=DEVICE)
     make = ConvInput if isinstance(scene.spec, ConvSpec) else MambaInput

@@ -60,7 +60,7 @@ wait."""
 
 KERNELS = {
     "llama": {"_attend"},
-    "nemotron_h": {"_mamba_states", "_mamba_outputs"},
+    "nemotron-h-dense": {"_mamba_states", "_mamba_outputs"},
     "falcon_h1": {"_mamba_states", "_mamba_outputs"},
     "lfm2": {"_short_conv"},
 }
@@ -108,8 +108,8 @@ def test_values_are_those_of_a_cpu(name: str, folder_of: Any, monkeypatch: pytes
         ("deepseek-v32", 3),
         ("glm-dsa", 0),
         ("deepseek-v4", 0),
-        ("nemotron_h", 0),
-        ("nemotron_h", 3),
+        ("nemotron-h-dense", 0),
+        ("nemotron-h-dense", 3),
         ("falcon_h1", 0),
         ("lfm2", 0),
         ("lfm2", 3),
