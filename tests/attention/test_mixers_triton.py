@@ -34,7 +34,9 @@ TWO_GROUPS = MambaSpec(layers=(0,), heads=4, dim=3, groups=2, state=5, conv=2, n
 SMALL_NO_NORM = MambaSpec(layers=(0,), heads=1, dim=3, groups=1, state=2, conv=2, norm="none")
 #: Rows of a state in several programs, the last one in part; norm groups that are no power of two.
 WIDE = MambaSpec(layers=(0,), heads=2, dim=44, groups=1, state=20, conv=4, norm_groups=2)
-ONE_TAP = MambaSpec(layers=(0,), heads=8, dim=4, groups=4, state=3, conv=2, conv_bias=False, low=0.1, high=0.8)
+ONE_TAP = MambaSpec(
+    layers=(0,), heads=8, dim=4, groups=4, state=3, conv=2, conv_bias=False, low=0.1, high=0.8
+)
 WIDE_CONV = ConvSpec(layers=(0,), heads=2, dim=300, taps=5, bias=True)
 MANY_TAPS = ConvSpec(layers=(0,), heads=2, dim=3, taps=20)
 SPECS: dict[str, ConvSpec | MambaSpec] = {
@@ -169,7 +171,8 @@ def test_outputs_without_norm_stay_wide() -> None:
         backend.run(x, out, scene.given(backend, segment, False))
         z = x[:, : scene.columns].float()
         (gated,) = plain.whole(backend)
-        torch.testing.assert_close((out * torch.nn.functional.silu(z)).bfloat16(), gated, rtol=1e-2, atol=1e-3)
+        made = (out * torch.nn.functional.silu(z)).bfloat16()
+        torch.testing.assert_close(made, gated, rtol=1e-2, atol=1e-3)
         plain.rows[0].done, plain.rows[0].out = 0, []
 
 

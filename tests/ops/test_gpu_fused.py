@@ -241,7 +241,7 @@ CONVS = {
 
 
 def mixer_step(run: Callable[..., None], scene: MixerScene, counts: list[int], each: bool) -> Tensor:
-    """Return the outputs of ``counts`` tokens of the first rows. Row 2 begins; the others have written states."""
+    """Return the outputs of ``counts`` tokens of the first rows. Rows behind position 0 have a state."""
     made = scene.stage(list(zip(scene.rows, counts, strict=False)))
     segment, x = on_device(made[0], DEVICE), made[1].to(DEVICE)
     segment = replace(segment, slots=segment.slots.to(DEVICE), live=segment.live.to(DEVICE))
@@ -267,7 +267,9 @@ def mixer_step(run: Callable[..., None], scene: MixerScene, counts: list[int], e
     return out
 
 
-@pytest.mark.parametrize(("counts", "each"), [([1] * 5, True), ([3, 1, 4, 2, 1], True), ([40, 3, 64, 1, 7], False)])
+@pytest.mark.parametrize(
+    ("counts", "each"), [([1] * 5, True), ([3, 1, 4, 2, 1], True), ([40, 3, 64, 1, 7], False)]
+)
 @pytest.mark.parametrize("name", [*MAMBAS, *CONVS])
 def test_state_mixers(name: str, counts: list[int], each: bool) -> None:
     """Outputs and every copy of the states equal torch; a row alone has equal bits."""

@@ -83,9 +83,17 @@ SPARSE = {"deepseek-v32": 19, "glm-dsa": 19.5, "deepseek-v4": 112.5}
 """Limits of sparse attention. An indexer takes five kernels: two products, its key and queries, scores, the
 choice. The groups' entries of DeepSeek V4 are written by torch operations."""
 MIXERS = {"nemotron-h-dense": 9, "granite-hybrid-dense": 13, "falcon_h1": 28, "lfm2": 8.75}
-"""Limits of families with Mamba2 (two kernels) or short convolutions (one). Factors of Granite and Falcon-H1 are
-separate kernels, and so is the gate of Falcon-H1's feed-forward."""
-LIMITS = {**SPARSE, **MIXERS, "llama": 9, "qwen3_moe": 12, "deepseek_v3": 13.5, "gpt-oss": 15, "qwen3_next": 15}
+"""Limits of families with Mamba2 (two kernels) or short convolutions (one). Factors of Granite and Falcon-H1
+are separate kernels, and so is the gate of Falcon-H1's feed-forward."""
+LIMITS = {
+    **SPARSE,
+    **MIXERS,
+    "llama": 9,
+    "qwen3_moe": 12,
+    "deepseek_v3": 13.5,
+    "gpt-oss": 15,
+    "qwen3_next": 15,
+}
 """Kernels of a layer, on average over the layers."""
 
 

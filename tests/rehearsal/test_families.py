@@ -63,6 +63,7 @@ KERNELS = {
     "nemotron-h-dense": {"_mamba_states", "_mamba_outputs"},
     "falcon_h1": {"_mamba_states", "_mamba_outputs"},
     "lfm2": {"_short_conv"},
+    "lfm2-moe": {"_short_conv"},
 }
 """Kernels that a family must launch; other families of the test have sparse attention."""
 
@@ -112,7 +113,7 @@ def test_values_are_those_of_a_cpu(name: str, folder_of: Any, monkeypatch: pytes
         ("nemotron-h-dense", 3),
         ("falcon_h1", 0),
         ("lfm2", 0),
-        ("lfm2", 3),
+        ("lfm2-moe", 3),
     ],
 )
 def test_graphs_of_kernels_give_the_tokens_of_a_cpu(

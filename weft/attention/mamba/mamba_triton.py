@@ -37,8 +37,8 @@ class TritonMamba(KernelRows, TorchMamba):
         assert mamba is not None
         if mamba.state > MOST_STATE or mamba.conv > MOST_TAPS:
             raise ConfigError(
-                f"Mamba backend 'triton' has no states of {mamba.state} columns with {mamba.conv} taps: at most "
-                f"{MOST_STATE} columns and {MOST_TAPS} taps",
+                f"Mamba backend 'triton' has no states of {mamba.state} columns with {mamba.conv} taps: "
+                f"at most {MOST_STATE} columns and {MOST_TAPS} taps",
                 param="--attention-backend",
             )
 

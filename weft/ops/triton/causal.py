@@ -1,10 +1,10 @@
 """Causal convolutions of recurrent layers, and the gated short convolution in one kernel.
 
-    row_of, convolved, silu, keep_inputs    parts of the kernels of delta nets (``delta``) and Mamba2 (``mamba``)
-    _short_conv                             gates and convolution of LFM2, with the state: ``run``
+    row_of, convolved, silu, keep_inputs   parts of the kernels of delta nets and Mamba2
+    _short_conv                            gates and convolution of LFM2, with the state: ``run``
 
-A slot keeps the last ``TAPS - 1`` inputs of each channel before the next position. Sums are float32, one chain
-of additions over the taps, so the bits of a token depend neither on other rows nor on chunks.
+A slot keeps the last ``TAPS - 1`` inputs of each channel before the next position. Sums are float32, one
+chain of additions over the taps, so the bits of a token depend neither on other rows nor on chunks.
 
 Source of the gated short convolution: LFM2, arXiv 2511.23404, section 2.
 """
@@ -62,7 +62,8 @@ def convolved(
 ):
     """Return the convolution, float32, for the row's token j and dims ``dim`` of the head at ``channel``.
 
-    PRODUCT: if above 0, an input is the product with the element PRODUCT places behind, rounded as in the slot.
+    PRODUCT: if above 0, an input is the product with the element PRODUCT places behind, rounded as in the
+    slot.
     """
     inside = dim < DIM
     total = tl.zeros(dim.shape, dtype=tl.float32)
@@ -169,9 +170,7 @@ def _short_conv(
     """
     PARTS: tl.constexpr = (DIM + BLOCK - 1) // BLOCK
     CHANNELS: tl.constexpr = HEADS * DIM
-    token, count, start, slot, live = row_of(
-        tl.program_id(0), offsets_ptr, starts_ptr, slots_ptr, live_ptr
-    )
+    token, count, start, slot, live = row_of(tl.program_id(0), offsets_ptr, starts_ptr, slots_ptr, live_ptr)
     first = tl.program_id(1) * SPAN
     if first < count:
         head = tl.program_id(2) // PARTS

@@ -80,9 +80,7 @@ def _delta_states(
     V_HEADS: tl.constexpr = K_HEADS * GROUP
     KEYS: tl.constexpr = K_HEADS * K_DIM
     CHANNELS: tl.constexpr = 2 * KEYS + V_HEADS * V_DIM
-    token, count, start, slot, live = row_of(
-        tl.program_id(0), offsets_ptr, starts_ptr, slots_ptr, live_ptr
-    )
+    token, count, start, slot, live = row_of(tl.program_id(0), offsets_ptr, starts_ptr, slots_ptr, live_ptr)
     if count == 0:
         return
     head = tl.program_id(1)
@@ -172,9 +170,7 @@ def _delta_outputs(
     """Finish a value head of one row, or keep the last inputs of a head of q or k."""
     V_HEADS: tl.constexpr = K_HEADS * GROUP
     KEYS: tl.constexpr = K_HEADS * K_DIM
-    token, count, start, slot, live = row_of(
-        tl.program_id(0), offsets_ptr, starts_ptr, slots_ptr, live_ptr
-    )
+    token, count, start, slot, live = row_of(tl.program_id(0), offsets_ptr, starts_ptr, slots_ptr, live_ptr)
     if count == 0:
         return
     head = tl.program_id(1)

@@ -1,8 +1,8 @@
 """Mamba2 token by token, in two kernels for all tokens of a segment.
 
-    _mamba_states    convolution, time steps, recurrence, and the gate unless a norm comes first. A program has
-                     ``TILE`` rows of one head's state in registers for all tokens of a row of the segment;
-                     rows of a state do not depend on each other
+    _mamba_states    convolution, time steps, recurrence, and the gate unless a norm comes first. A program
+                     has ``TILE`` rows of one head's state in registers for all tokens of a row of the
+                     segment; rows of a state do not depend on each other
     _mamba_outputs   norm of each token, and the last inputs of the convolution
 
 All sums are float32, in an order that depends on the sizes of the layer only, so the bits of a row depend
@@ -104,9 +104,7 @@ def _mamba_states(
     INNER: tl.constexpr = HEADS * DIM
     SHARED: tl.constexpr = GROUPS * STATE
     CHANNELS: tl.constexpr = INNER + 2 * SHARED
-    token, count, start, slot, live = row_of(
-        tl.program_id(0), offsets_ptr, starts_ptr, slots_ptr, live_ptr
-    )
+    token, count, start, slot, live = row_of(tl.program_id(0), offsets_ptr, starts_ptr, slots_ptr, live_ptr)
     if count == 0:
         return
     head = tl.program_id(1)
@@ -232,7 +230,7 @@ def _mamba_outputs(
     number = tl.program_id(0)
     part = tl.program_id(1)
     if number < tokens:
-        if NORMS > 0:
+        if NORMS > 0:  # noqa: SIM102 - NORMS is known to the compiler
             if part < NORMS:
                 at = number.to(tl.int64)
                 first = part * (INNER // NORMS)
