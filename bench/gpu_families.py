@@ -4,9 +4,9 @@ python -m bench.gpu_families --json families.json
 
 Each model has random weights and 8 layers of a published shape: Qwen3-30B-A3B, DeepSeek-V3 (1 dense layer
 and 64 of 256 experts, so that the weights fit one GPU), DeepSeek-V3.2 in the same form (a token chooses among
-more than 2,048: use --context 4096), Qwen3-Next. The prompts have ``--context`` tokens.
-The wall time comes from greedy steps without a profiler. Kernels come from later steps under torch's profiler
-and include sampling.
+more than 2,048: use --context 4096), Qwen3-Next, Nemotron-H-8B (layers of one part), Falcon-H1-7B and
+LFM2-1.2B. The prompts have ``--context`` tokens. The wall time comes from greedy steps without a profiler.
+Kernels come from later steps under torch's profiler and include sampling.
 """
 
 from __future__ import annotations
@@ -100,6 +100,47 @@ SHAPES: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "rope_theta": 10000000.0,
+    },
+    "nemotron-h-8b": {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hidden_size": 4096,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hybrid_override_pattern": "M-M-M*M-",  # eight published layers of one part each
+        "mlp_hidden_act": "relu2",
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+    },
+    "falcon-h1-7b": {
+        "architectures": ["FalconH1ForCausalLM"],
+        "model_type": "falcon_h1",
+        "hidden_size": 3072,
+        "intermediate_size": 12288,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "mamba_d_ssm": 3072,
+        "mamba_n_heads": 24,
+        "mamba_d_state": 256,
+        "rope_theta": 1e11,
+    },
+    "lfm2-1.2b": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "block_auto_adjust_ff_dim": False,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "layer_types": ["conv", "conv", "full_attention"] * 2 + ["conv", "conv"],
+        "conv_L_cache": 3,
+        "norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
     },
 }
 SHAPES["deepseek-v32"] = SHAPES["deepseek-v3"] | {

@@ -406,6 +406,53 @@ def delta(
         )
 
 
+def mamba(heads: int, dim: int, groups: int, state: int, taps: int, dtype: torch.dtype, finish: str) -> None:
+    """Mamba2 for decode rows, which keep a state for each token, and for chunks."""
+    from weft.ops.triton import mamba as kernels
+
+    inner, channels = heads * dim, heads * dim + 2 * groups * state
+    places = math.gcd(heads, math.lcm(groups, 8))
+    shared = torch.empty(5, 2, places, taps - 1, state, dtype=dtype)
+    past = torch.empty(5, 2, heads, taps - 1, dim, dtype=dtype)
+    parts = (past, shared, shared.clone(), torch.empty(5, 2, heads, dim, state))
+    norm = torch.empty(inner) if finish in ("gated", "normed") else None
+    of_heads = [torch.empty(heads) for _ in range(3)]
+    rows = (torch.zeros(4, dtype=torch.int32), *(torch.zeros(3, dtype=torch.int64) for _ in range(3)))
+    for each in (False, True):
+        kernels.run(
+            torch.empty(3, inner + channels + heads, dtype=dtype),
+            torch.empty(3, inner, dtype=FULL if finish == "later" else dtype),
+            parts,
+            (torch.empty(taps, channels), torch.empty(channels), *of_heads, norm),  # type: ignore[arg-type]
+            rows,
+            groups=groups,
+            norm_groups=groups,
+            bounds=(0.0, math.inf),
+            eps=1e-5,
+            finish=finish,
+            each=each,
+        )
+
+
+def short_conv(heads: int, dim: int, taps: int, dtype: torch.dtype) -> None:
+    """Gated short convolutions for decode rows and for prompts."""
+    from weft.ops.triton import causal
+
+    channels = heads * dim
+    rows = (torch.zeros(4, dtype=torch.int32), *(torch.zeros(3, dtype=torch.int64) for _ in range(3)))
+    for each in (False, True):
+        causal.run(
+            torch.empty(3, 3 * channels, dtype=dtype),
+            torch.empty(3, channels, dtype=dtype),
+            torch.empty(5, 2, heads, taps - 1, dim, dtype=dtype),
+            torch.empty(taps, channels),
+            torch.empty(channels),
+            rows,
+            most=1,
+            each=each,
+        )
+
+
 def packed(dtype: torch.dtype, *forms: str) -> None:
     """Products with packed weights in every form of tile, of matrices and of experts."""
     from tests.ops.test_coded import codes_of
@@ -519,6 +566,10 @@ def others() -> None:
     routers()
     delta(16, 32, 128, 4, HALF)
     delta(32, 32, 128, 4, HALF, by_channel=True)
+    mamba(128, 64, 8, 128, 4, HALF, "gated")  # Nemotron-H
+    mamba(128, 64, 1, 128, 4, HALF, "gated")  # Bamba, Granite 4 H
+    mamba(48, 128, 1, 256, 4, HALF, "none")  # Falcon-H1
+    short_conv(32, 64, 3, HALF)
     packed(HALF, "int4 zeros", "nvfp4")
     draws(HALF)
     collectives(HALF)
@@ -540,6 +591,12 @@ def all_forms() -> None:
     entries(100, 500, 24, (30, 100), FULL)
     delta(2, 6, 100, 3, FULL)
     delta(2, 2, 64, 2, HALF)
+    mamba(6, 100, 2, 96, 4, FULL, "normed")
+    mamba(4, 12, 1, 20, 2, torch.float16, "later")
+    mamba(64, 64, 8, 128, 4, FULL, "gated")
+    mamba(16, 64, 2, 16, 8, HALF, "gated")
+    short_conv(2, 300, 5, FULL)
+    short_conv(4, 64, 64, torch.float16)
     elementwise(FULL)
     products(FULL)
     draws(FULL)

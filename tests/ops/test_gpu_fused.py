@@ -1,4 +1,4 @@
-"""Fused kernels of routed blocks, the gated delta net and latent attention on a GPU, in published sizes.
+"""Fused kernels of routed blocks, state mixers and latent attention on a GPU, in published sizes.
 
 Each kernel is compared with torch on the same device.
 """
@@ -6,18 +6,27 @@ Each kernel is compared with torch on the same device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.attention.test_mixers import Scene as MixerScene
 from tests.support.latent import Scene, Shape, on_device
 from tests.support.routed import routed
 from weft.attention.base import CoreInput
+from weft.attention.conv.conv_backend import ConvInput
+from weft.attention.conv.conv_torch import TorchConv
+from weft.attention.conv.conv_triton import TritonConv
+from weft.attention.mamba.mamba_backend import MambaInput
+from weft.attention.mamba.mamba_torch import TorchMamba
+from weft.attention.mamba.mamba_triton import TritonInvariantMamba, TritonMamba
 from weft.attention.mla.latent import LatentInput
 from weft.attention.mla.latent_torch import TorchLatent
 from weft.attention.mla.latent_triton import TritonLatent
+from weft.config.parts.mixers import ConvSpec, MambaSpec
 from weft.ops import latent_ops, torch_ops
 from weft.ops import moe as torch_moe
 from weft.ops.moe import Routed
@@ -215,6 +224,83 @@ def delta_step(
     out = torch.empty(rows * count, v_heads * dim, dtype=HALF, device=DEVICE)
     run(inputs, out, DeltaInput(segment, state, weights, True))
     return out, state
+
+
+MAMBAS = {
+    "nemotron-h": MambaSpec(layers=(0,), heads=128, dim=64, groups=8, state=128, conv=4, norm_groups=8),
+    "granite-4-h": MambaSpec(layers=(0,), heads=48, dim=64, groups=1, state=128, conv=4),
+    "falcon-h1": MambaSpec(layers=(0,), heads=24, dim=128, groups=1, state=256, conv=4, norm="none"),
+    "norm before the gate": MambaSpec(
+        layers=(0,), heads=24, dim=100, groups=2, state=96, conv=4, norm="normed", norm_groups=2
+    ),
+}
+CONVS = {
+    "lfm2": ConvSpec(layers=(0,), heads=32, dim=64, taps=3),
+    "bias": ConvSpec(layers=(0,), heads=3, dim=300, taps=5, bias=True),
+}
+
+
+def mixer_step(run: Callable[..., None], scene: MixerScene, counts: list[int], each: bool) -> Tensor:
+    """Return the outputs of ``counts`` tokens of the first rows. Rows behind position 0 have a state."""
+    made = scene.stage(list(zip(scene.rows, counts, strict=False)))
+    segment, x = on_device(made[0], DEVICE), made[1].to(DEVICE)
+    segment = replace(segment, slots=segment.slots.to(DEVICE), live=segment.live.to(DEVICE))
+    weights = type(scene.weights)(
+        **{
+            one.name: value.to(DEVICE) if isinstance(value, Tensor) else value
+            for one in fields(scene.weights)
+            for value in [getattr(scene.weights, one.name)]
+        }
+    )
+    for number, row in enumerate(scene.rows):
+        if row.done:
+            for place, part in enumerate(scene.state):
+                given = noise(*part.shape[2:], seed=10 * number + place).to(part)
+                if place in (1, 2):  # the places of B and C: all places of a group are equal
+                    each_group = len(given) // scene.spec.groups
+                    given = given[::each_group].repeat_interleave(each_group, dim=0)
+                part[row.slot, row.live] = given
+    scene.state = tuple(part.to(DEVICE) for part in scene.state)
+    out = torch.empty(len(x), scene.columns, dtype=x.dtype, device=DEVICE)
+    make = ConvInput if isinstance(scene.spec, ConvSpec) else MambaInput
+    run(x, out, make(segment, scene.state, weights, each))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("counts", "each"), [([1] * 5, True), ([3, 1, 4, 2, 1], True), ([40, 3, 64, 1, 7], False)]
+)
+@pytest.mark.parametrize("name", [*MAMBAS, *CONVS])
+def test_state_mixers(name: str, counts: list[int], each: bool) -> None:
+    """Outputs and every copy of the states equal torch; a row alone has equal bits."""
+    spec: Any = {**MAMBAS, **CONVS}[name]
+    backends: list[Any] = [TorchConv(), TritonConv()] if name in CONVS else [TorchMamba(), TritonMamba()]
+    found = []
+    for backend, rows in ((backends[0], counts), (backends[1], counts), (backends[1], counts[:1])):
+        scene = MixerScene(spec, HALF, lengths=[100] * 5)
+        for row, (done, live) in zip(scene.rows, ((9, 1), (12, 0), (0, 3), (30, 2), (5, 0)), strict=True):
+            row.done, row.live = done, live
+        found.append((mixer_step(backend.run, scene, rows, each), scene.state))
+    (wanted, states), (made, own), (alone, _) = found
+    assert near(made, wanted, 2e-2)
+    for one, other in zip(own, states, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert near(one.nan_to_num(), other.nan_to_num(), 1e-4)
+    assert torch.equal(alone, made[: counts[0]])
+
+
+@pytest.mark.parametrize("name", [*MAMBAS, *CONVS])
+def test_long_rows_of_invariant_mixers(name: str) -> None:
+    """A prompt of 1,000 tokens equals torch, and has the bits of its pieces."""
+    spec: Any = {**MAMBAS, **CONVS}[name]
+    reference: Any = TorchConv() if name in CONVS else TorchMamba()
+    backend: Any = TritonConv() if name in CONVS else TritonInvariantMamba()
+    scenes = [MixerScene(spec, HALF, lengths=[1000]) for _ in range(3)]
+    wanted = mixer_step(reference.run, scenes[0], [1000], False)
+    whole = mixer_step(backend.run, scenes[1], [1000], False)
+    assert near(whole, wanted, 2e-2)
+    first = mixer_step(backend.run, scenes[2], [333], False)
+    assert torch.equal(first, whole[:333])
 
 
 def test_entries_of_latent_attention() -> None:

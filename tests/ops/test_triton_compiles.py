@@ -36,6 +36,7 @@ LAYERS = {
     "_grouped",
     "_combine",
 }
+MIXERS = {"_mamba_states", "_mamba_outputs", "_short_conv"}
 ROUTING = {"_router", "_route", "_cut"}
 ADAPTERS = {"_low_rank_inner", "_low_rank_outer"}
 PACKED = {"_coded", "_add_parts", "_dequantize", "_grouped_codes"}
@@ -45,7 +46,7 @@ SPARSE = {
     *("_mix_streams", "_add_streams", "_rotate_neighbours"),
 }
 DRAWS = {"_tops", "_limit", "_score", "_finish"}
-ALL = ATTENTION | LAYERS | ROUTING | ADAPTERS | PACKED | DRAWS | SPARSE | {"_meet"}
+ALL = ATTENTION | MIXERS | LAYERS | ROUTING | ADAPTERS | PACKED | DRAWS | SPARSE | {"_meet"}
 
 
 COSTS = {

@@ -666,6 +666,75 @@ def _delta_rows(given: Given) -> None:
     for name in ("q_ptr", "k_ptr"):
         _copies(given, name, "key", given.K_HEADS * (given.TAPS - 1) * given.K_DIM, dtype)
     _copies(given, "v_ptr", "value", heads * (given.TAPS - 1) * given.V_DIM, dtype)
+    _row_columns(given, rows)
+
+
+def _mamba_states(given: Given) -> None:
+    given.powers("STATE_P2", "TILE")
+    channels = _mamba_rows(given, given.grid[0])
+    given.need(given.STATE <= given.STATE_P2, "a row of a state is larger than the program")
+    given.need(given.grid[1] == given.HEADS, "every head has a program")
+    given.need(given.grid[2] * given.TILE >= given.DIM, "rows of a state without a program")
+    tokens, inner = given.zxbcdt_ptr.shape[0], given.HEADS * given.DIM
+    dtypes = (given.zxbcdt_ptr.dtype, torch.float32)
+    given.reach("y_ptr", (tokens - 1) * given.y_stride + inner, *dtypes, aligned=False)
+    _copies(given, "state_ptr", "state", inner * given.STATE, torch.float32)
+    given.array("taps_ptr", given.TAPS * channels, *WIDE)
+    if given.BIAS:
+        given.array("bias_ptr", channels, *WIDE)
+    for name in ("rate_ptr", "step_bias_ptr", "skip_ptr"):
+        given.array(name, given.HEADS, *WIDE)
+
+
+def _mamba_outputs(given: Given) -> None:
+    given.powers("TAPS_P2", "BLOCK", "KEPT")
+    _mamba_rows(given, given.grid[0] - given.tokens)
+    inner, tokens = given.HEADS * given.DIM, given.zxbcdt_ptr.shape[0]
+    given.need(given.tokens == (tokens if given.NORMS else 0), "tokens without a norm")
+    given.need(given.TAPS - 1 <= given.TAPS_P2, "inputs are left out")
+    parts = -(-inner // given.KEPT) + 2 * -(-given.PLACES * given.STATE // given.KEPT)
+    given.need(given.grid[1] >= max(given.NORMS, parts), "channels without a program")
+    if given.NORMS:
+        given.need(inner % given.NORMS == 0, "norm groups of different sizes")
+        given.array("y_ptr", tokens * inner, *WIDE)
+        given.array("norm_ptr", inner, *WIDE)
+        last = (tokens - 1) * given.out_stride
+        given.reach("out_ptr", last + inner, given.zxbcdt_ptr.dtype, aligned=False)
+
+
+def _mamba_rows(given: Given, rows: int) -> int:
+    """Check the arguments that both kernels of Mamba2 share. Return the channels of the convolution."""
+    given.need(given.HEADS % given.GROUPS == 0, "groups of different sizes")
+    given.need(given.PLACES % given.GROUPS == 0, "places of groups of different sizes")
+    tokens, dtype = given.zxbcdt_ptr.shape[0], given.zxbcdt_ptr.dtype
+    inner, back = given.HEADS * given.DIM, given.TAPS - 1
+    channels = inner + 2 * given.GROUPS * given.STATE
+    width = inner + channels + given.HEADS
+    given.reach("zxbcdt_ptr", (tokens - 1) * given.stride + width, *HALF, aligned=False)
+    _copies(given, "x_ptr", "x", back * inner, dtype)
+    for name in ("b_ptr", "c_ptr"):
+        _copies(given, name, "shared", given.PLACES * back * given.STATE, dtype)
+    _row_columns(given, rows)
+    return int(channels)
+
+
+def _short_conv(given: Given) -> None:
+    given.powers("TAPS_P2", "SPAN", "BLOCK")
+    tokens, dtype, channels = given.bcx_ptr.shape[0], given.bcx_ptr.dtype, given.HEADS * given.DIM
+    given.need(given.TAPS - 1 <= given.TAPS_P2, "inputs are left out")
+    given.need(given.TAPS - 1 <= given.SPAN, "two programs read the inputs of a slot")
+    given.need(given.grid[2] == given.HEADS * -(-given.DIM // given.BLOCK), "channels without a program")
+    given.reach("bcx_ptr", (tokens - 1) * given.bcx_stride + 3 * channels, *HALF, aligned=False)
+    given.reach("out_ptr", (tokens - 1) * given.out_stride + channels, dtype, aligned=False)
+    _copies(given, "state_ptr", "state", (given.TAPS - 1) * channels, dtype)
+    given.array("taps_ptr", given.TAPS * channels, *WIDE)
+    if given.BIAS:
+        given.array("bias_ptr", channels, *WIDE)
+    _row_columns(given, given.grid[0])
+
+
+def _row_columns(given: Given, rows: int) -> None:
+    """Check the columns of a segment that kernels of recurrent layers read."""
     given.reach("offsets_ptr", rows + 1, torch.int32, aligned=False)
     for name in ("starts_ptr", "slots_ptr", "live_ptr"):
         given.reach(name, rows, torch.int64, aligned=False)
@@ -869,6 +938,14 @@ CONTRACTS = (
     ),
     Contract("delta", _delta_states, ("o_ptr", "state_ptr")),
     Contract("delta", _delta_outputs, ("out_ptr", "q_ptr", "k_ptr", "v_ptr")),
+    Contract("mamba", _mamba_states, ("y_ptr", "state_ptr"), (("bias_ptr", "BIAS"),)),
+    Contract(
+        "mamba",
+        _mamba_outputs,
+        ("out_ptr", "x_ptr", "b_ptr", "c_ptr"),
+        (("y_ptr", "NORMS"), ("norm_ptr", "NORMS"), ("out_ptr", "NORMS")),
+    ),
+    Contract("causal", _short_conv, ("out_ptr", "state_ptr"), (("bias_ptr", "BIAS"),)),
     Contract("routing", _cut, ("order_ptr", "expert_ptr", "row_ptr", "end_ptr")),
     Contract(
         "moe",

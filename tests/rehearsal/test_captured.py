@@ -84,7 +84,18 @@ GROUP = 7
 SPARSE = {"deepseek-v32": 16, "glm-dsa": 15.25, "deepseek-v4": 112.5}
 """Limits of sparse attention. An indexer takes two kernels: scores and the choice. The groups' entries of
 DeepSeek V4 are written by torch operations."""
-LIMITS = {**SPARSE, "llama": 9, "qwen3_moe": 12, "deepseek_v3": 13.5, "gpt-oss": 12, "qwen3_next": 14.25}
+MIXERS = {"nemotron-h-dense": 9, "granite-hybrid-dense": 13, "falcon_h1": 28, "lfm2": 8.75}
+"""Limits of families with Mamba2 (two kernels) or short convolutions (one). Factors of Granite and Falcon-H1
+are separate kernels, and so is the gate of Falcon-H1's feed-forward."""
+LIMITS = {
+    **SPARSE,
+    **MIXERS,
+    "llama": 9,
+    "qwen3_moe": 12,
+    "deepseek_v3": 13.5,
+    "gpt-oss": 12,
+    "qwen3_next": 14.25,
+}
 """Kernels of a layer, on average over the layers."""
 GROUPS = {"glm-dsa": 2, "gpt-oss": 2}
 """KV cache groups of families with several, whose layers are counted without the groups' own kernels."""

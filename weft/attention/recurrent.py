@@ -1,4 +1,4 @@
-"""Parts that the torch backends of all recurrent layers share: groups of rows, and functions of tokens.
+"""Parts that the backends of all recurrent layers share: groups of rows, and functions of tokens.
 
 All functions of a token are compositions of exp and log. In torch's own functions the last elements of a loop
 differ from the other elements in the last bits, which would break bitwise invariance.
@@ -25,6 +25,8 @@ FEW = 16
 """Maximum tokens of a row for the computation token by token."""
 SPAN = 2048
 """Tokens of a row per pass. Bounds the memory. A multiple of every chunk size."""
+MOST_BY_KERNELS = 64
+"""Maximum tokens of a row for kernels that compute token by token: see ``KernelRows``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,32 @@ class ByRowGroups:
     ) -> tuple[RowGroup, ...]:
         """Return the groups of the rows of ``segment``."""
         return tuple(row_groups(segment))
+
+
+class KernelRows(ByRowGroups):
+    """Part of Triton backends of recurrent layers: short rows by kernels, segments with longer rows by torch.
+
+    The kernels compute token by token. An invariant backend computes every row by the kernels.
+    """
+
+    invariant: bool
+
+    def prepare(
+        self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
+    ) -> tuple[RowGroup, ...]:
+        """Return the groups of rows for torch; none for the kernels."""
+        if self.by_kernels(segment):
+            return ()
+        return super().prepare(segment, kind, spec, block_size, dtype)
+
+    def by_kernels(self, segment: SegmentInput) -> bool:
+        """Return True if the kernels compute the segment. Depends on the host's counts only."""
+        return self.invariant or bool((segment.host_counts <= MOST_BY_KERNELS).all())
+
+
+def columns_of(segment: SegmentInput) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the columns of a segment that kernels of recurrent layers read."""
+    return segment.q_offsets, segment.starts, segment.slots, segment.live
 
 
 def row_groups(segment: SegmentInput) -> Iterator[RowGroup]:

@@ -43,9 +43,12 @@ DELTA.add("invariant", "weft.attention.delta.delta_torch:InvariantDelta")
 
 CONV: Registry[type[Backend]] = Registry("short convolution backend")
 CONV.add("torch", "weft.attention.conv.conv_torch:TorchConv")
+CONV.add("triton", "weft.attention.conv.conv_triton:TritonConv")
 
 MAMBA: Registry[type[Backend]] = Registry("Mamba backend")
 MAMBA.add("torch", "weft.attention.mamba.mamba_torch:TorchMamba")
+MAMBA.add("triton", "weft.attention.mamba.mamba_triton:TritonMamba")
+MAMBA.add("triton-invariant", "weft.attention.mamba.mamba_triton:TritonInvariantMamba")
 MAMBA.add("invariant", "weft.attention.mamba.mamba_torch:InvariantMamba")
 
 #: Backends of each form, by name.
@@ -71,8 +74,11 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
         "cuda": ("triton", "triton-invariant", "torch", "invariant"),
     },
     "sparse": {"cpu": ("cpu", "torch"), "cuda": ("triton", "triton-invariant", "torch")},
-    "conv": {"cpu": ("torch",), "cuda": ("torch",)},
-    "mamba": {"cpu": ("torch", "invariant"), "cuda": ("torch", "invariant")},
+    "conv": {"cpu": ("torch",), "cuda": ("triton", "torch")},
+    "mamba": {
+        "cpu": ("torch", "invariant"),
+        "cuda": ("triton", "triton-invariant", "torch", "invariant"),
+    },
 }
 
 

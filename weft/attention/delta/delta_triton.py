@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import torch
 
-from weft.attention.base import SegmentInput
 from weft.attention.delta.delta_backend import DeltaInput, DeltaInputs
-from weft.attention.delta.delta_torch import CHUNK, LENGTH_EPS, TorchDelta
-from weft.attention.recurrent import RowGroup
+from weft.attention.delta.delta_torch import LENGTH_EPS, TorchDelta
+from weft.attention.recurrent import KernelRows, columns_of
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops import triton as kernels
 
 Tensor = torch.Tensor
 
-MOST_TOKENS = CHUNK
-"""Maximum tokens of a row for the kernel of ``TritonDelta``."""
 
-
-class TritonDelta(TorchDelta):
+class TritonDelta(KernelRows, TorchDelta):
     """Supports float32, bfloat16 and float16. Stateless, so threads may share an instance."""
 
     def check(
@@ -46,18 +42,10 @@ class TritonDelta(TorchDelta):
                 param="--attention-backend",
             )
 
-    def prepare(
-        self, segment: SegmentInput, kind: int, spec: CacheSpec, block_size: int, dtype: torch.dtype
-    ) -> tuple[RowGroup, ...]:
-        """Return the groups of rows for torch; none for the kernel."""
-        if self._by_kernel(segment):
-            return ()
-        return super().prepare(segment, kind, spec, block_size, dtype)
-
     def run(self, inputs: DeltaInputs, out: Tensor, delta: DeltaInput) -> None:
         """See ``DeltaBackend.run``. Writes ``out`` and the states in place."""
         segment, weights = delta.segment, delta.weights
-        if not self._by_kernel(segment):
+        if not self.by_kernels(segment):
             super().run(inputs, out, delta)
             return
         if not segment.tokens:
@@ -69,22 +57,15 @@ class TritonDelta(TorchDelta):
             out,
             delta.state,
             (weights.taps, weights.rate, weights.bias, weights.norm),
-            (segment.q_offsets, segment.starts, segment.slots, segment.live),
+            columns_of(segment),
             eps=weights.eps,
             length_eps=LENGTH_EPS,
             sigmoid=weights.sigmoid,
             each=delta.each,
         )
 
-    def _by_kernel(self, segment: SegmentInput) -> bool:
-        """Return True if the kernel computes the segment. Depends on the host's counts only."""
-        return bool((segment.host_counts <= MOST_TOKENS).all())
-
 
 class TritonInvariantDelta(TritonDelta):
-    """``TritonDelta`` with the kernel for every row."""
+    """``TritonDelta`` with the kernels for every row."""
 
     invariant = True
-
-    def _by_kernel(self, segment: SegmentInput) -> bool:
-        return True

@@ -11,7 +11,8 @@
     streams          hyper-connections, rotation of neighbours
     draw             tokens from logits, for ``weft.ops.draw``
     eight_bits       KV cache entries in 8 bits inside kernels
-    attention, latent, delta    paged attention, latent attention and the gated delta net
+    attention, latent           paged attention, latent attention
+    delta, mamba, causal        gated delta net, Mamba2, short convolution
 
 The kernels compute float32, bfloat16 and float16; float64 stays on the torch implementations.
 """

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from weft.ops.triton.causal import convolved, keep_inputs, row_of, silu
 from weft.ops.triton.forms import power
 
 Tensor = torch.Tensor
@@ -28,40 +29,6 @@ MOST_KEYS, MOST_VALUES = 256, 1024
 
 
 @triton.jit
-def _input_ptr(qkv_ptr, past_ptr, token, at, channel, stride, DIM: tl.constexpr, TAPS: tl.constexpr):
-    """Return the address of channels ``channel`` .. of the row's token ``at``, at least -(TAPS - 1)."""
-    # Tokens before the step are the last inputs of the slot: [TAPS - 1, DIM].
-    return tl.where(at >= 0, qkv_ptr + (token + at) * stride + channel, past_ptr + (at + TAPS - 1) * DIM)
-
-
-@triton.jit
-def _mixed(
-    qkv_ptr,
-    past_ptr,
-    taps_ptr,  # float32 [TAPS, CHANNELS]
-    token,
-    j,
-    start,
-    channel,
-    dim,
-    stride,
-    DIM: tl.constexpr,
-    TAPS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
-    """Return silu of the convolution for the row's token j and dims ``dim`` of the head at ``channel``."""
-    total = tl.zeros(dim.shape, dtype=tl.float32)
-    for tap in tl.static_range(TAPS):
-        at = j - (TAPS - 1) + tap
-        ptr = _input_ptr(qkv_ptr, past_ptr, token, at, channel, stride, DIM, TAPS)
-        x = tl.load(ptr + dim, mask=dim < DIM, other=0.0).to(tl.float32)
-        # Nothing precedes position 0. The memory of the slot may hold NaN.
-        x = tl.where(start + at >= 0, x, 0.0)
-        total += x * tl.load(taps_ptr + tap * CHANNELS + channel + dim, mask=dim < DIM, other=0.0)
-    return total / (1.0 + tl.exp(-total))
-
-
-@triton.jit
 def _decay_input(ptr, at, k_dim, K_DIM: tl.constexpr, BY_CHANNEL: tl.constexpr):
     """Return the float32 numbers of one head: a number, or one for each key channel."""
     if BY_CHANNEL:
@@ -69,60 +36,6 @@ def _decay_input(ptr, at, k_dim, K_DIM: tl.constexpr, BY_CHANNEL: tl.constexpr):
     else:
         result = tl.load(ptr + at).to(tl.float32)
     return result
-
-
-@triton.jit
-def _keep_inputs(
-    qkv_ptr,
-    past_ptr,  # the row's live copy of the head's last inputs
-    to_ptr,  # the head's last inputs of the row's slot, copy 0
-    copy_stride,
-    token,
-    count,
-    start,
-    live,
-    channel,
-    stride,
-    DIM: tl.constexpr,
-    DIM_P2: tl.constexpr,
-    TAPS: tl.constexpr,
-    TAPS_P2: tl.constexpr,
-    EACH: tl.constexpr,
-):
-    """Write the last inputs of one head after each token (EACH), or after the last token to copy 0."""
-    row = tl.arange(0, TAPS_P2)[:, None]
-    dim = tl.arange(0, DIM_P2)[None, :]
-    inside = (row < TAPS - 1) & (dim < DIM)
-    first = 0
-    if not EACH:
-        first = count - 1
-    # The live copy is written last: all other copies are made from it. ``turn`` 0 writes the other copies.
-    for turn in range(0, 2):
-        for j in range(first, count):
-            copy = j
-            if not EACH:
-                copy = 0
-            if (copy == live) == (turn == 1):
-                at = j - (TAPS - 2) + row
-                fresh = at >= 0
-                new = tl.load(qkv_ptr + (token + at) * stride + channel + dim, mask=inside & fresh, other=0.0)
-                old = (at < 0) & (start + at >= 0)
-                kept = tl.load(past_ptr + (at + TAPS - 1) * DIM + dim, mask=inside & old, other=0.0)
-                value = tl.where(fresh, new, kept)
-                tl.debug_barrier()  # every thread has read the live copy
-                tl.store(to_ptr + copy * copy_stride + row * DIM + dim, value, mask=inside)
-
-
-@triton.jit
-def _row(offsets_ptr, starts_ptr, slots_ptr, live_ptr):
-    """Return (first token, tokens, position, slot, live copy) of the program's row."""
-    row = tl.program_id(0)
-    token = tl.load(offsets_ptr + row).to(tl.int64)
-    count = (tl.load(offsets_ptr + row + 1) - token).to(tl.int32)
-    start = tl.load(starts_ptr + row)
-    live = tl.load(live_ptr + row)
-    # A row at position 0 ignores its copies.
-    return token, count, start, tl.load(slots_ptr + row), tl.where(start > 0, live, 0)
 
 
 # A row's columns lie anywhere in a step's columns. Do not compile a program per alignment.
@@ -167,7 +80,7 @@ def _delta_states(
     V_HEADS: tl.constexpr = K_HEADS * GROUP
     KEYS: tl.constexpr = K_HEADS * K_DIM
     CHANNELS: tl.constexpr = 2 * KEYS + V_HEADS * V_DIM
-    token, count, start, slot, live = _row(offsets_ptr, starts_ptr, slots_ptr, live_ptr)
+    token, count, start, slot, live = row_of(tl.program_id(0), offsets_ptr, starts_ptr, slots_ptr, live_ptr)
     if count == 0:
         return
     head = tl.program_id(1)
@@ -189,18 +102,18 @@ def _delta_states(
     state = tl.load(places + live * state_copy, mask=inside, other=0.0)
     state = tl.where(start > 0, state, 0.0)
     for j in range(0, count):
-        q = _mixed(
+        q = silu(convolved(
             qkv_ptr, q_ptr + of_keys, taps_ptr, token, j, start, key_head * K_DIM, k_dim, qkv_stride,
-            K_DIM, TAPS, CHANNELS,
-        )  # fmt: skip
-        k = _mixed(
+            K_DIM, TAPS, CHANNELS, 0,
+        ))  # fmt: skip
+        k = silu(convolved(
             qkv_ptr, k_ptr + of_keys, taps_ptr, token, j, start, KEYS + key_head * K_DIM, k_dim, qkv_stride,
-            K_DIM, TAPS, CHANNELS,
-        )  # fmt: skip
-        v = _mixed(
+            K_DIM, TAPS, CHANNELS, 0,
+        ))  # fmt: skip
+        v = silu(convolved(
             qkv_ptr, v_past, taps_ptr, token, j, start, 2 * KEYS + head * V_DIM, v_dim, qkv_stride,
-            V_DIM, TAPS, CHANNELS,
-        )  # fmt: skip
+            V_DIM, TAPS, CHANNELS, 0,
+        ))  # fmt: skip
         q = q * (tl.rsqrt(tl.sum(q * q, 0) + length_eps) * K_DIM**-0.5)
         k = k * tl.rsqrt(tl.sum(k * k, 0) + length_eps)
         beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + (token + j) * b_stride + head).to(tl.float32)))
@@ -257,7 +170,7 @@ def _delta_outputs(
     """Finish a value head of one row, or keep the last inputs of a head of q or k."""
     V_HEADS: tl.constexpr = K_HEADS * GROUP
     KEYS: tl.constexpr = K_HEADS * K_DIM
-    token, count, start, slot, live = _row(offsets_ptr, starts_ptr, slots_ptr, live_ptr)
+    token, count, start, slot, live = row_of(tl.program_id(0), offsets_ptr, starts_ptr, slots_ptr, live_ptr)
     if count == 0:
         return
     head = tl.program_id(1)
@@ -265,9 +178,10 @@ def _delta_outputs(
         head = head - V_HEADS  # q heads, then k heads, as in the channels
         part_ptr = tl.where(head < K_HEADS, q_ptr, k_ptr)
         part_ptr += slot * key_slot + head % K_HEADS * ((TAPS - 1) * K_DIM)
-        _keep_inputs(
-            qkv_ptr, part_ptr + live * key_copy, part_ptr, key_copy, token, count, start, live,
-            head * K_DIM, qkv_stride, K_DIM, K_P2, TAPS, TAPS_P2, EACH,
+        key = tl.arange(0, K_P2)
+        keep_inputs(
+            qkv_ptr, part_ptr, key_copy, token, count, start, live, head * K_DIM + key, key, key < K_DIM,
+            qkv_stride, K_DIM, TAPS, TAPS_P2, 0, EACH,
         )  # fmt: skip
     else:
         dim = tl.arange(0, V_P2)
@@ -285,9 +199,9 @@ def _delta_outputs(
             o = (o * gate).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + (token + j) * out_stride + head * V_DIM + dim, o, mask=inside)
         part_ptr = v_ptr + slot * value_slot + head * ((TAPS - 1) * V_DIM)
-        _keep_inputs(
-            qkv_ptr, part_ptr + live * value_copy, part_ptr, value_copy, token, count, start, live,
-            2 * KEYS + head * V_DIM, qkv_stride, V_DIM, V_P2, TAPS, TAPS_P2, EACH,
+        keep_inputs(
+            qkv_ptr, part_ptr, value_copy, token, count, start, live, 2 * KEYS + head * V_DIM + dim, dim,
+            inside, qkv_stride, V_DIM, TAPS, TAPS_P2, 0, EACH,
         )  # fmt: skip
 
 
