@@ -45,6 +45,7 @@ CONV: Registry[type[Backend]] = Registry("short convolution backend")
 CONV.add("torch", "weft.attention.conv.conv_torch:TorchConv")
 
 MAMBA: Registry[type[Backend]] = Registry("Mamba backend")
+MAMBA.add("cpu", "weft.attention.mamba.mamba_cpu:CpuMamba")
 MAMBA.add("torch", "weft.attention.mamba.mamba_torch:TorchMamba")
 MAMBA.add("invariant", "weft.attention.mamba.mamba_torch:InvariantMamba")
 
@@ -72,7 +73,7 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "sparse": {"cpu": ("cpu", "torch"), "cuda": ("triton", "triton-invariant", "torch")},
     "conv": {"cpu": ("torch",), "cuda": ("torch",)},
-    "mamba": {"cpu": ("torch", "invariant"), "cuda": ("torch", "invariant")},
+    "mamba": {"cpu": ("cpu", "torch", "invariant"), "cuda": ("torch", "invariant")},
 }
 
 
