@@ -32,7 +32,7 @@ CASES = ((1, 1), (16, 1), (1, 512), (1, 2048))
 
 
 def segment(rows: int, count: int) -> SegmentInput:
-    """Return ``rows`` rows with ``count`` tokens each; one token continues a sequence, more tokens begin one."""
+    """Return ``rows`` rows of ``count`` tokens. One token continues a sequence, more tokens begin one."""
     start = 100 if count == 1 else 0
     return SegmentInput(
         begin=0,

@@ -1,4 +1,4 @@
-"""Mamba2 of the CPU extension: against the definition in float64, and equal bits for every division of work."""
+"""Mamba2 of the CPU extension: against the definition in float64, and equal bits however work is divided."""
 
 from __future__ import annotations
 
