@@ -57,29 +57,36 @@ struct Channels {
   int64_t line;
 };
 
+// One vector of channels from `c` on, `lanes` of it real. kWhole: all of them; a test for each token would cost a third
+// of the time.
+template <int K, bool kWhole, class T>
+inline void convolve_lanes(const Channels<T>& from, int c, int lanes, int tokens, float* to, int64_t to_stride) {
+  const auto get = [&](const auto* p) { return kWhole ? load(p + c) : load_n(p + c, lanes); };
+  vf w[K], x[K];
+  for (int j = 0; j < K; ++j) w[j] = get(from.taps + j * from.taps_stride);
+  for (int j = 0; j < K - 1; ++j) x[j] = from.past ? get(from.past + j * from.line) : splat(0.0f);
+  const vf bias = from.bias ? get(from.bias) : splat(0.0f);
+  for (int t = 0; t < tokens; ++t) {
+    x[K - 1] = get(from.from + t * from.stride);
+    vf y = x[0] * w[0];
+    for (int j = 1; j < K; ++j) y = fma(x[j], w[j], y);
+    store(to + t * to_stride + c, silu(y + bias));
+    for (int j = 0; j < K - 1; ++j) x[j] = x[j + 1];
+  }
+  for (int j = 0; j < K - 1; ++j) {
+    float line[kLanes];
+    store(line, x[j]);
+    for (int i = 0; i < (kWhole ? kLanes : lanes); ++i) unwiden(line[i], from.next + j * from.line + c + i);
+  }
+}
+
 // silu of the convolution of `dim` channels -> to, a token every `to_stride`. `dim` is rounded up to whole vectors; the
 // channels that are added are 0.
 template <int K, class T>
 void convolve(const Channels<T>& from, int tokens, int dim, float* to, int64_t to_stride) {
-  for (int c = 0; c < dim; c += kLanes) {
-    const int lanes = std::min(kLanes, dim - c);
-    vf w[K], x[K];
-    for (int j = 0; j < K; ++j) w[j] = take(from.taps + j * from.taps_stride + c, lanes);
-    for (int j = 0; j < K - 1; ++j) x[j] = from.past ? take(from.past + j * from.line + c, lanes) : splat(0.0f);
-    const vf bias = from.bias ? take(from.bias + c, lanes) : splat(0.0f);
-    for (int t = 0; t < tokens; ++t) {
-      x[K - 1] = take(from.from + t * from.stride + c, lanes);
-      vf y = x[0] * w[0];
-      for (int j = 1; j < K; ++j) y = fma(x[j], w[j], y);
-      store(to + t * to_stride + c, silu(y + bias));
-      for (int j = 0; j < K - 1; ++j) x[j] = x[j + 1];
-    }
-    for (int j = 0; j < K - 1; ++j) {
-      float line[kLanes];
-      store(line, x[j]);
-      for (int i = 0; i < lanes; ++i) unwiden(line[i], from.next + j * from.line + c + i);
-    }
-  }
+  int c = 0;
+  for (; c + kLanes <= dim; c += kLanes) convolve_lanes<K, true>(from, c, kLanes, tokens, to, to_stride);
+  if (c < dim) convolve_lanes<K, false>(from, c, dim - c, tokens, to, to_stride);
 }
 
 // Rows of a segment, and the places of their states.
