@@ -179,7 +179,7 @@ def test_a_norm_of_several_ranks_gets_the_output_before_the_norm(dtype: torch.dt
     assert made[:, -3:].isnan().all()
     due = torch.empty(9, scene.columns)
     TorchMamba().run(x, due, scene.given(TorchMamba(), segment, False))
-    torch.testing.assert_close(made[:, :-3], due, rtol=1e-5, atol=1e-5)
+    assert (made[:, :-3] - due).abs().max() <= 1e-5 * due.abs().max()
     column = made[:, :-3].square()
     assert torch.equal(BACKEND.sum(column, 1), InvariantMamba().sum(column, 1))
 
