@@ -112,8 +112,8 @@ struct StateRows {
     return made;
   }
 
-  // Calls f(first token, tokens, from, to) for each panel of a row. from, to: copy of the state, counted over all slots;
-  // from -1: zeros.
+  // Calls f(first token, tokens, from, to) for each panel of a row. from, to: copy of the state, counted over all
+  // slots; from -1: zeros.
   template <class F>
   void panels(int64_t row, int most, F f) const {
     const int32_t begin = offsets[row], tokens = offsets[row + 1] - begin;
