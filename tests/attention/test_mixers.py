@@ -275,7 +275,7 @@ def test_low_precision_is_close_to_the_definition(name: str) -> None:
 def test_deterministic_chooses_the_invariant_backend() -> None:
     spec = model_spec(layers=1, mamba=MAMBA, caches=(mamba_cache(MAMBA),))
     chosen: Callable[..., Any] = lambda **more: choose(  # noqa: E731
-        "auto", spec, torch.float32, torch.device("cpu"), 16, **more
+        "auto", spec, torch.float64, torch.device("cpu"), 16, **more
     )["mamba"]
     assert type(chosen()) is TorchMamba
     assert type(chosen(invariant=True)) is InvariantMamba

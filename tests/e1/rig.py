@@ -133,6 +133,19 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
         },
     ),
+    "bamba": (
+        "Bamba",
+        {
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 8,
+            "mamba_d_state": 20,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
     "gpt_oss": ("GptOss", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 70}),
     "deepseek_v32": ("DeepseekV32", {**LATENT, **INDEX}),
     "deepseek_v4": (

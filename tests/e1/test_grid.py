@@ -235,6 +235,13 @@ OTHERS += [
         ("bfloat16", 0, {"sampling": "seeded"}),
     )
 ]
+OTHERS += [
+    {"model": "bamba", "form": "cpp", "dtype": dtype, "batch": 16, "chunk": chunk, **more}
+    for dtype, chunk, more in (
+        ("bfloat16", 16, {"prefix": "hit", "preempt": True}),
+        ("float32", 0, {"sampling": "seeded", "threads": 2}),
+    )
+]
 OTHERS.append({"model": "qwen3_moe", "form": "fallback", "dtype": "float64", "batch": 16, "chunk": 16})
 
 

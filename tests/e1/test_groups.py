@@ -31,6 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"deterministic": True},
     "lfm2": {},
     "nemotron_h": {"deterministic": True},
+    "bamba": {},
     "gpt_oss": {},
     "deepseek_v3": {"deterministic": True},
     "deepseek_v32": {},

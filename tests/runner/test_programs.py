@@ -18,7 +18,10 @@ from weft.types.sampling import TokenParams
 
 pytestmark = pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
 
-FAMILIES = ["qwen2_mixed", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "deepseek_v4"]
+FAMILIES = [
+    *("qwen2_mixed", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "deepseek_v4"),
+    pytest.param("bamba", marks=pytest.mark.slow),
+]
 
 
 def test_every_kind_of_argument_and_result() -> None:

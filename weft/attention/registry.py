@@ -46,6 +46,7 @@ CONV.add("torch", "weft.attention.conv.conv_torch:TorchConv")
 CONV.add("triton", "weft.attention.conv.conv_triton:TritonConv")
 
 MAMBA: Registry[type[Backend]] = Registry("Mamba backend")
+MAMBA.add("cpu", "weft.attention.mamba.mamba_cpu:CpuMamba")
 MAMBA.add("torch", "weft.attention.mamba.mamba_torch:TorchMamba")
 MAMBA.add("triton", "weft.attention.mamba.mamba_triton:TritonMamba")
 MAMBA.add("triton-invariant", "weft.attention.mamba.mamba_triton:TritonInvariantMamba")
@@ -76,7 +77,7 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
     "sparse": {"cpu": ("cpu", "torch"), "cuda": ("triton", "triton-invariant", "torch")},
     "conv": {"cpu": ("torch",), "cuda": ("triton", "torch")},
     "mamba": {
-        "cpu": ("torch", "invariant"),
+        "cpu": ("cpu", "torch", "invariant"),
         "cuda": ("triton", "triton-invariant", "torch", "invariant"),
     },
 }

@@ -69,6 +69,7 @@ SECONDS = {
     "sparse.cpp": 4,
     "attention.cpp": 4,
     "delta.cpp": 4,
+    "mamba.cpp": 4,
     "low_rank.cpp": 3,
     "attend_engines.cpp": 2,
     "sampling.cpp": 2,

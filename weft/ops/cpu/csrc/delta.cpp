@@ -25,80 +25,26 @@
 //
 // Source: Yang et al. 2024, arXiv 2412.06464, equation 10; decays by channel: arXiv 2510.26692.
 
-#include "crew.h"
 #include "operators.h"
-#include "vector.h"
+#include "recurrent.h"
 
-#include <algorithm>
-#include <atomic>
-#include <numeric>
+#include <cmath>
 #include <vector>
 
 namespace weft {
 namespace {
 
-using namespace vec;
-
 constexpr int kPanel = 32;
 constexpr int kMaxDim = 256;
 constexpr int kStripFloats = 4096;  // of S in a strip: 16 KiB
-// Elements of all states times tokens below which waking other threads costs more than it gains.
-constexpr int64_t kAlone = 1 << 15;
 constexpr float kLengthEps = 1e-6f;
 
 alignas(64) const float kZeros[4 * kLanes] = {};
-
-inline vf exponential(vf x) { return exp2v(x * splat(kLog2E)); }
-inline vf sigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + exponential(splat(0.0f) - x)); }
-inline vf silu(vf x) { return x / (splat(1.0f) + exponential(splat(0.0f) - x)); }
-
-// log(1 + e^x), relative error below 1e-6: max(x, 0) + log(1 + y), y = e^-|x|, by 2 artanh(y / (2 + y)).
-inline vf softplus(vf x) {
-  const vf y = exponential(splat(0.0f) - vabs(x));
-  const vf s = y / (splat(2.0f) + y), z = s * s;
-  vf p = splat(1.0f / 15);
-  p = fma(p, z, splat(1.0f / 13));
-  p = fma(p, z, splat(1.0f / 11));
-  p = fma(p, z, splat(1.0f / 9));
-  p = fma(p, z, splat(1.0f / 7));
-  p = fma(p, z, splat(1.0f / 5));
-  p = fma(p, z, splat(1.0f / 3));
-  p = fma(p, z, splat(1.0f));
-  return fma(s + s, p, vmax(x, splat(0.0f)));
-}
 
 inline float dot(const float* a, const float* b, int n) {
   vf sum = splat(0.0f);
   for (int i = 0; i < n; i += kLanes) sum = fma(load(a + i), load(b + i), sum);
   return reduce_add(sum);
-}
-
-// Values widened from T return unchanged, numbers below 2^-126 included.
-inline void unwiden(float value, bf16* to) { to->x = uint16_t(float_to_bits(value) >> 16); }
-inline void unwiden(float value, float* to) { *to = value; }
-
-// silu of the causal convolution of `tokens` inputs of `dim` channels -> to [tokens, dim]. past: [K - 1, dim], the
-// previous inputs (null: zeros); next: the K - 1 inputs before the token after the last.
-template <int K, class T>
-void convolve(const T* from, int64_t stride, int tokens, int dim, const float* taps, int64_t channels, const T* past,
-              T* next, float* to) {
-  for (int c = 0; c < dim; c += kLanes) {
-    vf w[K], x[K];
-    for (int j = 0; j < K; ++j) w[j] = load(taps + j * channels + c);
-    for (int j = 0; j < K - 1; ++j) x[j] = past ? load(past + j * dim + c) : splat(0.0f);
-    for (int t = 0; t < tokens; ++t) {
-      x[K - 1] = load(from + t * stride + c);
-      vf y = x[0] * w[0];
-      for (int j = 1; j < K; ++j) y = fma(x[j], w[j], y);
-      store(to + t * dim + c, silu(y));
-      for (int j = 0; j < K - 1; ++j) x[j] = x[j + 1];
-    }
-    for (int j = 0; j < K - 1; ++j) {
-      float line[kLanes];
-      store(line, x[j]);
-      for (int i = 0; i < kLanes; ++i) unwiden(line[i], next + j * dim + c + i);
-    }
-  }
 }
 
 void normalize(float* x, int dim, float scale) {
@@ -236,11 +182,10 @@ struct Call {
   float* state;
   const float *taps, *rate, *bias, *norm;
   float eps;
-  const int32_t* offsets;
-  const int64_t *starts, *slots, *live;
-  int64_t qkv_stride, z_stride, b_stride, a_stride, out_stride, copies;
+  StateRows rows;
+  int64_t qkv_stride, z_stride, b_stride, a_stride, out_stride;
   int k_heads, v_heads, k_dim, v_dim;
-  bool squashed, by_channel, each;  // squashed: the output gate is sigmoid(z), not silu(z)
+  bool squashed, by_channel;  // squashed: the output gate is sigmoid(z), not silu(z)
 
   int group() const { return v_heads / k_heads; }
   int64_t key() const { return int64_t(k_heads) * k_dim; }
@@ -266,16 +211,10 @@ class Worker {
     k_sum_ = q_sum_ + call.k_dim * kPanel;
   }
 
-  // A row of the decode kind stores the state after each token in a separate copy; other rows only the last state.
   void task(int64_t row, int head) {
-    const int32_t begin = c_.offsets[row], count = c_.offsets[row + 1] - begin;
-    const int step = c_.each ? 1 : kPanel;
-    for (int32_t t = 0; t < count; t += step) {
-      const int64_t copy = t == 0 ? c_.live[row] : c_.each ? t - 1 : 0;
-      const int64_t from = t == 0 && c_.starts[row] == 0 ? -1 : c_.slots[row] * c_.copies + copy;
-      const int64_t to = c_.slots[row] * c_.copies + (c_.each ? t : 0);
-      panel(begin + t, std::min(step, count - t), head, from, to);
-    }
+    c_.rows.panels(row, kPanel, [&](int64_t first, int tokens, int64_t from, int64_t to) {
+      panel(first, tokens, head, from, to);
+    });
   }
 
  private:
@@ -313,8 +252,9 @@ class Worker {
                  float* made) {
     const int64_t channel = base + int64_t(head) * dim, size = int64_t(K - 1) * dim;
     const T* past = from < 0 ? nullptr : state + (from * heads + head) * size;
-    convolve<K, T>(x + channel, c_.qkv_stride, tokens, dim, c_.taps + channel, c_.channels(), past,
-                   state + (to * heads + head) * size, made);
+    convolve<K, T>({x + channel, c_.qkv_stride, c_.taps + channel, c_.channels(), nullptr, past,
+                    state + (to * heads + head) * size, dim},
+                   tokens, dim, made, dim);
   }
 
   // beta, and the decays of one value head unless every key channel has a decay.
@@ -368,44 +308,9 @@ class Worker {
 };
 
 template <class T, int K>
-void run(const Call<T>& c, int64_t rows, int64_t tokens) {
-  std::vector<int64_t> order(rows);  // the longest first, so threads end together
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return c.offsets[a + 1] - c.offsets[a] > c.offsets[b + 1] - c.offsets[b];
-  });
-  std::atomic<int64_t> next{0};
-  const auto work = [&](int64_t, int64_t) {
-    Worker<T, K> worker(c);
-    for (int64_t i; (i = next++) < rows * c.k_heads;) worker.task(order[i / c.k_heads], int(i % c.k_heads));
-  };
-  const int64_t elements = tokens * c.value() * c.k_dim;
-  spread(elements <= kAlone ? 1 : team(), 1, work);
-}
-
-template <class T>
-T* state_part(const Tensor& part, const Tensor& state, int64_t heads, int64_t lines, int64_t dim) {
-  WEFT_CHECK(part.dim() == 5 && part.is_contiguous() && part.size(0) == state.size(0) &&
-                 part.size(1) == state.size(1) && part.size(2) == heads && part.size(3) == lines && part.size(4) == dim,
-             "delta_net: state of shape ", part.sizes());
-  return part.mutable_data_ptr<T>();
-}
-
-template <class T>
-void check_rows(const Call<T>& c, int64_t rows, int64_t tokens, int64_t slots) {
-  WEFT_CHECK(c.offsets[0] == 0 && c.offsets[rows] == tokens, "delta_net: q_offsets do not cover the tokens");
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t count = c.offsets[r + 1] - c.offsets[r];
-    WEFT_CHECK(count >= 0 && (!c.each || count <= c.copies), "delta_net: row ", r, " has ", count, " tokens and ",
-               c.copies, " copies of its state");
-    WEFT_CHECK(c.slots[r] >= 0 && c.slots[r] < slots, "delta_net: row ", r, " is in slot ", c.slots[r], " of ", slots);
-    WEFT_CHECK(c.live[r] >= 0 && c.live[r] < c.copies, "delta_net: row ", r, " reads copy ", c.live[r], " of ",
-               c.copies);
-  }
-}
-
-bool is_floats(const Tensor& x, Sizes sizes) {
-  return x.dtype() == Dtype::f32 && x.is_contiguous() && x.sizes() == sizes;
+void run(const Call<T>& c, int64_t tokens) {
+  const bool alone = tokens * c.value() * c.k_dim <= kAlone;
+  c.rows.over_tasks(c.k_heads, alone, [&] { return Worker<T, K>(c); });
 }
 
 }  // namespace
@@ -416,7 +321,7 @@ void delta_net(const Tensor& qkv, const Tensor& z, const Tensor& b, const Tensor
                bool squashed, const Tensor& offsets, const Tensor& starts, const Tensor& slots, const Tensor& live,
                bool each) {
   WEFT_CHECK(state.dim() == 5 && conv_q.dim() == 5 && taps.dim() == 2, "delta_net: shapes");
-  const int64_t tokens = qkv.size(0), rows = offsets.size(0) - 1, lines = taps.size(0) - 1;
+  const int64_t tokens = qkv.size(0), lines = taps.size(0) - 1;
   const int64_t k_heads = conv_q.size(2), v_heads = state.size(2), k_dim = state.size(3), v_dim = state.size(4);
   const int64_t key = k_heads * k_dim, value = v_heads * v_dim;
   const bool by_channel = bias.dim() == 2;
@@ -425,7 +330,7 @@ void delta_net(const Tensor& qkv, const Tensor& z, const Tensor& b, const Tensor
     WEFT_CHECK(dim > 0 && dim % kLanes == 0 && dim <= kMaxDim, "delta_net: heads of ", dim);
   WEFT_CHECK(1 <= lines && lines <= 3, "delta_net: a convolution of ", lines + 1, " taps");
   const auto has_rows = [&](const Tensor& x, int64_t columns) {
-    return x.dim() == 2 && x.size(0) == tokens && x.size(1) == columns && x.stride(1) == 1 && x.dtype() == qkv.dtype();
+    return is_rows(x, tokens, columns, qkv.dtype());
   };
   WEFT_CHECK(has_rows(qkv, 2 * key + value), "delta_net: qkv of shape ", qkv.sizes());
   WEFT_CHECK(has_rows(z, value), "delta_net: z of shape ", z.sizes());
@@ -436,8 +341,6 @@ void delta_net(const Tensor& qkv, const Tensor& z, const Tensor& b, const Tensor
                  is_floats(rate, {v_heads}) && is_floats(norm, {v_dim}) &&
                  (by_channel ? is_floats(bias, {v_heads, k_dim}) : is_floats(bias, {v_heads})),
              "delta_net: state and weights are float32");
-  for (const Tensor* column : {&starts, &slots, &live})
-    WEFT_CHECK(column->dim() == 1 && column->size(0) == rows && column->is_contiguous(), "delta_net: rows");
   if (!tokens) return;
   const auto go = [&]<class T>(T) {
     Call<T> c;
@@ -446,40 +349,34 @@ void delta_net(const Tensor& qkv, const Tensor& z, const Tensor& b, const Tensor
     c.b = b.const_data_ptr<T>();
     c.a = a.const_data_ptr<T>();
     c.out = out.mutable_data_ptr<T>();
-    c.conv_q = state_part<T>(conv_q, state, k_heads, lines, k_dim);
-    c.conv_k = state_part<T>(conv_k, state, k_heads, lines, k_dim);
-    c.conv_v = state_part<T>(conv_v, state, v_heads, lines, v_dim);
+    c.conv_q = state_part<T>("delta_net", conv_q, state, k_heads, lines, k_dim);
+    c.conv_k = state_part<T>("delta_net", conv_k, state, k_heads, lines, k_dim);
+    c.conv_v = state_part<T>("delta_net", conv_v, state, v_heads, lines, v_dim);
     c.state = state.mutable_data_ptr<float>();
     c.taps = taps.const_data_ptr<float>();
     c.rate = rate.const_data_ptr<float>();
     c.bias = bias.const_data_ptr<float>();
     c.norm = norm.const_data_ptr<float>();
     c.eps = float(eps);
-    c.offsets = offsets.const_data_ptr<int32_t>();
-    c.starts = starts.const_data_ptr<int64_t>();
-    c.slots = slots.const_data_ptr<int64_t>();
-    c.live = live.const_data_ptr<int64_t>();
     c.qkv_stride = qkv.stride(0);
     c.z_stride = z.stride(0);
     c.b_stride = b.stride(0);
     c.a_stride = a.stride(0);
     c.out_stride = out.stride(0);
-    c.copies = state.size(1);
     c.k_heads = int(k_heads);
     c.v_heads = int(v_heads);
     c.k_dim = int(k_dim);
     c.v_dim = int(v_dim);
     c.squashed = squashed;
     c.by_channel = by_channel;
-    c.each = each;
-    check_rows(c, rows, tokens, state.size(0));
+    c.rows = StateRows::of("delta_net", offsets, starts, slots, live, state, each, tokens);
     switch (lines) {
       case 3:
-        return run<T, 4>(c, rows, tokens);
+        return run<T, 4>(c, tokens);
       case 2:
-        return run<T, 3>(c, rows, tokens);
+        return run<T, 3>(c, tokens);
       default:
-        return run<T, 2>(c, rows, tokens);
+        return run<T, 2>(c, tokens);
     }
   };
   if (qkv.dtype() == Dtype::f32) return go(float());

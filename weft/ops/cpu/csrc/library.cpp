@@ -86,6 +86,12 @@ void describe_attention(torch::Library& m) {
       "Tensor(d!) conv_v, Tensor(e!) state, Tensor taps, Tensor rate, Tensor bias, Tensor norm, float eps, "
       "bool squashed, Tensor q_offsets, Tensor starts, Tensor slots, Tensor live, bool each) -> ()");
   add<sigmoid_gate>(m, "sigmoid_gate(Tensor x, Tensor gate) -> Tensor");
+  add<mamba>(
+      m,
+      "mamba(Tensor zxbcdt, Tensor(a!) out, Tensor(b!) conv_x, Tensor(c!) conv_b, Tensor(d!) conv_c, Tensor(e!) state, "
+      "Tensor taps, Tensor? conv_bias, Tensor rate, Tensor step_bias, Tensor skip, Tensor? norm, int groups, "
+      "int norm_groups, float eps, float low, float high, int finish, Tensor q_offsets, Tensor starts, Tensor slots, "
+      "Tensor live, bool each) -> ()");
 }
 
 // Operators take a coding as four numbers by keyword: an object as argument adds 10 us to a call from Python.

@@ -80,6 +80,14 @@ void delta_net(const Tensor& qkv, const Tensor& z, const Tensor& b, const Tensor
                bool each);
 Tensor sigmoid_gate(const Tensor& x, const Tensor& gate);
 
+// --- mamba.cpp ---
+
+void mamba(const Tensor& zxbcdt, const Tensor& out, const Tensor& conv_x, const Tensor& conv_b, const Tensor& conv_c,
+           const Tensor& state, const Tensor& taps, const std::optional<Tensor>& conv_bias, const Tensor& rate,
+           const Tensor& step_bias, const Tensor& skip, const std::optional<Tensor>& norm, int64_t groups,
+           int64_t norm_groups, double eps, double low, double high, int64_t finish, const Tensor& offsets,
+           const Tensor& starts, const Tensor& slots, const Tensor& live, bool each);
+
 // --- fused.cpp ---
 
 Tensor rms_norm(const Tensor& given, const Tensor& weight, double eps);

@@ -246,6 +246,36 @@ inline vf sum_of_rows(const float (*rows)[kLanes], int) {
 inline vf max_of_rows(const float (*rows)[kLanes], int) {
   return across_rows(rows, [](vf a, vf b) { return vmax(a, b); });
 }
+#elif WEFT_AVX2
+// The same for 8 rows: one register.
+template <class Op>
+inline __m256 across_eight(const float (*rows)[kLanes], Op op) {
+  const auto eights = [&](int r) { return op(_mm256_loadu_ps(rows[r]), _mm256_loadu_ps(rows[r] + 8)); };
+  const auto fours = [&](int r) {  // rows r and r + 4: a group of 4 lanes each
+    const __m256 a = eights(r), b = eights(r + 4);
+    return op(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+  };
+  const auto twos = [&](int r) {  // rows r, r + 1, r + 4 and r + 5
+    const __m256d a = _mm256_castps_pd(fours(r)), b = _mm256_castps_pd(fours(r + 1));
+    return op(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)), _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
+  };
+  const __m256 x = twos(0), y = twos(2);
+  return op(_mm256_shuffle_ps(x, y, 0x88), _mm256_shuffle_ps(x, y, 0xdd));
+}
+// Few rows are reduced one by one. Other rows in memory are read, so all 16 rows must exist.
+template <class Op, class One>
+inline vf across_rows(const float (*rows)[kLanes], int count, Op op, One one) {
+  if (count > 3) return {across_eight(rows, op), count > 8 ? across_eight(rows + 8, op) : __m256{}};
+  alignas(64) float made[kLanes] = {};
+  for (int r = 0; r < count; ++r) made[r] = one(load(rows[r]));
+  return load(made);
+}
+inline vf sum_of_rows(const float (*rows)[kLanes], int count) {
+  return across_rows(rows, count, [](__m256 a, __m256 b) { return a + b; }, reduce_add);
+}
+inline vf max_of_rows(const float (*rows)[kLanes], int count) {
+  return across_rows(rows, count, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); }, reduce_max);
+}
 #else
 inline vf sum_of_rows(const float (*rows)[kLanes], int count) {
   alignas(64) float made[kLanes] = {};
