@@ -126,7 +126,9 @@ def test_two_models_behind_two_api_servers(fleet: Fleet) -> None:
         until(lambda: listed(base)["latent"] == "loaded")  # noqa: B023
         assert ask(base, "latent") == due["latent"]
         assert get(f"{base}/health")[1]["status"] == "alive"
-    weft(bases[0], "drain", "latent", "--model", "latent")
+    assert "without a unified group" in weft(bases[0], "drain", "latent", "--model", "latent", status=2)
+    unload = httpx.post(f"{bases[0]}/admin/models/unload", json={"model": "latent"}, headers=ADMIN)
+    assert unload.status_code == 200, unload.text
     for base in bases:
         until(lambda: listed(base)["latent"] == "unloaded")  # noqa: B023
         assert "the model latent" in refused(base, "latent")

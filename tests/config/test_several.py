@@ -189,7 +189,7 @@ def test_the_plan_of_several_models_is_printed_and_wrong_commands_are_refused(
     assert lines[1].split() == ["a", "2.00", "GiB,", "1", "group,", "1", "rank,", "at", "the", "start"]
     assert lines[2].endswith("on demand, pinned")
     for arguments, message in (
-        (("front", str(file)), "model b: engines that run alone are always loaded: remove load: demand"),
+        (("front", str(file)), "model a: engines that run alone are always loaded: remove memory"),
         (("serve", folder, folder, "--model", folder), "--model is for one model"),
         (("serve", folder, folder, "--served-model-name", "x"), "--served-model-name is for one model"),
         (("serve", folder, folder), "two models are called"),

@@ -121,16 +121,22 @@ def test_engines_of_other_models_are_reported_once(seen: Seen, caplog: pytest.Lo
     assert caplog.text.count("engine one is not used: it serves c, and this API server serves a, b") == 1
 
 
-def test_commands_that_would_unload_a_model_are_refused(seen: Seen) -> None:
-    async def ask(what: str) -> None:
-        await seen.hub.ask("a", what)
+def test_an_unload_drains_all_engines_of_the_model(seen: Seen) -> None:
+    def ask(what: str) -> None:
+        asyncio.run(seen.hub.ask("a", what))
 
     with pytest.raises(Unavailable, match="no engine serves the model a"):
-        asyncio.run(ask("load"))
-    for what in ("unload", "unpin"):
-        with pytest.raises(InvalidRequest, match="weft drain GROUP --model NAME"):
-            asyncio.run(ask(what))
-    seen.keep("one")
+        ask("load")
+    seen.keep("one", "two")
+    seen.directory.publish(record("three", model="b"))
     seen.after()
-    for what in ("load", "pin", "keep"):
-        asyncio.run(ask(what))
+    with pytest.raises(InvalidRequest, match="a model is loaded while an engine has the model"):
+        ask("unpin")
+    for what in ("load", "pin", "keep", "unload"):
+        ask(what)
+    found = seen.directory.read()
+    assert [seen.directory.asked_to_drain(found[one]) for one in ("one", "two", "three")] == [
+        True,
+        True,
+        False,
+    ]

@@ -78,6 +78,7 @@ def up_on_ray(file: str, topology: Topology, chosen: RayOptions) -> int:
     if chosen.stop and not chosen.check:
         ray.connect(chosen.address)
         return ray.down(name, topology.front.drain_timeout)
+    _check_paths(topology)
     config = face_alone(_on_one_host(topology))
     server = _server(file, name, topology, config)
     return _serve([server], topology.front, chosen, lambda owners: (topology.front, owners[0]))
@@ -106,6 +107,8 @@ def up_models_on_ray(file: str, given: Mapping[str, Any], chosen: RayOptions) ->
     if chosen.stop and not chosen.check:
         ray.connect(chosen.address)
         return max(_down(ray, name, front) for name in names.values())
+    for one in settings:
+        _check_paths(one.topology)
     models = models_alone([one._replace(topology=_on_one_host(one.topology)) for one in settings], front)
     servers = [
         _server(file, names[one.name], named_topology(one)._replace(front=front), model.config, one.name)
@@ -149,7 +152,6 @@ def _server(file: str, name: str, topology: Topology, config: EngineConfig, mode
     from weft.on_ray.offered_text import text_for_groups
     from weft.on_ray.server import plans_of
 
-    _check_paths(topology)
     return RayServer(name, text_for_groups(file, topology.front, model), config, plans_of(topology))
 
 

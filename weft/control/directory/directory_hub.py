@@ -21,6 +21,7 @@ from weft.common.clock import Clock, SystemClock
 from weft.common.errors import InvalidRequest, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.control import models as m
+from weft.control.directory.directory_owner import DirectoryOwner
 from weft.control.directory.record import DirectoryReader, EngineRecord
 from weft.control.links.link import Address
 from weft.control.links.owner import Owner
@@ -30,8 +31,7 @@ log = get_logger(__name__)
 
 AGAIN_S = 5.0
 """Seconds from a failed connection to the engines of a model until the next attempt."""
-_ALONE = "the engines run alone (`weft engine`), and a model is loaded while an engine has the model: "
-_UNLOAD = _ALONE + "end its groups with `weft drain GROUP --model NAME`"
+_PINNED = "the engines run alone (`weft engine`), and a model is loaded while an engine has the model"
 
 
 class ByModel:
@@ -86,7 +86,9 @@ class DirectoryHub:
     member = "alone"
     behind = False
 
-    def __init__(self, owners: Mapping[str, Owner], patience: float, clock: Clock | None = None) -> None:
+    def __init__(
+        self, owners: Mapping[str, DirectoryOwner], patience: float, clock: Clock | None = None
+    ) -> None:
         """``owners``: model -> owner of the engines of the model. ``patience``: seconds without an engine
         until a model counts as unloaded."""
         self._owners, self._patience = owners, patience
@@ -135,13 +137,15 @@ class DirectoryHub:
         self._on(LoadSeen(model, load, cost, error))
 
     async def ask(self, model: str, what: Any, seconds: float = 0.0) -> None:
-        """Take the command of an operator. Raise Unavailable for the load of a model without engines, and
-        InvalidRequest for a command that would unload a model. All models are pinned, and time unloads no
-        model."""
+        """Take the command of an operator: an unload drains all engines of the model. A pin or a time changes
+        nothing, because only operators end engines. Raise Unavailable for the load of a model without
+        engines, and InvalidRequest for an unpin."""
         if what == "load" and not self._there(model):
             raise _none(model)
-        if what in ("unload", "unpin"):
-            raise InvalidRequest(_UNLOAD)
+        if what == "unload":
+            await self._owners[model].remove_all()
+        if what == "unpin":
+            raise InvalidRequest(_PINNED)
 
     def _look(self) -> None:
         """Compare the table with the engines of the directory."""
