@@ -33,7 +33,7 @@ def node() -> Iterator[RayNode]:
 
 def test_each_model_scales_fails_and_ends_by_itself(node: RayNode, tmp_path: Path) -> None:
     file = tmp_path / "shop.yaml"
-    file.write_text(MODELS)
+    file.write_text(MODELS.replace("recovery-timeout: 4", "recovery-timeout: 30"))
     file.chmod(0o600)
     server = up(node, file, tmp_path / "first")
     try:
