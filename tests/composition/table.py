@@ -56,8 +56,7 @@ ALONE = [
     "[architecture](architecture.md#images) |",
     "| latent experts (Nemotron 3 Super) with `--enable-expert-parallel` | "
     "[attention](attention.md#state-mixers) |",
-    "| several models behind one server with `weft front` or Ray | "
-    "[several models](guides/several-models.md) |",
+    "| models that load on demand with `weft front` or Ray | [several models](guides/several-models.md) |",
     "| the KV cache on disk, in host memory or in an object store, in an encode group | "
     "[KV cache on disk](tiers.md) |",
     "| `return_routed_experts` with `stream` or `thinking_token_budget`; routed experts of models of the "

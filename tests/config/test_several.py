@@ -69,7 +69,7 @@ models:
     assert a.section.port == b.section.port == 8001
     # The model of the start counts beside the two ranks of the model on demand.
     assert {one.host.ranks for one in (*a.groups, *b.groups)} == {3}
-    with pytest.raises(ConfigError, match="only `weft up` on one host serves several models"):
+    with pytest.raises(ConfigError, match="this command takes a topology of one model"):
         read_topology(file)
 
 
@@ -189,7 +189,7 @@ def test_the_plan_of_several_models_is_printed_and_wrong_commands_are_refused(
     assert lines[1].split() == ["a", "2.00", "GiB,", "1", "group,", "1", "rank,", "at", "the", "start"]
     assert lines[2].endswith("on demand, pinned")
     for arguments, message in (
-        (("up", str(file), "--on", "ray"), "--on ray is for topologies of one model"),
+        (("front", str(file)), "model a: engines that run alone are always loaded: remove memory"),
         (("serve", folder, folder, "--model", folder), "--model is for one model"),
         (("serve", folder, folder, "--served-model-name", "x"), "--served-model-name is for one model"),
         (("serve", folder, folder), "two models are called"),

@@ -313,7 +313,7 @@ def test_api_servers_that_run_alone_wait_for_sequences_at_no_engine() -> None:
             front: Any = SimpleNamespace(model=model, lifecycle=model.lifecycle, several=None, running={})
             made.append(Pausing(front, None))
             models.append(model)
-            made[-1].meet()
+            made[-1].meet(model)
             one.connect()
         first, second = made
         links[1].open(1)

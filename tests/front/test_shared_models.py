@@ -103,7 +103,7 @@ class Models(SharedModels):
             accepted_names=(), served_names=("a",), scheduler=SimpleNamespace(max_queued_requests=4)
         )
         plan = ModelPlan(config, (), FrontSection(), m.ModelFacts("a", 1), None, measured=False)
-        front = SimpleNamespace(threads=None, running={})
+        front = SimpleNamespace(threads=None, running={}, pausing=SimpleNamespace(meet=lambda model: None))
         self.reachable = asyncio.Event()
         hub.models = self
         super().__init__(ModelSet((plan,), None, KeyModels(), hub), FrontSection(), front, None, None, True)

@@ -10,6 +10,8 @@ from click.testing import CliRunner
 
 from weft.cli.serve.up import up
 from weft.common.errors import ConfigError, EngineDead
+from weft.config.models.alone import named_topology
+from weft.config.models.several import read_models
 from weft.config.sections.all import Config, FrontSection, ParallelSection
 from weft.config.topology import GroupSettings, Topology, read_topology
 from weft.on_ray.offered_text import text_for_groups
@@ -108,6 +110,33 @@ def test_flags_reach_the_groups_and_keys_stay_here(tmp_path: Path) -> None:
     sent = read_topology(tmp_path / "sent.yaml")
     assert sent.groups == topology.groups
     assert (sent.front.drain_timeout, sent.front.log_level) == (600.0, "debug")
+
+
+MODELS = """
+threads: 2
+front: {port: 8000, drain-timeout: 40, api-key: [sk-1]}
+models:
+  text: {model: spool-text, threads: 1}
+  Pairs: {model: spool-mla, aliases: [x], groups: [{role: prefill, name: p}, {role: decode, name: d}]}
+"""
+
+
+def test_each_of_several_models_is_a_server_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install weft[ray]")
+    shown = run(tmp_path, "--on", "ray", "--check", topology=MODELS)
+    assert [line.split() for line in shown.splitlines()] == [
+        ["text", "as", "server", "shop-text", "on", "Ray:"],
+        ["text", "unified", "1", "CPU"],
+        ["Pairs", "as", "server", "shop-pairs", "on", "Ray:"],
+        ["p", "prefill", "2", "CPU"],
+        ["d", "decode", "2", "CPU"],
+    ]
+    settings, front = read_models(tmp_path / "shop.yaml", {})
+    for one in settings:
+        sent = tmp_path / f"{one.name}.yaml"
+        sent.write_text(text_for_groups(str(tmp_path / "shop.yaml"), front, one.name))
+        assert "sk-" not in sent.read_text()
+        assert read_topology(sent).groups == named_topology(one).groups
 
 
 def run(folder: Path, *arguments: str, topology: str = TOPOLOGY) -> str:

@@ -117,7 +117,7 @@ def read_topology(path: str | Path, front: Mapping[str, Any] | None = None) -> T
     name = Path(path).name
     loaded = load_yaml(path, name, "FILE")
     if isinstance(loaded, dict) and "models" in loaded:
-        raise ConfigError(f"{name} lists several models: only `weft up` on one host serves several models")
+        raise ConfigError(f"{name} lists several models, and this command takes a topology of one model")
     if not isinstance(loaded, dict) or not isinstance(loaded.get("groups"), list) or not loaded["groups"]:
         raise ConfigError(f"{name} must be a mapping with a list of groups, e.g. groups: [{{role: unified}}]")
     common = {key: value for key, value in loaded.items() if key not in ("groups", "front")}

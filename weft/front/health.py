@@ -58,7 +58,7 @@ def ready_answer(front: Front) -> Response:
         body = {"status": "sleeping" if front.pausing.asleep else "paused"}
         return Response(to_json(body), 503, media_type=JSON)
     if front.several is not None:
-        good = phase is Phase.READY and all(one.links.progressing(window) for one in front.several.loaded)
+        good = phase is Phase.READY and front.several.progressing(window)
         status = "ready" if good else "stalled" if phase is Phase.READY else phase.value
         return _several(front, front.several, status, 200 if good else 503)
     # Requests wait for a role that was scaled to zero, so the server must get requests.

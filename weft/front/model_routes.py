@@ -62,7 +62,7 @@ def listed_cards(front: Front, client: int) -> list[ModelCard]:
     key."""
     if front.several is None:
         return [*(front.card(name) for name in front.names), *cards(front)]
-    names = [one.name for one in front.several.listed(client)]
+    names = front.several.shown(client)
     made = [front.several.card(name) for name in names]
     for one in front.several.fronts:
         if one.names[0] in names:

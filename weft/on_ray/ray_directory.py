@@ -132,6 +132,11 @@ class RayOwner(DirectoryOwner):
         """See ``Owner``."""
         return [*(await self._order(Order(what="drain", name=name, fallback=self._fallback))).leaving]
 
+    async def remove_all(self) -> None:
+        """See ``DirectoryOwner``. The groups can be scaled up again."""
+        for base in dict.fromkeys(plan.base for plan in self._ray.snapshot.plans):
+            await self.scale(base, 0)
+
     async def restart(self, name: str = "", topology: str = "") -> list[str]:
         """See ``Owner``. Raise Unavailable for a topology: `weft up` brings new settings to Ray."""
         if topology:

@@ -103,12 +103,12 @@ def engine(
     """
     from weft.cli.serve.several_hosts import HostPlace
     from weft.config.alone import group_alone, settings_of
+    from weft.config.models.alone import topology_of
     from weft.config.secret_file import check_secrets, warn_of_readable_keys
-    from weft.config.topology import read_topology
 
     if parent is not None:
         child.die_with_parent(parent)
-    topology = read_topology(file)
+    topology = topology_of(file, group)
     name = f"host {host_index} {group}" if host_index else f"host {group}"
     log.configure(topology.front.log_settings, name)
     warn_of_readable_keys(file)

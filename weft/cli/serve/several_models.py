@@ -23,7 +23,6 @@ import msgspec
 from weft.cli.processes import child
 from weft.cli.processes.spares import open_spares
 from weft.common import signals
-from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
 from weft.common.title import set_title
 from weft.config.file_limits import ask_for_files
@@ -210,18 +209,13 @@ def describe(models: Sequence[ResolvedModel], front: FrontSection) -> str:
     return "\n".join(lines)
 
 
-def up_models(
-    file: str, place: str, given: Mapping[str, Any], keyed: Callable[[Config], Config], *, check: bool
-) -> int:
-    """Serve the models of a topology file. Return the exit status. ``place``: ``--on``. ``given``: field
-    values of the command line. ``keyed``: adds the keys of the environment. ``check``: only print the plan.
-    Raise ConfigError."""
+def up_models(file: str, given: Mapping[str, Any], keyed: Callable[[Config], Config], *, check: bool) -> int:
+    """Serve the models of a topology file. Return the exit status. ``given``: field values of the command
+    line. ``keyed``: adds the keys of the environment. ``check``: only print the plan. Raise ConfigError."""
     from weft.cli.serve.server import configure_log
     from weft.config.models.several import read_models, resolve_models
     from weft.config.secret_file import check_secrets, warn_of_readable_keys
 
-    if place == "ray":
-        raise ConfigError("--on ray is for topologies of one model", param="--on")
     settings, section = read_models(file, given)
     front = keyed(Config(front=section)).front
     configure_log(front)

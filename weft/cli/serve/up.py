@@ -8,7 +8,7 @@ import click
 
 from weft.cli import options
 from weft.cli.processes.spares import open_spares
-from weft.cli.serve.on_ray import RayOptions, check_place, up_on_ray
+from weft.cli.serve.on_ray import RayOptions, check_place, up_models_on_ray, up_on_ray
 from weft.cli.serve.serve import with_keys
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import Config, FrontSection
@@ -47,7 +47,10 @@ def up(file: str, place: str, ray_address: str, name: str, stop: bool, check: bo
 
     check_place(place, {"--ray-address": ray_address, "--name": name, "--stop": stop})
     if has_models(file):
-        return up_models(file, place, options.given_values(given), with_keys, check=check)
+        values = options.given_values(given)
+        if place == "ray":
+            return up_models_on_ray(file, values, RayOptions(ray_address, name, stop, check))
+        return up_models(file, values, with_keys, check=check)
     topology = read_topology(file, options.given_values(given))
     front = with_keys(Config(front=topology.front)).front
     refuse_models(front, "a topology of one model")

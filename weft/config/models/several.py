@@ -58,7 +58,7 @@ TEXT_KEYS = (
 """Settings of the server that each model may have for itself."""
 _OWN = ("aliases", "pin", "ttl", "load", "memory", "groups")
 """Keys of a model besides flags."""
-_SLUG = re.compile(r"[^a-z0-9-]+")
+_NOT_SLUG = re.compile(r"[^a-z0-9-]+")
 
 
 class ModelSettings(NamedTuple):
@@ -143,8 +143,7 @@ def _model(
         raise ConfigError(f"{where}: the key of the model is its name: give further names as aliases")
     values = {**defaults, **parse_values(own, where, "FILE")}
     front = msgspec.structs.replace(section, **parse_values(text, where, "FILE"))
-    slug = _slug(name)
-    groups = entry.get("groups", [{"role": "unified", "name": slug}])
+    groups = _entries(entry, name)
     if not isinstance(groups, list) or not groups:
         raise ConfigError(f"{where}: groups must be a list, e.g. [{{role: unified}}]")
     pin, load, ttl = entry.get("pin", False), entry.get("load"), entry.get("ttl")
@@ -171,6 +170,22 @@ def _model(
     )
 
 
+def _entries(entry: Mapping[str, Any], name: str) -> Any:
+    """Return the list of groups of an entry of ``models``. ``name``: of the model."""
+    return entry.get("groups", [{"role": "unified", "name": slug(name)}])
+
+
+def of_one_model(loaded: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the topology of the groups of one model, in the form of a topology file. ``loaded``: content of
+    a file that ``read_models`` accepts. Settings of the server are left out."""
+    entry = next(one for key, one in loaded["models"].items() if str(key) == name)
+    without = {"models", "front", *_OWN}
+    # The same spelling of all flags, so that the flags of the model win.
+    flags = {field_of(str(key)): value for part in (loaded, entry) for key, value in part.items()}
+    flags = {key: value for key, value in flags.items() if key not in without and key not in TEXT_KEYS}
+    return {**flags, "served_model_name": [name], "groups": _entries(entry, name)}
+
+
 def from_command_line(
     config: Config, models: Sequence[str], towers: bool = False
 ) -> tuple[list[ModelSettings], list[ModelSettings]]:
@@ -191,9 +206,9 @@ def from_command_line(
 def _alike(config: Config, model: str, towers: bool) -> ModelSettings:
     """Return the settings of one model of a command line."""
     own = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, model=model))
-    slug = _slug(Path(model).stem if model.endswith(".gguf") else Path(model).name)
+    short = slug(Path(model).stem if model.endswith(".gguf") else Path(model).name)
     topology = short_form(own, towers=towers)
-    return ModelSettings(topology or Topology(own.front, (GroupSettings(slug, own, slug),)))
+    return ModelSettings(topology or Topology(own.front, (GroupSettings(short, own, short),)))
 
 
 def in_folder(folder: str) -> list[str]:
@@ -215,9 +230,9 @@ def in_folder(folder: str) -> list[str]:
     return found
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
     """Return a name for the group of a model: ``qwen3-0-6b``."""
-    made = _SLUG.sub("-", name.lower()).strip("-")[:24]
+    made = _NOT_SLUG.sub("-", name.lower()).strip("-")[:24]
     return made if made[:1].isalpha() else f"m-{made}"[:24]
 
 
@@ -233,9 +248,7 @@ def resolve_models(
     Models that load at the start share cores and memory with each other, and with the largest model that
     loads on demand. Raise ConfigError with the name of the model.
     """
-    for flag, given in (("--vllm-metrics", section.vllm_metrics), ("--build-ops", section.build_ops)):
-        if given:
-            raise ConfigError(f"{flag} is for a server of one model", param=flag)
+    refuse_for_several(section)
     together = [*models, *optional]
     starts = [_starts(one, section) for one in together]
     ranks = [sum(g.config.parallel.layout.ranks for g in one.topology.groups) for one in together]
@@ -257,7 +270,7 @@ def resolve_models(
         first += ranks[number] if early else 0
     if not found:
         raise ConfigError("no model of --models-dir can be used", param="--models-dir")
-    _check_names(found)
+    check_names(found)
     _check_memory(found, section)
     return tuple(found)
 
@@ -306,7 +319,7 @@ def _named(group: EngineConfig, model: ModelSettings) -> EngineConfig:
     return msgspec.structs.replace(group, served_names=(model.name,), accepted_names=model.aliases)
 
 
-def _check_names(models: Sequence[ResolvedModel]) -> None:
+def check_names(models: Sequence[ResolvedModel]) -> None:
     """Raise ConfigError if two models have a common name. A path that two models accept is no name."""
     seen: dict[str, str] = {}
     for model in models:
@@ -343,6 +356,13 @@ def _check_memory(models: Sequence[ResolvedModel], section: FrontSection) -> Non
 def memory_budget(section: FrontSection) -> int | None:
     """Return the bytes of ``--models-memory``; None without the flag."""
     return None if section.models_memory is None else parse_size(section.models_memory)
+
+
+def refuse_for_several(section: FrontSection) -> None:
+    """Raise ConfigError for flags of a server of one model."""
+    for flag, given in (("--vllm-metrics", section.vllm_metrics), ("--build-ops", section.build_ops)):
+        if given:
+            raise ConfigError(f"{flag} is for a server of one model", param=flag)
 
 
 def refuse_models(section: FrontSection, what: str) -> None:

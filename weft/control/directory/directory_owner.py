@@ -116,6 +116,11 @@ class DirectoryOwner:
         await self._ask_to_leave(names)
         return names
 
+    async def remove_all(self) -> None:
+        """Drain and end all engines: an operator unloads one of several models. Raise Unavailable if the
+        directory cannot be reached."""
+        await self._ask_to_leave([name for name, record in self._records.items() if not record.draining])
+
     async def scale(self, base: str, groups: int) -> Scaled:
         """Raise Unavailable: the API server starts no engine."""
         raise Unavailable(_SCALE)

@@ -79,7 +79,13 @@ class PolledDirectory:
         found = [(answer, record) for answer in self._found.copy().values() for record in answer.records]
         # The last record of a name wins.
         found.sort(key=lambda one: (now - one[0].at < LEASE_S, one[1].incarnation, one[0].at))
-        return {record.name: record for _, record in found}
+        named: dict[str, EngineRecord] = {}
+        for _, record in found:
+            if (other := named.get(record.name)) is not None and other.model != record.model:
+                what = "two engines are called %s, of the models %s and %s: give one group another name"
+                self._trouble.say(what, record.name, other.model, record.model)
+            named[record.name] = record
+        return named
 
     def ask_drain(self, record: EngineRecord) -> None:
         """See ``DirectoryReader``. Waits for the group's answer. Raise OSError if the group refuses."""

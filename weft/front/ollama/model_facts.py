@@ -84,7 +84,8 @@ def models_of(front: Front, client: int) -> list[ListedModel]:
     if front.several is None:
         return [ListedModel(front.config, [*front.names, *front.adapters.names])]
     found = []
-    for status in front.several.listed(client):
+    shown = set(front.several.shown(client))
+    for status in (one for one in front.several.listed(client) if one.name in shown):
         model = front.several.loaded_as(status.name)
         adapters = () if model is None else model.adapters.names
         config = front.several.plan_of(status.name, client).config

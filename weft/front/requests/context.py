@@ -27,6 +27,7 @@ from weft.front.monitoring.request_log import RequestFacts
 from weft.front.monitoring.request_trace import RequestTrace
 from weft.front.monitoring.throughput import report
 from weft.front.monitoring.vllm_metrics import as_vllm
+from weft.front.requests.models.models_alone import ModelsAlone
 from weft.front.requests.models.several_models import ModelSet, SeveralModels
 from weft.front.requests.models.shared_models import SharedModels
 from weft.front.requests.pausing import Pausing
@@ -117,7 +118,8 @@ class Front:
             if owner.hub is None:
                 several = SeveralModels(owner, section, self, self._spans)
             else:
-                several = SharedModels(owner, section, self, self._spans, siblings, joining)
+                made = ModelsAlone if siblings is None else SharedModels
+                several = made(owner, section, self, self._spans, siblings, joining)
             self.several = several
             self.metrics, self.lifecycle = several.metrics, several.lifecycle
         else:
@@ -147,7 +149,7 @@ class Front:
             await self._siblings.start(own, self._abort_here, self._own_history)
             await self.pausing.join()
         if self.several is None:
-            self.pausing.meet()
+            self.pausing.meet(self.model)
             await self.model.start(self.threads, self.running, self._siblings)
             self.pausing.take()
         # Each API server sees the load of all engines, so only one logs the load.

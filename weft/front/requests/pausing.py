@@ -135,12 +135,12 @@ class Pausing:
         """Take over the state of the other API servers, at the start."""
         await self._tell()
 
-    def meet(self) -> None:
-        """Share the pause with API servers that run alone, through the engine processes. Call before the
-        first connection. Does nothing for an API server with siblings, or without shared engines."""
-        model = self._front.model
+    def meet(self, model: ServedModel) -> None:
+        """Share the pause with API servers that run alone, through the engine processes of ``model``. Call
+        before the first connection. Does nothing for an API server with siblings, or without shared
+        engines."""
         if self._siblings is None and model.owner.shared:
-            self._meets = asyncio.create_task(self._meet())
+            self._meets = self._meets or asyncio.create_task(self._meet())
             model.links.share_pause("")
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class Pausing:
         """Take the states that the engine processes know, see ``meet``, and acknowledge the newest."""
         if self._meets is None:
             return
-        for instance in self._front.model.links.instances:
+        for instance in [one for model in self.models for one in model.links.instances]:
             if instance.alive and instance.pause:
                 # A later release may have further modes.
                 with contextlib.suppress(ValueError):
@@ -172,12 +172,14 @@ class Pausing:
         if self._meets is None or self._shared == self.state or (self.paused and not own and self._running()):
             return
         self._shared = self.state
-        self._front.model.links.share_pause(self.state.text())
+        for model in self.models:
+            model.links.share_pause(self.state.text())
 
     def joined(self, model: ServedModel) -> None:
-        """Apply the pause to a model that is loaded now."""
-        if self.paused:
-            self._hold(model)
+        """Apply the state to a model that is loaded now, and share the state with its engine processes."""
+        self._follow(model)
+        if self._meets is not None and self._shared.number:
+            model.links.share_pause(self._shared.text())
 
     async def pause(self, mode: PauseMode, seconds: float) -> None:
         """Pause all API servers, and wait until no sequence runs. Raises DeadlineExceeded after ``seconds``,
@@ -222,7 +224,7 @@ class Pausing:
         """Send the state to the other API servers, and take newer states. Return the number of sequences that
         run there. Raises Unavailable for an API server that does not answer."""
         if self._meets is not None:
-            return await self._tell_engines(self._front.model)
+            return sum(await asyncio.gather(*(self._tell_engines(model) for model in self.models)))
         if self._siblings is None:
             return 0
         running = 0
@@ -256,21 +258,20 @@ class Pausing:
         self.state = state
         self._front.lifecycle.paused = self.paused
         for model in self.models:
-            if self.paused:
-                self._hold(model)
-            else:
-                model.lifecycle.paused = False
-                model.links.asleep = 0
-                model.links.release_held()
+            self._follow(model)
         if state.mode == "abort":
             for generation in list(self._front.running.values()):
                 generation.abort()
         self._share()  # last: from here on this API server sends no new sequence
 
-    def _hold(self, model: ServedModel) -> None:
-        model.lifecycle.paused = True
+    def _follow(self, model: ServedModel) -> None:
+        """Hold the requests of a model, or release the requests."""
+        model.lifecycle.paused = self.paused
         model.links.asleep = self.state.level
-        model.links.hold(running=self.state.mode == "keep")
+        if self.paused:
+            model.links.hold(running=self.state.mode == "keep")
+        else:
+            model.links.release_held()
 
     @property
     def models(self) -> list[ServedModel]:

@@ -462,6 +462,14 @@ class SeveralModels:
             )
         return made
 
+    def shown(self, client: int) -> list[str]:
+        """Return the names for /v1/models, in order. ``client``: number of the API key."""
+        return [one.name for one in self.listed(client)]
+
+    def progressing(self, window: float) -> bool:
+        """Return True if engines with progress in the last ``window`` seconds can serve requests."""
+        return all(one.links.progressing(window) for one in self.loaded)
+
     def status(self, name: str) -> ModelStatus:
         """Return the state of one model. Raises NotFound for an unknown name."""
         found = self._known(name).name
@@ -604,6 +612,7 @@ class SeveralModels:
         model = ServedModel(
             plan.config, plan.section, owner, joining=joining, spans=self._spans, server=self.lifecycle
         )
+        self._front.pausing.meet(model)
         try:
             await model.start(self._front.threads, self._front.running, siblings)
             if slot.updates is not None:
@@ -611,6 +620,7 @@ class SeveralModels:
             front = self._front.of(model)
             assert self._prove is not None
             await self._prove(front)
+            self._front.pausing.joined(model)  # the pause may have changed meanwhile
         except BaseException:
             # The load may end meanwhile, which cancels this task. Then the close goes on.
             await asyncio.shield(model.close(shutdown=not owner.shared))
