@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from weft.common.errors import ConfigError
-from weft.common.lfs import refuse_pointer
+from weft.common.lfs import read_model_text
 from weft.text.segments import Segmentation
 from weft.text.vocabularies.choose import read_vocabulary
 
@@ -67,11 +67,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file; {} if the file is missing. Raises ConfigError for anything else."""
     if not path.is_file():
         return {}
-    refuse_pointer(path)
+    text = read_model_text(path)
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise ConfigError(f"{path.name} of the model is not valid JSON") from None
+        result = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path.name} of the model is not valid JSON: {error}") from None
     if not isinstance(result, dict):
         raise ConfigError(f"{path.name} of the model must hold a JSON object")
     return result
@@ -88,13 +88,14 @@ def _extra_tokens(special: dict[str, Any]) -> tuple[str, ...]:
     """Return the texts of special tokens without a role, without repetitions."""
     found: list[str] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
-        value = special.get(key) or ()
+        value = special.get(key)
         # transformers writes a list, or an object with names for the tokens.
-        items = value.values() if isinstance(value, dict) else value
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         found.extend(text for item in items if (text := _content(item)) is not None)
-    for entry in (special.get("added_tokens_decoder") or {}).values():
+    decoder = special.get("added_tokens_decoder")
+    for entry in decoder.values() if isinstance(decoder, dict) else ():
         text = _content(entry)
-        if text is not None and entry.get("special"):
+        if text is not None and isinstance(entry, dict) and entry.get("special"):
             found.append(text)
     return tuple(dict.fromkeys(found))
 
@@ -121,12 +122,11 @@ def _chat_template(root: Path, config: dict[str, Any]) -> str | None:
     """Return the default chat template, or None.
 
     The order of preference: chat_template.jinja, the field in tokenizer_config.json, chat_template.json.
-    Raises ConfigError for a Git LFS pointer or invalid JSON.
+    Raises ConfigError for an unreadable file, a Git LFS pointer or invalid JSON.
     """
     path = root / "chat_template.jinja"
     if path.is_file():
-        refuse_pointer(path)
-        return path.read_text(encoding="utf-8")
+        return read_model_text(path)
     value = config.get("chat_template")
     if value is None:
         value = _read_json(root / "chat_template.json").get("chat_template")
