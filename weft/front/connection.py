@@ -142,6 +142,24 @@ class _Reading(FlowControl):
             self._transport.resume_reading()
 
 
+class _UntilClose(RequestResponseCycle):
+    """Answer to a client of HTTP/1.0, which knows no chunks: an answer without a length ends with the
+    connection."""
+
+    _length_unknown = False
+
+    async def send(self, message: Any) -> None:
+        """Send a message of the answer."""
+        if message["type"] == "http.response.start":
+            names = [name.lower() for name, _ in message.get("headers", ())]
+            self._length_unknown = b"content-length" not in names
+            if self._length_unknown:
+                self.chunked_encoding = False  # uvicorn then adds no header
+        elif self._length_unknown:
+            self.expected_content_length = len(message.get("body", b""))  # uvicorn compares both
+        await super().send(message)
+
+
 class Connection(HttpToolsProtocol):
     """HTTP connection with counts of header bytes and framing bytes."""
 
@@ -291,6 +309,8 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Start the handler of ``cycle``, and watch the unsent bytes for the new answer."""
         self._served = cycle
+        if cycle.scope["http_version"] == "1.0":
+            cycle.__class__ = _UntilClose
         cast(dict[str, Any], cycle.scope)[DIRECT] = DirectWriter(cycle)
         self._stop_watching()  # later unsent bytes belong to another answer
         if self.flow.write_paused:
