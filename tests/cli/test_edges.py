@@ -18,6 +18,7 @@ from weft.cli.chat.chat_client import ChatClient, ChatError
 from weft.cli.generate import _read_prompt
 from weft.cli.main import main
 from weft.cli.result_file import check_result_file, write_json
+from weft.common.client_tls import client_options
 from weft.common.errors import ConfigError
 from weft.front.front_server import bind, print_ready
 
@@ -121,6 +122,14 @@ def test_servers_of_another_kind(
     for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):  # not for a server on this machine
         monkeypatch.setenv(variable, "http://127.0.0.1:9")
     assert said in failed(capsys, *commands[name], other + path, KEYS.get(name, "--api-key"), "k")
+
+
+def test_a_proxy_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(variable, "socks9://127.0.0.1:9")
+    assert client_options("http://127.0.0.1:8000")["trust_env"] is False
+    with pytest.raises(ConfigError, match=r"proxy of the environment cannot be used.*socks9"):
+        client_options("http://example.org")
 
 
 def test_result_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

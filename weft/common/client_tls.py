@@ -57,10 +57,27 @@ def is_local(url: str) -> bool:
 def client_options(url: str, client_cert: str | None = None) -> ClientOptions:
     """Return httpx's options for requests to ``url``. Arguments as for ``verification``.
 
-    Raise ConfigError for a text that is no URL, and the errors of ``verification``.
+    Raise ConfigError for a text that is no URL and for an unusable proxy of the environment, and the errors
+    of ``verification``.
     """
     check_url(url)
+    if not is_local(url):
+        _check_proxies()
     return {"verify": verification(url, client_cert), "trust_env": not is_local(url)}
+
+
+def _check_proxies() -> None:
+    """Raise ConfigError for a proxy of the environment that httpx cannot use, for example SOCKS without the
+    package socksio."""
+    import httpx
+
+    try:
+        httpx.Client(verify=False).close()
+    except (ImportError, ValueError, httpx.InvalidURL) as error:
+        raise ConfigError(
+            f"the proxy of the environment cannot be used ({error}): change HTTP_PROXY, HTTPS_PROXY or "
+            "ALL_PROXY"
+        ) from None
 
 
 def verification(url: str, client_cert: str | None = None) -> ssl.SSLContext | bool:
