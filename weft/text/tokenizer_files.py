@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from weft.common.errors import ConfigError
 from weft.common.lfs import read_model_text
+from weft.config.families.facts import read_json
 from weft.text.segments import Segmentation
 from weft.text.vocabularies.choose import read_vocabulary
 
@@ -42,8 +41,8 @@ def read_text_files(folder: str | Path) -> TextFiles:
     Raises ConfigError without a usable vocabulary, and for invalid JSON.
     """
     root = Path(folder)
-    config = _read_json(root / "tokenizer_config.json")
-    special = {**config, **_read_json(root / "special_tokens_map.json")}
+    config = _read_json(root, "tokenizer_config.json")
+    special = {**config, **_read_json(root, "special_tokens_map.json")}
     vocabulary = read_vocabulary(root, config)
     named = {role: text for role in NAMED if (text := _content(special.get(role))) is not None}
     return TextFiles(
@@ -59,22 +58,13 @@ def read_text_files(folder: str | Path) -> TextFiles:
 
 
 def _model_type(root: Path) -> str:
-    value = _read_json(root / "config.json").get("model_type")
+    value = _read_json(root, "config.json").get("model_type")
     return value if isinstance(value, str) else ""
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(root: Path, name: str) -> dict[str, Any]:
     """Return the JSON object of a file; {} if the file is missing. Raises ConfigError for anything else."""
-    if not path.is_file():
-        return {}
-    text = read_model_text(path)
-    try:
-        result = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path.name} of the model is not valid JSON: {error}") from None
-    if not isinstance(result, dict):
-        raise ConfigError(f"{path.name} of the model must hold a JSON object")
-    return result
+    return read_json(root, name) or {}
 
 
 def _content(token: Any) -> str | None:
@@ -106,9 +96,9 @@ def _eos_ids(root: Path) -> tuple[int, ...]:
     Raises ConfigError for invalid JSON.
     """
     found: list[int] = []
-    config = _read_json(root / "config.json")
+    config = _read_json(root, "config.json")
     nested = config.get("text_config")
-    sources = [_read_json(root / "generation_config.json"), config]
+    sources = [_read_json(root, "generation_config.json"), config]
     for source in [*sources, nested if isinstance(nested, dict) else {}]:
         # An id or a list of ids. ``bool`` is a subclass of ``int`` and is excluded.
         value = source.get("eos_token_id")
@@ -129,7 +119,7 @@ def _chat_template(root: Path, config: dict[str, Any]) -> str | None:
         return read_model_text(path)
     value = config.get("chat_template")
     if value is None:
-        value = _read_json(root / "chat_template.json").get("chat_template")
+        value = _read_json(root, "chat_template.json").get("chat_template")
     if isinstance(value, list):  # named templates: [{"name": ..., "template": ...}]
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
         value = named.get("default")
