@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from weft.common import log as weft_log
 from weft.common.errors import HeaderTooLarge, InvalidRequest, RequestTimeout, Unavailable, WeftError
 from weft.front.http.answers import error_response, to_json
-from weft.front.http.direct import DIRECT, DirectWriter
+from weft.front.http.direct import DIRECT, DirectWriter, UntilClose
 from weft.front.middleware import request_id_of
 
 log = weft_log.get_logger(__name__)
@@ -140,24 +140,6 @@ class _Reading(FlowControl):
             self._transport.pause_reading()
         elif before and not after:
             self._transport.resume_reading()
-
-
-class _UntilClose(RequestResponseCycle):
-    """Answer to a client of HTTP/1.0, which knows no chunks: an answer without a length ends with the
-    connection."""
-
-    _length_unknown = False
-
-    async def send(self, message: Any) -> None:
-        """Send a message of the answer."""
-        if message["type"] == "http.response.start":
-            names = [name.lower() for name, _ in message.get("headers", ())]
-            self._length_unknown = b"content-length" not in names
-            if self._length_unknown:
-                self.chunked_encoding = False  # uvicorn then adds no header
-        elif self._length_unknown:
-            self.expected_content_length = len(message.get("body", b""))  # uvicorn compares both
-        await super().send(message)
 
 
 class Connection(HttpToolsProtocol):
@@ -310,7 +292,7 @@ class Connection(HttpToolsProtocol):
         """Start the handler of ``cycle``, and watch the unsent bytes for the new answer."""
         self._served = cycle
         if cycle.scope["http_version"] == "1.0":
-            cycle.__class__ = _UntilClose
+            cycle.__class__ = UntilClose
         cast(dict[str, Any], cycle.scope)[DIRECT] = DirectWriter(cycle)
         self._stop_watching()  # later unsent bytes belong to another answer
         if self.flow.write_paused:

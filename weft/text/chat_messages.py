@@ -16,7 +16,7 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.text.echoes import REASONING, reasoning_of, without_reasoning
-from weft.text.images import VIDEO_PARTS, ImagePart, VideoPart, fps_of, image_part, video_part
+from weft.text.images import VIDEO_PARTS, ImagePart, VideoPart, as_chat, fps_of, image_part, video_part
 from weft.text.tokenizer import check_text
 from weft.text.videos import video_file
 
@@ -356,9 +356,8 @@ def _part(part: Any, where: str, content: str, shows: Shows | None) -> Part:
         if shows is not None:
             return part
         raise _unsupported(part.part_type, part.where, part.where)
+    part = as_chat(part)
     part_type = part.get("type") if isinstance(part, Mapping) else None
-    if isinstance(part, Mapping) and part_type in _OF_RESPONSES:
-        part, part_type = _as_chat(part), _OF_RESPONSES[part_type]
     if shows is not None and part_type in ("image_url", "image") and isinstance(part, Mapping):
         return image_part(part, str(part_type), where)
     if shows is not None and part_type in VIDEO_PARTS and isinstance(part, Mapping):
@@ -373,18 +372,6 @@ def _part(part: Any, where: str, content: str, shows: Shows | None) -> Part:
         return TextPart(text)
     shown = part_type if isinstance(part_type, str) and re.fullmatch(r"\w{1,40}", part_type) else "that type"
     raise _unsupported(shown, where, content)
-
-
-_OF_RESPONSES = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
-"""Type of a part in the Responses API -> type in chat. Some clients mix both APIs."""
-
-
-def _as_chat(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a part of the Responses API as a part of chat."""
-    made = {**part, "type": _OF_RESPONSES[part["type"]]}
-    if made["type"] == "image_url" and isinstance(url := part.get("image_url"), str):
-        made["image_url"] = {"url": url, "detail": made.pop("detail", None)}
-    return made
 
 
 def _unsupported(part_type: str, where: str, param: str) -> InvalidRequest:
