@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.slow import mostly_slow
 from weft.cli.chat.chat_client import ChatClient, ChatError
 from weft.cli.generate import _read_prompt
 from weft.cli.main import main
@@ -86,7 +87,7 @@ def commands(tmp_path: Path) -> dict[str, list[Any]]:
 KEYS = {"status": "--admin-key", "bench": "--key"}
 
 
-@pytest.mark.parametrize("name", ["batch", "eval", "tools", "ps", "chat", "status", "bench"])
+@mostly_slow("name", ["batch", "chat", "eval", "tools", "ps", "status", "bench"], 2)
 def test_keys_and_urls_that_cannot_be_sent(
     name: str, commands: dict[str, list[Any]], other: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,19 +97,20 @@ def test_keys_and_urls_that_cannot_be_sent(
         assert "is no URL" in failed(capsys, *commands[name], url, key, "k")
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("name", "path", "said"),
     [
         ("batch", "", "lists no model"),
+        ("eval", "/odd", "no chat completion"),
+        ("status", "/text", "not a server of Weft"),
         ("batch", "/text", "not OpenAI-compatible"),
         ("batch", "/list", "not OpenAI-compatible"),
         ("eval", "", "lists no model"),
         ("eval", "/list", "lists no model"),
-        ("eval", "/odd", "no chat completion"),
         ("tools", "/odd", "no chat completion"),
-        ("status", "/text", "not a server of Weft"),
         ("status", "/list", "not found"),
     ],
+    3,
 )
 def test_servers_of_another_kind(
     name: str,
