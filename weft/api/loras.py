@@ -34,7 +34,7 @@ class Loras:
         ``lora``: one name for all prompts, a list with one name or None per prompt, or None. Raise
         InvalidRequest for an unknown name, or a list of another length.
         """
-        names = list(lora) if isinstance(lora, list | tuple) else [lora] * count
+        names: list[Any] = list(lora) if isinstance(lora, list | tuple) else [lora] * count
         if len(names) != count:
             raise InvalidRequest(f"there are {count} prompts but {len(names)} adapters", param="lora")
         # Every name is checked before the first prompt runs.

@@ -236,8 +236,8 @@ class RequestMaker:
         if isinstance(prompt, Mapping) and prompt.keys() <= {"prompt_token_ids", "media"}:
             ids, media = prompt.get("prompt_token_ids"), prompt.get("media", ())
             # Checks further on expect Python ints. Arrays of numpy and tensors of torch have tolist.
-            if hasattr(ids, "tolist"):
-                ids = ids.tolist()
+            if (to_list := getattr(ids, "tolist", None)) is not None:
+                ids = to_list()
             if not isinstance(media, list | tuple) or not all(isinstance(item, MediaItem) for item in media):
                 raise InvalidRequest("media must be a list of weft.types.media_item.MediaItem", param="media")
             if isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
