@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import weft
 from weft import LLM, RequestOutput, SamplingParams
@@ -87,6 +89,8 @@ def test_priority_orders_the_prompts_of_a_call(llm: LLM, monkeypatch: pytest.Mon
         llm.generate(PROMPTS, GREEDY, use_tqdm=False, priority=[1, 2])
     with pytest.raises(InvalidRequest, match="priority must be an integer"):
         llm.generate("a", GREEDY, use_tqdm=False, priority=1 << 70)
+    with pytest.raises(InvalidRequest, match="priority must be an integer"):
+        llm.generate("a", GREEDY, use_tqdm=False, priority=None)  # type: ignore[arg-type]
 
 
 def test_no_prompts_give_no_outputs(llm: LLM) -> None:
@@ -392,3 +396,19 @@ def test_a_reset_empties_the_prefix_cache(llm: LLM) -> None:
     again = run(llm, prompt)
     assert llm.stats().prefix_hits == before
     assert again[0].outputs[0].token_ids == first[0].outputs[0].token_ids
+
+
+def test_prompts_of_other_libraries(llm: LLM) -> None:
+    """Token ids may be a tensor, an array, or numbers of an array."""
+    ids = llm.tokenizer.encode("pens")
+    forms = [ids, torch.tensor(ids), np.array(ids), list(np.array(ids))]
+    made = run(llm, [{"prompt_token_ids": form} for form in forms])
+    assert [one.prompt_token_ids for one in made] == [ids] * 4
+    with pytest.raises(InvalidRequest, match="no LoRA adapter 5"):
+        llm.generate("a", GREEDY, use_tqdm=False, lora=5)  # type: ignore[arg-type]
+    assert llm.generate("a", GREEDY, use_tqdm=False, priority=np.int64(1))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="documents must be a text or a list of texts"):
+        llm.score("a", 5)  # type: ignore[arg-type]
+    for source in (5, [5], [("x", 5)]):
+        with pytest.raises(InvalidRequest, match="pairs of a name and a tensor"):
+            llm.update_weights(source)  # type: ignore[arg-type]

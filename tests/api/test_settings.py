@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from weft.api.settings import SERVER_ONLY, read_settings
 from weft.common.errors import ConfigError
@@ -30,3 +33,20 @@ def test_what_only_a_server_heeds_is_named(caplog: pytest.LogCaptureFixture) -> 
 def test_unknown_keywords_suggest_the_nearest() -> None:
     with pytest.raises(ConfigError, match="max_num_seqs"):
         read_settings("spool-text", {"max_num_seq": 4})
+
+
+def test_values_of_python_callers() -> None:
+    """Paths, numbers of numpy and dtypes of torch mean the same as text and Python's numbers."""
+    keywords = {"max_num_seqs": np.int64(4), "dtype": torch.float16, "kv_cache_memory": np.int64(1 << 30)}
+    made = read_settings(Path("models") / "a", {**keywords, "gpu_memory_utilization": np.float32(0.5)})
+    assert made.model.model == "models/a"
+    assert (made.scheduler.max_num_seqs, made.model.dtype) == (4, "float16")
+    assert made.cache.kv_cache_memory == "1073741824"
+    assert read_settings("a", {"dtype": "torch.bfloat16"}).model.dtype == "bfloat16"
+    for name, value in (
+        ("max_num_seqs", np.float32(4)),
+        ("dtype", torch.int8),
+        ("kv_cache_memory", "9" * 400),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            read_settings("a", {name: value})

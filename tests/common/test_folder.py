@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.common.folder import private_folder
+from weft.common import measurements
+from weft.common.folder import cache_folder, expanded, private_folder
 
 MAKER = "from weft.common.folder import private_folder; print(private_folder(), flush=True); input()"
 
@@ -87,3 +88,19 @@ def test_what_does_not_prove_that_its_owner_is_dead_stays(temporary: Path) -> No
     assert all(folder.is_dir() for folder in [*stay, outside, linked])
     assert (temporary / "weft-abcd_128").is_symlink()
     assert (outside / "owner.lock").is_file()
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container the user may have no entry in the list of users. Caches then cannot be written."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    for name in ("XDG_CACHE_HOME", "WEFT_OPS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for folder in (cache_folder("kv"), measurements.cache_folder()):
+        assert "no-home-folder" in str(folder)
+        with pytest.raises(OSError, match="Not a directory"):
+            folder.mkdir(parents=True)
+    assert str(expanded("~nobody-here/x")) == "~nobody-here/x"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from weft.common.errors import ConfigError
-from weft.common.lfs import is_pointer, refuse_pointer
+from weft.common.lfs import is_pointer, read_model_file, read_model_text, refuse_pointer
 
 OID = "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
 POINTERS = {
@@ -44,3 +44,12 @@ def test_other_files_are_no_pointers(tmp_path: Path, name: str) -> None:
 def test_missing_files_and_folders_are_no_pointers(tmp_path: Path) -> None:
     assert not is_pointer(tmp_path / "absent")
     assert not is_pointer(tmp_path)
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    for read in (read_model_file, read_model_text):
+        with pytest.raises(ConfigError, match=r"tokenizer\.json of the model cannot be read: No such file"):
+            read(tmp_path / "tokenizer.json")
+        (tmp_path / "pointer").write_text(POINTERS["today"])
+        with pytest.raises(ConfigError, match="Git LFS pointer"):
+            read(tmp_path / "pointer")

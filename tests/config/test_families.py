@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from weft.common.errors import ConfigError
 from weft.config import hub
 from weft.config.families import FAMILIES, load_spec
+from weft.config.families.generation import sampling_defaults
 from weft.config.families.load import MODEL_TYPES
 from weft.config.spec import ModelSpec, RopeSpec
 from weft.layers.rope import attention_factor
@@ -308,6 +310,20 @@ def test_end_of_text_ids_of_both_files(tmp_path: Path) -> None:
     assert _load(tmp_path, eos_token_id=7).eos_ids == (3, 7, 9)
     assert _load(tmp_path, eos_token_id=[9, 1]).eos_ids == (1, 3, 9)
     assert _load(tmp_path, eos_token_id=None).eos_ids == (3, 9)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "9"}')
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id must be"):
+        _load(tmp_path)
+
+
+def test_sampling_defaults_of_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert sampling_defaults(tmp_path) == {}
+    file = tmp_path / "generation_config.json"
+    file.write_text(
+        '{"temperature": 0.6, "top_p": null, "top_k": 20, "min_p": 5, "do_sample": false, "x": 1}'
+    )
+    with caplog.at_level(logging.WARNING, "weft"):
+        assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20}
+    assert "min_p must be" in caplog.text
 
 
 def test_layer_override(tmp_path: Path) -> None:

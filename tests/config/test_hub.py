@@ -50,9 +50,15 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
 def test_names_that_are_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Did you mean 'spool-text'"):
         hub.resolve_model_path("spool-txt")
-    for name in (str(tmp_path / "none"), "./none", "a/b/c", ""):
+    for name in (str(tmp_path / "none"), "./none", "a/b/c", "", "~nobody-here/model"):
         with pytest.raises(ConfigError, match="there is no folder"):
             hub.resolve_model_path(name)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="is a file: give the folder"):
+        hub.resolve_model_path(str(tmp_path / "model.safetensors"))
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        hub.resolve_model_path("x" * 5000)
+    assert hub.is_local("x" * 5000)
 
 
 @pytest.mark.usefixtures("_offline")

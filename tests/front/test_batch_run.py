@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,26 @@ def test_the_output_has_one_writer_and_only_records(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes().endswith(b"\n")
     assert again.ids == {"a", "b"}
     again.close()
+
+
+def test_pipes_and_devices(fake: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``weft batch run <(...) out`` works. The output must be a file that keeps its lines."""
+    text = lines(tmp_path / "in", 2).read_bytes()
+    readable, writable = os.pipe()
+    os.write(writable, text)
+    os.close(writable)
+    assert run(f"/dev/fd/{readable}", tmp_path / "out", "--url", fake.url) == 0
+    os.close(readable)
+    assert len(records(tmp_path / "out")) == 2
+    for device in ("/dev/null", "/dev/full"):
+        assert run(tmp_path / "in", device, "--url", fake.url) == 2
+        assert "no regular file" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    log = RecordLog(tmp_path / "out")
+    os.close(log._file)
+    log._file = os.open("/dev/full", os.O_RDWR)
+    with pytest.raises(ConfigError, match=r"No space left.*run the command again"):
+        log.append([b"{}\n"])
+    log.close()

@@ -27,8 +27,8 @@ LARGE = 8 << 20
 class App:
     """Answer "ok" to a GET, and to a POST the number of its bytes when the body is complete.
 
-    Other paths: "/early" is answered before the body, "/large" with ``LARGE`` bytes, and "/never" with twice
-    as many bytes and no end.
+    Other paths: "/early" is answered before the body, "/large" with ``LARGE`` bytes, "/pieces" in pieces, and
+    "/never" with twice as many bytes and no end.
     """
 
     def __init__(self, most: int = MOST_CONNECTIONS, connections: type = connection.Connection) -> None:
@@ -61,6 +61,12 @@ class App:
             more = message["more_body"]
             length += len(message["body"])
             answer = b"%d" % length
+        if path == "/pieces":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for piece in (b"one ", b"", b"two"):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
         if path == "/large":
             answer = b"a" * LARGE
         size = b"%d" % len(answer)
@@ -130,6 +136,14 @@ def test_good_requests_pass_and_connections_are_kept(raw: socket.socket) -> None
             time.sleep(0.05)
         assert is_ok(raw)
         time.sleep(0.3)
+
+
+def test_a_client_of_http_1_0_gets_no_chunks(port: int) -> None:
+    for path, body in (("/pieces", b"one two"), ("/", b"ok")):
+        with socket.create_connection(("127.0.0.1", port), timeout=deadline(10)) as raw:
+            raw.sendall(f"GET {path} HTTP/1.0\r\nConnection: keep-alive\r\n\r\n".encode())
+            head, _, found = read_all(raw).partition(b"\r\n\r\n")
+        assert (found, b"chunked" in head, b"connection: close" in head) == (body, False, True)
 
 
 def test_endless_headers(raw: socket.socket) -> None:

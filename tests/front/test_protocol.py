@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from typing import Any
 
@@ -62,6 +63,19 @@ def test_what_is_not_a_json_object(body: bytes) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse(body, ChatRequest)
     assert caught.value.error_code == "invalid_json"
+
+
+def test_a_body_that_is_no_json_says_where() -> None:
+    for body, why in (
+        (b'{"model": x}', "byte 10"),
+        (b'{"model"', "truncated"),
+        (b'{"model": 1e999}', "range"),
+        (b'{"a": "\xff"}', "UTF-8"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"the body is not valid JSON: .*{why}"):
+            parse(body, ChatRequest)
+    good = b'{"messages": [{"role": "user", "content": "x"}]}'
+    assert parse(codecs.BOM_UTF8 + good, ChatRequest) == parse(good, ChatRequest)
 
 
 @pytest.mark.requirement("E11", "F9", "F10", "F13", "F15", "F16")

@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 import weft
 from weft.common.errors import ContextLength, InvalidRequest
+from weft.front.protocol.parse import parse
+from weft.front.protocol.responses.protocol import ResponsesRequest
 from weft.front.requests import reading
-from weft.front.requests.read_worker import ReadAnswer, answer_to, decode_answer, payload_of
+from weft.front.requests.read_worker import ReadAnswer, answer_to, decode_answer, payload_of, read_with
 from weft.front.requests.reading import Job, Reader
 from weft.text import tokenizer as tokenizers
 from weft.text.model import TextModel
@@ -161,3 +164,24 @@ def test_prompt_ids_travel_as_bytes(reader: Reader) -> None:
     (prompt,) = completion(reader, [5, 1023]).prompts
     assert np.frombuffer(prompt.data, "<i4").tolist() == prompt.ids == [5, 1023]
     assert prompt.count == 2
+
+
+def test_the_models_defaults_of_sampling_parameters(reader: Reader) -> None:
+    """Requests of every API get the values of generation_config.json, unless they set their own."""
+    limits = msgspec.structs.replace(LIMITS, defaults={"temperature": 0.5, "top_k": 20, "min_p": 0.1})
+    made = Reader(reader.text, ("m",), limits, 1 << 20)
+    for job in (chat(made), completion(made), completion(made, temperature=None)):
+        params = job.token_params
+        assert (params.temperature, params.top_k, params.min_p, params.top_p) == (0.5, 20, 0.1, 1.0)
+    own = chat(made, temperature=0, top_k=-1, min_p=0).token_params
+    assert (own.temperature, own.top_k, own.min_p) == (0, 0, 0)
+    messages = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+    ollama = {"model": "m", "prompt": "x", "options": {"temperature": 1}}
+    found = []
+    for kind, body in (("messages", messages), ("ollama_generate", ollama)):
+        answer = read_with(made, kind, json.dumps(body).encode())
+        assert answer.job is not None
+        found.append((answer.job.token_params.temperature, answer.job.token_params.top_k))
+    assert found == [(0.5, 20), (1, 20)]
+    response = made.named(parse(b'{"model": "m", "input": "x", "top_k": 3}', ResponsesRequest))
+    assert (response.temperature, response.top_k, response.top_p) == (0.5, 3, None)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tests.support.text_folders import write_tokenizer
 from weft.common.errors import InvalidRequest
 from weft.text.chat import ChatFormat
-from weft.text.chat_messages import CallMade, ChatMessage, TextPart, check_messages, too_deep
+from weft.text.chat_messages import CallMade, ChatMessage, Shows, TextPart, check_messages, too_deep
+from weft.text.images import ImagePart
 from weft.text.model import TextModel
 from weft.text.parsing.parser import Tool
 from weft.text.tokenizer import Tokenizer
@@ -266,6 +267,19 @@ def test_parts_keep_their_kinds() -> None:
     assert made == ChatMessage(
         role="assistant", calls=(CallMade(id="call_1", name="f", arguments='{"a": "x", "b": [1]}'),)
     )
+
+
+def test_parts_of_the_responses_api() -> None:
+    """Some clients send parts of one API to the other."""
+    parts = [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b", "annotations": []}]
+    assert check_messages([user(parts)])[0].content == (TextPart("a"), TextPart("b"))
+    picture = {"type": "input_image", "image_url": "data:,", "detail": "low"}
+    (made,) = check_messages([user([picture])], Shows(1))[0].content
+    assert isinstance(made, ImagePart)
+    assert (made.source, made.detail) == ("data:,", "low")
+    for wrong in ({"type": "input_image", "file_id": "x"}, {"type": "input_image"}):
+        with pytest.raises(InvalidRequest, match=r"image_url|file_id"):
+            check_messages([user([wrong])], Shows(1))
 
 
 def test_a_refusal_is_what_the_assistant_said() -> None:

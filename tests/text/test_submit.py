@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from weft.common.errors import ContextLength, InvalidRequest
@@ -146,3 +147,29 @@ def test_context_errors_say_the_numbers(tokenizer: Tokenizer) -> None:
         build(tokenizer, [5] * 30, max_tokens=10)
     assert build(tokenizer, [5] * 30, max_tokens=2)[0].params.max_tokens == 2
     assert build(tokenizer, [5] * 31)[0].params.max_tokens == 1
+
+
+def test_values_of_python_callers() -> None:
+    """Callers in Python give numbers and arrays of numpy, and None for lists, as for vLLM."""
+    made = SamplingParams(
+        stop=None,  # type: ignore[arg-type]
+        bad_words=None,  # type: ignore[arg-type]
+        stop_token_ids=np.array([1, 2]),  # type: ignore[arg-type]
+        allowed_token_ids=[np.int64(3)],  # type: ignore[arg-type]
+        max_tokens=np.int32(7),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        ignore_eos=np.bool_(True),  # type: ignore[arg-type]
+        logit_bias={np.int64(5): np.float32(1)},  # type: ignore[dict-item]
+    )
+    assert made == SamplingParams(
+        stop_token_ids=(1, 2),
+        allowed_token_ids=(3,),
+        max_tokens=7,
+        temperature=0.5,
+        ignore_eos=True,
+        logit_bias={5: 1.0},
+    )
+    assert type(made.max_tokens) is int
+    assert type(made.stop_token_ids[0]) is int
+    with pytest.raises(InvalidRequest, match="force_routed_experts must be an integer array"):
+        SamplingParams(force_routed_experts=5)  # type: ignore[arg-type]

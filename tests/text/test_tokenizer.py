@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -190,3 +191,22 @@ def test_pairs_have_the_form_of_the_tokenizer(pair: str, folders: dict[str, Path
     for limit in (1, 4, 1000):
         assert len(plain.encode_cut("Tom has", "3 pens", limit)) == min(limit, len(expected))
         assert len(cut.encode_cut("Tom has", "3 pens", limit)) <= limit
+
+
+def test_files_of_other_editors(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A byte order mark belongs to no file. Entries of another type have no tokens."""
+    source = folders["byte_level"]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes(codecs.BOM_UTF8 + (source / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_bytes(codecs.BOM_UTF8 + b"{{ 1 }}\r\n")
+    (tmp_path / "special_tokens_map.json").write_text(
+        '{"additional_special_tokens": 5, "extra_special_tokens": "x", "added_tokens_decoder": ["x"]}'
+    )
+    found = read_text_files(tmp_path)
+    assert found.chat_template == "{{ 1 }}\n"
+    assert found.tokenizer_json == read_text_files(source).tokenizer_json
+    assert Tokenizer.load(tmp_path).encode("ab") == Tokenizer.load(source).encode("ab")
+    for content, said in ((b"\xff{}", "not UTF-8"), (b"{", "not readable JSON: "), (b"[" * 100_000, "JSON")):
+        (tmp_path / "generation_config.json").write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"generation_config\.json of .*{said}"):
+            read_text_files(tmp_path)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from weft.api.engine_thread import EngineThread, Sink
 from weft.api.llm import load_text, request_maker
-from weft.api.request import Request, client_error
+from weft.api.request import Request, client_error, spread_params
 from weft.api.request_outputs import RequestOutput
 from weft.api.settings import read_settings
 from weft.common.errors import EngineDead, ErrorInfo, InvalidRequest, Overloaded, WeftError
@@ -33,7 +34,7 @@ class AsyncLLM:
     EngineDead.
     """
 
-    def __init__(self, model: str = "spool-text", **config: Any) -> None:
+    def __init__(self, model: str | Path = "spool-text", **config: Any) -> None:
         """Load the model and start the engine's thread; blocks meanwhile. ``model``: a folder, a hub name
         or the name of a bundled model. ``config``: see ``LLM``. Raises ConfigError for an invalid
         setting."""
@@ -70,7 +71,7 @@ class AsyncLLM:
         Raise InvalidRequest, ContextLength, Overloaded or EngineDead. If only one sequence fails, its output
         has finish_reason "error" and ``error``.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
+        (params,) = spread_params(sampling_params, 1)
         seed = self._maker.seeds.mint()
         request = await self._prepare(prompt, params, seed, request_id, grammar)
         try:

@@ -88,7 +88,7 @@ class LLM(PooledCalls):
     parse_special=True)`` to encode special tokens. Threads may share an LLM: calls run one after the other.
     """
 
-    def __init__(self, model: str = "spool-text", **config: Any) -> None:
+    def __init__(self, model: str | Path = "spool-text", **config: Any) -> None:
         """Load the model and start the engine; blocks meanwhile. For ``config`` and errors, see the class."""
         settings = read_settings(model, config)
         self.config = resolve(settings)
@@ -298,7 +298,8 @@ class LLM(PooledCalls):
         """
         params = spread_params(sampling_params, len(prompts))
         grammars = spread_grammars(grammar, len(prompts))
-        priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
+        # A wrong type is refused for each prompt.
+        priorities = list(priority) if isinstance(priority, Sequence) else [priority] * len(prompts)
         if len(priorities) != len(prompts):
             raise InvalidRequest(
                 f"there are {len(prompts)} prompts but {len(priorities)} priorities", param="priority"

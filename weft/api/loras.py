@@ -34,12 +34,12 @@ class Loras:
         ``lora``: one name for all prompts, a list with one name or None per prompt, or None. Raise
         InvalidRequest for an unknown name, or a list of another length.
         """
-        names = [lora] * count if lora is None or isinstance(lora, str) else list(lora)
+        names: list[Any] = list(lora) if isinstance(lora, list | tuple) else [lora] * count
         if len(names) != count:
             raise InvalidRequest(f"there are {count} prompts but {len(names)} adapters", param="lora")
         # Every name is checked before the first prompt runs.
         for name in names:
-            if name is not None and name not in self._digests:
+            if name is not None and not (isinstance(name, str) and name in self._digests):
                 known = ", ".join(self._digests) or "none"
                 raise InvalidRequest(
                     f"there is no LoRA adapter {name!r}; lora_modules has: {known}", param="lora"

@@ -121,8 +121,7 @@ class PooledCalls:
         embeddings. ``instruction``: for a model with an instruction in its prompt form. Raise InvalidRequest,
         and the errors of ``embed``.
         """
-        first = [queries] if isinstance(queries, str) else list(queries)
-        second = [documents] if isinstance(documents, str) else list(documents)
+        first, second = _texts(queries, "queries"), _texts(documents, "documents")
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second) or not first:
@@ -178,3 +177,11 @@ class PooledCalls:
             return self._maker.to_embed(prompt, pooling, seed)
 
         return self._run(prompts, None, None, make, "prompt", use_tqdm, priority, lora)
+
+
+def _texts(value: str | Sequence[str], param: str) -> list[str]:
+    """Return one or many texts as a list. Raise InvalidRequest for other values."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest(f"{param} must be a text or a list of texts", param=param)
+    return list(texts)

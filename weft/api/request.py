@@ -55,6 +55,8 @@ class Request:
 
         A smaller priority runs first. Raise InvalidRequest for anything except an integer of 64 bits.
         """
+        if isinstance(priority, np.integer):
+            priority = int(priority)
         if type(priority) is not int or not -(1 << 63) < priority < 1 << 63:
             raise InvalidRequest(
                 "priority must be an integer of 64 bits; smaller comes first", param="priority"
@@ -233,13 +235,14 @@ class RequestMaker:
             return text, self._text.tokenizer.encode(text), ()
         if isinstance(prompt, Mapping) and prompt.keys() <= {"prompt_token_ids", "media"}:
             ids, media = prompt.get("prompt_token_ids"), prompt.get("media", ())
-            # Checks further on expect Python ints.
-            if isinstance(ids, np.ndarray):
-                ids = ids.tolist()
+            # Checks further on expect Python ints. Arrays of numpy and tensors of torch have tolist.
+            if (to_list := getattr(ids, "tolist", None)) is not None:
+                ids = to_list()
             if not isinstance(media, list | tuple) or not all(isinstance(item, MediaItem) for item in media):
                 raise InvalidRequest("media must be a list of weft.types.media_item.MediaItem", param="media")
             if isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
-                return None, list(ids), tuple(media)
+                made = [token.item() if isinstance(token, np.integer) else token for token in ids]
+                return None, made, tuple(media)
         raise InvalidRequest(f"a prompt must be {_FORMS}", param="prompt")
 
     def _make(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from weft.api.loras import as_flags
@@ -27,7 +28,7 @@ SERVER_ONLY = (
 log = get_logger(__name__)
 
 
-def read_settings(model: str, keywords: Mapping[str, Any]) -> Config:
+def read_settings(model: str | Path, keywords: Mapping[str, Any]) -> Config:
     """Return the configuration of an engine in this process. Raise ConfigError for unknown or invalid
     keywords.
 

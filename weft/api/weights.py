@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from weft.api.request import client_error
 from weft.common.errors import InvalidRequest, ReportedError
@@ -59,7 +60,7 @@ class Weights:
             else:
                 delete_stale()
                 # The engine deletes the file when no rank needs the file any more.
-                files = (str(SHARED / write_shared(shared_name(os.getpid(), new_token()), source)),)
+                files = (str(SHARED / write_shared(shared_name(os.getpid(), new_token()), _pairs(source))),)
             update = WeightsUpdate(version=number, files=files, partial=partial)
             core.weights.update(update, lambda: _turn(core))
         except BaseException as error:
@@ -102,3 +103,17 @@ def _turn(core: EngineCore) -> None:
     core.hear()
     if core.recovering:
         core.step()
+
+
+def _pairs(source: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the pairs of ``source``. Raise InvalidRequest for other values."""
+    wrong = InvalidRequest("source must be a folder, or pairs of a name and a tensor", param="source")
+    if not isinstance(source, Iterable):
+        raise wrong
+    for pair in source:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise wrong
+        name, tensor = pair
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise wrong
+        yield name, tensor

@@ -110,7 +110,7 @@ def read_places(file: BinaryIO, checks: Checks) -> tuple[list[Place], list[LineE
             errors.append(found)
         elif data is not None:
             # A valid line has a name of a model, or the default.
-            model = str(found.body.get("model", checks.default_model or ""))
+            model = str(model_of(found.body, checks.default_model or ""))
             model = names.setdefault(model, model)
             place = Place(number, start, len(data), found.custom_id, model)
             window.append((prompt_key(found.body), place))
@@ -145,6 +145,12 @@ def _lines(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes | None]]:
             if whole := not data or data.endswith(b"\n"):
                 yield start, None
         start += size
+
+
+def model_of(body: dict[str, Any], default: Any) -> Any:
+    """Return the model that a body names; ``default`` without a model, and for null as in every API."""
+    model = body.get("model")
+    return default if model is None else model
 
 
 def _sorted(window: Sequence[tuple[bytes, Place]]) -> list[Place]:
@@ -182,7 +188,7 @@ def _checked(data: bytes, number: int, checks: Checks, known: set[str]) -> Batch
         return wrong("invalid_url", f"url must be {' or '.join(allowed)}", "url")
     if line.body.get("stream"):
         return wrong("stream_not_supported", "stream must be false: a batch has whole answers", "body.stream")
-    model = line.body.get("model", checks.default_model)
+    model = model_of(line.body, checks.default_model)
     if not isinstance(model, str) or not checks.has_model(model):
         return wrong("model_not_found", "the server does not serve this model", "body.model")
     known.add(line.custom_id)
@@ -207,7 +213,7 @@ def body_of(line: BatchLine, seed: int, default_model: str | None = None) -> byt
     if line.url == RESPONSES:
         body.setdefault("store", False)
     if default_model is not None:
-        body.setdefault("model", default_model)
+        body["model"] = model_of(body, default_model)
     return msgspec.json.encode(body)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -54,6 +55,9 @@ class RecordLog:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            os.close(self._file)
+            raise ConfigError(f"{path} is no regular file: the output is read again after an interruption")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -91,13 +95,19 @@ class RecordLog:
         return ConfigError(f"{self.path} has a line that is no output record; name a new file")
 
     def append(self, records: list[bytes]) -> None:
-        """Write records durably."""
+        """Write records durably. Raises ConfigError, for example for a full disk."""
         data = b"".join(records)
-        while data:
-            written = os.pwrite(self._file, data, self._end)
-            self._end += written
-            data = data[written:]
-        os.fdatasync(self._file)
+        try:
+            while data:
+                written = os.pwrite(self._file, data, self._end)
+                self._end += written
+                data = data[written:]
+            os.fdatasync(self._file)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be written: {error.strerror}; make room, then run the command again to "
+                "continue"
+            ) from error
 
     def close(self) -> None:
         """Close the file, and let other processes write."""

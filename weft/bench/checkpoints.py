@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weft.bench import gpt_oss
 from weft.bench.bench_tokenizer import SPECIAL, VISION, write_tokenizer
 from weft.common.errors import ConfigError
+from weft.common.folder import expanded
 from weft.common.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ def make(name: str, folder: str | Path, seed: int = 0, *, progress: bool = True)
     content, and if ``transformers`` is needed but not installed.
     """
     recipe = _recipe(name)
-    target = Path(folder).expanduser().absolute()
+    target = expanded(folder).absolute()
     mark = {"name": name, "seed": seed, "format": _FORMAT}
     if _is_there(target, mark):
         return target

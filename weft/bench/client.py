@@ -14,7 +14,7 @@ import httpx
 from weft.bench.records import RequestRecord, read_stream
 from weft.bench.schedule import Planned
 from weft.bench.workloads import random_ids, safe_range
-from weft.common.client_tls import client_options
+from weft.common.client_tls import client_options, key_headers
 from weft.common.errors import ConfigError, WeftError
 
 Endpoint = Literal["completions", "chat"]
@@ -86,7 +86,7 @@ def http_client(
     return httpx.AsyncClient(
         timeout=None,
         limits=httpx.Limits(max_connections=connections, max_keepalive_connections=kept),
-        headers={"Authorization": f"Bearer {key}"} if key else {},
+        headers=key_headers(key),
         **client_options(url),
     )
 

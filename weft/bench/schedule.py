@@ -74,7 +74,7 @@ def read_trace(path: Path, speed: float, output_len: LengthRange) -> list[Planne
     divided by ``speed``. Raise ConfigError that names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--dataset: can't read {path.name!r}", param="--dataset") from error
     found = []

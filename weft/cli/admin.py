@@ -41,11 +41,11 @@ class Server(NamedTuple):
         """
         import httpx
 
-        from weft.common.client_tls import client_options
+        from weft.common.client_tls import client_options, key_headers
 
         key = required_key(self.key)
         page = f"{self.url.rstrip('/').removesuffix('/v1')}{path}"
-        headers = {"Authorization": f"Bearer {key}"}
+        headers = key_headers(key)
         options = client_options(page, client_cert())
         try:
             answer = httpx.request(method, page, json=body, headers=headers, timeout=TIMEOUT_S, **options)
@@ -53,9 +53,9 @@ class Server(NamedTuple):
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise EngineDead(f"no Weft server answers at {self.url}: {type(error).__name__}") from None
         if answer.status_code != 200:
-            raise ConfigError(
-                said.get("error", {}).get("message", f"the server answered with status {answer.status_code}")
-            )
+            raise ConfigError(_reason(said) or f"the server answered with status {answer.status_code}")
+        if not isinstance(said, dict):
+            raise EngineDead(f"{self.url} is not a server of Weft")
         return said
 
     def change(self, path: str, body: dict[str, Any]) -> Any:
@@ -65,12 +65,21 @@ class Server(NamedTuple):
 
     def listed(self) -> list[dict[str, Any]]:
         """Return the engines of the server, of the model if one is named. Raise as ``call``."""
-        found: list[dict[str, Any]] = self.call("GET", "/admin/groups")["engines"]
+        found = self.call("GET", "/admin/groups").get("engines")
+        if not isinstance(found, list):
+            raise EngineDead(f"{self.url} is not a server of Weft")
         return [one for one in found if self.model is None or one.get("model", self.model) == self.model]
 
     def engines(self) -> dict[str, Any]:
         """Return the engines of ``listed`` by name. Raise as ``call``."""
         return {one["name"]: one for one in self.listed()}
+
+
+def _reason(said: Any) -> str:
+    """Return the message of an error answer in OpenAI's or Ollama's form; "" without a message."""
+    error = said.get("error") if isinstance(said, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) else ""
 
 
 def required_key(given: str | None) -> str:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import click
 
 from weft.cli.client_cert import client_cert, client_cert_option
+from weft.common.client_tls import check_url, client_options, key_headers
 from weft.common.errors import ConfigError
 from weft.config.flags import SETTINGS
 
@@ -76,28 +80,41 @@ def run(
     files = [Path(name).absolute() for name in (source, target, errors) if name is not None]
     if len(set(files)) < len(files):
         raise ConfigError("INPUT, OUTPUT and --errors must be different files")
+    from weft.batch.offline import RecordLog
     from weft.cli.chat.chat_command import key_for
     from weft.cli.chat.chat_server import OwnServer
 
     with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(open(source, "rb"))
-        except OSError as error:
-            raise ConfigError(f"{source} cannot be read: {error.strerror}") from None
-        if url is None:
-            model, flags = words[0] if words else SETTINGS["model"].default, words[1:]
-            own = stack.enter_context(OwnServer(model, flags, api_key or ""))
-            click.echo(f"starting a server for {model} ...", err=True)
-            url = own.url()
-        from weft.batch.offline import RecordLog
-
+        file = stack.enter_context(_open_source(source))
+        # Before the start of a server: a wrong file costs no load of a model.
         output = RecordLog(Path(target))
         stack.callback(output.close)
         failed = None if errors is None else RecordLog(Path(errors))
         if failed is not None:
             stack.callback(failed.close)
+        if url is None:
+            model, flags = words[0] if words else SETTINGS["model"].default, words[1:]
+            own = stack.enter_context(OwnServer(model, flags, api_key or ""))
+            click.echo(f"starting a server for {model} ...", err=True)
+            url = own.url()
         client = _Client(url, api_key or key_for(url))
         return asyncio.run(_run(client, file, output, failed, concurrency, seed))
+
+
+def _open_source(source: str) -> BinaryIO:
+    """Return the open input file. Lines are read again when the lines run, so a pipe is copied to a temporary
+    file first. Raise ConfigError."""
+    try:
+        file = os.fdopen(os.open(source, os.O_RDONLY | os.O_CLOEXEC), "rb")
+        if file.seekable():
+            return file
+        with file:
+            copy = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115
+            shutil.copyfileobj(file, copy)
+            copy.seek(0)
+            return copy
+    except OSError as error:
+        raise ConfigError(f"{source} cannot be read: {error.strerror}") from None
 
 
 async def _run(
@@ -155,8 +172,9 @@ class _Client:
         base = url.rstrip("/")
         if not base.startswith(("http://", "https://")):
             raise ConfigError("--url must start with http:// or https://, e.g. http://127.0.0.1:8000")
+        check_url(base)
         self._base = base.removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = key_headers(key)
         self._down: float | None = None
         """Time of the first lost connection since the last answer."""
         self._shown = time.monotonic()
@@ -169,8 +187,9 @@ class _Client:
 
         limits = httpx.Limits(max_connections=concurrency + 1, max_keepalive_connections=concurrency + 1)
         timeout = httpx.Timeout(LONGEST_ANSWER_S, connect=10.0, pool=None)
+        options = client_options(self._base, client_cert())
         async with httpx.AsyncClient(
-            base_url=self._base, headers=self._headers, limits=limits, timeout=timeout, cert=client_cert()
+            base_url=self._base, headers=self._headers, limits=limits, timeout=timeout, **options
         ) as self._http:
             yield
 
@@ -184,7 +203,13 @@ class _Client:
             raise ConfigError(f"--url: no answer from the server ({type(error).__name__})") from None
         if answer.status_code != 200:
             raise ConfigError(f"the server answered {answer.status_code}: {answer.text[:300]}")
-        return [str(one["id"]) for one in answer.json()["data"]]
+        try:
+            names = [str(one["id"]) for one in answer.json()["data"]]
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError("--url: the server is not OpenAI-compatible: /v1/models has no list") from None
+        if not names:
+            raise ConfigError("--url: the server lists no model")
+        return names
 
     async def send(self, request: LineRequest) -> BatchAnswer:
         """Send a line and return the answer. Raise LineLost for a lost connection, and ConfigError if the

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os.path
 import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -15,6 +15,7 @@ import click
 from weft.cli import options
 from weft.common import log
 from weft.common.errors import ConfigError
+from weft.common.folder import expanded
 from weft.common.spelling import misspelt
 from weft.config import hub
 from weft.config.flags import SETTINGS
@@ -94,7 +95,10 @@ def _read_prompt(model: str | None, asked: bool) -> str:
     """
     missing, ask = "there is no PROMPT", "give a PROMPT, or - to read one from standard input"
     if asked or not sys.stdin.isatty():
-        prompt = sys.stdin.read().rstrip("\n")
+        try:
+            prompt = sys.stdin.read().rstrip("\n")
+        except UnicodeDecodeError:
+            raise ConfigError("standard input is not UTF-8 text") from None
         if prompt.strip():
             return prompt
         missing, ask = "standard input is empty", "give a PROMPT"
@@ -234,7 +238,4 @@ def is_here(word: str) -> bool:
     """Return True if a word names a bundled model or a model folder."""
     if word in hub.bundled_models():
         return True
-    try:
-        return (Path(word).expanduser() / "config.json").is_file()
-    except (OSError, RuntimeError):
-        return False
+    return os.path.isfile(expanded(word) / "config.json")

@@ -142,19 +142,16 @@ def _root_of(url: str) -> str:
     """Return the URL of a server without /v1. Raises ConfigError for a text that is no URL."""
     from weft.cli.chat.chat_client import base_url
 
-    try:
-        return base_url(url).removesuffix("/v1")
-    except ValueError as error:
-        raise ConfigError(f"--url {url} is no URL: {error}", param="--url") from None
+    return base_url(url).removesuffix("/v1")
 
 
 def _loaded(root: str, key: str) -> list[_Row]:
     """Return the rows of /api/ps of the server at ``root``. Raises ConfigError without a valid answer."""
     import httpx
 
-    from weft.common.client_tls import client_options
+    from weft.common.client_tls import client_options, key_headers
 
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    headers = key_headers(key)
     options = client_options(root, client_cert())
     try:
         answer = httpx.get(f"{root}/api/ps", headers=headers, timeout=10.0, **options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import os
 import sys
 from typing import NoReturn
@@ -76,12 +78,49 @@ def cli() -> None:
     """Serve and run large language models."""
 
 
+_OF_MACHINE = frozenset(
+    (
+        *(
+            errno.EACCES,
+            errno.EPERM,
+            errno.EROFS,
+            errno.ENOENT,
+            errno.ENOTDIR,
+            errno.EISDIR,
+            errno.ENAMETOOLONG,
+        ),
+        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE),
+    )
+)
+"""Errors of files that the user can mend: no permission, no such file, a full disk, too many open files."""
+
+
+def open_closed_streams() -> None:
+    """Open the null device in place of closed standard streams, for example after ``weft serve >&-``.
+
+    Otherwise the next file or socket gets the number of the closed stream, and child processes write to it.
+    Characters that the encoding of a stream does not have are printed as ``?``.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run a command line (by default that of this process) and end the process.
 
     The status is the command's status, 1 after a failure of the engine, 2 after a usage or configuration
     error, or 130 after Ctrl-C. Each error is printed as one line on standard error.
     """
+    open_closed_streams()
     env.spin_briefly()
     try:
         status = cli.main(arguments, prog_name="weft", standalone_mode=False)
@@ -98,5 +137,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         # The reader of the output has ended, e.g. `head`. Redirect the rest, or the flush at exit would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    except OSError as error:
+        if error.errno not in _OF_MACHINE:
+            raise  # a fault of Weft, with a traceback
+        where = f"{error.filename}: " if error.filename is not None else ""
+        click.echo(f"weft: {where}{error.strerror}", err=True)
         status = 1
     sys.exit(status if isinstance(status, int) else 0)

@@ -1,4 +1,6 @@
-"""Settings of Weft's own HTTP clients: trusted authorities, certificates, and no proxy for local servers."""
+"""Settings of Weft's own HTTP clients: keys, URLs, trusted authorities, certificates, and no proxy for local
+servers.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,63 @@ class ClientOptions(TypedDict):
     """Whether the proxies of the environment are used."""
 
 
+def key_headers(key: str | None) -> dict[str, str]:
+    """Return the header with an API key or admin key; {} without a key.
+
+    Raise ConfigError for a key that no header can hold.
+    """
+    if not key:
+        return {}
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            "the key of the server has characters that are not printable ASCII, so no HTTP header can "
+            "hold the key: copy the key again"
+        )
+    return {"Authorization": f"Bearer {key}"}
+
+
+def check_url(url: str) -> None:
+    """Raise ConfigError unless ``url`` is a URL with a host."""
+    import httpx
+
+    try:
+        parts = urlsplit(url)
+        found = parts.port != 0 and parts.hostname and httpx.URL(url).host
+    except (httpx.InvalidURL, ValueError) as error:
+        raise ConfigError(f"{url[:200]} is no URL: {error}", param="--url") from None
+    if not found:
+        raise ConfigError(f"{url[:200]} is no URL: give a URL such as http://127.0.0.1:8000", param="--url")
+
+
 def is_local(url: str) -> bool:
     """Return True if the host of ``url`` is a loopback host."""
     return urlsplit(url).hostname in LOCAL_HOSTS
 
 
 def client_options(url: str, client_cert: str | None = None) -> ClientOptions:
-    """Return httpx's options for requests to ``url``. Arguments and errors as for ``verification``."""
+    """Return httpx's options for requests to ``url``. Arguments as for ``verification``.
+
+    Raise ConfigError for a text that is no URL and for an unusable proxy of the environment, and the errors
+    of ``verification``.
+    """
+    check_url(url)
+    if not is_local(url):
+        _check_proxies()
     return {"verify": verification(url, client_cert), "trust_env": not is_local(url)}
+
+
+def _check_proxies() -> None:
+    """Raise ConfigError for a proxy of the environment that httpx cannot use, for example SOCKS without the
+    package socksio."""
+    import httpx
+
+    try:
+        httpx.Client(verify=False).close()
+    except (ImportError, ValueError, httpx.InvalidURL) as error:
+        raise ConfigError(
+            f"the proxy of the environment cannot be used ({error}): change HTTP_PROXY, HTTPS_PROXY or "
+            "ALL_PROXY"
+        ) from None
 
 
 def verification(url: str, client_cert: str | None = None) -> ssl.SSLContext | bool:

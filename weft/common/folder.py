@@ -24,13 +24,31 @@ _PREFIX = "weft-"
 _NAME = re.compile(re.escape(_PREFIX) + r"[a-z0-9_]{8}")
 """Names made by mkdtemp from the prefix."""
 _LOCK = "owner.lock"
+NO_HOME = Path(os.devnull, "no-home-folder")
+"""Path that cannot exist. A cache below is a cache that cannot be written, and messages show the path."""
 _held: dict[Path, int] = {}
 """Folder of the process -> descriptor of the lock; exec closes the descriptor."""
 
 
+def home_folder() -> Path:
+    """Return the user's home folder; ``NO_HOME`` for a user without one."""
+    try:
+        return Path.home()
+    except RuntimeError:  # no HOME, and no entry for the user, as in containers with a random user
+        return NO_HOME
+
+
+def expanded(name: str | Path) -> Path:
+    """Return the path ``name`` with the home folder in place of a leading ~.
+
+    The name of an unknown user stays: such a path does not exist.
+    """
+    return Path(os.path.expanduser(name))
+
+
 def cache_folder(name: str) -> Path:
     """Return the path of folder ``name`` in the user's cache of Weft. The folder may not exist yet."""
-    root = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    root = env.get("XDG_CACHE_HOME") or str(home_folder() / ".cache")
     return Path(root) / "weft" / name
 
 

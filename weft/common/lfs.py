@@ -1,4 +1,7 @@
-"""Git LFS pointers: small text files in place of large files until ``git lfs pull`` fetches the content."""
+"""Small files of a model, and Git LFS pointers.
+
+A pointer is a small text file in place of a large file until ``git lfs pull`` fetches the content.
+"""
 
 from __future__ import annotations
 
@@ -31,3 +34,33 @@ def refuse_pointer(path: Path, param: str | None = None) -> None:
             "download the model again with `hf download`",
             param=param,
         )
+
+
+def read_model_file(path: Path, param: str | None = None) -> bytes:
+    """Return the content of the small file ``path`` of a model. Raise ConfigError, with the name of the file,
+    for a Git LFS pointer and for an unreadable file."""
+    refuse_pointer(path, param)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error.strerror, param) from error
+
+
+def read_model_text(path: Path, param: str | None = None) -> str:
+    """Return the text of the small file ``path`` of a model, without a byte order mark.
+
+    Some editors begin a text file with the mark, which belongs to no JSON and to no template. Raise
+    ConfigError as ``read_model_file``, and for bytes that are no UTF-8.
+    """
+    refuse_pointer(path, param)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise _unreadable(path, error.strerror, param) from error
+    except UnicodeDecodeError as error:
+        raise _unreadable(path, f"the file is not UTF-8 text: {error}", param) from error
+
+
+def _unreadable(path: Path, why: str | None, param: str | None) -> ConfigError:
+    """Return the error for an unreadable file."""
+    return ConfigError(f"{path.name} of the model cannot be read: {why}", param=param)

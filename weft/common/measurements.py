@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from weft.common import env
 from weft.common.errors import ConfigError
+from weft.common.folder import home_folder
 from weft.common.log import get_logger
 
 _log = get_logger(__name__)
@@ -26,7 +27,7 @@ Row = TypeVar("Row")
 
 def cache_folder() -> Path:
     """Return the folder of the user's builds and measurements."""
-    return Path(env.get("WEFT_OPS_CACHE") or Path.home() / ".cache" / "weft" / "ops")
+    return Path(env.get("WEFT_OPS_CACHE") or home_folder() / ".cache" / "weft" / "ops")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Measurements(Generic[Row]):
         for path in (self.user_file(), self.packaged):
             try:
                 tables.append(self.read(path))
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):  # no table, or no home folder
                 continue
             except (OSError, ValueError) as error:
                 _log.warning("measurements of %s are left out: %s", self.what, error)

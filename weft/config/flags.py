@@ -8,6 +8,8 @@ and the accepted values. ``python -m weft.config.flags`` prints the frozen list,
 from __future__ import annotations
 
 import math
+import numbers
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -120,6 +122,8 @@ class Setting:
         for many values: ``--api-key "$KEY"`` with an unset variable must not open the server.
         """
         label = label or self.flag
+        if isinstance(value, os.PathLike):  # of Python callers
+            value = os.fspath(value)
         value = value if self.reader is None else self.reader(value)
         if value is None and (self.optional or self.many):
             return self.default
@@ -130,7 +134,8 @@ class Setting:
             value = [part for part in re.split(r"[,\s]+", value) if part] or [""]
         if not isinstance(value, list | tuple):
             raise self._refused(value, label)
-        return tuple(self._one(item, label) for item in value)
+        texts = (os.fspath(item) if isinstance(item, os.PathLike) else item for item in value)
+        return tuple(self._one(item, label) for item in texts)
 
     def _refused(self, value: Any, label: str) -> ConfigError:
         """Return the error for a bad value, without the value if the setting is a secret."""
@@ -161,8 +166,8 @@ class Setting:
 
     def _number(self, value: Any, of: Callable[[Any], float]) -> float | None:
         """Return ``value`` as a number within the range, or None."""
-        allowed: tuple[type, ...] = (str, int) if of is int else (str, int, float)
-        # bool is a subclass of int, but true and false are not numbers here.
+        # Numbers of numpy count. bool is a subclass of int, but true and false are not numbers here.
+        allowed: tuple[type, ...] = (str, numbers.Integral) if of is int else (str, numbers.Real)
         if isinstance(value, bool) or not isinstance(value, allowed):
             return None
         try:
@@ -196,13 +201,13 @@ def parse_size(value: object) -> int | None:
 
     Units are powers of 1024.
     """
-    if isinstance(value, bool) or not isinstance(value, str | int):
+    if isinstance(value, bool) or not isinstance(value, str | numbers.Integral):
         return None
     found = _SIZE.fullmatch(str(value))
     if found is None:
         return None
-    number = int(float(found[1]) * _UNITS[found[2].upper()])
-    return number if number > 0 else None
+    number = float(found[1]) * _UNITS[found[2].upper()]
+    return int(number) if 1 <= number < math.inf else None
 
 
 def _described(kind: inspect.Type) -> tuple[inspect.Type, str, dict[str, Any]]:

@@ -165,6 +165,12 @@ INSTEAD: dict[str, str] = {
 """Foreign field name to the hint at the replacement in Weft."""
 
 
+def dtype_name(value: Any) -> str:
+    """Return the name of a dtype, which may have another spelling or be a dtype of torch."""
+    name = str(value).removeprefix("torch.")
+    return {"half": "float16", "float": "float32"}.get(name, name)
+
+
 def spelled(same: Mapping[str, str]) -> Callable[[Any], Any]:
     """Return a value reader that maps each key of ``same`` to its value. Other values stay unchanged."""
     return lambda value: same.get(value, value) if isinstance(value, str) else value

@@ -5,10 +5,12 @@ No torch.
 
 from __future__ import annotations
 
+import os.path
 from pathlib import Path
 
 from weft.common import env
 from weft.common.errors import ConfigError
+from weft.common.folder import expanded
 from weft.common.spelling import misspelt
 from weft.config.families.load import refuse_unserved
 from weft.gguf.checkpoint_folder import check_tokenizer, checkpoint_folder, find_gguf
@@ -68,11 +70,8 @@ def resolve_model_path(
         if revision is not None:
             raise ConfigError(f"{name} comes with Weft and has no revisions", param="--revision")
         return bundled[name]
-    # A GGUF file is converted once; afterwards the converted folder is used.
-    folder = Path(name).expanduser()
-    if name and (folder.is_dir() or folder.suffix == ".gguf"):
-        found = find_gguf(folder)
-        return str(folder) if found is None else checkpoint_folder(found)
+    if name and (local := _local_folder(name)) is not None:
+        return local
     if not _is_repository(name):
         near = misspelt(name, bundled)
         hint = f" Did you mean {near!r}?" if near else ""
@@ -84,9 +83,28 @@ def resolve_model_path(
     return _snapshot(name, revision, load_format, cache_dir, model_impl)
 
 
+def _local_folder(name: str) -> str | None:
+    """Return the folder of a local model: a folder, or the converted folder of a GGUF file. None for another
+    name. Raise ConfigError for a path that cannot be read, and for another file."""
+    path = expanded(name)
+    try:
+        if not path.is_dir() and path.suffix != ".gguf":
+            if path.is_file():
+                raise ConfigError(
+                    f"{name!r} is a file: give the folder with config.json and the weights, or a .gguf file",
+                    param="--model",
+                )
+            return None
+        found = find_gguf(path)
+    except OSError as error:  # a folder without permission, or a name that is too long
+        raise ConfigError(f"{name[:200]!r} cannot be read: {error.strerror}", param="--model") from None
+    # A GGUF file is converted once; afterwards the converted folder is used.
+    return str(path) if found is None else checkpoint_folder(found)
+
+
 def is_local(name: str) -> bool:
     """Return True if ``resolve_model_path`` finds ``name`` without the hub, or refuses the name."""
-    return name in bundled_models() or Path(name).expanduser().exists() or not _is_repository(name)
+    return name in bundled_models() or os.path.exists(expanded(name)) or not _is_repository(name)
 
 
 def _is_repository(name: str) -> bool:

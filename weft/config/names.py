@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os.path
-from pathlib import Path
 
 from weft.common import log
 from weft.common.errors import ConfigError
+from weft.common.folder import expanded
 from weft.config.resolved import EngineConfig
 from weft.config.sections.all import ModelSection
 from weft.types.handshake import EngineIdentity
@@ -36,7 +36,7 @@ def accepted_names(model: ModelSection, path: str) -> tuple[str, ...]:
 
 def _is_folder(model: ModelSection, path: str) -> bool:
     """Return True if ``--model`` is the folder itself, False for a bundled or hub model in the folder."""
-    return str(Path(model.model).expanduser()) == path
+    return str(expanded(model.model)) == path
 
 
 def instance_name(config: EngineConfig, replica: int) -> str:

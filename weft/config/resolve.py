@@ -317,8 +317,9 @@ def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> Non
         )
     elif not safe:
         raise ConfigError(
-            "the checkpoint has no *.safetensors file: pass --load-format pickle if the weights are "
-            "pickles and you trust the publisher, or --load-format dummy for random weights",
+            "the checkpoint has no *.safetensors file: download the model again if the download is "
+            "incomplete, pass --load-format pickle if the weights are pickles and you trust the publisher, "
+            "or --load-format dummy for random weights",
             param="--load-format",
         )
 

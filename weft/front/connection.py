@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from weft.common import log as weft_log
 from weft.common.errors import HeaderTooLarge, InvalidRequest, RequestTimeout, Unavailable, WeftError
 from weft.front.http.answers import error_response, to_json
-from weft.front.http.direct import DIRECT, DirectWriter
+from weft.front.http.direct import DIRECT, DirectWriter, UntilClose
 from weft.front.middleware import request_id_of
 
 log = weft_log.get_logger(__name__)
@@ -291,6 +291,8 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Start the handler of ``cycle``, and watch the unsent bytes for the new answer."""
         self._served = cycle
+        if cycle.scope["http_version"] == "1.0":
+            cycle.__class__ = UntilClose
         cast(dict[str, Any], cycle.scope)[DIRECT] = DirectWriter(cycle)
         self._stop_watching()  # later unsent bytes belong to another answer
         if self.flow.write_paused:

@@ -114,6 +114,8 @@ def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) ->
     """Return a socket bound to the address. ``listens``: also listen; otherwise only reserve the address.
     ``shared``: allow other sockets of this server on the same port. Raises ConfigError that names the
     flags."""
+    if host.startswith("[") and host.endswith("]"):  # an IPv6 address as in a URL
+        host = host[1:-1]
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -125,7 +127,7 @@ def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) ->
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
             if family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            listener.bind(address[:2])
+            listener.bind(address)  # with the scope of a link-local address
             if listens:
                 listener.listen(BACKLOG)
             elif not shared:
@@ -137,6 +139,8 @@ def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) ->
             listener.close()
             raise
         return listener
+    except UnicodeError as error:
+        raise ConfigError(f"--host {host[:200]!r} is no host name: {error}", param="host") from None
     except OSError as error:
         # Python rewords some of these errors, with the address in the text; the system's text is plain.
         number = error.errno or 0
@@ -383,12 +387,23 @@ class FrontServer:
             chats = chat.source is not None and chat.problem is None
         else:
             chats = first_request.has_template(self._config, self._section)
-        sys.stdout.write(ready_text(self._listener, self._config, self._section, chats=chats, names=names))
-        sys.stdout.flush()
+        print_ready(ready_text(self._listener, self._config, self._section, chats=chats, names=names))
 
 
 def _requests(count: int) -> str:
     return f"{count} request" if count == 1 else f"{count} requests"
+
+
+def print_ready(text: str) -> None:
+    """Write ``text`` to standard output. If nobody reads the output, or the disk is full, the server serves
+    anyway, and the log has the reason."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        log.warning("the ready line cannot be written to standard output: %s", error.strerror)
+        # The text is still in the buffer, and would fail again at the exit of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def ready_text(

@@ -57,26 +57,34 @@ def checkpoint_folder(path: Path) -> str:
     folder = cache_folder("gguf") / _key(parts)
     if (folder / "config.json").is_file():
         return str(folder)
+    containers = [Container(part) for part in parts]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+        try:
+            _write(made, containers)
+            _publish(made, folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
     except OSError as error:
         raise ConfigError(
             f"the configuration of {parts[0].name} cannot be written to {folder.parent}: "
             f"{error.strerror}; set XDG_CACHE_HOME to another folder",
             param="--model",
         ) from error
-    # A folder appears complete, by a rename, because other processes look for the same folder.
-    try:
-        _write(made, parts)
-        try:
-            made.rename(folder)
-        except OSError:  # another process was faster
-            if not (folder / "config.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
     return str(folder)
+
+
+def _publish(made: Path, folder: Path) -> None:
+    """Rename ``made`` to ``folder``, unless another process was faster. Raises OSError.
+
+    A folder appears complete, by a rename, because other processes look for the same folder.
+    """
+    try:
+        made.rename(folder)
+    except OSError:
+        if not (folder / "config.json").is_file():
+            raise
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -141,13 +149,13 @@ def _key(parts: list[Path]) -> str:
     return f"{parts[0].stem[:80]}-{seen.hexdigest()[:16]}"
 
 
-def _write(folder: Path, parts: list[Path]) -> None:
+def _write(folder: Path, containers: list[Container]) -> None:
     """Write the files of the checkpoint folder: layout, tokenizer, links to the weights, and config.json
     last. Raises ConfigError for an unsupported model.
 
     An unusable tokenizer is noted in a file instead: see ``check_tokenizer``.
     """
-    containers = [Container(part) for part in parts]
+    parts = [container.path for container in containers]
     metadata = containers[0].metadata
     tensors = [tensor for container in containers for tensor in container.tensors()]
     try:

@@ -106,7 +106,7 @@ def read_trace(path: str | Path) -> list[Arrival]:
     """
     name = Path(path).name
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"--trace-file {name}: {why}", param="--trace-file") from error

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from weft.common.errors import ConfigError
+from weft.common.folder import expanded
 from weft.common.log import get_logger
 from weft.disagg.protocol import digests
 from weft.store import layout
@@ -77,7 +78,7 @@ class SegmentStore(RecordStore):
                 f"{LEAST_BUDGET >> 20}M",
                 param="--kv-disk",
             )
-        self._root = settings.folder.expanduser()
+        self._root = expanded(settings.folder)
         self._folder = self._root / settings.namespace
         self._disk = disk or Disk(settings.direct)
         self._prepare()

@@ -16,7 +16,7 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.text.echoes import REASONING, reasoning_of, without_reasoning
-from weft.text.images import VIDEO_PARTS, ImagePart, VideoPart, fps_of, image_part, video_part
+from weft.text.images import VIDEO_PARTS, ImagePart, VideoPart, as_chat, fps_of, image_part, video_part
 from weft.text.tokenizer import check_text
 from weft.text.videos import video_file
 
@@ -356,6 +356,7 @@ def _part(part: Any, where: str, content: str, shows: Shows | None) -> Part:
         if shows is not None:
             return part
         raise _unsupported(part.part_type, part.where, part.where)
+    part = as_chat(part)
     part_type = part.get("type") if isinstance(part, Mapping) else None
     if shows is not None and part_type in ("image_url", "image") and isinstance(part, Mapping):
         return image_part(part, str(part_type), where)

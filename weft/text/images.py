@@ -91,6 +91,21 @@ def image_part(part: Mapping[str, Any], part_type: str, where: str) -> ImagePart
     return ImagePart(url, where, detail_of(fields.get("detail"), where), part_type)
 
 
+_OF_RESPONSES = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
+"""Type of a part in the Responses API -> type in chat. Some clients mix both APIs."""
+
+
+def as_chat(part: Any) -> Any:
+    """Return a part of the Responses API as a part of chat; any other part unchanged."""
+    part_type = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part_type, str) or part_type not in _OF_RESPONSES:
+        return part
+    made = {**part, "type": _OF_RESPONSES[part_type]}
+    if part_type == "input_image" and isinstance(url := part.get("image_url"), str):
+        made["image_url"] = {"url": url, "detail": made.pop("detail", None)}
+    return made
+
+
 VIDEO_PARTS = ("video", "video_url")
 LEAST_FPS, MOST_FPS = 1e-3, 1e3
 MOST_SECONDS = 1e6

@@ -83,7 +83,7 @@ def _read_template(path: str | Path) -> str:
     Raises ConfigError if the file is unreadable or does not compile.
     """
     try:
-        source = Path(path).read_text(encoding="utf-8")
+        source = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         raise ConfigError("--chat-template must name a readable text file", param="chat_template") from None
     try:

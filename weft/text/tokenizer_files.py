@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from weft.common.errors import ConfigError
-from weft.common.lfs import refuse_pointer
+from weft.common.lfs import read_model_text
+from weft.config.families.facts import read_json
 from weft.text.segments import Segmentation
 from weft.text.vocabularies.choose import read_vocabulary
 
@@ -42,8 +41,8 @@ def read_text_files(folder: str | Path) -> TextFiles:
     Raises ConfigError without a usable vocabulary, and for invalid JSON.
     """
     root = Path(folder)
-    config = _read_json(root / "tokenizer_config.json")
-    special = {**config, **_read_json(root / "special_tokens_map.json")}
+    config = _read_json(root, "tokenizer_config.json")
+    special = {**config, **_read_json(root, "special_tokens_map.json")}
     vocabulary = read_vocabulary(root, config)
     named = {role: text for role in NAMED if (text := _content(special.get(role))) is not None}
     return TextFiles(
@@ -59,22 +58,13 @@ def read_text_files(folder: str | Path) -> TextFiles:
 
 
 def _model_type(root: Path) -> str:
-    value = _read_json(root / "config.json").get("model_type")
+    value = _read_json(root, "config.json").get("model_type")
     return value if isinstance(value, str) else ""
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(root: Path, name: str) -> dict[str, Any]:
     """Return the JSON object of a file; {} if the file is missing. Raises ConfigError for anything else."""
-    if not path.is_file():
-        return {}
-    refuse_pointer(path)
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise ConfigError(f"{path.name} of the model is not valid JSON") from None
-    if not isinstance(result, dict):
-        raise ConfigError(f"{path.name} of the model must hold a JSON object")
-    return result
+    return read_json(root, name) or {}
 
 
 def _content(token: Any) -> str | None:
@@ -88,13 +78,14 @@ def _extra_tokens(special: dict[str, Any]) -> tuple[str, ...]:
     """Return the texts of special tokens without a role, without repetitions."""
     found: list[str] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
-        value = special.get(key) or ()
+        value = special.get(key)
         # transformers writes a list, or an object with names for the tokens.
-        items = value.values() if isinstance(value, dict) else value
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         found.extend(text for item in items if (text := _content(item)) is not None)
-    for entry in (special.get("added_tokens_decoder") or {}).values():
+    decoder = special.get("added_tokens_decoder")
+    for entry in decoder.values() if isinstance(decoder, dict) else ():
         text = _content(entry)
-        if text is not None and entry.get("special"):
+        if text is not None and isinstance(entry, dict) and entry.get("special"):
             found.append(text)
     return tuple(dict.fromkeys(found))
 
@@ -105,9 +96,9 @@ def _eos_ids(root: Path) -> tuple[int, ...]:
     Raises ConfigError for invalid JSON.
     """
     found: list[int] = []
-    config = _read_json(root / "config.json")
+    config = _read_json(root, "config.json")
     nested = config.get("text_config")
-    sources = [_read_json(root / "generation_config.json"), config]
+    sources = [_read_json(root, "generation_config.json"), config]
     for source in [*sources, nested if isinstance(nested, dict) else {}]:
         # An id or a list of ids. ``bool`` is a subclass of ``int`` and is excluded.
         value = source.get("eos_token_id")
@@ -121,15 +112,14 @@ def _chat_template(root: Path, config: dict[str, Any]) -> str | None:
     """Return the default chat template, or None.
 
     The order of preference: chat_template.jinja, the field in tokenizer_config.json, chat_template.json.
-    Raises ConfigError for a Git LFS pointer or invalid JSON.
+    Raises ConfigError for an unreadable file, a Git LFS pointer or invalid JSON.
     """
     path = root / "chat_template.jinja"
     if path.is_file():
-        refuse_pointer(path)
-        return path.read_text(encoding="utf-8")
+        return read_model_text(path)
     value = config.get("chat_template")
     if value is None:
-        value = _read_json(root / "chat_template.json").get("chat_template")
+        value = _read_json(root, "chat_template.json").get("chat_template")
     if isinstance(value, list):  # named templates: [{"name": ..., "template": ...}]
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
         value = named.get("default")

@@ -35,6 +35,7 @@ tokens of every sequence.
 MAX_ID_LIST = 1024
 MAX_BIAS = 1024
 SEED_MASK = (1 << 64) - 1
+_LISTS = frozenset(("stop", "stop_token_ids", "bad_words", "allowed_token_ids"))
 REPETITION_PENALTY_RANGE = (0.01, 100.0)
 """Allowed range. Logits are divided by the penalty, so a value near 0 would overflow."""
 
@@ -103,14 +104,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     def __post_init__(self) -> None:
-        """Turn lists into tuples, and a single stop string into a tuple. Raises InvalidRequest."""
+        """Turn lists into tuples, a single stop string into a tuple, None of a list into no entries, and
+        numbers of numpy into Python's. Raises InvalidRequest."""
         # A single string is one stop string, not a sequence of characters.
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+        for name in self.__struct_fields__:
             value = getattr(self, name)
-            if isinstance(value, list):
-                msgspec.structs.force_setattr(self, name, tuple(value))
+            if (plain := _plain(name, value)) is not value:
+                msgspec.structs.force_setattr(self, name, plain)
         if isinstance(self.force_routed_experts, np.ndarray):
             msgspec.structs.force_setattr(self, "force_routed_experts", Routes.of(self.force_routed_experts))
         _check_ranges(self)
@@ -147,6 +149,24 @@ class TokenParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     logprobs: int = -1
     """-1 for none, else the number of top alternatives with the sampled token."""
     prompt_logprobs: int = -1
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return the value of the field ``name`` as a caller in Python means the value; see ``__post_init__``."""
+    if name in _LISTS:
+        if value is None and name != "allowed_token_ids":  # None allows all tokens
+            return ()
+        return tuple(map(_scalar, value)) if isinstance(value, list | np.ndarray) else value
+    if name == "logit_bias" and isinstance(value, dict):
+        if any(isinstance(one, np.generic) for pair in value.items() for one in pair):
+            return {_scalar(token): _scalar(bias) for token, bias in value.items()}
+        return value
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> Any:
+    """Return a number of numpy as Python's number; any other value unchanged."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _fail(name: str, message: str) -> None:
@@ -212,6 +232,8 @@ def _check_lists(p: SamplingParams) -> None:
             _integer(name, token, 0, (1 << 31) - 1)
     if p.allowed_token_ids is not None and not p.allowed_token_ids:
         _fail("allowed_token_ids", "must not be empty")
+    if not isinstance(p.force_routed_experts, Routes | None):
+        _fail("force_routed_experts", "must be an integer array [tokens, layers, experts per token]")
     if p.logit_bias is not None:
         if not isinstance(p.logit_bias, dict) or len(p.logit_bias) > MAX_BIAS:
             _fail("logit_bias", f"must map at most {MAX_BIAS} token ids to numbers")

@@ -9,7 +9,8 @@ import click
 from weft.bench.workloads import WORKLOADS
 from weft.cli import options
 from weft.cli.bench import bench_load
-from weft.cli.bench.bench_load import PRESETS, check_writable, json_option, write_json
+from weft.cli.bench.bench_load import PRESETS, json_option
+from weft.cli.result_file import check_result_file, write_json
 from weft.common import log
 from weft.common.errors import ConfigError
 from weft.common.progress import progress_bar
@@ -93,7 +94,7 @@ def offline(
     """
     if alone and identical is None:
         raise ConfigError("--alone requires --identical", param="--alone")
-    check_writable(json_file, "--json")
+    check_result_file(json_file)
     config = options.build(given, model_name)
     log.configure(config.front.log_level)
     settings = options.keywords(config)
@@ -143,7 +144,7 @@ def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
     The table is written to the user's cache folder, and has priority over Weft's own table. The table matters
     if neither the CPU extension nor --deterministic decides. The measurement takes a few minutes.
     """
-    check_writable(json_file, "--json")
+    check_result_file(json_file)
     import torch
 
     from weft.bench import moe_table as run
@@ -184,7 +185,7 @@ def dispatch(ranks: tuple[int, ...], json_file: str | None) -> int:
     The table is written to the user's cache folder, and has priority over Weft's own table. The measurement
     takes about a minute.
     """
-    check_writable(json_file, "--json")
+    check_result_file(json_file)
     from weft.bench import dispatch_bench as run
     from weft.moe import exchange_cost
 
@@ -210,7 +211,7 @@ def machine(threads: int | None, json_file: str | None) -> int:
     product in each format with 1 and with 64 rows. The measurement takes about half a minute and 1
     GB of memory.
     """
-    check_writable(json_file, "--json")
+    check_result_file(json_file)
     from weft.bench import machine_bench as run
     from weft.engine.cpu_threads import set_threads
 

@@ -14,6 +14,7 @@ import click
 
 from weft.bench.workloads import WORKLOADS
 from weft.cli import options
+from weft.cli.result_file import check_result_file, write_json
 from weft.common.errors import ConfigError
 from weft.config.flags import SETTINGS
 from weft.config.sections.all import Config
@@ -34,18 +35,6 @@ _plot_option = click.option(
     type=click.Path(dir_okay=False),
     help="Write a plot (PNG) to this file; requires matplotlib.",
 )
-
-
-def check_writable(file: str | None, flag: str) -> None:
-    """Raise ConfigError, before a run, if the result file could not be written."""
-    if file is not None and not Path(file).absolute().parent.is_dir():
-        raise ConfigError(f"{flag} must name a file in an existing folder", param=flag)
-
-
-def write_json(file: str | None, report: dict[str, Any]) -> None:
-    """Write a result, if a file was requested."""
-    if file is not None:
-        Path(file).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _check_positive(given: dict[str, Any], *names: str) -> None:
@@ -182,8 +171,8 @@ def serve(json_file: str | None, plot_file: str | None, **given: Any) -> int:
     from weft.bench import plots, report, serving_bench
 
     asked = _asked(given)
-    check_writable(json_file, "--json")
-    check_writable(plot_file, "--plot")
+    check_result_file(json_file)
+    check_result_file(plot_file, "--plot")
     if plot_file is not None:
         plots.require_matplotlib()
     found = serving_bench.measure(asked)
@@ -329,8 +318,8 @@ def sweep(model_name: str | None, json_file: str | None, plot_file: str | None, 
     from weft.bench import sweep as sweeps
 
     _check_positive(given, "point_seconds", "ready_timeout")
-    check_writable(json_file, "--json")
-    check_writable(plot_file, "--plot")
+    check_result_file(json_file)
+    check_result_file(plot_file, "--plot")
     if plot_file is not None:
         plots.require_matplotlib()
     chosen = sweeps.Sweep(

@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 import msgspec
 
-from weft.common.client_tls import client_options
+from weft.common.client_tls import check_url, client_options, key_headers
 
 CONNECT_S = 10.0
 SILENCE_S = 600.0
@@ -74,10 +74,10 @@ class ChatClient:
     ) -> None:
         """``url``: URL in any form that ``base_url`` accepts. ``timeout``: maximum seconds of silence.
         ``client_cert``: PEM file for a server that requires a certificate. Raise ConfigError for an unusable
-        file."""
+        URL, key or file."""
         self.url = base_url(url)
         self._http = httpx.Client(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers=key_headers(api_key),
             timeout=httpx.Timeout(timeout, connect=CONNECT_S),
             **client_options(self.url, client_cert),
         )
@@ -119,6 +119,8 @@ class ChatClient:
                 if answer.status_code != 200:
                     raise ChatError(_refusal(answer.status_code, answer.read()))
                 yield from pieces_of(sse_data(answer.iter_bytes()))
+        except UnicodeEncodeError:  # bytes of the command line or of standard input
+            raise ChatError("the conversation has bytes that are no UTF-8 text") from None
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise _unreachable(self.url, error) from None
         except httpx.TimeoutException:
@@ -132,8 +134,10 @@ class ChatClient:
 
 
 def base_url(url: str) -> str:
-    """Return ``url`` with a scheme, without trailing slash, and with /v1 if the path is empty."""
+    """Return ``url`` with a scheme, without trailing slash, and with /v1 if the path is empty. Raise
+    ConfigError for a text that is no URL."""
     whole = url if "://" in url else f"http://{url}"
+    check_url(whole)
     parts = urlsplit(whole.rstrip("/"))
     path = parts.path.removesuffix("/chat/completions") or "/v1"
     return f"{parts.scheme}://{parts.netloc}{path}"

@@ -21,6 +21,7 @@ import click
 from weft.cli.client_cert import client_cert, client_cert_option
 from weft.common import env
 from weft.common.errors import ConfigError
+from weft.common.folder import expanded, home_folder
 
 if TYPE_CHECKING:
     from weft.cli.chat.chat_client import ChatClient
@@ -125,7 +126,7 @@ def chat(
 def read_tools(path: str) -> list[Any]:
     """Return the tools of a file in the form of requests. Raise ConfigError."""
     try:
-        tools = json.loads(Path(path).read_text(encoding="utf-8"))
+        tools = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"--tools {path}: {error.strerror or 'cannot be read'}", param="--tools") from None
     except (ValueError, RecursionError):
@@ -147,7 +148,7 @@ def image_url(name: str, kinds: tuple[str, ...] = ("image/",)) -> str:
     """
     if name.startswith(("http://", "https://", "data:")):
         return name
-    path = Path(name).expanduser()
+    path = expanded(name)
     # Not every system's table has these types.
     kind = _TYPES.get(path.suffix.lower()) or mimetypes.guess_type(path.name)[0] or ""
     if not kind.startswith(kinds):
@@ -172,7 +173,7 @@ def frame_urls(names: str) -> list[str]:
         raise ConfigError(f"{names} has an opening quote without a closing quote") from None
     found = []
     for word in words:
-        pattern = str(Path(word).expanduser()) if "*" in word else ""
+        pattern = str(expanded(word)) if "*" in word else ""
         found += sorted(glob.glob(pattern)) or [word]
     kinds = ("image/", "video/") if len(found) == 1 else ("image/",)
     return [image_url(name, kinds) for name in found]
@@ -200,7 +201,7 @@ def talk_to(url: str, api_key: str, model: str | None, system: str) -> int:
 def _history_path() -> Path:
     """Return the default path of the input history."""
     state = env.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path.home() / ".local" / "state") / "weft" / "chat_history"
+    return (Path(state) if state else home_folder() / ".local" / "state") / "weft" / "chat_history"
 
 
 def _converse(
@@ -454,10 +455,12 @@ class Talk:
             return
         markdown = name.endswith(".md")
         text = self._conversation.as_markdown() if markdown else self._conversation.as_json()
-        path = Path(name).expanduser()
+        path = expanded(name)
         try:
             # O_EXCL: never overwrite a file.
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            with os.fdopen(
+                os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+            ) as file:
                 file.write(text)
         except FileExistsError:
             self._view.problem(f"{name} exists: give another name")

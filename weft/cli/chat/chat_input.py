@@ -16,6 +16,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.styles import Style
 
 from weft.cli.chat.chat_session import COMMANDS, unfinished
+from weft.common.errors import ConfigError
 
 
 class Lines(Protocol):
@@ -40,13 +41,15 @@ class PlainLines:
         self._source = source or sys.stdin
 
     def ask(self, question: str = "") -> str | None:
-        """Return the next input, or None at the end of the file. Shows nothing."""
-        text = self._source.readline()
-        if not text:
-            return None
-        while unfinished(text) and (line := self._source.readline()):
-            text += line
-        return text
+        """Return the next input, or None at the end of the file. Shows nothing. Raise ConfigError for bytes
+        that are no text."""
+        try:
+            text = self._source.readline()
+            while unfinished(text) and (line := self._source.readline()):
+                text += line
+        except UnicodeDecodeError:
+            raise ConfigError("standard input is not UTF-8 text") from None
+        return text or None
 
 
 class TerminalLines:

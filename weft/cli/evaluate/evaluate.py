@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import click
 
 from weft.cli import options
+from weft.cli.result_file import check_result_file, write_json
 from weft.common import log
 from weft.common.errors import ConfigError
 from weft.config.sections.all import Config
@@ -99,12 +98,11 @@ def measured(function: Measure, model: str | None = None) -> Callable[..., int]:
         # Move the long list of problems to the end of the file.
         problems = report.pop("problems")
         report = {**report, "seconds": round(time.monotonic() - started, 1), "problems": problems}
-        if json_file is not None:
-            Path(json_file).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         first, *more = lines
         click.echo(f"{report['task']}: {first}, {report['seconds']} s")
         for line in more:
             click.echo(line)
+        write_json(json_file, report)
         return 0
 
     # Decorators apply from the last to the first.
@@ -157,8 +155,7 @@ def check(url: str | None, reference: bool, json_file: str | None, api_key: str 
         raise ConfigError("--url and --reference are two different things to measure: give only one of them")
     if api_key and not url:
         raise ConfigError("--api-key requires --url")
-    if json_file is not None and not Path(json_file).absolute().parent.is_dir():
-        raise ConfigError("--json must name a file in an existing folder")
+    check_result_file(json_file)
 
 
 @evaluate.command("gsm-mini", cls=options.Command, short_help="Arithmetic word problems, exact answers.")

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import httpx
 
+from weft.common.client_tls import client_options, key_headers
 from weft.common.errors import ConfigError, WeftError
 from weft.common.progress import progress_bar
 from weft.config.sections.all import Config
@@ -37,6 +38,13 @@ def from_server(
     return asyncio.run(_ask_server(base_of(url), model, chats, concurrency, max_tokens, key, title))
 
 
+def client_of(base: str, key: str | None, concurrency: int) -> httpx.AsyncClient:
+    """Return a client with at most ``concurrency`` connections to the server at ``base``. Raise ConfigError
+    for an unusable URL or key."""
+    limits = httpx.Limits(max_connections=concurrency)
+    return httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=key_headers(key), **client_options(base))
+
+
 def base_of(url: str) -> str:
     """Return the base URL with ``/v1``. Raise ConfigError for an invalid URL."""
     base = url.rstrip("/")
@@ -58,9 +66,7 @@ async def _ask_server(
 
     Shows a bar. Raises the errors of ``call`` at the first failure.
     """
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=headers) as client:
+    async with client_of(base, key, concurrency) as client:
         if model is None:
             model = await served_model(client, base)
         with progress_bar(total=len(chats), title=title, unit="problem") as bar:
@@ -71,7 +77,7 @@ async def _ask_server(
                     body["max_tokens"] = max_tokens
                 answer = await call(client, "POST", f"{base}/chat/completions", body)
                 bar.update()
-                return str(answer["choices"][0]["message"]["content"] or "")
+                return str(message_of(answer).get("content") or "")
 
             return model, await in_turns(one, chats, concurrency)
 
@@ -103,7 +109,25 @@ async def in_turns(
 
 async def served_model(client: httpx.AsyncClient, base: str) -> str:
     """Return the first model that the server lists."""
-    return str((await call(client, "GET", f"{base}/models"))["data"][0]["id"])
+    found = await call(client, "GET", f"{base}/models")
+    try:
+        return str(found["data"][0]["id"])
+    except (LookupError, TypeError):
+        raise ConfigError("--url: the server lists no model: name the model", param="--url") from None
+
+
+def message_of(answer: Any) -> dict[str, Any]:
+    """Return the message of a chat completion. Raise ConfigError for an answer of another form."""
+    try:
+        message = answer["choices"][0]["message"]
+    except (LookupError, TypeError):
+        message = None
+    if not isinstance(message, dict):
+        raise ConfigError(
+            "--url: the answer is no chat completion; does --url name an OpenAI-compatible server?",
+            param="--url",
+        )
+    return message
 
 
 async def call(client: httpx.AsyncClient, method: str, url: str, body: dict[str, Any] | None = None) -> Any:

@@ -10,9 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import httpx
-
-from weft.cli.evaluate.text_answers import TIMEOUT, base_of, call, in_turns, served_model
+from weft.cli.evaluate.text_answers import base_of, call, client_of, in_turns, message_of, served_model
 from weft.common.progress import progress_bar
 from weft.config import hub
 from weft.config.sections.all import Config
@@ -50,9 +48,7 @@ async def _ask(
 
     The dialogues receive the texts and calls. Return the model's name. Raises the errors of ``call``.
     """
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=headers) as client:
+    async with client_of(base, key, concurrency) as client:
         name = model or await served_model(client, base)
         with progress_bar(total=len(dialogues), title="tools-mini", unit="problem") as bar:
 
@@ -64,7 +60,7 @@ async def _ask(
                     if max_tokens is not None:
                         body["max_tokens"] = max_tokens
                     answer = await call(client, "POST", f"{base}/chat/completions", body)
-                    dialogue.take(*read_message(answer["choices"][0]["message"]))
+                    dialogue.take(*read_message(message_of(answer)))
                 bar.update()
 
             await in_turns(one, dialogues, concurrency)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Protocol
 
+from weft.common.client_tls import key_headers
 from weft.common.errors import ConfigError, EngineDead, WeftError
 from weft.control.planner.observations import (
     COUNTERS,
@@ -40,7 +41,7 @@ class AdminRoutes:
 
     def __init__(self, client: httpx.Client, admin_key: str) -> None:
         self._client = client
-        self._headers = {"Authorization": f"Bearer {admin_key}"}
+        self._headers = key_headers(admin_key)
 
     def engines(self) -> tuple[EngineSeen, ...]:
         """Return the engines of all groups. Raises EngineDead without an answer and ConfigError after a
@@ -75,7 +76,7 @@ class LiveServer:
         """``api_key``: "" for a server without keys, or with open metrics."""
         self._client = client
         self._owner = owner
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = key_headers(api_key)
 
     def snapshot(self) -> Snapshot:
         """Return the counters of now. Raises EngineDead without an answer and ConfigError after a

@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -202,7 +201,7 @@ def run_fronts(
     from weft.control.processes.cluster_server import ClusterServer
     from weft.control.processes.supervisor import Supervisor
     from weft.front.first_request import has_template
-    from weft.front.front_server import ready_text
+    from weft.front.front_server import print_ready, ready_text
 
     # SO_REUSEPORT is set only after the bind: with SO_REUSEPORT from the start, another server of the same
     # user could share the port unnoticed.
@@ -221,8 +220,7 @@ def run_fronts(
 
     def announce() -> None:
         chats = has_template(resolved, front)
-        sys.stdout.write(ready_text(reserved, resolved, section, chats=chats))
-        sys.stdout.flush()
+        print_ready(ready_text(reserved, resolved, section, chats=chats))
         operations.compile(server.switch)
 
     supervisor = Supervisor(

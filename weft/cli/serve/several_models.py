@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -158,7 +157,7 @@ def _serve_fronts(
     from weft.control.processes.supervisor import Supervisor
     from weft.engine.server.engine_processes import EngineGroups
     from weft.front.first_request import has_template
-    from weft.front.front_server import ready_text
+    from weft.front.front_server import print_ready, ready_text
     from weft.front.requests.models.model_set import facts
 
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -180,8 +179,7 @@ def _serve_fronts(
     def announce() -> None:
         chats = has_template(config, front)
         names = [model.name for model in models]
-        sys.stdout.write(ready_text(reserved, config, section, chats=chats, names=names))
-        sys.stdout.flush()
+        print_ready(ready_text(reserved, config, section, chats=chats, names=names))
 
     table = SharedTable([facts(model) for model in models], memory_budget(front))
     loads = ModelLoads(table, {one.name: each for one, each in zip(models, engines, strict=True)})

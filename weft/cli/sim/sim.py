@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -13,6 +12,7 @@ import msgspec
 from click.core import ParameterSource
 
 from weft.cli import options
+from weft.cli.result_file import check_result_file, write_result
 from weft.cli.sim.sim_agents import agents_command
 from weft.cli.sim.sim_day import day_command
 from weft.cli.sim.sim_plan import plan_command
@@ -148,8 +148,7 @@ def sim(cost_name: str, others: tuple[str, ...], json_file: str | None, **given:
         return 0
     config = _build(given)
     log.configure(config.front.log_level)
-    if json_file is not None and not Path(json_file).absolute().parent.is_dir():
-        raise ConfigError("--json must name a file in an existing folder")
+    check_result_file(json_file)
     cost = load(cost_name)
     arrivals = _arrivals(given, cost)
     # Check every run before the first simulation starts.
@@ -166,7 +165,7 @@ def sim(cost_name: str, others: tuple[str, ...], json_file: str | None, **given:
             {"name": name, "scheduler": one.scheduler, "report": report} for name, one, report in reports
         ]
         data = msgspec.json.encode({"cost_model": cost.about or cost_name, "runs": found})
-        Path(json_file).write_bytes(msgspec.json.format(data, indent=2))
+        write_result(json_file, msgspec.json.format(data, indent=2))
     return 0
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 
-from weft.common.errors import ConfigError
+from weft.cli.result_file import check_result_file, write_result
 from weft.control.planner.capacity import Limits
 from weft.sim.day import Bench, Outcome, divisions_of, draw_day, encode
 from weft.sim.deployment import Groups
@@ -75,8 +74,7 @@ def day_command(
     as many groups as the planner had on average, rounded up, play the same day: every division with two or
     more groups of each role. Counts the requests outside their limits.
     """
-    if json_file is not None and not Path(json_file).absolute().parent.is_dir():
-        raise ConfigError("--json must name a file in an existing folder")
+    check_result_file(json_file)
     logging.getLogger("weft").setLevel(logging.CRITICAL)  # losses of hosts are part of the day
     limits = Limits(ttft_ms / 1e3, tpot_ms / 1e3)
     cost = load(cost_name).scaled(slower)
@@ -88,8 +86,7 @@ def day_command(
             click.echo(line(seed, outcome))
             for text in outcome.log if logged else ():
                 click.echo(f"    {text}")
-    if json_file is not None:
-        Path(json_file).write_bytes(encode(outcomes))
+    write_result(json_file, encode(outcomes))
     return 0
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
+from weft.cli.result_file import check_result_file, write_result
 from weft.common.errors import ConfigError
 from weft.common.progress import progress_bar
 from weft.config.flags import parse_size
@@ -163,8 +163,7 @@ def plan_command(json_file: str | None, **given: Any) -> int:
     A cost model replaces the model and the machine, and a bandwidth replaces the transport. Shows the share
     of requests within both limits for each deployment.
     """
-    if json_file is not None and not Path(json_file).absolute().parent.is_dir():
-        raise ConfigError("--json must name a file in an existing folder")
+    check_result_file(json_file)
     cost = load(given["cost_name"])
     arrivals = _arrivals(given)
     section = _section(given, len(arrivals))
@@ -179,7 +178,7 @@ def plan_command(json_file: str | None, **given: Any) -> int:
     click.echo(advice(outcomes, given["goal"]))
     if json_file is not None:
         data = msgspec.json.encode({"cost_model": cost.about or given["cost_name"], "runs": outcomes})
-        Path(json_file).write_bytes(msgspec.json.format(data, indent=2))
+        write_result(json_file, msgspec.json.format(data, indent=2))
     return 0
 
 

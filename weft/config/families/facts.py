@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.common.errors import ConfigError
-from weft.common.lfs import refuse_pointer
+from weft.common.lfs import read_model_text
 
 #: Fields that change results, with the values without effect. Any other value in a field that the family
 # does not read is refused by name. Ignoring the field would give wrong results.
@@ -49,15 +49,15 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 def read_json(folder: Path, name: str) -> dict[str, Any] | None:
     """Return the JSON object in ``folder/name``, or None without such a file.
 
-    Raise ConfigError for a broken file or a Git LFS pointer.
+    Raise ConfigError for an unreadable or broken file, and for a Git LFS pointer.
     """
     path = folder / name
     if not path.is_file():
         return None
-    refuse_pointer(path, "--model")
+    text = read_model_text(path, "--model")
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        result = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{name} of model {folder.name!r} is not readable JSON: {error}", param="--model"
         ) from error

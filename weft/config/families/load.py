@@ -14,6 +14,7 @@ from weft.common.registry import Registry
 from weft.config.families.declared.rows import MODEL_TYPES as DECLARED_TYPES
 from weft.config.families.declared.rows import ROWS, WRAPPERS
 from weft.config.families.facts import Facts, read_json
+from weft.config.families.generation import generation_ends
 from weft.config.families.generic import probing as generic
 from weft.config.families.quantized import quantized_spec
 from weft.config.families.tasks.pooling import (
@@ -242,9 +243,7 @@ def _architecture(facts: Facts) -> str:
 
 def _eos_ids(spec: ModelSpec, folder: Path) -> tuple[int, ...]:
     """Return the end-of-text ids of both files, without ids outside of the vocabulary."""
-    generation = read_json(folder, "generation_config.json")
-    more = Facts(generation).integers("eos_token_id") if generation is not None else ()
-    return tuple(sorted({i for i in spec.eos_ids + more if 0 <= i < spec.vocab_size}))
+    return tuple(sorted({i for i in spec.eos_ids + generation_ends(folder) if 0 <= i < spec.vocab_size}))
 
 
 def _has_modules(facts: Facts) -> bool:

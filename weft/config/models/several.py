@@ -16,6 +16,7 @@ Each model resolves as a server of its own. All models are checked before anythi
 from __future__ import annotations
 
 import math
+import os.path
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ import msgspec
 
 from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
+from weft.common.folder import expanded
 from weft.common.log import get_logger
 from weft.config.file import field_of, load_yaml, parse_values
 from weft.config.flags import SETTINGS, parse_size
@@ -216,14 +218,15 @@ def in_folder(folder: str) -> list[str]:
     model in several GGUF files, the first counts; files of vision towers do not. Raise ConfigError."""
     flag = "--models-dir"
     try:
-        entries = sorted(Path(folder).expanduser().iterdir())
+        entries = sorted(expanded(folder).iterdir())
     except OSError as error:
         raise ConfigError(f"{flag} {folder}: {error.strerror}", param=flag) from error
     found = []
     for entry in entries:
         part = re.search(r"-(\d{5})-of-\d{5}\.gguf$", entry.name)
         is_file = entry.suffix == ".gguf" and not entry.name.startswith("mmproj")
-        if (entry / "config.json").is_file() or (is_file and (part is None or int(part[1]) == 1)):
+        # ``isfile`` is False for a folder without permission, such as lost+found at the root of a disk.
+        if os.path.isfile(entry / "config.json") or (is_file and (part is None or int(part[1]) == 1)):
             found.append(str(entry))
     if not found:
         raise ConfigError(f"{flag} {folder} has no subfolder with config.json, and no GGUF file", param=flag)

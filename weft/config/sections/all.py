@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from weft.config.foreign import as_json, spelled
+from weft.config.foreign import as_json, dtype_name, spelled
 from weft.config.sections.events_section import EventsSection
 from weft.config.sections.front_section import FrontSection
 from weft.config.sections.lora_section import LoraSection
@@ -54,7 +54,7 @@ class ModelSection(Section, frozen=True, kw_only=True):
         Meta(
             description="Dtype of weights and KV cache. auto: the checkpoint's dtype; float32 for "
             "bundled models on a CPU.",
-            extra={"reader": spelled({"half": "float16", "float": "float32"})},
+            extra={"reader": dtype_name},
         ),
     ] = "auto"
     max_model_len: Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from weft.common.errors import ConfigError
-from weft.common.folder import cache_folder
+from weft.common.folder import cache_folder, expanded
 from weft.config.sections.parallel_section import Section
 
 AUTO_SHARE = 0.1
@@ -78,7 +78,7 @@ class TierSection(Section, frozen=True, kw_only=True):
 
 def disk_folder(tier: TierSection) -> Path:
     """Return the folder of the disk tier."""
-    return cache_folder("kv") if tier.kv_disk_dir is None else Path(tier.kv_disk_dir).expanduser()
+    return cache_folder("kv") if tier.kv_disk_dir is None else expanded(tier.kv_disk_dir)
 
 
 def disk_bytes(tier: TierSection, size: int | None) -> int:

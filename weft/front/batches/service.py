@@ -8,7 +8,6 @@ import sqlite3
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import msgspec
@@ -21,6 +20,7 @@ from weft.batch.lines import BatchAnswer, Checks, body_of, sequences_of
 from weft.batch.runner import BatchRunner, LineBroken, LineLost, LineOutput, LineRequest
 from weft.batch.store import DAY, BatchRow, BatchStore
 from weft.common.errors import InvalidRequest, NotFound, TooLarge, Unavailable, WeftError
+from weft.common.folder import expanded
 from weft.common.log import get_logger
 from weft.config.flags import parse_size
 from weft.front.batches.batch_metrics import BatchCounts
@@ -61,7 +61,7 @@ class BatchService:
         """Open the folder. Raises ConfigError for an unusable one."""
         section = front.section
         self._front = front
-        self._base = BatchDatabase(Path(folder).expanduser())
+        self._base = BatchDatabase(expanded(folder))
         self.retention = section.batch_retention * DAY
         self.max_bytes = parse_size(section.batch_max_bytes) or 0
         self.files = BatchFiles(self._base, time.time, self.retention)

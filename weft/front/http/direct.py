@@ -1,8 +1,9 @@
-"""Writes of an open stream to its connection, without the layers of ASGI."""
+"""Writes of answers to their connections: without the layers of ASGI, and without chunks for HTTP/1.0."""
 
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -28,3 +29,21 @@ class DirectWriter:
     def write(self, data: bytes) -> None:
         """Write a part of the body. Call only while ``ready`` is True and no ``send`` waits."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+class UntilClose(RequestResponseCycle):
+    """Answer to a client of HTTP/1.0, which knows no chunks: an answer without a length ends with the
+    connection."""
+
+    _length_unknown = False
+
+    async def send(self, message: Any) -> None:
+        """Send a message of the answer."""
+        if message["type"] == "http.response.start":
+            names = [name.lower() for name, _ in message.get("headers", ())]
+            self._length_unknown = b"content-length" not in names
+            if self._length_unknown:
+                self.chunked_encoding = False  # uvicorn then adds no header
+        elif self._length_unknown:
+            self.expected_content_length = len(message.get("body", b""))  # uvicorn compares both
+        await super().send(message)

@@ -8,6 +8,7 @@ effect.
 
 from __future__ import annotations
 
+import codecs
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
@@ -45,13 +46,19 @@ def parse(body: bytes, cls: type[B]) -> B:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in ``body``. Raises InvalidRequest for anything else."""
+    """Return the JSON object in ``body``, which may begin with a byte order mark. Raises InvalidRequest for
+    anything else."""
     try:
-        data = msgspec.json.decode(body)
+        data = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
-    except (msgspec.MsgspecError, ValueError):
-        raise InvalidRequest("the body is not valid JSON", code="invalid_json") from None
+    except msgspec.MsgspecError as error:
+        why = _reason(error).removeprefix("jSON is malformed: ")
+        raise InvalidRequest(f"the body is not valid JSON: {why}", code="invalid_json") from None
+    except ValueError:
+        raise InvalidRequest(
+            "the body is not valid JSON: the text is not UTF-8", code="invalid_json"
+        ) from None
     if not isinstance(data, dict):
         raise InvalidRequest("the body must be a JSON object", code="invalid_json")
     return data
@@ -111,7 +118,7 @@ def convert(name: str, value: Any, target: Any) -> Any:
         raise InvalidRequest(f"{name} is nested too deeply", param=name) from None
 
 
-def _reason(error: msgspec.ValidationError) -> str:
+def _reason(error: msgspec.MsgspecError) -> str:
     text = printable(str(error).replace("`", ""), 200)
     return text[:1].lower() + text[1:]
 

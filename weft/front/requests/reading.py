@@ -169,12 +169,16 @@ class Reader:
         check_model(name, self._names)
 
     def named(self, asked: R) -> R:
-        """Return ``asked`` with a model: a copy with the server's own model if ``asked`` names none. Raises
-        NotFound for an unknown model."""
+        """Return ``asked`` with a model, by default the server's own, and with the model's sampling
+        defaults. Raises NotFound for an unknown model."""
+        # A parameter that the API does not have is never None here.
+        defaults = self.limits.defaults.items()
+        given: dict[str, Any] = {name: one for name, one in defaults if getattr(asked, name, 0) is None}
         if asked.model is None:
-            return msgspec.structs.replace(asked, model=self._names[0])
-        check_model(asked.model, self._names)
-        return asked
+            given["model"] = self._names[0]
+        else:
+            check_model(asked.model, self._names)
+        return msgspec.structs.replace(asked, **given) if given else asked
 
     def serves(self, name: str) -> bool:
         """Return True for a name that requests may use."""

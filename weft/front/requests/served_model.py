@@ -6,6 +6,7 @@ import functools
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 from msgspec import UNSET
@@ -14,6 +15,7 @@ from weft.common.errors import Unavailable
 from weft.common.log import get_logger
 from weft.common.workers import WorkerPool, most_of_client
 from weft.config.about import about
+from weft.config.families.generation import sampling_defaults
 from weft.config.resolved import EngineConfig
 from weft.config.sections.front_section import FrontSection
 from weft.control.fleet.instance_table import Patience
@@ -126,6 +128,10 @@ class ServedModel:
         await self.adapters.start(self.metrics, running, siblings)
         if siblings is not None:
             await self.weights.share(siblings)
+        defaults = await threads.run(sampling_defaults, Path(config.model_path))
+        if defaults:
+            shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
+            log.info("requests that set no own get the values of generation_config.json: %s", shown)
         # --tokenizer may name a folder without the model's own end tokens.
         ends = tuple(sorted({*text.end_ids, *config.spec.eos_ids}))
         self.limits = ModelLimits(
@@ -134,6 +140,7 @@ class ServedModel:
             end_ids=ends,
             max_logprobs=config.runner.max_logprobs,
             routes=config.spec.routes,
+            defaults=defaults,
         )
         setup = Setup(
             text=files,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from weft.common.errors import ConfigError
-from weft.common.lfs import refuse_pointer
+from weft.common.lfs import read_model_file, read_model_text
 from weft.common.log import get_logger
 from weft.gguf.gguf_tokenizer import SEGMENTATION
 from weft.text.segments import Segmentation
@@ -31,8 +31,7 @@ def read_vocabulary(root: Path, config: dict[str, Any]) -> Converted:
     """
     own = root / _OWN
     if own.is_file():
-        refuse_pointer(own, "tokenizer")
-        text = own.read_text(encoding="utf-8")
+        text = read_model_text(own, "tokenizer")
         return _original_instead(root, config, text) or Converted(
             tokenizer_json=text,
             named={},
@@ -82,8 +81,7 @@ _CONVERTERS: dict[str, Callable[[Path, dict[str, Any]], Converted]] = {
 
 
 def _read(path: Path) -> bytes:
-    refuse_pointer(path, "tokenizer")
-    return path.read_bytes()
+    return read_model_file(path, "tokenizer")
 
 
 def _settings(config: dict[str, Any]) -> bytes:

@@ -25,7 +25,8 @@ from weft.common.errors import ConfigError
 from weft.common.folder import cache_folder
 from weft.common.log import get_logger
 from weft.common.registry import Registry
-from weft.config.families.facts import Facts, read_json
+from weft.config.families.facts import Facts
+from weft.config.families.generation import generation_ends
 from weft.config.families.quantized import quantized_spec
 from weft.config.families.weight_files import saved_dtype
 from weft.config.flags import parse_size
@@ -138,8 +139,7 @@ def load_spec(
     spec = probed_spec(path, architecture, layers)
     nested = facts.get("text_config")
     text = Facts(nested if isinstance(nested, dict) else {})
-    generation = read_json(path, "generation_config.json")
-    more = Facts(generation).integers("eos_token_id") if generation is not None else ()
+    more = generation_ends(path)
     return msgspec.structs.replace(
         spec,
         eos_ids=tuple(sorted({i for i in spec.eos_ids + more if 0 <= i < spec.vocab_size})),

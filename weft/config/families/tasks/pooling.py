@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from weft.common.errors import ConfigError
+from weft.common.lfs import read_model_text
 from weft.config.families.facts import Facts, read_json
 from weft.config.sections.all import ModelSection
 from weft.config.spec import ModelSpec
@@ -223,8 +224,8 @@ def _modules(folder: Path) -> list[tuple[str, str]] | None:
         return None
     wrong = ConfigError("modules.json must hold a list of modules with type and path", param="--model")
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        listed = json.loads(read_model_text(path, "--model"))
+    except (ValueError, RecursionError):
         raise wrong from None
     if not isinstance(listed, list):
         raise wrong

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -76,7 +77,7 @@ def _has(body: Sequence[bytes], word: bytes) -> bool:
 def _parsed(body: bytes) -> NamedModel:
     """Return the fields of a whole body. Raises InvalidRequest."""
     try:
-        found = _fields.decode(body)
+        found = _fields.decode(body.removeprefix(codecs.BOM_UTF8))
     except (msgspec.MsgspecError, ValueError, RecursionError):
         decode(body)  # raises the error of every route
         raise InvalidRequest("the body is not valid JSON", code="invalid_json") from None
