@@ -219,10 +219,7 @@ class Sequence:
         """True while external input is missing; the sequence cannot be admitted."""
         self.blocked_images = False
         """True while images from an encode group are missing; the sequence cannot be admitted."""
-        self.loading = False
-        """True while a KV tier loads blocks."""
-        self.loads_left = 2
-        """Number of loads that the sequence may still wait for: one at the arrival, one at the admission."""
+        self.loading, self.loads_left = False, 2  # see ``Loads.block``: at the arrival, at the admission
         self.relies = False
         """True if this group cannot encode all images of the prompt again."""
         self.state: State = BlockedOnFirstSample()
