@@ -235,8 +235,8 @@ class SchedulerState:
     # ---- admission
 
     def load_first(self, sequence: Sequence, needs: list[int]) -> bool:
-        """Move a sequence that could be admitted, with ``needs`` blocks of each KV cache group, from the queue
-        to ``Blocked``, and return True, if a KV tier loads blocks that the pool does not have."""
+        """Move a sequence that could be admitted from the queue to ``Blocked``, and return True, if a KV tier
+        loads blocks that the pool does not have. ``needs``: see ``Loads.block``."""
         if self.loads is None or not self.loads.block(sequence, needs):
             return False
         self.waiting.remove(sequence)
