@@ -167,7 +167,7 @@ def test_prompt_ids_travel_as_bytes(reader: Reader) -> None:
 
 def test_the_models_defaults_of_sampling_parameters(reader: Reader) -> None:
     """Requests of every API get the values of generation_config.json, unless they set their own."""
-    values: dict[str, int | float] = {"temperature": 0.5, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.5}
+    values = {"temperature": 0.5, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.5}
     limits = msgspec.structs.replace(LIMITS, defaults=values)
     # A process for large bodies gets the limits as msgpack: top_k must stay an integer there.
     limits = msgspec.msgpack.decode(msgspec.msgpack.encode(limits), type=ModelLimits)

@@ -128,7 +128,8 @@ class ServedModel:
         if defaults:
             shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
             log.info(
-                "default sampling parameters of generation_config.json: %s (none with --generation-config none)",
+                "default sampling parameters of generation_config.json: %s; --generation-config none ignores "
+                "the file",
                 shown,
             )
         welcome = await self.links.start()
