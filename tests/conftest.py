@@ -25,12 +25,16 @@ from weft.common.open_files import allow_files
 
 env.spin_briefly()  # before torch is imported: waiting threads would take the core from other processes
 
+import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# By default an example that takes 200 ms fails, which depends on the load of the machine.
+hypothesis.settings.register_profile("weft", hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("weft")
 
 _parsing = threading.RLock()  # a finalizer in the middle of a parse may parse, too
 _parse = ast.parse

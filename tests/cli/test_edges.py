@@ -194,12 +194,14 @@ def test_a_failure_of_the_machine_is_one_line(
     monkeypatch.setattr("weft.cli.main.cli.main", fail)
     assert "none/file: No such file or directory" in failed(capsys)
 
-    def timed_out(*_: object, **__: object) -> None:
-        raise TimeoutError(110, "a fault of the program")
+    for fault in (TimeoutError(110, "a fault of the program"), PermissionError(1, "not of a file")):
 
-    monkeypatch.setattr("weft.cli.main.cli.main", timed_out)
-    with pytest.raises(TimeoutError):
-        main([])
+        def faulty(*_: object, fault: OSError = fault, **__: object) -> None:
+            raise fault
+
+        monkeypatch.setattr("weft.cli.main.cli.main", faulty)
+        with pytest.raises(type(fault)):
+            main([])
 
 
 def test_names_of_hosts() -> None:

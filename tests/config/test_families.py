@@ -324,6 +324,12 @@ def test_sampling_defaults_of_the_checkpoint(tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "weft"):
         assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20}
     assert "min_p must be" in caplog.text
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "generation_config.json").write_text('{"top_k": 7}')
+    assert sampling_defaults(tmp_path, str(tmp_path / "other")) == {"top_k": 7}
+    assert sampling_defaults(tmp_path, "none") == {}
+    with pytest.raises(ConfigError, match="--generation-config must be auto, none, or a folder"):
+        sampling_defaults(tmp_path, str(tmp_path / "missing"))
 
 
 def test_layer_override(tmp_path: Path) -> None:

@@ -312,6 +312,8 @@ def test_a_hub_name_is_shown_whole() -> None:
 def test_files_that_settings_name(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path)
     assert "--chat-template" in refused(folder, chat_template=str(tmp_path / "no.jinja"))
+    assert "--generation-config" in refused(folder, generation_config=str(tmp_path / "no"))
+    assert resolved(folder, generation_config="vllm") == resolved(folder, generation_config="none")
     assert "--trace" in refused(folder, trace=str(tmp_path / "no" / "trace.json"))
     assert "--trace" in refused(folder, trace=str(tmp_path))
     assert resolved(folder, trace=str(tmp_path / "trace.json")).runner.trace is not None

@@ -146,6 +146,19 @@ def test_a_client_of_http_1_0_gets_no_chunks(port: int) -> None:
         assert (found, b"chunked" in head, b"connection: close" in head) == (body, False, True)
 
 
+def test_a_client_of_http_1_0_gets_one_answer(port: int) -> None:
+    """HTTP/1.0 knows no 100 Continue. The connection ends after the first answer: a further request in the
+    same bytes gets none, whatever its version."""
+    first = b"POST / HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\nabc"
+    for second in (b"GET / HTTP/1.0\r\n\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", port), timeout=deadline(10)) as raw:
+            raw.sendall(first + second)
+            found = read_all(raw)
+        assert found.startswith(b"HTTP/1.1 200 ")
+        assert found.endswith(b"\r\n\r\n3")
+        assert found.count(b"HTTP/1.1") == 1
+
+
 def test_endless_headers(raw: socket.socket) -> None:
     raw.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX-A: ")
     with pytest.raises(OSError):  # noqa: PT012 - the server closes somewhere in the loop

@@ -273,7 +273,8 @@ VALUES: list[Any] = [
 def test_no_body_makes_a_server_error(server: Running) -> None:
     fields = (
         "messages", "max_tokens", "system", "tools", "tool_choice", "stop_sequences", "stream", "temperature",
-        "top_p", "top_k", "thinking", "metadata", "output_config", "output_format", "service_tier",
+        "top_p", "top_k", "min_p", "repetition_penalty", "thinking", "metadata", "output_config",
+        "output_format", "service_tier",
         "cache_control", "context_management", "betas", "model", "unknown",
     )  # fmt: skip
     blocks = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking", "document", "image")

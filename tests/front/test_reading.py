@@ -12,8 +12,7 @@ import pytest
 
 import weft
 from weft.common.errors import ContextLength, InvalidRequest
-from weft.front.protocol.parse import parse
-from weft.front.protocol.responses.protocol import ResponsesRequest
+from weft.front.protocol.responses.read import NONE
 from weft.front.requests import reading
 from weft.front.requests.read_worker import ReadAnswer, answer_to, decode_answer, payload_of, read_with
 from weft.front.requests.reading import Job, Reader
@@ -168,20 +167,37 @@ def test_prompt_ids_travel_as_bytes(reader: Reader) -> None:
 
 def test_the_models_defaults_of_sampling_parameters(reader: Reader) -> None:
     """Requests of every API get the values of generation_config.json, unless they set their own."""
-    limits = msgspec.structs.replace(LIMITS, defaults={"temperature": 0.5, "top_k": 20, "min_p": 0.1})
+    values = {"temperature": 0.5, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.5}
+    limits = msgspec.structs.replace(LIMITS, defaults=values)
+    # A process for large bodies gets the limits as msgpack: top_k must stay an integer there.
+    limits = msgspec.msgpack.decode(msgspec.msgpack.encode(limits), type=ModelLimits)
     made = Reader(reader.text, ("m",), limits, 1 << 20)
-    for job in (chat(made), completion(made), completion(made, temperature=None)):
+
+    def sampled(job: Job | None) -> tuple[float, ...]:
+        assert job is not None
         params = job.token_params
-        assert (params.temperature, params.top_k, params.min_p, params.top_p) == (0.5, 20, 0.1, 1.0)
-    own = chat(made, temperature=0, top_k=-1, min_p=0).token_params
-    assert (own.temperature, own.top_k, own.min_p) == (0, 0, 0)
-    messages = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
-    ollama = {"model": "m", "prompt": "x", "options": {"temperature": 1}}
-    found = []
-    for kind, body in (("messages", messages), ("ollama_generate", ollama)):
-        answer = read_with(made, kind, json.dumps(body).encode())
-        assert answer.job is not None
-        found.append((answer.job.token_params.temperature, answer.job.token_params.top_k))
-    assert found == [(0.5, 20), (1, 20)]
-    response = made.named(parse(b'{"model": "m", "input": "x", "top_k": 3}', ResponsesRequest))
-    assert (response.temperature, response.top_k, response.top_p) == (0.5, 3, None)
+        return params.temperature, params.top_k, params.min_p, params.repetition_penalty, params.top_p
+
+    def read(kind: str, **fields: Any) -> tuple[float, ...]:
+        line = NONE if kind == "responses" else b""
+        return sampled(read_with(made, kind, line + json.dumps({"model": "m", **fields}).encode()).job)
+
+    turn = [{"role": "user", "content": "x"}]
+    expected = (0.5, 20, 0.1, 1.5, 1.0)
+    for job in (chat(made), completion(made), completion(made, temperature=None)):
+        assert sampled(job) == expected
+    assert read("messages", max_tokens=5, messages=turn) == expected
+    assert read("responses", input="x") == expected
+    assert read("ollama_generate", prompt="x") == read("ollama_chat", messages=turn) == expected
+    # A value of the request wins, also one that turns the parameter off.
+    own = {"temperature": 0, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+    off = (0, 0, 0, 1, 1.0)
+    assert sampled(chat(made, **own)) == sampled(completion(made, **own)) == off
+    assert read("messages", max_tokens=5, messages=turn, **own) == read("responses", input="x", **own) == off
+    assert read("ollama_generate", prompt="x", options={"temperature": 1}) == (1, *expected[1:])
+    # Token ids of a router come with all their parameters: a default that is left out means off.
+    assert read("generate", token_ids=[5], sampling_params={"max_tokens": 1}) == (1, 0, 0, 1, 1)
+    answer = read_with(made, "chat_render", json.dumps({"model": "m", "messages": turn, "top_k": 0}).encode())
+    rendered = json.loads(answer.made)
+    assert "top_k" not in rendered["sampling_params"]
+    assert read("generate", **{n: rendered[n] for n in ("token_ids", "sampling_params")})[:3] == (0.5, 0, 0.1)

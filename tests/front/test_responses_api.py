@@ -308,7 +308,8 @@ VALUES: list[Any] = [
 def test_no_body_makes_a_server_error(server: Running) -> None:
     fields = (
         "input", "instructions", "previous_response_id", "tools", "tool_choice", "parallel_tool_calls",
-        "text", "reasoning", "max_output_tokens", "temperature", "top_p", "top_k", "seed", "stop",
+        "text", "reasoning", "max_output_tokens", "temperature", "top_p", "top_k", "min_p",
+        "repetition_penalty", "seed", "stop",
         "top_logprobs", "include", "store", "stream_options", "metadata", "user", "prompt_cache_options",
         "client_metadata",
         "background", "truncation", "service_tier", "conversation", "model", "unknown",

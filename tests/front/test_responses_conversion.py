@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from typing import Any
 
@@ -216,6 +217,8 @@ def test_what_a_body_refers_to() -> None:
     assert found(input=[{"type": "item_reference", "id": "x"}, 7]) == Lookup(None, []), "reading it tells why"
     assert found(input="previous_response_id").previous is None
     assert found(input="item_reference", previous_response_id="resp_1") == Lookup("resp_1", [])
+    marked = codecs.BOM_UTF8 + b'{"input": "x", "previous_response_id": "resp_1"}'
+    assert references([marked[:2], marked[2:]]) == Lookup("resp_1", [])
     for body in (b"", b"[]", b"{", b'{"previous_response_id": "\\ud800"}', b"[" * 10_000):
         assert references([body]) == Lookup(None, [])
     line = line_of(History(items=[user("a\nb")]))

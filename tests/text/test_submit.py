@@ -155,7 +155,7 @@ def test_values_of_python_callers() -> None:
         stop=None,  # type: ignore[arg-type]
         bad_words=None,  # type: ignore[arg-type]
         stop_token_ids=np.array([1, 2]),  # type: ignore[arg-type]
-        allowed_token_ids=[np.int64(3)],  # type: ignore[arg-type]
+        allowed_token_ids=(np.int64(3),),  # type: ignore[arg-type]
         max_tokens=np.int32(7),  # type: ignore[arg-type]
         temperature=np.float32(0.5),  # type: ignore[arg-type]
         ignore_eos=np.bool_(True),  # type: ignore[arg-type]
@@ -170,6 +170,7 @@ def test_values_of_python_callers() -> None:
         logit_bias={5: 1.0},
     )
     assert type(made.max_tokens) is int
-    assert type(made.stop_token_ids[0]) is int
+    assert made.allowed_token_ids is not None
+    assert {type(made.stop_token_ids[0]), type(made.allowed_token_ids[0])} == {int}
     with pytest.raises(InvalidRequest, match="force_routed_experts must be an integer array"):
         SamplingParams(force_routed_experts=5)  # type: ignore[arg-type]

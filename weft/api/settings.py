@@ -15,6 +15,7 @@ SERVER_ONLY = (
     "host",
     "port",
     "api_key",
+    "generation_config",
     "max_request_bytes",
     "max_response_bytes",
     "media_workers",

@@ -78,21 +78,15 @@ def cli() -> None:
     """Serve and run large language models."""
 
 
-_OF_MACHINE = frozenset(
+_OF_FILE = frozenset(
     (
-        *(
-            errno.EACCES,
-            errno.EPERM,
-            errno.EROFS,
-            errno.ENOENT,
-            errno.ENOTDIR,
-            errno.EISDIR,
-            errno.ENAMETOOLONG,
-        ),
-        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE),
+        *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
+        errno.ENAMETOOLONG,
     )
 )
-"""Errors of files that the user can mend: no permission, no such file, a full disk, too many open files."""
+"""Errors that the user can mend if the error names the file, for example: no permission, no such file."""
+_OF_MACHINE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE))
+"""Errors that the user can mend: a full disk, too many open files."""
 
 
 def open_closed_streams() -> None:
@@ -139,7 +133,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except OSError as error:
-        if error.errno not in _OF_MACHINE:
+        if error.errno not in _OF_MACHINE and (error.errno not in _OF_FILE or error.filename is None):
             raise  # a fault of Weft, with a traceback
         where = f"{error.filename}: " if error.filename is not None else ""
         click.echo(f"weft: {where}{error.strerror}", err=True)

@@ -97,8 +97,8 @@ INSTEAD: dict[str, str] = {
     "prefix_caching_hash_algo": "Weft has only one hash algorithm: leave the flag out",
     "response_role": "responses always have the role assistant: leave the flag out",
     "chat_template_content_format": "Weft detects the format from the chat template: leave the flag out",
-    "generation_config": "generation_config.json has the defaults of sampling parameters: leave the flag out",
-    "override_generation_config": "set the fields in requests",
+    "override_generation_config": "use --generation-config FOLDER with a file of your own, or set the fields "
+    "in requests",
     "task": "all checkpoints serve embeddings: leave the flag out",
     "runner": "all checkpoints serve embeddings: leave the flag out",
     "override_pooler_config": "use --pooling",

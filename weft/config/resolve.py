@@ -20,6 +20,7 @@ from weft.config import devices, hub
 from weft.config.expert_settings import check_experts
 from weft.config.families import load_spec
 from weft.config.families.facts import read_json
+from weft.config.families.generation import check_generation_config
 from weft.config.families.generic.probing import check_settings
 from weft.config.families.rope_settings import fit_context
 from weft.config.families.tasks.pooling import overrides_of
@@ -263,6 +264,7 @@ def check_files(runner: RunnerSection, front: FrontSection, media: MediaSection)
         raise ConfigError(
             "--chat-template names no file: give the path of a Jinja template", param="--chat-template"
         )
+    check_generation_config(front.generation_config)
     if runner.trace is not None:
         # The file need not exist, but its folder must.
         trace = Path(runner.trace)

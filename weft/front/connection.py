@@ -293,6 +293,7 @@ class Connection(HttpToolsProtocol):
         self._served = cycle
         if cycle.scope["http_version"] == "1.0":
             cycle.__class__ = UntilClose
+            cycle.waiting_for_100_continue = False  # HTTP/1.0 does not know this answer, either
         cast(dict[str, Any], cycle.scope)[DIRECT] = DirectWriter(cycle)
         self._stop_watching()  # later unsent bytes belong to another answer
         if self.flow.write_paused:

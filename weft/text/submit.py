@@ -42,8 +42,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Largest ``logprobs`` and ``prompt_logprobs``; -1 for the whole vocabulary."""
     routes: RouteShape | None = None
     """Size of the model's routes; None without routed experts."""
-    defaults: dict[str, float] = {}
-    """Sampling parameters of requests to a server that set no own: see ``sampling_defaults``."""
+    defaults: dict[str, int | float] = {}
+    """Sampling parameters of a server's requests without their own values: see ``sampling_defaults``."""
 
 
 class IdMint:

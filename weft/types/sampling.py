@@ -156,7 +156,7 @@ def _plain(name: str, value: Any) -> Any:
     if name in _LISTS:
         if value is None and name != "allowed_token_ids":  # None allows all tokens
             return ()
-        return tuple(map(_scalar, value)) if isinstance(value, list | np.ndarray) else value
+        return tuple(map(_scalar, value)) if isinstance(value, list | tuple | np.ndarray) else value
     if name == "logit_bias" and isinstance(value, dict):
         if any(isinstance(one, np.generic) for pair in value.items() for one in pair):
             return {_scalar(token): _scalar(bias) for token, bias in value.items()}

@@ -51,6 +51,7 @@ log = get_logger(__name__)
 MOST_MODELS = 256
 TEXT_KEYS = (
     "chat_template",
+    "generation_config",
     "tool_call_parser",
     "reasoning_parser",
     "default_chat_template_kwargs",

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from weft.common.errors import ConfigError
 from weft.common.log import joined
+from weft.config.foreign import spelled
 from weft.config.sections.parallel_section import Section
 
 _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\-]+(:\d{1,5})?/?|https?://\[[0-9A-Fa-f:.]+\](:\d{1,5})?/?")
@@ -153,6 +154,14 @@ class FrontSection(Section, frozen=True, kw_only=True):
     chat_template: Annotated[
         str | None, Meta(description="File with a Jinja chat template that replaces the model's template.")
     ] = None
+    generation_config: Annotated[
+        str,
+        Meta(
+            description="Default sampling parameters of requests. auto: from generation_config.json in the "
+            "model's folder. none (or vllm): Weft's own. Otherwise a folder with generation_config.json.",
+            extra={"reader": spelled({"vllm": "none"})},
+        ),
+    ] = "auto"
     scripted: Annotated[
         str | None,
         Meta(description="File with scripted outputs, for a server without a model (docs/scripted.md)."),

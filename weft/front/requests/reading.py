@@ -171,7 +171,7 @@ class Reader:
     def named(self, asked: R) -> R:
         """Return ``asked`` with a model, by default the server's own, and with the model's sampling
         defaults. Raises NotFound for an unknown model."""
-        # A parameter that the API does not have is never None here.
+        # Requests without sampling, such as embeddings, lack these fields: 0 is not None, so nothing is set.
         defaults = self.limits.defaults.items()
         given: dict[str, Any] = {name: one for name, one in defaults if getattr(asked, name, 0) is None}
         if asked.model is None:

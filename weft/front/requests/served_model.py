@@ -124,14 +124,18 @@ class ServedModel:
             )
         if files.images is not None and not can_decode():
             log.warning("image inputs are rejected: Pillow is not installed; install weft[vision]")
+        defaults = await threads.run(sampling_defaults, Path(config.model_path), section.generation_config)
+        if defaults:
+            shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
+            log.info(
+                "default sampling parameters of generation_config.json: %s; --generation-config none ignores "
+                "the file",
+                shown,
+            )
         welcome = await self.links.start()
         await self.adapters.start(self.metrics, running, siblings)
         if siblings is not None:
             await self.weights.share(siblings)
-        defaults = await threads.run(sampling_defaults, Path(config.model_path))
-        if defaults:
-            shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
-            log.info("requests that set no own get the values of generation_config.json: %s", shown)
         # --tokenizer may name a folder without the model's own end tokens.
         ends = tuple(sorted({*text.end_ids, *config.spec.eos_ids}))
         self.limits = ModelLimits(

@@ -93,6 +93,8 @@ def _sampling(asked: MessagesRequest) -> SamplingParams:
         "temperature": asked.temperature,
         "top_p": asked.top_p,
         "top_k": asked.top_k,
+        "min_p": asked.min_p,
+        "repetition_penalty": asked.repetition_penalty,
     }
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 

@@ -173,6 +173,8 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 

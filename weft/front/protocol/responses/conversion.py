@@ -161,6 +161,8 @@ def _sampling(asked: ResponsesRequest) -> SamplingParams:
         "temperature": asked.temperature,
         "top_p": asked.top_p,
         "top_k": asked.top_k,
+        "min_p": asked.min_p,
+        "repetition_penalty": asked.repetition_penalty,
         "seed": asked.seed,
         "presence_penalty": asked.presence_penalty,
         "frequency_penalty": asked.frequency_penalty,

@@ -181,6 +181,8 @@ class ResponsesRequest(TokensRequest, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_in: StopIn | None = None

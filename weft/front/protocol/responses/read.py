@@ -6,6 +6,7 @@ body. So the stored items travel before the body, on a separate line (``with_his
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ def references(body: Sequence[bytes]) -> Lookup:
     if not any(word in joined for word in _REFERS):
         return Lookup(None, [])
     try:
-        found = msgspec.json.decode(joined, type=_Refers)
+        found = msgspec.json.decode(joined.removeprefix(codecs.BOM_UTF8), type=_Refers)
         # Decode the input only if the body mentions a reference.
         given = msgspec.json.decode(found.input, type=_Input) if _REFERS[1] in joined else None
     except (msgspec.MsgspecError, ValueError, RecursionError):
