@@ -1,4 +1,4 @@
-"""Cores of Mamba2 and of short convolutions on the CPU: the C++ operation beside torch, in one run.
+"""Cores of Mamba2 (C++ beside torch) and of short convolutions (torch) on the CPU, in one run.
 
 python -m bench.mixers [--dtype bfloat16] [--threads 1] [--repeat 7]
 
@@ -20,7 +20,6 @@ from weft.attention.base import Backend, SegmentInput
 from weft.attention.conv.conv_backend import ConvInput, ConvWeights
 from weft.attention.mamba.mamba_backend import MambaInput, MambaWeights
 from weft.attention.registry import FORMS, PREFERRED
-from weft.common.errors import ConfigError
 from weft.config.families.mixers.state_caches import conv_cache, mamba_cache
 from weft.config.parts.mixers import ConvSpec, MambaSpec
 from weft.ops import cpu
@@ -105,10 +104,7 @@ def measured(calls: list[Callable[[], None]], repeat: int) -> list[float]:
 def available(form: str) -> list[tuple[str, Backend]]:
     """Return the backends of a form that run here, by name."""
     names = [name for name in PREFERRED[form]["cpu"] if name != "cpu" or cpu.load()]
-    try:
-        return [(name, FORMS[form].get(name)()) for name in names]
-    except ConfigError as error:
-        raise SystemExit(error.message) from error
+    return [(name, FORMS[form].get(name)()) for name in names]
 
 
 @torch.inference_mode()
@@ -122,7 +118,7 @@ def main() -> None:
     for form in ("mamba", "conv"):
         backends = available(form)
         for rows, count in CASES:
-            # The backend of ``--deterministic`` takes minutes for a prompt.
+            # ``invariant`` takes minutes for a prompt.
             some = [one for one in backends if one[0] != "invariant" or count == 1]
             calls = [call(form, one, rows, count, getattr(torch, options.dtype)) for _, one in some]
             for (name, _), ms in zip(some, measured(calls, options.repeat), strict=True):

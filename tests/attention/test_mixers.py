@@ -20,9 +20,11 @@ from weft.attention.conv.conv_torch import TorchConv
 from weft.attention.mamba.mamba_backend import MambaInput, MambaWeights
 from weft.attention.mamba.mamba_torch import ROWS, InvariantMamba, TorchMamba
 from weft.attention.registry import choose
+from weft.common.errors import ConfigError
 from weft.config.families.mixers.state_caches import conv_cache, mamba_cache
 from weft.config.parts.mixers import ConvSpec, MambaSpec
 from weft.config.spec import CacheSpec
+from weft.ops import cpu
 from weft.ops.torch_ops import wide
 
 Tensor = torch.Tensor
@@ -279,6 +281,19 @@ def test_deterministic_chooses_the_invariant_backend() -> None:
     )["mamba"]
     assert type(chosen()) is TorchMamba
     assert type(chosen(invariant=True)) is InvariantMamba
+
+
+@pytest.mark.parametrize(("invariant", "chosen"), [(False, TorchMamba), (True, InvariantMamba)])
+def test_torch_serves_machines_without_the_compiled_operations(
+    invariant: bool, chosen: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "load", lambda: False)
+    spec = model_spec(layers=1, mamba=MAMBA, caches=(mamba_cache(MAMBA),))
+    for dtype in (torch.bfloat16, torch.float32):
+        made = choose("auto", spec, dtype, torch.device("cpu"), 16, invariant=invariant)
+        assert type(made["mamba"]) is chosen
+    with pytest.raises(ConfigError, match="weft build-ops"):
+        choose("cpu", spec, torch.float32, torch.device("cpu"), 16, invariant=invariant)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

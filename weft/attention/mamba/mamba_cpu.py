@@ -43,7 +43,7 @@ class CpuMamba(MambaBackend):
             )
         if mamba.conv not in TAPS:
             raise ConfigError(
-                f"Mamba backend 'cpu' has no convolution of {mamba.conv} taps",
+                f"Mamba backend 'cpu' has no convolution of {mamba.conv} taps: it needs 2 to 4",
                 param="--attention-backend",
             )
         check_built("Mamba backend 'cpu'")
