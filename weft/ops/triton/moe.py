@@ -15,8 +15,8 @@ other form.
 For few tokens the fast form computes a shared expert of the experts' size as one more expert of the grouped
 product. The whole block then is six kernels: logits, choice, tiles, two products, combination.
 
-Experts without a gate (``weft.ops.moe_plain``) have the same products, and their activation between the two in
-torch.
+Experts without a gate (``weft.ops.moe_plain``) take the same products. Torch computes the activation between
+the two products.
 """
 
 from __future__ import annotations
