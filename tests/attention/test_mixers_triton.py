@@ -16,6 +16,7 @@ from tests.support.allocated import most_allocated
 from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
 from weft.attention.conv.conv_triton import TritonConv
+from weft.attention.mamba.mamba_torch import TorchMamba
 from weft.attention.mamba.mamba_triton import TritonInvariantMamba, TritonMamba
 from weft.attention.registry import choose
 from weft.common.errors import ConfigError
@@ -52,7 +53,6 @@ SPECS: dict[str, ConvSpec | MambaSpec] = {
     "wide conv": WIDE_CONV,
     "conv of 20 taps": MANY_TAPS,
 }
-MIXERS = ["small", "conv"]
 LIMITS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Maximum distance from float64, relative to the largest output."""
 
@@ -76,7 +76,7 @@ def check_outputs(scene: Scene, dtype: torch.dtype) -> None:
 @mostly_slow(
     ("name", "dtype"),
     [(name, dtype) for name in SPECS for dtype in LIMITS],
-    [("two groups", torch.float32), ("conv", torch.bfloat16)],
+    [("conv", torch.bfloat16)],
 )
 def test_kernels_are_close_to_float64(name: str, dtype: torch.dtype) -> None:
     """Rows of several lengths: prompts in pieces, then decode rows of up to three tokens."""
@@ -102,12 +102,13 @@ def test_long_rows(name: str) -> None:
     check_outputs(scene, torch.float32)
 
 
-@mostly_slow("name", list(SPECS), MIXERS)
+@mostly_slow("name", list(SPECS), ["small"])
 def test_bits_depend_on_neither_company_nor_chunks_nor_drafts(name: str) -> None:
     """Drafts that are cut back leave the bits of one token after another, in outputs and states."""
     backend = invariant_of(SPECS[name])
     whole, drafted = (Scene(SPECS[name], torch.float32, lengths=[6, 2]) for _ in range(2))
     right = whole.whole(backend)
+    check_outputs(whole, torch.float32)
     first, second = drafted.rows
     drafted.step(backend, [(first, 2)])
     # (tokens of a verify row, rejected tokens)
@@ -122,8 +123,11 @@ def test_bits_depend_on_neither_company_nor_chunks_nor_drafts(name: str) -> None
             assert torch.equal(part[row.slot, row.live], other[row.slot, 0])
 
 
-@pytest.mark.parametrize("each", [False, True])
-@mostly_slow("name", list(SPECS), MIXERS)
+@mostly_slow(
+    ("name", "each"),
+    [(name, each) for name in SPECS for each in (False, True)],
+    [("small", True), ("conv", False)],
+)
 def test_only_the_rows_own_copies_are_written(name: str, each: bool) -> None:
     scene = Scene(SPECS[name], torch.float32, lengths=[8, 5])
     scene.step(invariant_of(scene.spec), [(scene.rows[0], 2), (scene.rows[1], 3)], each=each)
@@ -136,7 +140,7 @@ def test_only_the_rows_own_copies_are_written(name: str, each: bool) -> None:
         assert not part[written].isnan().any()
 
 
-@mostly_slow("name", list(SPECS), MIXERS)
+@mostly_slow("name", list(SPECS), ["conv"])
 def test_a_new_sequence_starts_from_zeros(name: str) -> None:
     scene = Scene(SPECS[name], torch.float32, lengths=[3])
     (row,), backend = scene.rows, invariant_of(scene.spec)
@@ -161,6 +165,7 @@ def test_a_broken_row_spoils_itself_alone(name: str) -> None:
         assert made[since:].isnan().any() == (since < len(one))
 
 
+@pytest.mark.slow
 def test_outputs_without_norm_stay_wide() -> None:
     """With a norm over several ranks the layer computes gate and norm, from float32."""
     scene, plain = (Scene(SMALL_NO_NORM, torch.bfloat16, lengths=[2]) for _ in range(2))
@@ -169,11 +174,12 @@ def test_outputs_without_norm_stay_wide() -> None:
     out = torch.full((2, scene.columns), float("nan"))
     backend = TritonMamba()
     backend.run(x, out, scene.given(backend, segment, False))
-    (gated,) = plain.whole(backend)
+    (gated,) = plain.whole(TorchMamba())
     made = out * torch.nn.functional.silu(x[:, : scene.columns].float())
     torch.testing.assert_close(made.bfloat16(), gated, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_plan_covers_tensors_beside_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs before the norm are float32. The kernels themselves do not run here."""
     from weft.ops.triton import mamba

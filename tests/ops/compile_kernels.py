@@ -339,8 +339,9 @@ def products(dtype: torch.dtype) -> None:
 
 
 def experts(dtype: torch.dtype) -> None:
-    """Routed blocks: few and many tokens an expert, biases, a shared expert with a gate."""
+    """Routed blocks: few and many tokens per expert, biases, a shared expert with a gate, no gates."""
     from tests.support.routed import routed, tokens
+    from weft.ops.moe_plain import plain
     from weft.ops.triton import moe
 
     moe._table_form = lambda tokens, weights: "triton"
@@ -350,6 +351,14 @@ def experts(dtype: torch.dtype) -> None:
             x, ids = tokens(count, dtype, 256)
             moe.moe(x, ids, weights)
         moe.moe_invariant(*tokens(4, dtype, 256), weights)
+    bare = replace(
+        weights,
+        gate=weights.gate._replace(activation="relu2"),
+        gate_up=weights.down.transpose(1, 2).contiguous(),
+    )
+    chosen = torch.zeros(4, 2, dtype=torch.int64)
+    for tile_m in moe.TILES_M:
+        moe.by_tiles(torch.empty(4, 256, dtype=dtype), chosen, bare, tile_m, gated=plain)
 
 
 def routers() -> None:

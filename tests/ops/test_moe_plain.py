@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.slow import mostly_slow
+from weft.ops import triton as kernels
 from weft.ops.implementations import moe_plain
 from weft.ops.moe import Gate, Routed, by_gather, by_group
+from weft.ops.moe_plain import LatentRouted
 from weft.ops.registry import choose
 from weft.ops.routing import Rule, route
 
@@ -86,3 +90,47 @@ def test_forms_without_a_wait_equal_the_loop(form: Any) -> None:
     ids = torch.tensor([[0, 4], [1, 1], [3, 2]])
     loop = choose("moe_plain_pieces", torch.bfloat16, torch.device("cpu")).run().experts(x[:3], ids, weights)
     assert distance(form(x[:3], ids, weights, moe_plain.plain), loop.double()) < 0.02
+
+
+@pytest.mark.skipif(not kernels.interpreting(), reason="needs TRITON_INTERPRET=1")
+@mostly_slow(
+    ("form", "dtype", "bound", "invariant"),
+    [
+        ("", torch.float32, 1e-5, False),
+        ("", torch.float32, 1e-5, True),
+        ("", torch.bfloat16, 0.05, False),
+        ("_int8", torch.float32, 0.05, False),
+        ("_int4", torch.float32, 0.3, True),
+    ],
+    [("", torch.float32, 1e-5, True)],
+)
+def test_kernels_follow_the_definition(form: str, dtype: torch.dtype, bound: float, invariant: bool) -> None:
+    """Experts without a gate on a GPU ask the host nothing, so their steps can be captured."""
+    weights, x = weights_of(dtype)
+    op = choose(f"moe_plain{form}", dtype, torch.device("cuda"), invariant=invariant)
+    assert op.name == ("triton-invariant" if invariant else "triton")
+    assert not op.asks
+    packed = weights if op.pack is None else op.pack(weights)
+    assert distance(op.run(x, None, packed), expected(x, weights)) <= bound
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not kernels.interpreting(), reason="needs TRITON_INTERPRET=1")
+def test_kernels_of_latent_experts_equal_torch() -> None:
+    """The experts read and write rows of another width; the shared expert does not."""
+    weights, x = weights_of(torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    width = 24
+    enter, leave = (torch.randn(size, generator=generator) / 8 for size in ((width, HIDDEN), (HIDDEN, width)))
+    narrow = replace(weights, gate_up=weights.gate_up[:, :, :width], down=weights.down[:, :width])
+    narrow = replace(narrow, gate_up=narrow.gate_up.contiguous(), down=narrow.down.contiguous())
+    latent = LatentRouted(
+        **{one.name: getattr(narrow, one.name) for one in fields(narrow)},
+        enter=lambda rows: rows @ enter.T,
+        leave=lambda rows: rows @ leave.T,
+    )
+    here, there = (
+        choose("moe_plain", torch.float32, torch.device(where), invariant=where == "cuda")
+        for where in ("cpu", "cuda")
+    )
+    assert distance(there.run(x, None, latent), here.run(x, None, latent).double()) < 1e-5

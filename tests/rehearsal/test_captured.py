@@ -84,9 +84,17 @@ GROUP = 7
 SPARSE = {"deepseek-v32": 16, "glm-dsa": 15.25, "deepseek-v4": 112.5}
 """Limits of sparse attention. An indexer takes two kernels: scores and the choice. The groups' entries of
 DeepSeek V4 are written by torch operations."""
-MIXERS = {"nemotron-h-dense": 9, "granite-hybrid-dense": 13, "falcon_h1": 28, "lfm2": 8.75}
+MIXERS = {
+    "nemotron-h-dense": 9,
+    "nemotron-h-moe": 13.25,
+    "nemotron-h-latent": 25,
+    "granite-hybrid-dense": 13,
+    "falcon_h1": 28,
+    "lfm2": 8.75,
+}
 """Limits of families with Mamba2 (two kernels) or short convolutions (one). Factors of Granite and Falcon-H1
-are separate kernels, and so is the gate of Falcon-H1's feed-forward."""
+are separate kernels, and so is the gate of Falcon-H1's feed-forward. The activation of experts without a gate
+takes two kernels."""
 LIMITS = {
     **SPARSE,
     **MIXERS,

@@ -61,6 +61,7 @@ wait."""
 KERNELS = {
     "llama": {"_attend"},
     "nemotron-h-dense": {"_mamba_states", "_mamba_outputs"},
+    "nemotron-h-moe": {"_mamba_states", "_mamba_outputs", "_grouped"},
     "falcon_h1": {"_mamba_states", "_mamba_outputs"},
     "lfm2": {"_short_conv"},
     "lfm2-moe": {"_short_conv"},
@@ -111,6 +112,7 @@ def test_values_are_those_of_a_cpu(name: str, folder_of: Any, monkeypatch: pytes
         ("deepseek-v4", 0),
         ("nemotron-h-dense", 0),
         ("nemotron-h-dense", 3),
+        ("nemotron-h-moe", 0),
         ("falcon_h1", 0),
         ("lfm2", 0),
         ("lfm2-moe", 3),

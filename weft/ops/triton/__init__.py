@@ -127,6 +127,8 @@ for _op in ("mix_streams", "add_streams", "rotate_neighbours"):
 _offer("index_entries", "latent", "kernels_of", invariant=True, priority=FAST)
 _offer("head_product_into", "indexed", "head_product_into", invariant=True, priority=FALLBACK)
 _offer("low_rank", "low_rank", "low_rank", invariant=True, priority=FAST)
+ROUTED = {"moe": "moe", "moe_pieces": "pieces", "moe_plain": "moe_plain", "moe_plain_pieces": "plain_pieces"}
+"""Ops of routed blocks, with their functions in ``moe``."""
 _fast: dict[str, Any] = {"priority": FAST}
 _invariant: dict[str, Any] = {"name": "triton-invariant", "invariant": True, "priority": FALLBACK}
 for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
@@ -134,8 +136,8 @@ for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
     # Plain weights and codes.
     for _op in ("linear", "gated_linear"):
         _offer(_op, "coded", _op + _suffix, pack_codes=_Later("coded", "pack"), mixes=True, **_facts)
-    _offer("moe", "moe", "moe" + _suffix, pack_codes=_Later("moe", "pack_codes"), **_facts)
-    _offer("moe_pieces", "moe", "pieces" + _suffix, pack_codes=_Later("moe", "pack_codes"), **_facts)
+    for _op, _run in ROUTED.items():
+        _offer(_op, "moe", _run + _suffix, pack_codes=_Later("moe", "pack_codes"), **_facts)
     # Weights rounded at load time. Rows are never rounded here: w8a8 is int8, and w4a8 is int4.
     for _form in ("int8", "w8a8", "int4", "w4a8", "fp8"):
         _pack = "pack_" + {"w8a8": "int8", "w4a8": "int4"}.get(_form, _form)
@@ -143,7 +145,7 @@ for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
         for _op in ("linear", "gated_linear"):
             _offer(f"{_op}_{_form}", "coded", _op + _suffix, **_packs, **_facts)
         _packs = dict.fromkeys(_packs, _Later("moe", _pack))
-        for _op, _run in (("moe", "moe"), ("moe_pieces", "pieces")):
+        for _op, _run in ROUTED.items():
             _offer(f"{_op}_{_form}", "moe", _run + _suffix, **_packs, **_facts)
 # FP8 products by name. Experts, and everything with --deterministic, keep x as it is.
 _scaled: dict[str, Any] = {"pack": _Later("scaled", "pack"), "dtypes": (torch.bfloat16,), "priority": FAST}

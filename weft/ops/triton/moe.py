@@ -14,12 +14,16 @@ other form.
 
 For few tokens the fast form computes a shared expert of the experts' size as one more expert of the grouped
 product. The whole block then is six kernels: logits, choice, tiles, two products, combination.
+
+Experts without a gate (``weft.ops.moe_plain``) take the same products. Torch computes the activation between
+the two products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +33,8 @@ import triton.language as tl
 from weft.ops import moe as torch_moe
 from weft.ops import moe_table, torch_ops
 from weft.ops.coded import Codes, to_fp8, to_int4
-from weft.ops.moe import Gate, Pieces, Routed, activate, has_codes, rounded
+from weft.ops.moe import Gate, Gated, Pieces, Routed, activate, has_codes, rounded
+from weft.ops.moe_plain import LatentRouted, plain
 from weft.ops.stacks import stacked
 from weft.ops.triton import coded, fused, interpreting, matmul, routing
 from weft.ops.triton.forms import power
@@ -320,11 +325,18 @@ def _product(
 
 
 def by_tiles(
-    x: Tensor, ids: Tensor, weights: Routed, tile_m: int = TILES_M[0], *, joined: bool = False
+    x: Tensor,
+    ids: Tensor,
+    weights: Routed,
+    tile_m: int = TILES_M[0],
+    *,
+    joined: bool = False,
+    gated: Gated = fused.gated,
 ) -> Tensor:
     """Compute all tokens through their experts: x [T, hidden], ids int64 [T, k]; [T, k, hidden].
 
     Results of ids without an expert here are arbitrary. ``joined``: the shared expert is one more expert.
+    ``gated``: activation where the first product does not apply it; ``plain`` for experts without a gate.
     """
     (tokens, top_k), (experts, hidden, inner) = ids.shape, weights.down.shape
     made = torch.empty((tokens, top_k, hidden), dtype=x.dtype, device=x.device)
@@ -334,9 +346,9 @@ def by_tiles(
     tiles = cut(ids, experts + joined, tile_m)
     bias = weights.gate_up_bias
     if isinstance(weights.gate_up, Codes) or not _fuses(weights.gate):
-        gate_up = torch.empty((tokens * top_k, 2 * inner), dtype=x.dtype, device=x.device)
+        gate_up = torch.empty((tokens * top_k, weights.gate_up.shape[1]), dtype=x.dtype, device=x.device)
         _product(x, weights.gate_up, bias, gate_up, tiles, top_k, tile_m, True)
-        act = activate(gate_up, weights.gate, fused.gated)
+        act = activate(gate_up, weights.gate, gated)
     else:
         act = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
         first = weights.shared_gate_up if joined else None
@@ -374,6 +386,16 @@ def by_table(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
     if form == "triton":
         return by_tiles(x, ids, weights, tile_of(ids, weights))
     return torch_moe.FORMS[form](x, ids, weights)
+
+
+def plain_by_table(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
+    """Compute ``by_table`` for experts without a gate."""
+    if not has_codes(weights):
+        form = _table_form(ids.numel() // weights.rule.top_k, weights)
+        if form != "triton":
+            made = torch_moe.by_group if form == "grouped" else torch_moe.by_gather
+            return made(x, ids, weights, plain)
+    return by_tiles(x, ids, weights, tile_of(ids, weights), gated=plain)
 
 
 def _finish(made: Tensor, scales: Tensor, share: Tensor | None, shared: Tensor | None) -> Tensor:
@@ -416,6 +438,10 @@ INVARIANT = Pieces(
 )
 
 
+PLAIN = FAST._replace(gated=plain, experts=plain_by_table)
+PLAIN_INVARIANT = INVARIANT._replace(gated=plain, experts=partial(by_tiles, gated=plain))
+
+
 def joins(tokens: int, weights: Routed) -> bool:
     """Return True if the shared expert is one more expert of the grouped product for ``tokens`` tokens."""
     shared, experts = weights.shared_down, weights.down
@@ -453,6 +479,36 @@ def pieces() -> Pieces:
 def pieces_invariant() -> Pieces:
     """Return the parts of ``moe_invariant``."""
     return INVARIANT
+
+
+def moe_plain(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
+    """Compute ``weft.ops.moe_plain.block`` in the table's fastest form without synchronisation."""
+    return _plain_block(x, ids, weights, PLAIN)
+
+
+def moe_plain_invariant(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
+    """Compute ``weft.ops.moe_plain.block`` with equal tiles for every number of tokens."""
+    return _plain_block(x, ids, weights, PLAIN_INVARIANT)
+
+
+def _plain_block(x: Tensor, ids: Tensor | None, weights: Routed, pieces: Pieces) -> Tensor:
+    """Return the output of a block of experts without a gate, [T, hidden], for x [T, hidden]."""
+    if not isinstance(weights, LatentRouted):
+        return _block(x, ids, weights, pieces)
+    chosen, scales, share = pieces.route(x, ids, weights)
+    total = weights.leave(_finish(pieces.experts(weights.enter(x), chosen, weights), scales, None, None))
+    shared = pieces.shared(x, share, weights)
+    return total if shared is None else (total.to(shared.dtype) + shared).to(x.dtype)
+
+
+def plain_pieces() -> Pieces:
+    """Return the parts of ``moe_plain``."""
+    return PLAIN
+
+
+def plain_pieces_invariant() -> Pieces:
+    """Return the parts of ``moe_plain_invariant``."""
+    return PLAIN_INVARIANT
 
 
 # --- packed matrices ---
