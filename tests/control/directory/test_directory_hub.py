@@ -134,9 +134,22 @@ def test_an_unload_drains_all_engines_of_the_model(seen: Seen) -> None:
         ask("unpin")
     for what in ("load", "pin", "keep", "unload"):
         ask(what)
+    unloads = [seen.after(model=one).unloads for one in "ab"]
+    assert unloads == [1, 0], "updates of the weights are given up"
     found = seen.directory.read()
     assert [seen.directory.asked_to_drain(found[one]) for one in ("one", "two", "three")] == [
         True,
         True,
         False,
     ]
+
+
+def test_all_models_share_one_read_of_the_directory(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    read = seen.directory.read
+    monkeypatch.setattr(seen.directory, "read", lambda: reads.append(1) or read())
+    seen.keep("one")
+    seen.directory.publish(record("two", model="b"))
+    for number in range(1, 4):
+        assert (seen.after().load, seen.after(0.0, "b").load) == (1, 1)
+        assert len(reads) == number
