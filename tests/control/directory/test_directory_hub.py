@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from weft.common.errors import EngineDead, InvalidRequest, Unavailable
 from weft.control.directory.directory_hub import AGAIN_S, ByModel, DirectoryHub
 from weft.control.directory.directory_owner import READ_S, DirectoryOwner
 from weft.control.directory.folder import FolderDirectory
+from weft.control.directory.record import EngineRecord
 from weft.control.model_fronts import ModelRecord, Use
 from weft.control.models import BACKOFF_S
 
@@ -145,9 +147,14 @@ def test_an_unload_drains_all_engines_of_the_model(seen: Seen) -> None:
 
 
 def test_all_models_share_one_read_of_the_directory(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = []
+    reads: list[float] = []
     read = seen.directory.read
-    monkeypatch.setattr(seen.directory, "read", lambda: reads.append(1) or read())
+
+    def counted() -> Mapping[str, EngineRecord]:
+        reads.append(seen.clock.now())
+        return read()
+
+    monkeypatch.setattr(seen.directory, "read", counted)
     seen.keep("one")
     seen.directory.publish(record("two", model="b"))
     for number in range(1, 4):

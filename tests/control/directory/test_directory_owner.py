@@ -184,7 +184,7 @@ def test_an_api_server_starts_no_engine(seen: Seen) -> None:
 def test_all_engines_are_asked_to_leave_though_one_goes_meanwhile(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    asked: list[str] = []
 
     def ask(one: EngineRecord) -> None:
         asked.append(one.name)
