@@ -156,7 +156,8 @@ def test_requests_wait_while_the_only_engine_of_a_model_starts_again(fleet: Flee
 
 
 def test_a_model_with_prefill_and_decode_groups_over_http(fleet: Fleet) -> None:
-    """Each model has groups and metrics of its own. The API server asks the groups for their records."""
+    """Each model has groups and metrics of its own. The API server asks the groups for their records. A
+    request that misses a role gets the name of the role."""
     fleet.file.write_text(PAIRS)
     names = ["text", "lp", "ld"]
     engines = [fleet.engine(one, "--directory", "port", "--port", "0") for one in names]
@@ -171,6 +172,11 @@ def test_a_model_with_prefill_and_decode_groups_over_http(fleet: Fleet) -> None:
     page = httpx.get(f"{base}/metrics", timeout=deadline(30)).text
     assert 'weft:front_pairs_total{model_name="latent"} 2.0' in page, page
     assert 'weft:model_state{model_name="text",state="loaded"} 1.0' in page
+    os.kill(engines[2].engine(), signal.SIGKILL)
+    assert engines[2].process.wait(deadline(30)) == 1
+    assert "no group of the role decode" in refused(base, "latent")
+    assert listed(base)["latent"] == "loaded", "the prefill group stays"
+    assert ask(base, "text", 8)
 
 
 def test_api_servers_share_the_pause_of_all_models(fleet: Fleet) -> None:

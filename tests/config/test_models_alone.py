@@ -52,9 +52,11 @@ def test_engines_and_api_servers_agree_on_the_names(tmp_path: Path) -> None:
         (
             "a: {groups: [{role: decode}]}\n  b: {groups: [{role: prefill}, {role: decode}]}",
             {},
-            "the models a and b have groups called 'decode'",
+            "the models a and b may both have groups called 'decode'",
         ),
         ("a_b: {}\n  a-b: {}", {}, "groups called 'a-b'"),
+        ("qwen: {}\n  qwen3: {}", {}, "the models qwen and qwen3 may both have groups called 'qwen3'"),
+        ("x1: {}\n  x: {groups: [{role: decode, count: 3}, {role: prefill, name: x}]}", {}, "called 'x1'"),
         ("a: {}\n  b: {aliases: [a]}", {}, "two models are called a"),
         ("a: {groups: [{role: prefill}]}", {}, "model a: the groups cannot serve requests"),
         ("a: {load: demand}", {}, "model a: engines that run alone are always loaded: remove load: demand"),

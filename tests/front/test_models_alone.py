@@ -43,11 +43,11 @@ class Served:
     """A connected model."""
 
     def __init__(self, owner: Owned) -> None:
-        table = SimpleNamespace(lacking=SimpleNamespace(any=math.inf))
+        self.lacking = SimpleNamespace(any=math.inf, pair=math.inf)
         self.failed: list[str] = []
         self.links = SimpleNamespace(
             alive=True,
-            fleet=SimpleNamespace(table=table),
+            fleet=SimpleNamespace(table=SimpleNamespace(lacking=self.lacking)),
             fail_all=lambda error: self.failed.append(error.message),
         )
         self.owner, self.weights = owner, SimpleNamespace(number=0)
@@ -139,6 +139,23 @@ def test_unusable_files_of_a_model_end_the_start() -> None:
     run(play)
 
 
+def test_requests_that_miss_a_role_begin_and_wait_in_the_fleet() -> None:
+    """The fleet has the limits of a missing role, and names the role."""
+
+    async def play() -> None:
+        models = Models(a=Owned("prefill"))
+        models.connect("a")
+        await models.start(prove)
+        models.lifecycle.move(Phase.READY)
+        served: Any = models.loaded[0]
+        served.links.alive, served.lacking.pair = False, 1.0
+        async with asyncio.timeout(deadline(1)):
+            await models.request("a")
+        await models.close()
+
+    run(play)
+
+
 def test_requests_wait_for_the_next_engine_and_then_get_the_name_of_the_model() -> None:
     async def play() -> None:
         a, b = Owned("x"), Owned()
@@ -151,13 +168,13 @@ def test_requests_wait_for_the_next_engine_and_then_get_the_name_of_the_model() 
             await models.request("b")
 
         served: Any = models.loaded[0]
-        served.links.alive = False
+        served.lacking.any = 1.0
         waiting = asyncio.create_task(models.request("a"))
         await until(lambda: models.listed()[0].waiting == 1)
-        served.links.alive = True
+        served.lacking.any = math.inf
         await waiting
 
-        served.links.alive = False
+        served.lacking.any = 1.0
         a.engines.clear()
         with pytest.raises(ReportedError, match="no engine serves the model a now"):
             await models.request("a")

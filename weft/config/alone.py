@@ -8,7 +8,6 @@ weft restart --file FILE            new settings for groups that run, one group 
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -80,12 +79,18 @@ def settings_of(topology: Topology, name: str) -> GroupSettings:
     if name in groups:
         return groups[name]
     for group in topology.groups:
-        if group.base and re.fullmatch(re.escape(group.base) + "[0-9]{1,4}", name):
+        if group.base in bases_of(name):
             return group
     raise ConfigError(
         f"--group {name}: the file has the groups {', '.join(groups)}.{suggest(name, groups)}",
         param="--group",
     )
+
+
+def bases_of(name: str) -> list[str]:
+    """Return the possible base names of group ``name``: ``name`` without one to four digits at its end."""
+    digits = len(name) - len(name.rstrip("0123456789"))
+    return [name[:-count] for count in range(1, min(digits, 4) + 1) if count < len(name)]
 
 
 # -- new settings for groups that run

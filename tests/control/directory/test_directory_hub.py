@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from weft.common.errors import EngineDead, InvalidRequest, Unavailable
 from weft.control.directory.directory_hub import AGAIN_S, ByModel, DirectoryHub
 from weft.control.directory.directory_owner import READ_S, DirectoryOwner
 from weft.control.directory.folder import FolderDirectory
+from weft.control.directory.record import EngineRecord
 from weft.control.model_fronts import ModelRecord, Use
 from weft.control.models import BACKOFF_S
 
@@ -134,9 +136,27 @@ def test_an_unload_drains_all_engines_of_the_model(seen: Seen) -> None:
         ask("unpin")
     for what in ("load", "pin", "keep", "unload"):
         ask(what)
+    unloads = [seen.after(model=one).unloads for one in "ab"]
+    assert unloads == [1, 0], "updates of the weights are given up"
     found = seen.directory.read()
     assert [seen.directory.asked_to_drain(found[one]) for one in ("one", "two", "three")] == [
         True,
         True,
         False,
     ]
+
+
+def test_all_models_share_one_read_of_the_directory(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[float] = []
+    read = seen.directory.read
+
+    def counted() -> Mapping[str, EngineRecord]:
+        reads.append(seen.clock.now())
+        return read()
+
+    monkeypatch.setattr(seen.directory, "read", counted)
+    seen.keep("one")
+    seen.directory.publish(record("two", model="b"))
+    for number in range(1, 4):
+        assert (seen.after().load, seen.after(0.0, "b").load) == (1, 1)
+        assert len(reads) == number

@@ -179,3 +179,21 @@ def test_an_api_server_starts_no_engine(seen: Seen) -> None:
     ):
         with pytest.raises(Unavailable, match=what):
             asyncio.run(order())
+
+
+def test_all_engines_are_asked_to_leave_though_one_goes_meanwhile(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def ask(one: EngineRecord) -> None:
+        asked.append(one.name)
+        seen.directory.withdraw(record("decode1"))
+        seen.present()
+
+    seen.directory.publish(record())
+    seen.directory.publish(record("decode1"))
+    seen.present()
+    monkeypatch.setattr(seen.directory, "ask_drain", ask)
+    asyncio.run(seen.owner.remove_all())
+    assert asked == ["decode0", "decode1"]

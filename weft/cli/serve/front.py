@@ -55,7 +55,7 @@ def serve_model(file: str, directory: str, given: Mapping[str, Any]) -> int:
     refuse_models(section, "`weft front`")
     _prepare(file, section)
     config = face_alone(topology._replace(front=section))
-    begin(config, section)
+    begin([config], section)
     return serve(config, section, owner_of(config, _reader(directory, section)))
 
 
@@ -114,12 +114,10 @@ def owner_of(config: EngineConfig, directory: DirectoryReader) -> DirectoryOwner
     )
 
 
-def begin(config: EngineConfig | Sequence[EngineConfig], section: FrontSection) -> None:
-    """Prepare this process to be an API server whose engines belong to others. ``config``: of one model, or
-    of each model."""
+def begin(configs: Sequence[EngineConfig], section: FrontSection) -> None:
+    """Prepare this process to be an API server whose engines belong to others. ``configs``: of each model."""
     from weft.config.file_limits import ask_for_files
 
-    configs = [config] if isinstance(config, EngineConfig) else config
     ask_for_files(configs, section)
     set_title("front", configs[0].served_names[0] if len(configs) == 1 else f"{len(configs)} models")
     child.forbid_core_dumps()

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from weft.common.errors import ConfigError
-from weft.config.alone import face_alone, settings_of
+from weft.config.alone import bases_of, face_alone, settings_of
 from weft.config.flags import SETTINGS
 from weft.config.models.several import (
     ModelSettings,
@@ -93,15 +93,22 @@ def _resolved(model: ModelSettings) -> ResolvedModel:
 
 
 def _check_groups(models: Sequence[ModelSettings]) -> None:
-    """Raise ConfigError if groups of two models have a common name: engines of one directory have different
-    names."""
-    seen: dict[str, str] = {}
+    """Raise ConfigError if groups of two models have a common name, or may get one with a number: engines of
+    one directory have different names."""
+    owners: dict[str, str] = {}
     for model in models:
-        names = {name for group in model.topology.groups for name in (group.name, group.base) if name}
-        for name in sorted(names):
-            if name in seen:
-                raise ConfigError(
-                    f"the models {seen[name]} and {model.name} have groups called {name!r}, and engines that "
-                    "run alone need different names: give the groups of one model another name (name: NAME)"
-                )
-        seen |= dict.fromkeys(names, model.name)
+        for name in dict.fromkeys(group.base or group.name for group in model.topology.groups):
+            _refuse_common(name, owners.setdefault(name, model.name), model.name)
+    for name, owner in owners.items():
+        for base in bases_of(name):
+            _refuse_common(name, owners.get(base, owner), owner)
+
+
+def _refuse_common(group: str, one: str, other: str) -> None:
+    """Raise ConfigError if the models ``one`` and ``other``, which may have groups called ``group``, are
+    two."""
+    if one != other:
+        raise ConfigError(
+            f"the models {one} and {other} may both have groups called {group!r}, and engines that run alone "
+            "need different names: give the groups of one model another name (name: NAME)"
+        )

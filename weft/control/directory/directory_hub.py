@@ -25,7 +25,16 @@ from weft.control.directory.directory_owner import DirectoryOwner
 from weft.control.directory.record import DirectoryReader, EngineRecord
 from weft.control.links.link import Address
 from weft.control.links.owner import Owner
-from weft.control.model_fronts import Drop, Joined, LoadSeen, ModelsRecord, Reported, SharedTable, Use
+from weft.control.model_fronts import (
+    Drop,
+    Joined,
+    LoadSeen,
+    ModelRecord,
+    ModelsRecord,
+    Reported,
+    SharedTable,
+    Use,
+)
 
 log = get_logger(__name__)
 
@@ -35,11 +44,17 @@ _PINNED = "the engines run alone (`weft engine`), and a model is loaded while an
 
 
 class ByModel:
-    """The records of a directory, by model. An engine of a model that is not served is logged once."""
+    """The records of a directory, by model. An engine of a model that is not served is logged once.
+
+    All models share one read of the directory: the next read follows when a model comes for the second time.
+    """
 
     def __init__(self, directory: DirectoryReader, models: Iterable[str]) -> None:
         """``models``: names of the served models."""
         self._directory, self._models = directory, frozenset(models)
+        self._found: Mapping[str, EngineRecord] = {}
+        self._had = set(self._models)
+        """Models that have had ``_found``."""
         self._strange: set[tuple[str, int]] = set()
 
     def of(self, model: str) -> DirectoryReader:
@@ -48,7 +63,14 @@ class ByModel:
 
     def read(self, model: str) -> dict[str, EngineRecord]:
         """Return the records of the model by name. Raise OSError."""
-        found = self._directory.read()
+        if model in self._had:
+            self._found, self._had = self._directory.read(), set()
+            self._say_strange(self._found)
+        self._had.add(model)
+        return {name: record for name, record in self._found.items() if record.model == model}
+
+    def _say_strange(self, found: Mapping[str, EngineRecord]) -> None:
+        """Log the engines of models that are not served, each once."""
         for record in found.values():
             if record.model not in self._models and (record.name, record.incarnation) not in self._strange:
                 self._strange.add((record.name, record.incarnation))
@@ -57,7 +79,6 @@ class ByModel:
                     *(record.name, record.model, ", ".join(sorted(self._models))),
                 )
         self._strange = {one for one in self._strange if one[0] in found}
-        return {name: record for name, record in found.items() if record.model == model}
 
     def ask_drain(self, record: EngineRecord) -> None:
         """See ``DirectoryReader``."""
@@ -100,23 +121,27 @@ class DirectoryHub:
         """Models whose lack of engines is no fault: no engine has joined yet, or all have drained."""
         self._again: dict[str, float] = {}
         """Model -> earliest time of the next connection, after a failure."""
+        self._unloads = dict.fromkeys(owners, 0)
+        """Model -> number of unloads that operators have asked for here."""
         self._record: ModelsRecord | None = None
 
     def record(self) -> ModelsRecord:
         """Return the state that follows from the present engines. The object changes with the state alone."""
         self._look()
         made = self._table.record()
-        # No failure, so no fault for /health.
-        models = [
-            msgspec.structs.replace(one, failure="")
-            if one.failure and one.name in self._planned and one.state == m.ModelState.COLD.value
-            else one
+        models = tuple(
+            msgspec.structs.replace(one, failure=self._fault(one), unloads=self._unloads[one.name])
             for one in made.models
-        ]
-        made = ModelsRecord(made.version, made.members, tuple(models))
+        )
+        made = ModelsRecord(made.version, made.members, models)
         if self._record is None or made != self._record:
             self._record = made
         return self._record
+
+    def _fault(self, one: ModelRecord) -> str:
+        """Return the failure of a model for /health; "" if the engines are missing in order."""
+        in_order = one.name in self._planned and one.state == m.ModelState.COLD.value
+        return "" if in_order else one.failure
 
     def owner(self, model: str, load: int, keeps: Callable[[int], None]) -> Owner:
         """Return the owner of the engines of a model."""
@@ -144,6 +169,7 @@ class DirectoryHub:
             raise _none(model)
         if what == "unload":
             await self._owners[model].remove_all()
+            self._unloads[model] += 1
         if what == "unpin":
             raise InvalidRequest(_PINNED)
 

@@ -147,9 +147,11 @@ class DirectoryOwner:
 
     async def _ask_to_leave(self, names: Iterable[str]) -> None:
         """Ask engines to drain and end. Raise Unavailable if an engine cannot be asked."""
+        # The directory is read again between two orders, and an engine may have gone by then.
+        records = [self._records[name] for name in names]
         try:
-            for name in names:
-                await asyncio.to_thread(self._directory.ask_drain, self._records[name])
+            for record in records:
+                await asyncio.to_thread(self._directory.ask_drain, record)
         except OSError as error:
             raise Unavailable(f"the engine cannot be asked to drain ({error}); try again") from error
 

@@ -88,5 +88,6 @@ class ModelsAlone(SharedModels):
 
 
 def _takes(model: ServedModel) -> bool:
-    """Return True if the present engines of the model take requests."""
-    return model.links.alive and model.links.fleet.table.lacking.any == math.inf
+    """Return True if an engine of the model takes requests. A missing role is no reason to wait here: the
+    fleet has the limits of the wait for a role."""
+    return model.links.fleet.table.lacking.any == math.inf
