@@ -36,7 +36,6 @@ class Linear(Packs):
         super().__init__()
         shard = whole(outputs) if isinstance(outputs, int) else outputs
         self.weight = build.matrix(shard.count, inputs, shard=shard, wide=wide)
-        self._outputs = shard.count
         self.bias = build.weight(shard.count, shard=shard, wide=wide) if bias else None
         self._op = build.matrix_op("linear", wide=wide)
         self._notes = build.notes
