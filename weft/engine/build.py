@@ -146,7 +146,10 @@ class LoadedModel:
         names = names_of(config, rank, self.weights)
         # A temporary model must not add callbacks to the mesh.
         apart = None if mesh is None else replace(mesh, formed=[])
-        again = functools.partial(read_model, config, apart, config.model_path, config.loaded)
+        layouts = AdapterOptions(like_places=config.lora.max_loras > 0)
+        again = functools.partial(
+            read_model, config, apart, config.model_path, config.loaded, adapters=layouts
+        )
         runner.weights = open_weights(self.model, rank, again, caches, names)
         # A warm-up step of connected ranks would need collectives before the group has formed.
         if device.type == "cuda" and not meets:

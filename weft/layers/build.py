@@ -56,6 +56,14 @@ class AdapterOptions:
     """True for memory for adapters of routed experts."""
     saved: bool = False
     """True for memory for whole embeddings and output heads."""
+    like_places: bool = False
+    """True for the layouts of a model with places, without memory for adapters: new weights of such a model
+    are read in these layouts."""
+
+    @property
+    def apart(self) -> bool:
+        """True if each matrix has its own product, to which the low-rank product is added."""
+        return self.like_places or self.places > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

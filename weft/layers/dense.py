@@ -36,7 +36,6 @@ class Linear(Packs):
         super().__init__()
         shard = whole(outputs) if isinstance(outputs, int) else outputs
         self.weight = build.matrix(shard.count, inputs, shard=shard, wide=wide)
-        self._outputs = shard.count
         self.bias = build.weight(shard.count, shard=shard, wide=wide) if bias else None
         self._op = build.matrix_op("linear", wide=wide)
         self._notes = build.notes
@@ -287,8 +286,9 @@ class GateUp(Packs):
         self._activation = activation
         self.low = make_low_rank(build)
         """Adapters of both matrices; None without places for adapters."""
-        self._op = build.matrix_op("gated_linear" if self.low is None else "linear")
-        self._gated = None if self.low is None else build.op("gated").run
+        # Layouts of "gated_linear" can interleave both matrices.
+        self._op = build.matrix_op("linear" if build.adapters.apart else "gated_linear")
+        self._gated = build.op("gated").run if build.adapters.apart else None
         self._notes = build.notes
         self._packed: object = None
         if self.low is not None:
@@ -300,11 +300,11 @@ class GateUp(Packs):
     def forward(self, x: Tensor, adapters: AdapterRows | None = None) -> Tensor:
         """``adapters``: places of the rows; None if no row has an adapter."""
         result: Tensor
-        if self.low is None or self._gated is None:
+        if self._gated is None:
             result = self._op.run(x, self._packed, self.bias, self._activation)
             return result
         both: Tensor = self._op.run(x, self._packed, self.bias)
-        if adapters is not None:
+        if self.low is not None and adapters is not None:
             self.low.add(both, x, adapters, self.bias)
         result = self._gated(both, self._activation)
         return result

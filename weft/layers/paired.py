@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from weft.layers.build import Build
 from weft.layers.dense import Linear
 from weft.layers.pending_codes import in_place, take_mixed
+from weft.layers.shard import Shard
 from weft.ops import coded
 from weft.ops.coded import Codes, MixedCodes
 from weft.ops.low_rank import AdapterRows
@@ -26,6 +28,11 @@ class PairedLinear(Linear):
     """True if the product of this layer contains the outputs of the other layer, behind its own."""
     _ready = False
 
+    def __init__(self, inputs: int, outputs: int | Shard, build: Build, *, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, build, bias=bias)
+        self._outputs = len(self.weight)
+        self._apart = build.adapters.apart
+
     def pack(self) -> None:
         if not self._ready:
             super().pack()
@@ -42,7 +49,7 @@ class PairedLinear(Linear):
         # No codes: the parameter is complete.
         codes = [take_mixed(one, takes, mixes=self._op.mixes) for one in weights]
         self._ready = other._ready = True
-        alone = self.low is not None or self._op is not other._op
+        alone = self._apart or self._op is not other._op
         whole = None if alone else _one_matrix(codes)
         self.joined = whole is not None or (not alone and all(one is None for one in codes))
         if not self.joined:
