@@ -49,24 +49,27 @@ def test_entries_with_the_key_of_an_indexer(dtype: torch.dtype, first: bool, sec
 
     q_lora, lora, rope, index_heads, dim = 20, 12, 8, 5, 14
     size = q_lora + lora + rope
-    rows, cos_sin = normal(4, size + dim + index_heads + 3, dtype=dtype), angles(4, rope)
+    rows, (cos, sin) = normal(4, size + dim + index_heads + 3, dtype=dtype), angles(4, rope)
     rows[2, size : size + dim] += 8  # a mean far above the deviation
-    weights = [normal(n, dtype=dtype) for n in (q_lora, lora, dim, dim)]
-    index = IndexParts(rows[:, size : size + dim + index_heads], *weights[2:], 1e-6, second)
+    q_norm, norm, key_norm, key_bias = (normal(n, dtype=dtype) for n in (q_lora, lora, dim, dim))
+    index = IndexParts(rows[:, size : size + dim + index_heads], key_norm, key_bias, 1e-6, second)
     cache, writes = normal(3, 4, lora + rope + dim, dtype=dtype), torch.tensor([2, 11, 5, 7], device=DEVICE)
-    before = cache.clone()
-    given = (rows[:, :size], *weights[:2], 1e-6, *cos_sin, first)
-    low = latent_rope_cache(*given, cache, writes, index)
-    expected = latent_ops.latent_rope_cache(*given, before, writes)
-    before.view(-1, cache.shape[2])[writes, lora + rope :] = index.key(*cos_sin)
+    before, alone = cache.clone(), torch.zeros_like(cache)
+    low = latent_rope_cache(rows[:, :size], q_norm, norm, 1e-6, cos, sin, first, cache, writes, index)
+    expected = latent_ops.latent_rope_cache(
+        rows[:, :size], q_norm, norm, 1e-6, cos, sin, first, before, writes
+    )
+    before.view(-1, cache.shape[2])[writes, lora + rope :] = index.key(cos, sin)
     assert near(low, expected, dtype)
     assert near(cache, before, dtype)
     exact = index._replace(joined=index.joined.double(), norm=index.norm.double(), bias=index.bias.double())
-    of_float64 = exact.key(*(one.double() for one in cos_sin))
+    of_float64 = exact.key(cos.double(), sin.double())
     assert near(cache.view(-1, cache.shape[2])[writes, lora + rope :], of_float64, dtype)
-    alone = torch.zeros_like(cache)
-    mine = (rows[2:3, :size], *weights[:2], 1e-6, *(one[2:3] for one in cos_sin), first)
-    latent_rope_cache(*mine, alone, writes[2:3], index._replace(joined=index.joined[2:3]))
+    one = slice(2, 3)
+    mine = index._replace(joined=index.joined[one])
+    latent_rope_cache(
+        rows[one, :size], q_norm, norm, 1e-6, cos[one], sin[one], first, alone, writes[one], mine
+    )
     assert torch.equal(alone.view(-1, cache.shape[2])[5], cache.view(-1, cache.shape[2])[5])
 
 
