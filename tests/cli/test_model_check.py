@@ -96,7 +96,7 @@ def test_a_model_that_does_not_exist() -> None:
         {"tensor_parallel_size": 5},
         {"hf_overrides": '{"is_original_qwen3_reranker": 1}'},
         {"hf_overrides": '{"hidden_size": 8}'},
-        {"model_impl": "transformers", "tensor_parallel_size": 3},
+        pytest.param({"model_impl": "transformers", "tensor_parallel_size": 3}, marks=pytest.mark.slow),
         {"tokenizer": "./nothing"},
         {"dtype": "float64", "kv_cache_memory": "1K"},
     ],

@@ -59,6 +59,7 @@ def test_every_test_problem_needs_a_number_pair_that_never_occurs_in_training(tr
         assert any(pair not in seen and is_held_out_pair(*pair) for pair in p.pairs), p
 
 
+@pytest.mark.slow
 def test_pairs_list_every_sum_that_the_solution_shows(train: list[Problem]) -> None:
     for p in [*train[:2000], *test_set()]:
         lines = p.solution.split("\n")

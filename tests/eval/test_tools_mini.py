@@ -91,6 +91,7 @@ def test_some_names_of_arguments_of_the_test_set_never_occur_in_training(train: 
     assert len(set(unseen)) >= 5
 
 
+@pytest.mark.slow
 def test_every_test_problem_needs_a_number_pair_that_never_occurs_in_training(
     train: list[ToolProblem],
 ) -> None:

@@ -144,7 +144,7 @@ def test_bits_are_those_of_one_rank_where_experts_answer_one_by_one(name: str, k
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.grid), torch.bfloat16])
-@pytest.mark.parametrize("name", LAYOUTS)
+@mostly_slow("name", LAYOUTS, ["ep4", "dp2", "tp2dp2"])
 def test_cpp_has_the_bits_of_its_whole_block(name: str, dtype: torch.dtype, extension: None) -> None:
     """The C++ operations compute the block of one rank in one call; the bits are equal in bf16 too."""
     layout = LAYOUTS[name]
@@ -168,7 +168,7 @@ def pieces(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.requirement("C7")
 @mostly_slow("dtype", [torch.float32, torch.bfloat16], [torch.bfloat16])
-@pytest.mark.parametrize("name", LAYOUTS)
+@mostly_slow("name", LAYOUTS, ["ep4", "dp2", "tp2dp2"])
 def test_all_forms_give_the_same_bits(name: str, dtype: torch.dtype, pieces: Any) -> None:
     """The form of a step may depend on its content, so that all forms must have equal bits."""
     layout, weights = LAYOUTS[name], routed("gated_shared", dtype)

@@ -62,7 +62,7 @@ BAD: dict[str, Callable[[int], str]] = {
 
 @pytest.mark.requirement("G3")
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"python_tag", "mistral_list", "bare"}))
-@mostly_slow("bad", BAD, [*BAD][::8])
+@mostly_slow("bad", BAD, [*BAD][::16])
 def test_work_is_linear(name: str, bad: str) -> None:
     for piece in (1, 7, 2 * SIZE):
         once, twice = (work(name, BAD[bad](size), piece) for size in (SIZE, 2 * SIZE))

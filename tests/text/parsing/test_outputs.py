@@ -54,7 +54,7 @@ def check_wrong(name: str, seed: int) -> None:
 
 @pytest.mark.requirement("G3", "G4")
 @mostly_slow("name", FAMILIES, DEFAULT)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=SEEDS)
 def test_an_output_gives_its_parts(name: str, seed: int) -> None:
     check_right(name, seed)
