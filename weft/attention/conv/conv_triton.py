@@ -11,7 +11,6 @@ import torch
 
 from weft.attention.conv.conv_backend import ConvBackend, ConvInput
 from weft.attention.recurrent import columns_of
-from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.ops import triton as kernels
 
@@ -28,9 +27,7 @@ class TritonConv(ConvBackend):
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Raise ConfigError without Triton, and for a dtype or device without support."""
-        kernels.check_there("short convolution backend 'triton'", device)
-        if dtype not in kernels.DTYPES:
-            raise ConfigError(f"short convolution backend 'triton' has no {dtype}", param="--dtype")
+        kernels.check_served("short convolution backend 'triton'", dtype, device)
 
     def run(self, bcx: Tensor, out: Tensor, conv: ConvInput) -> None:
         """See ``ConvBackend.run``. Writes ``out`` and the states in place; does nothing without tokens."""

@@ -28,9 +28,7 @@ class TritonDelta(KernelRows, TorchDelta):
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Raise ConfigError without Triton, and for a model, dtype or device without support."""
-        kernels.check_there("delta net backend 'triton'", device)
-        if dtype not in kernels.DTYPES:
-            raise ConfigError(f"delta net backend 'triton' has no {dtype}", param="--dtype")
+        kernels.check_served("delta net backend 'triton'", dtype, device)
         from weft.ops.triton.delta import fits
 
         delta = spec.delta

@@ -85,9 +85,7 @@ class TritonAttention(AttentionBackend):
     ) -> None:
         """Raise ConfigError without Triton, and for a model, dtype or device without support."""
         name = self._name
-        kernels.check_there(f"attention backend {name!r}", device)
-        if dtype not in kernels.DTYPES:
-            raise ConfigError(f"attention backend {name!r} has no {dtype}", param="--dtype")
+        kernels.check_served(f"attention backend {name!r}", dtype, device)
         if spec.heads % cache.kv_heads or spec.heads // cache.kv_heads > 128:
             raise ConfigError(
                 f"{spec.heads} query heads cannot share {cache.kv_heads} KV heads", param="--model"

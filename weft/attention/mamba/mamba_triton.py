@@ -28,9 +28,7 @@ class TritonMamba(KernelRows, TorchMamba):
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Raise ConfigError without Triton, and for a model, dtype or device without support."""
-        kernels.check_there("Mamba backend 'triton'", device)
-        if dtype not in kernels.DTYPES:
-            raise ConfigError(f"Mamba backend 'triton' has no {dtype}", param="--dtype")
+        kernels.check_served("Mamba backend 'triton'", dtype, device)
         from weft.ops.triton.mamba import MOST_STATE, MOST_TAPS
 
         mamba = spec.mamba

@@ -45,9 +45,7 @@ class TritonLatent(TorchLatent):
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Raise ConfigError without Triton, and for a model, dtype or device without support."""
-        kernels.check_there("attention backend 'triton'", device)
-        if dtype not in kernels.DTYPES:
-            raise ConfigError(f"attention backend 'triton' has no {dtype}", param="--dtype")
+        kernels.check_served("attention backend 'triton'", dtype, device)
         refuse_fp8("triton", cache)
         assert spec.mla is not None
         if spec.mla.kv_lora > MAX_LORA or spec.mla.rope > MAX_ROPE:

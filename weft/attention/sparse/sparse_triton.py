@@ -70,10 +70,8 @@ class TritonSparse(SparseBackend):
     ) -> None:
         """Raise ConfigError without Triton, and for a model, dtype or device without support."""
         name = f"attention backend {self._name!r}"
-        kernels.check_there(name, device)
+        kernels.check_served(name, dtype, device)
         refuse_fp8(self._name, cache)
-        if dtype not in kernels.DTYPES:
-            raise ConfigError(f"{name} has no {dtype}", param="--dtype")
         values, rest, heads = _sizes(spec)
         if values > MAX_VALUES or rest > MAX_REST or heads > MAX_HEADS:
             raise ConfigError(

@@ -57,12 +57,15 @@ def available() -> bool:
     return torch.cuda.is_available() or interpreting()
 
 
-def check_there(backend: str, device: torch.device) -> None:
-    """Raise ConfigError if kernels cannot run on ``device``. ``backend``: kind and name for messages."""
+def check_served(backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError if kernels cannot run on ``device``, or have no ``dtype``. ``backend``: kind and name
+    for messages."""
     if device.type != "cuda" and not interpreting():
         raise ConfigError(f"{backend} does not run on {device.type}", param="--device")
     if not available():
         raise ConfigError(f"{backend} needs Triton: pip install 'weft[cuda]'", param="--attention-backend")
+    if dtype not in DTYPES:
+        raise ConfigError(f"{backend} has no {dtype}", param="--dtype")
 
 
 def takes_codes(dtype: torch.dtype, device: torch.device) -> bool:
