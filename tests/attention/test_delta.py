@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.attention.state_copies import check_written
 from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
 from weft.attention import recurrent
@@ -441,13 +442,7 @@ def test_only_the_rows_own_copies_are_written(each: bool, shape: tuple[int, ...]
     for backend in backends_for(shape):
         scene = Scene(shape, torch.float32, [8, 5])
         scene.step(backend, [(scene.rows[0], 2), (scene.rows[1], 3)], each=each)
-        for part in scene.state:
-            written = ~part.isnan().flatten(2).all(2)
-            right = torch.zeros_like(written)
-            for row, count in zip(scene.rows, (2, 3), strict=True):
-                right[row.slot, : count if each else 1] = True
-            assert torch.equal(written, right)
-            assert not part[written].isnan().any()
+        check_written(scene, (2, 3), each)
 
 
 @pytest.mark.usefixtures("extension")

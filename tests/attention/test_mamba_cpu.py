@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.attention.state_copies import check_written
 from tests.attention.test_mixers import MAMBA, NAN, ONE_GROUP, Scene, expected
 from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
@@ -136,13 +137,7 @@ def test_drafts_leave_a_state_for_each_token(name: str) -> None:
 def test_only_the_rows_own_copies_are_written(each: bool) -> None:
     scene = Scene(SHAPES["places"], torch.float32, [8, 5])
     scene.step(BACKEND, [(scene.rows[0], 2), (scene.rows[1], 3)], each=each)
-    for part in scene.state:
-        written = ~part.isnan().flatten(2).all(2)
-        right = torch.zeros_like(written)
-        for row, count in zip(scene.rows, (2, 3), strict=True):
-            right[row.slot, : count if each else 1] = True
-        assert torch.equal(written, right)
-        assert not part[written].isnan().any()
+    check_written(scene, (2, 3), each)
 
 
 def test_a_new_sequence_starts_from_zeros() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.attention.state_copies import check_written
 from tests.attention.test_mixers import CONV, MAMBA, NO_NORM, ONE_GROUP, SHORT_CONV, Scene, expected
 from tests.support.allocated import most_allocated
 from tests.support.slow import mostly_slow
@@ -131,13 +132,7 @@ def test_bits_depend_on_neither_company_nor_chunks_nor_drafts(name: str) -> None
 def test_only_the_rows_own_copies_are_written(name: str, each: bool) -> None:
     scene = Scene(SPECS[name], torch.float32, lengths=[8, 5])
     scene.step(invariant_of(scene.spec), [(scene.rows[0], 2), (scene.rows[1], 3)], each=each)
-    for part in scene.state:
-        written = ~part.isnan().flatten(2).all(2)
-        right = torch.zeros_like(written)
-        for row, count in zip(scene.rows, (2, 3), strict=True):
-            right[row.slot, : count if each else 1] = True
-        assert torch.equal(written, right)
-        assert not part[written].isnan().any()
+    check_written(scene, (2, 3), each)
 
 
 @mostly_slow("name", list(SPECS), ["conv"])

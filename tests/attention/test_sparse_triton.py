@@ -40,6 +40,8 @@ pytestmark = [
 ]
 SIZES = Sizes(heads=12, dim=48, index_heads=8, index_dim=32)
 FEW = Sizes(heads=3, dim=48, index_heads=5, index_dim=32)
+TURNED: dict[str, Any] = {"sizes": FEW, "window": 0, "groups": (1, 9), "values": 32, "sinks": False}
+"""Scene of rotated queries, for ``Turning``."""
 ROWS = [(5, 3), (0, 2), (141, 1), (8, 2), (200, 1)]
 DECODES = [(7, 1), (0, 1), (99, 1), (3, 1)]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2 if THERE else 0.1}
@@ -206,16 +208,7 @@ def test_queries_are_rotated_where_they_are_read(
     dtype: torch.dtype, invariant: bool, interleaved: bool
 ) -> None:
     """Against a rotation by torch before the same kernels."""
-    made = scene(
-        [(5, 3), (30, 1)],
-        dtype,
-        sizes=FEW,
-        window=0,
-        groups=(1, 9),
-        values=32,
-        invariant=invariant,
-        sinks=False,
-    )
+    made = scene([(5, 3), (30, 1)], dtype, invariant=invariant, **TURNED)
     turning = Turning(Run(made), interleaved)
     chosen, out = turning.results()
     expected, wanted = turning.results(SparseBackend)
@@ -228,16 +221,7 @@ def test_queries_are_rotated_where_they_are_read(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_rotated_queries(dtype: torch.dtype) -> None:
     """A token alone has the choice and the bits that the token has among others and inside a prompt."""
-    whole = scene(
-        [(20, 9), (3, 2), (70, 1)],
-        dtype,
-        sizes=FEW,
-        window=0,
-        groups=(1, 9),
-        values=32,
-        invariant=True,
-        sinks=False,
-    )
+    whole = scene([(20, 9), (3, 2), (70, 1)], dtype, invariant=True, **TURNED)
     turning = Turning(Run(whole), True)
     chosen, made = turning.results()
     assert chosen is not None
