@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support import forked, order
+from tests.support.counted import drop_counts
 from tests.support.slow import ELSEWHERE
 from tests.support.slowness import deadline
 from weft.common import env
@@ -75,7 +76,8 @@ def pytest_runtest_setup() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Undo a change of the default dtype, and name the test. Threads that load models of transformers at the
-    same time may leave such a change."""
+    same time may leave such a change. Drop counts of log lines, which would appear in a later test."""
+    drop_counts()
     if torch.get_default_dtype() is not torch.float32:
         torch.set_default_dtype(torch.float32)
         item.warn(pytest.PytestWarning(f"{item.nodeid} left another default dtype"))

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from tests.support.counted import drop_counts
 from weft.common.counted_log import MOST_KINDS, CountedLog, Tally
 
 
@@ -37,3 +38,16 @@ def test_a_log_tells_the_sum_by_itself(caplog: pytest.LogCaptureFixture) -> None
         assert timer is not None
         timer.join()
     assert caplog.messages == ["refused: 0", "4 more times; the last one: refused: 4"]
+
+
+def test_no_count_of_a_test_is_logged_in_a_later_test(caplog: pytest.LogCaptureFixture) -> None:
+    log = CountedLog(logging.getLogger("weft.test"), window=0.05)
+    with caplog.at_level("WARNING", "weft.test"):
+        log.say("refused: %s", 1)
+        log.say("refused: %s", 2)
+        timer = log._timer
+        assert timer is not None
+        drop_counts()
+        timer.join()
+        log.say("refused: %s", 3)
+    assert caplog.messages == ["refused: 1", "refused: 3"]
