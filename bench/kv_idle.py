@@ -2,7 +2,7 @@
 
     python -m bench.kv_idle [--json bench/results/kv-idle-mine.json] [--rounds 12] [--prompts 12]
 
-Three engines are loaded together: without a tier, with ``--kv-store reused``, and with ``--kv-store all``. The
+Three engines are loaded together: without a tier, with ``--kv-store reused`` and with ``--kv-store all``. The
 engines take turns in each round, and compute the same prompts of random tokens. No prompt repeats, so no tier
 can help. CPU seconds are those of the engine's process and its children, until a second after the last token:
 the writes of a turn are a part of its cost.
