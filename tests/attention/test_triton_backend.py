@@ -91,7 +91,7 @@ def test_capped_scores(backend: Any) -> None:
 
 @runs
 @pytest.mark.parametrize("backend", BOTH)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 16), (6, 1, 20), (6, 2, 48), (3, 3, 32)])
+@mostly_slow(("heads", "kv_heads", "dim"), [(6, 1, 20), (1, 1, 16), (6, 2, 48), (3, 3, 32)], 1)
 def test_head_groups_and_sizes(heads: int, kv_heads: int, dim: int, backend: Any) -> None:
     rows = [(5, 3), (0, 9), (71, 1)]
     check(
@@ -101,7 +101,7 @@ def test_head_groups_and_sizes(heads: int, kv_heads: int, dim: int, backend: Any
 
 @runs
 @pytest.mark.parametrize("backend", BOTH)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-2), (torch.float16, 4e-3)])
+@mostly_slow(("dtype", "tolerance"), [(torch.bfloat16, 4e-2), (torch.float16, 4e-3)], 1)
 def test_narrow_types(dtype: torch.dtype, tolerance: float, backend: Any) -> None:
     for rows in ([(70, 1), (190, 1)], [(5, 9), (64, 30)]):
         scene = Scene(rows, window=90, block=16, heads=2, kv_heads=1, dim=32, dtype=dtype)

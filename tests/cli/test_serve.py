@@ -371,7 +371,11 @@ def test_an_engine_that_loads_is_not_waited_for(checkpoint: str, start: Any) -> 
 @pytest.mark.parametrize(
     ("number", "more"),
     [
-        (signal.SIGHUP, ["--tensor-parallel-size", "2", "--rank-timeout", str(deadline(20))]),
+        pytest.param(
+            signal.SIGHUP,
+            ["--tensor-parallel-size", "2", "--rank-timeout", str(deadline(20))],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(signal.SIGQUIT, [], marks=pytest.mark.grid),
         (signal.SIGINT, []),
     ],

@@ -13,7 +13,7 @@ from weft.cli.verify import verify_topology
 from weft.types.messages import EngineStats, TransferStats
 
 FEW = ["--prompts", "4", "--tokens", "6"]
-DEFAULT = ("1p1d", "1e1p1d")
+DEFAULT = ("1p1d",)
 
 
 @pytest.mark.requirement("D24", "E24")

@@ -14,6 +14,7 @@ import pytest
 from tests.engine.pair_rig import EnginePair, submit, unified
 from tests.runner.transfers_rig import config_of
 from tests.support.generic_models import tiny_model
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
@@ -35,7 +36,7 @@ def pair_of_sizes(root: Path, sizes: tuple[int, int], family: str = "llama") -> 
 
 
 @pytest.mark.requirement("E1")
-@pytest.mark.parametrize(("sizes", "family"), [((2, 1), "llama"), ((1, 2), "qwen3_next")])
+@mostly_slow(("sizes", "family"), [((2, 1), "llama"), ((1, 2), "qwen3_next")], [((1, 2), "qwen3_next")])
 def test_groups_of_other_sizes(tmp_path: Path, sizes: tuple[int, int], family: str) -> None:
     expected = unified(config_of(tmp_path, family, 8, "unified", **CHUNKS), SUBMITS)
     pair = pair_of_sizes(tmp_path, sizes, family)

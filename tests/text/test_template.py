@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import InvalidRequest
 from weft.text.chat import ChatFormat
@@ -154,7 +153,8 @@ ENDLESS = {
 
 
 @pytest.mark.requirement("F19")
-@mostly_slow("name", ENDLESS, ["written"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDLESS)
 def test_one_operation_on_nested_lists_ends_with_its_process(name: str) -> None:
     template = ChatTemplate(ENDLESS[name])
     before = time.monotonic()
