@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import weft
-from tests.support.text_folders import write_tokenizer
+from tests.support.text_folders import TOOL_TEMPLATE, TOOL_TOKENS, write_tokenizer
 from weft.common.errors import InvalidRequest, NotFound
 from weft.front.protocol.chat_request import ChatRequest
 from weft.front.protocol.effort import effort_variables, switch_variables
@@ -273,3 +273,132 @@ def test_a_message_comes_back_with_all_its_fields(reader: Reader) -> None:
         return read_messages(reader, json.dumps(body).encode())
 
     assert read({**answer, **more}).prompts == read(answer).prompts
+
+
+@pytest.fixture(scope="module")
+def tooled(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    """Return a reader for a model that calls tools."""
+    folder = tmp_path_factory.mktemp("calls")
+    write_tokenizer(folder, added=TOOL_TOKENS, template=TOOL_TEMPLATE)
+    text = TextModel.load(folder, reasoning_parser="qwen3", tool_call_parser="hermes")
+    return Reader(text, ("own", "other"), LIMITS, 1 << 20)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+BARE = {"type": "object", "default": None, "const": None}
+READERS = {
+    "chat": lambda reader, fields: chat(reader, **fields),
+    "messages": lambda reader, fields: read_messages(
+        reader, json.dumps({"max_tokens": 5, "messages": [HELLO], **fields}).encode()
+    ),
+    "responses": lambda reader, fields: read_response(
+        reader, NONE + json.dumps({"input": "hi", "store": False, **fields}).encode()
+    ),
+}
+WITH_NULLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("chat", {}, {"response_format": {"type": "text", "json_schema": None}}),
+    ("chat", {}, {"thinking": {"type": "adaptive", "budget_tokens": None, "x": None}}),
+    ("chat", {}, {"reasoning": {"effort": None, "x": None}}),
+    ("chat", {"metadata": {"a": "b"}}, {"metadata": {"a": "b", "c": None}}),
+    ("chat", {"logit_bias": {"1": 1}}, {"logit_bias": {"1": 1, "2": None}}),
+    ("chat", {"tools": [TOOL]}, {"tools": [{**TOOL, "custom": None}]}),
+    (
+        "chat",
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f", "x": None}}},
+    ),
+    (
+        "chat",
+        {"messages": [HELLO, {"role": "assistant", "tool_calls": [CALL]}]},
+        {
+            "messages": [
+                {**HELLO, "name": None},
+                {"role": "assistant", "tool_calls": [{**CALL, "type": None}]},
+            ]
+        },
+    ),
+    ("messages", {}, {"thinking": {"type": "adaptive", "budget_tokens": None}}),
+    ("messages", {}, {"output_config": {"effort": None, "x": None}, "context_management": {"edits": None}}),
+    ("messages", {}, {"metadata": {"user_id": None, "x": None}}),
+    ("messages", {"system": "a"}, {"system": [{"type": "text", "text": "a", "x": None}]}),
+    ("messages", {}, {"messages": [{**HELLO, "name": None}]}),
+    (
+        "messages",
+        {},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "x": None}]}]},
+    ),
+    (
+        "messages",
+        {"tools": [{"name": "f", "input_schema": BARE}], "tool_choice": {"type": "auto"}},
+        {
+            "tools": [{"name": "f", "input_schema": BARE, "x": None}],
+            "tool_choice": {"type": "auto", "name": None},
+        },
+    ),
+    (
+        "messages",
+        {"messages": [HELLO, {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}]}]},
+        {
+            "messages": [
+                HELLO,
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "a", "signature": None}]},
+            ]
+        },
+    ),
+    ("responses", {}, {"text": {"format": {"type": "text", "name": None}, "x": None}}),
+    ("responses", {}, {"reasoning": {"effort": None, "x": None}, "metadata": {"a": None}}),
+    (
+        "responses",
+        {"tools": [{"type": "function", "name": "f"}]},
+        {"tools": [{"type": "function", "name": "f", "x": None}]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("api", "plain", "nulls"), WITH_NULLS)
+def test_a_null_field_is_absent_at_any_depth(
+    tooled: Reader, api: str, plain: dict[str, Any], nulls: dict[str, Any]
+) -> None:
+    made, expected = READERS[api](tooled, nulls), READERS[api](tooled, plain)
+    assert made.prompts == expected.prompts
+    assert made.token_params == expected.token_params
+    assert made.output == expected.output
+
+
+def test_nulls_of_a_schema_keep_their_meaning(reader: Reader) -> None:
+    field = {"type": ["string", "null"], "enum": ["a", None], "default": None}
+    schema = {"type": "object", "properties": {"a": field}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with_null = {**form, "json_schema": {**form["json_schema"], "x": None}}
+    assert chat(reader, response_format=with_null).grammar == chat(reader, response_format=form).grammar
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "said"),
+    [
+        ("chat", {"reasoning_effort": "much"}, "supported: high, low, max, medium, minimal, none, xhigh"),
+        ("chat", {"tools": [{"type": "custom", "custom": {}}]}, "$[0].type; supported: function"),
+        ("chat", {"tool_choice": "maybe"}, "supported: any, auto, none, required"),
+        (
+            "chat",
+            {"response_format": {"type": "xml"}},
+            "supported: json_object, json_schema, structural_tag, text",
+        ),
+        ("messages", {"thinking": {"type": "on"}}, "supported: adaptive, disabled, enabled"),
+        ("messages", {"output_config": {"effort": "none"}}, "supported: high, low, max, medium, xhigh"),
+        (
+            "messages",
+            {"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]},
+            "supported: false",
+        ),
+        ("responses", {"truncation": "auto", "text": {"verbosity": "max"}}, "supported: high, low, medium"),
+        ("responses", {"service_tier": "best"}, "supported: auto, default"),
+    ],
+)
+def test_a_refused_word_names_the_supported_words(
+    tooled: Reader, api: str, fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        READERS[api](tooled, fields)
+    assert said in caught.value.message

@@ -313,7 +313,7 @@ def _check_calls(calls: Any, where: str) -> tuple[CallMade, ...]:
 def _check_call(call: Any, where: str) -> CallMade:
     """Return one checked tool call. Raise InvalidRequest with the name of the invalid field."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or call.get("type", "function") != "function":
+    if not isinstance(call, Mapping) or call.get("type") not in (None, "function"):
         raise InvalidRequest(f'{where} must be an object of type "function"', param=where)
     if not isinstance(function, Mapping):
         raise InvalidRequest(f"{where}.function must be an object", param=f"{where}.function")

@@ -80,7 +80,7 @@ def image_part(part: Mapping[str, Any], part_type: str, where: str) -> ImagePart
             )
         return ImagePart(given, where, part_type=part_type)
     # Some clients send the URL alone instead of an object.
-    fields = given if isinstance(given, Mapping) else {"url": given}
+    fields = _given(given) if isinstance(given, Mapping) else {"url": given}
     url = fields.get("url")
     if not isinstance(url, str) or fields.keys() - {"url", "detail"}:
         raise InvalidRequest(
@@ -89,6 +89,11 @@ def image_part(part: Mapping[str, Any], part_type: str, where: str) -> ImagePart
             param=where,
         )
     return ImagePart(url, where, detail_of(fields.get("detail"), where), part_type)
+
+
+def _given(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields that are not null."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 _OF_RESPONSES = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
@@ -165,7 +170,8 @@ def video_part(part: Mapping[str, Any], where: str, least: int) -> VideoPart | s
     part_type = str(part.get("type"))
     given = part.get(part_type)
     if part_type == "video_url":
-        given = given.get("url") if isinstance(given, Mapping) and given.keys() == {"url"} else given
+        if isinstance(given, Mapping) and _given(given).keys() == {"url"}:
+            given = given["url"]
         if not isinstance(given, str):
             raise InvalidRequest(
                 f'{where} must be a part of the form {{"type": "video_url", "video_url": {{"url": '

@@ -38,11 +38,15 @@ CHAT_ONLY = frozenset(
 
 
 def is_one_of(*neutral: Any) -> Callable[[Any], bool]:
-    """Return a predicate: True for a value equal to one of ``neutral``. A boolean never equals a number,
-    unlike in Python."""
-    return lambda value: any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
-    )
+    """Return a predicate: True for a value equal to one of ``neutral``, without null fields. A boolean never
+    equals a number, unlike in Python."""
+
+    def is_neutral(value: Any) -> bool:
+        if isinstance(value, dict):
+            value = {name: one for name, one in value.items() if one is not None}
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+    return is_neutral
 
 
 def asks_no_processing(value: Any) -> bool:

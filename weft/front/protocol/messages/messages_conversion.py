@@ -124,7 +124,8 @@ def _system(system: str | list[dict[str, Any]] | None, keep_attribution: bool) -
 def _add(turns: Turns, message: dict[str, Any], where: str) -> None:
     """Add one message of the request to ``turns``. Raises InvalidRequest, naming ``where``."""
     role = message.get("role")
-    unknown = message.keys() - {"role", "content", "id", "cache_control"}
+    unknown = {name for name, value in message.items() if value is not None}
+    unknown -= {"role", "content", "id", "cache_control"}
     # An answer sent back by the client has all fields of its server.
     if unknown and role != "assistant":
         shown = printable(min(unknown), 40)

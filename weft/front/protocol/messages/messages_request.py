@@ -97,8 +97,9 @@ class CountRequest(Body, frozen=True, kw_only=True):
         "stop_sequences": is_one_of([]),
         "mcp_servers": is_one_of([]),
         "speed": is_one_of("standard"),
-        "diagnostics": is_one_of({}, {"previous_message_id": None}),
+        "diagnostics": is_one_of({}),
         "output_config": is_one_of({}),
+        "context_management": is_one_of({}),
     }
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED
 
