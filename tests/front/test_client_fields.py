@@ -17,7 +17,7 @@ from weft.front.protocol.effort import effort_variables, switch_variables
 from weft.front.protocol.fields import HINTS
 from weft.front.protocol.messages.read_messages import read_messages
 from weft.front.protocol.parse import parse
-from weft.front.protocol.responses.read import NONE, read_response
+from weft.front.protocol.responses.read import NONE, read_response, references
 from weft.front.requests.read_pooled import read_embeddings
 from weft.front.requests.reading import Job, Reader
 from weft.text.model import TextModel
@@ -402,3 +402,56 @@ def test_a_refused_word_names_the_supported_words(
     with pytest.raises(InvalidRequest) as caught:
         READERS[api](tooled, fields)
     assert said in caught.value.message
+
+
+def test_an_empty_result_may_have_no_content(tooled: Reader) -> None:
+    calls = [HELLO, {"role": "assistant", "tool_calls": [CALL]}]
+    plain = chat(tooled, messages=[*calls, {"role": "tool", "tool_call_id": "c", "content": ""}])
+    for more in ({}, {"content": None}, {"content": []}):
+        job = chat(tooled, messages=[*calls, {"role": "tool", "tool_call_id": "c", **more}])
+        assert job.prompts == plain.prompts
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    for more in ({}, {"output": None}, {"output": []}, {"output": ""}):
+        result = {"type": "function_call_output", "call_id": "c", **more}
+        job = READERS["responses"](tooled, {"input": [HELLO, call, result]})
+        assert job.prompts == plain.prompts
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "said"),
+    [
+        ("chat", {"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "content[0] must have a type"),
+        (
+            "responses",
+            {"input": [{"role": "user", "content": [{"text": "a"}]}]},
+            "content[0] must have a type",
+        ),
+        (
+            "responses",
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+            "content[0].text must be a string",
+        ),
+        ("responses", {"tools": [{"name": "f"}]}, "tools[0] must have a type"),
+    ],
+)
+def test_a_part_without_a_type_is_named(tooled: Reader, api: str, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        READERS[api](tooled, fields)
+    assert said in caught.value.message
+
+
+@pytest.mark.parametrize("options", [{}, {"include_usage": False}, {"include_obfuscation": False, "x": None}])
+def test_stream_options_that_are_off_need_no_stream(tooled: Reader, options: dict[str, Any]) -> None:
+    assert not chat(tooled, stream_options=options).asked.stream
+    assert not tooled.completions(
+        json.dumps({"prompt": "x", "stream_options": options}).encode()
+    ).asked.stream
+    assert not READERS["responses"](tooled, {"stream_options": options}).asked.stream
+    assert refused(tooled, stream_options={"include_usage": True}) == "stream_options"
+    assert refused(tooled, stream_options={"other": False}) == "stream_options"
+
+
+def test_an_empty_previous_response_is_none(tooled: Reader) -> None:
+    body = json.dumps({"input": "x", "previous_response_id": ""}).encode()
+    assert references([body]) == references([b'{"input": "x"}'])
+    assert read_response(tooled, NONE + body).prompts

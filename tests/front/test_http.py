@@ -108,6 +108,27 @@ def test_a_slash_at_the_end_changes_nothing(fake: Any) -> None:
     assert fake.http.post("/v1/chat/completions/", json=chat).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1//chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/openai/v1/responses", "/v1/responses"),
+        ("/v1/api/chat", "/api/chat"),
+        ("/v1/messages/batches", None),
+        ("/nowhere", None),
+        ("/" + "x/" * 9 + "v1/messages", None),
+    ],
+)
+def test_a_wrong_base_url_is_told(fake: Any, path: str, meant: str | None) -> None:
+    answer = fake.http.post(path, json={})
+    assert answer.status_code == 404
+    message = answer.json()["error"]["message"]
+    hint = "" if meant is None else f": did you mean {meant}? Check the base URL of the client"
+    assert message == f"there is no such route{hint}"
+
+
 @pytest.mark.requirement("F8")
 def test_unknown_models(fake: Any) -> None:
     for answer in (fake.http.get("/v1/models/x"), fake.chat(model="x"), fake.complete(model="x")):

@@ -268,7 +268,6 @@ BAD: list[tuple[str, Any]] = [
     ("store", "yes"),
     ("stream", 1),
     ("stream_options", {"include_obfuscation": True}),
-    ("stream_options", {"include_obfuscation": False}),
     ("previous_response_id", 5),
     ("metadata", {"a": 5}),
     ("metadata", {"a": "x" * 513}),

@@ -222,7 +222,7 @@ def test_no_string_of_a_request_adds_a_control_token(
     ("messages", "param"),
     [
         ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
-        ([result(None)], "messages[0].content"),
+        ([result(5)], "messages[0].content"),
         ([result(tool_call_id=3)], "messages[0].tool_call_id"),
         ([user(), {**user(), "tool_calls": [CALL]}], "messages[1].tool_calls"),
         ([{**user(), "tool_call_id": "x"}], "messages[0].tool_call_id"),

@@ -238,9 +238,9 @@ def _check_message(message: Any, where: str, shows: Shows | None) -> ChatMessage
     if role == "tool" and "tool_call_id" not in fields:
         raise InvalidRequest(f"{where}.tool_call_id is missing", param=f"{where}.tool_call_id")
     if "content" not in fields:
-        if role != "assistant":
+        if role not in ("assistant", "tool"):
             raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
-        if not fields.get("calls"):  # an empty assistant message, as clients send back
+        if not fields.get("calls"):  # an empty assistant message as clients send back, or an empty result
             fields["content"] = (TextPart(""),)
     return ChatMessage(**fields)
 
@@ -264,6 +264,8 @@ def _check_field(
             value, reasoning = without_reasoning(value)
             _add_reasoning(fields, reasoning, f"{where}.content")
             value = value or ""
+        if role == "tool" and value == []:  # a result without content
+            value = ""
         fields["content"] = _content(value, f"{where}.content", shows)
     elif key == "name" and isinstance(value, str):
         check_text(value, f"{where}.name")
@@ -370,7 +372,9 @@ def _part(part: Any, where: str, content: str, shows: Shows | None) -> Part:
             )
         check_text(text, content)
         return TextPart(text)
-    shown = part_type if isinstance(part_type, str) and re.fullmatch(r"\w{1,40}", part_type) else "that type"
+    if not isinstance(part_type, str):
+        raise InvalidRequest(f'{where} must have a type, such as "text"', param=content)
+    shown = part_type if re.fullmatch(r"\w{1,40}", part_type) else "an unknown name"
     raise _unsupported(shown, where, content)
 
 

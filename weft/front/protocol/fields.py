@@ -66,6 +66,14 @@ def asks_no_transfer(value: Any) -> bool:
     return isinstance(value, dict) and all(one is None or is_off(name, one) for name, one in value.items())
 
 
+def asks_no_stream_options(value: Any) -> bool:
+    """Return True for stream options that are all off. Some clients send them without a stream, too."""
+    names = ("include_usage", "include_obfuscation", "continuous_usage_stats")
+    return isinstance(value, dict) and all(
+        one is None or (one is False and name in names) for name, one in value.items()
+    )
+
+
 INSTEAD: dict[str, str] = {
     "kv_transfer_params": "Weft moves KV caches only between its own groups, behind one API server "
     "(weft serve --prefill P --decode D); send the whole request once, without kv_transfer_params",
@@ -107,6 +115,7 @@ NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "cache_prompt": is_one_of(True),
     "grammar": is_one_of(""),
     "kv_transfer_params": asks_no_transfer,
+    "stream_options": asks_no_stream_options,
 }
 
 CHAT_NEUTRAL: dict[str, Callable[[Any], bool]] = {

@@ -97,7 +97,8 @@ class _Generates(OllamaBody, frozen=True, kw_only=True):
         if self.format == "json":
             made["response_format"] = {"type": "json_object"}
         elif isinstance(self.format, dict):
-            schema = {"name": "format", "schema": self.format}
+            # As in Ollama, a keyword that no grammar can enforce is dropped.
+            schema = {"name": "format", "schema": self.format, "strict": False}
             made["response_format"] = {"type": "json_schema", "json_schema": schema}
         return made
 

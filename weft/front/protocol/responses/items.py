@@ -36,7 +36,7 @@ class CallItem(_Item, frozen=True, kw_only=True):
 
 class OutputItem(_Item, frozen=True, kw_only=True):
     call_id: str
-    output: str | list[dict[str, Any]]
+    output: str | list[dict[str, Any]] = ""
 
 
 class CustomCallItem(_Item, frozen=True, kw_only=True):
@@ -179,9 +179,13 @@ def _part(part: dict[str, Any], where: str) -> str:
     )
     if isinstance(text, str):
         return text
-    shown = printable(part_type, 40) if isinstance(part_type, str) else "that type"
+    if not isinstance(part_type, str):
+        raise InvalidRequest(f'{where} must have a type, such as "input_text"', param=where)
+    if part_type in (*_TEXTS, "refusal"):
+        field = "refusal" if part_type == "refusal" else "text"
+        raise InvalidRequest(f"{where}.{field} must be a string", param=f"{where}.{field}")
     raise InvalidRequest(
-        f"{where}: this server supports only text parts here, not {shown}",
+        f"{where}: this server supports only text parts here, not {printable(part_type, 40)}",
         param=where,
         code="unsupported_parameter",
     )
