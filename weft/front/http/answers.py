@@ -43,9 +43,11 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):
-    accepted_prediction_tokens: int
-    """Drafted tokens in the output."""
-    rejected_prediction_tokens: int
+    reasoning_tokens: int | UnsetType = UNSET
+    """Tokens of the reasoning text, of all choices of a chat. Set if there is reasoning."""
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    """Drafted tokens in the output. Set if the server speculates."""
+    rejected_prediction_tokens: int | UnsetType = UNSET
     """Drafted tokens not in the output; ``completion_tokens`` does not include these tokens."""
 
 
@@ -55,7 +57,7 @@ class Usage(msgspec.Struct, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Set if the server speculates."""
+    """Set if one of its fields is set."""
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
