@@ -20,6 +20,7 @@ from weft.front.protocol.parse import parse
 from weft.front.protocol.responses.read import NONE, read_response, references
 from weft.front.requests.read_pooled import read_embeddings
 from weft.front.requests.reading import Job, Reader
+from weft.text.images import image_part
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
 
@@ -62,7 +63,7 @@ VALUES: dict[str, tuple[list[Any], Any]] = {
     "prediction": ([{"type": "content", "content": "x"}], "x"),
     "prompt_cache_options": ([{}], 5),
     "provider": ([{"order": ["a"]}], []),
-    "service_tier": (["auto", "default", "flex", "priority"], "best"),
+    "service_tier": (["auto", "default", "flex", "priority", "ultrafast"], "best"),
     "session_id": (["a"], 5),
     "store": ([True, False], "yes"),
     "usage": ([{"include": True}], True),
@@ -455,3 +456,20 @@ def test_an_empty_previous_response_is_none(tooled: Reader) -> None:
     body = json.dumps({"input": "x", "previous_response_id": ""}).encode()
     assert references([body]) == references([b'{"input": "x"}'])
     assert read_response(tooled, NONE + body).prompts
+
+
+def test_cache_hints_of_parts_change_nothing(tooled: Reader) -> None:
+    hint = {"prompt_cache_breakpoint": {"ttl": "5m"}, "cache_control": {"type": "ephemeral"}}
+    url = "data:image/png;base64,"
+    image = image_part({"type": "image_url", "image_url": {"url": url}, **hint}, "image_url", "x")
+    assert image == image_part({"type": "image_url", "image_url": {"url": url}}, "image_url", "x")
+    for fields, said in (({}, "type input_image"), ({"other": 1}, "file_id is not supported")):
+        part = {"type": "input_image", "image_url": url, **hint, **fields}
+        with pytest.raises(InvalidRequest, match=said):  # this model takes no images
+            READERS["responses"](tooled, {"input": [{"role": "user", "content": [part]}]})
+
+
+@pytest.mark.parametrize("name", ["billing_policy", "compaction", "fallback_credit_token", "thread", "speed"])
+def test_official_fields_without_support_are_called_so(tooled: Reader, name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} is not supported by this server"):
+        READERS["messages"](tooled, {name: "x"})

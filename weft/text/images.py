@@ -19,6 +19,10 @@ Detail: TypeAlias = Literal["auto", "low", "high"]
 DETAILS: tuple[Detail, ...] = ("auto", "low", "high")
 
 
+CACHE_HINTS = ("cache_control", "prompt_cache_breakpoint")
+"""Fields of any part without effect: every prompt is cached as far as possible."""
+
+
 class ImagePart(msgspec.Struct, frozen=True):
     """An image of a message."""
 
@@ -62,11 +66,7 @@ def image_part(part: Mapping[str, Any], part_type: str, where: str) -> ImagePart
 
     The URL itself is not fetched here. Raises InvalidRequest for unknown fields and other forms.
     """
-    unknown = {name for name, value in part.items() if value is not None} - {
-        "type",
-        part_type,
-        "cache_control",
-    }
+    unknown = {name for name, value in part.items() if value is not None} - {"type", part_type, *CACHE_HINTS}
     if unknown:
         shown = min((name for name in unknown if isinstance(name, str)), default="")
         shown = shown if re.fullmatch(r"\w{1,40}", shown) else "a field"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 # fmt: off
 UNSUPPORTED = frozenset((
@@ -127,13 +127,16 @@ CHAT_NEUTRAL: dict[str, Callable[[Any], bool]] = {
 }
 """Values without effect in chat. A budget of -1 means no limit."""
 
+ServiceTier: TypeAlias = Literal["auto", "default", "flex", "priority", "scale", "fast", "ultrafast"]
+"""No effect: this server serves all tiers alike."""
+
 HINTS: dict[str, Any] = {
     "cache_control": dict[str, Any],
     "keep_alive": int | float | str,
     "prediction": dict[str, Any],
     "prompt_cache_options": dict[str, Any],
     "provider": dict[str, Any],
-    "service_tier": Literal["auto", "default", "flex", "priority", "scale", "fast"],
+    "service_tier": ServiceTier,
     "session_id": str,
     "store": bool,
     "usage": dict[str, Any],

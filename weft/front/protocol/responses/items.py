@@ -12,7 +12,7 @@ from weft.front.protocol.parse import convert, printable
 from weft.front.protocol.responses.responses_tools import joined
 from weft.front.protocol.turns import Parts, Turns
 from weft.front.sealed_reasoning import unsealed
-from weft.text.images import ImagePart, detail_of
+from weft.text.images import CACHE_HINTS, ImagePart, detail_of
 
 
 class _Item(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +161,12 @@ def _image(part: dict[str, Any], where: str) -> ImagePart:
     Raises InvalidRequest without a URL, for a bad detail, and for other fields.
     """
     url = part.get("image_url")
-    rest = {name for name, value in part.items() if value is not None} - {"type", "image_url", "detail"}
+    rest = {name for name, value in part.items() if value is not None} - {
+        "type",
+        "image_url",
+        "detail",
+        *CACHE_HINTS,
+    }
     if rest or not isinstance(url, str):
         raise InvalidRequest(
             f"{where}: an input_image must have image_url, and may have detail; file_id is not supported",
