@@ -210,6 +210,7 @@ def test_tools_as_clients_write_them(reader: Reader) -> None:
     for tool in (
         {"type": "function", "function": function, "cache_control": {"type": "ephemeral"}},
         {"type": "function", "function": {**function, "cache_control": {"type": "ephemeral"}}},
+        {"type": "function", "function": {**function, "return": {"type": "string"}}},  # of transformers
     ):
         body = json.dumps({"messages": [HELLO], "tools": [tool]}).encode()
         (made,) = parse(body, ChatRequest).tool_use().tools

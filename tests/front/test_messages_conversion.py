@@ -374,12 +374,12 @@ def test_images_are_parts_in_their_places() -> None:
     )
     user, _, tool = made.messages
     assert user["content"] == [
-        ImagePart("data:image/png;base64,AAAA", "messages[0].content[0]", part_type="image"),
+        ImagePart("data:;base64,AAAA", "messages[0].content[0]", part_type="image"),
         {"type": "text", "text": "a"},
         ImagePart("https://example.org/a.png", "messages[0].content[2]", part_type="image"),
     ]
     assert tool["content"] == [
-        ImagePart("data:image/png;base64,AAAA", "messages[2].content[0].content[0]", part_type="image")
+        ImagePart("data:;base64,AAAA", "messages[2].content[0].content[0]", part_type="image")
     ]
 
 

@@ -322,11 +322,13 @@ def _check_call(call: Any, where: str) -> CallMade:
     # The id is required: a tool message refers to the id of its call.
     ident = call.get("id")
     if not isinstance(ident, str) or not ident:
-        raise InvalidRequest(f"{where}.id must be a string", param=f"{where}.id")
+        raise InvalidRequest(f"{where}.id must be a string that is not empty", param=f"{where}.id")
     check_text(ident, f"{where}.id")
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise InvalidRequest(f"{where}.function.name must be a string", param=f"{where}.function.name")
+        raise InvalidRequest(
+            f"{where}.function.name must be a string that is not empty", param=f"{where}.function.name"
+        )
     check_text(name, f"{where}.function.name")
     arguments = function.get("arguments")
     if not isinstance(arguments, str | Mapping | None):

@@ -54,10 +54,12 @@ def detail_of(value: Any, where: str) -> Detail:
     """Return a valid ``detail`` of an image; None means "auto". Raises InvalidRequest."""
     if value is None:
         return "auto"
+    if value == "original":  # a word of the Responses API: the whole image, as with "high"
+        return "high"
     for known in DETAILS:
         if value == known:
             return known
-    raise InvalidRequest(f"{where}: detail must be one of {', '.join(DETAILS)}", param=where)
+    raise InvalidRequest(f"{where}: detail must be one of {', '.join(DETAILS)}, original", param=where)
 
 
 def image_part(part: Mapping[str, Any], part_type: str, where: str) -> ImagePart:

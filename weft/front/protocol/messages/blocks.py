@@ -43,11 +43,12 @@ class DocumentBlock(_Block, frozen=True, kw_only=True):
 
 class Base64Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="base64"):
     data: str
-    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    media_type: str = ""
+    """No effect: the bytes decide the format. Clients write ``image/jpg``, for example."""
 
     @property
     def url(self) -> str:
-        return f"data:{self.media_type};base64,{self.data}"
+        return f"data:;base64,{self.data}"
 
 
 class UrlSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="url"):

@@ -148,7 +148,7 @@ def _parts(content: str | list[dict[str, Any]], where: str, field: str = "conten
     made: Parts = []
     for number, part in enumerate(content):
         place = f"{where}.{field}[{number}]"
-        if part.get("type") == "input_image":
+        if part.get("type") in ("input_image", "image_url"):
             made.append(_image(part, place))
         else:
             made.append({"type": "text", "text": _part(part, place)})
@@ -161,6 +161,10 @@ def _image(part: dict[str, Any], where: str) -> ImagePart:
     Raises InvalidRequest without a URL, for a bad detail, and for other fields.
     """
     url = part.get("image_url")
+    if isinstance(url, Mapping):  # the form of chat
+        given = {name: value for name, value in url.items() if value is not None}
+        part = {**part, "detail": given.pop("detail", part.get("detail"))}
+        url = given.get("url") if given.keys() == {"url"} else None
     rest = {name for name, value in part.items() if value is not None} - {
         "type",
         "image_url",
