@@ -27,15 +27,7 @@ MAX_CALLS = 512
 """Maximum tool calls per message."""
 MAX_DEPTH = 64
 """Maximum nesting depth of a call's arguments."""
-_NOT_BUILT = (
-    "function_call",
-    "audio",
-    "refusal",
-    "tool_calls",
-    "tool_call_id",
-    "prefix",
-    "partial",
-)
+_NOT_BUILT = ("function_call", "audio", "refusal", "tool_calls", "tool_call_id", "prefix", "partial")
 """Unsupported fields that clients send back empty. A value in such a field is refused."""
 _REASONING = ("reasoning_content", "reasoning")
 PARTIAL = "partial_json"
@@ -264,8 +256,7 @@ def _check_field(
             value, reasoning = without_reasoning(value)
             _add_reasoning(fields, reasoning, f"{where}.content")
             value = value or ""
-        if role == "tool" and value == []:  # a result without content
-            value = ""
+        value = "" if role == "tool" and value == [] else value  # a result without content
         fields["content"] = _content(value, f"{where}.content", shows)
     elif key == "name" and isinstance(value, str):
         check_text(value, f"{where}.name")
@@ -322,12 +313,12 @@ def _check_call(call: Any, where: str) -> CallMade:
     # The id is required: a tool message refers to the id of its call.
     ident = call.get("id")
     if not isinstance(ident, str) or not ident:
-        raise InvalidRequest(f"{where}.id must be a string that is not empty", param=f"{where}.id")
+        raise InvalidRequest(f"{where}.id must be a non-empty string", param=f"{where}.id")
     check_text(ident, f"{where}.id")
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise InvalidRequest(
-            f"{where}.function.name must be a string that is not empty", param=f"{where}.function.name"
+            f"{where}.function.name must be a non-empty string", param=f"{where}.function.name"
         )
     check_text(name, f"{where}.function.name")
     arguments = function.get("arguments")
