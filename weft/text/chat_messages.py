@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from weft.common.errors import InvalidRequest
-from weft.text.echoes import REASONING, reasoning_of, without_reasoning
+from weft.text.echoes import REASONING, CallIds, reasoning_of, without_reasoning
 from weft.text.images import VIDEO_PARTS, ImagePart, VideoPart, as_chat, fps_of, image_part, video_part
 from weft.text.tokenizer import check_text
 from weft.text.videos import video_file
@@ -173,9 +173,30 @@ def check_messages(messages: Any, shows: Shows | None = None) -> list[ChatMessag
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest(f"messages has more than {MAX_MESSAGES} messages; send fewer", param="messages")
     checked = [_check_message(message, f"messages[{at}]", shows) for at, message in enumerate(messages)]
+    if any(message.tool_call_id == "" or any(not call.id for call in message.calls) for message in checked):
+        checked = _with_ids(checked)
     if shows is not None:
         _check_number([part for message in checked for part in message.shown], shows)
     return checked
+
+
+def _with_ids(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return ``messages`` with a non-empty id for each call and each result."""
+    ids = CallIds(call.id for message in messages for call in message.calls)
+    made: list[ChatMessage] = []
+    for message in messages:
+        if message.calls:
+            if not (made and made[-1].calls):
+                ids.begin()
+            calls = tuple(
+                msgspec.structs.replace(call, id=ids.call(call.id, call.name)) for call in message.calls
+            )
+            message = msgspec.structs.replace(message, calls=calls)
+        elif message.tool_call_id is not None:
+            ident = ids.result(message.tool_call_id, message.name)
+            message = msgspec.structs.replace(message, tool_call_id=ident)
+        made.append(message)
+    return made
 
 
 def _check_number(shown: Sequence[ShownPart], shows: Shows) -> None:
@@ -310,10 +331,10 @@ def _check_call(call: Any, where: str) -> CallMade:
         raise InvalidRequest(f'{where} must be an object of type "function"', param=where)
     if not isinstance(function, Mapping):
         raise InvalidRequest(f"{where}.function must be an object", param=f"{where}.function")
-    # The id is required: a tool message refers to the id of its call.
+    # The id is required: a tool message refers to the id of its call. See CallIds for the id "".
     ident = call.get("id")
-    if not isinstance(ident, str) or not ident:
-        raise InvalidRequest(f"{where}.id must be a non-empty string", param=f"{where}.id")
+    if not isinstance(ident, str):
+        raise InvalidRequest(f"{where}.id must be a string", param=f"{where}.id")
     check_text(ident, f"{where}.id")
     name = function.get("name")
     if not isinstance(name, str) or not name:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 REASONING = ("reasoning_details", "thinking_blocks")
@@ -49,3 +50,50 @@ def _text(part: Mapping[str, Any]) -> str:
             texts = [inner.get("text") for inner in value if isinstance(inner, Mapping)]
             return "".join(text for text in texts if isinstance(text, str))
     return ""
+
+
+class CallIds:
+    """Ids for calls that clients send back with the id "", and for the results of these calls.
+
+    Servers in the style of Gemini write "" as the id of every call. Ollama's calls may have no ids.
+    """
+
+    def __init__(self, given: Iterable[str]) -> None:
+        """``given``: all ids of the request. A new id never equals one of these ids."""
+        self._given = frozenset(given)
+        self._count = 0
+        self._waiting: dict[str | None, deque[str]] = {}
+        """Function name -> ids of the calls of this round, in order; None -> the ids of all these calls."""
+        self._answered: set[str] = set()
+
+    def begin(self) -> None:
+        """Begin a round of calls. A later result answers no call of an earlier round."""
+        self._waiting.clear()
+
+    def call(self, ident: str, name: str) -> str:
+        """Return the id of the next call, a new id in place of ""."""
+        ident = ident or self._new()
+        self._answered.discard(ident)
+        for key in (name, None):
+            self._waiting.setdefault(key, deque()).append(ident)
+        return ident
+
+    def result(self, ident: str, name: str | None) -> str:
+        """Return the id of the call that the next result answers. "" means the first call of the round
+        without a result: of the function ``name``, else of any function."""
+        ident = ident or self._first(name) or self._first(None) or self._new()
+        self._answered.add(ident)
+        return ident
+
+    def _first(self, name: str | None) -> str:
+        waiting = self._waiting.get(name, deque())
+        while waiting and waiting[0] in self._answered:
+            waiting.popleft()
+        return waiting[0] if waiting else ""
+
+    def _new(self) -> str:
+        # Some templates (Mistral's) take only ids of nine letters and digits.
+        while (ident := f"call{self._count:05}") in self._given:
+            self._count += 1
+        self._count += 1
+        return ident

@@ -52,6 +52,12 @@ class ReasoningItem(_Item, frozen=True, kw_only=True):
     encrypted_content: str | None = None
 
 
+class SearchItem(_Item, frozen=True, kw_only=True):
+    """A search that another server ran. The item has no results, so the model does not see the item."""
+
+    action: dict[str, Any] | None = None
+
+
 class Adder:
     """Adds items to turns, in order. Raises InvalidRequest, naming the item."""
 
@@ -117,6 +123,9 @@ class Adder:
         if reasoning:
             self._turns.thinks(reasoning)
 
+    def _search(self, item: SearchItem, where: str) -> None:
+        pass
+
     # Functions of the class: methods of an object, kept in the object, would be a cycle of references.
     _TYPES: ClassVar[Mapping[str, tuple[type[Any], Callable[[Any, Any, str], None]]]] = {
         "message": (MessageItem, _message),
@@ -125,6 +134,7 @@ class Adder:
         "custom_tool_call": (CustomCallItem, _custom_call),
         "custom_tool_call_output": (OutputItem, _output),
         "reasoning": (ReasoningItem, _reasoning),
+        "web_search_call": (SearchItem, _search),
     }
 
 
