@@ -406,6 +406,12 @@ def test_a_refused_word_names_the_supported_words(
     assert said in caught.value.message
 
 
+@pytest.mark.parametrize("form", [{}, {"type": None}, {"type": None, "json_schema": None}])
+def test_a_type_that_is_null_is_missing(reader: Reader, form: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="response_format: object missing required field type"):
+        chat(reader, response_format=form)
+
+
 def test_an_empty_result_may_have_no_content(tooled: Reader) -> None:
     calls = [HELLO, {"role": "assistant", "tool_calls": [CALL]}]
     plain = chat(tooled, messages=[*calls, {"role": "tool", "tool_call_id": "c", "content": ""}])

@@ -291,6 +291,17 @@ def test_bodies_that_are_not_json(fake: Any) -> None:
 
 
 @pytest.mark.requirement("F4")
+@pytest.mark.parametrize("kind", [{}, {"content-type": "application/x-www-form-urlencoded"}])
+def test_ollama_takes_any_content_type_except_from_pages(fake: Any, kind: dict[str, str]) -> None:
+    route, body = "/api/chat", json.dumps({"model": fake.model}).encode()
+    for path in (route, "/api/show"):
+        assert fake.http.post(path, content=body, headers=kind).status_code == 200
+    for page in ({"origin": "https://a.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}):
+        assert fake.http.post(route, content=body, headers={**kind, **page}).status_code == 415
+    assert fake.http.post("/v1//api/chat", content=body, headers=kind).status_code == 404
+
+
+@pytest.mark.requirement("F4")
 def test_a_packed_body_is_never_unpacked(fake: Any) -> None:
     """A packed gibibyte is refused for the encoding before the server reads the body."""
     packed = gzip.compress(bytes(1 << 20)) * 1024

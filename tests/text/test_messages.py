@@ -282,7 +282,8 @@ def test_calls_with_empty_ids_get_ids(messages: Any, answered: list[str | None])
     checked = check_messages([user(), *messages])
     calls = {call.id: call.name for message in checked for call in message.calls}
     results = [message for message in checked if message.role == "tool"]
-    assert all(calls) and all(message.tool_call_id for message in results)
+    assert all(calls)
+    assert all(message.tool_call_id for message in results)
     assert [calls.get(message.tool_call_id or "") for message in results] == answered
 
 

@@ -41,8 +41,10 @@ def _without_nulls(value: Any, info: inspect.Type) -> Any:
     for member in _members(info):
         if isinstance(member, inspect.DictType) and not isinstance(member.value_type, inspect.AnyType):
             return {name: _without_nulls(one, member.value_type) for name, one in given.items()}
-        # A union of structs is tagged: the value names its struct.
-        if isinstance(member, inspect.StructType) and member.tag in (None, value.get(member.tag_field)):
+        # A union of structs is tagged: the value names its struct. Without a name the value fits no struct.
+        if isinstance(member, inspect.StructType) and (
+            member.tag is None or value.get(member.tag_field) in (None, member.tag)
+        ):
             types = {field.encode_name: field.type for field in member.fields}
             return {
                 name: _without_nulls(one, types[name]) if name in types else one
@@ -52,8 +54,9 @@ def _without_nulls(value: Any, info: inspect.Type) -> Any:
 
 
 def values_at(target: Any, path: str) -> list[str]:
-    """Return the values that the type takes at ``path`` (msgspec's form: ``$.tools[0].type``), as JSON or as
-    plain text; [] if the field takes other values, too, or too many values."""
+    """Return the words that the type takes at ``path`` (msgspec's form: ``$.tools[0].type``): strings as they
+    are, other values as JSON. Objects and lists that the field may also take are not named. Return [] for a
+    field without fixed words, or with more than ``MAX_NAMED``."""
     found = list(_members(_info(target)))
     tags: list[Any] = []
     for step in _STEPS.finditer(path):
