@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tests.support.text_folders import write_tokenizer
 from weft.common.errors import InvalidRequest
 from weft.text.chat import ChatFormat
-from weft.text.chat_messages import CallMade, ChatMessage, Shows, TextPart, check_messages, too_deep
+from weft.text.chat_messages import ChatMessage, Shows, TextPart, check_messages
+from weft.text.echoes import CallMade, too_deep
 from weft.text.images import ImagePart
 from weft.text.model import TextModel
 from weft.text.parsing.parser import Tool

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -15,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from weft.common.errors import InvalidRequest
-from weft.text.echoes import REASONING, CallIds, reasoning_of, without_reasoning
+from weft.text.echoes import REASONING, CallIds, CallMade, arguments_text, reasoning_of, without_reasoning
 from weft.text.images import VIDEO_PARTS, ImagePart, VideoPart, as_chat, fps_of, image_part, video_part
 from weft.text.tokenizer import check_text
 from weft.text.videos import video_file
@@ -25,14 +23,9 @@ ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 10_000
 MAX_CALLS = 512
 """Maximum tool calls per message."""
-MAX_DEPTH = 64
-"""Maximum nesting depth of a call's arguments."""
 _NOT_BUILT = ("function_call", "audio", "refusal", "tool_calls", "tool_call_id", "prefix", "partial")
 """Unsupported fields that clients send back empty. A value in such a field is refused."""
 _REASONING = ("reasoning_content", "reasoning")
-PARTIAL = "partial_json"
-"""Key under which the template receives arguments that are not a JSON object."""
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _NO_EFFECT = ("id", "cache_control")
 """Ignored fields of any message: client-side ids, and cache hints (prefix caching is automatic here)."""
 # fmt: off
@@ -70,74 +63,6 @@ class Shows(NamedTuple):
     """Frames per group (0: the model takes no videos), and minimum frames of a video (0: one group)."""
     no_videos: str = ""
     """Reason why a model of a family with videos accepts none; "" for other models."""
-
-
-class CallMade(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call made by the assistant, as a client sends the call back."""
-
-    id: str
-    name: str
-    arguments: str
-    """Arguments as received: JSON text of an object, unless the model wrote invalid JSON."""
-
-    def shown(self) -> dict[str, Any]:
-        """Return the arguments for a template. Text other than a JSON object stands under
-        ``partial_json``.
-        """
-        values = self.values()
-        return {PARTIAL: self.arguments} if values is None else values
-
-    def shown_text(self) -> str:
-        """Return ``shown`` as JSON text. Text of a JSON object stays unchanged."""
-        own = self.arguments.lstrip().startswith("{") and self.values() is not None
-        return self.arguments if own else json.dumps(self.shown(), ensure_ascii=False)
-
-    def values(self) -> dict[str, Any] | None:
-        """Return the arguments as a dict. Empty text and null become {}. Return None for anything except an
-        object.
-        """
-        if self.arguments.strip() in ("", "null"):
-            return {}
-        try:
-            decoded = json.loads(self.arguments, parse_constant=_refuse, parse_float=_finite)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(decoded, dict) or too_deep(decoded, MAX_DEPTH):
-            return None
-        # An escaped lone surrogate decodes to a string that no tokenizer accepts.
-        escapes = _SURROGATE.search(self.arguments) is not None
-        return decoded if not escapes or _is_text(json.dumps(decoded, ensure_ascii=False)) else None
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not valid in JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text} is too large for a JSON number")
-    return value
-
-
-def arguments_text(arguments: Any) -> str:
-    """Return a call's arguments, sent back in any form, as JSON text.
-
-    A lone surrogate, which no tokenizer accepts, becomes an escape.
-    """
-    if arguments is None:
-        return ""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return text if _is_text(text) else text.encode("utf-8", "backslashreplace").decode()
-
-
-def _is_text(text: str) -> bool:
-    """Return False for a string with lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,16 +143,6 @@ def _check_number(shown: Sequence[ShownPart], shows: Shows) -> None:
         param=first.where,
         code="too_many_images",
     )
-
-
-def too_deep(value: Any, limit: int) -> bool:
-    """Return True if ``value`` is nested deeper than ``limit`` levels. Recursion stops at ``limit``."""
-    if not isinstance(value, list | dict):
-        return False
-    if limit <= 0:
-        return True
-    items = value.values() if isinstance(value, dict) else value
-    return any(too_deep(item, limit - 1) for item in items)
 
 
 def _check_message(message: Any, where: str, shows: Shows | None) -> ChatMessage:

@@ -1,10 +1,15 @@
-"""Read the reasoning in assistant messages sent back by clients, in the forms of other servers."""
+"""Reasoning and tool calls in messages sent back by clients, in the forms of other servers."""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import msgspec
 
 REASONING = ("reasoning_details", "thinking_blocks")
 """Fields with a list of reasoning blocks: OpenRouter's and LiteLLM's."""
@@ -12,6 +17,11 @@ _PARTS = frozenset(["thinking", "think", "reasoning", "reasoning.text", "reasoni
 _HIDDEN = frozenset(["redacted_thinking", "reasoning.encrypted"])
 """Reasoning readable only by its provider."""
 _TEXTS = ("thinking", "think", "text", "summary", "reasoning")
+MAX_DEPTH = 64
+"""Maximum nesting depth of a call's arguments."""
+PARTIAL = "partial_json"
+"""Key under which the template receives arguments that are not a JSON object."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def reasoning_of(value: Any) -> str:
@@ -50,6 +60,84 @@ def _text(part: Mapping[str, Any]) -> str:
             texts = [inner.get("text") for inner in value if isinstance(inner, Mapping)]
             return "".join(text for text in texts if isinstance(text, str))
     return ""
+
+
+class CallMade(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool call made by the assistant, as a client sends the call back."""
+
+    id: str
+    name: str
+    arguments: str
+    """Arguments as received: JSON text of an object, unless the model wrote invalid JSON."""
+
+    def shown(self) -> dict[str, Any]:
+        """Return the arguments for a template. Text other than a JSON object stands under
+        ``partial_json``.
+        """
+        values = self.values()
+        return {PARTIAL: self.arguments} if values is None else values
+
+    def shown_text(self) -> str:
+        """Return ``shown`` as JSON text. Text of a JSON object stays unchanged."""
+        own = self.arguments.lstrip().startswith("{") and self.values() is not None
+        return self.arguments if own else json.dumps(self.shown(), ensure_ascii=False)
+
+    def values(self) -> dict[str, Any] | None:
+        """Return the arguments as a dict. Empty text and null become {}. Return None for anything except an
+        object.
+        """
+        if self.arguments.strip() in ("", "null"):
+            return {}
+        try:
+            decoded = json.loads(self.arguments, parse_constant=_refuse, parse_float=_finite)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(decoded, dict) or too_deep(decoded, MAX_DEPTH):
+            return None
+        # An escaped lone surrogate decodes to a string that no tokenizer accepts.
+        escapes = _SURROGATE.search(self.arguments) is not None
+        return decoded if not escapes or _is_text(json.dumps(decoded, ensure_ascii=False)) else None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not valid in JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large for a JSON number")
+    return value
+
+
+def arguments_text(arguments: Any) -> str:
+    """Return a call's arguments, sent back in any form, as JSON text.
+
+    A lone surrogate, which no tokenizer accepts, becomes an escape.
+    """
+    if arguments is None:
+        return ""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return text if _is_text(text) else text.encode("utf-8", "backslashreplace").decode()
+
+
+def _is_text(text: str) -> bool:
+    """Return False for a string with lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def too_deep(value: Any, limit: int) -> bool:
+    """Return True if ``value`` is nested deeper than ``limit`` levels. Recursion stops at ``limit``."""
+    if not isinstance(value, list | dict):
+        return False
+    if limit <= 0:
+        return True
+    items = value.values() if isinstance(value, dict) else value
+    return any(too_deep(item, limit - 1) for item in items)
 
 
 class CallIds:

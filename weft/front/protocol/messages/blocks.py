@@ -8,7 +8,7 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.front.protocol.parse import convert, printable
-from weft.text.chat_messages import arguments_text
+from weft.text.echoes import arguments_text
 
 
 class _Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

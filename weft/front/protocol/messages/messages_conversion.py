@@ -25,7 +25,7 @@ from weft.front.protocol.tools import ToolUse
 from weft.front.protocol.turns import Parts, Turns
 from weft.front.sealed_reasoning import unsealed
 from weft.grammar import build
-from weft.text.chat_messages import arguments_text
+from weft.text.echoes import arguments_text
 from weft.text.images import ImagePart
 from weft.text.parsing.parser import Tool
 from weft.types.sampling import SamplingParams
