@@ -429,9 +429,11 @@ def test_images_of_a_document_stay_in_place() -> None:
     [
         (
             document({"type": "base64", "media_type": "application/pdf", "data": "x"}),
-            "supported: content, text",
+            "reads no PDF files; send the document as text",
         ),
         (document({"type": "content", "content": [search_result()]}), "supported types: text, image"),
+        (document({"type": "url", "url": "https://example.org/a.pdf"}), "reads no PDF files"),
+        (document({"type": "other", "data": "x"}), "supported: content, text"),
         (document({"type": "content", "content": 5}), "source.content"),
         (search_result(content="a"), "content"),
         (search_result(content=[document({"type": "content", "content": "a"})]), "supported types: text"),

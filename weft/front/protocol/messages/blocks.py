@@ -214,6 +214,14 @@ def _block(block: Any, block_types: dict[str, type[Any]], echoed: bool, where: s
             param=where,
             code="unsupported_parameter",
         )
+    source = block.get("source") if block_type == "document" else None
+    if isinstance(source, dict) and source.get("type") in ("base64", "url", "file"):
+        raise InvalidRequest(
+            f"{where}: this server reads no PDF files; send the document as text, with source.type text or "
+            "content",
+            param=where,
+            code="unsupported_parameter",
+        )
     if echoed:
         known = {field.name for field in msgspec.structs.fields(block_types[block_type])}
         block = {name: value for name, value in block.items() if name in known}
