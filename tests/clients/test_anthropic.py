@@ -132,6 +132,17 @@ def test_counting_is_what_a_message_uses(client: anthropic.Anthropic) -> None:
     assert count.input_tokens == used.input_tokens + read + made
 
 
+def test_models_have_the_fields_of_the_api(client: anthropic.Anthropic) -> None:
+    page = client.models.list()
+    assert (page.has_more, page.first_id, page.last_id) == (False, MODEL, MODEL)
+    (listed,) = page.data
+    for model in (listed, client.models.retrieve(MODEL)):
+        # Strict: the client itself accepts answers without required fields.
+        read = anthropic.types.ModelInfo.model_validate_json(model.to_json(), strict=True)
+        assert (read.id, read.display_name, read.type) == (MODEL, MODEL, "model")
+        assert read.created_at.timestamp() == model.created  # type: ignore[attr-defined]
+
+
 def test_the_asynchronous_client(server: Running) -> None:
     async def talk() -> list[str]:
         async with anthropic.AsyncAnthropic(

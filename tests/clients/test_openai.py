@@ -69,6 +69,30 @@ def test_reasoning_are_apart(client: openai.OpenAI) -> None:
     assert "".join(delta.content or "" for delta in deltas) == "Four."
 
 
+def test_usage_counts_reasoning_in_each_api(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": user("think of 2 + 2")}
+    whole = client.chat.completions.create(**asked).usage
+    several = client.chat.completions.create(n=2, **asked).usage
+    hidden = client.chat.completions.create(extra_body={"include_reasoning": False}, **asked).usage
+    stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    *_, last = stream
+    response = client.responses.create(model=MODEL, input="think of 2 + 2").usage
+    assert response is not None
+    count = response.output_tokens_details.reasoning_tokens
+    assert count > 5
+
+    def counted(usage: Any) -> int:
+        return int(usage.completion_tokens_details.reasoning_tokens)
+
+    assert (counted(whole), counted(hidden), counted(last.usage), counted(several)) == (
+        *[count] * 3,
+        2 * count,
+    )
+    plain = client.chat.completions.create(model=MODEL, messages=user("count to five")).usage
+    assert plain is not None
+    assert plain.completion_tokens_details is None
+
+
 @pytest.mark.requirement("F67")
 def test_the_asynchronous_client(server: Running) -> None:
     async def talk() -> list[str]:

@@ -18,6 +18,8 @@ from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content,
 from weft.text.parsing.parser import OutputParser
 
 USAGE = answers.make_usage(3, 5, 0)
+LETTERS = SimpleNamespace(encode=list)
+"""A tokenizer with one token per letter."""
 
 
 class Spelled:
@@ -51,7 +53,7 @@ def shape(choices: list[Choice] | None = None, **fields: Any) -> ChatShape:
 
     asked = AnswerOptions(model="m", stream=choices is None, **fields)
     job = SimpleNamespace(asked=asked, prompts=[])
-    made = SimpleNamespace(job=job, tokenizer=None, choices=choices or [], parser=parser, named=str)
+    made = SimpleNamespace(job=job, tokenizer=LETTERS, choices=choices or [], parser=parser, named=str)
     made.show_weights = lambda *_: None
     return ChatShape(made)  # type: ignore[arg-type]
 

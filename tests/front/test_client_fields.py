@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 import weft
-from tests.support.text_folders import write_tokenizer
+from tests.support.text_folders import TOOL_TEMPLATE, TOOL_TOKENS, write_tokenizer
 from weft.common.errors import InvalidRequest, NotFound
 from weft.front.protocol.chat_request import ChatRequest
 from weft.front.protocol.effort import effort_variables, switch_variables
 from weft.front.protocol.fields import HINTS
 from weft.front.protocol.messages.read_messages import read_messages
 from weft.front.protocol.parse import parse
-from weft.front.protocol.responses.read import NONE, read_response
+from weft.front.protocol.responses.read import NONE, read_response, references
 from weft.front.requests.read_pooled import read_embeddings
 from weft.front.requests.reading import Job, Reader
+from weft.text.images import image_part
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
 
@@ -62,7 +63,7 @@ VALUES: dict[str, tuple[list[Any], Any]] = {
     "prediction": ([{"type": "content", "content": "x"}], "x"),
     "prompt_cache_options": ([{}], 5),
     "provider": ([{"order": ["a"]}], []),
-    "service_tier": (["auto", "default", "flex", "priority"], "best"),
+    "service_tier": (["auto", "default", "flex", "priority", "ultrafast"], "best"),
     "session_id": (["a"], 5),
     "store": ([True, False], "yes"),
     "usage": ([{"include": True}], True),
@@ -209,6 +210,7 @@ def test_tools_as_clients_write_them(reader: Reader) -> None:
     for tool in (
         {"type": "function", "function": function, "cache_control": {"type": "ephemeral"}},
         {"type": "function", "function": {**function, "cache_control": {"type": "ephemeral"}}},
+        {"type": "function", "function": {**function, "return": {"type": "string"}}},  # of transformers
     ):
         body = json.dumps({"messages": [HELLO], "tools": [tool]}).encode()
         (made,) = parse(body, ChatRequest).tool_use().tools
@@ -273,3 +275,208 @@ def test_a_message_comes_back_with_all_its_fields(reader: Reader) -> None:
         return read_messages(reader, json.dumps(body).encode())
 
     assert read({**answer, **more}).prompts == read(answer).prompts
+
+
+@pytest.fixture(scope="module")
+def tooled(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    """Return a reader for a model that calls tools."""
+    folder = tmp_path_factory.mktemp("calls")
+    write_tokenizer(folder, added=TOOL_TOKENS, template=TOOL_TEMPLATE)
+    text = TextModel.load(folder, reasoning_parser="qwen3", tool_call_parser="hermes")
+    return Reader(text, ("own", "other"), LIMITS, 1 << 20)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+BARE = {"type": "object", "default": None, "const": None}
+READERS = {
+    "chat": lambda reader, fields: chat(reader, **fields),
+    "messages": lambda reader, fields: read_messages(
+        reader, json.dumps({"max_tokens": 5, "messages": [HELLO], **fields}).encode()
+    ),
+    "responses": lambda reader, fields: read_response(
+        reader, NONE + json.dumps({"input": "hi", "store": False, **fields}).encode()
+    ),
+}
+WITH_NULLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("chat", {}, {"response_format": {"type": "text", "json_schema": None}}),
+    ("chat", {}, {"thinking": {"type": "adaptive", "budget_tokens": None, "x": None}}),
+    ("chat", {}, {"reasoning": {"effort": None, "x": None}}),
+    ("chat", {"metadata": {"a": "b"}}, {"metadata": {"a": "b", "c": None}}),
+    ("chat", {"logit_bias": {"1": 1}}, {"logit_bias": {"1": 1, "2": None}}),
+    ("chat", {"tools": [TOOL]}, {"tools": [{**TOOL, "custom": None}]}),
+    (
+        "chat",
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f", "x": None}}},
+    ),
+    (
+        "chat",
+        {"messages": [HELLO, {"role": "assistant", "tool_calls": [CALL]}]},
+        {
+            "messages": [
+                {**HELLO, "name": None},
+                {"role": "assistant", "tool_calls": [{**CALL, "type": None}]},
+            ]
+        },
+    ),
+    ("messages", {}, {"thinking": {"type": "adaptive", "budget_tokens": None}}),
+    ("messages", {}, {"output_config": {"effort": None, "x": None}, "context_management": {"edits": None}}),
+    ("messages", {}, {"metadata": {"user_id": None, "x": None}}),
+    ("messages", {"system": "a"}, {"system": [{"type": "text", "text": "a", "x": None}]}),
+    ("messages", {}, {"messages": [{**HELLO, "name": None}]}),
+    (
+        "messages",
+        {},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "x": None}]}]},
+    ),
+    (
+        "messages",
+        {"tools": [{"name": "f", "input_schema": BARE}], "tool_choice": {"type": "auto"}},
+        {
+            "tools": [{"name": "f", "input_schema": BARE, "x": None}],
+            "tool_choice": {"type": "auto", "name": None},
+        },
+    ),
+    (
+        "messages",
+        {"messages": [HELLO, {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}]}]},
+        {
+            "messages": [
+                HELLO,
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "a", "signature": None}]},
+            ]
+        },
+    ),
+    ("responses", {}, {"text": {"format": {"type": "text", "name": None}, "x": None}}),
+    ("responses", {}, {"reasoning": {"effort": None, "x": None}, "metadata": {"a": None}}),
+    (
+        "responses",
+        {"tools": [{"type": "function", "name": "f"}]},
+        {"tools": [{"type": "function", "name": "f", "x": None}]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("api", "plain", "nulls"), WITH_NULLS)
+def test_a_null_field_is_absent_at_any_depth(
+    tooled: Reader, api: str, plain: dict[str, Any], nulls: dict[str, Any]
+) -> None:
+    made, expected = READERS[api](tooled, nulls), READERS[api](tooled, plain)
+    assert made.prompts == expected.prompts
+    assert made.token_params == expected.token_params
+    assert made.output == expected.output
+
+
+def test_nulls_of_a_schema_keep_their_meaning(reader: Reader) -> None:
+    field = {"type": ["string", "null"], "enum": ["a", None], "default": None}
+    schema = {"type": "object", "properties": {"a": field}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with_null = {**form, "json_schema": {**form["json_schema"], "x": None}}
+    assert chat(reader, response_format=with_null).grammar == chat(reader, response_format=form).grammar
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "said"),
+    [
+        ("chat", {"reasoning_effort": "much"}, "supported: high, low, max, medium, minimal, none, xhigh"),
+        ("chat", {"tools": [{"type": "custom", "custom": {}}]}, "$[0].type; supported: function"),
+        ("chat", {"tool_choice": "maybe"}, "supported: any, auto, none, required"),
+        (
+            "chat",
+            {"response_format": {"type": "xml"}},
+            "supported: json_object, json_schema, structural_tag, text",
+        ),
+        ("messages", {"thinking": {"type": "on"}}, "supported: adaptive, disabled, enabled"),
+        ("messages", {"output_config": {"effort": "none"}}, "supported: high, low, max, medium, xhigh"),
+        (
+            "messages",
+            {"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]},
+            "supported: false",
+        ),
+        ("responses", {"truncation": "auto", "text": {"verbosity": "max"}}, "supported: high, low, medium"),
+        ("responses", {"service_tier": "best"}, "supported: auto, default"),
+    ],
+)
+def test_a_refused_word_names_the_supported_words(
+    tooled: Reader, api: str, fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        READERS[api](tooled, fields)
+    assert said in caught.value.message
+
+
+@pytest.mark.parametrize("form", [{}, {"type": None}, {"type": None, "json_schema": None}])
+def test_a_type_that_is_null_is_missing(reader: Reader, form: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="response_format: object missing required field type"):
+        chat(reader, response_format=form)
+
+
+def test_an_empty_result_may_have_no_content(tooled: Reader) -> None:
+    calls = [HELLO, {"role": "assistant", "tool_calls": [CALL]}]
+    plain = chat(tooled, messages=[*calls, {"role": "tool", "tool_call_id": "c", "content": ""}])
+    for more in ({}, {"content": None}, {"content": []}):
+        job = chat(tooled, messages=[*calls, {"role": "tool", "tool_call_id": "c", **more}])
+        assert job.prompts == plain.prompts
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    for more in ({}, {"output": None}, {"output": []}, {"output": ""}):
+        result = {"type": "function_call_output", "call_id": "c", **more}
+        job = READERS["responses"](tooled, {"input": [HELLO, call, result]})
+        assert job.prompts == plain.prompts
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "said"),
+    [
+        ("chat", {"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "content[0] must have a type"),
+        (
+            "responses",
+            {"input": [{"role": "user", "content": [{"text": "a"}]}]},
+            "content[0] must have a type",
+        ),
+        (
+            "responses",
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+            "content[0].text must be a string",
+        ),
+        ("responses", {"tools": [{"name": "f"}]}, "tools[0] must have a type"),
+    ],
+)
+def test_a_part_without_a_type_is_named(tooled: Reader, api: str, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        READERS[api](tooled, fields)
+    assert said in caught.value.message
+
+
+@pytest.mark.parametrize("options", [{}, {"include_usage": False}, {"include_obfuscation": False, "x": None}])
+def test_stream_options_that_are_off_need_no_stream(tooled: Reader, options: dict[str, Any]) -> None:
+    assert not chat(tooled, stream_options=options).asked.stream
+    assert not tooled.completions(
+        json.dumps({"prompt": "x", "stream_options": options}).encode()
+    ).asked.stream
+    assert not READERS["responses"](tooled, {"stream_options": options}).asked.stream
+    assert refused(tooled, stream_options={"include_usage": True}) == "stream_options"
+    assert refused(tooled, stream_options={"other": False}) == "stream_options"
+
+
+def test_an_empty_previous_response_is_none(tooled: Reader) -> None:
+    body = json.dumps({"input": "x", "previous_response_id": ""}).encode()
+    assert references([body]) == references([b'{"input": "x"}'])
+    assert read_response(tooled, NONE + body).prompts
+
+
+def test_cache_hints_of_parts_change_nothing(tooled: Reader) -> None:
+    hint = {"prompt_cache_breakpoint": {"ttl": "5m"}, "cache_control": {"type": "ephemeral"}}
+    url = "data:image/png;base64,"
+    image = image_part({"type": "image_url", "image_url": {"url": url}, **hint}, "image_url", "x")
+    assert image == image_part({"type": "image_url", "image_url": {"url": url}}, "image_url", "x")
+    for fields, said in (({}, "type input_image"), ({"other": 1}, "file_id is not supported")):
+        part = {"type": "input_image", "image_url": url, **hint, **fields}
+        with pytest.raises(InvalidRequest, match=said):  # this model takes no images
+            READERS["responses"](tooled, {"input": [{"role": "user", "content": [part]}]})
+
+
+@pytest.mark.parametrize("name", ["billing_policy", "compaction", "fallback_credit_token", "thread", "speed"])
+def test_official_fields_without_support_are_called_so(tooled: Reader, name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{name} is not supported by this server"):
+        READERS["messages"](tooled, {name: "x"})

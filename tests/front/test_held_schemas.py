@@ -17,6 +17,7 @@ from weft.common.errors import InvalidRequest, WeftError
 from weft.front.protocol import held_schemas
 from weft.front.protocol.messages.read_messages import read_messages
 from weft.front.protocol.responses.read import NONE, read_response
+from weft.front.requests.read_ollama import read_ollama_chat
 from weft.front.requests.reading import Job, Reader
 from weft.front.requests.setup import GrammarCheck, Setup, TextSetup
 from weft.grammar.guard.compile_jobs import Compile
@@ -281,3 +282,24 @@ def test_a_log_that_clients_cannot_fill(caplog: pytest.LogCaptureFixture) -> Non
         held_schemas.say_left_out(f"tool {number}", "x" * 5000)
     assert len(caplog.messages) == held_schemas.MAX_SAID
     assert max(map(len, caplog.messages)) < 500
+
+
+def test_errors_advise_strict_only_where_the_api_has_the_field(hermes: Asked) -> None:
+    schema = Unique.model_json_schema()
+    form = {"type": "json_schema", "schema": schema}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(InvalidRequest, match="set strict to false to drop the keyword"):
+        hermes.chat(response_format=named)
+    for fields in ({"response_format": {"type": "json_object", "schema": schema}}, {"guided_json": schema}):
+        with pytest.raises(InvalidRequest, match="remove the keyword from the schema"):
+            hermes.chat(**fields)
+    body = {
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": "x"}],
+        "output_config": {"format": form},
+    }
+    with pytest.raises(InvalidRequest, match="remove the keyword from the schema"):
+        read_messages(hermes.reader, json.dumps(body).encode())
+    ollama = {"model": "m", "messages": [{"role": "user", "content": "x"}], "format": schema}
+    job = read_ollama_chat(hermes.reader, json.dumps(ollama).encode())
+    assert hermes.takes(job.grammar, '{"numbers": [1, 1]}'), "as in Ollama, the keyword is dropped"

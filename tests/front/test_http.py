@@ -108,6 +108,27 @@ def test_a_slash_at_the_end_changes_nothing(fake: Any) -> None:
     assert fake.http.post("/v1/chat/completions/", json=chat).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1//chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/openai/v1/responses", "/v1/responses"),
+        ("/v1/api/chat", "/api/chat"),
+        ("/v1/messages/batches", None),
+        ("/nowhere", None),
+        ("/" + "x/" * 9 + "v1/messages", None),
+    ],
+)
+def test_a_wrong_base_url_is_told(fake: Any, path: str, meant: str | None) -> None:
+    answer = fake.http.post(path, json={})
+    assert answer.status_code == 404
+    message = answer.json()["error"]["message"]
+    hint = "" if meant is None else f": did you mean {meant}? Check the base URL of the client"
+    assert message == f"there is no such route{hint}"
+
+
 @pytest.mark.requirement("F8")
 def test_unknown_models(fake: Any) -> None:
     for answer in (fake.http.get("/v1/models/x"), fake.chat(model="x"), fake.complete(model="x")):
@@ -267,6 +288,17 @@ def test_bodies_that_are_not_json(fake: Any) -> None:
         answer = fake.http.post(route, content=b"{}", headers=headers)
         assert answer.status_code == 415
         error_of(answer)
+
+
+@pytest.mark.requirement("F4")
+@pytest.mark.parametrize("kind", [{}, {"content-type": "application/x-www-form-urlencoded"}])
+def test_ollama_takes_any_content_type_except_from_pages(fake: Any, kind: dict[str, str]) -> None:
+    route, body = "/api/chat", json.dumps({"model": fake.model}).encode()
+    for path in (route, "/api/show"):
+        assert fake.http.post(path, content=body, headers=kind).status_code == 200
+    for page in ({"origin": "https://a.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}):
+        assert fake.http.post(route, content=body, headers={**kind, **page}).status_code == 415
+    assert fake.http.post("/v1//api/chat", content=body, headers=kind).status_code == 404
 
 
 @pytest.mark.requirement("F4")

@@ -209,6 +209,37 @@ def test_images_of_responses(server: Running, got: Any) -> None:
     refused(server.http.post("/v1/responses", json=body), "input[0].content[1]")
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_image", "image_url": data_url(A), "detail": "original"},
+        {"type": "image_url", "image_url": {"url": data_url(A), "detail": "original"}},
+        {"type": "image_url", "image_url": {"url": data_url(A), "detail": None}},
+        {"type": "input_image", "image_url": {"url": data_url(A)}, "file_id": None},
+    ],
+)
+def test_chat_and_responses_take_each_others_images(server: Running, got: Any, part: dict[str, Any]) -> None:
+    assert ask(server, text("a"), part).status_code == 200
+    (item,) = got()
+    body = {"model": server.model, "max_output_tokens": 3, "store": False}
+    answer = server.http.post(
+        "/v1/responses", json={**body, "input": [{"role": "user", "content": [text("a"), part]}]}
+    )
+    assert answer.status_code == 200, answer.text
+    assert got() == [item]
+    assert item == expected(A, item["start"])
+
+
+@pytest.mark.parametrize("declared", ["image/jpg", "image/jpeg", "application/octet-stream"])
+def test_a_declared_type_of_messages_has_no_effect(server: Running, got: Any, declared: str) -> None:
+    source = {"type": "base64", "media_type": declared, "data": base64.b64encode(A).decode()}
+    content = [{"type": "image", "source": source}, text("a")]
+    body = {"model": server.model, "max_tokens": 3, "messages": [{"role": "user", "content": content}]}
+    answer = server.http.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    assert got() == [expected(A, len([256, *b"user\n"]) + 1)]
+
+
 def test_images_of_messages(server: Running, got: Any) -> None:
     data = base64.b64encode(A).decode()
     source: dict[str, Any] = {"type": "base64", "media_type": "image/png", "data": data}

@@ -374,13 +374,116 @@ def test_images_are_parts_in_their_places() -> None:
     )
     user, _, tool = made.messages
     assert user["content"] == [
-        ImagePart("data:image/png;base64,AAAA", "messages[0].content[0]", part_type="image"),
+        ImagePart("data:;base64,AAAA", "messages[0].content[0]", part_type="image"),
         {"type": "text", "text": "a"},
         ImagePart("https://example.org/a.png", "messages[0].content[2]", part_type="image"),
     ]
     assert tool["content"] == [
-        ImagePart("data:image/png;base64,AAAA", "messages[2].content[0].content[0]", part_type="image")
+        ImagePart("data:;base64,AAAA", "messages[2].content[0].content[0]", part_type="image")
     ]
+
+
+def search_result(**more: Any) -> dict[str, Any]:
+    found = {"type": "search_result", "source": "https://a.example", "title": "T", "content": text("a", "b")}
+    return {**found, **more}
+
+
+def document(source: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "document", "source": source, **more}
+
+
+@pytest.mark.parametrize(
+    ("block", "shown"),
+    [
+        (
+            document({"type": "text", "media_type": "text/plain", "data": "a"}, title="T", context="C"),
+            "T\nC\na",
+        ),
+        (document({"type": "content", "content": "a"}, title="T"), "T\na"),
+        (document({"type": "content", "content": text("a", "b")}), "a\nb"),
+        (search_result(), "T\nhttps://a.example\na\nb"),
+        (search_result(citations={"enabled": False}, content=[]), "T\nhttps://a.example"),
+    ],
+)
+def test_documents_and_search_results_are_text(block: dict[str, Any], shown: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [*text("x"), block]}
+    user, _, tool = messages(
+        {"role": "user", "content": [block]},
+        {"role": "assistant", "content": [CALL]},
+        {"role": "user", "content": [result]},
+    )
+    assert user["content"] == text(shown)
+    assert tool["content"] == f"x\n{shown}"
+
+
+def test_images_of_a_document_stay_in_place() -> None:
+    image = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+    block = document({"type": "content", "content": [*text("a"), image]}, title="T")
+    (user,) = messages({"role": "user", "content": [block]})
+    shown = ImagePart(image["source"]["url"], "messages[0].content[0].source.content[1]", part_type="image")
+    assert user["content"] == [*text("T", "a"), shown]
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        (
+            document({"type": "base64", "media_type": "application/pdf", "data": "x"}),
+            "reads no PDF files; send the document as text",
+        ),
+        (document({"type": "content", "content": [search_result()]}), "supported types: text, image"),
+        (document({"type": "url", "url": "https://example.org/a.pdf"}), "reads no PDF files"),
+        (document({"type": "other", "data": "x"}), "supported: content, text"),
+        (document({"type": "content", "content": 5}), "source.content"),
+        (search_result(content="a"), "content"),
+        (search_result(content=[document({"type": "content", "content": "a"})]), "supported types: text"),
+        (search_result(citations={"enabled": True}), "set citations.enabled to false"),
+    ],
+)
+def test_documents_that_cannot_be_shown_are_named(block: dict[str, Any], said: str) -> None:
+    error = refused(messages=[{"role": "user", "content": [block]}])
+    assert (error.param or "").startswith("messages[0].content[0]")
+    assert said in error.message
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [block]}
+    last = {"role": "user", "content": [result]}
+    assert said in refused(messages=[HELLO, {"role": "assistant", "content": [CALL]}, last]).message
+
+
+SEARCH = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}}
+FOUND = {"type": "web_search_result", "title": "T", "url": "u", "encrypted_content": "x", "page_age": None}
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        ([FOUND], '[{"type": "web_search_result", "title": "T", "url": "u"}]'),
+        ({"type": "web_search_tool_result_error", "error_code": "max_uses_exceeded"}, None),
+        (text("a", "b"), "a\nb"),
+        ([], ""),
+        (None, ""),
+        ("a", "a"),
+    ],
+)
+def test_tools_of_another_server_are_calls_with_results(content: Any, shown: str | None) -> None:
+    result = {"type": "web_search_tool_result", "tool_use_id": "s", "content": content, "caller": {}}
+    turn = {"role": "assistant", "content": [*text("one"), SEARCH, result, *text("two")]}
+    _, call, tool, end, _ = messages(HELLO, turn, HELLO)
+    assert call["content"] == "one"
+    assert call["tool_calls"] == [
+        {"id": "s", "type": "function", "function": {"name": "web_search", "arguments": '{"query": "q"}'}}
+    ]
+    assert tool == {
+        "role": "tool",
+        "tool_call_id": "s",
+        "content": json.dumps(content) if shown is None else shown,
+    }
+    assert end["content"] == "two"
+
+
+def test_a_failed_tool_of_another_server() -> None:
+    result = {"type": "mcp_tool_result", "tool_use_id": "s", "content": text("no"), "is_error": True}
+    call = {**SEARCH, "type": "mcp_tool_use", "server_name": "x"}
+    assert messages(HELLO, {"role": "assistant", "content": [call, result]})[2]["content"] == "Error: no"
 
 
 def test_nothing_is_nested_so_deeply_that_it_is_no_mistake_of_the_client(tmp_path: Path) -> None:

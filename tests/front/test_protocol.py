@@ -240,6 +240,10 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
         [{}, {"do_remote_decode": False, "do_remote_prefill": None, "remote_host": None}],
         [{"do_remote_prefill": True}, {"do_remote_decode": 0}, {"remote_block_ids": [1]}, "x"],
     ),
+    "stream_options": (
+        [{}, {"include_usage": False}, {"include_obfuscation": False, "include_usage": None}],
+        [{"include_usage": True}, {"other": False}, {"include_usage": 0}, "x"],
+    ),
 }
 
 

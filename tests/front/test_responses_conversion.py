@@ -114,6 +114,17 @@ def test_a_reasoning_is_taken_from_where_the_most_of_it_is() -> None:
     assert reasoning() is None
 
 
+def test_a_search_of_another_server_is_left_out() -> None:
+    search = {
+        "type": "web_search_call",
+        "id": "ws_1",
+        "status": "completed",
+        "action": {"type": "search", "query": "q", "sources": None},
+    }
+    answer = {"role": "assistant", "content": "x"}
+    assert messages(user("hello"), search, answer) == messages(user("hello"), answer)
+
+
 def test_a_tool_whose_input_is_text() -> None:
     made, facts = read(tools=[{"type": "custom", "name": "patch", "description": "d"}])
     (tool,) = made.tools.tools
@@ -247,7 +258,8 @@ BAD: list[tuple[str, Any]] = [
     ("input", [{"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image"}]}]),
     ("input", [{"type": "reasoning", "summary": "x"}]),
     ("input", [{"type": "reasoning", "summary": [{"type": "text"}]}]),
-    ("input", [{"type": "web_search_call", "id": "x"}]),
+    ("input", [{"type": "file_search_call", "id": "x"}]),
+    ("input", [{"type": "web_search_call", "action": "x"}]),
     ("input", [{"type": "item_reference"}]),
     ("instructions", 5),
     ("max_output_tokens", 0),
@@ -268,7 +280,6 @@ BAD: list[tuple[str, Any]] = [
     ("store", "yes"),
     ("stream", 1),
     ("stream_options", {"include_obfuscation": True}),
-    ("stream_options", {"include_obfuscation": False}),
     ("previous_response_id", 5),
     ("metadata", {"a": 5}),
     ("metadata", {"a": "x" * 513}),

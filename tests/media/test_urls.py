@@ -220,6 +220,8 @@ def test_data_urls(head: str) -> None:
         assert inline(head + text, 5000) == data
         assert inline(head + "\r\n".join(text[i : i + 76] for i in range(0, len(text), 76)), 5000) == data
         assert from_base64(text.rstrip("="), 5000) == data
+        assert from_base64(base64.urlsafe_b64encode(data).decode(), 5000) == data
+        assert from_base64(base64.urlsafe_b64encode(data).decode().rstrip("="), 5000) == data
         with pytest.raises(BadMedia, match="more than"):
             inline(head + text, size - 1)
 
@@ -235,7 +237,7 @@ def test_data_urls(head: str) -> None:
         "data:image/png;base64,====",
         "data:image/png;base64,AAA*",
         "data:image/png;base64,AA=A",
-        "data:image/png;base64,AA-_",
+        "data:image/png;base64,AA.A",
         "data:image/png;base64,AAAAA",
         "data:image/png;base64,ÄÄÄÄ",
         "data:image/png;base64;x,AAAA",

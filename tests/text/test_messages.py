@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tests.support.text_folders import write_tokenizer
 from weft.common.errors import InvalidRequest
 from weft.text.chat import ChatFormat
-from weft.text.chat_messages import CallMade, ChatMessage, Shows, TextPart, check_messages, too_deep
+from weft.text.chat_messages import ChatMessage, Shows, TextPart, check_messages
+from weft.text.echoes import CallMade, too_deep
 from weft.text.images import ImagePart
 from weft.text.model import TextModel
 from weft.text.parsing.parser import Tool
@@ -222,7 +223,7 @@ def test_no_string_of_a_request_adds_a_control_token(
     ("messages", "param"),
     [
         ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
-        ([result(None)], "messages[0].content"),
+        ([result(5)], "messages[0].content"),
         ([result(tool_call_id=3)], "messages[0].tool_call_id"),
         ([user(), {**user(), "tool_calls": [CALL]}], "messages[1].tool_calls"),
         ([{**user(), "tool_call_id": "x"}], "messages[0].tool_call_id"),
@@ -230,7 +231,7 @@ def test_no_string_of_a_request_adds_a_control_token(
         ([assistant(tool_calls=[{}] * 513)], "messages[0].tool_calls"),
         ([assistant(tool_calls=[CALL, 3])], "messages[0].tool_calls[1]"),
         ([assistant(tool_calls=[{**CALL, "type": "custom"}])], "messages[0].tool_calls[0]"),
-        ([assistant(tool_calls=[{**CALL, "id": ""}])], "messages[0].tool_calls[0].id"),
+        ([assistant(tool_calls=[{**CALL, "id": None}])], "messages[0].tool_calls[0].id"),
         ([assistant(tool_calls=[{**CALL, "function": {}}])], "messages[0].tool_calls[0].function.name"),
         (
             [assistant(tool_calls=[{**CALL, "function": {"name": "f", "arguments": 3}}])],
@@ -251,6 +252,48 @@ def test_wrong_messages_are_named(messages: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_messages(messages)
     assert caught.value.param == param
+
+
+def called(*calls: tuple[str, str]) -> dict[str, Any]:
+    """Return a message of the assistant with calls, given as (id, name)."""
+    return assistant(tool_calls=[{"id": id_, "function": {"name": name}} for id_, name in calls])
+
+
+def empty(**more: Any) -> dict[str, Any]:
+    return result(tool_call_id="", **more)
+
+
+@pytest.mark.parametrize(
+    ("messages", "answered"),
+    [
+        ([called(("", "f"), ("", "g")), empty(), empty()], ["f", "g"]),
+        ([called(("", "f"), ("", "g")), empty(name="g"), empty(name="f")], ["g", "f"]),
+        ([called(("", "f"), ("", "g")), empty(name="x"), empty()], ["f", "g"]),
+        ([called(("", "f")), called(("", "g")), empty(), empty()], ["f", "g"]),
+        # The user interrupted f: the next result answers the next round.
+        ([called(("", "f")), user(), called(("", "g")), empty()], ["g"]),
+        ([called(("a", "f"), ("", "g")), result(tool_call_id="a"), empty()], ["f", "g"]),
+        ([called(("", "f"), ("a", "g")), result(tool_call_id="a"), empty()], ["g", "f"]),
+        ([called(("call00000", "f"), ("", "g")), empty(name="g"), empty()], ["g", "f"]),
+        ([called(("", "f")), empty(), empty()], ["f", None]),
+        ([called(("a", "f"), ("a", "g")), empty()], ["g"]),  # the name of the last call with the id
+    ],
+)
+def test_calls_with_empty_ids_get_ids(messages: Any, answered: list[str | None]) -> None:
+    checked = check_messages([user(), *messages])
+    calls = {call.id: call.name for message in checked for call in message.calls}
+    results = [message for message in checked if message.role == "tool"]
+    assert all(calls)
+    assert all(message.tool_call_id for message in results)
+    assert [calls.get(message.tool_call_id or "") for message in results] == answered
+
+
+def test_many_calls_without_ids_are_paired_in_order() -> None:
+    count = 9000
+    calls = [called(("", f"f{at}")) for at in range(count // 2)]
+    checked = check_messages([*calls, *(empty(name="x") for _ in range(count // 2))])
+    ids = [call.id for message in checked for call in message.calls]
+    assert [message.tool_call_id for message in checked if message.role == "tool"] == ids
 
 
 def test_a_kind_of_part_that_is_not_supported_is_named() -> None:

@@ -11,7 +11,7 @@ import fastapi.openapi.utils
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 
 from weft import __version__
 from weft.common.errors import InvalidRequest, MethodNotAllowed, NotFound, WeftError
@@ -43,6 +43,9 @@ from weft.front.tier_routes import add_tier_routes
 from weft.front.tokens.tokens_routes import add_tokens
 from weft.front.training_routes import add_training_routes
 from weft.front.weight_routes import add_weight_routes
+
+MOST_PARTS = 4
+"""Parts of a path that may stand before a known route, for the hint of a 404."""
 
 
 def build_app(front: Front, hosts: Hosts) -> AccessGate:
@@ -176,7 +179,8 @@ async def _on_weft_error(front: Front, request: Request, error: Exception) -> Re
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """Answer the router's own errors: 404 for an unknown route, 405 for a wrong method, 204 for OPTIONS."""
     if not isinstance(error, HTTPException) or error.status_code != 405:
-        return error_answer(NotFound("there is no such route").info(), request.scope["path"])
+        missing = NotFound(f"there is no such route{_meant(request)}")
+        return error_answer(missing.info(), request.scope["path"])
     allow = _allowed(request)
     if request.method == "OPTIONS":
         return Response(status_code=204, headers={"allow": allow})
@@ -184,10 +188,36 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     return error_answer(refused.info(), request.scope["path"], allow)
 
 
+def _meant(request: Request) -> str:
+    """Return a hint with the route that the path would have under another base URL; "" without such a route.
+
+    Clients append their own path to the base URL, so a wrong base gives ``/v1/v1/messages``,
+    ``/v1//chat/completions`` or ``/chat/completions``.
+    """
+    parts = [part for part in request.scope["path"].split("/") if part]
+    for first in range(min(len(parts), MOST_PARTS)):
+        if first and _routes(request, "/" + "/".join(parts[:first])):
+            break  # a path below a known route has the right base
+        rest = "/".join(parts[first:])
+        for path in (f"/{rest}", f"/v1/{rest}"):
+            for route, match in _routes(request, path):
+                if match is Match.FULL:
+                    known = getattr(route, "path", path)
+                    return f": did you mean {known}? Check the base URL of the client"
+    return ""
+
+
+def _routes(request: Request, path: str) -> list[tuple[BaseRoute, Match]]:
+    """Return the routes that would match ``path``, also with another method."""
+    scope = {**request.scope, "path": path}
+    found = [(route, route.matches(scope)[0]) for route in request.app.routes]
+    return [(route, match) for route, match in found if match is not Match.NONE]
+
+
 def _allowed(request: Request) -> str:
     """Return the methods of the request's path, for the header Allow: sorted names with commas."""
-    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-    methods = {"OPTIONS"}.union(*(route.methods for route in routes))
+    routes = [route for route, _ in _routes(request, request.scope["path"])]
+    methods = {"OPTIONS"}.union(*(getattr(route, "methods", ()) for route in routes))
     if "GET" in methods:
         methods.add("HEAD")
     return ", ".join(sorted(methods))

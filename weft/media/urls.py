@@ -22,6 +22,7 @@ MAX_URL = 8192
 _MAX_HEAD = 512
 """Maximum characters of a ``data:`` URL before the data."""
 _SPACE = b" \t\r\n"
+_URL_SAFE = bytes.maketrans(b"-_", b"+/")
 _HEAD = re.compile(r"data:[\w.+\-/]{0,100}((?:;[\w.+\-]{1,40}(?:=[\w.+\-\"]{0,100})?){0,8})", re.IGNORECASE)
 _VIDEO_HEAD = re.compile(
     r"data:[\w.+\-/]{0,100}((?:;[\w.+\-]{1,40}(?:=[\w.+\-\", ]{0,100})?){0,8})", re.IGNORECASE
@@ -79,8 +80,8 @@ def inline(url: str, most: int, *, video: bool = False) -> bytes:
 
 
 def from_base64(text: str, most: int, *, video: bool = False) -> bytes:
-    """Return the decoded bytes. Line breaks and missing padding are accepted. Raises BadMedia for invalid
-    or empty data and for more than ``most`` bytes."""
+    """Return the decoded bytes. Line breaks, missing padding and the URL-safe alphabet are accepted. Raises
+    BadMedia for invalid or empty data and for more than ``most`` bytes."""
     if len(text) > most // 2 * 3 + 4096:  # before decoding; leaves room for line breaks
         raise too_large(most, video=video)
     try:
@@ -99,8 +100,8 @@ def from_base64(text: str, most: int, *, video: bool = False) -> bytes:
 
 
 def _tolerant(data: bytes) -> bytes:
-    """Decode base64 with line breaks or without padding. Raises BadMedia."""
-    data = data.translate(None, _SPACE).rstrip(b"=")
+    """Decode base64 with line breaks, without padding, or in the URL-safe alphabet. Raises BadMedia."""
+    data = data.translate(_URL_SAFE, _SPACE).rstrip(b"=")
     try:
         return binascii.a2b_base64(data + b"=" * (-len(data) % 4), strict_mode=True)
     except binascii.Error:

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -15,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from weft.common.errors import InvalidRequest
-from weft.text.echoes import REASONING, reasoning_of, without_reasoning
+from weft.text.echoes import REASONING, CallIds, CallMade, arguments_text, reasoning_of, without_reasoning
 from weft.text.images import VIDEO_PARTS, ImagePart, VideoPart, as_chat, fps_of, image_part, video_part
 from weft.text.tokenizer import check_text
 from weft.text.videos import video_file
@@ -25,22 +23,9 @@ ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 10_000
 MAX_CALLS = 512
 """Maximum tool calls per message."""
-MAX_DEPTH = 64
-"""Maximum nesting depth of a call's arguments."""
-_NOT_BUILT = (
-    "function_call",
-    "audio",
-    "refusal",
-    "tool_calls",
-    "tool_call_id",
-    "prefix",
-    "partial",
-)
+_NOT_BUILT = ("function_call", "audio", "refusal", "tool_calls", "tool_call_id", "prefix", "partial")
 """Unsupported fields that clients send back empty. A value in such a field is refused."""
 _REASONING = ("reasoning_content", "reasoning")
-PARTIAL = "partial_json"
-"""Key under which the template receives arguments that are not a JSON object."""
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _NO_EFFECT = ("id", "cache_control")
 """Ignored fields of any message: client-side ids, and cache hints (prefix caching is automatic here)."""
 # fmt: off
@@ -80,74 +65,6 @@ class Shows(NamedTuple):
     """Reason why a model of a family with videos accepts none; "" for other models."""
 
 
-class CallMade(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call made by the assistant, as a client sends the call back."""
-
-    id: str
-    name: str
-    arguments: str
-    """Arguments as received: JSON text of an object, unless the model wrote invalid JSON."""
-
-    def shown(self) -> dict[str, Any]:
-        """Return the arguments for a template. Text other than a JSON object stands under
-        ``partial_json``.
-        """
-        values = self.values()
-        return {PARTIAL: self.arguments} if values is None else values
-
-    def shown_text(self) -> str:
-        """Return ``shown`` as JSON text. Text of a JSON object stays unchanged."""
-        own = self.arguments.lstrip().startswith("{") and self.values() is not None
-        return self.arguments if own else json.dumps(self.shown(), ensure_ascii=False)
-
-    def values(self) -> dict[str, Any] | None:
-        """Return the arguments as a dict. Empty text and null become {}. Return None for anything except an
-        object.
-        """
-        if self.arguments.strip() in ("", "null"):
-            return {}
-        try:
-            decoded = json.loads(self.arguments, parse_constant=_refuse, parse_float=_finite)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(decoded, dict) or too_deep(decoded, MAX_DEPTH):
-            return None
-        # An escaped lone surrogate decodes to a string that no tokenizer accepts.
-        escapes = _SURROGATE.search(self.arguments) is not None
-        return decoded if not escapes or _is_text(json.dumps(decoded, ensure_ascii=False)) else None
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not valid in JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text} is too large for a JSON number")
-    return value
-
-
-def arguments_text(arguments: Any) -> str:
-    """Return a call's arguments, sent back in any form, as JSON text.
-
-    A lone surrogate, which no tokenizer accepts, becomes an escape.
-    """
-    if arguments is None:
-        return ""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return text if _is_text(text) else text.encode("utf-8", "backslashreplace").decode()
-
-
-def _is_text(text: str) -> bool:
-    """Return False for a string with lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     """One checked message of a conversation."""
 
@@ -181,9 +98,30 @@ def check_messages(messages: Any, shows: Shows | None = None) -> list[ChatMessag
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest(f"messages has more than {MAX_MESSAGES} messages; send fewer", param="messages")
     checked = [_check_message(message, f"messages[{at}]", shows) for at, message in enumerate(messages)]
+    if any(message.tool_call_id == "" or any(not call.id for call in message.calls) for message in checked):
+        checked = _with_ids(checked)
     if shows is not None:
         _check_number([part for message in checked for part in message.shown], shows)
     return checked
+
+
+def _with_ids(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return ``messages`` with a non-empty id for each call and each result."""
+    ids = CallIds(call.id for message in messages for call in message.calls)
+    made: list[ChatMessage] = []
+    for message in messages:
+        if message.calls:
+            if not (made and made[-1].calls):
+                ids.begin()
+            calls = tuple(
+                msgspec.structs.replace(call, id=ids.call(call.id, call.name)) for call in message.calls
+            )
+            message = msgspec.structs.replace(message, calls=calls)
+        elif message.tool_call_id is not None:
+            ident = ids.result(message.tool_call_id, message.name)
+            message = msgspec.structs.replace(message, tool_call_id=ident)
+        made.append(message)
+    return made
 
 
 def _check_number(shown: Sequence[ShownPart], shows: Shows) -> None:
@@ -207,16 +145,6 @@ def _check_number(shown: Sequence[ShownPart], shows: Shows) -> None:
     )
 
 
-def too_deep(value: Any, limit: int) -> bool:
-    """Return True if ``value`` is nested deeper than ``limit`` levels. Recursion stops at ``limit``."""
-    if not isinstance(value, list | dict):
-        return False
-    if limit <= 0:
-        return True
-    items = value.values() if isinstance(value, dict) else value
-    return any(too_deep(item, limit - 1) for item in items)
-
-
 def _check_message(message: Any, where: str, shows: Shows | None) -> ChatMessage:
     """Return one checked message.
 
@@ -238,9 +166,9 @@ def _check_message(message: Any, where: str, shows: Shows | None) -> ChatMessage
     if role == "tool" and "tool_call_id" not in fields:
         raise InvalidRequest(f"{where}.tool_call_id is missing", param=f"{where}.tool_call_id")
     if "content" not in fields:
-        if role != "assistant":
+        if role not in ("assistant", "tool"):
             raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
-        if not fields.get("calls"):  # an empty assistant message, as clients send back
+        if not fields.get("calls"):  # an empty assistant message as clients send back, or an empty result
             fields["content"] = (TextPart(""),)
     return ChatMessage(**fields)
 
@@ -264,6 +192,7 @@ def _check_field(
             value, reasoning = without_reasoning(value)
             _add_reasoning(fields, reasoning, f"{where}.content")
             value = value or ""
+        value = "" if role == "tool" and value == [] else value  # a result without content
         fields["content"] = _content(value, f"{where}.content", shows)
     elif key == "name" and isinstance(value, str):
         check_text(value, f"{where}.name")
@@ -313,18 +242,20 @@ def _check_calls(calls: Any, where: str) -> tuple[CallMade, ...]:
 def _check_call(call: Any, where: str) -> CallMade:
     """Return one checked tool call. Raise InvalidRequest with the name of the invalid field."""
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or call.get("type", "function") != "function":
+    if not isinstance(call, Mapping) or call.get("type") not in (None, "function"):
         raise InvalidRequest(f'{where} must be an object of type "function"', param=where)
     if not isinstance(function, Mapping):
         raise InvalidRequest(f"{where}.function must be an object", param=f"{where}.function")
-    # The id is required: a tool message refers to the id of its call.
+    # The id is required: a tool message refers to the id of its call. See CallIds for the id "".
     ident = call.get("id")
-    if not isinstance(ident, str) or not ident:
+    if not isinstance(ident, str):
         raise InvalidRequest(f"{where}.id must be a string", param=f"{where}.id")
     check_text(ident, f"{where}.id")
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise InvalidRequest(f"{where}.function.name must be a string", param=f"{where}.function.name")
+        raise InvalidRequest(
+            f"{where}.function.name must be a non-empty string", param=f"{where}.function.name"
+        )
     check_text(name, f"{where}.function.name")
     arguments = function.get("arguments")
     if not isinstance(arguments, str | Mapping | None):
@@ -370,7 +301,9 @@ def _part(part: Any, where: str, content: str, shows: Shows | None) -> Part:
             )
         check_text(text, content)
         return TextPart(text)
-    shown = part_type if isinstance(part_type, str) and re.fullmatch(r"\w{1,40}", part_type) else "that type"
+    if not isinstance(part_type, str):
+        raise InvalidRequest(f'{where} must have a type, such as "text"', param=content)
+    shown = part_type if re.fullmatch(r"\w{1,40}", part_type) else "an unknown name"
     raise _unsupported(shown, where, content)
 
 

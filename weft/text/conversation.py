@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 
 from weft.common.errors import InvalidRequest
-from weft.text.chat_messages import CallMade, ChatMessage, Part, Role, TextPart
+from weft.text.chat_messages import ChatMessage, Part, Role, TextPart
+from weft.text.echoes import CallMade
 from weft.text.forms import TemplateForm, ToolForm, content_of, without_content
 from weft.text.images import VideoPart
 from weft.text.marks import Marks

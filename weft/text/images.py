@@ -19,6 +19,10 @@ Detail: TypeAlias = Literal["auto", "low", "high"]
 DETAILS: tuple[Detail, ...] = ("auto", "low", "high")
 
 
+CACHE_HINTS = ("cache_control", "prompt_cache_breakpoint")
+"""Fields of any part without effect: every prompt is cached as far as possible."""
+
+
 class ImagePart(msgspec.Struct, frozen=True):
     """An image of a message."""
 
@@ -50,10 +54,12 @@ def detail_of(value: Any, where: str) -> Detail:
     """Return a valid ``detail`` of an image; None means "auto". Raises InvalidRequest."""
     if value is None:
         return "auto"
+    if value == "original":  # a word of the Responses API: the whole image, as with "high"
+        return "high"
     for known in DETAILS:
         if value == known:
             return known
-    raise InvalidRequest(f"{where}: detail must be one of {', '.join(DETAILS)}", param=where)
+    raise InvalidRequest(f"{where}: detail must be one of {', '.join(DETAILS)}, original", param=where)
 
 
 def image_part(part: Mapping[str, Any], part_type: str, where: str) -> ImagePart:
@@ -62,11 +68,7 @@ def image_part(part: Mapping[str, Any], part_type: str, where: str) -> ImagePart
 
     The URL itself is not fetched here. Raises InvalidRequest for unknown fields and other forms.
     """
-    unknown = {name for name, value in part.items() if value is not None} - {
-        "type",
-        part_type,
-        "cache_control",
-    }
+    unknown = {name for name, value in part.items() if value is not None} - {"type", part_type, *CACHE_HINTS}
     if unknown:
         shown = min((name for name in unknown if isinstance(name, str)), default="")
         shown = shown if re.fullmatch(r"\w{1,40}", shown) else "a field"
@@ -80,7 +82,7 @@ def image_part(part: Mapping[str, Any], part_type: str, where: str) -> ImagePart
             )
         return ImagePart(given, where, part_type=part_type)
     # Some clients send the URL alone instead of an object.
-    fields = given if isinstance(given, Mapping) else {"url": given}
+    fields = _given(given) if isinstance(given, Mapping) else {"url": given}
     url = fields.get("url")
     if not isinstance(url, str) or fields.keys() - {"url", "detail"}:
         raise InvalidRequest(
@@ -89,6 +91,11 @@ def image_part(part: Mapping[str, Any], part_type: str, where: str) -> ImagePart
             param=where,
         )
     return ImagePart(url, where, detail_of(fields.get("detail"), where), part_type)
+
+
+def _given(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields that are not null."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 _OF_RESPONSES = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
@@ -165,7 +172,8 @@ def video_part(part: Mapping[str, Any], where: str, least: int) -> VideoPart | s
     part_type = str(part.get("type"))
     given = part.get(part_type)
     if part_type == "video_url":
-        given = given.get("url") if isinstance(given, Mapping) and given.keys() == {"url"} else given
+        if isinstance(given, Mapping) and _given(given).keys() == {"url"}:
+            given = given["url"]
         if not isinstance(given, str):
             raise InvalidRequest(
                 f'{where} must be a part of the form {{"type": "video_url", "video_url": {{"url": '

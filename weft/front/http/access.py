@@ -73,7 +73,8 @@ def _is_local(name: str) -> bool:
 
 
 _NAMES = re.compile(rb"[A-Za-z0-9\-_, ]{1,1024}")
-_EXPOSED = b"x-request-id, retry-after, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
+_EXPOSED = b"x-request-id, request-id, retry-after, "
+_EXPOSED += b"x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
 _EXPOSED += b"x-ratelimit-reset-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, "
 _EXPOSED += b"x-ratelimit-reset-tokens"
 Headers = Mapping[bytes, bytes]

@@ -5,6 +5,7 @@ Answers also show why the cached prefix of a prompt ends (``--explain-cache``).
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -43,9 +44,11 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):
-    accepted_prediction_tokens: int
-    """Drafted tokens in the output."""
-    rejected_prediction_tokens: int
+    reasoning_tokens: int | UnsetType = UNSET
+    """Tokens of the reasoning text, of all choices of a chat. Set if there is reasoning."""
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    """Drafted tokens in the output. Set if the server speculates."""
+    rejected_prediction_tokens: int | UnsetType = UNSET
     """Drafted tokens not in the output; ``completion_tokens`` does not include these tokens."""
 
 
@@ -55,7 +58,7 @@ class Usage(msgspec.Struct, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Set if the server speculates."""
+    """Set if one of its fields is set."""
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
@@ -235,9 +238,17 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
+    """A model, with the fields of OpenAI's and of Anthropic's API: clients of both read one answer."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
+    type: Literal["model"] = "model"
+    display_name: str = ""
+    """Anthropic's field: the id."""
+    created_at: str = ""
+    """Anthropic's form of ``created``: RFC 3339, in UTC."""
+    lifecycle: Literal["active"] = "active"
     owned_by: str = "weft"
     max_model_len: int
     input_modalities: tuple[str, ...] = ("text",)
@@ -261,10 +272,26 @@ class ModelCard(msgspec.Struct, kw_only=True):
     example_image: str | UnsetType = UNSET
     """Data URL of the image for ``examples``."""
 
+    def __post_init__(self) -> None:
+        """Fill the fields that repeat others in another form."""
+        self.display_name = self.id
+        moment = datetime.datetime.fromtimestamp(self.created, datetime.UTC)
+        self.created_at = moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+
 
 class ModelList(msgspec.Struct, kw_only=True):
+    """All models on one page."""
+
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    has_more: Literal[False] = False
+    first_id: str | None = None
+    last_id: str | None = None
+
+    def __post_init__(self) -> None:
+        """Fill the ids of the page."""
+        if self.data:
+            self.first_id, self.last_id = self.data[0].id, self.data[-1].id
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):

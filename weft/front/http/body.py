@@ -141,16 +141,34 @@ class Upload:
             timeout.reschedule(asyncio.get_running_loop().time())
 
 
+def _may_be_json(request: Request) -> bool:
+    """Return True if the content type is JSON, or has no meaning.
+
+    Ollama's server reads any content type, and some of Ollama's clients send none or, as curl does, another.
+    The check is for browsers: a stranger's page may send other types than JSON without asking the server
+    before. A browser adds the headers ``_OF_PAGES`` to such a request.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json":
+        return True
+    return request.scope["path"].startswith("/api/") and not any(
+        name in request.headers for name in _OF_PAGES
+    )
+
+
+_OF_PAGES = ("origin", "sec-fetch-site")
+"""Headers of requests that a web page makes."""
+
+
 async def read_json(request: Request, upload: Upload) -> list[bytes]:
     """Return the body in pieces. The pieces count as ``upload`` until ``upload.close``.
 
     A large body is never joined here: a copy would take milliseconds of the event loop's time. The content
-    type must be JSON; the JSON itself is not parsed. Raises UnsupportedMedia, TooLarge, RequestTimeout for
-    a body that is too slow or was ended for others, Overloaded without memory, or Cancelled if the client
-    disconnects.
+    type must be JSON (see ``_may_be_json``); the JSON itself is not parsed. Raises UnsupportedMedia,
+    TooLarge, RequestTimeout for a body that is too slow or was ended for others, Overloaded without memory,
+    or Cancelled if the client disconnects.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    if not _may_be_json(request):
         raise UnsupportedMedia("the content type must be application/json")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMedia("the body must not be compressed; leave out the header content-encoding")

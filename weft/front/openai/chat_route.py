@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 
+import msgspec
 from fastapi import FastAPI, Request
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
@@ -22,6 +23,7 @@ from weft.front.requests.outputs import ChoiceOutput
 from weft.front.requests.serving import AnswerShape, handle
 from weft.text.choice import Choice, TextDelta
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
+from weft.text.token_counts import reasoning_tokens
 
 
 def add_chat(app: FastAPI, front: Front) -> None:
@@ -149,33 +151,41 @@ class ChatShape(AnswerShape):
         if not self._asked.usage_in_stream:
             return []
         chunk = self._chunk([])
-        chunk.usage = usage
+        chunk.usage = self._with_reasoning(usage)
         return [chunk]
 
     def whole(self, usage: r.Usage) -> Iterator[bytes]:
-        """Yield the answer's JSON: a head with the usage, then one piece per choice."""
+        """Yield the answer's JSON: a head, one piece per choice, and the usage."""
         first = self._generation.choices[0]
+        ends = [_end_of(choice) for choice in self._generation.choices]
+        for end in ends:  # parsed first, because the usage counts the reasoning of all choices
+            self._output_of(end.index).take(end)
         answer = r.ChatCompletion(
             id=self._id,
             created=self._created,
             model=self._asked.model,
             choices=[],
-            usage=usage,
+            usage=self._with_reasoning(usage),
             prompt_logprobs=prompt_logprobs(first.prompt_logprobs) if self._asked.prompt_logprobs else UNSET,
             prompt_token_ids=self._generation.job.prompts[0].ids if self._asked.return_token_ids else UNSET,
         )
-        yield from r.with_choices(answer, map(self._choice, self._generation.choices))
+        yield from r.with_choices(answer, map(self._choice, self._generation.choices, ends))
 
-    def _choice(self, choice: Choice) -> r.ChatChoice:
-        """Return a choice of the whole answer, parsed from the choice's full text."""
-        end = TextDelta(
-            index=choice.index,
-            text=choice.text,
-            finish_reason=choice.finish_reason,
-            stop_reason=choice.stop_reason,
+    def _with_reasoning(self, usage: r.Usage) -> r.Usage:
+        """Return ``usage`` with the number of reasoning tokens, if there is reasoning."""
+        count = sum(
+            reasoning_tokens(self._tokenizer, output.reasoning, len(self._generation.choices[at].token_ids))
+            for at, output in self._outputs.items()
         )
-        output = ChoiceOutput(self._generation.parser())
-        output.take(end)
+        if not count:
+            return usage
+        details = usage.completion_tokens_details or r.CompletionTokensDetails()
+        made = msgspec.structs.replace(details, reasoning_tokens=count)
+        return msgspec.structs.replace(usage, completion_tokens_details=made)
+
+    def _choice(self, choice: Choice, end: TextDelta) -> r.ChatChoice:
+        """Return a choice of the whole answer. ``end``: the parsed delta with the choice's full text."""
+        output = self._outputs.pop(choice.index)
         reason = output.finish_reason(end)
         assert reason is not None
         chat_choice = r.ChatChoice(index=choice.index, message=self._message(output), finish_reason=reason)
@@ -215,6 +225,16 @@ class ChatShape(AnswerShape):
         if self._asked.usage_in_chunks:
             return self._generation.usage()
         return None if self._asked.usage_in_stream else UNSET
+
+
+def _end_of(choice: Choice) -> TextDelta:
+    """Return the full text of an ended choice as one delta."""
+    return TextDelta(
+        index=choice.index,
+        text=choice.text,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+    )
 
 
 def _class_and_call(event: OutputEvent) -> tuple[type[OutputEvent], int]:

@@ -50,6 +50,8 @@ class OutputConstraint(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool = True
     """True: a schema beyond the grammar's means is refused. False: the schema loses the unsupported
     keywords."""
+    may_loosen: bool = False
+    """True if the request has a field ``strict`` for this form, so an error may advise its use."""
 
 
 class Sharing(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 # fmt: off
 UNSUPPORTED = frozenset((
@@ -38,11 +38,15 @@ CHAT_ONLY = frozenset(
 
 
 def is_one_of(*neutral: Any) -> Callable[[Any], bool]:
-    """Return a predicate: True for a value equal to one of ``neutral``. A boolean never equals a number,
-    unlike in Python."""
-    return lambda value: any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
-    )
+    """Return a predicate: True for a value equal to one of ``neutral``, without null fields. A boolean never
+    equals a number, unlike in Python."""
+
+    def is_neutral(value: Any) -> bool:
+        if isinstance(value, dict):
+            value = {name: one for name, one in value.items() if one is not None}
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+    return is_neutral
 
 
 def asks_no_processing(value: Any) -> bool:
@@ -60,6 +64,14 @@ def asks_no_transfer(value: Any) -> bool:
         return one is False if name.startswith("do_") else one in ([], {}, "")
 
     return isinstance(value, dict) and all(one is None or is_off(name, one) for name, one in value.items())
+
+
+def asks_no_stream_options(value: Any) -> bool:
+    """Return True for stream options that are all off. Some clients send them without a stream, too."""
+    names = ("include_usage", "include_obfuscation", "continuous_usage_stats")
+    return isinstance(value, dict) and all(
+        one is None or (one is False and name in names) for name, one in value.items()
+    )
 
 
 INSTEAD: dict[str, str] = {
@@ -103,6 +115,7 @@ NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "cache_prompt": is_one_of(True),
     "grammar": is_one_of(""),
     "kv_transfer_params": asks_no_transfer,
+    "stream_options": asks_no_stream_options,
 }
 
 CHAT_NEUTRAL: dict[str, Callable[[Any], bool]] = {
@@ -114,13 +127,16 @@ CHAT_NEUTRAL: dict[str, Callable[[Any], bool]] = {
 }
 """Values without effect in chat. A budget of -1 means no limit."""
 
+ServiceTier: TypeAlias = Literal["auto", "default", "flex", "priority", "scale", "fast", "ultrafast"]
+"""No effect: this server serves all tiers alike."""
+
 HINTS: dict[str, Any] = {
     "cache_control": dict[str, Any],
     "keep_alive": int | float | str,
     "prediction": dict[str, Any],
     "prompt_cache_options": dict[str, Any],
     "provider": dict[str, Any],
-    "service_tier": Literal["auto", "default", "flex", "priority", "scale", "fast"],
+    "service_tier": ServiceTier,
     "session_id": str,
     "store": bool,
     "usage": dict[str, Any],

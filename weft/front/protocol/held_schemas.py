@@ -73,15 +73,17 @@ def blamed(error: InvalidRequest, tools: Sequence[Tool]) -> InvalidRequest:
     return error
 
 
-def advised(error: InvalidRequest, form: object) -> InvalidRequest:
-    """Return ``error`` with a hint about strict, if dropping a keyword of the schema would help."""
+def advised(error: InvalidRequest, form: object, may_loosen: bool) -> InvalidRequest:
+    """Return ``error`` with a hint, if dropping a keyword of the schema would help. ``may_loosen``: the
+    request has a field ``strict``, which drops the keyword."""
     if not isinstance(form, JsonSchema):
         return error
     try:
         made = loosened(json.loads(form.schema), LLGUIDANCE)[1]
     except (InvalidRequest, AttributeError):
         return error
-    way = "; set strict to false to drop the keyword" if made else ""
+    advice = "set strict to false to drop the keyword" if may_loosen else "remove the keyword from the schema"
+    way = f"; {advice}" if made else ""
     return InvalidRequest(error.message + way, param=error.param, code=error.error_code)
 
 

@@ -97,7 +97,8 @@ class _Generates(OllamaBody, frozen=True, kw_only=True):
         if self.format == "json":
             made["response_format"] = {"type": "json_object"}
         elif isinstance(self.format, dict):
-            schema = {"name": "format", "schema": self.format}
+            # As in Ollama, a keyword that no grammar can enforce is dropped.
+            schema = {"name": "format", "schema": self.format, "strict": False}
             made["response_format"] = {"type": "json_schema", "json_schema": schema}
         return made
 
@@ -264,27 +265,22 @@ def _check_span(span: int, penalty: Any, where: str) -> None:
 
 
 def messages_of(messages: list[_Message]) -> list[dict[str, Any]]:
-    """Return messages of OpenAI's API.
+    """Return messages of OpenAI's API. Ollama's calls and results may have no ids: these ids become "".
 
-    Ollama's calls may have no ids. Such a call gets an id by its number, and a result without an id gets the
-    id of the first call without a result: of the same name, else of any name.
+    Raises InvalidRequest for a call without a function's name.
     """
-    open_calls: list[tuple[str, str]] = []
-    count = 0
     made = []
     for number, message in enumerate(messages):
         one: dict[str, Any] = {"role": message.role, "content": _content(message)}
         if message.thinking and message.role == "assistant":
             one["reasoning_content"] = message.thinking
         if message.tool_calls:
-            calls = []
-            for at, call in enumerate(message.tool_calls):
-                count += 1
-                calls.append(_call(call, f"call_{count}", f"messages[{number}].tool_calls[{at}]"))
-            open_calls += [(call["id"], call["function"]["name"]) for call in calls]
-            one["tool_calls"] = calls
+            one["tool_calls"] = [
+                _call(call, f"messages[{number}].tool_calls[{at}]")
+                for at, call in enumerate(message.tool_calls)
+            ]
         if message.role == "tool":
-            one["tool_call_id"] = message.tool_call_id or _answered(open_calls, message.tool_name)
+            one["tool_call_id"] = message.tool_call_id or ""
             if message.tool_name:
                 one["name"] = message.tool_name
         made.append(one)
@@ -299,19 +295,11 @@ def _content(message: _Message) -> str | list[dict[str, Any]] | None:
     return [*({"type": "image_url", "image_url": {"url": url}} for url in urls), *text]
 
 
-def _call(call: dict[str, Any], ident: str, where: str) -> dict[str, Any]:
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a call of OpenAI's API. Raises InvalidRequest for a call without a function's name."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{where}.function must be an object with a name", param="messages")
     own = call.get("id")
     given = {"name": function["name"], "arguments": function.get("arguments")}
-    return {"id": own if isinstance(own, str) and own else ident, "type": "function", "function": given}
-
-
-def _answered(open_calls: list[tuple[str, str]], name: str | None) -> str:
-    """Return the id of the call that a result answers, and remove the call from ``open_calls``."""
-    if not open_calls:
-        return "call_0"
-    at = next((at for at, call in enumerate(open_calls) if call[1] == name), 0)
-    return open_calls.pop(at)[0]
+    return {"id": own if isinstance(own, str) else "", "type": "function", "function": given}

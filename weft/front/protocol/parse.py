@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from weft.common.errors import InvalidRequest
+from weft.front.protocol.type_walk import values_at, without_nulls
 
 MAX_NAME = 512
 """Maximum characters of a model name, a user, a metadata key or value."""
@@ -111,16 +112,36 @@ def _refused(name: str, cls: type[Body]) -> InvalidRequest:
 def convert(name: str, value: Any, target: Any) -> Any:
     """Return ``value`` converted to type ``target``. Raises InvalidRequest that names ``name``."""
     try:
-        return msgspec.convert(value, target)
+        return _converted(value, target)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{name}: {_reason(error)}", param=name) from None
+        raise InvalidRequest(f"{name}: {_reason(error)}{_choices(error, target)}", param=name) from None
     except RecursionError:
         raise InvalidRequest(f"{name} is nested too deeply", param=name) from None
+
+
+def _converted(value: Any, target: Any) -> Any:
+    """Return ``value`` converted to type ``target``. A null field counts as absent, also if the type does
+    not have the field: clients send all fields of their own types. Raises ValidationError."""
+    try:
+        return msgspec.convert(value, target)
+    except msgspec.ValidationError:
+        # Only now: most values have no null in a wrong place, and the walk takes longer than the conversion.
+        return msgspec.convert(without_nulls(value, target), target)
 
 
 def _reason(error: msgspec.MsgspecError) -> str:
     text = printable(str(error).replace("`", ""), 200)
     return text[:1].lower() + text[1:]
+
+
+def _choices(error: msgspec.ValidationError, target: Any) -> str:
+    """Return the values that a field takes, if ``error`` refuses a value of a field with few values."""
+    text = str(error)
+    if not text.startswith(("Invalid enum value", "Invalid value")):
+        return ""
+    _, _, path = text.rpartition(" - at ")
+    named = values_at(target, path.strip("`"))
+    return f"; supported: {', '.join(named)}" if named else ""
 
 
 def missing(name: str) -> InvalidRequest:

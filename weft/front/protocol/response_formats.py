@@ -128,8 +128,9 @@ def constraint_of(asked: Constrained) -> OutputConstraint | None:
     else:
         grammar = _BUILD[param.removeprefix("guided_")](value, param)
     # `strict: false` applies to JSON schemas only.
-    loose = isinstance(value, JsonSchemaFormat) and value.named.strict is False
-    return OutputConstraint(grammar=grammar, param=param, strict=not loose)
+    named = isinstance(value, JsonSchemaFormat)
+    loose = named and value.named.strict is False
+    return OutputConstraint(grammar=grammar, param=param, strict=not loose, may_loosen=named)
 
 
 def format_grammar(form: ResponseFormat, param: str) -> Grammar:

@@ -151,7 +151,12 @@ def texts_of(param: str, values: Sequence[Any]) -> list[str]:
     """Return ``values`` as texts; an object gives its field ``text``. Raises InvalidRequest."""
     if not 1 <= len(values) <= MAX_INPUTS:
         raise InvalidRequest(f"{param} must hold 1 to {MAX_INPUTS} texts", param=param)
-    given = [value.get("text") if isinstance(value, dict) and len(value) == 1 else value for value in values]
+    given = [
+        value.get("text")
+        if isinstance(value, dict) and {name for name in value if value[name] is not None} == {"text"}
+        else value
+        for value in values
+    ]
     texts = [text for text in given if isinstance(text, str) and text]
     if len(texts) < len(given):
         raise InvalidRequest(

@@ -169,7 +169,9 @@ def _check_tool(tool: Tool, number: int) -> None:
         ) from None
 
 
-class Function(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Function(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"returns": "return"}
+):
     """A function that the model may call."""
 
     name: str
@@ -177,6 +179,8 @@ class Function(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     parameters: dict[str, Any] | None = None
     """JSON Schema of the arguments, an object."""
     strict: bool | None = None
+    returns: dict[str, Any] | None = None
+    """Schema of the result, in the form of transformers' ``get_json_schema``. Not shown to the model."""
     cache_control: dict[str, Any] | None = None
     """No effect, like the field of the tool: every prompt is cached."""
 

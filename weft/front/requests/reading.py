@@ -502,7 +502,7 @@ def grammar_of(model: ModelOutput, asked: Conversation, spec: OutputSpec, check:
         answer = answered(form)
     except InvalidRequest as error:
         if asked.constraint.strict or not isinstance(form, JsonSchema):
-            raise advised(error, form) from None
+            raise advised(error, form, asked.constraint.may_loosen) from None
         # A loose schema gets a second attempt, without the keywords that a grammar cannot enforce.
         answer = answered(form_held(form, param, error))
     if not spec.tools:

@@ -8,6 +8,7 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.front.protocol.parse import convert, printable
+from weft.text.echoes import arguments_text
 
 
 class _Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,33 +22,59 @@ class TextBlock(_Block, frozen=True, kw_only=True):
     """Citations of an earlier answer; not shown to the model."""
 
 
-class TextSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    type: Literal["text"]
+class TextSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="text"):
     data: str
     media_type: Literal["text/plain"] = "text/plain"
 
 
-class DocumentBlock(_Block, frozen=True, kw_only=True):
-    """A plain text with a title."""
+class ContentSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="content"):
+    content: str | list[dict[str, Any]]
+    """A text, or blocks of text and images."""
 
-    source: TextSource
+
+class DocumentBlock(_Block, frozen=True, kw_only=True):
+    """A plain text, or blocks of text and images, with a title."""
+
+    source: TextSource | ContentSource
     title: str | None = None
     context: str | None = None
     citations: dict[str, Any] | None = None
 
     @property
-    def text(self) -> str:
-        """Text shown to the model."""
-        return "\n".join(part for part in (self.title, self.context, self.source.data) if part)
+    def heads(self) -> tuple[str | None, ...]:
+        """Texts shown to the model before the content."""
+        return self.title, self.context
+
+    @property
+    def content(self) -> str | list[dict[str, Any]]:
+        """The content: a text or blocks."""
+        return self.source.data if isinstance(self.source, TextSource) else self.source.content
+
+
+class SearchResultBlock(_Block, frozen=True, kw_only=True):
+    """A result of a search that the client ran."""
+
+    source: str
+    """A URL or another name of the place."""
+    title: str
+    content: list[dict[str, Any]]
+    """Blocks of text."""
+    citations: dict[str, Any] | None = None
+
+    @property
+    def heads(self) -> tuple[str | None, ...]:
+        """Texts shown to the model before the content."""
+        return self.title, self.source
 
 
 class Base64Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="base64"):
     data: str
-    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    media_type: str = ""
+    """No effect: the bytes decide the format. Clients write ``image/jpg``, for example."""
 
     @property
     def url(self) -> str:
-        return f"data:{self.media_type};base64,{self.data}"
+        return f"data:;base64,{self.data}"
 
 
 class UrlSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="url"):
@@ -74,6 +101,42 @@ class ToolResultBlock(_Block, frozen=True, kw_only=True):
     toolset_name: str | None = None
 
 
+class ServerResultBlock(_Block, frozen=True, kw_only=True):
+    """The result of a tool that another server ran."""
+
+    tool_use_id: str
+    content: Any = None
+    is_error: bool | None = None
+
+    @property
+    def text(self) -> str:
+        """Text shown to the model: the text of text blocks, or JSON without encrypted fields."""
+        content = self.content
+        if isinstance(content, list):
+            texts = [_text_of(block) for block in content]
+            if None not in texts:
+                return "\n".join(text for text in texts if text)
+            return arguments_text([_readable(block) for block in content])
+        return arguments_text(_readable(content))
+
+
+def _text_of(block: Any) -> str | None:
+    """Return the text of a text block; None for any other block."""
+    text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
+    return text if isinstance(text, str) else None
+
+
+def _readable(content: Any) -> Any:
+    """Return ``content`` without null and encrypted fields."""
+    if not isinstance(content, dict):
+        return content
+    return {
+        name: value
+        for name, value in content.items()
+        if value is not None and not name.startswith("encrypted_")
+    }
+
+
 class ThinkingBlock(_Block, frozen=True, kw_only=True):
     thinking: str
     signature: str = ""
@@ -85,23 +148,45 @@ class RedactedBlock(_Block, frozen=True, kw_only=True):
     data: str
 
 
-Block = (
-    TextBlock | DocumentBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedBlock
-)
+Shown = TextBlock | DocumentBlock | SearchResultBlock | ImageBlock
+"""Blocks of a user or of a result."""
+Block = Shown | ToolUseBlock | ToolResultBlock | ServerResultBlock | ThinkingBlock | RedactedBlock
 
 _TEXTS: dict[str, type[Any]] = {"text": TextBlock}
-_RESULT: dict[str, type[Any]] = {**_TEXTS, "document": DocumentBlock, "image": ImageBlock}
+_SOURCE: dict[str, type[Any]] = {**_TEXTS, "image": ImageBlock}
+_RESULT: dict[str, type[Any]] = {**_SOURCE, "document": DocumentBlock, "search_result": SearchResultBlock}
 _USER: dict[str, type[Any]] = {**_RESULT, "tool_result": ToolResultBlock}
+_SERVER_RESULTS = (
+    "web_search_tool_result",
+    "web_fetch_tool_result",
+    "code_execution_tool_result",
+    "bash_code_execution_tool_result",
+    "text_editor_code_execution_tool_result",
+    "tool_search_tool_result",
+    "mcp_tool_result",
+)
 _ASSISTANT: dict[str, type[Any]] = {
     **_TEXTS,
     "tool_use": ToolUseBlock,
     "thinking": ThinkingBlock,
     "redacted_thinking": RedactedBlock,
+    # The conversation may have begun at another server, with tools that the server ran.
+    "server_tool_use": ToolUseBlock,
+    "mcp_tool_use": ToolUseBlock,
+    **dict.fromkeys(_SERVER_RESULTS, ServerResultBlock),
 }
-_BLOCK_TYPES = {"system": _TEXTS, "user": _USER, "assistant": _ASSISTANT, "result": _RESULT}
+Place = Literal["system", "user", "assistant", "result", "source", "text"]
+_BLOCK_TYPES: dict[Place, dict[str, type[Any]]] = {
+    "system": _TEXTS,
+    "user": _USER,
+    "assistant": _ASSISTANT,
+    "result": _RESULT,
+    "source": _SOURCE,
+    "text": _TEXTS,
+}
 
 
-def blocks(content: Any, place: Literal["system", "user", "assistant", "result"], where: str) -> list[Any]:
+def blocks(content: Any, place: Place, where: str) -> list[Any]:
     """Return the blocks of a content, which may be a plain text. ``place`` selects the allowed types.
 
     Raises InvalidRequest, naming ``where``.
@@ -126,6 +211,14 @@ def _block(block: Any, block_types: dict[str, type[Any]], echoed: bool, where: s
         raise InvalidRequest(
             f"{where}: blocks of type {printable(block_type, 40)} are not supported here; supported types: "
             + ", ".join(block_types),
+            param=where,
+            code="unsupported_parameter",
+        )
+    source = block.get("source") if block_type == "document" else None
+    if isinstance(source, dict) and source.get("type") in ("base64", "url", "file"):
+        raise InvalidRequest(
+            f"{where}: this server reads no PDF files; send the document as text, with source.type text or "
+            "content",
             param=where,
             code="unsupported_parameter",
         )

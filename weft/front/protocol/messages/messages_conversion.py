@@ -25,7 +25,7 @@ from weft.front.protocol.tools import ToolUse
 from weft.front.protocol.turns import Parts, Turns
 from weft.front.sealed_reasoning import unsealed
 from weft.grammar import build
-from weft.text.chat_messages import arguments_text
+from weft.text.echoes import arguments_text
 from weft.text.images import ImagePart
 from weft.text.parsing.parser import Tool
 from weft.types.sampling import SamplingParams
@@ -124,7 +124,8 @@ def _system(system: str | list[dict[str, Any]] | None, keep_attribution: bool) -
 def _add(turns: Turns, message: dict[str, Any], where: str) -> None:
     """Add one message of the request to ``turns``. Raises InvalidRequest, naming ``where``."""
     role = message.get("role")
-    unknown = message.keys() - {"role", "content", "id", "cache_control"}
+    unknown = {name for name, value in message.items() if value is not None}
+    unknown -= {"role", "content", "id", "cache_control"}
     # An answer sent back by the client has all fields of its server.
     if unknown and role != "assistant":
         shown = printable(min(unknown), 40)
@@ -159,21 +160,36 @@ def _add_user(turns: Turns, found: list[b.Block], where: str) -> None:
                 parts = []
             turns.result(block.tool_use_id, _result(block, f"{where}[{number}].content"))
         else:
-            parts.append(_shown(block, f"{where}[{number}]"))
+            assert isinstance(block, b.Shown)
+            parts += _shown(block, f"{where}[{number}]")
     if parts or not results:
         turns.user(parts or [{"type": "text", "text": ""}])
 
 
-def _shown(block: b.Block, where: str) -> dict[str, Any] | ImagePart:
-    """Return the content part for a user's block. Raises InvalidRequest."""
+def _shown(block: b.Shown, where: str) -> Parts:
+    """Return the content parts for a block of a user or a result. Raises InvalidRequest."""
     if isinstance(block, b.ImageBlock):
-        return ImagePart(block.source.url, where, part_type="image")
-    assert isinstance(block, b.TextBlock | b.DocumentBlock)
-    if isinstance(block, b.DocumentBlock) and (block.citations or {}).get("enabled"):
+        return [ImagePart(block.source.url, where, part_type="image")]
+    if isinstance(block, b.TextBlock):
+        return [{"type": "text", "text": block.text}]
+    if (block.citations or {}).get("enabled"):
         raise InvalidRequest(
-            f"{where}: citations are not supported by this server", param=where, code="unsupported_parameter"
+            f"{where}: citations are not supported by this server; set citations.enabled to false",
+            param=where,
+            code="unsupported_parameter",
         )
-    return {"type": "text", "text": block.text}
+    searched = isinstance(block, b.SearchResultBlock)
+    nested = f"{where}.content" if searched else f"{where}.source.content"
+    inner = b.blocks(block.content, "text" if searched else "source", nested)
+    parts = [part for number, one in enumerate(inner) for part in _shown(one, f"{nested}[{number}]")]
+    heads: Parts = [{"type": "text", "text": head} for head in block.heads if head]
+    return _joined([*heads, *parts])
+
+
+def _joined(parts: Parts) -> Parts:
+    """Return ``parts`` with all texts joined by line ends into one part, unless there are images."""
+    texts = [part["text"] for part in parts if not isinstance(part, ImagePart)]
+    return parts if len(texts) < len(parts) else [{"type": "text", "text": "\n".join(filter(None, texts))}]
 
 
 def _result(block: b.ToolResultBlock, where: str) -> str | Parts:
@@ -182,16 +198,21 @@ def _result(block: b.ToolResultBlock, where: str) -> str | Parts:
     The text of a failed call starts with "Error". Raises InvalidRequest.
     """
     found = [] if block.content is None else b.blocks(block.content, "result", where)
-    if any(isinstance(part, b.ImageBlock) for part in found):
+    parts: Parts = [part for number, one in enumerate(found) for part in _shown(one, f"{where}[{number}]")]
+    texts = [part["text"] for part in parts if not isinstance(part, ImagePart)]
+    if len(texts) < len(parts):
         # With images the parts stay separate; otherwise the texts are joined.
-        parts: Parts = [_shown(part, f"{where}[{number}]") for number, part in enumerate(found)]
         return [{"type": "text", "text": "Error:"}, *parts] if block.is_error else parts
-    text = "\n".join(part.text for part in found)
-    return f"Error: {text}" if block.is_error and not text.startswith("Error") else text
+    return _marked("\n".join(texts), block.is_error)
+
+
+def _marked(text: str, is_error: bool | None) -> str:
+    """Return the text of a result. The text of a failed call starts with "Error"."""
+    return f"Error: {text}" if is_error and not text.startswith("Error") else text
 
 
 def _add_assistant(turns: Turns, block: b.Block) -> None:
-    """Add a block of the assistant to ``turns``: text, call or reasoning.
+    """Add a block of the assistant to ``turns``: text, call, result of another server's tool, or reasoning.
 
     Unreadable reasoning is left out.
     """
@@ -199,6 +220,8 @@ def _add_assistant(turns: Turns, block: b.Block) -> None:
         turns.says(block.text)
     elif isinstance(block, b.ToolUseBlock):
         turns.calls(block.id, block.name, arguments_text(block.input))
+    elif isinstance(block, b.ServerResultBlock):
+        turns.result(block.tool_use_id, _marked(block.text, block.is_error))
     elif isinstance(block, b.ThinkingBlock):
         reasoning = block.thinking or unsealed(block.signature)
         if reasoning:

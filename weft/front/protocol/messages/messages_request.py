@@ -18,7 +18,12 @@ from weft.types.sampling import StopIn
 
 MAX_LABEL = 4096
 """Maximum characters of a label. Agents put JSON into ``metadata.user_id``."""
-UNSUPPORTED = frozenset(("container", "mcp_servers", "diagnostics", "speed", "inference_geo", "fallbacks"))
+# fmt: off
+UNSUPPORTED = frozenset((
+    "container", "mcp_servers", "diagnostics", "speed", "inference_geo", "fallbacks", "billing_policy",
+    "compaction", "fallback_credit_token", "thread",
+))
+# fmt: on
 
 
 class _MessagesStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,8 +102,9 @@ class CountRequest(Body, frozen=True, kw_only=True):
         "stop_sequences": is_one_of([]),
         "mcp_servers": is_one_of([]),
         "speed": is_one_of("standard"),
-        "diagnostics": is_one_of({}, {"previous_message_id": None}),
+        "diagnostics": is_one_of({}),
         "output_config": is_one_of({}),
+        "context_management": is_one_of({}),
     }
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED
 

@@ -178,7 +178,9 @@ def _constraint(asked: TokensRequest) -> OutputConstraint | None:
     param = "text.format"
     if isinstance(form, NamedFormat):
         grammar = build.json_schema(form.schema, param=param)
-        return OutputConstraint(grammar=grammar, param=param, strict=form.strict is not False)
+        return OutputConstraint(
+            grammar=grammar, param=param, strict=form.strict is not False, may_loosen=True
+        )
     if not isinstance(form, ObjectFormat):
         return None
     schema = form.schema

@@ -12,7 +12,7 @@ from weft.front.protocol.parse import convert, printable
 from weft.front.protocol.responses.responses_tools import joined
 from weft.front.protocol.turns import Parts, Turns
 from weft.front.sealed_reasoning import unsealed
-from weft.text.images import ImagePart, detail_of
+from weft.text.images import CACHE_HINTS, ImagePart, detail_of
 
 
 class _Item(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class CallItem(_Item, frozen=True, kw_only=True):
 
 class OutputItem(_Item, frozen=True, kw_only=True):
     call_id: str
-    output: str | list[dict[str, Any]]
+    output: str | list[dict[str, Any]] = ""
 
 
 class CustomCallItem(_Item, frozen=True, kw_only=True):
@@ -50,6 +50,12 @@ class ReasoningItem(_Item, frozen=True, kw_only=True):
     summary: list[dict[str, Any]] | None = None
     content: list[dict[str, Any]] | None = None
     encrypted_content: str | None = None
+
+
+class SearchItem(_Item, frozen=True, kw_only=True):
+    """A search that another server ran. The item has no results, so the model does not see the item."""
+
+    action: dict[str, Any] | None = None
 
 
 class Adder:
@@ -117,6 +123,9 @@ class Adder:
         if reasoning:
             self._turns.thinks(reasoning)
 
+    def _search(self, item: SearchItem, where: str) -> None:
+        pass
+
     # Functions of the class: methods of an object, kept in the object, would be a cycle of references.
     _TYPES: ClassVar[Mapping[str, tuple[type[Any], Callable[[Any, Any, str], None]]]] = {
         "message": (MessageItem, _message),
@@ -125,6 +134,7 @@ class Adder:
         "custom_tool_call": (CustomCallItem, _custom_call),
         "custom_tool_call_output": (OutputItem, _output),
         "reasoning": (ReasoningItem, _reasoning),
+        "web_search_call": (SearchItem, _search),
     }
 
 
@@ -148,7 +158,7 @@ def _parts(content: str | list[dict[str, Any]], where: str, field: str = "conten
     made: Parts = []
     for number, part in enumerate(content):
         place = f"{where}.{field}[{number}]"
-        if part.get("type") == "input_image":
+        if part.get("type") in ("input_image", "image_url"):
             made.append(_image(part, place))
         else:
             made.append({"type": "text", "text": _part(part, place)})
@@ -161,7 +171,16 @@ def _image(part: dict[str, Any], where: str) -> ImagePart:
     Raises InvalidRequest without a URL, for a bad detail, and for other fields.
     """
     url = part.get("image_url")
-    rest = {name for name, value in part.items() if value is not None} - {"type", "image_url", "detail"}
+    if isinstance(url, Mapping):  # the form of chat
+        given = {name: value for name, value in url.items() if value is not None}
+        part = {**part, "detail": given.pop("detail", part.get("detail"))}
+        url = given.get("url") if given.keys() == {"url"} else None
+    rest = {name for name, value in part.items() if value is not None} - {
+        "type",
+        "image_url",
+        "detail",
+        *CACHE_HINTS,
+    }
     if rest or not isinstance(url, str):
         raise InvalidRequest(
             f"{where}: an input_image must have image_url, and may have detail; file_id is not supported",
@@ -179,9 +198,13 @@ def _part(part: dict[str, Any], where: str) -> str:
     )
     if isinstance(text, str):
         return text
-    shown = printable(part_type, 40) if isinstance(part_type, str) else "that type"
+    if not isinstance(part_type, str):
+        raise InvalidRequest(f'{where} must have a type, such as "input_text"', param=where)
+    if part_type in (*_TEXTS, "refusal"):
+        field = "refusal" if part_type == "refusal" else "text"
+        raise InvalidRequest(f"{where}.{field} must be a string", param=f"{where}.{field}")
     raise InvalidRequest(
-        f"{where}: this server supports only text parts here, not {shown}",
+        f"{where}: this server supports only text parts here, not {printable(part_type, 40)}",
         param=where,
         code="unsupported_parameter",
     )

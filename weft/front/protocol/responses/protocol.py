@@ -9,7 +9,7 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.front.protocol.chat_request import check_metadata
-from weft.front.protocol.fields import is_one_of
+from weft.front.protocol.fields import ServiceTier, asks_no_stream_options, is_one_of
 from weft.front.protocol.parse import Body, between, short
 from weft.types.sampling import MAX_TOP_LOGPROBS, StopIn
 
@@ -149,6 +149,8 @@ class TokensRequest(Body, frozen=True, kw_only=True):
         "include": is_one_of([]),
         "metadata": is_one_of({}),
         "prompt_cache_options": is_one_of({}),
+        "previous_response_id": is_one_of(""),
+        "stream_options": asks_no_stream_options,
     }
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED
 
@@ -201,7 +203,7 @@ class ResponsesRequest(TokensRequest, frozen=True, kw_only=True):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     client_metadata: dict[str, Any] | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "fast"] | None = None
+    service_tier: ServiceTier | None = None
     """No effect: all tiers are served alike, and the answer reports ``default``."""
 
     def check(self) -> None:

@@ -63,7 +63,7 @@ def references(body: Sequence[bytes]) -> Lookup:
     items = given if isinstance(given, list) else []
     named = [item.id for item in items if item.type == "item_reference" and isinstance(item.id, str)]
     previous = found.previous_response_id
-    return Lookup(previous if isinstance(previous, str) else None, named)
+    return Lookup(previous if isinstance(previous, str) and previous else None, named)
 
 
 def with_history(line: bytes, body: list[bytes]) -> list[bytes]:

@@ -152,10 +152,11 @@ def _tool(value: dict[str, Any], where: str, namespace: str | None) -> tuple[Too
         custom: CustomTool = convert(where, value, CustomTool)
         name = joined(namespace, custom.name)
         return _custom(custom, name), Named(name=custom.name, namespace=namespace, custom=True)
-    shown = printable(tool_type, 40) if isinstance(tool_type, str) else "that type"
+    if not isinstance(tool_type, str):
+        raise InvalidRequest(f"{where} must have a type: function, custom or namespace", param=where)
     raise InvalidRequest(
-        f"{where}: tools of type {shown} are not supported, because this server runs no tools; supported "
-        "types: function, custom, and namespace with tools of these types",
+        f"{where}: tools of type {printable(tool_type, 40)} are not supported, because this server runs "
+        "no tools; supported types: function, custom, and namespace with tools of these types",
         param=where,
         code="unsupported_parameter",
     )
