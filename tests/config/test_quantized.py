@@ -10,6 +10,7 @@ import pytest
 
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
+from weft.config.families.load import refuse_unserved
 from weft.config.spec import QuantizedSpec
 
 LLAMA = {
@@ -197,6 +198,22 @@ def test_what_tools_write(name: str, tmp_path: Path) -> None:
     assert _load(tmp_path, quantization_config=config) == expected
 
 
+def test_blocks_as_text(tmp_path: Path) -> None:
+    """Older compressed-tensors writes the block as a text."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x128"}
+    found = _load(tmp_path, quantization_config=_compressed(weights))
+    assert found == QuantizedSpec(method="compressed-tensors", block=(128, 128), bits=8.25)
+
+
+def test_formats_are_refused_before_a_download(tmp_path: Path) -> None:
+    """The folder has no weights yet."""
+    mlx = {"quantization": {"bits": 4, "group_size": 64}}
+    for more in (mlx, {"quantization_config": {"quant_method": "hqq"}}):
+        (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **more}))
+        with pytest.raises(ConfigError, match=r"is not supported"):
+            refuse_unserved(tmp_path)
+
+
 def test_plain_checkpoints(tmp_path: Path) -> None:
     assert _load(tmp_path) is None
     assert _load(tmp_path, quantization_config=None) is None
@@ -227,7 +244,15 @@ def test_the_file_that_modelopt_writes_beside(tmp_path: Path) -> None:
     ("config", "named"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method = 'bitsandbytes' is not supported; there are: fp8"),
-        ({"bits": 4}, "quant_method is missing"),
+        ({"bits": 4, "group_size": 64}, "quant_method is missing (the fields are those of MLX, if"),
+        ({"load_in_4bit": True}, "quant_method is missing (the fields are those of bitsandbytes, which"),
+        ({"quant_method": "hqq"}, "or the version in 16 bits with --quantization int8 or int4"),
+        ({"quant_method": ["awq"]}, "quant_method = ['awq'] is not supported"),
+        ({"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}, "rotation = 'hadamard'"),
+        ({"quant_method": "gptq", "bits": 4, "adapter": {"rank": 16}}, "adapter = {'rank': 16}"),
+        ({"quant_method": "auto-round", "bits": 4, "hadamard_config": {"a": 1}}, "hadamard_config = {'a'"),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv_fast"}, "format = 'gemv_fast'"),
+        ({"quant_method": "awq", "w_bit": 3}, "w_bit = 3"),
         ("fp8", "quantization_config must be an object"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size must be two"),

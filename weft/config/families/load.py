@@ -27,7 +27,7 @@ from weft.config.families.tasks.pooling import (
 )
 from weft.config.families.vision import read_tower
 from weft.config.families.weight_files import refuse_adapter, saved_dtype, tensor_names
-from weft.config.spec import ModelSpec, keep_mtp
+from weft.config.spec import ModelSpec, QuantizedSpec, keep_mtp
 
 #: Architecture name in ``config.json`` -> function that reads the spec.
 FAMILIES: Registry[Callable[[Facts, int | None], ModelSpec]] = Registry("architecture")
@@ -154,7 +154,7 @@ def load_spec(
         pooled=pooled,
         eos_ids=_eos_ids(spec, path),
         dtype=spec.dtype or saved_dtype(path) or "float32",
-        quantized=quantized_spec(facts, path) or quantized_spec(_text_facts(facts), path),
+        quantized=_quantized(facts, path),
         vision=None if language_model_only else read_tower(facts, path, spec),
     )
     return check_classes(spec)
@@ -183,6 +183,13 @@ def _refuse_unconverted(config: Mapping[str, Any]) -> None:
                 f"architecture {name!r} runs with code in the checkpoint, and is not served. {served}",
                 param="--model",
             )
+    apple = config.get("quantization")
+    if isinstance(apple, dict) and "bits" in apple:
+        raise ConfigError(
+            "config.json: quantization is the format of Apple's MLX, which is not supported: serve the model "
+            "that was converted, or a GGUF file of the model",
+            param="--model",
+        )
 
 
 def refuse_unserved(folder: Path, model_impl: str = "auto") -> None:
@@ -194,7 +201,9 @@ def refuse_unserved(folder: Path, model_impl: str = "auto") -> None:
     config = read_json(folder, "config.json")
     if config is not None and config.get("architectures"):
         _refuse_unconverted(config)
-        architecture = _architecture(Facts(config))
+        facts = Facts(config)
+        architecture = _architecture(facts)
+        _quantized(facts, folder)
         if generic.serves(architecture, model_impl, FAMILIES):
             generic.probed_spec(folder, architecture, None)
         else:
@@ -207,10 +216,11 @@ def _classifies(config: Mapping[str, Any]) -> bool:
     return isinstance(names, list) and all(isinstance(n, str) and n.endswith(CLASSIFIES) for n in names)
 
 
-def _text_facts(facts: Facts) -> Facts:
-    """Return the fields of ``text_config``; no fields if there is none."""
+def _quantized(facts: Facts, path: Path) -> QuantizedSpec | None:
+    """Return the layout of quantized weights by ``config.json`` or its ``text_config``. Raise ConfigError."""
     text = facts.get("text_config")
-    return Facts(text if isinstance(text, dict) else {})
+    inner = Facts(text if isinstance(text, dict) else {}, facts.weights)
+    return quantized_spec(facts, path) or quantized_spec(inner, path)
 
 
 def _architecture(facts: Facts) -> str:

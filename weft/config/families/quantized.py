@@ -20,6 +20,13 @@ from weft.config.families.facts import Facts, read_json
 from weft.config.spec import QuantizedSpec
 
 MODELOPT_FILE = "hf_quant_config.json"
+_OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files beside config.json of older AutoGPTQ and AutoAWQ -> method."""
+_ELSE = (
+    "Serve a version of the model in one of these formats or in GGUF, or the version in 16 bits with "
+    "--quantization int8 or int4"
+)
+"""Advice for a format that is not supported."""
 _MODELOPT_ALGORITHMS = (
     "FP8",
     "FP8_PER_CHANNEL_PER_TOKEN",
@@ -50,6 +57,8 @@ _GROUP = 128
 """Inputs per group of integers if the configuration has no group size."""
 _ALGORITHM_BITS = {"MXFP4": 4.25, "NVFP4": 4.5}
 """Bits per element by part of ModelOpt's name, with one-byte scales per 32 (MXFP4) or 16 (NVFP4) elements."""
+_CHANGES = re.compile(r"rotat|hadamard|smooth_?quant|^pre_quant|^adapter|^transforms?(_config)?$")
+"""Names of settings that change inputs or outputs of layers."""
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$|\*)")
 """Names of modules of routed experts."""
 
@@ -95,10 +104,15 @@ class _Fields:
                 raise self.fail(name, f"must be a list of names, not {value!r}")
 
     def pair(self, name: str) -> tuple[int, int] | None:
-        """Return two positive integers, or None for a missing or null field. Raise ConfigError."""
+        """Return two positive integers, or None for a missing or null field. Raise ConfigError.
+
+        Older files write the pair as a text: 128x128.
+        """
         value = self.get(name)
         if value is None:
             return None
+        if isinstance(value, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", value):
+            value = [int(number) for number in value.split("x")]
         if not (
             isinstance(value, list)
             and len(value) == 2
@@ -106,6 +120,15 @@ class _Fields:
         ):
             raise self.fail(name, f"must be two positive integers, not {value!r}")
         return value[0], value[1]
+
+    def refuse_changes(self) -> None:
+        """Raise ConfigError for a setting that changes inputs or outputs of layers, unless switched off.
+
+        Examples are rotations, transforms and low-rank corrections beside the quantized weights.
+        """
+        for name in self._found:
+            if _CHANGES.search(name):
+                self.refuse(name, False, "", {}, [])
 
     def group_size(self, name: str) -> int | None:
         """Return a positive integer, -1 for a single group, or None for a missing or null field.
@@ -158,19 +181,46 @@ def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
         default = "compressed-tensors" if field == "compression_config" else None
         if "quant_algo" in found or isinstance(found.get("quantization"), dict):
             default = "modelopt"
-        method = fields.choice("quant_method", tuple(_METHODS), default=default)
-        if method is None:
-            raise fields.fail("quant_method", f"is missing; there are: {', '.join(_METHODS)}")
-        # Only this method has a field outside of quantization_config.
-        if method == "fp8":
-            return _with_experts(_fp8(fields, method), fields, facts.get("expert_dtype"))
-        return _METHODS[method](fields, method)
+        return _by_method(fields, default, facts.get("expert_dtype"))
     beside = read_json(folder, MODELOPT_FILE)
     if beside is None:
-        return None
+        return _older(facts, folder)
     if not isinstance(beside.get("quantization"), dict) and "quant_algo" not in beside:
         raise ConfigError(f"{MODELOPT_FILE} has no field quantization", param="--model")
     return _modelopt(_Fields(beside, MODELOPT_FILE), "modelopt")
+
+
+def _by_method(fields: _Fields, default: str | None, expert_dtype: Any) -> QuantizedSpec | None:
+    """Return the layout by ``quant_method``, or by the method ``default``. Raise ConfigError.
+
+    expert_dtype: field of this name outside of quantization_config.
+    """
+    method = default if fields.get("quant_method") is None else fields.get("quant_method")
+    if method is None:
+        unnamed = next((name for field, name in _UNNAMED.items() if fields.get(field) is not None), None)
+        of = f" (the fields are those of {unnamed}, which is not supported)" if unnamed else ""
+        raise fields.fail("quant_method", f"is missing{of}; there are: {', '.join(_METHODS)}. {_ELSE}")
+    if not isinstance(method, str) or method not in _METHODS:
+        raise fields.fail(
+            "quant_method", f"= {method!r} is not supported; there are: {', '.join(_METHODS)}. {_ELSE}"
+        )
+    fields.refuse_changes()
+    # Only this method has a field outside of quantization_config.
+    if method == "fp8":
+        return _with_experts(_fp8(fields, method), fields, expert_dtype)
+    return _METHODS[method](fields, method)
+
+
+def _older(facts: Facts, folder: Path) -> QuantizedSpec | None:
+    """Return the layout by the file that older tools write beside config.json. None without the file, or if
+    no tensor is quantized. Raise ConfigError."""
+    if facts.weights is None or not any(name.endswith(".qweight") for name in facts.weights):
+        return None
+    for name, method in _OLDER_FILES.items():
+        found = read_json(folder, name)
+        if found is not None:
+            return _by_method(_Fields(found, name), method, None)
+    return None
 
 
 def _fp8(fields: _Fields, method: str) -> QuantizedSpec:
@@ -220,13 +270,15 @@ def _mxfp4(fields: _Fields, method: str) -> QuantizedSpec:
 
 def _awq(fields: _Fields, method: str) -> QuantizedSpec:
     """Return the layout of AWQ weights. Raise ConfigError."""
-    fields.choice("bits", (4,))
-    version = fields.get("version")
-    if version is not None and str(version).lower() != "gemm":
-        raise fields.fail("version", f"= {version!r} is not supported; there are: gemm")
+    for name in ("bits", "w_bit"):  # the second names are those of older files
+        fields.choice(name, (4,))
+    for name in ("version", "format", "checkpoint_format"):
+        version = fields.get(name)
+        if version is not None and str(version).lower() != "gemm":
+            raise fields.fail(name, f"= {version!r} is not supported; there are: gemm")
     fields.choice("zero_point", (True,))
     fields.choice("backend", ("autoawq",))
-    group = fields.group_size("group_size")
+    group = fields.group_size("group_size" if fields.get("q_group_size") is None else "q_group_size")
     fields.names("modules_to_not_convert")
     return QuantizedSpec(method=method, bits=_integer_bits(4, group))
 
@@ -364,6 +416,14 @@ _PACKINGS = {
     "awq": "awq",
 }
 """AutoRound's ``packing_format`` -> method with the same tensor layout."""
+
+_UNNAMED = {
+    "load_in_4bit": "bitsandbytes",
+    "load_in_8bit": "bitsandbytes",
+    "bits": "MLX, if the file is for Apple's MLX",
+    "w_bit": "AWQ",
+}
+"""Field of a configuration without ``quant_method`` -> tool."""
 
 _METHODS: dict[str, Callable[[_Fields, str], QuantizedSpec | None]] = {
     "fp8": _fp8,
