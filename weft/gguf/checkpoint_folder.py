@@ -20,7 +20,7 @@ from weft.gguf.gguf_names import GgufNames, Published, published
 from weft.gguf.gguf_tokenizer import tokenizer_files
 from weft.gguf.model_facts import ModelFacts
 
-VERSION = 7
+VERSION = 8
 """Version of the folder's contents. Folders of other versions are ignored."""
 _WEIGHTS = "weights"
 _LAYOUT = "gguf.json"

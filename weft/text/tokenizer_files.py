@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from weft.config.families.facts import read_json
 from weft.text.segments import Segmentation
 from weft.text.vocabularies.choose import read_vocabulary
 
+_DEFAULT, _TOOLS = "default", "tool_use"
+"""Names of the chat templates that are read."""
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens with a role. Each role is also a template variable."""
 
@@ -109,18 +112,36 @@ def _eos_ids(root: Path) -> tuple[int, ...]:
 
 
 def _chat_template(root: Path, config: dict[str, Any]) -> str | None:
-    """Return the default chat template, or None.
+    """Return the chat template, or None. A template for tools is a part of the result.
 
-    The order of preference: chat_template.jinja, the field in tokenizer_config.json, chat_template.json.
-    Raises ConfigError for an unreadable file, a Git LFS pointer or invalid JSON.
+    The order of preference: chat_template.jinja (with the folder additional_chat_templates), the field in
+    tokenizer_config.json, chat_template.json. Raises ConfigError for an unreadable file, a Git LFS pointer or
+    invalid JSON.
     """
     path = root / "chat_template.jinja"
+    named: dict[Any, Any]
     if path.is_file():
-        return read_model_text(path)
-    value = config.get("chat_template")
-    if value is None:
-        value = _read_json(root, "chat_template.json").get("chat_template")
-    if isinstance(value, list):  # named templates: [{"name": ..., "template": ...}]
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+        tools = root / "additional_chat_templates" / f"{_TOOLS}.jinja"
+        named = {_DEFAULT: read_model_text(path)}
+        named |= {_TOOLS: read_model_text(tools)} if tools.is_file() else {}
+    else:
+        value = config.get("chat_template")
+        if value is None:
+            value = _read_json(root, "chat_template.json").get("chat_template")
+        # Named templates are [{"name": ..., "template": ...}].
+        entries = value if isinstance(value, list) else [{"name": _DEFAULT, "template": value}]
+        named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    default, tools_template = named.get(_DEFAULT), named.get(_TOOLS)
+    if not isinstance(default, str):
+        return None
+    return with_tools(default, tools_template) if isinstance(tools_template, str) else default
+
+
+def with_tools(default: str, tools: str) -> str:
+    """Return one template of two, as transformers chooses: ``tools`` for conversations with tools, else
+    ``default``."""
+    # Jinja drops space before a tag at the begin of a template, and one line end at the end. ``+`` keeps all
+    # other space around the tags.
+    dropped = re.compile(r"\A[ \t]+(?=\{[%#](?!\+))|(?:\r\n|\r|\n)\Z")
+    first, second = (dropped.sub("", source) for source in (tools, default))
+    return f"{{%+ if tools +%}}{first}{{%+ else +%}}{second}{{%+ endif +%}}"
