@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from weft.common.errors import ConfigError
@@ -80,6 +81,18 @@ def test_a_tied_head_that_is_saved_below_a_prefix(checkpoints: Any, tmp_path: Pa
         ConfigError, match=r"ties language_model\.lm_head\.weight to language_model\.model\.emb"
     ):
         _read(folder)
+
+
+@pytest.mark.parametrize("generic", [False, True])
+def test_a_tied_embedding_that_is_saved_as_the_head(generic: bool, checkpoints: Any, tmp_path: Path) -> None:
+    """safetensors drops all but the first name of a shared tensor. transformers reads the head for both."""
+    source = Path(checkpoints("llama-tied-mha").folder)
+    folder = _copy(source, tmp_path / "renamed", lambda n: "lm_head.weight" if "embed_tokens" in n else n)
+    more = {"model_impl": "transformers"} if generic else {}
+    assert _same(_read(folder, **more), _read(source, **more))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    table = load_file(folder / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(theirs.get_input_embeddings().weight, table)
 
 
 def test_what_is_missing_is_listed_by_the_names_of_the_checkpoint(checkpoints: Any, tmp_path: Path) -> None:
