@@ -281,6 +281,21 @@ def test_a_template_for_tools_beside_the_default(
         assert found.text == wanted
 
 
+def test_tokens_with_names_are_variables(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The variables are those of transformers. The template stands in processor_config.json."""
+    transformers = pytest.importorskip("transformers")
+    folder = copytree(folders["byte_level"], tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    config |= {"extra_special_tokens": {"image_token": "<think>"}, "boi_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    template = "{{ boi_token }}{{ image_token }}{{ messages[0].content }}{{ eos_token }}"
+    (folder / "processor_config.json").write_text(json.dumps({"chat_template": template}))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    wanted = theirs.apply_chat_template([user("the fox")], chat_template=template, tokenize=False)
+    assert TextModel.load(folder).chat.encode([user("the fox")]).text == wanted
+
+
 def test_the_files_template_wins_over_the_configs(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = copytree(folders["byte_level"], tmp_path / "model")
     (folder / "chat_template.jinja").write_text("file {{ messages[0].content }}")

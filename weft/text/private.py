@@ -32,7 +32,9 @@ def build_private(
     """
     names = {text: secret_digits() for text in special}
     for entry in data.get("added_tokens", ()):
-        entry["content"] = names.get(entry["content"], entry["content"])
+        if entry["content"] in names:
+            # The server writes a special token everywhere, also inside a word.
+            entry |= {"content": names[entry["content"]], "single_word": False}
     _rename_model(data["model"], names)
     private = tokenizers.Tokenizer.from_str(json.dumps(data, ensure_ascii=False))
     private.no_truncation()

@@ -32,6 +32,10 @@ class TextFiles(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...]
     """Ids from generation_config.json and config.json."""
     chat_template: str | None
+    variables: dict[str, str] = msgspec.field(default_factory=dict)
+    """Template variables of further tokens, for example ``image_token``."""
+    added: dict[int, dict[str, Any]] = msgspec.field(default_factory=dict)
+    """Id of each added token that the configuration lists -> ``content`` and flags."""
     model_type: str = ""
     """``model_type`` of config.json."""
     segmentation: Segmentation = Segmentation()
@@ -55,6 +59,8 @@ def read_text_files(folder: str | Path) -> TextFiles:
         extra=_extra_tokens(special),
         eos_ids=_eos_ids(root),
         chat_template=_chat_template(root, config),
+        variables=_variables(config),
+        added=_added_tokens(root, config),
         model_type=_model_type(root),
         segmentation=vocabulary.segmentation,
     )
@@ -93,6 +99,28 @@ def _extra_tokens(special: dict[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def _variables(config: dict[str, Any]) -> dict[str, str]:
+    """Return the tokens that templates know by names other than ``NAMED``, as in transformers."""
+    found = {name: value for name, value in config.items() if name.endswith("_token") and name not in NAMED}
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        value = config.get(key)
+        found |= value if isinstance(value, dict) else {}
+    return {name: text for name, value in found.items() if (text := _content(value)) is not None}
+
+
+def _added_tokens(root: Path, config: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the added tokens of ``added_tokens_decoder``, or of the older file added_tokens.json, by id.
+
+    Raises ConfigError for invalid JSON.
+    """
+    decoder = config.get("added_tokens_decoder")
+    if isinstance(decoder, dict):
+        entries = {key: entry for key, entry in decoder.items() if str(key).isdecimal() and _content(entry)}
+        return {int(key): entry for key, entry in entries.items() if isinstance(entry, dict)}
+    named = _read_json(root, "added_tokens.json")
+    return {number: {"content": text} for text, number in named.items() if type(number) is int and text}
+
+
 def _eos_ids(root: Path) -> tuple[int, ...]:
     """Return the end ids of generation_config.json and config.json, without repetitions.
 
@@ -115,8 +143,8 @@ def _chat_template(root: Path, config: dict[str, Any]) -> str | None:
     """Return the chat template, or None. A template for tools is a part of the result.
 
     The order of preference: chat_template.jinja (with the folder additional_chat_templates), the field in
-    tokenizer_config.json, chat_template.json. Raises ConfigError for an unreadable file, a Git LFS pointer or
-    invalid JSON.
+    tokenizer_config.json, chat_template.json, processor_config.json. Raises ConfigError for an unreadable
+    file, a Git LFS pointer or invalid JSON.
     """
     path = root / "chat_template.jinja"
     named: dict[Any, Any]
@@ -127,7 +155,8 @@ def _chat_template(root: Path, config: dict[str, Any]) -> str | None:
     else:
         value = config.get("chat_template")
         if value is None:
-            value = _read_json(root, "chat_template.json").get("chat_template")
+            files = ("chat_template.json", "processor_config.json")
+            value = next((v for name in files if (v := _read_json(root, name).get("chat_template"))), None)
         # Named templates are [{"name": ..., "template": ...}].
         entries = value if isinstance(value, list) else [{"name": _DEFAULT, "template": value}]
         named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
