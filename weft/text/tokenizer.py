@@ -272,7 +272,7 @@ def _add_listed(tokenizer: tokenizers.Tokenizer, files: TextFiles) -> bool:
             continue
         if number != end + len(found):
             log.warning(
-                "the configuration lists the token %r with id %d, which tokenizer.json does not have: not used",
+                "the configuration lists the token %r with id %d, which is not in tokenizer.json: not used",
                 entry["content"],
                 number,
             )
