@@ -88,7 +88,11 @@ MODEL_TYPES = {
 }
 """Architecture for each ``model_type``, for a ``config.json`` without ``architectures``."""
 
-_SPELLINGS = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM"}
+_SPELLINGS = {
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "LLaMaForCausalLM": "LlamaForCausalLM",
+}
 """Spelling of an architecture in published files -> spelling of transformers."""
 
 _UNCONVERTED = {
