@@ -104,8 +104,8 @@ def _local_folder(name: str) -> str | None:
 
 
 def _snapshot_in(path: Path) -> Path:
-    """Return the folder of the model if ``path`` is the folder of a repository in the hub client's cache, else
-    ``path``. Raise ConfigError for several snapshots without a default branch."""
+    """Return the folder of the model if ``path`` is the folder of a repository in the hub client's cache,
+    else ``path``. Raise ConfigError for several snapshots without a default branch."""
     if (path / "config.json").is_file() or not (path / "snapshots").is_dir():
         return path
     main = path / "refs" / "main"
