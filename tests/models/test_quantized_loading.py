@@ -142,6 +142,16 @@ def _int8_asymmetric(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Te
     return {**parts, "weight_zero_point": zero.reshape(grid).to(torch.int8)}, exact
 
 
+def _packed_whole(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Quantize like compressed-tensors with one scale per matrix: the zero point is not packed."""
+    values = torch.randint(-128, 128, weight.shape, generator=torch.Generator().manual_seed(len(name)))
+    scale, zero = torch.tensor([0.003]), torch.tensor([-7], dtype=torch.int8)
+    parts = {"weight_packed": make._words((values + 128).tolist(), 8), "weight_scale": scale}
+    shape = torch.tensor(weight.shape)
+    exact = (values.double() + 7) * scale.double()
+    return {**parts, "weight_zero_point": zero, "weight_shape": shape}, exact
+
+
 def _mixed(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor] | None:
     if "k_proj" in name or "experts.1" in name:
         return None
@@ -180,6 +190,7 @@ FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     ),
     "packed 4 bits": (_like(make.packed, 4, 32), {**_CT, "format": "pack-quantized"}),
     "packed 8 bits": (_like(make.packed, 8, 32, zeros=True), {**_CT, "format": "pack-quantized"}),
+    "packed 8 bits, whole": (_packed_whole, {**_CT, "format": "pack-quantized"}),
     "awq": (_like(make.awq, 32), {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
     "gptq": (_like(make.gptq, 4, 32, desc_act=True), GPTQ),
     "autoround as gptq": (_widths, {**_ROUND, "packing_format": "auto_round:auto_gptq", "sym": True}),

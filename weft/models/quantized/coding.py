@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.config.spec import QuantizedSpec
-from weft.models.quantized import awq, float8
+from weft.models.quantized import awq, float8, packed
 from weft.models.quantized.packed_words import bits_of, unpack
 from weft.models.quantized.scales import Misfit, block_of, checked_zeros
 from weft.models.quantized.sources import PLAIN
@@ -179,7 +179,7 @@ def _packed(parts: Mapping[str, Tensor]) -> tuple[str, Iterator[CodedPiece]] | N
     if not bits or values.shape[0] != n:
         return None
     zeros = parts.get("zeros")
-    found = None if zeros is None else unpack(zeros, bits, 0)[:n]
+    found = None if zeros is None else packed.zero_points(zeros, n, bits)
     scales = scale.reshape(1, 1).expand(n, 1) if scale.numel() == 1 else scale
     codes = _integers(unpack(values, bits, 1)[:, :k], scales, found, bits, parts.get("groups"))
     return f"packed {bits} bits", _one(codes)
