@@ -198,6 +198,26 @@ def test_what_tools_write(name: str, tmp_path: Path) -> None:
     assert _load(tmp_path, quantization_config=config) == expected
 
 
+@pytest.mark.parametrize(
+    ("form", "method", "offset"),
+    [
+        ({"packing_format": "auto_round"}, "gptq", 0),
+        ({"packing_format": "auto_round:gptqmodel"}, "gptq", 0),
+        ({"packing_format": "auto_round:gptq", "backend": "auto_round:exllamav2"}, "gptq", 1),
+        ({"backend": "auto_round:exllamav2"}, "gptq", 0),
+        ({"backend": "auto_round:gptq:exllamav2"}, "gptq", 1),
+        ({"backend": "auto_round:awq:gemm"}, "awq", 0),
+        ({"backend": "auto"}, "gptq", 1),
+        ({}, "gptq", 1),
+    ],
+)
+def test_zero_points_of_autoround(form: dict[str, Any], method: str, offset: int, tmp_path: Path) -> None:
+    """AutoRound's own packing has zero points as they are. Older releases name it in ``backend``."""
+    found = _load(tmp_path, quantization_config={"quant_method": "auto-round", "bits": 4, **form})
+    assert found is not None
+    assert (found.method, found.zero_offset) == (method, offset)
+
+
 def test_blocks_as_text(tmp_path: Path) -> None:
     """Older compressed-tensors writes the block as a text."""
     weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x128"}
@@ -282,6 +302,10 @@ def test_the_file_that_modelopt_writes_beside(tmp_path: Path) -> None:
             "packing_format = 'auto_round:g",
         ),
         ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "data_type = 'mx_fp'"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "backend": "auto_round:hpu"},
+            "backend = 'auto_round:hpu'",
+        ),
         (
             {"quant_method": "auto-round", "bits": 4, "extra_config": {"model.layers.7.mlp": {"bits": 3}}},
             "extra_config.model.layers.7.mlp.bits = 3",

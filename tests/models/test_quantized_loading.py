@@ -194,6 +194,10 @@ FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "awq": (_like(make.awq, 32), {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
     "gptq": (_like(make.gptq, 4, 32, desc_act=True), GPTQ),
     "autoround as gptq": (_widths, {**_ROUND, "packing_format": "auto_round:auto_gptq", "sym": True}),
+    "autoround without offsets": (
+        _like(make.gptq, 4, 32, v2=True),
+        {**_ROUND, "packing_format": "auto_round", "sym": False},
+    ),
     "autoround as awq": (
         _like(make.awq, 32),
         {**_ROUND, "packing_format": "auto_round:auto_awq", "sym": False},

@@ -335,8 +335,7 @@ def _auto_round(fields: _Fields, method: str) -> QuantizedSpec:
 
     The loader reads the bits of single layers off the tensors.
     """
-    packing = fields.choice("packing_format", tuple(_PACKINGS), default="auto_round:auto_gptq")
-    like = _PACKINGS[packing]
+    like, offset = _packing(fields)
     fields.choice("data_type", ("int",))
     group = fields.group_size("group_size")
     fields.choice("sym", (True, False))
@@ -346,7 +345,27 @@ def _auto_round(fields: _Fields, method: str) -> QuantizedSpec:
         # Layers of 16 or 32 bits are plain weights. None means the bits of the whole model.
         if layer.choice("bits", (*allowed, 16, 32)) not in (16, 32):
             layer.choice("data_type", ("int",))
-    return QuantizedSpec(method=like, zero_offset=int(like == "gptq"), bits=_integer_bits(bits, group))
+    return QuantizedSpec(method=like, zero_offset=offset, bits=_integer_bits(bits, group))
+
+
+def _packing(fields: _Fields) -> tuple[str, int]:
+    """Return (method with the same tensor layout, offset of stored zero points). Raise ConfigError.
+
+    Older files name the packing in ``backend``, together with a kernel: ``auto_round:gptq:exllamav2``. In
+    newer files ``backend`` names a kernel only.
+    """
+    name = "packing_format" if fields.get("packing_format") is not None else "backend"
+    form = fields.get(name)
+    if name == "backend" and not (isinstance(form, str) and form.startswith("auto_round")):
+        return _PACKINGS["auto_gptq"]
+    stem = form
+    if isinstance(form, str):
+        # The kernels of AutoRound's own form.
+        stem = form.removesuffix(":exllamav2").removesuffix(":tritonv2").removesuffix(":gemm")
+    if not isinstance(stem, str) or stem.removeprefix("auto_round:") not in _PACKINGS:
+        shown = ", ".join(_PACKINGS)
+        raise fields.fail(name, f"= {form!r} is not supported; there are: {shown} (also behind auto_round:)")
+    return _PACKINGS[stem.removeprefix("auto_round:")]
 
 
 def _modelopt(fields: _Fields, method: str) -> QuantizedSpec | None:
@@ -406,16 +425,14 @@ def _integer_bits(bits: int | None, group: int | None) -> float | None:
 
 
 _PACKINGS = {
-    "auto_round:auto_gptq": "gptq",
-    "auto_round:gptq": "gptq",
-    "auto_gptq": "gptq",
-    "gptq": "gptq",
-    "auto_round:auto_awq": "awq",
-    "auto_round:awq": "awq",
-    "auto_awq": "awq",
-    "awq": "awq",
+    "auto_round": ("gptq", 0),
+    "gptqmodel": ("gptq", 0),
+    "auto_gptq": ("gptq", 1),
+    "gptq": ("gptq", 1),
+    "auto_awq": ("awq", 0),
+    "awq": ("awq", 0),
 }
-"""AutoRound's ``packing_format`` -> method with the same tensor layout."""
+"""AutoRound's packing -> (method with the same tensor layout, offset of stored zero points)."""
 
 _UNNAMED = {
     "load_in_4bit": "bitsandbytes",
