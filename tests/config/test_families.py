@@ -313,6 +313,12 @@ def test_factors_of_yarn(tmp_path: Path) -> None:
         _load(tmp_path, rope_scaling={"type": "linear", "factor": 2.0, "attn_factor": 1.0})
 
 
+def test_the_form_of_other_tools_is_named(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text('{"dim": 64}')
+    with pytest.raises(ConfigError, match=r"no config\.json, but the params\.json of Mistral's own form"):
+        load_spec(str(tmp_path))
+
+
 def test_missing_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         load_spec(str(tmp_path), None)

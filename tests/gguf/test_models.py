@@ -419,6 +419,17 @@ def test_keys_of_other_architectures_are_refused(key: str, value: Any, tmp_path:
     assert load_spec(resolve_model_path(str(tmp_path / "other.gguf"))).heads == 4
 
 
+def test_a_file_beside_the_configuration_of_its_model(tmp_path: Path) -> None:
+    """Publishers put config.json beside GGUF files. Other weights in the folder come first."""
+    write_model(tmp_path / "model.gguf", made("llama"))
+    (tmp_path / "config.json").write_text("{}")
+    folder = resolve_model_path(str(tmp_path))
+    assert load_spec(folder).heads == 4
+    assert resolve_model_path(folder) == folder
+    (tmp_path / "model.safetensors").touch()
+    assert resolve_model_path(str(tmp_path)) == str(tmp_path)
+
+
 def test_a_vision_tower_is_no_model(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(str(tmp_path / "mmproj.gguf"), "clip")
     writer.write_header_to_file()

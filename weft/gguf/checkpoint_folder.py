@@ -32,17 +32,18 @@ _NO_TOKENIZER = "no-tokenizer.txt"
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file for ``path``: the file itself, or the only model in a folder without config.json.
+    """Return the GGUF file for ``path``: the file, or the only model in a folder without other weights.
 
     Return None for any other folder. Raises ConfigError for a missing file, and for a folder with several
-    models.
+    models. Publishers of GGUF files put the config.json of the original model beside the files.
     """
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"there is no file {str(path)!r}", param="--model")
         refuse_pointer(path, "--model")
         return path
-    if (path / "config.json").is_file():
+    made = (path / _LAYOUT).is_file()
+    if made or any(next(path.glob(f"*{end}"), None) for end in (".safetensors", ".bin")):
         return None
     found = sorted(file for file in path.glob("*.gguf") if not _BESIDE.search(file.name))
     models = {shards(file)[0] for file in found}

@@ -168,7 +168,9 @@ def _read_config(path: Path, trust_remote_code: bool) -> dict[str, Any]:
     """Return ``config.json`` in ``path``. Raise ConfigError if the file is missing, or for code."""
     config = read_json(path, "config.json")
     if config is None:
-        raise ConfigError(f"model folder {path.name!r} has no config.json", param="--model")
+        form = ", but the params.json of Mistral's own form: use the files of transformers' form"
+        why = form if (path / "params.json").is_file() else ""
+        raise ConfigError(f"model folder {path.name!r} has no config.json{why}", param="--model")
     _refuse_unconverted(config)
     if config.get("auto_map") and not trust_remote_code:
         raise ConfigError(
