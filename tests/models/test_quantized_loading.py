@@ -544,6 +544,17 @@ def test_configurations_of_older_tools(file: str, name: str, plain: Path, tmp_pa
     assert load_spec(str(exact)).quantized is None
 
 
+def test_a_configuration_that_is_left_over(plain: Path, tmp_path: Path) -> None:
+    """Merged models keep the configuration of a training in 4 bits. The weights are plain."""
+    left = {"quant_method": "bitsandbytes", "_load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    packed, exact = _folders(plain, tmp_path, lambda name, weight: None, left)
+    assert load_spec(str(packed)).quantized is None
+    assert _same(_load(packed), _load(exact))
+    state = {"model.layers.0.self_attn.q_proj.weight.absmax": torch.ones(4)}
+    _change(packed, lambda tensors: tensors.update(state))
+    assert "quant_method = 'bitsandbytes' is not supported" in _message(packed)
+
+
 def test_biases_of_zeros_beside_gptq(plain: Path, tmp_path: Path) -> None:
     """AutoGPTQ writes a bias for every linear layer."""
     packed, exact = _folders(plain, tmp_path, *FORMATS["gptq"])

@@ -207,7 +207,7 @@ def refuse_unserved(folder: Path, model_impl: str = "auto") -> None:
     config = read_json(folder, "config.json")
     if config is not None and config.get("architectures"):
         _refuse_unconverted(config)
-        facts = Facts(config)
+        facts = Facts(config, tensor_names(folder))
         architecture = _architecture(facts)
         _quantized(facts, folder)
         if generic.serves(architecture, model_impl, FAMILIES):

@@ -9,15 +9,18 @@ implemented are refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from weft.common.errors import ConfigError
+from weft.common.log import get_logger
 from weft.config.families.facts import Facts, read_json
 from weft.config.spec import QuantizedSpec
+
+log = get_logger(__name__)
 
 MODELOPT_FILE = "hf_quant_config.json"
 _OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -181,6 +184,11 @@ def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
         default = "compressed-tensors" if field == "compression_config" else None
         if "quant_algo" in found or isinstance(found.get("quantization"), dict):
             default = "modelopt"
+        if _is_left_over(fields, facts.weights):
+            log.warning(
+                "%s names bitsandbytes, but the weights are plain: they are served as they are", field
+            )
+            return None
         return _by_method(fields, default, facts.get("expert_dtype"))
     beside = read_json(folder, MODELOPT_FILE)
     if beside is None:
@@ -188,6 +196,18 @@ def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
     if not isinstance(beside.get("quantization"), dict) and "quant_algo" not in beside:
         raise ConfigError(f"{MODELOPT_FILE} has no field quantization", param="--model")
     return _modelopt(_Fields(beside, MODELOPT_FILE), "modelopt")
+
+
+def _is_left_over(fields: _Fields, names: Sequence[str] | None) -> bool:
+    """Return True for the configuration of bitsandbytes beside plain weights.
+
+    Tools that merge adapters into a model keep the configuration of the training. ``names``: of the tensors,
+    None if unknown.
+    """
+    named = fields.get("quant_method") == "bitsandbytes" or fields.get("load_in_4bit") is not None
+    if not named or not names:
+        return False
+    return not any(name.endswith((".absmax", ".SCB")) or ".quant_state." in name for name in names)
 
 
 def _by_method(fields: _Fields, default: str | None, expert_dtype: Any) -> QuantizedSpec | None:
