@@ -9,7 +9,7 @@ implemented are refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.families.facts import Facts, read_json
+from weft.config.families.quantized_fields import QuantizationFields
 from weft.config.spec import QuantizedSpec
 
 log = get_logger(__name__)
@@ -60,111 +61,8 @@ _GROUP = 128
 """Inputs per group of integers if the configuration has no group size."""
 _ALGORITHM_BITS = {"MXFP4": 4.25, "NVFP4": 4.5}
 """Bits per element by part of ModelOpt's name, with one-byte scales per 32 (MXFP4) or 16 (NVFP4) elements."""
-_CHANGES = re.compile(r"rotat|hadamard|smooth_?quant|^pre_quant|^adapter|^transforms?(_config)?$")
-"""Names of settings that change inputs or outputs of layers."""
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$|\*)")
 """Names of modules of routed experts."""
-
-
-class _Fields:
-    """Typed access to one object of the configuration. Errors name the field by its path."""
-
-    def __init__(self, found: Mapping[str, Any], where: str) -> None:
-        self._found = found
-        self._where = where
-
-    def fail(self, name: str, problem: str) -> ConfigError:
-        """Return the error for field ``name``; the caller raises the error."""
-        return ConfigError(f"{self._where}.{name} {problem}", param="--model")
-
-    def get(self, name: str) -> Any:
-        """Return the raw value, or None if missing."""
-        return self._found.get(name)
-
-    def choice(self, name: str, allowed: tuple[Any, ...], *, default: Any = None) -> Any:
-        """Return one of ``allowed``; ``default`` for a missing or null field. Raise ConfigError."""
-        value = self.get(name)
-        if value is None:
-            return default
-        if not any(value == known and type(value) is type(known) for known in allowed):
-            shown = ", ".join(map(str, allowed))
-            raise self.fail(name, f"= {value!r} is not supported; there are: {shown}")
-        return value
-
-    def refuse(self, name: str, *harmless: Any) -> None:
-        """Raise ConfigError unless the field is missing, null or one of ``harmless``."""
-        value = self.get(name)
-        if value is not None and not any(value == h and type(value) is type(h) for h in harmless):
-            raise self.fail(name, f"= {value!r} is not supported by this version")
-
-    def names(self, *fields: str) -> None:
-        """Raise ConfigError unless each field is missing, null or a list of names."""
-        for name in fields:
-            value = self.get(name)
-            if value is not None and not (
-                isinstance(value, list) and all(isinstance(item, str) for item in value)
-            ):
-                raise self.fail(name, f"must be a list of names, not {value!r}")
-
-    def pair(self, name: str) -> tuple[int, int] | None:
-        """Return two positive integers, or None for a missing or null field. Raise ConfigError.
-
-        Older files write the pair as a text: 128x128.
-        """
-        value = self.get(name)
-        if value is None:
-            return None
-        if isinstance(value, str) and re.fullmatch(r"\d{1,9}x\d{1,9}", value):
-            value = [int(number) for number in value.split("x")]
-        if not (
-            isinstance(value, list)
-            and len(value) == 2
-            and all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in value)
-        ):
-            raise self.fail(name, f"must be two positive integers, not {value!r}")
-        return value[0], value[1]
-
-    def refuse_changes(self) -> None:
-        """Raise ConfigError for a setting that changes inputs or outputs of layers, unless switched off.
-
-        Examples are rotations, transforms and low-rank corrections beside the quantized weights.
-        """
-        for name in self._found:
-            if _CHANGES.search(name):
-                self.refuse(name, False, "", {}, [])
-
-    def group_size(self, name: str) -> int | None:
-        """Return a positive integer, -1 for a single group, or None for a missing or null field.
-
-        Raise ConfigError.
-        """
-        value = self.get(name)
-        if value is None or value == -1:
-            return None if value is None else -1
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.fail(name, f"must be a positive integer or -1, not {value!r}")
-        return value
-
-    def inner(self, name: str) -> _Fields | None:
-        """Return the object ``name``, or None for a missing or null field. Raise ConfigError."""
-        value = self.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.fail(name, f"must be an object, not {value!r}")
-        return _Fields(value, f"{self._where}.{name}")
-
-    def each(self, name: str) -> list[_Fields]:
-        """Return the objects in the object ``name``."""
-        return [fields for _, fields in self.named(name)]
-
-    def named(self, name: str) -> list[tuple[str, _Fields]]:
-        """Return (key, object) for each object in the object ``name``."""
-        found = self.inner(name)
-        if found is None:
-            return []
-        made = [(key, found.inner(key)) for key in found._found]
-        return [(key, fields) for key, fields in made if fields is not None]
 
 
 def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
@@ -180,7 +78,7 @@ def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
             continue
         if not isinstance(found, dict):
             raise facts.fail(field, f"must be an object, not {found!r}")
-        fields = _Fields(found, f"config.json: {field}")
+        fields = QuantizationFields(found, f"config.json: {field}")
         default = "compressed-tensors" if field == "compression_config" else None
         if "quant_algo" in found or isinstance(found.get("quantization"), dict):
             default = "modelopt"
@@ -195,10 +93,10 @@ def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
         return _older(facts, folder)
     if not isinstance(beside.get("quantization"), dict) and "quant_algo" not in beside:
         raise ConfigError(f"{MODELOPT_FILE} has no field quantization", param="--model")
-    return _modelopt(_Fields(beside, MODELOPT_FILE), "modelopt")
+    return _modelopt(QuantizationFields(beside, MODELOPT_FILE), "modelopt")
 
 
-def _is_left_over(fields: _Fields, names: Sequence[str] | None) -> bool:
+def _is_left_over(fields: QuantizationFields, names: Sequence[str] | None) -> bool:
     """Return True for the configuration of bitsandbytes beside plain weights.
 
     Tools that merge adapters into a model keep the configuration of the training. ``names``: of the tensors,
@@ -210,7 +108,7 @@ def _is_left_over(fields: _Fields, names: Sequence[str] | None) -> bool:
     return not any(name.endswith((".absmax", ".SCB")) or ".quant_state." in name for name in names)
 
 
-def _by_method(fields: _Fields, default: str | None, expert_dtype: Any) -> QuantizedSpec | None:
+def _by_method(fields: QuantizationFields, default: str | None, expert_dtype: Any) -> QuantizedSpec | None:
     """Return the layout by ``quant_method``, or by the method ``default``. Raise ConfigError.
 
     expert_dtype: field of this name outside of quantization_config.
@@ -239,11 +137,11 @@ def _older(facts: Facts, folder: Path) -> QuantizedSpec | None:
     for name, method in _OLDER_FILES.items():
         found = read_json(folder, name)
         if found is not None:
-            return _by_method(_Fields(found, name), method, None)
+            return _by_method(QuantizationFields(found, name), method, None)
     return None
 
 
-def _fp8(fields: _Fields, method: str) -> QuantizedSpec:
+def _fp8(fields: QuantizationFields, method: str) -> QuantizedSpec:
     """Return the layout of FP8 weights. Raise ConfigError."""
     fields.choice("activation_scheme", ("dynamic", "static"))
     fields.choice("fmt", ("e4m3", "float8_e4m3fn", "e5m2"))
@@ -252,7 +150,7 @@ def _fp8(fields: _Fields, method: str) -> QuantizedSpec:
     return QuantizedSpec(method=method, block=fields.pair("weight_block_size"), bits=_FP8_BITS)
 
 
-def _with_experts(spec: QuantizedSpec, fields: _Fields, beside: Any) -> QuantizedSpec:
+def _with_experts(spec: QuantizedSpec, fields: QuantizationFields, beside: Any) -> QuantizedSpec:
     """Return ``spec`` with the bits of routed experts, if their format differs from FP8. Raise ConfigError.
 
     DeepSeek V4 has ``expert_dtype`` at the top level of config.json (``beside``), others in
@@ -271,7 +169,7 @@ def _with_experts(spec: QuantizedSpec, fields: _Fields, beside: Any) -> Quantize
     return msgspec.structs.replace(spec, expert_bits=bits)
 
 
-def _gguf(fields: _Fields, method: str) -> QuantizedSpec:
+def _gguf(fields: QuantizationFields, method: str) -> QuantizedSpec:
     """Return the layout of a folder converted from a GGUF file.
 
     Each tensor states its own format. Raise ConfigError.
@@ -282,13 +180,13 @@ def _gguf(fields: _Fields, method: str) -> QuantizedSpec:
     return QuantizedSpec(method=method, bits=float(bits))
 
 
-def _mxfp4(fields: _Fields, method: str) -> QuantizedSpec:
+def _mxfp4(fields: QuantizationFields, method: str) -> QuantizedSpec:
     """Return the layout of MXFP4 weights. Raise ConfigError."""
     fields.names("modules_to_not_convert")
     return QuantizedSpec(method=method, bits=_ALGORITHM_BITS["MXFP4"])
 
 
-def _awq(fields: _Fields, method: str) -> QuantizedSpec:
+def _awq(fields: QuantizationFields, method: str) -> QuantizedSpec:
     """Return the layout of AWQ weights. Raise ConfigError."""
     for name in ("bits", "w_bit"):  # the second names are those of older files
         fields.choice(name, (4,))
@@ -303,7 +201,7 @@ def _awq(fields: _Fields, method: str) -> QuantizedSpec:
     return QuantizedSpec(method=method, bits=_integer_bits(4, group))
 
 
-def _gptq(fields: _Fields, method: str) -> QuantizedSpec:
+def _gptq(fields: QuantizationFields, method: str) -> QuantizedSpec:
     """Return the layout of GPTQ weights. Raise ConfigError."""
     bits = fields.choice("bits", (2, 4, 8))
     group = fields.group_size("group_size")
@@ -318,7 +216,7 @@ def _gptq(fields: _Fields, method: str) -> QuantizedSpec:
     return QuantizedSpec(method=method, zero_offset=offset, bits=_integer_bits(bits, group))
 
 
-def _compressed(fields: _Fields, method: str) -> QuantizedSpec:
+def _compressed(fields: QuantizationFields, method: str) -> QuantizedSpec:
     """Return the layout of compressed-tensors weights. Raise ConfigError."""
     fields.choice("format", _COMPRESSED_FORMATS)
     fields.names("ignore")
@@ -350,7 +248,7 @@ def _compressed(fields: _Fields, method: str) -> QuantizedSpec:
     return QuantizedSpec(method=method, block=block, bits=widest or None)
 
 
-def _auto_round(fields: _Fields, method: str) -> QuantizedSpec:
+def _auto_round(fields: QuantizationFields, method: str) -> QuantizedSpec:
     """Return the layout of AutoRound weights: GPTQ or AWQ, by the packing format. Raise ConfigError.
 
     The loader reads the bits of single layers off the tensors.
@@ -368,7 +266,7 @@ def _auto_round(fields: _Fields, method: str) -> QuantizedSpec:
     return QuantizedSpec(method=like, zero_offset=offset, bits=_integer_bits(bits, group))
 
 
-def _packing(fields: _Fields) -> tuple[str, int]:
+def _packing(fields: QuantizationFields) -> tuple[str, int]:
     """Return (method with the same tensor layout, offset of stored zero points). Raise ConfigError.
 
     Older files name the packing in ``backend``, together with a kernel: ``auto_round:gptq:exllamav2``. In
@@ -388,7 +286,7 @@ def _packing(fields: _Fields) -> tuple[str, int]:
     return _PACKINGS[stem.removeprefix("auto_round:")]
 
 
-def _modelopt(fields: _Fields, method: str) -> QuantizedSpec | None:
+def _modelopt(fields: QuantizationFields, method: str) -> QuantizedSpec | None:
     """Return the layout of ModelOpt weights; None if only the KV cache is quantized. Raise ConfigError."""
     fields = fields.inner("quantization") or fields
     # hf_quant_config.json nests the fields one level deeper than config.json.
@@ -409,7 +307,7 @@ def _modelopt(fields: _Fields, method: str) -> QuantizedSpec | None:
     return _mixed(fields)
 
 
-def _mixed(fields: _Fields) -> QuantizedSpec:
+def _mixed(fields: QuantizationFields) -> QuantizedSpec:
     """Return the layout of a checkpoint with one format per layer. Raise ConfigError.
 
     The memory plan uses the widest format of routed experts, and the widest of all other matrices.
@@ -462,7 +360,7 @@ _UNNAMED = {
 }
 """Field of a configuration without ``quant_method`` -> tool."""
 
-_METHODS: dict[str, Callable[[_Fields, str], QuantizedSpec | None]] = {
+_METHODS: dict[str, Callable[[QuantizationFields, str], QuantizedSpec | None]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "mxfp4": _mxfp4,
