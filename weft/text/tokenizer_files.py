@@ -11,7 +11,7 @@ import msgspec
 from weft.common.lfs import read_model_text
 from weft.config.families.facts import read_json
 from weft.text.segments import Segmentation
-from weft.text.vocabularies.choose import read_vocabulary
+from weft.text.vocabularies.choose import added_tokens, read_vocabulary
 
 _DEFAULT, _TOOLS = "default", "tool_use"
 """Names of the chat templates that are read."""
@@ -60,7 +60,7 @@ def read_text_files(folder: str | Path) -> TextFiles:
         eos_ids=_eos_ids(root),
         chat_template=_chat_template(root, config),
         variables=_variables(config),
-        added=_added_tokens(root, config),
+        added=added_tokens(root, config),
         model_type=_model_type(root),
         segmentation=vocabulary.segmentation,
     )
@@ -106,19 +106,6 @@ def _variables(config: dict[str, Any]) -> dict[str, str]:
         value = config.get(key)
         found |= value if isinstance(value, dict) else {}
     return {name: text for name, value in found.items() if (text := _content(value)) is not None}
-
-
-def _added_tokens(root: Path, config: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return the added tokens of ``added_tokens_decoder``, or of the older file added_tokens.json, by id.
-
-    Raises ConfigError for invalid JSON.
-    """
-    decoder = config.get("added_tokens_decoder")
-    if isinstance(decoder, dict):
-        entries = {key: entry for key, entry in decoder.items() if str(key).isdecimal() and _content(entry)}
-        return {int(key): entry for key, entry in entries.items() if isinstance(entry, dict)}
-    named = _read_json(root, "added_tokens.json")
-    return {number: {"content": text} for text, number in named.items() if type(number) is int and text}
 
 
 def _eos_ids(root: Path) -> tuple[int, ...]:
