@@ -426,8 +426,10 @@ def test_a_file_beside_the_configuration_of_its_model(tmp_path: Path) -> None:
     folder = resolve_model_path(str(tmp_path))
     assert load_spec(folder).heads == 4
     assert resolve_model_path(folder) == folder
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "pytorch_model.bin").touch()
     assert resolve_model_path(str(tmp_path)) == str(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert resolve_model_path(str(tmp_path)) == folder
 
 
 def test_a_vision_tower_is_no_model(tmp_path: Path) -> None:

@@ -42,8 +42,12 @@ def find_gguf(path: Path) -> Path | None:
             raise ConfigError(f"there is no file {str(path)!r}", param="--model")
         refuse_pointer(path, "--model")
         return path
-    made = (path / _LAYOUT).is_file()
-    if made or any(next(path.glob(f"*{end}"), None) for end in (".safetensors", ".bin")):
+    others = (
+        _LAYOUT,
+        "*.safetensors",
+        "*.bin",
+    )  # a folder made from a file, or with weights of another format
+    if (path / "config.json").is_file() and any(next(path.glob(name), None) for name in others):
         return None
     found = sorted(file for file in path.glob("*.gguf") if not _BESIDE.search(file.name))
     models = {shards(file)[0] for file in found}
