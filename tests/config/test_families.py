@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from weft.common.errors import ConfigError
@@ -142,6 +143,18 @@ def test_files_with_both_forms_of_rope_settings(tmp_path: Path) -> None:
         _load(tmp_path, rope_theta=10000.0, **both)
     with pytest.raises(ConfigError, match=r"rope_parameters has factor = 2\.0, and another .* has 4\.0"):
         _load(tmp_path, **{**both, "rope_scaling": {"type": "linear", "factor": 4.0}})
+
+
+def test_scaling_that_is_added_to_a_plain_rotation(tmp_path: Path) -> None:
+    """Guides for long contexts say so. A file that says the opposite is refused."""
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    rope = _load(tmp_path, rope_theta=5e5, rope_scaling=scaling, rope_parameters=plain).rope
+    theirs = transformers.LlamaConfig.from_pretrained(tmp_path).rope_parameters
+    assert theirs == {**scaling, "rope_theta": rope.theta}
+    assert (rope.kind, rope.factor) == (theirs["rope_type"], theirs["factor"])
+    with pytest.raises(ConfigError, match=r"rope_type = 'yarn', and another .* 'default': delete one of both"):
+        _load(tmp_path, rope_theta=..., rope_scaling={"rope_type": "default"}, rope_parameters=scaling)
 
 
 def test_the_older_name_of_longrope(tmp_path: Path) -> None:

@@ -68,14 +68,15 @@ def _parameters(facts: Facts) -> dict[str, Any]:
         # Only the new form has the base of the rotation. Some files have both forms.
         given = {key: entry for key, entry in value.items() if key not in ("type", "rope_type")}
         kind = value.get("rope_type") or value.get("type")
-        given |= {"rope_type": _RENAMED.get(kind, kind) if isinstance(kind, str) else kind} if kind else {}
+        # Guides for long contexts add rope_scaling to files with the plain rotation in rope_parameters.
+        if kind and not (kind == "default" and "rope_type" in found):
+            given["rope_type"] = _RENAMED.get(kind, kind) if isinstance(kind, str) else kind
         base = facts.get("rope_theta") if name == "rope_parameters" and found else None
         for key, entry in given.items():
             known = base if key == "rope_theta" and key not in found else found.get(key)
             if known is not None and entry is not None and known != entry:
-                raise facts.fail(
-                    name, f"has {key} = {entry!r}, and another field of config.json has {known!r}"
-                )
+                other = f"another field of config.json has {known!r}"
+                raise facts.fail(name, f"has {key} = {entry!r}, and {other}: delete one of both")
         found |= {key: entry for key, entry in given.items() if entry is not None}
     return found
 
