@@ -21,6 +21,7 @@ from weft.text.pieces import DecoderForm, TextPiece, make_piece, read_decoder
 from weft.text.private import build_private
 from weft.text.segments import Segments
 from weft.text.tokenizer_files import TextFiles, read_text_files
+from weft.text.vocabularies.merges import FLAGS
 
 log = get_logger(__name__)
 
@@ -277,15 +278,11 @@ def _add_listed(tokenizer: tokenizers.Tokenizer, files: TextFiles) -> bool:
                 number,
             )
             continue
-        flags = {name: entry[name] for name in _FLAGS if isinstance(entry.get(name), bool)}
+        flags = {name: entry[name] for name in FLAGS if isinstance(entry.get(name), bool)}
         found.append(AddedToken(entry["content"], **{"normalized": False, **flags}))
     if found:
         tokenizer.add_tokens(found)
     return bool(found)
-
-
-_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
-"""Flags of an added token."""
 
 
 def _add_named(tokenizer: tokenizers.Tokenizer, files: TextFiles, hidden: Sequence[int] = ()) -> bool:

@@ -54,6 +54,28 @@ def test_ids_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert Tokenizer.load(folder).encode(TEXTS[0]) == ours.encode(TEXTS[0]), "from the cache"
 
 
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "GPT2Tokenizer"])
+def test_flags_and_tokens_around_a_text(name: str, tmp_path: Path) -> None:
+    """Added tokens take spaces beside them, or are searched in normalized text. Texts begin and end with
+    tokens."""
+    transformers = pytest.importorskip("transformers")
+    folder = _save(tmp_path, tokenizer_class=name, bos_token="<call>", add_bos_token=True, add_eos_token=True)
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    end = max(map(int, config["added_tokens_decoder"]))
+    for number, (text, flag) in enumerate((("<strip>", "lstrip"), ("<\u00e9>", "normalized"))):
+        entry = {**config["added_tokens_decoder"][str(end)], "content": text, flag: True}
+        config["added_tokens_decoder"][str(end + 1 + number)] = entry
+    file.write_text(json.dumps(config))
+    theirs = getattr(transformers, name).from_pretrained(folder)
+    ours = Tokenizer.load(folder)
+    for text in ("a  <strip> b", "a<\u00e9>b<e\u0301>c", "e\u0301 don't, Привет 12345", ""):
+        assert ours.encode(text) == theirs(text)["input_ids"], text
+    _save(tmp_path, tokenizer_class=name, add_prefix_space=True)
+    with pytest.raises(ConfigError, match="add_prefix_space of a tokenizer with"):
+        Tokenizer.load(folder)
+
+
 def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
     folder = _save(tmp_path, tokenizer_class="CodeGenTokenizer")
     with pytest.raises(ConfigError, match="the pattern of tokenizer_class 'CodeGenTokenizer' is not known"):

@@ -6,6 +6,7 @@ the files, so a table by class has the pattern.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ NAME, MERGES = "vocab.json", "merges.txt"
 _RULES = {"Qwen2Tokenizer": "qwen2", "GPT2Tokenizer": "gpt-2"}
 """Tokenizer class -> rule of ``weft.gguf.gguf_tokenizer.WORDS``."""
 _NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5
+FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+"""Flags of an added token."""
 
 
 def convert(
@@ -26,13 +29,20 @@ def convert(
 ) -> Converted:
     """Return the vocabulary of both files. ``config``: tokenizer_config.json; ``added``: see ``TextFiles``.
 
-    Raises ConfigError for a class without a known pattern, and for files of another form.
+    Raises ConfigError for a class without a known pattern, for ``add_prefix_space``, and for files of another
+    form.
     """
     name = str(config.get("tokenizer_class")).removesuffix("Fast")
     if name not in _RULES:
         raise ConfigError(
             f"the tokenizer has {NAME} and {MERGES} only, and the pattern of tokenizer_class {name!r} is "
             f"not known; there are: {', '.join(_RULES)}. Save the tokenizer with a fast Hugging Face class",
+            param="tokenizer",
+        )
+    if config.get("add_prefix_space"):
+        raise ConfigError(
+            f"add_prefix_space of a tokenizer with {NAME} and {MERGES} only is not supported. Save the "
+            "tokenizer with a fast Hugging Face class",
             param="tokenizer",
         )
     try:
@@ -55,6 +65,22 @@ def convert(
         "tokens": [text for text, _ in each],
         "token_type": [kind for _, kind in each],
         "merges": [line for line in lines if line],
+        **_around(config, {text: number for number, (text, _) in texts.items()}),
     }
     made = tokenizer_files({f"tokenizer.ggml.{key}": value for key, value in keys.items()})
-    return Converted(tokenizer_json=made["tokenizer.json"], named={}, special={})
+    data = json.loads(made["tokenizer.json"])
+    for token in data["added_tokens"]:
+        given = added.get(token["id"], {})
+        token |= {flag: given[flag] for flag in FLAGS if isinstance(given.get(flag), bool)}
+    return Converted(tokenizer_json=json.dumps(data, ensure_ascii=False), named={}, special={})
+
+
+def _around(config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return the keys of GGUF for tokens around a text. ``ids``: of all texts."""
+    made = dict[str, Any]()
+    for role in ("bos", "eos"):
+        value = config.get(f"{role}_token")
+        text = value.get("content") if isinstance(value, dict) else value
+        if config.get(f"add_{role}_token") and isinstance(text, str) and text in ids:
+            made |= {f"add_{role}_token": True, f"{role}_token_id": ids[text]}
+    return made
