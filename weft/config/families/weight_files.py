@@ -26,6 +26,8 @@ _NOT_WEIGHTS = re.compile(
 #: Files with the same weights in the form of Mistral's own tools.
 _CONSOLIDATED = "consolidated*"
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_WRAPPER = re.compile(r"^module\.|(?:^|(?<=\.))_(?:orig_mod|(?:fsdp|checkpoint)_wrapped_module)\.")
+"""Parts of names by modules that training wraps around others: DDP, torch.compile, FSDP, checkpointing."""
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _ADAPTER = "adapter_config.json"
@@ -245,16 +247,22 @@ def _damaged(path: Path, why: str) -> ConfigError:
     return ConfigError(f"{path.name} is damaged or not a weight file: {why}", param="--model")
 
 
+def bare_name(name: str) -> str:
+    """Return the name of a tensor without the modules that training wraps around others."""
+    return _WRAPPER.sub("", name)
+
+
 def tensor_names(folder: Path) -> list[str] | None:
-    """Return the tensor names of a safetensors checkpoint; None without tensors or with unreadable files.
+    """Return the tensor names of a safetensors checkpoint (see ``bare_name``); None without tensors or with
+    unreadable files.
 
     Raise ConfigError only for a broken index file.
     """
     index = None if _left_over(folder) else read_json(folder, _INDEX)
     if index is not None and isinstance(index.get("weight_map"), dict):
-        return list(index["weight_map"])
+        return [bare_name(name) for name in index["weight_map"]]
     try:
-        names = [name for path in safetensors_files(folder) for name in read_header(path)]
+        names = [bare_name(name) for path in safetensors_files(folder) for name in read_header(path)]
     # ``check_weight_files`` reports the error.
     except ConfigError:
         return None
