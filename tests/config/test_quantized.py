@@ -264,6 +264,7 @@ def test_the_file_that_modelopt_writes_beside(tmp_path: Path) -> None:
     ("config", "named"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method = 'bitsandbytes' is not supported; there are: fp8"),
+        ({"load_in_8bit": False, "load_in_4bit": True}, "as in merged models, download the model and serve"),
         ({"bits": 4, "group_size": 64}, "quant_method is missing (the fields are those of MLX, if"),
         ({"load_in_4bit": True}, "quant_method is missing (the fields are those of bitsandbytes, which"),
         ({"quant_method": "hqq"}, "or the version in 16 bits with --quantization int8 or int4"),

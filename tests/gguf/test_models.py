@@ -408,7 +408,13 @@ def test_linear_scaling_without_its_name(key: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("attention.scale", 0.3), ("attention.causal", False), ("logit_scale", 2.0), ("embedding_scale", 12.0)],
+    [
+        ("attention.scale", 0.3),
+        ("attention.scale", "x"),
+        ("attention.causal", False),
+        ("logit_scale", 2.0),
+        ("embedding_scale", 12.0),
+    ],
 )
 def test_keys_of_other_architectures_are_refused(key: str, value: Any, tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", made("llama"), **{key: value})

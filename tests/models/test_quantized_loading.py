@@ -555,6 +555,19 @@ def test_a_configuration_that_is_left_over(plain: Path, tmp_path: Path) -> None:
     assert "quant_method = 'bitsandbytes' is not supported" in _message(packed)
 
 
+def test_a_quantized_head_of_a_tied_model(plain: Path, tmp_path: Path) -> None:
+    """GPTQ with ``lm_head`` true leaves tie_word_embeddings as the model had the field."""
+    packed, exact = _folders(plain, tmp_path, FORMATS["gptq"][0], {**GPTQ, "lm_head": True})
+    parts, values = make.gptq((128, 64), 4, 32)
+    _change(packed, lambda tensors: tensors.update({f"lm_head.{end}": part for end, part in parts.items()}))
+    _change(packed, lambda tensors: tensors.pop("lm_head.weight"))
+    _change(exact, lambda tensors: tensors.update({"lm_head.weight": values.contiguous()}))
+    assert _same(_load(packed), _load(exact))
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert "weights of its own: set tie_word_embeddings to false" in _message(packed)
+
+
 def test_biases_of_zeros_beside_gptq(plain: Path, tmp_path: Path) -> None:
     """AutoGPTQ writes a bias for every linear layer."""
     packed, exact = _folders(plain, tmp_path, *FORMATS["gptq"])

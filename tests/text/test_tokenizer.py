@@ -245,6 +245,10 @@ def test_added_tokens_of_the_configuration(folders: dict[str, Path], tmp_path: P
     assert ours.special["<|turn|>"] == end + 1
     assert end + 1 not in ours.encode("<|turn|>"), "text from clients is no special token"
     assert ours.encode("a<|turn|>", parse_special=True)[-1] == end + 1
+    (folder / "config.json").write_text(json.dumps({"text_config": {"vocab_size": end + 1}}))
+    ours = Tokenizer.load(folder)
+    assert "<call>" in ours.added
+    assert "<|turn|>" not in ours.added, "the model has no row for the id"
 
 
 def test_a_special_token_inside_a_word(folders: dict[str, Path], tmp_path: Path) -> None:

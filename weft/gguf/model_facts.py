@@ -145,7 +145,8 @@ class ModelFacts:
                 continue
             # Scores are divided by the root of the head size anyway.
             usual = self.head_size**-0.5
-            if key != "attention.scale" or not math.isclose(value, usual, rel_tol=1e-3):
+            is_usual = isinstance(value, int | float) and math.isclose(value, usual, rel_tol=1e-3)
+            if key != "attention.scale" or not is_usual:
                 raise self._fail(key, f"= {value!r} is not supported for this architecture")
 
     def has(self, key: str) -> bool:

@@ -369,6 +369,8 @@ def _check_names(
     ):
         if listed:
             problems.append(f"{what}: {_list(listed)}")
+    if any(part_of(part.name, weights.same_as, quantized) for part in unexpected):
+        problems.append("the output head has weights of its own: set tie_word_embeddings to false")
     if problems:
         raise ConfigError(
             f"the checkpoint's weights do not fit its config.json; {'; '.join(problems)}", param="--model"

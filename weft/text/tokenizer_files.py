@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ class TextFiles(msgspec.Struct, frozen=True, kw_only=True):
     variables: dict[str, str] = msgspec.field(default_factory=dict)
     """Template variables of further tokens, for example ``image_token``."""
     added: dict[int, dict[str, Any]] = msgspec.field(default_factory=dict)
-    """Id of each added token that the configuration lists -> ``content`` and flags."""
+    """Id of each added token that the configuration lists -> ``content`` and flags. The model has a row for
+    the id."""
     model_type: str = ""
     """``model_type`` of config.json."""
     segmentation: Segmentation = Segmentation()
@@ -51,6 +53,7 @@ def read_text_files(folder: str | Path) -> TextFiles:
     config = _read_json(root, "tokenizer_config.json")
     special = {**config, **_read_json(root, "special_tokens_map.json")}
     vocabulary = read_vocabulary(root, config)
+    rows = _rows(root)
     named = {role: text for role in NAMED if (text := _content(special.get(role))) is not None}
     return TextFiles(
         tokenizer_json=vocabulary.tokenizer_json,
@@ -60,10 +63,18 @@ def read_text_files(folder: str | Path) -> TextFiles:
         eos_ids=_eos_ids(root),
         chat_template=_chat_template(root, config),
         variables=_variables(config),
-        added=added_tokens(root, config),
+        added={number: entry for number, entry in added_tokens(root, config).items() if number < rows},
         model_type=_model_type(root),
         segmentation=vocabulary.segmentation,
     )
+
+
+def _rows(root: Path) -> float:
+    """Return the number of token ids of the model; infinity if config.json does not state the number."""
+    config = _read_json(root, "config.json")
+    text = config.get("text_config")
+    value = (text if isinstance(text, dict) else config).get("vocab_size")
+    return value if isinstance(value, int) else math.inf
 
 
 def _model_type(root: Path) -> str:

@@ -31,6 +31,8 @@ _ELSE = (
     "--quantization int8 or int4"
 )
 """Advice for a format that is not supported."""
+_MERGED = ". If the weights are plain, as in merged models, download the model and serve the folder"
+"""More advice for bitsandbytes if the names of the tensors are not known, as before a download."""
 _MODELOPT_ALGORITHMS = (
     "FP8",
     "FP8_PER_CHANNEL_PER_TOKEN",
@@ -87,7 +89,8 @@ def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
                 "%s names bitsandbytes, but the weights are plain: they are served as they are", field
             )
             return None
-        return _by_method(fields, default, facts.get("expert_dtype"))
+        found_none = facts.weights is None and _is_bitsandbytes(fields)
+        return _by_method(fields, default, facts.get("expert_dtype"), _ELSE + _MERGED * found_none)
     beside = read_json(folder, MODELOPT_FILE)
     if beside is None:
         return _older(facts, folder)
@@ -102,25 +105,30 @@ def _is_left_over(fields: QuantizationFields, names: Sequence[str] | None) -> bo
     Tools that merge adapters into a model keep the configuration of the training. ``names``: of the tensors,
     None if unknown.
     """
-    named = fields.get("quant_method") == "bitsandbytes" or fields.get("load_in_4bit") is not None
-    if not named or not names:
+    if not names or not _is_bitsandbytes(fields):
         return False
     return not any(name.endswith((".absmax", ".SCB")) or ".quant_state." in name for name in names)
 
 
-def _by_method(fields: QuantizationFields, default: str | None, expert_dtype: Any) -> QuantizedSpec | None:
+def _is_bitsandbytes(fields: QuantizationFields) -> bool:
+    return fields.get("quant_method") == "bitsandbytes" or fields.get("load_in_4bit") is not None
+
+
+def _by_method(
+    fields: QuantizationFields, default: str | None, expert_dtype: Any, advice: str = _ELSE
+) -> QuantizedSpec | None:
     """Return the layout by ``quant_method``, or by the method ``default``. Raise ConfigError.
 
-    expert_dtype: field of this name outside of quantization_config.
+    expert_dtype: field of this name outside of quantization_config. advice: for a method without support.
     """
     method = default if fields.get("quant_method") is None else fields.get("quant_method")
     if method is None:
         unnamed = next((name for field, name in _UNNAMED.items() if fields.get(field) is not None), None)
         of = f" (the fields are those of {unnamed}, which is not supported)" if unnamed else ""
-        raise fields.fail("quant_method", f"is missing{of}; there are: {', '.join(_METHODS)}. {_ELSE}")
+        raise fields.fail("quant_method", f"is missing{of}; there are: {', '.join(_METHODS)}. {advice}")
     if not isinstance(method, str) or method not in _METHODS:
         raise fields.fail(
-            "quant_method", f"= {method!r} is not supported; there are: {', '.join(_METHODS)}. {_ELSE}"
+            "quant_method", f"= {method!r} is not supported; there are: {', '.join(_METHODS)}. {advice}"
         )
     fields.refuse_changes()
     # Only this method has a field outside of quantization_config.
