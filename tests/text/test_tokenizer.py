@@ -251,6 +251,19 @@ def test_added_tokens_of_the_configuration(folders: dict[str, Path], tmp_path: P
     assert "<|turn|>" not in ours.added, "the model has no row for the id"
 
 
+def test_a_special_token_behind_a_normalizer(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Conversions of Llama 1 search special tokens in normalized text, which begins with a space."""
+    folder = copytree(folders["fallback_bpe"], tmp_path / "model")
+    data = json.loads((folder / "tokenizer.json").read_text())
+    for entry in data["added_tokens"]:
+        entry["normalized"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    ours, plain = Tokenizer.load(folder), Tokenizer.load(folders["fallback_bpe"])
+    for text in ("the</s>the", "</s>", "the </s><s> the"):
+        assert ours.encode(text, parse_special=True) == plain.encode(text, parse_special=True)
+    assert ours.encode("the</s>", parse_special=True)[-1] == ours.special["</s>"]
+
+
 def test_a_special_token_inside_a_word(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = copytree(folders["byte_level"], tmp_path / "model")
     data = json.loads((folder / "tokenizer.json").read_text())

@@ -1,7 +1,8 @@
 """Rotary embedding settings from either form of ``config.json``.
 
 Old form: ``rope_theta`` plus ``rope_scaling`` (with ``type`` or ``rope_type``). New form (transformers 5):
-all fields in ``rope_parameters``. A file may have both forms if no field has two values.
+all fields in ``rope_parameters``. A file may have both forms if no field has two values. A kind in
+``rope_scaling`` replaces the kind ``default`` in ``rope_parameters``.
 """
 
 from __future__ import annotations
