@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.families.weight_files import tensor_names
+from weft.models.files import WeightFile
 from weft.models.loader import load_model
 
 CPU = torch.device("cpu")
@@ -171,3 +172,15 @@ def test_a_tower_s_prefix_is_found_too(name: str, blind: bool, seeing: Any, tmp_
     folder = _copy(source, tmp_path / "renamed", rename)
     only = {"language_model_only": blind}
     assert _same(_read(folder, **only), _read(source, **only))
+
+
+def test_names_in_pickles(tmp_path: Path) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    one = torch.ones(2)
+    torch.save({"_orig_mod.model.norm.weight": one}, file)
+    with WeightFile(file) as opened:
+        assert opened.names() == ["model.norm.weight"]
+        assert torch.equal(opened.tensor("model.norm.weight"), one)
+    torch.save({5: one}, file)
+    with pytest.raises(ConfigError, match="is not a dict of tensors"), WeightFile(file):
+        pass

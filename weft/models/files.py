@@ -201,6 +201,8 @@ def _unpickle(path: Path) -> dict[str, torch.Tensor]:
         raise ConfigError(
             f"{path.name} contains objects other than tensors, and is not loaded", param="--load-format"
         ) from error
-    if not isinstance(result, dict) or not all(isinstance(t, torch.Tensor) for t in result.values()):
+    if not isinstance(result, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in result.items()
+    ):
         raise ConfigError(f"{path.name} is not a dict of tensors", param="--load-format")
     return result
