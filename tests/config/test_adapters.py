@@ -176,8 +176,28 @@ def test_matrices_of_modules_to_save(tmp_path: Path) -> None:
     shapes = {"base_model.model.lm_head.weight": (7, 8)}
     made = read_adapter(write(tmp_path / "a", shapes, modules_to_save=["lm_head"]))
     assert [(one.module, one.shape) for one in made.saved] == [("lm_head", (7, 8))]
-    with pytest.raises(ConfigError, match=r"lm_head\.weight"):
-        read_adapter(write(tmp_path / "b", shapes))
+    with pytest.raises(ConfigError, match=r"the file has not all matrices of modules_to_save"):
+        read_adapter(write(tmp_path / "b", shapes, modules_to_save=["embed_tokens"]))
+    with pytest.raises(ConfigError, match=r"norm\.weight"):
+        read_adapter(write(tmp_path / "c", {"base_model.model.model.norm.weight": (8,)}))
+
+
+def test_tables_of_a_resized_vocabulary(tmp_path: Path) -> None:
+    """peft saves both tables without a setting, and each table three times with ``modules_to_save``."""
+    names = ("base_model.model.lm_head", "base_model.model.model.embed_tokens")
+    shapes = {f"{name}.weight": (9, 8) for name in names}
+    thrice = shapes | {
+        f"{name}.{copy}.weight": (9, 8) for name in names for copy in ("modules_to_save", "original_module")
+    }
+    for number, (made, more) in enumerate(((shapes, {}), (thrice, {"modules_to_save": ["lm_head"]}))):
+        found = read_adapter(write(tmp_path / str(number), made, **more))
+        assert [(one.module, one.tensor) for one in found.saved] == [
+            ("lm_head", f"{names[0]}.weight"),
+            ("model.embed_tokens", f"{names[1]}.weight"),
+        ]
+    alone = {"base_model.model.model.norm.original_module.weight": (8,)}
+    with pytest.raises(ConfigError, match=r"norm\.original_module\.weight"):
+        read_adapter(write(tmp_path / "alone", shapes | alone))
 
 
 def test_modules_of_the_flag() -> None:

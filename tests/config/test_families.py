@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from weft.common.errors import ConfigError
@@ -126,6 +127,43 @@ def test_both_forms_of_rope_settings_agree(tmp_path: Path) -> None:
     assert (older.rope.kind, older.rope.factor, older.max_position) == ("linear", 2.0, 1024)
 
 
+def test_files_with_both_forms_of_rope_settings(tmp_path: Path) -> None:
+    """Neither form may be ignored."""
+    scaling = {"type": "linear", "factor": 2.0}
+    both = {
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+    }
+    for theta in (..., 5e5):
+        found = _load(tmp_path, rope_theta=theta, **both).rope
+        assert (found.kind, found.factor, found.theta) == ("linear", 2.0, 5e5)
+    with pytest.raises(
+        ConfigError, match=r"rope_parameters has rope_theta = 500000\.0, and another .* 10000"
+    ):
+        _load(tmp_path, rope_theta=10000.0, **both)
+    with pytest.raises(ConfigError, match=r"rope_parameters has factor = 2\.0, and another .* has 4\.0"):
+        _load(tmp_path, **{**both, "rope_scaling": {"type": "linear", "factor": 4.0}})
+
+
+def test_scaling_that_is_added_to_a_plain_rotation(tmp_path: Path) -> None:
+    """Guides for long contexts say so. A file that says the opposite is refused."""
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    rope = _load(tmp_path, rope_theta=5e5, rope_scaling=scaling, rope_parameters=plain).rope
+    theirs = transformers.LlamaConfig.from_pretrained(tmp_path).rope_parameters
+    assert theirs == {**scaling, "rope_theta": rope.theta}
+    assert (rope.kind, rope.factor) == (theirs["rope_type"], theirs["factor"])
+    with pytest.raises(ConfigError, match=r"rope_type = 'yarn', and another .* 'default': delete one"):
+        _load(tmp_path, rope_theta=..., rope_scaling={"rope_type": "default"}, rope_parameters=scaling)
+
+
+def test_the_older_name_of_longrope(tmp_path: Path) -> None:
+    factors = {"long_factor": [2.0] * 4, "short_factor": [1.0] * 4}
+    more = {"original_max_position_embeddings": 128, "max_position_embeddings": 512}
+    old = _load(tmp_path, rope_scaling={"type": "su", **factors}, **more)
+    assert old.rope == _load(tmp_path, rope_scaling={"type": "longrope", **factors}, **more).rope
+
+
 def test_context_of_stretching_kinds(tmp_path: Path) -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     assert _load(tmp_path, rope_scaling=yarn).max_position == 4096
@@ -168,7 +206,7 @@ def test_yarn_factor_from_the_contexts(tmp_path: Path) -> None:
         ({"rope_theta": 1.0}, "rope_theta must be a number greater than 1"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number"),
         ({"attention_bias": "yes"}, "attention_bias must be true or false"),
-        ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
+        ({"torch_dtype": "int8"}, "dtype 'int8' is not supported"),
         ({"architectures": ["LlamaForCausalLM", "Other"]}, "architectures must name one architecture"),
         ({"architectures": ...}, "architectures must name one architecture"),
     ],
@@ -200,6 +238,7 @@ def test_other_models_are_not_suggested(tmp_path: Path) -> None:
         ({"architectures": None, "model_type": "mistral"}, "MistralForCausalLM"),
         ({"architectures": [], "model_type": "qwen3"}, "Qwen3ForCausalLM"),
         ({"architectures": ["Qwen3Model"]}, "Qwen3ForCausalLM"),
+        ({"architectures": ["LLaMAForCausalLM"]}, "LlamaForCausalLM"),
         ({"architectures": ["MistralModel"]}, "MistralForCausalLM"),
         ({"architectures": ["Qwen2Model"], "model_type": "qwen2"}, "Qwen2ForCausalLM"),
     ],
@@ -223,8 +262,15 @@ def test_a_type_of_model_that_is_not_served_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
 def test_an_automatic_dtype_is_that_of_the_weights(tmp_path: Path, name: str) -> None:
+    """Some FP8 checkpoints state the type of their matrices."""
     save_file({"a.weight": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
-    assert _load(tmp_path, **{"torch_dtype": ..., name: "auto"}).dtype == "bfloat16"
+    for value in ("auto", "float8_e4m3fn", "torch.float8_e4m3fn"):
+        assert _load(tmp_path, **{"torch_dtype": ..., name: value}).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("half", "float16"), ("bf16", "bfloat16"), ("BF16", "bfloat16")])
+def test_short_names_of_types(name: str, dtype: str, tmp_path: Path) -> None:
+    assert _load(tmp_path, torch_dtype=name).dtype == dtype
 
 
 @pytest.mark.parametrize("field", ["is_causal", "use_bidirectional_attention"])
@@ -278,6 +324,12 @@ def test_factors_of_yarn(tmp_path: Path) -> None:
         _rope(tmp_path, extrapolation_factor=2.0)
     with pytest.raises(ConfigError, match="'linear' does not use attn_factor"):
         _load(tmp_path, rope_scaling={"type": "linear", "factor": 2.0, "attn_factor": 1.0})
+
+
+def test_the_form_of_other_tools_is_named(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text('{"dim": 64}')
+    with pytest.raises(ConfigError, match=r"no config\.json, but the params\.json of Mistral's own form"):
+        load_spec(str(tmp_path))
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:

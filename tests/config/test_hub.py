@@ -61,6 +61,19 @@ def test_names_that_are_nothing(tmp_path: Path) -> None:
     assert hub.is_local("x" * 5000)
 
 
+def test_a_repository_of_the_cache_is_its_snapshot(tmp_path: Path) -> None:
+    """Users name or mount the folder of the repository, which has links below ``snapshots``."""
+    snapshot = _cache(tmp_path)
+    repository = snapshot.parents[1]
+    assert Path(hub.resolve_model_path(str(repository))) == snapshot
+    other = snapshot.parent / "other"
+    other.mkdir()
+    assert Path(hub.resolve_model_path(str(repository))) == snapshot  # refs/main decides
+    (repository / "refs" / "main").unlink()
+    with pytest.raises(ConfigError, match="with 2 snapshots: name one of the folders"):
+        hub.resolve_model_path(str(repository))
+
+
 @pytest.mark.usefixtures("_offline")
 def test_hub_name_from_the_local_cache(tmp_path: Path) -> None:
     snapshot = _cache(tmp_path)

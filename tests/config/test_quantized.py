@@ -10,6 +10,7 @@ import pytest
 
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
+from weft.config.families.load import refuse_unserved
 from weft.config.spec import QuantizedSpec
 
 LLAMA = {
@@ -197,6 +198,42 @@ def test_what_tools_write(name: str, tmp_path: Path) -> None:
     assert _load(tmp_path, quantization_config=config) == expected
 
 
+@pytest.mark.parametrize(
+    ("form", "method", "offset"),
+    [
+        ({"packing_format": "auto_round"}, "gptq", 0),
+        ({"packing_format": "auto_round:gptqmodel"}, "gptq", 0),
+        ({"packing_format": "auto_round:gptq", "backend": "auto_round:exllamav2"}, "gptq", 1),
+        ({"backend": "auto_round:exllamav2"}, "gptq", 0),
+        ({"backend": "auto_round:gptq:exllamav2"}, "gptq", 1),
+        ({"backend": "auto_round:awq:gemm"}, "awq", 0),
+        ({"backend": "auto"}, "gptq", 1),
+        ({}, "gptq", 1),
+    ],
+)
+def test_zero_points_of_autoround(form: dict[str, Any], method: str, offset: int, tmp_path: Path) -> None:
+    """AutoRound's own packing has zero points as they are. Older releases name it in ``backend``."""
+    found = _load(tmp_path, quantization_config={"quant_method": "auto-round", "bits": 4, **form})
+    assert found is not None
+    assert (found.method, found.zero_offset) == (method, offset)
+
+
+def test_blocks_as_text(tmp_path: Path) -> None:
+    """Older compressed-tensors writes the block as a text."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x128"}
+    found = _load(tmp_path, quantization_config=_compressed(weights))
+    assert found == QuantizedSpec(method="compressed-tensors", block=(128, 128), bits=8.25)
+
+
+def test_formats_are_refused_before_a_download(tmp_path: Path) -> None:
+    """The folder has no weights yet."""
+    mlx = {"quantization": {"bits": 4, "group_size": 64}}
+    for more in (mlx, {"quantization_config": {"quant_method": "hqq"}}):
+        (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **more}))
+        with pytest.raises(ConfigError, match=r"is not supported"):
+            refuse_unserved(tmp_path)
+
+
 def test_plain_checkpoints(tmp_path: Path) -> None:
     assert _load(tmp_path) is None
     assert _load(tmp_path, quantization_config=None) is None
@@ -227,7 +264,16 @@ def test_the_file_that_modelopt_writes_beside(tmp_path: Path) -> None:
     ("config", "named"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method = 'bitsandbytes' is not supported; there are: fp8"),
-        ({"bits": 4}, "quant_method is missing"),
+        ({"load_in_8bit": False, "load_in_4bit": True}, "as in merged models, download the model and serve"),
+        ({"bits": 4, "group_size": 64}, "quant_method is missing (the fields are those of MLX, if"),
+        ({"load_in_4bit": True}, "quant_method is missing (the fields are those of bitsandbytes, which"),
+        ({"quant_method": "hqq"}, "or the version in 16 bits with --quantization int8 or int4"),
+        ({"quant_method": ["awq"]}, "quant_method = ['awq'] is not supported"),
+        ({"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}, "rotation = 'hadamard'"),
+        ({"quant_method": "gptq", "bits": 4, "adapter": {"rank": 16}}, "adapter = {'rank': 16}"),
+        ({"quant_method": "auto-round", "bits": 4, "hadamard_config": {"a": 1}}, "hadamard_config = {'a'"),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv_fast"}, "format = 'gemv_fast'"),
+        ({"quant_method": "awq", "w_bit": 3}, "w_bit = 3"),
         ("fp8", "quantization_config must be an object"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "weight_block_size must be two"),
@@ -257,6 +303,10 @@ def test_the_file_that_modelopt_writes_beside(tmp_path: Path) -> None:
             "packing_format = 'auto_round:g",
         ),
         ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "data_type = 'mx_fp'"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "backend": "auto_round:hpu"},
+            "backend = 'auto_round:hpu'",
+        ),
         (
             {"quant_method": "auto-round", "bits": 4, "extra_config": {"model.layers.7.mlp": {"bits": 3}}},
             "extra_config.model.layers.7.mlp.bits = 3",

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from weft.common.errors import ConfigError
 from weft.config import devices
 from weft.config.families import load_spec
-from weft.config.families.weight_files import check_weight_files, read_header
+from weft.config.families.weight_files import check_weight_files, pickles, read_header, weight_files
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 
@@ -147,10 +147,33 @@ def test_indexes_without_a_map(index: Any, folder: Path) -> None:
 def test_every_shard_is_checked(folder: Path) -> None:
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_weight_files(folder, "auto")  # the index belongs to another save
+    (folder / "model.safetensors").unlink()
     save_file({"a": torch.zeros(2)}, folder / "one.safetensors")
     (folder / "two.safetensors").write_bytes(b"torn")
     assert told(folder).startswith("two.safetensors is damaged")
     check_weight_files(folder, "auto", ("a",))  # the group reads no tensor of the other file
+
+
+def test_shards_without_an_index(folder: Path) -> None:
+    """The names tell which shard is missing. Mistral's own form lies beside the shards."""
+    weights = (folder / "model.safetensors").rename(folder / "model-00001-of-00003.safetensors")
+    message = "model-00002-of-00003.safetensors is missing: download the model again"
+    assert told(folder) == message
+    (folder / "model-00003-of-00003.safetensors").write_bytes(weights.read_bytes())
+    assert told(folder) == message
+    check_weight_files(folder, "partial")
+    (folder / "model-00002-of-00003.safetensors").write_bytes(weights.read_bytes())
+    (folder / "consolidated.safetensors").write_bytes(weights.read_bytes())
+    assert [path.name[:9] for path in weight_files(folder, "auto")] == ["model-000"] * 3
+
+
+def test_files_of_trainers_are_no_weights(folder: Path) -> None:
+    for name in ("rng_state.pth", "rng_state_7.pth", "scaler.pt", "training_args.bin", "optimizer.pt"):
+        (folder / name).touch()
+    assert pickles(folder) == []
+    (folder / "pytorch_model.bin").touch()
+    assert [path.name for path in pickles(folder)] == ["pytorch_model.bin"]
 
 
 @pytest.mark.parametrize(

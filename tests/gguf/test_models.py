@@ -356,6 +356,98 @@ def test_what_is_not_served_is_named(tmp_path: Path) -> None:
         resolve_tokenizer_path(None, folder)
 
 
+def _in_parts(source: Path, folder: Path) -> list[Path]:
+    """Write the model of ``source`` in two parts, as llama.cpp's gguf-split does."""
+    reader = gguf.GGUFReader(str(source))
+    made = []
+    for number in range(2):
+        path = folder / f"m-{number + 1:05d}-of-00002.gguf"
+        writer = gguf.GGUFWriter(str(path), "llama")
+        for key, field in reader.fields.items():
+            if not key.startswith("GGUF.") and key != "general.architecture" and number == 0:
+                kind, *inner = field.types
+                writer.add_key_value(key, field.contents(), kind, *inner[:1])
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 2)
+        for tensor in reader.tensors[number::2]:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        made.append(path)
+    return made
+
+
+def test_parts_behind_links(tmp_path: Path) -> None:
+    """The client of the hub stores files under their digests, and links to the files."""
+    write_model(tmp_path / "whole.gguf", made("llama"))
+    _, expected = loaded(str(tmp_path / "whole.gguf"))
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots"
+    blobs.mkdir()
+    snapshot.mkdir()
+    for number, part in enumerate(_in_parts(tmp_path / "whole.gguf", tmp_path)):
+        part.rename(blobs / f"{number}d")
+        (snapshot / part.name).symlink_to(f"../blobs/{number}d")
+    (snapshot / "m.mmproj-Q8_0.gguf").touch()
+    for name in (snapshot, snapshot / "m-00002-of-00002.gguf"):
+        _, found = loaded(str(name))
+        assert all(torch.equal(found[key], weight) for key, weight in expected.items())
+    (tmp_path / "one.gguf").symlink_to(snapshot / "m-00001-of-00002.gguf")
+    with pytest.raises(ConfigError, match=r"one\.gguf is one of 2 parts .* NAME-00001-of-00002\.gguf"):
+        resolve_model_path(str(tmp_path / "one.gguf"))
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_linear_scaling_without_its_name(key: str, tmp_path: Path) -> None:
+    """llama.cpp scales linearly by a factor without a kind. Older files have another name of the factor."""
+    write_model(tmp_path / "model.gguf", made("llama"), **{key: 4.0})
+    rope = load_spec(resolve_model_path(str(tmp_path / "model.gguf"))).rope
+    assert (rope.kind, rope.factor) == ("linear", 4.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.scale", 0.3),
+        ("attention.scale", "x"),
+        ("attention.causal", False),
+        ("logit_scale", 2.0),
+        ("embedding_scale", 12.0),
+    ],
+)
+def test_keys_of_other_architectures_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", made("llama"), **{key: value})
+    with pytest.raises(ConfigError, match=rf"llama\.{key} = .* is not supported for this architecture"):
+        resolve_model_path(str(tmp_path / "model.gguf"))
+    harmless = {"attention.scale": 0.25, "attention.causal": True}.get(key, 1.0)
+    write_model(tmp_path / "other.gguf", made("llama"), **{key: harmless})
+    assert load_spec(resolve_model_path(str(tmp_path / "other.gguf"))).heads == 4
+
+
+def test_a_file_beside_the_configuration_of_its_model(tmp_path: Path) -> None:
+    """Publishers put config.json beside GGUF files. Other weights in the folder come first."""
+    write_model(tmp_path / "model.gguf", made("llama"))
+    (tmp_path / "config.json").write_text("{}")
+    folder = resolve_model_path(str(tmp_path))
+    assert load_spec(folder).heads == 4
+    assert resolve_model_path(folder) == folder
+    (tmp_path / "pytorch_model.bin").touch()
+    assert resolve_model_path(str(tmp_path)) == str(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert resolve_model_path(str(tmp_path)) == folder
+
+
+def test_a_vision_tower_is_no_model(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(str(tmp_path / "mmproj.gguf"), "clip")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match="the vision tower of a model: name the model's file"):
+        resolve_model_path(str(tmp_path / "mmproj.gguf"))
+
+
 def test_parts_of_a_model(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         (tmp_path / f"m-{number:05d}-of-00003.gguf").touch()

@@ -93,6 +93,13 @@ def test_roles_template_and_what_is_put_around_a_text() -> None:
     keys = {f"tokenizer.ggml.{key}": value for key, value in texts.items()}
     files = tokenizer_files(keys | {"tokenizer.chat_template": "{{ messages }}"})
     assert files["chat_template.jinja"] == "{{ messages }}"
+    both = {"tokenizer.chat_template": "{{ messages }}", "tokenizer.chat_template.tool_use": "{{ tools }}"}
+    files = tokenizer_files(keys | both)
+    assert "chat_template.jinja" not in files
+    assert json.loads(files["tokenizer_config.json"])["chat_template"] == [
+        {"name": "default", "template": "{{ messages }}"},
+        {"name": "tool_use", "template": "{{ tools }}"},
+    ]
 
 
 def sentencepiece(seed: int) -> dict[str, Any]:

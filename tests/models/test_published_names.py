@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
+from weft.config.families.weight_files import tensor_names
+from weft.models.files import WeightFile
 from weft.models.loader import load_model
 
 CPU = torch.device("cpu")
@@ -82,6 +86,46 @@ def test_a_tied_head_that_is_saved_below_a_prefix(checkpoints: Any, tmp_path: Pa
         _read(folder)
 
 
+@pytest.mark.parametrize("generic", [False, True])
+def test_a_tied_embedding_that_is_saved_as_the_head(generic: bool, checkpoints: Any, tmp_path: Path) -> None:
+    """safetensors drops all but the first name of a shared tensor. transformers reads the head for both."""
+    source = Path(checkpoints("llama-tied-mha").folder)
+    folder = _copy(source, tmp_path / "renamed", lambda n: "lm_head.weight" if "embed_tokens" in n else n)
+    more = {"model_impl": "transformers"} if generic else {}
+    assert _same(_read(folder, **more), _read(source, **more))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    table = load_file(folder / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(theirs.get_input_embeddings().weight, table)
+
+
+def _wrapped(layer: str, model: str = "") -> Callable[[str], str]:
+    """Training wraps modules around each layer, or around the model."""
+    return lambda name: model + re.sub(r"(layers\.\d+\.)", rf"\g<1>{layer}", name)
+
+
+@pytest.mark.parametrize("generic", [False, True])
+@pytest.mark.parametrize(
+    "rename",
+    [
+        pytest.param(_wrapped("", "module._orig_mod."), id="compiled"),
+        pytest.param(_wrapped("_fsdp_wrapped_module._checkpoint_wrapped_module."), id="layers"),
+    ],
+)
+def test_names_of_modules_around_others(
+    rename: Callable[[str], str], generic: bool, checkpoints: Any, tmp_path: Path
+) -> None:
+    """torch.compile, FSDP and others leave their names in checkpoints."""
+    source = Path(checkpoints("llama").folder)
+    folder = _copy(source, tmp_path / "renamed", rename)
+    more = {"model_impl": "transformers"} if generic else {}
+    assert _same(_read(folder, **more), _read(source, **more))
+    assert set(tensor_names(folder) or ()) == set(load_file(source / "model.safetensors"))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, **load_file(source / "model.safetensors")}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"\S+ and \S+ are the same weight"):
+        _read(folder, **more)
+
+
 def test_what_is_missing_is_listed_by_the_names_of_the_checkpoint(checkpoints: Any, tmp_path: Path) -> None:
     below = _below("language_model.model.")
 
@@ -128,3 +172,15 @@ def test_a_tower_s_prefix_is_found_too(name: str, blind: bool, seeing: Any, tmp_
     folder = _copy(source, tmp_path / "renamed", rename)
     only = {"language_model_only": blind}
     assert _same(_read(folder, **only), _read(source, **only))
+
+
+def test_names_in_pickles(tmp_path: Path) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    one = torch.ones(2)
+    torch.save({"_orig_mod.model.norm.weight": one}, file)
+    with WeightFile(file) as opened:
+        assert opened.names() == ["model.norm.weight"]
+        assert torch.equal(opened.tensor("model.norm.weight"), one)
+    torch.save({5: one}, file)
+    with pytest.raises(ConfigError, match="is not a dict of tensors"), WeightFile(file):
+        pass

@@ -129,6 +129,29 @@ def _int8(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"weight": values, "weight_scale": scale}, values.double() * scale.double()
 
 
+def _int8_asymmetric(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Quantize like compressed-tensors with ``symmetric`` false: a zero point per row, or per 32 inputs."""
+    rows = weight if "down" in name else weight.unflatten(1, (-1, 32))
+    low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
+    scale = (high - low) / 255
+    zero = (-128 - low / scale).round().clamp(-128, 127)
+    values = (rows / scale + zero).round().clamp(-128, 127)
+    exact = ((values.double() - zero) * scale.double()).reshape(weight.shape)
+    grid = (len(weight), -1)
+    parts = {"weight": values.reshape(weight.shape).to(torch.int8), "weight_scale": scale.reshape(grid)}
+    return {**parts, "weight_zero_point": zero.reshape(grid).to(torch.int8)}, exact
+
+
+def _packed_whole(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Quantize like compressed-tensors with one scale per matrix: the zero point is not packed."""
+    values = torch.randint(-128, 128, weight.shape, generator=torch.Generator().manual_seed(len(name)))
+    scale, zero = torch.tensor([0.003]), torch.tensor([-7], dtype=torch.int8)
+    parts = {"weight_packed": make._words((values + 128).tolist(), 8), "weight_scale": scale}
+    shape = torch.tensor(weight.shape)
+    exact = (values.double() + 7) * scale.double()
+    return {**parts, "weight_zero_point": zero, "weight_shape": shape}, exact
+
+
 def _mixed(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor] | None:
     if "k_proj" in name or "experts.1" in name:
         return None
@@ -159,6 +182,7 @@ FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "fp8 blocks of exponents": (_fp8("block", exponents=True, name="scale"), {**FP8, "scale_fmt": "ue8m0"}),
     "fp8 mixed": (_mixed, FP8),
     "int8": (_int8, {**_CT, "format": "int-quantized"}),
+    "int8 asymmetric": (_int8_asymmetric, {**_CT, "format": "int-quantized"}),
     "nvfp4": (lambda _, w: make.nvfp4(w), {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "nvfp4 packed": (
         lambda _, w: make.nvfp4(w, divides=True),
@@ -166,9 +190,14 @@ FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     ),
     "packed 4 bits": (_like(make.packed, 4, 32), {**_CT, "format": "pack-quantized"}),
     "packed 8 bits": (_like(make.packed, 8, 32, zeros=True), {**_CT, "format": "pack-quantized"}),
+    "packed 8 bits, whole": (_packed_whole, {**_CT, "format": "pack-quantized"}),
     "awq": (_like(make.awq, 32), {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
     "gptq": (_like(make.gptq, 4, 32, desc_act=True), GPTQ),
     "autoround as gptq": (_widths, {**_ROUND, "packing_format": "auto_round:auto_gptq", "sym": True}),
+    "autoround without offsets": (
+        _like(make.gptq, 4, 32, v2=True),
+        {**_ROUND, "packing_format": "auto_round", "sym": False},
+    ),
     "autoround as awq": (
         _like(make.awq, 32),
         {**_ROUND, "packing_format": "auto_round:auto_awq", "sym": False},
@@ -482,6 +511,61 @@ def test_quantized_weights_without_a_configuration(plain: Path, tmp_path: Path) 
     assert "weight_scale_inv" in _message(packed)  # unexpected
     _change(packed, lambda t: [t.pop(n) for n in list(t) if n.endswith("_inv")])
     assert "need a quantization_config" in _message(packed)
+
+
+def test_zero_points_beside_fp8(plain: Path, tmp_path: Path) -> None:
+    """Older compressed-tensors writes zero points, all 0, for symmetric formats and static activations."""
+    packed, exact = _folders(plain, tmp_path, *FORMATS["fp8 per channel"])
+    name = "model.layers.0.self_attn.q_proj"
+    zeros = {
+        f"{name}.weight_zero_point": torch.zeros(128, 1).to(torch.float8_e4m3fn),
+        f"{name}.input_zero_point": torch.zeros(1),
+        f"{name}.input_scale_ub": torch.ones(1),
+        "model.layers.0.self_attn.k_bmm_quantizer._amax": torch.ones(()),
+    }
+    _change(packed, lambda tensors: tensors.update(zeros))
+    assert _same(_load(packed), _load(exact))
+    ones = {f"{name}.weight_zero_point": torch.ones(128, 1)}
+    _change(packed, lambda tensors: tensors.update(ones))
+    assert f"{name}.weight in model.safetensors do not fit: zero points of" in _message(packed)
+
+
+@pytest.mark.parametrize(("file", "name"), [("quantize_config.json", "gptq"), ("quant_config.json", "awq")])
+def test_configurations_of_older_tools(file: str, name: str, plain: Path, tmp_path: Path) -> None:
+    """AutoGPTQ and AutoAWQ wrote a file beside config.json, with other names of the fields."""
+    packed, exact = _folders(plain, tmp_path, FORMATS[name][0], None)
+    older = {
+        "gptq": {"bits": 4, "group_size": 32, "desc_act": True, "model_file_base_name": "model"},
+        "awq": {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"},
+    }
+    (packed / file).write_text(json.dumps(older[name]))
+    assert _same(_load(packed), _load(exact))
+    (exact / file).write_text('{"bits": 3}')  # left over beside plain weights
+    assert load_spec(str(exact)).quantized is None
+
+
+def test_a_configuration_that_is_left_over(plain: Path, tmp_path: Path) -> None:
+    """Merged models keep the configuration of a training in 4 bits. The weights are plain."""
+    left = {"quant_method": "bitsandbytes", "_load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    packed, exact = _folders(plain, tmp_path, lambda name, weight: None, left)
+    assert load_spec(str(packed)).quantized is None
+    assert _same(_load(packed), _load(exact))
+    state = {"model.layers.0.self_attn.q_proj.weight.absmax": torch.ones(4)}
+    _change(packed, lambda tensors: tensors.update(state))
+    assert "quant_method = 'bitsandbytes' is not supported" in _message(packed)
+
+
+def test_a_quantized_head_of_a_tied_model(plain: Path, tmp_path: Path) -> None:
+    """GPTQ with ``lm_head`` true leaves tie_word_embeddings as the model had the field."""
+    packed, exact = _folders(plain, tmp_path, FORMATS["gptq"][0], {**GPTQ, "lm_head": True})
+    parts, values = make.gptq((128, 64), 4, 32)
+    _change(packed, lambda tensors: tensors.update({f"lm_head.{end}": part for end, part in parts.items()}))
+    _change(packed, lambda tensors: tensors.pop("lm_head.weight"))
+    _change(exact, lambda tensors: tensors.update({"lm_head.weight": values.contiguous()}))
+    assert _same(_load(packed), _load(exact))
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert "weights of its own: set tie_word_embeddings to false" in _message(packed)
 
 
 def test_biases_of_zeros_beside_gptq(plain: Path, tmp_path: Path) -> None:

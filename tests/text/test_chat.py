@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from weft.common.errors import ConfigError, InvalidRequest
 from weft.text.chat import ChatFormat
 from weft.text.model import TextModel
+from weft.text.parsing.parser import Tool
 from weft.text.tokenizer import Tokenizer
 
 PIECE = st.one_of(
@@ -234,8 +237,6 @@ def test_a_broken_template_of_the_flag_ends_the_start(folders: dict[str, Path], 
 
 @pytest.mark.requirement("F63")
 def test_ends_of_turn_include_the_templates(folders: dict[str, Path], tmp_path: Path) -> None:
-    from shutil import copytree
-
     assert TextModel.load(folders["byte_level"]).end_ids == (2,)
     assert TextModel.load(folders["unigram"]).end_ids == (2,)
     folder = copytree(folders["byte_level"], tmp_path / "model")
@@ -248,9 +249,53 @@ def test_ends_of_turn_include_the_templates(folders: dict[str, Path], tmp_path: 
         TextModel.load(folder, tmp_path / "none.jinja")
 
 
-def test_the_files_template_wins_over_the_configs(folders: dict[str, Path], tmp_path: Path) -> None:
-    from shutil import copytree
+DEFAULT = "  {% for m in messages %}\n {{ m.content }}{% endfor %}\n\n"
+WITH_TOOLS = "\n{%- set first = tools[0] %}\nuse {{ first.function.name }}:{{ messages[0].content }} \n"
 
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "additional_chat_templates"])
+def test_a_template_for_tools_beside_the_default(
+    place: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Hermes 3 and Command R have two templates. The text is that of transformers."""
+    folder = copytree(folders["byte_level"], tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    named = [{"name": "default", "template": DEFAULT}, {"name": "tool_use", "template": WITH_TOOLS}]
+    if place == "additional_chat_templates":
+        (folder / place).mkdir()
+        (folder / place / "tool_use.jinja").write_text(WITH_TOOLS)
+        (folder / "chat_template.jinja").write_text(DEFAULT)
+    else:
+        config["chat_template"] = [*named, {"name": "rag", "template": "{{ documents }}"}]
+        (folder / place).write_text(json.dumps(config))
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    chat = TextModel.load(folder).chat
+    asked = [{"role": "user", "content": "the fox"}]
+    tool = {"type": "function", "function": {"name": "jump", "description": "", "parameters": {}}}
+    for tools in ([], [tool]):
+        wanted = theirs.apply_chat_template(asked, tools=tools or None, tokenize=False)
+        given = [Tool(name="jump", description="", parameters={})] if tools else []
+        found = chat.encode([user("the fox")], tools=given, add_generation_prompt=False)
+        assert found.text == wanted
+
+
+def test_tokens_with_names_are_variables(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The variables are those of transformers. The template stands in processor_config.json."""
+    transformers = pytest.importorskip("transformers")
+    folder = copytree(folders["byte_level"], tmp_path / "model")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    config |= {"extra_special_tokens": {"image_token": "<think>"}, "boi_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    template = "{{ boi_token }}{{ image_token }}{{ messages[0].content }}{{ eos_token }}"
+    (folder / "processor_config.json").write_text(json.dumps({"chat_template": template}))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    wanted = theirs.apply_chat_template([user("the fox")], chat_template=template, tokenize=False)
+    assert TextModel.load(folder).chat.encode([user("the fox")]).text == wanted
+
+
+def test_the_files_template_wins_over_the_configs(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = copytree(folders["byte_level"], tmp_path / "model")
     (folder / "chat_template.jinja").write_text("file {{ messages[0].content }}")
     assert TextModel.load(folder).chat.encode([user("x")]).text == "file x"

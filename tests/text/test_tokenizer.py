@@ -6,6 +6,7 @@ import codecs
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from shutil import copytree
 
 import msgspec
 import pytest
@@ -210,3 +211,64 @@ def test_files_of_other_editors(folders: dict[str, Path], tmp_path: Path) -> Non
         (tmp_path / "generation_config.json").write_bytes(content)
         with pytest.raises(ConfigError, match=rf"generation_config\.json of .*{said}"):
             read_text_files(tmp_path)
+
+
+def test_added_tokens_of_the_configuration(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A fine-tuned model may have an old tokenizer.json: transformers adds the tokens that others list."""
+    transformers = pytest.importorskip("transformers")
+    source = folders["byte_level"]
+    end = Tokenizer.load(source).vocab_size
+    flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    listed = {
+        str(end): {"content": "<call>", "special": False, **flags},
+        str(end + 1): {"content": "<|turn|>", "special": True, **flags},
+        str(end + 9): {"content": "<far>", "special": False, **flags},
+    }
+    config = json.loads((source / "tokenizer_config.json").read_text())
+    for name, more in (
+        ("decoder", {"added_tokens_decoder": dict(list(listed.items())[:2])}),
+        ("file", {}),
+        ("far", {"added_tokens_decoder": listed}),
+    ):
+        folder = copytree(source, tmp_path / name)
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, **more}))
+        if name == "file":
+            (folder / "added_tokens.json").write_text(json.dumps({"<call>": end, "<|turn|>": end + 1}))
+        ours = Tokenizer.load(folder)
+        text = "the <call>fox"
+        if name != "far":
+            theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+            assert ours.encode(text) == theirs(text)["input_ids"]
+        assert end in ours.encode(text)
+        assert ours.decode([end]) == "<call>"
+        assert "<far>" not in ours.added
+    assert ours.special["<|turn|>"] == end + 1
+    assert end + 1 not in ours.encode("<|turn|>"), "text from clients is no special token"
+    assert ours.encode("a<|turn|>", parse_special=True)[-1] == end + 1
+    (folder / "config.json").write_text(json.dumps({"text_config": {"vocab_size": end + 1}}))
+    ours = Tokenizer.load(folder)
+    assert "<call>" in ours.added
+    assert "<|turn|>" not in ours.added, "the model has no row for the id"
+
+
+def test_a_special_token_behind_a_normalizer(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Conversions of Llama 1 search special tokens in normalized text, which begins with a space."""
+    folder = copytree(folders["fallback_bpe"], tmp_path / "model")
+    data = json.loads((folder / "tokenizer.json").read_text())
+    for entry in data["added_tokens"]:
+        entry["normalized"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    ours, plain = Tokenizer.load(folder), Tokenizer.load(folders["fallback_bpe"])
+    for text in ("the</s>the", "</s>", "the </s><s> the"):
+        assert ours.encode(text, parse_special=True) == plain.encode(text, parse_special=True)
+    assert ours.encode("the</s>", parse_special=True)[-1] == ours.special["</s>"]
+
+
+def test_a_special_token_inside_a_word(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copytree(folders["byte_level"], tmp_path / "model")
+    data = json.loads((folder / "tokenizer.json").read_text())
+    for entry in data["added_tokens"]:
+        entry["single_word"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    ids = Tokenizer.load(folder).encode("fox<|im_end|>fox", parse_special=True)
+    assert ids == Tokenizer.load(folders["byte_level"]).encode("fox<|im_end|>fox", parse_special=True)

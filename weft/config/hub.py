@@ -95,11 +95,31 @@ def _local_folder(name: str) -> str | None:
                     param="--model",
                 )
             return None
+        path = _snapshot_in(path)
         found = find_gguf(path)
     except OSError as error:  # a folder without permission, or a name that is too long
         raise ConfigError(f"{name[:200]!r} cannot be read: {error.strerror}", param="--model") from None
     # A GGUF file is converted once; afterwards the converted folder is used.
     return str(path) if found is None else checkpoint_folder(found)
+
+
+def _snapshot_in(path: Path) -> Path:
+    """Return the folder of the model if ``path`` is the folder of a repository in the hub client's cache,
+    else ``path``. Raise ConfigError for several snapshots without a default branch."""
+    if (path / "config.json").is_file() or not (path / "snapshots").is_dir():
+        return path
+    main = path / "refs" / "main"
+    snapshots = sorted(one for one in (path / "snapshots").iterdir() if one.is_dir())
+    if main.is_file():
+        chosen = [one for one in snapshots if one.name == main.read_text(encoding="utf-8").strip()]
+        snapshots = chosen or snapshots
+    if len(snapshots) != 1:
+        raise ConfigError(
+            f"{path.name!r} is a folder of the hub client's cache with {len(snapshots)} snapshots: name one "
+            "of the folders in its folder snapshots",
+            param="--model",
+        )
+    return snapshots[0]
 
 
 def is_local(name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -20,8 +21,10 @@ from weft.gguf.gguf_names import GgufNames, Published, published
 from weft.gguf.gguf_tokenizer import tokenizer_files
 from weft.gguf.model_facts import ModelFacts
 
-VERSION = 7
+VERSION = 8
 """Version of the folder's contents. Folders of other versions are ignored."""
+_BESIDE = re.compile(r"^mmproj|[-_.]mmproj|^imatrix", re.IGNORECASE)
+"""Names of files beside a model: vision towers, and statistics for quantization."""
 _WEIGHTS = "weights"
 _LAYOUT = "gguf.json"
 _NO_TOKENIZER = "no-tokenizer.txt"
@@ -29,19 +32,25 @@ _NO_TOKENIZER = "no-tokenizer.txt"
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file for ``path``: the file itself, or the only model in a folder without config.json.
+    """Return the GGUF file for ``path``: the file, or the only model in a folder without other weights.
 
     Return None for any other folder. Raises ConfigError for a missing file, and for a folder with several
-    models.
+    models. Publishers of GGUF files put the config.json of the original model beside the files.
     """
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"there is no file {str(path)!r}", param="--model")
         refuse_pointer(path, "--model")
         return path
-    if (path / "config.json").is_file():
+    others = (
+        _LAYOUT,
+        "*.safetensors",
+        "*.bin",
+    )  # a folder made from a file, or with weights of another format
+    if (path / "config.json").is_file() and any(next(path.glob(name), None) for name in others):
         return None
-    models = {shards(file)[0] for file in sorted(path.glob("*.gguf")) if not file.name.startswith("mmproj")}
+    found = sorted(file for file in path.glob("*.gguf") if not _BESIDE.search(file.name))
+    models = {shards(file)[0] for file in found}
     if len(models) > 1:
         names = ", ".join(sorted(file.name for file in models))
         raise ConfigError(f"{str(path)!r} has several GGUF files: name one of {names}", param="--model")
@@ -53,11 +62,12 @@ def checkpoint_folder(path: Path) -> str:
 
     A changed file gets another folder. Raises ConfigError for an unsupported model.
     """
-    parts = shards(path.resolve())
-    folder = cache_folder("gguf") / _key(parts)
+    parts = _parts(path)
+    folder = cache_folder("gguf") / _key(shards(path.absolute())[0].stem, parts)
     if (folder / "config.json").is_file():
         return str(folder)
     containers = [Container(part) for part in parts]
+    _check_parts(path, containers)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
@@ -73,6 +83,27 @@ def checkpoint_folder(path: Path) -> str:
             param="--model",
         ) from error
     return str(folder)
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return all files of the model of ``path``, in order, without symbolic links.
+
+    In the cache of the hub's client the files are links to files with other names, so the names of the links
+    tell the parts. Raises ConfigError if a part is missing.
+    """
+    named = shards(path.absolute())
+    return [part.resolve() for part in named] if len(named) > 1 else shards(path.resolve())
+
+
+def _check_parts(path: Path, containers: list[Container]) -> None:
+    """Raise ConfigError for a part of a model under a name that does not tell the other parts."""
+    count = containers[0].metadata.get("split.count", 0)
+    if isinstance(count, int) and count > 1 and count != len(containers):
+        raise ConfigError(
+            f"{path.name} is one of {count} parts of a model, and its name does not tell the others: give "
+            f"the parts their names, NAME-00001-of-{count:05d}.gguf and so on",
+            param="--model",
+        )
 
 
 def _publish(made: Path, folder: Path) -> None:
@@ -140,13 +171,14 @@ def weights_of(path: Path) -> dict[str, Published]:
     return {weight.name: weight for weight in published(layout) if weight.parts[0].path == here}
 
 
-def _key(parts: list[Path]) -> str:
-    """Return a folder name unique to the files and to their present size, time and inode."""
+def _key(stem: str, parts: list[Path]) -> str:
+    """Return a folder name that begins with ``stem``, unique to the files and to their present size, time and
+    inode."""
     seen = hashlib.sha256(f"{VERSION}".encode())
     for part in parts:
         state = part.stat()
         seen.update(f"\0{part}\0{state.st_size}\0{state.st_mtime_ns}\0{state.st_ino}".encode())
-    return f"{parts[0].stem[:80]}-{seen.hexdigest()[:16]}"
+    return f"{stem[:80]}-{seen.hexdigest()[:16]}"
 
 
 def _write(folder: Path, containers: list[Container]) -> None:

@@ -80,6 +80,7 @@ def config_of(
         made["sliding_window"] = facts.integer("attention.sliding_window")
         if any(tensor.name.endswith("_exps.weight") and tensor.kind == "MXFP4" for tensor in tensors):
             made["quantization_config"] = {"quant_method": "mxfp4"}
+    facts.refuse_unread()
     return _quantization(tensors, facts.delta) | made | _ends(metadata)
 
 
@@ -243,7 +244,11 @@ def _rope_scaling(
     ``factors``: divisors of the frequencies, or None. ``size``: dims of a head. ``theta``: base of the
     rotation.
     """
-    kind = facts.metadata.get(f"{facts.architecture}.rope.scaling.type", "none")
+    kind = facts.metadata.get(f"{facts.architecture}.rope.scaling.type")
+    # Older files have the factor without the kind, or under an older name. llama.cpp then scales linearly.
+    factor = "rope.scaling.factor" if facts.has("rope.scaling.factor") else "rope.scale_linear"
+    if kind is None:
+        kind = "linear" if facts.has(factor) and facts.number(factor) != 1.0 else "none"
     if factors is not None:
         if kind not in ("none", "linear", "llama3") or not _is_llama3(factors, size, theta):
             raise ConfigError(
@@ -256,7 +261,7 @@ def _rope_scaling(
     if kind in ("none", ""):
         return {}
     if kind == "linear":
-        return {"rope_scaling": {"rope_type": "linear", "factor": facts.number("rope.scaling.factor")}}
+        return {"rope_scaling": {"rope_type": "linear", "factor": facts.number(factor)}}
     if kind == "yarn":
         scaling = {"rope_type": "yarn", "factor": facts.number("rope.scaling.factor")}
         if facts.architecture == "gpt-oss":

@@ -63,6 +63,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "\u2581"
 SEGMENTATION = "weft_segmentation"
 """Key of tokenizer_config.json for cuts before encoding, which a tokenizer.json cannot express."""
+_TOOLS = "tool_use"
+"""Name of the chat template for tools."""
 _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
@@ -140,9 +142,15 @@ def tokenizer_files(metadata: Mapping[str, Any], *, prefixed: bool = False) -> d
     }
     if metadata.get("tokenizer.ggml.pre") == "kimi-k2" and kind == "gpt2":
         named[SEGMENTATION] = KIMI_LIMITS
-    files = {"tokenizer.json": made, "tokenizer_config.json": json.dumps(named, ensure_ascii=False)}
+    files = {"tokenizer.json": made}
     if isinstance(template := metadata.get("tokenizer.chat_template"), str):
-        files["chat_template.jinja"] = template
+        # A file may have a second template, for tools.
+        if isinstance(tools := metadata.get(f"tokenizer.chat_template.{_TOOLS}"), str):
+            both = {"default": template, _TOOLS: tools}
+            named["chat_template"] = [{"name": name, "template": text} for name, text in both.items()]
+        else:
+            files["chat_template.jinja"] = template
+    files["tokenizer_config.json"] = json.dumps(named, ensure_ascii=False)
     return files
 
 

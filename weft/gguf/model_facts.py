@@ -74,6 +74,23 @@ HYBRID = ("qwen3next", "qwen35", "qwen35moe")
 """Architectures with gated delta nets."""
 _VARYING = ("gemma4", "lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe", "granitehybrid", "kimi-linear")
 """Architectures with other sizes in some layers."""
+_EFFECTS: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
+    "attention.temperature_scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "expert_weights_scale": (0.0, 1.0),
+    "final_logit_softcapping": (0.0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "router_logit_softcapping": (0.0,),
+    "swin_norm": (False,),
+    "use_parallel_residual": (False,),
+}
+"""Keys that change results -> values without effect. Only some architectures read these keys."""
 _SIGMOID = 2
 """Value of ``expert_gating_func`` for sigmoid scores."""
 
@@ -84,7 +101,13 @@ class ModelFacts:
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         """``metadata``: of the file. Raises ConfigError for an unsupported architecture."""
         self.metadata = metadata
+        self._read = set[str]()
+        """Keys that were read, without the architecture."""
         self.architecture = str(metadata.get("general.architecture", ""))
+        if self.architecture == "clip":
+            raise ConfigError(
+                "the file is the vision tower of a model: name the model's file", param="--model"
+            )
         if self.architecture not in ARCHITECTURES:
             raise ConfigError(
                 f"GGUF architecture {self.architecture!r} is not supported; there are: "
@@ -111,8 +134,24 @@ class ModelFacts:
             raise self._fail(key, f"must be a number above 0, not {value!r}")
         return float(f"{value:.7g}")
 
+    def refuse_unread(self) -> None:
+        """Raise ConfigError for a key that changes results, and that no reader has read.
+
+        Call after all readers.
+        """
+        for key, harmless in _EFFECTS.items():
+            value = self.metadata.get(f"{self.architecture}.{key}")
+            if value is None or key in self._read or value in harmless:
+                continue
+            # Scores are divided by the root of the head size anyway.
+            usual = self.head_size**-0.5
+            is_usual = isinstance(value, int | float) and math.isclose(value, usual, rel_tol=1e-3)
+            if key != "attention.scale" or not is_usual:
+                raise self._fail(key, f"= {value!r} is not supported for this architecture")
+
     def has(self, key: str) -> bool:
-        """Return True if the file has the key."""
+        """Return True if the file has the key. The key counts as read."""
+        self._read.add(key)
         return f"{self.architecture}.{key}" in self.metadata
 
     @property
@@ -212,6 +251,7 @@ class ModelFacts:
 
     def _value(self, key: str, default: Any) -> Any:
         """Return a value of the architecture. Raises ConfigError for a missing value without default."""
+        self._read.add(key)
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise self._fail(key, "is missing")

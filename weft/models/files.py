@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from weft.common.errors import ConfigError
+from weft.config.families.weight_files import bare_name
 from weft.gguf.checkpoint_folder import weights_of
 from weft.models.gguf_tensor import CodedType, GGUFTensor, Maps, RoundedTensor, rounded_tensors
 from weft.ops.mapped import Mapped, mapped_around
@@ -22,6 +23,8 @@ _PLAIN = ("F64", "F32", "BF16", "F16")
 
 class WeightFile:
     """One open file with its names and tensors. Tensors are on the CPU and are read on request.
+
+    Names have no parts of modules that training wraps around others (``bare_name``).
 
     A context manager. Raises ConfigError if the file is damaged or not a weight file.
     """
@@ -40,15 +43,16 @@ class WeightFile:
         """Open the file. Raises ConfigError if the file is damaged or not a weight file."""
         try:
             if self._path.suffix == ".safetensors":
-                self._safe = safe_open(str(self._path), framework="pt", device="cpu").__enter__()
+                self._safe = _BareNames(safe_open(str(self._path), framework="pt", device="cpu").__enter__())
                 if self._types:
                     self._loaded = self._rounded(self._safe)
             elif self._path.suffix == ".gguf":
                 maps = Maps()
-                found = weights_of(self._path)
-                self._loaded = {name: GGUFTensor(one, maps) for name, one in found.items()}
+                published = weights_of(self._path)
+                self._loaded = {name: GGUFTensor(one, maps) for name, one in published.items()}
             else:
-                self._loaded = _unpickle(self._path)
+                found = _unpickle(self._path)
+                self._loaded = {bare: found[name] for bare, name in _by_bare_name(found).items()}
         except ConfigError:
             raise
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
@@ -152,6 +156,39 @@ class WeightFile:
             yield name, self.tensor(name)
 
 
+class _BareNames:
+    """An open safetensors file, with the names of ``bare_name``."""
+
+    def __init__(self, safe: Any) -> None:
+        """Raises ValueError for two tensors of one name."""
+        self._safe = safe
+        self._saved = _by_bare_name(safe.keys())
+
+    def __exit__(self, *exception: object) -> None:
+        self._safe.__exit__(*exception)
+
+    def keys(self) -> list[str]:
+        return list(self._saved)
+
+    def get_tensor(self, name: str) -> Any:
+        return self._safe.get_tensor(self._saved[name])
+
+    def get_slice(self, name: str) -> Any:
+        return self._safe.get_slice(self._saved[name])
+
+
+def _by_bare_name(names: Iterable[str]) -> dict[str, str]:
+    """Return the name of each tensor without wrappers -> the name in the file.
+
+    Raises ValueError for two tensors of one name.
+    """
+    made: dict[str, str] = {}
+    for name in names:
+        if (other := made.setdefault(bare_name(name), name)) != name:
+            raise ValueError(f"{other} and {name} are the same weight")
+    return made
+
+
 def _unpickle(path: Path) -> dict[str, torch.Tensor]:
     """Return the state dict of a torch file, mapped instead of read. Unpickles tensors only, never code.
 
@@ -164,6 +201,8 @@ def _unpickle(path: Path) -> dict[str, torch.Tensor]:
         raise ConfigError(
             f"{path.name} contains objects other than tensors, and is not loaded", param="--load-format"
         ) from error
-    if not isinstance(result, dict) or not all(isinstance(t, torch.Tensor) for t in result.values()):
+    if not isinstance(result, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in result.items()
+    ):
         raise ConfigError(f"{path.name} is not a dict of tensors", param="--load-format")
     return result

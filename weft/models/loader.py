@@ -285,7 +285,9 @@ def fill(
     quantized = model.spec.quantized
     cut = range(model.spec.layers, saved_layers)
     found = _names_of(files)
-    weights = weights.published_as({name for names in found.values() for name in names})
+    published = {name for names in found.values() for name in names}
+    named = weights.published_as(published)
+    weights = named if quantized else named.saved_as(published)
     # A repeated weight is compared with the weight, so both are rounded.
     types = {**types, **{name: types[one] for name, one in weights.same_as.items() if one in types}}
     owners = owners_of(model) if changed is not None and isinstance(model, nn.Module) else None
@@ -313,6 +315,7 @@ def fill(
                         bar.update()
     trim_heap()
     _check_repeated(parameters, weights, files, types)
+    target.weights = named  # adapters find their modules by the usual names
     target.settle()
     return target
 
@@ -366,6 +369,8 @@ def _check_names(
     ):
         if listed:
             problems.append(f"{what}: {_list(listed)}")
+    if any(part_of(part.name, weights.same_as, quantized) for part in unexpected):
+        problems.append("the output head has weights of its own: set tie_word_embeddings to false")
     if problems:
         raise ConfigError(
             f"the checkpoint's weights do not fit its config.json; {'; '.join(problems)}", param="--model"

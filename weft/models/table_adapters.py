@@ -114,7 +114,10 @@ class TableAdapters:
                 able = "no matrix of this model can be replaced"
             return f"modules_to_save has {saved.module}, and {able}"
         if saved.shape != self._shape(layer):
-            return f"{saved.module} has shape {list(saved.shape)} instead of {list(self._shape(layer))}"
+            hint = ""
+            if saved.shape[1:] == self._shape(layer)[1:]:
+                hint = " (another vocabulary: resize the base model as in the training, and save the model)"
+            return f"{saved.module} has shape {list(saved.shape)} instead of {list(self._shape(layer))}{hint}"
         if not self._saved:
             return f"modules_to_save has {saved.module}, which requires --lora-saved-modules"
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -107,6 +107,22 @@ class WeightMap:
             {named(name): named(other) for name, other in self.same_as.items()},
             self.ignored,
         )
+
+    def saved_as(self, names: Collection[str]) -> WeightMap:
+        """Return the map for tensors ``names`` that have repeated weights under one name only.
+
+        Some trainers drop the first of two tied tensors, so the embedding has the name of the head.
+        """
+        swapped = {
+            other: name for name, other in self.same_as.items() if name in names and other not in names
+        }
+        # Of several repetitions, the last one stands for the weight; the loader ignores the others.
+        if not swapped:
+            return self
+        placements = {swapped.get(name, name): placed for name, placed in self.placements.items()}
+        same = {name: swapped.get(other, other) for name, other in self.same_as.items()}
+        kept = {name: other for name, other in same.items() if name != other}
+        return replace(self, placements=placements, same_as=kept)
 
     def add(
         self,

@@ -319,7 +319,7 @@ class ChatFormat:
         """Return the template variables of the special tokens."""
         files = self._tokenizer.files
         extra = {"additional_special_tokens": list(files.extra)} if files.extra else {}
-        return {**files.named, **extra}
+        return {**files.variables, **files.named, **extra}
 
 
 def _not_shown(part: ShownPart) -> InvalidRequest:

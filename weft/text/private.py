@@ -32,9 +32,15 @@ def build_private(
     """
     names = {text: secret_digits() for text in special}
     for entry in data.get("added_tokens", ()):
-        entry["content"] = names.get(entry["content"], entry["content"])
+        if entry["content"] in names:
+            # The server writes a special token everywhere, also inside a word.
+            entry |= {"content": names[entry["content"]], "single_word": False}
     _rename_model(data["model"], names)
     private = tokenizers.Tokenizer.from_str(json.dumps(data, ensure_ascii=False))
+    normal = private.normalizer
+    if normal is not None and any(normal.normalize_str(name) != name for name in names.values()):
+        # A space before every text would stand before the names, too: no name would be found inside a text.
+        private = tokenizers.Tokenizer.from_str(json.dumps(_not_normalized(data, names), ensure_ascii=False))
     private.no_truncation()
     private.no_padding()
     for text, token in special.items():
@@ -43,6 +49,15 @@ def build_private(
                 "the tokenizer's special tokens cannot be separated from its text tokens", param="tokenizer"
             )
     return private, names
+
+
+def _not_normalized(data: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Return ``data`` after a change: special tokens are searched before normalization."""
+    private = set(names.values())
+    for entry in data.get("added_tokens", ()):
+        if entry["content"] in private:
+            entry["normalized"] = False
+    return data
 
 
 def _rename_model(model: dict[str, Any], names: dict[str, str]) -> None:

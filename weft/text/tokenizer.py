@@ -16,10 +16,14 @@ import tokenizers
 from tokenizers import AddedToken
 
 from weft.common.errors import ConfigError, InvalidRequest
+from weft.common.log import get_logger
 from weft.text.pieces import DecoderForm, TextPiece, make_piece, read_decoder
 from weft.text.private import build_private
 from weft.text.segments import Segments
 from weft.text.tokenizer_files import TextFiles, read_text_files
+from weft.text.vocabularies.merges import FLAGS
+
+log = get_logger(__name__)
 
 LONG_CHARS = 1 << 16
 """Text longer than this, with a limit, is first checked piece by piece."""
@@ -52,7 +56,8 @@ class Tokenizer:
                 f"the model's tokenizer.json cannot be read: {error}", param="tokenizer"
             ) from None
         self.files = files
-        changed = _add_named(self._public, files, hidden)
+        changed = _add_listed(self._public, files)
+        changed = _add_named(self._public, files, hidden) or changed
         data = json.loads(self._public.to_str() if changed else files.tokenizer_json)
         added = self._public.get_added_tokens_decoder()
         self.added: dict[str, int] = {token.content: number for number, token in added.items()}
@@ -250,6 +255,34 @@ def check_text(text: str, param: str | None = None) -> None:
         raise InvalidRequest(
             "the text holds a lone surrogate, which is not valid Unicode", param=param
         ) from None
+
+
+def _add_listed(tokenizer: tokenizers.Tokenizer, files: TextFiles) -> bool:
+    """Add tokens, in place, that the configuration lists with ids behind the vocabulary of tokenizer.json.
+
+    Fine-tuned models may have an old tokenizer.json beside a new configuration. Return True if any token was
+    added. A token whose id would differ is not added: a warning names the token.
+    """
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    known = set(vocabulary.values())
+    # The library gives new tokens the ids behind the largest id of an added token and behind the model.
+    end = max(tokenizer.get_vocab_size(False), 1 + max(tokenizer.get_added_tokens_decoder(), default=-1))
+    found = list[AddedToken]()
+    for number, entry in sorted(files.added.items()):
+        if number in known or entry["content"] in vocabulary:
+            continue
+        if number != end + len(found):
+            log.warning(
+                "the configuration lists the token %r with id %d, which is not in tokenizer.json: not used",
+                entry["content"],
+                number,
+            )
+            continue
+        flags = {name: entry[name] for name in FLAGS if isinstance(entry.get(name), bool)}
+        found.append(AddedToken(entry["content"], **{"normalized": False, **flags}))
+    if found:
+        tokenizer.add_tokens(found)
+    return bool(found)
 
 
 def _add_named(tokenizer: tokenizers.Tokenizer, files: TextFiles, hidden: Sequence[int] = ()) -> bool:

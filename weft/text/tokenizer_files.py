@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import msgspec
 from weft.common.lfs import read_model_text
 from weft.config.families.facts import read_json
 from weft.text.segments import Segmentation
-from weft.text.vocabularies.choose import read_vocabulary
+from weft.text.vocabularies.choose import added_tokens, read_vocabulary
 
+_DEFAULT, _TOOLS = "default", "tool_use"
+"""Names of the chat templates that are read."""
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens with a role. Each role is also a template variable."""
 
@@ -29,6 +33,11 @@ class TextFiles(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...]
     """Ids from generation_config.json and config.json."""
     chat_template: str | None
+    variables: dict[str, str] = msgspec.field(default_factory=dict)
+    """Template variables of further tokens, for example ``image_token``."""
+    added: dict[int, dict[str, Any]] = msgspec.field(default_factory=dict)
+    """Id of each added token that the configuration lists -> ``content`` and flags. The model has a row for
+    the id."""
     model_type: str = ""
     """``model_type`` of config.json."""
     segmentation: Segmentation = Segmentation()
@@ -44,6 +53,7 @@ def read_text_files(folder: str | Path) -> TextFiles:
     config = _read_json(root, "tokenizer_config.json")
     special = {**config, **_read_json(root, "special_tokens_map.json")}
     vocabulary = read_vocabulary(root, config)
+    rows = _rows(root)
     named = {role: text for role in NAMED if (text := _content(special.get(role))) is not None}
     return TextFiles(
         tokenizer_json=vocabulary.tokenizer_json,
@@ -52,9 +62,19 @@ def read_text_files(folder: str | Path) -> TextFiles:
         extra=_extra_tokens(special),
         eos_ids=_eos_ids(root),
         chat_template=_chat_template(root, config),
+        variables=_variables(config),
+        added={number: entry for number, entry in added_tokens(root, config).items() if number < rows},
         model_type=_model_type(root),
         segmentation=vocabulary.segmentation,
     )
+
+
+def _rows(root: Path) -> float:
+    """Return the number of token ids of the model; infinity if config.json does not state the number."""
+    config = _read_json(root, "config.json")
+    text = config.get("text_config")
+    value = (text if isinstance(text, dict) else config).get("vocab_size")
+    return value if isinstance(value, int) else math.inf
 
 
 def _model_type(root: Path) -> str:
@@ -90,6 +110,15 @@ def _extra_tokens(special: dict[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def _variables(config: dict[str, Any]) -> dict[str, str]:
+    """Return the tokens that templates know by names other than ``NAMED``, as in transformers."""
+    found = {name: value for name, value in config.items() if name.endswith("_token") and name not in NAMED}
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        value = config.get(key)
+        found |= value if isinstance(value, dict) else {}
+    return {name: text for name, value in found.items() if (text := _content(value)) is not None}
+
+
 def _eos_ids(root: Path) -> tuple[int, ...]:
     """Return the end ids of generation_config.json and config.json, without repetitions.
 
@@ -109,18 +138,37 @@ def _eos_ids(root: Path) -> tuple[int, ...]:
 
 
 def _chat_template(root: Path, config: dict[str, Any]) -> str | None:
-    """Return the default chat template, or None.
+    """Return the chat template, or None. A template for tools is a part of the result.
 
-    The order of preference: chat_template.jinja, the field in tokenizer_config.json, chat_template.json.
-    Raises ConfigError for an unreadable file, a Git LFS pointer or invalid JSON.
+    The order of preference: chat_template.jinja (with the folder additional_chat_templates), the field in
+    tokenizer_config.json, chat_template.json, processor_config.json. Raises ConfigError for an unreadable
+    file, a Git LFS pointer or invalid JSON.
     """
     path = root / "chat_template.jinja"
+    named: dict[Any, Any]
     if path.is_file():
-        return read_model_text(path)
-    value = config.get("chat_template")
-    if value is None:
-        value = _read_json(root, "chat_template.json").get("chat_template")
-    if isinstance(value, list):  # named templates: [{"name": ..., "template": ...}]
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
+        tools = root / "additional_chat_templates" / f"{_TOOLS}.jinja"
+        named = {_DEFAULT: read_model_text(path)}
+        named |= {_TOOLS: read_model_text(tools)} if tools.is_file() else {}
+    else:
+        value = config.get("chat_template")
+        if value is None:
+            files = ("chat_template.json", "processor_config.json")
+            value = next((v for name in files if (v := _read_json(root, name).get("chat_template"))), None)
+        # Named templates are [{"name": ..., "template": ...}].
+        entries = value if isinstance(value, list) else [{"name": _DEFAULT, "template": value}]
+        named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    default, tools_template = named.get(_DEFAULT), named.get(_TOOLS)
+    if not isinstance(default, str):
+        return None
+    return with_tools(default, tools_template) if isinstance(tools_template, str) else default
+
+
+def with_tools(default: str, tools: str) -> str:
+    """Return one template of two, as transformers chooses: ``tools`` for conversations with tools, else
+    ``default``."""
+    # Jinja drops space before a tag at the begin of a template, and one line end at the end. ``+`` keeps all
+    # other space around the tags.
+    dropped = re.compile(r"\A[ \t]+(?=\{[%#](?!\+))|(?:\r\n|\r|\n)\Z")
+    first, second = (dropped.sub("", source) for source in (tools, default))
+    return f"{{%+ if tools +%}}{first}{{%+ else +%}}{second}{{%+ endif +%}}"

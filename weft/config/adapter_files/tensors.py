@@ -24,7 +24,13 @@ _PREFIX = r"^(?:base_model\.model\.)?(?P<module>.+?)"
 _SIDE = re.compile(_PREFIX + r"\.lora_(?P<table>embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?$")
 _MAGNITUDE = re.compile(_PREFIX + r"\.lora_magnitude_vector(?:\.default)?(?:\.weight)?$")
 _WHOLE = re.compile(_PREFIX + r"(?:\.modules_to_save(?:\.default)?)?\.weight$")
+_DOUBLE = re.compile(r"\.modules_to_save(?:\.default)?\.weight$")
+_ORIGINAL = re.compile(_PREFIX + r"\.original_module\.weight$")
 _BASE = ".base_layer"
+_COPIES = (f"{_BASE}.weight", ".original_module.weight")
+"""Endings of copies of base matrices."""
+_TABLES = ("embed_tokens", "lm_head")
+"""Modules that peft saves whole, without a setting, if the vocabulary was resized."""
 _MOST_NAMES = 4096
 """Maximum names in a list of the settings: every tensor is compared with every name."""
 _MOST = 1e30
@@ -118,12 +124,9 @@ def modules_of(
         elif (match := _WHOLE.match(tensor)) and _is_saved(match["module"], config):
             saved.append(SavedMatrix(module=match["module"], tensor=tensor, shape=_shape(header, tensor)))
         else:
-            (copies if tensor.endswith(f"{_BASE}.weight") else other).append(tensor)
-    # ``base_layer.weight`` beside an adapter of an embedding is a copy of the base matrix, which peft saves.
-    adapted = {
-        tensor for tensor in copies if (match := _WHOLE.match(tensor)) and _bare(match["module"]) in found
-    }
-    other += [tensor for tensor in copies if tensor not in adapted]
+            (copies if tensor.endswith(_COPIES) else other).append(tensor)
+    saved, strangers = _without_copies(saved, copies, found)
+    other += strangers
     other += [one.sides["A" if "A" in one.sides else "B"] for one in found.values() if len(one.sides) == 1]
     other += [tensor for module, tensor in lengths.items() if module not in found]
     if other:
@@ -131,9 +134,7 @@ def modules_of(
     if not found and not saved:
         raise UnreadTensors("the file with the weights has no tensors of an adapter")
     kept = config.get("modules_to_save") or ()
-    if kept and not all(
-        any(_is_saved(one.module, {"modules_to_save": [name]}) for one in saved) for name in kept
-    ):
+    if not all(any(_ends_in(one.module, name) for one in saved) for name in kept):
         raise UnreadTensors(f"the file has not all matrices of modules_to_save {kept!r}")
     for module, tensor in lengths.items():
         found[module].magnitude = tensor
@@ -169,14 +170,37 @@ def _shape(header: Mapping[str, Any], tensor: str) -> tuple[int, ...]:
     return tuple(header[tensor]["shape"])
 
 
+def _without_copies(
+    saved: Sequence[SavedMatrix], copies: Sequence[str], found: Mapping[str, _Found]
+) -> tuple[list[SavedMatrix], list[str]]:
+    """Return (whole matrices, each once; tensors of ``copies`` that are no copies of base matrices)."""
+    # With ``modules_to_save`` of an embedding, peft saves the trained matrix under two names.
+    plain = {one.module for one in saved if not _DOUBLE.search(one.tensor)}
+    kept = [one for one in saved if one.module not in plain or not _DOUBLE.search(one.tensor)]
+    whole = {one.module for one in kept}
+    strangers = []
+    for tensor in copies:
+        # peft saves the base matrix beside an adapter of an embedding, and beside a whole matrix.
+        beside, original = _WHOLE.match(tensor), _ORIGINAL.match(tensor)
+        of_adapter = beside is not None and _bare(beside["module"]) in found
+        if not of_adapter and (original is None or original["module"] not in whole):
+            strangers.append(tensor)
+    return kept, strangers
+
+
 def _is_saved(module: str, config: Mapping[str, Any]) -> bool:
-    """Return True if ``modules_to_save`` names the module, by the whole name or by the last parts."""
+    """Return True if ``modules_to_save`` names the module, and for an embedding and a head."""
+    if module.rpartition(".")[2] in _TABLES:
+        return True
     names = config.get("modules_to_save") or ()
     if names and config.get("ensure_weight_tying") and "layers." not in module:
         return True  # peft also saves the module that is tied to a named module
-    return isinstance(names, list) and any(
-        isinstance(name, str) and (module == name or module.endswith(f".{name}")) for name in names
-    )
+    return any(_ends_in(module, name) for name in names)
+
+
+def _ends_in(module: str, name: str) -> bool:
+    """Return True if ``name`` is the name of the module, or its last parts."""
+    return module == name or module.endswith(f".{name}")
 
 
 class _Numbers:

@@ -43,6 +43,10 @@ MOST_PARTS = 10_000
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 _SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
+_SAME_DTYPE = {
+    **{"half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16"},
+    **{"float": "float32", "fp32": "float32", "f32": "float32", "double": "float64"},
+}
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -200,9 +204,11 @@ class Facts:
     def dtype(self) -> str | None:
         """Return the type of the saved weights, or None if not stated. Raise ConfigError."""
         value = self.get("dtype") or self.get("torch_dtype")
-        if value in (None, "auto"):  # not stated: the saved type counts
-            return None
         name = str(value).removeprefix("torch.")
+        # Not stated, or the type of quantized matrices: the saved type of the other tensors counts.
+        if value in (None, "auto") or name.startswith("float8_"):
+            return None
+        name = _SAME_DTYPE.get(name.lower(), name)
         if name not in _DTYPES:
             raise self.fail("dtype", f"{name!r} is not supported; there are: {', '.join(_DTYPES)}")
         return name

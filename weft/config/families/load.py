@@ -27,7 +27,7 @@ from weft.config.families.tasks.pooling import (
 )
 from weft.config.families.vision import read_tower
 from weft.config.families.weight_files import refuse_adapter, saved_dtype, tensor_names
-from weft.config.spec import ModelSpec, keep_mtp
+from weft.config.spec import ModelSpec, QuantizedSpec, keep_mtp
 
 #: Architecture name in ``config.json`` -> function that reads the spec.
 FAMILIES: Registry[Callable[[Facts, int | None], ModelSpec]] = Registry("architecture")
@@ -88,7 +88,11 @@ MODEL_TYPES = {
 }
 """Architecture for each ``model_type``, for a ``config.json`` without ``architectures``."""
 
-_SPELLINGS = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM"}
+_SPELLINGS = {
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "LLaMaForCausalLM": "LlamaForCausalLM",
+}
 """Spelling of an architecture in published files -> spelling of transformers."""
 
 _UNCONVERTED = {
@@ -154,7 +158,7 @@ def load_spec(
         pooled=pooled,
         eos_ids=_eos_ids(spec, path),
         dtype=spec.dtype or saved_dtype(path) or "float32",
-        quantized=quantized_spec(facts, path) or quantized_spec(_text_facts(facts), path),
+        quantized=_quantized(facts, path),
         vision=None if language_model_only else read_tower(facts, path, spec),
     )
     return check_classes(spec)
@@ -164,7 +168,9 @@ def _read_config(path: Path, trust_remote_code: bool) -> dict[str, Any]:
     """Return ``config.json`` in ``path``. Raise ConfigError if the file is missing, or for code."""
     config = read_json(path, "config.json")
     if config is None:
-        raise ConfigError(f"model folder {path.name!r} has no config.json", param="--model")
+        form = ", but the params.json of Mistral's own form: use the files of transformers' form"
+        why = form if (path / "params.json").is_file() else ""
+        raise ConfigError(f"model folder {path.name!r} has no config.json{why}", param="--model")
     _refuse_unconverted(config)
     if config.get("auto_map") and not trust_remote_code:
         raise ConfigError(
@@ -183,6 +189,13 @@ def _refuse_unconverted(config: Mapping[str, Any]) -> None:
                 f"architecture {name!r} runs with code in the checkpoint, and is not served. {served}",
                 param="--model",
             )
+    apple = config.get("quantization")
+    if isinstance(apple, dict) and "bits" in apple:
+        raise ConfigError(
+            "config.json: quantization is the format of Apple's MLX, which is not supported: serve the model "
+            "that was converted, or a GGUF file of the model",
+            param="--model",
+        )
 
 
 def refuse_unserved(folder: Path, model_impl: str = "auto") -> None:
@@ -194,7 +207,9 @@ def refuse_unserved(folder: Path, model_impl: str = "auto") -> None:
     config = read_json(folder, "config.json")
     if config is not None and config.get("architectures"):
         _refuse_unconverted(config)
-        architecture = _architecture(Facts(config))
+        facts = Facts(config, tensor_names(folder))
+        architecture = _architecture(facts)
+        _quantized(facts, folder)
         if generic.serves(architecture, model_impl, FAMILIES):
             generic.probed_spec(folder, architecture, None)
         else:
@@ -207,10 +222,11 @@ def _classifies(config: Mapping[str, Any]) -> bool:
     return isinstance(names, list) and all(isinstance(n, str) and n.endswith(CLASSIFIES) for n in names)
 
 
-def _text_facts(facts: Facts) -> Facts:
-    """Return the fields of ``text_config``; no fields if there is none."""
+def _quantized(facts: Facts, path: Path) -> QuantizedSpec | None:
+    """Return the layout of quantized weights by ``config.json`` or its ``text_config``. Raise ConfigError."""
     text = facts.get("text_config")
-    return Facts(text if isinstance(text, dict) else {})
+    inner = Facts(text if isinstance(text, dict) else {}, facts.weights)
+    return quantized_spec(facts, path) or quantized_spec(inner, path)
 
 
 def _architecture(facts: Facts) -> str:

@@ -9,17 +9,30 @@ implemented are refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from weft.common.errors import ConfigError
+from weft.common.log import get_logger
 from weft.config.families.facts import Facts, read_json
+from weft.config.families.quantized_fields import QuantizationFields
 from weft.config.spec import QuantizedSpec
 
+log = get_logger(__name__)
+
 MODELOPT_FILE = "hf_quant_config.json"
+_OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files beside config.json of older AutoGPTQ and AutoAWQ -> method."""
+_ELSE = (
+    "Serve a version of the model in one of these formats or in GGUF, or the version in 16 bits with "
+    "--quantization int8 or int4"
+)
+"""Advice for a format that is not supported."""
+_MERGED = ". If the weights are plain, as in merged models, download the model and serve the folder"
+"""More advice for bitsandbytes if the names of the tensors are not known, as before a download."""
 _MODELOPT_ALGORITHMS = (
     "FP8",
     "FP8_PER_CHANNEL_PER_TOKEN",
@@ -54,93 +67,6 @@ _EXPERTS = re.compile(r"(^|\.)experts(\.|$|\*)")
 """Names of modules of routed experts."""
 
 
-class _Fields:
-    """Typed access to one object of the configuration. Errors name the field by its path."""
-
-    def __init__(self, found: Mapping[str, Any], where: str) -> None:
-        self._found = found
-        self._where = where
-
-    def fail(self, name: str, problem: str) -> ConfigError:
-        """Return the error for field ``name``; the caller raises the error."""
-        return ConfigError(f"{self._where}.{name} {problem}", param="--model")
-
-    def get(self, name: str) -> Any:
-        """Return the raw value, or None if missing."""
-        return self._found.get(name)
-
-    def choice(self, name: str, allowed: tuple[Any, ...], *, default: Any = None) -> Any:
-        """Return one of ``allowed``; ``default`` for a missing or null field. Raise ConfigError."""
-        value = self.get(name)
-        if value is None:
-            return default
-        if not any(value == known and type(value) is type(known) for known in allowed):
-            shown = ", ".join(map(str, allowed))
-            raise self.fail(name, f"= {value!r} is not supported; there are: {shown}")
-        return value
-
-    def refuse(self, name: str, *harmless: Any) -> None:
-        """Raise ConfigError unless the field is missing, null or one of ``harmless``."""
-        value = self.get(name)
-        if value is not None and not any(value == h and type(value) is type(h) for h in harmless):
-            raise self.fail(name, f"= {value!r} is not supported by this version")
-
-    def names(self, *fields: str) -> None:
-        """Raise ConfigError unless each field is missing, null or a list of names."""
-        for name in fields:
-            value = self.get(name)
-            if value is not None and not (
-                isinstance(value, list) and all(isinstance(item, str) for item in value)
-            ):
-                raise self.fail(name, f"must be a list of names, not {value!r}")
-
-    def pair(self, name: str) -> tuple[int, int] | None:
-        """Return two positive integers, or None for a missing or null field. Raise ConfigError."""
-        value = self.get(name)
-        if value is None:
-            return None
-        if not (
-            isinstance(value, list)
-            and len(value) == 2
-            and all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in value)
-        ):
-            raise self.fail(name, f"must be two positive integers, not {value!r}")
-        return value[0], value[1]
-
-    def group_size(self, name: str) -> int | None:
-        """Return a positive integer, -1 for a single group, or None for a missing or null field.
-
-        Raise ConfigError.
-        """
-        value = self.get(name)
-        if value is None or value == -1:
-            return None if value is None else -1
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.fail(name, f"must be a positive integer or -1, not {value!r}")
-        return value
-
-    def inner(self, name: str) -> _Fields | None:
-        """Return the object ``name``, or None for a missing or null field. Raise ConfigError."""
-        value = self.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.fail(name, f"must be an object, not {value!r}")
-        return _Fields(value, f"{self._where}.{name}")
-
-    def each(self, name: str) -> list[_Fields]:
-        """Return the objects in the object ``name``."""
-        return [fields for _, fields in self.named(name)]
-
-    def named(self, name: str) -> list[tuple[str, _Fields]]:
-        """Return (key, object) for each object in the object ``name``."""
-        found = self.inner(name)
-        if found is None:
-            return []
-        made = [(key, found.inner(key)) for key in found._found]
-        return [(key, fields) for key, fields in made if fields is not None]
-
-
 def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
     """Return the layout of quantized weights, or None for plain weights.
 
@@ -154,26 +80,76 @@ def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
             continue
         if not isinstance(found, dict):
             raise facts.fail(field, f"must be an object, not {found!r}")
-        fields = _Fields(found, f"config.json: {field}")
+        fields = QuantizationFields(found, f"config.json: {field}")
         default = "compressed-tensors" if field == "compression_config" else None
         if "quant_algo" in found or isinstance(found.get("quantization"), dict):
             default = "modelopt"
-        method = fields.choice("quant_method", tuple(_METHODS), default=default)
-        if method is None:
-            raise fields.fail("quant_method", f"is missing; there are: {', '.join(_METHODS)}")
-        # Only this method has a field outside of quantization_config.
-        if method == "fp8":
-            return _with_experts(_fp8(fields, method), fields, facts.get("expert_dtype"))
-        return _METHODS[method](fields, method)
+        if _is_left_over(fields, facts.weights):
+            log.warning(
+                "%s names bitsandbytes, but the weights are plain: they are served as they are", field
+            )
+            return None
+        found_none = facts.weights is None and _is_bitsandbytes(fields)
+        return _by_method(fields, default, facts.get("expert_dtype"), _ELSE + _MERGED * found_none)
     beside = read_json(folder, MODELOPT_FILE)
     if beside is None:
-        return None
+        return _older(facts, folder)
     if not isinstance(beside.get("quantization"), dict) and "quant_algo" not in beside:
         raise ConfigError(f"{MODELOPT_FILE} has no field quantization", param="--model")
-    return _modelopt(_Fields(beside, MODELOPT_FILE), "modelopt")
+    return _modelopt(QuantizationFields(beside, MODELOPT_FILE), "modelopt")
 
 
-def _fp8(fields: _Fields, method: str) -> QuantizedSpec:
+def _is_left_over(fields: QuantizationFields, names: Sequence[str] | None) -> bool:
+    """Return True for the configuration of bitsandbytes beside plain weights.
+
+    Tools that merge adapters into a model keep the configuration of the training. ``names``: of the tensors,
+    None if unknown.
+    """
+    if not names or not _is_bitsandbytes(fields):
+        return False
+    return not any(name.endswith((".absmax", ".SCB")) or ".quant_state." in name for name in names)
+
+
+def _is_bitsandbytes(fields: QuantizationFields) -> bool:
+    return fields.get("quant_method") == "bitsandbytes" or fields.get("load_in_4bit") is not None
+
+
+def _by_method(
+    fields: QuantizationFields, default: str | None, expert_dtype: Any, advice: str = _ELSE
+) -> QuantizedSpec | None:
+    """Return the layout by ``quant_method``, or by the method ``default``. Raise ConfigError.
+
+    expert_dtype: field of this name outside of quantization_config. advice: for a method without support.
+    """
+    method = default if fields.get("quant_method") is None else fields.get("quant_method")
+    if method is None:
+        unnamed = next((name for field, name in _UNNAMED.items() if fields.get(field) is not None), None)
+        of = f" (the fields are those of {unnamed}, which is not supported)" if unnamed else ""
+        raise fields.fail("quant_method", f"is missing{of}; there are: {', '.join(_METHODS)}. {advice}")
+    if not isinstance(method, str) or method not in _METHODS:
+        raise fields.fail(
+            "quant_method", f"= {method!r} is not supported; there are: {', '.join(_METHODS)}. {advice}"
+        )
+    fields.refuse_changes()
+    # Only this method has a field outside of quantization_config.
+    if method == "fp8":
+        return _with_experts(_fp8(fields, method), fields, expert_dtype)
+    return _METHODS[method](fields, method)
+
+
+def _older(facts: Facts, folder: Path) -> QuantizedSpec | None:
+    """Return the layout by the file that older tools write beside config.json. None without the file, or if
+    no tensor is quantized. Raise ConfigError."""
+    if facts.weights is None or not any(name.endswith(".qweight") for name in facts.weights):
+        return None
+    for name, method in _OLDER_FILES.items():
+        found = read_json(folder, name)
+        if found is not None:
+            return _by_method(QuantizationFields(found, name), method, None)
+    return None
+
+
+def _fp8(fields: QuantizationFields, method: str) -> QuantizedSpec:
     """Return the layout of FP8 weights. Raise ConfigError."""
     fields.choice("activation_scheme", ("dynamic", "static"))
     fields.choice("fmt", ("e4m3", "float8_e4m3fn", "e5m2"))
@@ -182,7 +158,7 @@ def _fp8(fields: _Fields, method: str) -> QuantizedSpec:
     return QuantizedSpec(method=method, block=fields.pair("weight_block_size"), bits=_FP8_BITS)
 
 
-def _with_experts(spec: QuantizedSpec, fields: _Fields, beside: Any) -> QuantizedSpec:
+def _with_experts(spec: QuantizedSpec, fields: QuantizationFields, beside: Any) -> QuantizedSpec:
     """Return ``spec`` with the bits of routed experts, if their format differs from FP8. Raise ConfigError.
 
     DeepSeek V4 has ``expert_dtype`` at the top level of config.json (``beside``), others in
@@ -201,7 +177,7 @@ def _with_experts(spec: QuantizedSpec, fields: _Fields, beside: Any) -> Quantize
     return msgspec.structs.replace(spec, expert_bits=bits)
 
 
-def _gguf(fields: _Fields, method: str) -> QuantizedSpec:
+def _gguf(fields: QuantizationFields, method: str) -> QuantizedSpec:
     """Return the layout of a folder converted from a GGUF file.
 
     Each tensor states its own format. Raise ConfigError.
@@ -212,26 +188,28 @@ def _gguf(fields: _Fields, method: str) -> QuantizedSpec:
     return QuantizedSpec(method=method, bits=float(bits))
 
 
-def _mxfp4(fields: _Fields, method: str) -> QuantizedSpec:
+def _mxfp4(fields: QuantizationFields, method: str) -> QuantizedSpec:
     """Return the layout of MXFP4 weights. Raise ConfigError."""
     fields.names("modules_to_not_convert")
     return QuantizedSpec(method=method, bits=_ALGORITHM_BITS["MXFP4"])
 
 
-def _awq(fields: _Fields, method: str) -> QuantizedSpec:
+def _awq(fields: QuantizationFields, method: str) -> QuantizedSpec:
     """Return the layout of AWQ weights. Raise ConfigError."""
-    fields.choice("bits", (4,))
-    version = fields.get("version")
-    if version is not None and str(version).lower() != "gemm":
-        raise fields.fail("version", f"= {version!r} is not supported; there are: gemm")
+    for name in ("bits", "w_bit"):  # the second names are those of older files
+        fields.choice(name, (4,))
+    for name in ("version", "format", "checkpoint_format"):
+        version = fields.get(name)
+        if version is not None and str(version).lower() != "gemm":
+            raise fields.fail(name, f"= {version!r} is not supported; there are: gemm")
     fields.choice("zero_point", (True,))
     fields.choice("backend", ("autoawq",))
-    group = fields.group_size("group_size")
+    group = fields.group_size("group_size" if fields.get("q_group_size") is None else "q_group_size")
     fields.names("modules_to_not_convert")
     return QuantizedSpec(method=method, bits=_integer_bits(4, group))
 
 
-def _gptq(fields: _Fields, method: str) -> QuantizedSpec:
+def _gptq(fields: QuantizationFields, method: str) -> QuantizedSpec:
     """Return the layout of GPTQ weights. Raise ConfigError."""
     bits = fields.choice("bits", (2, 4, 8))
     group = fields.group_size("group_size")
@@ -246,7 +224,7 @@ def _gptq(fields: _Fields, method: str) -> QuantizedSpec:
     return QuantizedSpec(method=method, zero_offset=offset, bits=_integer_bits(bits, group))
 
 
-def _compressed(fields: _Fields, method: str) -> QuantizedSpec:
+def _compressed(fields: QuantizationFields, method: str) -> QuantizedSpec:
     """Return the layout of compressed-tensors weights. Raise ConfigError."""
     fields.choice("format", _COMPRESSED_FORMATS)
     fields.names("ignore")
@@ -278,13 +256,12 @@ def _compressed(fields: _Fields, method: str) -> QuantizedSpec:
     return QuantizedSpec(method=method, block=block, bits=widest or None)
 
 
-def _auto_round(fields: _Fields, method: str) -> QuantizedSpec:
+def _auto_round(fields: QuantizationFields, method: str) -> QuantizedSpec:
     """Return the layout of AutoRound weights: GPTQ or AWQ, by the packing format. Raise ConfigError.
 
     The loader reads the bits of single layers off the tensors.
     """
-    packing = fields.choice("packing_format", tuple(_PACKINGS), default="auto_round:auto_gptq")
-    like = _PACKINGS[packing]
+    like, offset = _packing(fields)
     fields.choice("data_type", ("int",))
     group = fields.group_size("group_size")
     fields.choice("sym", (True, False))
@@ -294,10 +271,30 @@ def _auto_round(fields: _Fields, method: str) -> QuantizedSpec:
         # Layers of 16 or 32 bits are plain weights. None means the bits of the whole model.
         if layer.choice("bits", (*allowed, 16, 32)) not in (16, 32):
             layer.choice("data_type", ("int",))
-    return QuantizedSpec(method=like, zero_offset=int(like == "gptq"), bits=_integer_bits(bits, group))
+    return QuantizedSpec(method=like, zero_offset=offset, bits=_integer_bits(bits, group))
 
 
-def _modelopt(fields: _Fields, method: str) -> QuantizedSpec | None:
+def _packing(fields: QuantizationFields) -> tuple[str, int]:
+    """Return (method with the same tensor layout, offset of stored zero points). Raise ConfigError.
+
+    Older files name the packing in ``backend``, together with a kernel: ``auto_round:gptq:exllamav2``. In
+    newer files ``backend`` names a kernel only.
+    """
+    name = "packing_format" if fields.get("packing_format") is not None else "backend"
+    form = fields.get(name)
+    if name == "backend" and not (isinstance(form, str) and form.startswith("auto_round")):
+        return _PACKINGS["auto_gptq"]
+    stem = form
+    if isinstance(form, str):
+        # The kernels of AutoRound's own form.
+        stem = form.removesuffix(":exllamav2").removesuffix(":tritonv2").removesuffix(":gemm")
+    if not isinstance(stem, str) or stem.removeprefix("auto_round:") not in _PACKINGS:
+        shown = ", ".join(_PACKINGS)
+        raise fields.fail(name, f"= {form!r} is not supported; there are: {shown} (also behind auto_round:)")
+    return _PACKINGS[stem.removeprefix("auto_round:")]
+
+
+def _modelopt(fields: QuantizationFields, method: str) -> QuantizedSpec | None:
     """Return the layout of ModelOpt weights; None if only the KV cache is quantized. Raise ConfigError."""
     fields = fields.inner("quantization") or fields
     # hf_quant_config.json nests the fields one level deeper than config.json.
@@ -318,7 +315,7 @@ def _modelopt(fields: _Fields, method: str) -> QuantizedSpec | None:
     return _mixed(fields)
 
 
-def _mixed(fields: _Fields) -> QuantizedSpec:
+def _mixed(fields: QuantizationFields) -> QuantizedSpec:
     """Return the layout of a checkpoint with one format per layer. Raise ConfigError.
 
     The memory plan uses the widest format of routed experts, and the widest of all other matrices.
@@ -354,18 +351,24 @@ def _integer_bits(bits: int | None, group: int | None) -> float | None:
 
 
 _PACKINGS = {
-    "auto_round:auto_gptq": "gptq",
-    "auto_round:gptq": "gptq",
-    "auto_gptq": "gptq",
-    "gptq": "gptq",
-    "auto_round:auto_awq": "awq",
-    "auto_round:awq": "awq",
-    "auto_awq": "awq",
-    "awq": "awq",
+    "auto_round": ("gptq", 0),
+    "gptqmodel": ("gptq", 0),
+    "auto_gptq": ("gptq", 1),
+    "gptq": ("gptq", 1),
+    "auto_awq": ("awq", 0),
+    "awq": ("awq", 0),
 }
-"""AutoRound's ``packing_format`` -> method with the same tensor layout."""
+"""AutoRound's packing -> (method with the same tensor layout, offset of stored zero points)."""
 
-_METHODS: dict[str, Callable[[_Fields, str], QuantizedSpec | None]] = {
+_UNNAMED = {
+    "load_in_4bit": "bitsandbytes",
+    "load_in_8bit": "bitsandbytes",
+    "bits": "MLX, if the file is for Apple's MLX",
+    "w_bit": "AWQ",
+}
+"""Field of a configuration without ``quant_method`` -> tool."""
+
+_METHODS: dict[str, Callable[[QuantizationFields, str], QuantizedSpec | None]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "mxfp4": _mxfp4,

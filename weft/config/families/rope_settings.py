@@ -1,7 +1,8 @@
 """Rotary embedding settings from either form of ``config.json``.
 
 Old form: ``rope_theta`` plus ``rope_scaling`` (with ``type`` or ``rope_type``). New form (transformers 5):
-all fields in ``rope_parameters``. If both exist, a non-empty ``rope_scaling`` wins, as in transformers.
+all fields in ``rope_parameters``. A file may have both forms if no field has two values. A kind in
+``rope_scaling`` replaces the kind ``default`` in ``rope_parameters``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from weft.common.errors import ConfigError
 from weft.config.families.facts import Facts
 from weft.config.spec import ModelSpec, RopeSpec
 
+_RENAMED = {"su": "longrope"}
+"""Kind in older files of Phi-3 -> kind."""
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 #: Fields that each kind reads besides theta. Any other field is refused, because it would be ignored.
@@ -49,7 +52,9 @@ _IGNORED = frozenset({"finetuned", "max_position_embeddings"}) | _SECTIONS
 
 
 def _parameters(facts: Facts) -> dict[str, Any]:
-    """Return the rope parameters of either form; {} for none. Raise ConfigError."""
+    """Return the rope parameters of either form; {} for none. Raise ConfigError, also if both forms have a
+    field with two values."""
+    found = dict[str, Any]()
     for name in ("rope_scaling", "rope_parameters"):
         value = facts.get(name)
         if value is None or value == {}:
@@ -61,13 +66,25 @@ def _parameters(facts: Facts) -> dict[str, Any]:
             raise facts.fail(
                 name, f"with one entry for each layer type ({', '.join(nested)}) is not supported"
             )
-        return value
-    return {}
+        # Only the new form has the base of the rotation. Some files have both forms.
+        given = {key: entry for key, entry in value.items() if key not in ("type", "rope_type")}
+        kind = value.get("rope_type") or value.get("type")
+        # Guides for long contexts add rope_scaling to files with the plain rotation in rope_parameters.
+        if kind and not (kind == "default" and "rope_type" in found):
+            given["rope_type"] = _RENAMED.get(kind, kind) if isinstance(kind, str) else kind
+        base = facts.get("rope_theta") if name == "rope_parameters" and found else None
+        for key, entry in given.items():
+            known = base if key == "rope_theta" and key not in found else found.get(key)
+            if known is not None and entry is not None and known != entry:
+                other = f"another field of config.json has {known!r}"
+                raise facts.fail(name, f"has {key} = {entry!r}, and {other}: delete one of both")
+        found |= {key: entry for key, entry in given.items() if entry is not None}
+    return found
 
 
 def _kind(parameters: dict[str, Any]) -> str:
     """Return the kind of scaling. Raise ConfigError for an unknown kind."""
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind = parameters.get("rope_type") or "default"
     if kind not in _KINDS:
         raise ConfigError(
             f"config.json: rope type {kind!r} is not supported; there are: {', '.join(_KINDS)}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,17 @@ from weft.config.families.facts import read_json
 from weft.gguf.checkpoint_folder import gguf_files
 
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
-#: Files that match the patterns but hold no weights.
-_NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin")
+#: Files of trainers that match the patterns but hold no weights.
+_NOT_WEIGHTS = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|rng_state|random_states)[\w-]*\.(bin|pt|pth)"
+)
+#: Files with the same weights in the form of Mistral's own tools.
+_CONSOLIDATED = "consolidated*"
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_WRAPPER = re.compile(r"^module\.|(?:^|(?<=\.))_(?:orig_mod|(?:fsdp|checkpoint)_wrapped_module)\.")
+"""Parts of names by modules that training wraps around others: DDP, torch.compile, FSDP, checkpointing."""
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 _ADAPTER = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model*"
 _MAX_HEADER = 100 << 20
@@ -51,10 +61,12 @@ def weight_files(folder: Path, load_format: str, prefixes: tuple[str, ...] = (""
         return result
     if result := gguf_files(folder):
         return result
-    result = _listed(folder, "model.safetensors.index.json", prefixes, load_format == "partial")
-    if result:
+    partial = load_format == "partial"
+    if not _left_over(folder) and (result := _listed(folder, _INDEX, prefixes, partial)):
         return result
     if result := safetensors_files(folder):
+        if not partial:
+            _check_shards(result)
         return result
     if pickles(folder):
         raise ConfigError(
@@ -66,11 +78,40 @@ def weight_files(folder: Path, load_format: str, prefixes: tuple[str, ...] = (""
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """Return ``model.safetensors`` if present, else all safetensors files except adapters."""
-    single = folder / "model.safetensors"
+    """Return ``model.safetensors`` if present, else all safetensors files except adapters and copies."""
+    single = folder / _SINGLE
     if single.is_file():
         return [single]
-    return sorted(path for path in folder.glob("*.safetensors") if not path.match(_ADAPTER_WEIGHTS))
+    found = sorted(path for path in folder.glob("*.safetensors") if not path.match(_ADAPTER_WEIGHTS))
+    return [path for path in found if not path.match(_CONSOLIDATED)] or found
+
+
+def _left_over(folder: Path) -> bool:
+    """Return True for an index that does not name ``model.safetensors`` beside this file.
+
+    The index belongs to another save. transformers reads the file, too. Raise ConfigError.
+    """
+    if not (folder / _SINGLE).is_file():
+        return False
+    names = (read_json(folder, _INDEX) or {}).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        return False  # a damaged index, or none
+    return _SINGLE not in names.values()
+
+
+def _check_shards(files: list[Path]) -> None:
+    """Raise ConfigError for shards without an index, whose names tell that a shard is missing."""
+    numbers: dict[tuple[str, int], set[int]] = {}
+    for path in files:
+        if match := _SHARD.fullmatch(path.name):
+            numbers.setdefault((match["stem"], int(match["count"])), set()).add(int(match["number"]))
+    for (stem, count), found in numbers.items():
+        missing = next((n for n in range(1, min(count, len(found) + 1) + 1) if n not in found), None)
+        if missing is not None and len(found) < count:
+            raise ConfigError(
+                f"{stem}-{missing:05d}-of-{count:05d}.safetensors is missing: download the model again",
+                param="--model",
+            )
 
 
 def pickles(folder: Path) -> list[Path]:
@@ -80,7 +121,7 @@ def pickles(folder: Path) -> list[Path]:
             path
             for pattern in _PICKLE_PATTERNS
             for path in folder.glob(pattern)
-            if path.name not in _NOT_WEIGHTS and not path.match(_ADAPTER_WEIGHTS)
+            if not _NOT_WEIGHTS.fullmatch(path.name) and not path.match(_ADAPTER_WEIGHTS)
         }
     )
 
@@ -206,16 +247,22 @@ def _damaged(path: Path, why: str) -> ConfigError:
     return ConfigError(f"{path.name} is damaged or not a weight file: {why}", param="--model")
 
 
+def bare_name(name: str) -> str:
+    """Return the name of a tensor without the modules that training wraps around others."""
+    return _WRAPPER.sub("", name)
+
+
 def tensor_names(folder: Path) -> list[str] | None:
-    """Return the tensor names of a safetensors checkpoint; None without tensors or with unreadable files.
+    """Return the tensor names of a safetensors checkpoint (see ``bare_name``); None without tensors or with
+    unreadable files.
 
     Raise ConfigError only for a broken index file.
     """
-    index = read_json(folder, "model.safetensors.index.json")
+    index = None if _left_over(folder) else read_json(folder, _INDEX)
     if index is not None and isinstance(index.get("weight_map"), dict):
-        return list(index["weight_map"])
+        return [bare_name(name) for name in index["weight_map"]]
     try:
-        names = [name for path in safetensors_files(folder) for name in read_header(path)]
+        names = [bare_name(name) for path in safetensors_files(folder) for name in read_header(path)]
     # ``check_weight_files`` reports the error.
     except ConfigError:
         return None

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from weft.config.spec import QuantizedSpec
-from weft.models.quantized import awq, float8
+from weft.models.quantized import awq, float8, packed
 from weft.models.quantized.packed_words import bits_of, unpack
-from weft.models.quantized.scales import Misfit, block_of
+from weft.models.quantized.scales import Misfit, block_of, checked_zeros
 from weft.models.quantized.sources import PLAIN
 from weft.models.weights import Placement
 from weft.ops.coded import Codes, as_bytes, broken, nibbles
@@ -179,7 +179,7 @@ def _packed(parts: Mapping[str, Tensor]) -> tuple[str, Iterator[CodedPiece]] | N
     if not bits or values.shape[0] != n:
         return None
     zeros = parts.get("zeros")
-    found = None if zeros is None else unpack(zeros, bits, 0)[:n]
+    found = None if zeros is None else packed.zero_points(zeros, n, bits)
     scales = scale.reshape(1, 1).expand(n, 1) if scale.numel() == 1 else scale
     codes = _integers(unpack(values, bits, 1)[:, :k], scales, found, bits, parts.get("groups"))
     return f"packed {bits} bits", _one(codes)
@@ -211,15 +211,18 @@ def _with_scale(
     if values.dtype not in (torch.float8_e4m3fn, torch.int8):
         return None
     name = "INT8" if values.dtype == torch.int8 else "FP8"
+    zeros = parts.get("zeros")
     if values.dim() == 2:
-        return f"{name} {float8.kind(values, scale, spec.block)}", _one(_eights(values, scale, spec.block))
+        codes = _eights(values, scale, spec.block, zeros)
+        return f"{name} {float8.kind(values, scale, spec.block)}", _one(codes)
     if values.dim() != 3:
         return None
-    first = _of(scale, 0, len(values))
+    n = len(values)
+    first = _of(scale, 0, n)
     assert first is not None
     return f"{name} {float8.kind(values[0], first, spec.block)}", (
-        CodedPiece((i,), _sound(_eights(values[i], _of(scale, i, len(values)), spec.block)))
-        for i in filter(wanted, range(len(values)))
+        CodedPiece((i,), _sound(_eights(values[i], _of(scale, i, n), spec.block, _of(zeros, i, n))))
+        for i in filter(wanted, range(n))
     )
 
 
@@ -236,23 +239,28 @@ def _of(scale: Tensor | None, i: int, count: int) -> Tensor | None:
     return as_bytes(scale)[i].view(scale.dtype)
 
 
-def _eights(values: Tensor, scale: Tensor | None, block: tuple[int, int] | None) -> Codes | None:
-    """Return codes of FP8 or int8 [N, K], never None. scale: one element, [N], [N, 1], or a grid of blocks.
+def _eights(
+    values: Tensor, scale: Tensor | None, block: tuple[int, int] | None, zeros: Tensor | None
+) -> Codes | None:
+    """Return codes of FP8 or int8 [N, K], never None. scale: one element, [N], [N, 1], or a grid of blocks;
+    zeros: zero points of int8, one per scale, or None.
 
     Raises Misfit.
     """
     assert scale is not None
     rows, inputs = values.shape
-    numbers = _scales(scale)
     what = float8.kind(values, scale, block)
-    group = inputs
-    if what == "per tensor":
-        numbers = numbers.reshape(1, 1).expand(rows, 1)
-    elif what == "per channel":
-        numbers = numbers.reshape(rows, 1)
-    else:
+    known = checked_zeros(zeros, values, scale)
+    high, group = (rows, inputs) if what == "per tensor" else (1, inputs)
+    if what.startswith("blocks"):
         high, group = block_of(values.shape, scale.shape, block)
-        numbers = numbers.repeat_interleave(high, dim=0)[:rows]
+
+    def by_row(numbers: Tensor) -> Tensor:
+        """Return one number per row and group: [N, groups]."""
+        grid = numbers.reshape(-(-rows // high), -1)
+        # Without repetition the numbers stay in the mapped file.
+        return grid.contiguous() if high == 1 else grid.repeat_interleave(high, dim=0)[:rows]
+
     found = values.contiguous().view(torch.uint8)
     integers = values.dtype == torch.int8
     return Codes(
@@ -260,7 +268,9 @@ def _eights(values: Tensor, scale: Tensor | None, block: tuple[int, int] | None)
         values=found ^ 128 if integers else found,
         inputs=inputs,
         group=group,
-        scales=numbers.contiguous().view(_kept(scale)),
+        scales=by_row(_scales(scale)).view(_kept(scale)),
+        # Codes of int8 are values plus 128.
+        zeros=None if known is None else by_row((known.int() + 128).to(torch.uint8)),
     )
 
 

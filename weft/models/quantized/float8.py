@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.models.quantized.scales import Misfit, as_numbers, block_of, multiply_blocks
+from weft.models.quantized.scales import Misfit, as_numbers, block_of, checked_zeros, multiply_blocks
 
 Tensor = torch.Tensor
 
@@ -31,21 +31,30 @@ def kind(values: Tensor, scale: Tensor, block: tuple[int, int] | None = None) ->
 
 
 def dequantize(
-    values: Tensor, scale: Tensor, dtype: torch.dtype, block: tuple[int, int] | None = None
+    values: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    block: tuple[int, int] | None = None,
+    zeros: Tensor | None = None,
 ) -> Tensor:
-    """Return the matrix [N, K] in ``dtype`` (wide).
+    """Return the matrix [N, K] in ``dtype`` (wide): ``(value - zero) * scale``.
 
     values: [N, K], FP8 or int8. scale: one element, [N], [N, 1], or a grid of blocks; any float type or E8M0.
-    block: the configured block of the grid, if any. Raises Misfit.
+    block: the configured block of the grid, if any. zeros: zero points of int8, one per scale, or None.
+    Raises Misfit.
     """
     what = kind(values, scale, block)
     made = values.to(dtype)
     numbers = as_numbers(scale, dtype)
-    if what == "per tensor":
-        return made.mul_(numbers.reshape(()))
-    if what == "per channel":
-        return made.mul_(numbers.view(-1, *[1] * (made.dim() - 1)))
-    return multiply_blocks(made, numbers, *block_of(made.shape, scale.shape, block))
+    known = checked_zeros(zeros, values, scale)
+    known = None if known is None else known.to(dtype)
+    if what not in ("per tensor", "per channel"):
+        return multiply_blocks(made, numbers, *block_of(made.shape, scale.shape, block), known)
+    # One number, or one number per row.
+    shape = () if what == "per tensor" else (-1, *[1] * (made.dim() - 1))
+    if known is not None:
+        made.sub_(known.reshape(shape))
+    return made.mul_(numbers.reshape(shape))
 
 
 def _per_row(values: Tensor, scale: Tensor) -> bool:

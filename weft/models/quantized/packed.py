@@ -10,6 +10,17 @@ from weft.models.quantized.scales import Misfit
 Tensor = torch.Tensor
 
 
+def zero_points(zeros: Tensor, rows: int, bits: int) -> Tensor:
+    """Return zero points plus half their range, uint8 [rows, G].
+
+    zeros: int32 [ceil(rows / values per word), G], or one int8 for the whole matrix, which is not packed.
+    Raises Misfit.
+    """
+    if zeros.dtype == torch.int8 and zeros.numel() == 1:
+        return (zeros.int() + (1 << (bits - 1))).to(torch.uint8).reshape(1, 1).expand(rows, 1)
+    return unpack(zeros, bits, 0)[:rows]
+
+
 def dequantize(
     packed: Tensor,
     scale: Tensor,
@@ -22,8 +33,8 @@ def dequantize(
     """Return the matrix [N, K] in ``dtype`` (wide; a view): ``(value - zero) * scale``.
 
     packed: int32 [N, ceil(K / values per word)]; scale: [N, G] (G = 1: one scale per row), or one element;
-    shape: the integers N, K; zeros: int32 [ceil(N / values per word), G], or None for half the range; groups:
-    group of each input, integers [K], or None for even groups. Raises Misfit.
+    shape: the integers N, K; zeros: see ``zero_points``, or None for half the range; groups: group of each
+    input, integers [K], or None for even groups. Raises Misfit.
     """
     if shape.numel() != 2 or packed.dim() != 2 or packed.shape[0] != int(shape[0]):
         raise Misfit(f"packed values of {list(packed.shape)} do not fit the shape {shape.tolist()}")
@@ -35,7 +46,7 @@ def dequantize(
     values = unpack(packed, bits, 1)[:, :k].T.to(dtype)  # [K, N]
     scales = scale.to(dtype).reshape(1, 1).expand(n, 1) if scale.numel() == 1 else scale.to(dtype)
     if zeros is not None:
-        known = unpack(zeros, bits, 0)[:n].to(dtype).T  # [G, N]
+        known = zero_points(zeros, n, bits).to(dtype).T  # [G, N]
     else:
         known = values.new_full((scales.shape[-1], n), float(1 << (bits - 1)))
     if groups is None or not groups.numel() or int(groups.min()) < 0:

@@ -119,12 +119,13 @@ def _with_scale(
     if values.dtype == torch.uint8 or (values.dtype == torch.int8 and _exponents(parts)):
         return _fours(parts, dtype, wanted)
     (scale,) = _need(parts, "scale")
+    zeros = parts.get("zeros")
     name = "INT8" if values.dtype == torch.int8 else "FP8"
     if values.dim() == 3:
         first = float8.kind(values[0], _of_matrix(scale, 0, len(values)), spec.block)
-        return f"{name} {first}", _eights(values, scale, spec, dtype, wanted)
+        return f"{name} {first}", _eights(values, scale, zeros, spec, dtype, wanted)
     what = float8.kind(values, scale, spec.block)
-    return f"{name} {what}", _one(float8.dequantize(values, scale, dtype, spec.block))
+    return f"{name} {what}", _one(float8.dequantize(values, scale, dtype, spec.block, zeros))
 
 
 def _exponents(parts: Mapping[str, Tensor]) -> bool:
@@ -164,11 +165,17 @@ def _stacked_fours(
 
 
 def _eights(
-    values: Tensor, scale: Tensor, spec: QuantizedSpec, dtype: torch.dtype, wanted: _Wanted
+    values: Tensor,
+    scale: Tensor,
+    zeros: Tensor | None,
+    spec: QuantizedSpec,
+    dtype: torch.dtype,
+    wanted: _Wanted,
 ) -> Iterator[StoredPiece]:
     for i in filter(wanted, range(len(values))):
         own = _of_matrix(scale, i, len(values))
-        yield StoredPiece((i,), float8.dequantize(values[i], own, dtype, spec.block))
+        known = None if zeros is None else _of_matrix(zeros, i, len(values))
+        yield StoredPiece((i,), float8.dequantize(values[i], own, dtype, spec.block, known))
 
 
 def _of_matrix(scale: Tensor, i: int, count: int) -> Tensor:

@@ -25,20 +25,46 @@ def as_numbers(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return powers.to(dtype)[scale.int()]
 
 
-def multiply_blocks(values: Tensor, scale: Tensor, rows: int, columns: int) -> Tensor:
+def multiply_blocks(
+    values: Tensor, scale: Tensor, rows: int, columns: int, zeros: Tensor | None = None
+) -> Tensor:
     """Multiply each block of ``rows`` x ``columns`` of ``values`` [N, K] by its own scale, in place.
 
-    scale: [ceil(N / rows), ceil(K / columns)] in the dtype of values; the last blocks may be smaller. Returns
-    ``values``.
+    scale: [ceil(N / rows), ceil(K / columns)] in the dtype of values; the last blocks may be smaller. zeros:
+    as ``scale``, subtracted before the product; None for zero points of 0. Returns ``values``.
     """
     n, k = values.shape
-    spread = scale.repeat_interleave(rows, dim=0)[:n] if rows > 1 else scale  # [N, blocks of K]
+    given = [scale] if zeros is None else [zeros, scale]
+    grids = [grid.repeat_interleave(rows, dim=0)[:n] if rows > 1 else grid for grid in given]
     whole = k // columns
     if whole:
-        values[:, : whole * columns].unflatten(1, (whole, columns)).mul_(spread[:, :whole, None])
+        inner = values[:, : whole * columns].unflatten(1, (whole, columns))
+        _scaled(inner, *(grid[:, :whole, None] for grid in grids))
     if k % columns:
-        values[:, whole * columns :].mul_(spread[:, whole:])
+        _scaled(values[:, whole * columns :], *(grid[:, whole:] for grid in grids))
     return values
+
+
+def _scaled(values: Tensor, *grids: Tensor) -> None:
+    """Subtract the zero points, if there are two grids, and multiply by the scales, in place."""
+    if len(grids) > 1:
+        values.sub_(grids[0])
+    values.mul_(grids[-1])
+
+
+def checked_zeros(zeros: Tensor | None, values: Tensor, scale: Tensor) -> Tensor | None:
+    """Return the zero points of 8-bit ``values`` in the shape of ``scale``; None if all are 0.
+
+    Tools write zero points for symmetric formats, too. Raises Misfit for zero points of floats, and for
+    another number of zero points than scales.
+    """
+    if zeros is None or not zeros.float().count_nonzero():
+        return None
+    if values.dtype != torch.int8:
+        raise Misfit(f"zero points of {values.dtype} are not supported")
+    if zeros.numel() != scale.numel():
+        raise Misfit(f"zero points of {list(zeros.shape)} do not fit scales of {list(scale.shape)}")
+    return zeros.reshape(scale.shape)
 
 
 def block_of(

@@ -32,13 +32,12 @@ _PARTS = (
 )
 #: Scales of activations and of the KV cache. Weft does not quantize activations, and computes cache scales.
 _WITHOUT_EFFECT = (
-    ".input_scale",
+    *(f".{what}_{end}" for what in ("input", "output", "q", "k", "v") for end in ("scale", "zero_point")),
+    ".input_scale_ub",
     ".input_global_scale",
     ".activation_scale",
     "_activation_scale",
-    ".q_scale",
-    ".k_scale",
-    ".v_scale",
+    *(f"{what}_quantizer._amax" for what in ("input", "output", "q_bmm", "k_bmm", "v_bmm")),
 )
 PLAIN = ""
 """Role of a tensor with the weight's own name."""

@@ -12,9 +12,10 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.common.lfs import read_model_file, read_model_text
 from weft.common.log import get_logger
+from weft.config.families.facts import read_json
 from weft.gguf.gguf_tokenizer import SEGMENTATION
 from weft.text.segments import Segmentation
-from weft.text.vocabularies import sentencepiece, tekken, tiktoken
+from weft.text.vocabularies import merges, sentencepiece, tekken, tiktoken
 from weft.text.vocabularies.converted import Converted, cached
 
 log = get_logger(__name__)
@@ -26,8 +27,8 @@ _ADDED = "added_tokens.json"
 def read_vocabulary(root: Path, config: dict[str, Any]) -> Converted:
     """Return the vocabulary of the folder ``root``. ``config`` is the content of tokenizer_config.json.
 
-    Search order: tokenizer.json, tekken.json, tiktoken.model, tokenizer.model. A tokenizer.json that
-    contradicts an original file beside it is not used. Raises ConfigError without a readable vocabulary.
+    Search order: tokenizer.json, tekken.json, tiktoken.model, tokenizer.model, vocab.json. A tokenizer.json
+    that contradicts an original file beside it is not used. Raises ConfigError without a readable vocabulary.
     """
     own = root / _OWN
     if own.is_file():
@@ -73,10 +74,40 @@ def _sentencepiece(root: Path, config: dict[str, Any]) -> Converted:
     return cached("sentencepiece", source, settings, lambda: sentencepiece.convert(source, config, names))
 
 
+def _merges(root: Path, config: dict[str, Any]) -> Converted:
+    """Return the vocabulary of vocab.json and merges.txt. Raises ConfigError."""
+    if not (root / merges.MERGES).is_file():
+        raise ConfigError(
+            f"the tokenizer's folder has {merges.NAME} without {merges.MERGES}", param="tokenizer"
+        )
+    source, pairs = _read(root / merges.NAME), _read(root / merges.MERGES)
+    added = added_tokens(root, config)
+    settings = _settings({**config, "added": {str(number): entry for number, entry in added.items()}}) + pairs
+    return cached("merges", source, settings, lambda: merges.convert(source, pairs, config, added))
+
+
+def added_tokens(root: Path, config: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the added tokens of ``added_tokens_decoder``, or of the older file added_tokens.json, by id.
+
+    Raises ConfigError for invalid JSON.
+    """
+    decoder = config.get("added_tokens_decoder")
+    if isinstance(decoder, dict):
+        entries = {key: entry for key, entry in decoder.items() if str(key).isdecimal()}
+        return {int(key): entry for key, entry in entries.items() if _has_text(entry)}
+    named = read_json(root, _ADDED) or {}
+    return {number: {"content": text} for text, number in named.items() if type(number) is int and text}
+
+
+def _has_text(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("content"), str) and bool(entry["content"])
+
+
 _CONVERTERS: dict[str, Callable[[Path, dict[str, Any]], Converted]] = {
     tekken.NAME: _tekken,
     tiktoken.NAME: _tiktoken,
     sentencepiece.NAME: _sentencepiece,
+    merges.NAME: _merges,
 }
 
 
