@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.support.delta_models import write_convolutions
+
 VOCAB = 67
 
 _COMMON: dict[str, Any] = {
@@ -144,6 +146,31 @@ def _falcon_h1() -> tuple[str, dict[str, Any]]:
     }
 
 
+def _mamba2() -> tuple[str, dict[str, Any]]:
+    sizes = {name: value for name, value in _COMMON.items() if not name.startswith(("num_", "max_"))}
+    return "Mamba2", {
+        **sizes,
+        "num_hidden_layers": 3,
+        "num_heads": 8,
+        "head_dim": 12,
+        "n_groups": 2,
+        "state_size": 8,
+    }
+
+
+def _olmo_hybrid() -> tuple[str, dict[str, Any]]:
+    return "OlmoHybrid", {
+        **{name: value for name, value in _COMMON.items() if name != "head_dim"},
+        "num_hidden_layers": 4,
+        "intermediate_size": 64,
+        "num_key_value_heads": 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 8,
+        "rope_parameters": {"rope_theta": None},
+    }
+
+
 def _deepseek_v3() -> tuple[str, dict[str, Any]]:
     return "DeepseekV3", {
         **{name: value for name, value in _COMMON.items() if name != "head_dim"},
@@ -214,7 +241,9 @@ SHAPES = {
     "falcon_h1": _falcon_h1,
     "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,
+    "mamba2": _mamba2,
     "nemotron_h": _nemotron_h,
+    "olmo_hybrid": _olmo_hybrid,
 }
 
 
@@ -231,4 +260,6 @@ def make_checkpoint(folder: Path, shape: str, seed: int = 0) -> Path:
         spread(model)
     target = folder / shape
     model.save_pretrained(target)
+    if family == "OlmoHybrid":
+        write_convolutions(target)
     return target

@@ -187,6 +187,20 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "norm_eps": 1e-5,
         },
     ),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        "mamba2",
+        {"num_heads": 8, "n_groups": 4, "state_size": 16, "rope_theta": None},
+    ),
+    "olmo_hybrid": (
+        "OlmoHybridForCausalLM",
+        "olmo_hybrid",
+        {
+            **{name: value for name, value in _DELTA.items() if not name.startswith("partial")},
+            "num_key_value_heads": 8,
+            "rope_theta": None,
+        },
+    ),
     "nemotron_h": (
         "NemotronHForCausalLM",
         "nemotron_h",

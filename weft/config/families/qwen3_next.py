@@ -71,7 +71,7 @@ def hybrid_spec(
     recurrent = tuple(i for i, kind in enumerate(types) if kind == LINEAR)
     if not recurrent:
         return result
-    delta = _delta(facts, recurrent)
+    delta = delta_spec(facts, recurrent, DeltaSizes())
     return msgspec.structs.replace(result, delta=delta, caches=(*result.caches, state_cache(delta)))
 
 
@@ -105,10 +105,19 @@ def hybrid_types(facts: Facts, layers: int) -> list[str]:
     return types[:layers]
 
 
-def _delta(facts: Facts, layers: tuple[int, ...]) -> DeltaSpec:
+class DeltaSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """A family's values for missing sizes of delta nets."""
+
+    k_heads: int = 16
+    v_heads: int = 32
+    k_dim: int = 128
+    v_dim: int = 128
+
+
+def delta_spec(facts: Facts, layers: tuple[int, ...], missing: DeltaSizes) -> DeltaSpec:
     """Return the delta net spec for ``layers``. Raise ConfigError."""
-    k_heads = facts.integer("linear_num_key_heads", 16)
-    v_heads = facts.integer("linear_num_value_heads", 32)
+    k_heads = facts.integer("linear_num_key_heads", missing.k_heads)
+    v_heads = facts.integer("linear_num_value_heads", missing.v_heads)
     if v_heads % k_heads:
         raise facts.fail(
             "linear_num_value_heads", f"{v_heads} is not a multiple of linear_num_key_heads {k_heads}"
@@ -119,8 +128,8 @@ def _delta(facts: Facts, layers: tuple[int, ...]) -> DeltaSpec:
         layers=layers,
         k_heads=k_heads,
         v_heads=v_heads,
-        k_dim=facts.integer("linear_key_head_dim", 128),
-        v_dim=facts.integer("linear_value_head_dim", 128),
+        k_dim=facts.integer("linear_key_head_dim", missing.k_dim),
+        v_dim=facts.integer("linear_value_head_dim", missing.v_dim),
         conv=facts.integer("linear_conv_kernel_dim", 4, low=2, high=64),
     )
 

@@ -60,7 +60,8 @@ def _attention(spec: ModelSpec) -> int:
     q_up = mla.q_lora + queries if mla.q_lora else 0
     up = mla.kv_lora + spec.heads * (mla.nope + mla.v)
     of_heads = spec.heads * (mla.nope + 2 * mla.kv_lora + mla.v)  # copies by head (``UpAdapters``)
-    return down + q_up + up + of_heads + spec.heads * mla.v + spec.hidden
+    gate = spec.hidden + spec.heads if mla.head_gate else 0
+    return down + q_up + up + of_heads + gate + spec.heads * mla.v + spec.hidden
 
 
 def _routed(spec: ModelSpec, moe: MoESpec, experts: bool, layout: Layout, redundant: int) -> int:

@@ -60,6 +60,7 @@ from weft.config.families.declared.ropes import (
 )
 from weft.config.families.declared.row import Row, field
 from weft.config.families.declared.sections import QWEN2_5_VL, QWEN2_VL
+from weft.config.families.mixers.olmo_hybrid import hybrid_layers, rope_or_none, with_delta_nets
 from weft.config.parts.traits import NormSpec
 
 _HUNYUAN_ONLY: dict[str, tuple[Any, ...]] = {
@@ -198,6 +199,19 @@ ROWS: dict[str, Row] = {
         norms=NormSpec(place="post"),
         windows=periodic_windows(4),
         ropes=ropes_by_type(),
+    ),
+    # Gated delta nets in most layers.
+    "OlmoHybridForCausalLM": Row(
+        config="OlmoHybridConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        qk_norm=True,
+        norm_over="all",
+        norms=NormSpec(place="post"),
+        windows=hybrid_layers,
+        ropes=rope_or_none,
+        unused=(r"linear_(a_log|dt)_\w+",),
+        change=(with_delta_nets,),
     ),
     # EXAONE 4: arXiv 2507.11407.
     "Exaone4ForCausalLM": Row(
