@@ -276,7 +276,7 @@ def test_bounds_of_beta_and_of_decays(shape: tuple[int, ...], backend: DeltaBack
 def test_bounds_on_cpus(shape: tuple[int, ...]) -> None:
     scene = Scene(shape, torch.float32, lengths=[40, 7], reach=2.0, floor=-5.0)
     for row, made in zip(scene.rows, scene.whole(CpuDelta()), strict=True):
-        assert distance(made, expected(scene, row)[0]) < 1e-5
+        assert distance(made, expected(scene, row)[0]) < 1e-4
 
 
 @triton_runs
@@ -284,7 +284,7 @@ def test_bounds_on_cpus(shape: tuple[int, ...]) -> None:
 def test_bounds_by_triton(shape: tuple[int, ...]) -> None:
     scene = Scene(shape, torch.float32, lengths=[4, 1], reach=2.0, floor=-5.0)
     for row, made in zip(scene.rows, scene.whole(TritonDelta()), strict=True):
-        assert distance(made, expected(scene, row)[0]) < 1e-5
+        assert distance(made, expected(scene, row)[0]) < 1e-4
 
 
 @triton_runs

@@ -47,7 +47,15 @@ FAMILIES = [
     "qwen3_next",
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("kimi_linear", "lfm2", "mamba2", "nemotron_h", "falcon_h1", "olmo_hybrid")
+        for name in (
+            "kimi_linear",
+            "lfm2",
+            "mamba2",
+            "nemotron_h",
+            "falcon_h1",
+            "olmo_hybrid",
+            "bailing_hybrid",
+        )
     ),
 ]
 

@@ -158,6 +158,17 @@ def _mamba2() -> tuple[str, dict[str, Any]]:
     }
 
 
+def _bailing_hybrid() -> tuple[str, dict[str, Any]]:
+    kimi = _kimi_linear()[1]
+    return "BailingHybrid", {
+        **{name: value for name, value in kimi.items() if not name.startswith("linear_")},
+        "head_dim": 8,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+    }
+
+
 def _olmo_hybrid() -> tuple[str, dict[str, Any]]:
     return "OlmoHybrid", {
         **{name: value for name, value in _COMMON.items() if name != "head_dim"},
@@ -230,6 +241,7 @@ def spread(model: Any) -> None:
 
 
 SHAPES = {
+    "bailing_hybrid": _bailing_hybrid,
     "deepseek_v4": _deepseek_v4,
     "llama": _llama,
     "mistral": _mistral,
