@@ -21,7 +21,6 @@ import transformers
 from tests.support.declared_models import CASES as DECLARED_CASES
 from tests.support.declared_models import DEFAULT as DECLARED_DEFAULT
 from tests.support.delta_models import CASES as DELTA_CASES
-from tests.support.delta_models import write_convolutions
 from tests.support.gpt_oss_models import CASES as GPT_OSS_CASES
 from tests.support.latent_models import CASES as LATENT_CASES
 from tests.support.mixer_models import CASES as MIXER_CASES
@@ -215,8 +214,6 @@ def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Checkpoint:
     reference = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     _randomize(reference, seed)
     reference.save_pretrained(folder)
-    if family == "OlmoHybrid":
-        write_convolutions(folder)
     return Checkpoint(name, reference, str(folder))
 
 

@@ -7,7 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 
+from tests.models.conftest import make_checkpoint
+from tests.support.delta_models import as_published
 from tests.support.tensor_names import MAPPING, Names, config_of, expanded, load
 from weft.config.families import FAMILIES, load_spec
 from weft.config.spec import ModelSpec
@@ -127,3 +131,18 @@ def test_every_architecture_has_a_list() -> None:
         "Qwen2MoeForCausalLM",
         "VaultGemmaForCausalLM",
     }
+
+
+def test_olmo_hybrid_as_published_and_as_saved_by_transformers(tmp_path: Path) -> None:
+    """transformers saves the joined convolution in equal parts; published parts are those of q, k and v."""
+    checkpoint = make_checkpoint("olmo-hybrid", tmp_path)
+    saved = dict(checkpoint.read().named_parameters())
+    as_published(tmp_path)
+    with safe_open(str(tmp_path / "model.safetensors"), "pt") as file:
+        shapes = [
+            file.get_slice(f"model.layers.0.linear_attn.{one}_conv1d.weight").get_shape() for one in "qkv"
+        ]
+    assert shapes == [[36, 1, 4], [36, 1, 4], [72, 1, 4]]
+    published = dict(checkpoint.read().named_parameters())
+    assert saved.keys() == published.keys()
+    assert all(torch.equal(saved[name], published[name]) for name in saved)

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from tests.support.delta_models import write_convolutions
-
 VOCAB = 67
 
 _COMMON: dict[str, Any] = {
@@ -272,6 +270,4 @@ def make_checkpoint(folder: Path, shape: str, seed: int = 0) -> Path:
         spread(model)
     target = folder / shape
     model.save_pretrained(target)
-    if family == "OlmoHybrid":
-        write_convolutions(target)
     return target

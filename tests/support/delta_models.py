@@ -177,10 +177,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_convolutions(folder: Path) -> None:
-    """Write the convolutions of q, k and v in ``folder`` as published: rows of q, k and v each.
+def as_published(folder: Path) -> None:
+    """Change the names and parts of an OLMo Hybrid in ``folder`` from transformers to published files.
 
-    transformers 5.23 saves the joined convolution of OLMo Hybrid in three equal parts.
+    The convolutions of q, k and v are of their own rows, and layers with attention have norms of their names.
     """
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -190,4 +190,8 @@ def write_convolutions(folder: Path) -> None:
         rows = [len(tensors[f"{layer}{part}_proj.weight"]) for part in "qkv"]
         joined = torch.cat([tensors[part] for part in parts])
         tensors |= {part: one.clone() for part, one in zip(parts, joined.split(rows), strict=True)}
+    for name in [one for one in tensors if one.endswith(".self_attn.q_proj.weight")]:
+        layer = name.removesuffix("self_attn.q_proj.weight")
+        norm = tensors.pop(f"{layer}feedforward_layer_norm.weight")
+        tensors[f"{layer}post_attention_layernorm.weight"] = norm
     save_file(tensors, path, {"format": "pt"})

@@ -177,9 +177,9 @@ class LatentAttention(Layer):
                     own,
                 ),
             )
-        wanted = out if logits_indices is None else out[logits_indices]
+        if logits_indices is not None:
+            out, x = out[logits_indices], x[logits_indices]
         adapters = step.adapters_at(logits_indices)
         if self.gate is not None:
-            gate = self.gate(x if logits_indices is None else x[logits_indices], adapters)
-            wanted = (wanted * sigmoid(gate.to(self._wide)).unsqueeze(2)).to(x.dtype)
-        return self.out(wanted.flatten(1), adapters)
+            out = (out * sigmoid(self.gate(x, adapters).to(self._wide)).unsqueeze(2)).to(x.dtype)
+        return self.out(out.flatten(1), adapters)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from weft.config.spec import DeltaSpec, ModelSpec
 from weft.models.mixer_weights import add_decoder
-from weft.models.weights import WeightMap, add_attention, add_gated_mlp
+from weft.models.weights import Placement, WeightMap, add_attention, add_gated_mlp
 
 _NORMS: dict[str, dict[str, tuple[str, ...]]] = {
     "delta": {
@@ -19,6 +21,41 @@ _NORMS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 """Kind of layer -> norm in the block -> published names. transformers saves the last name of each."""
+
+
+_RESAVED = re.compile(r"\.layers\.(\d+)\.feedforward_layer_norm\.weight$")
+_DELTA = re.compile(r"\.layers\.(\d+)\.linear_attn\.")
+_CONVOLUTION = re.compile(r"\.linear_attn\.([qkv])_conv1d\.weight$")
+
+
+@dataclass(slots=True)
+class SavedNames(WeightMap):
+    """A weight map that takes the convolutions of published files, and of files saved by transformers.
+
+    transformers 5 saves the joined convolution of q, k and v in three equal parts, although values have more
+    rows. Such files also have the name of a delta net's norm in layers with attention, which tells them from
+    published files.
+    """
+
+    def published_as(self, names: Collection[str]) -> WeightMap:
+        """Return the map in the names, and with the parts, of a checkpoint with tensors ``names``."""
+        # Named class: ``super()`` without arguments fails in a dataclass with slots.
+        made = WeightMap.published_as(self, names)
+        delta = {m[1] for name in made.placements if (m := _DELTA.search(name))}
+        if any((m := _RESAVED.search(name)) and m[1] not in delta for name in names):
+            made.placements = {name: _of_equal_parts(name, made) for name in made.placements}
+        return made
+
+
+def _of_equal_parts(name: str, made: WeightMap) -> Placement:
+    """Return the placement of ``name`` in ``made``, of a third of the rows for a convolution of q, k or v."""
+    placed, found = made.placements[name], _CONVOLUTION.search(name)
+    if found is None:
+        return placed
+    last = made.placements[name.replace(f"{found[1]}_conv1d", "v_conv1d")].index[0]
+    assert isinstance(last, slice)
+    third, number = -(-last.stop // 3), "qkv".index(found[1])  # as torch.chunk
+    return replace(placed, index=(slice(number * third, min((number + 1) * third, last.stop)),))
 
 
 def weight_map(spec: ModelSpec) -> WeightMap:
@@ -38,7 +75,7 @@ def weight_map(spec: ModelSpec) -> WeightMap:
         else:
             add_attention(result, spec, layer, f"{theirs}.self_attn", f"{ours}.attention")
         add_gated_mlp(result, spec, f"{theirs}.mlp", f"{ours}.feed_forward")
-    return result
+    return SavedNames(result.placements, result.choices, result.same_as, result.ignored)
 
 
 def _add_delta(made: WeightMap, delta: DeltaSpec, theirs: str, ours: str) -> None:
