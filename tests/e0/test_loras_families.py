@@ -64,7 +64,7 @@ LATENT = [
     "deepseek-v32-yarn",
     "glm-dsa",
 ]
-LATENT += ["nemotron-h-latent", "mamba2-bias", "olmo-hybrid"]
+LATENT += ["nemotron-h-latent", "mamba2-bias", "olmo-hybrid", "bailing-hybrid"]
 
 
 @pytest.mark.parametrize("family", [*CASES, *LATENT])
