@@ -52,7 +52,7 @@ def all_modules(base: Path, model: Decoder) -> str:
         if tensor.dim() == 2
         and model.adapters._target(one(module := name.removesuffix(".weight"))) is not None
     ]
-    assert any("attn" in module or "mixer" in module for module in found)
+    assert any(part in module for module in found for part in ("attn", "mixer", "attention"))
     assert any("kv_b_proj" in module for module in found) == (model.spec.mla is not None)
     return "^(" + "|".join(map(re.escape, found)) + ")$"
 

@@ -182,6 +182,8 @@ class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Kimi Delta Attention with whole matrices."""
     floor: float = 0.0
     """If below 0, lower bound of the log of a decay."""
+    matrices: int = 2
+    """Published matrices that read the input of a layer, for the memory of adapters."""
 
     @property
     def by_channel(self) -> bool:

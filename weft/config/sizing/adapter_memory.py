@@ -22,6 +22,8 @@ def adapter_bytes(spec: ModelSpec, dtype: str, lora: LoraSection, layout: Layout
     numbers = spec.layers * _feeding(spec) + (spec.layers - recurrent_layers(spec)) * _attention(spec)
     # The inputs and outputs of a mixer's matrices follow from its parameters.
     numbers += recurrent_elements(spec) // spec.hidden + recurrent_layers(spec) * 3 * spec.hidden
+    if (delta := spec.delta) is not None:
+        numbers += len(delta.layers) * (delta.matrices - 2) * spec.hidden
     if spec.moe is not None:
         numbers += len(spec.moe.layers) * _routed(spec, spec.moe, lora.lora_experts, layout, redundant)
     vocab = -(-spec.vocab_size // layout.tensor)

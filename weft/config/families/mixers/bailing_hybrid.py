@@ -119,6 +119,7 @@ def _delta(facts: Facts, layers: tuple[int, ...]) -> DeltaSpec:
         v_dim=dim,
         conv=facts.integer("linear_conv_kernel_dim", taps, low=2, high=64),
         channel_decays=True,
+        matrices=6,
         floor=float(bound) if facts.flag("kda_safe_gate", True) else 0.0,
     )
 

@@ -54,6 +54,7 @@ def with_delta_nets(facts: Facts, spec: ModelSpec) -> ModelSpec:
         delta_spec(facts, recurrent, sizes),
         reach=2.0 if facts.flag("linear_allow_neg_eigval", True) else 1.0,
         norm_eps=_NORM_EPS,
+        matrices=6,
     )
     if not recurrent:
         return spec
