@@ -26,6 +26,7 @@ from weft.layers.build import Build, Layer, Packs
 from weft.layers.dense import Linear, RMSNorm, RowLinear
 from weft.layers.paired import PairedLinear
 from weft.layers.shard import Shard, joined, whole
+from weft.ops.low_rank import AdapterRows
 
 Tensor = torch.Tensor
 
@@ -179,7 +180,13 @@ class LatentAttention(Layer):
             )
         if logits_indices is not None:
             out, x = out[logits_indices], x[logits_indices]
-        adapters = step.adapters_at(logits_indices)
+        return self._output(out, x, step.adapters_at(logits_indices))
+
+    def _output(self, out: Tensor, x: Tensor, adapters: AdapterRows | None) -> Tensor:
+        """Return the partial sum [T, hidden] for attention's out [T, heads, v] and the layer's input x [T,
+        hidden].
+        """
         if self.gate is not None:
             out = (out * sigmoid(self.gate(x, adapters).to(self._wide)).unsqueeze(2)).to(x.dtype)
-        return self.out(out.flatten(1), adapters)
+        result: Tensor = self.out(out.flatten(1), adapters)
+        return result

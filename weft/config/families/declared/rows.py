@@ -21,6 +21,7 @@ from weft.config.families.declared.experts import (
     softmax_experts,
     typed_sigmoid,
 )
+from weft.config.families.declared.hybrids import hybrid_layers, rope_or_none, with_delta_nets
 from weft.config.families.declared.readers import (
     cwm_windows,
     full_attention_types,
@@ -60,7 +61,6 @@ from weft.config.families.declared.ropes import (
 )
 from weft.config.families.declared.row import Row, field
 from weft.config.families.declared.sections import QWEN2_5_VL, QWEN2_VL
-from weft.config.families.mixers.olmo_hybrid import hybrid_layers, rope_or_none, with_delta_nets
 from weft.config.parts.traits import NormSpec
 
 _HUNYUAN_ONLY: dict[str, tuple[Any, ...]] = {
