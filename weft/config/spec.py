@@ -381,6 +381,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """True if RMSNorm weights are published as the difference from 1. The weights stay in a wide type:
     rounding to bf16 near 1 would lose trained precision.
     """
+    wide_stream: bool = False
+    """True if the stream between the blocks stays in float32 (float64) in a narrower model."""
     gated: bool = True
     """False for dense feed-forward blocks without a gate: ``down(activation(up(x)))``."""
     bare_layers: tuple[int, ...] = ()

@@ -430,6 +430,8 @@ def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -
     if spec.draft is not None and spec.draft.eagle is not None:
         # The streams of three layers, twice; the input of the head beside the states; the states of the head.
         row += 12 * spec.hidden
+    if spec.wide_stream:
+        row += 6 * spec.hidden  # the stream, its next sum and the norm, float32
     if spec.hyper is not None:
         row += 7 * spec.hyper.streams * spec.hidden  # the streams, and float32 copies
     tower = 0 if spec.vision is None else encoding_bytes(spec.vision, dtype)

@@ -19,11 +19,10 @@ _ROW = Row(
     config="Mamba2Config",
     # No layer attends: the heads of the spec are those of Mamba2.
     renamed={"layer_norm_epsilon": "rms_norm_eps", "num_heads": "num_attention_heads"},
-    # The first group is read by kernels or by the initialization alone. ``residual_in_fp32`` changes the
-    # rounding of the stream only. Nothing rotates. transformers reads no field of the last group.
+    # Kernels or the initialization alone read the first group. Nothing rotates. transformers does not read the
+    # last group.
     unused=(
         r"chunk_size|time_step_(rank|min|max|floor)|rescale_prenorm_residual",
-        "residual_in_fp32",
         "rope_theta",
         "norm_before_gate|rms_norm",
     ),
@@ -57,6 +56,7 @@ def build_spec(given: Facts, override: int | None) -> ModelSpec:
         bare_layers=tuple(range(layers)),
         intermediate=mamba.heads * mamba.dim,
         mamba=mamba,
+        wide_stream=facts.flag("residual_in_fp32", True),
         caches=(mamba_cache(mamba),),
     )
     refuse_others(_ROW, facts, {})
