@@ -49,12 +49,11 @@ def with_delta_nets(facts: Facts, spec: ModelSpec) -> ModelSpec:
     spec = msgspec.structs.replace(spec, family="olmo_hybrid")
     k_heads = facts.optional_integer("linear_num_key_heads") or spec.heads
     k_dim = facts.optional_integer("linear_key_head_dim") or int(0.75 * spec.hidden / k_heads)
-    sizes = DeltaSizes(k_heads=k_heads, v_heads=spec.heads, k_dim=k_dim, v_dim=2 * k_dim)
+    sizes = DeltaSizes(k_heads=k_heads, v_heads=spec.heads, k_dim=k_dim, v_dim=2 * k_dim, matrices=6)
     delta = msgspec.structs.replace(
         delta_spec(facts, recurrent, sizes),
         reach=2.0 if facts.flag("linear_allow_neg_eigval", True) else 1.0,
         norm_eps=_NORM_EPS,
-        matrices=6,
     )
     if not recurrent:
         return spec
