@@ -19,8 +19,8 @@ _ROW = Row(
     config="Mamba2Config",
     # No layer attends: the heads of the spec are those of Mamba2.
     renamed={"layer_norm_epsilon": "rms_norm_eps", "num_heads": "num_attention_heads"},
-    # Kernels or the initialization alone read the first group. Nothing rotates. transformers does not read the
-    # last group.
+    # Kernels or the initialization alone read the first group. Nothing rotates. transformers does not read
+    # the last group.
     unused=(
         r"chunk_size|time_step_(rank|min|max|floor)|rescale_prenorm_residual",
         "rope_theta",
