@@ -92,7 +92,10 @@ MODEL_TYPES = {
 }
 """Architecture for each ``model_type``, for a ``config.json`` without ``architectures``."""
 
-_SPELLINGS = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM"}
+_SPELLINGS = {
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "BailingMoeV3ForCausalLM": "BailingHybridForCausalLM",
+}
 """Spelling of an architecture in published files -> spelling of transformers."""
 
 _UNCONVERTED = {

@@ -39,7 +39,7 @@ def weight_map(spec: ModelSpec) -> WeightMap:
             add_gated_mlp(result, spec, block, f"{ours}.feed_forward")
     result.add("model.word_embeddings.weight", "embedding.weight")
     result.choices.append((("model.embed_tokens.weight",), ("model.word_embeddings.weight",)))
-    result.ignored.append(re.compile(rf"^model\.layers\.{spec.layers}\."))
+    result.ignored.append(re.compile(rf"^model\.(layers\.{spec.layers}|mtp\w*)\."))
     return result
 
 

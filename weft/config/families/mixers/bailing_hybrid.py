@@ -1,6 +1,7 @@
 """Bailing hybrid (Ling 3): Kimi Delta Attention with bounded decays in most layers, latent attention with a
 gate for each head in the others; experts as in DeepSeek V3.
 
+Published files name ``BailingMoeV3ForCausalLM``, and have fields that the class of transformers lacks.
 Source: the configuration class of transformers; arXiv 2510.26692 (Kimi Delta Attention).
 """
 
@@ -16,7 +17,8 @@ from weft.config.families.declared.row import Row
 from weft.config.families.deepseek import latent_attention, routed_experts, v3_routing
 from weft.config.families.facts import Facts
 from weft.config.families.qwen3_next import LINEAR, hybrid_types, state_cache
-from weft.config.spec import CacheSpec, DeltaSpec, ModelSpec
+from weft.config.families.rope_settings import rope_spec
+from weft.config.spec import CacheSpec, DeltaSpec, ModelSpec, MoESpec, RopeSpec
 
 _DEFAULTS = Defaults(max_position=262144, theta=6e6, eos_ids=(156895,))
 _MISSING: dict[str, Any] = {
@@ -47,13 +49,24 @@ _ROW = Row(
         "scoring_func": ("sigmoid", None),
         "use_bias": (False, None),
         "use_qkv_bias": (False, None),
-        "q_lora_rank": (None,),
+        "gated_attention_proj_granularity_type": ("head_wise",),
+        "group_norm_size": (1,),
+        "linear_silu": (True, None),
+        "no_kda_lora": (True, None),
+        "num_kv_heads_for_linear_attn": (0, None),
+        "use_mla_nope": (False, None),
+        "use_nGPT": (False, None),
+        "use_qk_norm": (True, None),
         "rope_interleave": (True, None),
         "moe_router_enable_expert_bias": (True, None),
     },
-    # The modules that predict further tokens are skipped.
-    unused=("num_mtp_layers|mtp_loss_scaling_factor", "qk_head_dim", "router_dtype"),
+    # The modules that predict further tokens are skipped. No layer has a window.
+    unused=(
+        "num_mtp_layers|mtp_loss_scaling_factor|mtp_use_kda",
+        "qk_head_dim|router_dtype|max_window_layers",
+    ),
 )
+_LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
 
 
 def build_spec(given: Facts, override: int | None) -> ModelSpec:
@@ -66,6 +79,7 @@ def build_spec(given: Facts, override: int | None) -> ModelSpec:
     recurrent = tuple(i for i, kind in enumerate(types) if kind == LINEAR)
     latent = tuple(i for i, kind in enumerate(types) if kind == FULL)
     delta = _delta(facts, recurrent)
+    _refuse_limits(facts)
     spec = decoder_spec(
         facts,
         family="bailing_hybrid",
@@ -73,10 +87,10 @@ def build_spec(given: Facts, override: int | None) -> ModelSpec:
         defaults=_DEFAULTS,
         window=None,
         types=(),
-        rotated=rotated,
+        rope=_rope(facts, rotated),
         head_dim=nope + rotated,
         o_bias=facts.flag("attention_bias", False),
-        moe=routed_experts(facts, _routed(facts, layers), v3_routing),
+        moe=_experts(facts, layers),
         delta=delta if recurrent else None,
     )
     if spec.kv_heads != spec.heads:
@@ -87,6 +101,45 @@ def build_spec(given: Facts, override: int | None) -> ModelSpec:
     refuse_others(_ROW, facts, {})
     caches = (*((cache,) if latent else ()), *((state_cache(delta),) if recurrent else ()))
     return msgspec.structs.replace(spec, mla=mla, caches=caches)
+
+
+def _rope(facts: Facts, rotated: int) -> RopeSpec:
+    """Return the rotary embedding of ``rotated`` dims. Raise ConfigError.
+
+    ``partial_rotary_factor`` of published files is a share of ``head_dim``, the size of a delta net's head.
+    """
+    old, new = facts.get("rope_scaling"), facts.get("rope_parameters")
+    parameters = old or new or {}
+    stated = [facts.get("partial_rotary_factor")]
+    if isinstance(parameters, dict):
+        stated.append(parameters.get("partial_rotary_factor"))
+        parameters = {name: value for name, value in parameters.items() if name != "partial_rotary_factor"}
+    dim = facts.integer("linear_head_dim", facts.integer("head_dim", 128))
+    for share in stated:
+        if share not in (None, 1, 1.0, rotated / dim):
+            raise facts.fail("partial_rotary_factor", f"= {share!r} is not supported by this version")
+    if facts.integer("rotary_dim", rotated) != rotated:
+        raise facts.fail("rotary_dim", f"{facts.get('rotary_dim')} is not qk_rope_head_dim {rotated}")
+    theta = facts.number("rope_theta", _DEFAULTS.theta, above=1.0)
+    positions = facts.integer("max_position_embeddings", _DEFAULTS.max_position)
+    return rope_spec(Facts({"rope_parameters": parameters}, file=facts.file), rotated, positions, theta)
+
+
+def _refuse_limits(facts: Facts) -> None:
+    """Raise ConfigError for limits of activations in experts. 0 means no limit."""
+    for name in _LIMITS:
+        limits = facts.get(name)
+        if limits is not None and (not isinstance(limits, list) or any(limits)):
+            raise facts.fail(name, "limits activations of experts, which this version does not support")
+
+
+def _experts(facts: Facts, layers: int) -> MoESpec | None:
+    """Return the routed experts. The shared expert may have a width of its own. Raise ConfigError."""
+    moe = routed_experts(facts, _routed(facts, layers), v3_routing)
+    width = facts.optional_integer("moe_shared_expert_intermediate_size")
+    if moe is None or width is None:
+        return moe
+    return msgspec.structs.replace(moe, shared=width * facts.integer("n_shared_experts", low=0))
 
 
 def _types(facts: Facts, layers: int) -> list[str]:
