@@ -106,6 +106,7 @@ OLMO: dict[str, Any] = {
     "intermediate_size": 96,
     "linear_a_log_max": 8.0,
     "linear_dt_min": 0.002,
+    "linear_use_gate": True,
     "rope_parameters": {"rope_theta": None, "rope_type": "default"},
 }
 #: As published for Ling 3 tiny and its tuned versions, except the sizes.
@@ -286,6 +287,7 @@ def test_nemotron_joins_each_mixer_with_the_part_behind(tmp_path: Path) -> None:
         (OLMO, {"layer_types": ["mamba"] * 8}, "layer_types must be a list"),
         (OLMO, {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is not a multiple"),
         (OLMO, {"linear_gate_rank": 8}, "linear_gate_rank"),
+        (OLMO, {"linear_use_gate": False}, "linear_use_gate"),
         (LING, {"expert_swiglu_limit_list": [0, 4]}, "expert_swiglu_limit_list limits activations"),
         (LING, {"share_expert_swiglu_limit_list": 7}, "share_expert_swiglu_limit_list limits activations"),
         (LING, {"no_kda_lora": False}, "no_kda_lora"),

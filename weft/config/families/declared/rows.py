@@ -210,6 +210,7 @@ ROWS: dict[str, Row] = {
         norms=NormSpec(place="post"),
         windows=hybrid_layers,
         ropes=rope_or_none,
+        only={"linear_use_gate": (True, None)},  # in files of before the class of transformers
         unused=(r"linear_(a_log|dt)_\w+",),
         change=(with_delta_nets,),
     ),
