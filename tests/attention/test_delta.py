@@ -84,7 +84,9 @@ class Scene:
         dtype: torch.dtype = torch.float64,
         lengths: list[int] = LENGTHS,
         wild: bool = False,
+        **bounds: float,
     ) -> None:
+        """``bounds``: ``reach`` and ``floor`` of the weights."""
         self.spec = make_spec(shape)
         k_heads, v_heads, k_dim, v_dim, conv, *_ = shape
         key, value, decays = k_heads * k_dim, v_heads * v_dim, self.spec.decays
@@ -101,6 +103,7 @@ class Scene:
             norm=(1 + 0.3 * noise(v_dim)).to(exact),
             eps=1e-6,
             sigmoid=self.spec.gate_rank > 0,
+            **bounds,
         )
         slots = random.Random(0).sample(range(len(lengths) + 2), len(lengths))
         gate_scale = 40.0 if wild else 2.0
@@ -203,10 +206,14 @@ def expected(scene: Scene, row: Row) -> tuple[Tensor, Tensor]:
             q = q / (q.square().sum() + 1e-6).sqrt() * spec.k_dim**-0.5
             k = k / (k.square().sum() + 1e-6).sqrt()
             a = gates[t, spec.v_heads :].unflatten(0, (spec.v_heads, -1))[head]
-            step = torch.nn.functional.softplus(a + weights.bias[head].double())
+            a, rate = a + weights.bias[head].double(), weights.rate[head].double()
+            decay = -rate * torch.nn.functional.softplus(a)
+            if weights.floor:
+                decay = weights.floor * (rate * a).sigmoid()
             # One decay, or one for each row of the state.
-            state = state * (-weights.rate[head].double() * step).exp().unsqueeze(1)
-            state = state + torch.outer(k, gates[t, head].sigmoid() * (v - k @ state))
+            state = state * decay.exp().unsqueeze(1)
+            beta = weights.reach * gates[t, head].sigmoid()
+            state = state + torch.outer(k, beta * (v - k @ state))
             o = q @ state
             o = o / (o.square().mean() + weights.eps).sqrt() * weights.norm.double()
             z = x[t, 2 * key + value + head * spec.v_dim : 2 * key + value + (head + 1) * spec.v_dim]
@@ -252,6 +259,32 @@ def test_cpu_is_close_to_float64(shape: tuple[int, ...], dtype: torch.dtype, wil
         right, right_state = expected(scene, row)
         assert distance(made, right) < (1e-5 if dtype == torch.float32 else 4e-3)
         assert distance(scene.state[3][row.slot, 0], right_state) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [SHAPES[2], KIMI[1]])
+@pytest.mark.parametrize("backend", [TorchDelta(), InvariantDelta()], ids=["torch", "invariant"])
+def test_bounds_of_beta_and_of_decays(shape: tuple[int, ...], backend: DeltaBackend) -> None:
+    scene = Scene(shape, lengths=[70, 5], reach=2.0, floor=-5.0)
+    for row, made, state in zip(scene.rows, scene.whole(backend), scene.recurrent(), strict=True):
+        right, right_state = expected(scene, row)
+        assert distance(made, right) < 1e-11
+        assert distance(state, right_state) < 1e-11
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("shape", [CPU_SHAPES[2], CPU_KIMI[1]])
+def test_bounds_on_cpus(shape: tuple[int, ...]) -> None:
+    scene = Scene(shape, torch.float32, lengths=[40, 7], reach=2.0, floor=-5.0)
+    for row, made in zip(scene.rows, scene.whole(CpuDelta()), strict=True):
+        assert distance(made, expected(scene, row)[0]) < 1e-4
+
+
+@triton_runs
+@pytest.mark.parametrize("shape", [SHAPES[2], KIMI[1]])
+def test_bounds_by_triton(shape: tuple[int, ...]) -> None:
+    scene = Scene(shape, torch.float32, lengths=[4, 1], reach=2.0, floor=-5.0)
+    for row, made in zip(scene.rows, scene.whole(TritonDelta()), strict=True):
+        assert distance(made, expected(scene, row)[0]) < 1e-4
 
 
 @triton_runs

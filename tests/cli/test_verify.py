@@ -38,7 +38,7 @@ def test_it_passes_against_the_reference(checkpoint: str, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize("shape", ["qwen3_next", "kimi_linear", "mamba2", "olmo_hybrid", "bailing_hybrid"])
 def test_models_with_states_pass_against_the_reference(
     shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -49,6 +49,23 @@ def test_models_with_states_pass_against_the_reference(
     assert status == 0, out
     assert "greedy tokens in float64: 4 of 4 prompts equal over 8 tokens" in out
     assert "within 0.0001" in out
+
+
+@pytest.mark.slow
+def test_a_model_without_attention_passes_against_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such a model is never preempted, which is no failure."""
+    pytest.importorskip("transformers", reason="needs the transformers package")
+    folder = make_checkpoint(tmp_path, "mamba2")
+    flags = ["--prompts", "6", "--tokens", "24", "--block-size", "4", "--tokenizer", "spool-text"]
+    tier = ["--kv-disk", "64M", "--kv-disk-dir", str(tmp_path / "disk")]
+    status, out = verified(capsys, str(folder), "--self", *flags, *tier)
+    assert status == 0, out
+    for name in ("chunks of 7", "two steps in flight", "damaged on disk"):
+        assert f"{name}: 6 of 6" in out
+    assert "preempted: not compared" in out
+    assert "NOT ENGAGED" not in out
 
 
 def test_it_finds_a_defect(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,6 +90,18 @@ def test_snapshots_get_a_share_that_is_never_the_larger() -> None:
     assert only[0].num_blocks > 500
 
 
+def test_states_alone_have_snapshots_in_all_memory() -> None:
+    """Also in less memory than the snapshots of one sequence of the longest length need."""
+    model = spec(STATE)
+    live = memory.live_bytes(model, "bfloat16", SCHEDULER)
+    for extra in (0, 1, 7, 4000):
+        room = live + (1 + memory.MIN_SNAPSHOTS + extra) * ONE_STATE
+        (pool,) = memory.pools_for(model, 64, "bfloat16", room, 1 << 20, SCHEDULER)
+        assert pool.num_blocks == memory.MIN_SNAPSHOTS + extra
+    (pool,) = memory.pools_for(model, 64, "bfloat16", room, 1 << 20, SCHEDULER, snapshots=False)
+    assert pool.num_blocks == memory.MIN_SNAPSHOTS
+
+
 def test_states_that_pass_between_groups_have_snapshots_without_prefix_caching() -> None:
     """Each runnable sequence gets a snapshot up to a bound, and the reported fit is exact."""
     model = spec(FULL, STATE)

@@ -67,6 +67,120 @@ NEMOTRON: dict[str, Any] = {
     "partial_rotary_factor": 1.0,
     "time_step_limit": [0.0, 1e308],
 }
+#: As published for Codestral Mamba, except the sizes.
+MAMBA2: dict[str, Any] = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "model_type": "mamba2",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 16,
+    "n_groups": 4,
+    "state_size": 12,
+    "expand": 2,
+    "conv_kernel": 4,
+    "chunk_size": 64,
+    "hidden_act": "silu",
+    "layer_norm_epsilon": 1e-4,
+    "norm_before_gate": True,
+    "rescale_prenorm_residual": False,
+    "residual_in_fp32": True,
+    "rms_norm": True,
+    "time_step_floor": 1e-3,
+    "time_step_limit": [0.0, math.inf],
+    "time_step_max": 0.2,
+    "time_step_min": 0.01,
+    "time_step_rank": 256,
+    "use_bias": False,
+    "use_cache": True,
+    "use_conv_bias": True,
+    "tie_word_embeddings": False,
+}
+OLMO: dict[str, Any] = {
+    **_SIZES,
+    "architectures": ["OlmoHybridForCausalLM"],
+    "model_type": "olmo_hybrid",
+    "num_hidden_layers": 8,
+    "num_key_value_heads": None,
+    "intermediate_size": 96,
+    "linear_a_log_max": 8.0,
+    "linear_dt_min": 0.002,
+    "linear_use_gate": True,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+}
+#: As published for Ling 3 tiny and its tuned versions, except the sizes.
+LING: dict[str, Any] = {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "attention_dropout": 0.0,
+    "embedding_dropout": 0.0,
+    "eos_token_id": 95,
+    "expert_swiglu_limit_list": None,
+    "first_k_dense_replace": 1,
+    "gated_attention_proj_granularity_type": "head_wise",
+    "group_norm_size": 1,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "kda_lower_bound": -5,
+    "kda_safe_gate": True,
+    "kv_lora_rank": 24,
+    "layer_group_size": 4,
+    "linear_silu": True,
+    "max_position_embeddings": 4096,
+    "max_window_layers": 20,
+    "moe_intermediate_size": 24,
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 40,
+    "mtp_loss_scaling_factor": 0,
+    "mtp_use_kda": False,
+    "n_group": 4,
+    "no_kda_lora": True,
+    "norm_topk_prob": True,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 4,
+    "num_kv_heads_for_linear_attn": 0,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "output_router_logits": False,
+    "pad_token_id": 92,
+    "partial_rotary_factor": 0.5,
+    "q_lora_rank": 20,
+    "qk_head_dim": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_interleave": True,
+    "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 6000000, "rope_type": "default"},
+    "rope_theta": 6000000,
+    "rotary_dim": 8,
+    "routed_scaling_factor": 2.5,
+    "router_dtype": "fp32",
+    "scale_router_input": False,
+    "score_function": "sigmoid",
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "share_expert_swiglu_limit_list": [0, 0.0],
+    "short_conv_kernel_size": 4,
+    "tie_word_embeddings": False,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "up_proj_norm": False,
+    "use_bias": False,
+    "use_kda_lora": False,
+    "use_mla_nope": False,
+    "use_nGPT": False,
+    "use_qk_norm": True,
+    "use_qkv_bias": False,
+    "v_head_dim": 10,
+    "value_norm": False,
+    "vocab_size": 128,
+}
 _MAMBA: dict[str, Any] = {
     **_SIZES,
     "num_hidden_layers": 3,
@@ -106,6 +220,39 @@ def test_lfm2_as_published(tmp_path: Path) -> None:
     assert spec.caches[1].parts[0].shape == (4, 2, 16)
 
 
+def test_mamba2_has_states_alone(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, MAMBA2)
+    assert spec.mamba is not None
+    assert (spec.mamba.heads, spec.mamba.dim, spec.mamba.norm_groups) == (8, 16, 4)
+    assert (spec.norm_eps, spec.max_position, spec.bare_layers) == (1e-4, 1 << 18, (0, 1, 2))
+    assert [(cache.kind, cache.layers) for cache in spec.caches] == [("state", (0, 1, 2))]
+    assert spec_of(tmp_path, MAMBA2, override=2).mamba.layers == (0, 1)  # type: ignore[union-attr]
+
+
+def test_olmo_hybrid_by_defaults(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, OLMO)
+    assert spec.delta is not None
+    assert spec.delta.layers == (0, 1, 2, 4, 5, 6)
+    assert (spec.delta.k_heads, spec.delta.v_heads, spec.delta.k_dim, spec.delta.v_dim) == (4, 4, 12, 24)
+    assert (spec.delta.reach, spec.delta.norm_eps, spec.rope.dim) == (2.0, 1e-5, 0)
+    assert [cache.kind for cache in spec.caches] == ["full", "state"]
+    rotated = {**OLMO, "rope_parameters": None, "rope_theta": 5000.0, "linear_allow_neg_eigval": False}
+    spec = spec_of(tmp_path, {**rotated, "num_hidden_layers": 2})
+    assert spec.delta is not None
+    assert (spec.rope.dim, spec.rope.theta, spec.delta.layers, spec.delta.reach) == (16, 5000.0, (0,), 1.0)
+
+
+def test_ling_3_as_published(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, LING)
+    assert spec.mla is not None
+    assert spec.moe is not None
+    assert spec.delta is not None
+    assert (spec.mla.q_lora, spec.mla.rope, spec.rope.dim, spec.rope.theta) == (20, 8, 8, 6e6)
+    assert (spec.moe.intermediate, spec.moe.shared, spec.moe.layers) == (24, 40, tuple(range(1, 8)))
+    assert (spec.delta.layers, spec.delta.floor, spec.delta.k_dim) == ((0, 1, 2, 4, 5, 6), -5.0, 16)
+    assert (spec.caches[0].kind, spec.caches[0].layers) == ("latent", (3, 7))
+
+
 def test_nemotron_joins_each_mixer_with_the_part_behind(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, NEMOTRON)
     assert spec.layers == 5
@@ -132,6 +279,26 @@ def test_nemotron_joins_each_mixer_with_the_part_behind(tmp_path: Path) -> None:
         (LFM2, {"layer_types": ["conv", "full_attention"]}, "layer_types has 2 entries"),
         (LFM2, {"layer_types": ["conv"] * 3 + ["mamba"]}, "layer_types must be a list"),
         (LFM2, {"conv_L_cache": 1}, "conv_L_cache"),
+        (MAMBA2, {"n_groups": 3}, "num_heads 8 is not a multiple of n_groups"),
+        (MAMBA2, {"expand": 3}, "num_heads 8 times head_dim 16"),
+        (MAMBA2, {"hidden_act": "gelu"}, "hidden_act"),
+        (MAMBA2, {"attention_bias": True}, "attention_bias"),
+        (MAMBA2, {"attn_layer_idx": [1]}, "attn_layer_idx"),
+        (OLMO, {"layer_types": ["mamba"] * 8}, "layer_types must be a list"),
+        (OLMO, {"linear_num_value_heads": 6}, "linear_num_value_heads 6 is not a multiple"),
+        (OLMO, {"linear_gate_rank": 8}, "linear_gate_rank"),
+        (OLMO, {"linear_use_gate": False}, "linear_use_gate"),
+        (LING, {"expert_swiglu_limit_list": [0, 4]}, "expert_swiglu_limit_list limits activations"),
+        (LING, {"share_expert_swiglu_limit_list": 7}, "share_expert_swiglu_limit_list limits activations"),
+        (LING, {"no_kda_lora": False}, "no_kda_lora"),
+        (LING, {"use_kda_lora": True}, "use_kda_lora"),
+        (LING, {"use_mla_nope": True}, "use_mla_nope"),
+        (LING, {"gated_attention_proj_granularity_type": "element_wise"}, "gated_attention_proj"),
+        (LING, {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+        (LING, {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
+        (LING, {"rotary_dim": 16}, "rotary_dim 16 is not qk_rope_head_dim 8"),
+        (LING, {"kda_lower_bound": 1}, "kda_lower_bound"),
+        (LING, {"num_key_value_heads": 2}, "num_key_value_heads"),
         (LFM2, {"hidden_size": 66}, "num_attention_heads"),
         (NEMOTRON, {"hybrid_override_pattern": "EM*"}, "moe in layer 0"),
         (NEMOTRON, {"hybrid_override_pattern": "ME-*"}, "mlp in layer 2"),

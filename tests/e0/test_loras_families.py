@@ -52,7 +52,7 @@ def all_modules(base: Path, model: Decoder) -> str:
         if tensor.dim() == 2
         and model.adapters._target(one(module := name.removesuffix(".weight"))) is not None
     ]
-    assert any("attn" in module or "mixer" in module for module in found)
+    assert any(part in module for module in found for part in ("attn", "mixer", "attention"))
     assert any("kv_b_proj" in module for module in found) == (model.spec.mla is not None)
     return "^(" + "|".join(map(re.escape, found)) + ")$"
 
@@ -64,7 +64,7 @@ LATENT = [
     "deepseek-v32-yarn",
     "glm-dsa",
 ]
-LATENT += ["nemotron-h-latent"]
+LATENT += ["nemotron-h-latent", "mamba2-bias", "olmo-hybrid", "bailing-hybrid"]
 
 
 @pytest.mark.parametrize("family", [*CASES, *LATENT])

@@ -41,12 +41,21 @@ class Alone:
         return self._tokens[key]
 
 
-#: Delta nets, delta nets by channel beside latents, short convolutions, Mamba2, Mamba2 beside attention.
+#: Delta nets, delta nets by channel beside latents, short convolutions, Mamba2 alone, with attention, beside
+#: attention; delta nets with norms at other places.
 FAMILIES = [
     "qwen3_next",
     *(
         pytest.param(name, marks=pytest.mark.slow)
-        for name in ("kimi_linear", "lfm2", "nemotron_h", "falcon_h1")
+        for name in (
+            "kimi_linear",
+            "lfm2",
+            "mamba2",
+            "nemotron_h",
+            "falcon_h1",
+            "olmo_hybrid",
+            "bailing_hybrid",
+        )
     ),
 ]
 
@@ -148,5 +157,7 @@ def test_the_preempted_come_back_to_snapshots(depth: int, drafts: int, alone: Al
         engine.close()
     for n in range(BATCH):
         assert answers[n].tokens == alone.tokens(n, PROMPTS[n])
-    assert engine.stats().preemptions > 0
-    assert count(runner)[2] > 0
+    # A model without attention needs no blocks, so no sequence has to give way.
+    attends = alone.folder.name != "mamba2"
+    assert (engine.stats().preemptions > 0) == attends
+    assert (count(runner)[2] > 0) == attends

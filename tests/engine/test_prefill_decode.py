@@ -281,7 +281,7 @@ def test_a_group_with_a_role_serves_sequences_without_a_transfer(
 
 FAMILIES = (
     *("mistral", "deepseek_v3", "qwen3_next", "deepseek_v4", "lfm2_moe", "nemotron_h", "falcon_h1"),
-    *("kimi_linear", "llama4"),
+    *("kimi_linear", "llama4", "mamba2", "olmo_hybrid", "bailing_hybrid"),
 )
 """Families with windows, latents, recurrent states of three forms, compressed entries, and chunks."""
 

@@ -737,6 +737,29 @@ CASES: dict[str, Case] = {
         },
         change=mamba2(4, PAIRS),
     ),
+    "mamba2": Case(
+        model="Mamba2",
+        arch="MAMBA2",
+        settings={
+            **dict.fromkeys(("intermediate_size", "num_attention_heads", "num_key_value_heads")),
+            "num_heads": 8,
+            "head_dim": 16,
+            "n_groups": 4,
+            "state_size": 16,
+        },
+        facts={
+            "attention.head_count": 0,
+            "attention.head_count_kv": 0,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "feed_forward_length": 0,
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": 16,
+            "ssm.group_count": 4,
+            "ssm.inner_size": 128,
+            "ssm.time_step_rank": 8,
+        },
+        change=mamba2(4, as_it_is),
+    ),
     "cohere2": Case(
         model="Cohere2",
         arch="COHERE2",
@@ -874,7 +897,7 @@ def test_gate_and_up_of_experts_in_one_stack(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3", "glm4moe", "phi3", "granitemoe-shared", "lfm2moe", "nemotron_h_moe"]
+    "name", ["gemma3", "glm4moe", "phi3", "granitemoe-shared", "lfm2moe", "mamba2", "nemotron_h_moe"]
 )
 def test_codes_of_packed_types_are_the_values(name: str, tmp_path: Path) -> None:
     case = CASES[name]

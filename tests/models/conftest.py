@@ -458,8 +458,9 @@ def _by_family() -> list[Any]:
     others = (*DECLARED_CASES, *MIXER_CASES)
     written = {name: family for name, (family, _) in CASES.items() if name not in others}
     first = {family: name for name, family in reversed(written.items())}
-    # Kimi Linear joins the parts of two other families: one test of parity runs by default.
-    default = {*first.values(), *DECLARED_DEFAULT, *MIXER_DEFAULT} - {"kimi-linear"}
+    # Kimi Linear joins the parts of two other families, and Bailing hybrid its parts: one test of parity runs
+    # by default.
+    default = {*first.values(), *DECLARED_DEFAULT, *MIXER_DEFAULT} - {"kimi-linear", "bailing-hybrid"}
     return [pytest.param(name, marks=[] if name in default else [pytest.mark.slow]) for name in CASES]
 
 

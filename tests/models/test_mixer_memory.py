@@ -17,7 +17,9 @@ from weft.types.layout import Layout
 
 
 @mostly_slow(
-    "name", [*CASES, "qwen3-next-sparse-step", "kimi-linear-odd-heads"], [*DEFAULT, "kimi-linear-odd-heads"]
+    "name",
+    [*CASES, "qwen3-next-sparse-step", "kimi-linear-odd-heads", "olmo-hybrid", "bailing-hybrid"],
+    [*DEFAULT, "kimi-linear-odd-heads"],
 )
 def test_planned_weights_are_the_matrices_of_the_file(name: str, checkpoints: Any) -> None:
     checkpoint = checkpoints(name)

@@ -87,6 +87,11 @@ GRID = (
     "falcon-h1-norm",
     "granite-hybrid",
     "granite-hybrid-dense",
+    "bailing-hybrid",
+    "mamba2",
+    "mamba2-bias",
+    "olmo-hybrid",
+    "olmo-hybrid-rope",
 )
 
 

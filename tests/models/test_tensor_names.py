@@ -7,7 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from tests.models.conftest import make_checkpoint
+from tests.support.delta_models import as_published
 from tests.support.tensor_names import MAPPING, Names, config_of, expanded, load
 from weft.config.families import FAMILIES, load_spec
 from weft.config.spec import ModelSpec
@@ -119,8 +124,47 @@ def test_every_architecture_has_a_list() -> None:
         "GraniteMoeSharedForCausalLM",
         "InternVLForConditionalGeneration",
         "Lfm2MoeForCausalLM",
+        "Mamba2ForCausalLM",
+        "OlmoHybridForCausalLM",
+        "BailingHybridForCausalLM",
         "Llama4ForCausalLM",
         "MinistralForCausalLM",
         "Qwen2MoeForCausalLM",
         "VaultGemmaForCausalLM",
     }
+
+
+def test_olmo_hybrid_as_published_and_as_saved_by_transformers(tmp_path: Path) -> None:
+    """transformers saves the joined convolution in equal parts; published parts are those of q, k and v."""
+    checkpoint = make_checkpoint("olmo-hybrid", tmp_path)
+    saved = dict(checkpoint.read().named_parameters())
+    as_published(tmp_path)
+    with safe_open(str(tmp_path / "model.safetensors"), "pt") as file:
+        shapes = [
+            file.get_slice(f"model.layers.0.linear_attn.{one}_conv1d.weight").get_shape() for one in "qkv"
+        ]
+    assert shapes == [[36, 1, 4], [36, 1, 4], [72, 1, 4]]
+    published = dict(checkpoint.read().named_parameters())
+    assert saved.keys() == published.keys()
+    assert all(torch.equal(saved[name], published[name]) for name in saved)
+
+
+def test_ling_3_as_published_may_have_low_rank_queries(tmp_path: Path) -> None:
+    """transformers has no class for such files: Ling 3 tiny."""
+    checkpoint = make_checkpoint("bailing-hybrid", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors, rank = load_file(path), 5
+    (name,) = [name for name in tensors if name.endswith("2.attention.q_proj.weight")]
+    full = tensors.pop(name)
+    layer = name.removesuffix("q_proj.weight")
+    first, second = torch.randn(rank, full.shape[1]), torch.randn(full.shape[0], rank)
+    tensors |= {f"{layer}q_a_proj.weight": first, f"{layer}q_b_proj.weight": second}
+    tensors |= {f"{layer}q_a_layernorm.weight": torch.full((rank,), 3.0)}
+    save_file(tensors, path, {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["BailingMoeV3ForCausalLM"], "q_lora_rank": rank}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    attention = dict(checkpoint.read().blocks[2].attention.named_parameters())
+    assert torch.equal(attention["down.weight"][:rank], first)
+    assert torch.equal(attention["q_up.weight"], second)
+    assert attention["q_norm.weight"].tolist() == [3.0] * rank

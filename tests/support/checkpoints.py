@@ -144,6 +144,42 @@ def _falcon_h1() -> tuple[str, dict[str, Any]]:
     }
 
 
+def _mamba2() -> tuple[str, dict[str, Any]]:
+    sizes = {name: value for name, value in _COMMON.items() if not name.startswith(("num_", "max_"))}
+    return "Mamba2", {
+        **sizes,
+        "num_hidden_layers": 3,
+        "num_heads": 8,
+        "head_dim": 12,
+        "n_groups": 2,
+        "state_size": 8,
+    }
+
+
+def _bailing_hybrid() -> tuple[str, dict[str, Any]]:
+    kimi = _kimi_linear()[1]
+    return "BailingHybrid", {
+        **{name: value for name, value in kimi.items() if not name.startswith("linear_")},
+        "head_dim": 8,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+    }
+
+
+def _olmo_hybrid() -> tuple[str, dict[str, Any]]:
+    return "OlmoHybrid", {
+        **{name: value for name, value in _COMMON.items() if name != "head_dim"},
+        "num_hidden_layers": 4,
+        "intermediate_size": 64,
+        "num_key_value_heads": 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 8,
+        "rope_parameters": {"rope_theta": None},
+    }
+
+
 def _deepseek_v3() -> tuple[str, dict[str, Any]]:
     return "DeepseekV3", {
         **{name: value for name, value in _COMMON.items() if name != "head_dim"},
@@ -203,6 +239,7 @@ def spread(model: Any) -> None:
 
 
 SHAPES = {
+    "bailing_hybrid": _bailing_hybrid,
     "deepseek_v4": _deepseek_v4,
     "llama": _llama,
     "mistral": _mistral,
@@ -214,7 +251,9 @@ SHAPES = {
     "falcon_h1": _falcon_h1,
     "kimi_linear": _kimi_linear,
     "lfm2": _lfm2,
+    "mamba2": _mamba2,
     "nemotron_h": _nemotron_h,
+    "olmo_hybrid": _olmo_hybrid,
 }
 
 

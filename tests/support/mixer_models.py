@@ -71,6 +71,15 @@ _FALCON: dict[str, Any] = {
     "mlp_multipliers": [1.4, 0.6],
 }
 
+_MAMBA2: dict[str, Any] = {
+    **dict.fromkeys(("intermediate_size", "num_attention_heads", "num_key_value_heads"), None),
+    "max_position_embeddings": None,
+    "num_heads": 8,
+    "head_dim": 12,
+    "n_groups": 2,
+    "state_size": 10,
+}
+
 #: name -> (family name in transformers, configuration)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", _LFM2),
@@ -138,6 +147,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "mamba2": ("Mamba2", _MAMBA2),
+    "mamba2-bias": (
+        "Mamba2",
+        {
+            **_MAMBA2,
+            "head_dim": 18,
+            "expand": 3,
+            "n_groups": 1,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "tie_word_embeddings": True,
+            "layer_norm_epsilon": 1e-3,
+        },
+    ),
     "granite-hybrid": (
         "GraniteMoeHybrid",
         {**_GRANITE, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 3},
@@ -180,5 +204,5 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-DEFAULT = ("lfm2-moe", "nemotron-h-moe", "granite-hybrid", "falcon-h1")
+DEFAULT = ("lfm2-moe", "mamba2", "nemotron-h-moe", "granite-hybrid", "falcon-h1")
 """Cases that run by default."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -85,11 +86,14 @@ class Reference:
         torch = self._torch
         result = []
         past = None
+        # Models without attention name the cache of states.
+        names = inspect.signature(self.model.forward).parameters
+        cache = "past_key_values" if "past_key_values" in names else "cache_params"
         batch = torch.tensor([list(ids)], device=self.device)
         with torch.inference_mode():
             for _ in range(count):
-                output = self.model(batch, past_key_values=past, use_cache=True)
-                past = output.past_key_values
+                output = self.model(batch, **{cache: past}, use_cache=True)
+                past = output[cache]
                 row = output.logits[0, -1, : self.spec.vocab_size]
                 result.append(int((row == row.max()).nonzero()[0]))
                 batch = torch.tensor([[result[-1]]], device=self.device)

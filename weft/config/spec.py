@@ -141,6 +141,8 @@ class MLASpec(msgspec.Struct, frozen=True, kw_only=True):
     """True if the projections from the hidden size (query rank, latent and key) have a bias."""
     norm_eps: float = 1e-6
     """Epsilon of the norms of the query rank and the latent."""
+    head_gate: bool = False
+    """True if a sigmoid gate scales the output of each head."""
 
 
 class IndexSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,14 +172,29 @@ class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True):
     v_dim: int
     conv: int
     """Taps of the causal convolution."""
+    reach: float = 1.0
+    """Upper bound of beta. 2: the state may turn a direction around (negative eigenvalues)."""
+    norm_eps: float | None = None
+    """Epsilon of the norm of the output; None: the epsilon of the model."""
     gate_rank: int = 0
-    """Kimi Delta Attention: rank of the projections of the decays and of the output gate. Every key channel
-    has a decay, and the output gate is a sigmoid. 0: every value head has a decay, and the gate is a silu."""
+    """Kimi Delta Attention: rank of the projections of decays and output gate; 0: whole matrices."""
+    channel_decays: bool = False
+    """Kimi Delta Attention with whole matrices."""
+    floor: float = 0.0
+    """If below 0, lower bound of the log of a decay."""
+    matrices: int = 2
+    """Published matrices that read the input of a layer, for the memory of adapters."""
+
+    @property
+    def by_channel(self) -> bool:
+        """True for Kimi Delta Attention: every key channel has a decay, and the output gate is a sigmoid.
+        False: every value head has a decay, and the gate is a silu."""
+        return self.channel_decays or self.gate_rank > 0
 
     @property
     def decays(self) -> int:
         """Number of decays per token."""
-        return self.v_heads * (self.k_dim if self.gate_rank else 1)
+        return self.v_heads * (self.k_dim if self.by_channel else 1)
 
 
 class SparseSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -364,6 +381,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """True if RMSNorm weights are published as the difference from 1. The weights stay in a wide type:
     rounding to bf16 near 1 would lose trained precision.
     """
+    wide_stream: bool = False
+    """True if the stream between the blocks stays in float32 (float64) in a narrower model."""
     gated: bool = True
     """False for dense feed-forward blocks without a gate: ``down(activation(up(x)))``."""
     bare_layers: tuple[int, ...] = ()

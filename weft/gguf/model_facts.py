@@ -62,6 +62,7 @@ FAMILIES = {
     "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1"),
     "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
     "kimi-linear": ("KimiLinearForCausalLM", "kimi_linear"),
+    "mamba2": ("Mamba2ForCausalLM", "mamba2"),
 }
 """GGUF architecture -> (architecture in config.json, model type). The keys in ``_VARIANTS`` are families of
 another architecture. Models with images are text models here: a file of the text model has no vision tower,

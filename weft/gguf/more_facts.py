@@ -153,6 +153,24 @@ def falcon_h1(facts: ModelFacts, tensors: Tensors) -> Fields:
     }
 
 
+def mamba2(facts: ModelFacts, tensors: Tensors) -> Fields:
+    """Return the facts of Mamba2 without attention. Files have 0 for attention heads. Raises ConfigError."""
+    sizes = _mamba2(facts, tensors)
+    heads, inner = sizes["mamba_n_heads"], facts.integer("ssm.inner_size")
+    return {
+        "num_heads": heads,
+        "head_dim": sizes["mamba_d_head"],
+        "n_groups": sizes["mamba_n_groups"],
+        "state_size": sizes["mamba_d_state"],
+        "conv_kernel": sizes["mamba_d_conv"],
+        "use_conv_bias": sizes["mamba_conv_bias"],
+        "expand": inner // facts.integer("embedding_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": inner,
+    }
+
+
 def granite_hybrid(facts: ModelFacts, tensors: Tensors) -> Fields:
     """Return the facts of Granite 4 with Mamba2. Layers without KV heads are Mamba2. Raises ConfigError."""
     if facts.flag("rope.scaling.finetuned", False):

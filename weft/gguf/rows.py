@@ -241,6 +241,17 @@ ROWS: dict[str, GgufRow] = {
         forms={**{f"ssm_conv1d_{part}.weight": "TAPS" for part in "qkv"}, "ssm_a": "RATES"},
         experts=(f"{_KIMI_MOE}.experts", "w1", "w3", "w2"),
     ),
+    "mamba2": GgufRow(
+        read=more_facts.mamba2,
+        prefix="backbone.layers",
+        names={
+            "attn_norm": "norm",
+            **{name: theirs.replace("mamba.", "mixer.") for name, theirs in _MAMBA2.items()},
+        },
+        top={"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"},
+        bare={name: theirs.replace("mamba.", "mixer.") for name, theirs in _MAMBA2_BARE.items()},
+        forms=_MAMBA2_FORMS,
+    ),
     "granitehybrid": GgufRow(
         read=more_facts.granite_hybrid,
         halves=True,  # the converter does so, although nothing is rotated

@@ -34,6 +34,21 @@ class LayerNorm(Layer):
         return x, self.forward(x)
 
 
+class WideStreamNorm(RMSNorm):
+    """RMS norm of a stream in float32 (float64), for layers of the model's dtype. The weight is wide."""
+
+    def __init__(self, size: int, eps: float, build: Build) -> None:
+        super().__init__(size, eps, build, wide=True)
+        self._norm = build.op("rms_norm", wide=True).run
+        self._dtype = build.dtype
+
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (x + delta, norm of the sum in the model's dtype). x: wide [T, size]."""
+        x = x if delta is None else x + delta
+        normed: Tensor = self._norm(x, self.weight, self._eps)
+        return x, normed.to(self._dtype)
+
+
 def stream_norm(spec: ModelSpec, build: Build) -> RMSNorm | LayerNorm:
     """Return a norm of the stream, [T, hidden], with unset weights."""
     if spec.norms.kind == "layer":

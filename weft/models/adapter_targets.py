@@ -60,15 +60,21 @@ def targets_of(model: Model, weights: WeightMap) -> dict[str, Target]:
     for owner, placed in found.items():
         weight = parameters[owner + _WEIGHT]
         spans = []
-        for part, (name, placement) in enumerate(placed):
+        # Names of one matrix in several forms share the part. A slice has no hash.
+        parts = dict[tuple[object, ...], int]()
+        for name, placement in placed:
+            rows = (repr(placement.index), placement.groups, placement.parts, placement.read)
+            known = rows in parts
+            part = parts.setdefault(rows, len(parts))
             taken = tuple(windows(weight, placement.index))
             outputs, inputs = part_shape(weight, placement.index)
             made[name] = Target(
                 low=layers[owner], part=part, placement=placement, shape=(outputs, inputs), taken=taken
             )
-            spans += [(part, *_span(rows_of(window)[1], weight.parameter.shape[0])) for window in taken]
+            if not known:
+                spans += [(part, *_span(rows_of(window)[1], weight.parameter.shape[0])) for window in taken]
         outputs, inputs = weight.parameter.shape
-        layers[owner].allocate(len(placed), (outputs, inputs), spans)
+        layers[owner].allocate(len(parts), (outputs, inputs), spans)
     return made
 
 

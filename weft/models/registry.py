@@ -29,6 +29,9 @@ _FAMILIES = (
     "bamba",
     "falcon_h1",
     "granite_hybrid",
+    "olmo_hybrid",
+    "mamba2",
+    "bailing_hybrid",
 )
 for _family in _FAMILIES:
     BLOCKS.add(_family, f"weft.models.{_family}.model:make_block")
@@ -38,6 +41,8 @@ for _family in _FAMILIES:
 FRAMES: Registry[type[Decoder]] = Registry("model family")
 FRAMES.add("declared", "weft.models.declared.model:DeclaredDecoder")
 FRAMES.add("falcon_h1", "weft.models.declared.model:DeclaredDecoder")
+FRAMES.add("olmo_hybrid", "weft.models.declared.model:DeclaredDecoder")
+FRAMES.add("mamba2", "weft.models.mamba2.model:Mamba2Decoder")
 FRAMES.add("granite_hybrid", "weft.models.declared.model:DeclaredDecoder")
 FRAMES.add("deepseek_v32", "weft.models.deepseek_v32.model:IndexedDecoder")
 FRAMES.add("deepseek_v4", "weft.models.deepseek_v4.model:StreamsDecoder")

@@ -27,9 +27,9 @@ class DeltaNet(Packs):
 
     qkvz        [q heads | k heads | v heads | z heads, hidden]; value head i reads key head
                 i * k_heads // v_heads
-    gates       [b | a, hidden], one b and one a per value head
+    gates       [b | a, hidden], one b per value head; one a per value head, or per key channel of each
     conv        [q, k and v channels, 1, taps], the tap of the oldest input first; None after ``pack``
-    log_rate, step_bias    [v_heads]: g = -exp(log_rate) * softplus(a + step_bias)
+    log_rate, step_bias    [v_heads]: g = -exp(log_rate) * softplus(a + step_bias). step_bias like a
     norm        [v_dim]
     out         [hidden, v heads]
     """
@@ -45,12 +45,13 @@ class DeltaNet(Packs):
         key = build.part(delta.k_heads).times(delta.k_dim)
         value = heads.times(delta.v_dim)
         # Kimi Delta Attention has a decay for every key channel.
-        decays = heads.times(delta.k_dim if delta.gate_rank else 1)
+        decays = heads.times(delta.k_dim if delta.by_channel else 1)
         self._kind = spec.cache_of(layer)
-        self._decays = (heads.count, delta.k_dim) if delta.gate_rank else (heads.count,)
-        self._sigmoid = delta.gate_rank > 0
+        self._decays = (heads.count, delta.k_dim) if delta.by_channel else (heads.count,)
+        self._sigmoid = delta.by_channel
         self._value = value.count
-        self._eps = spec.norm_eps
+        self._eps = spec.norm_eps if delta.norm_eps is None else delta.norm_eps
+        self._bounds = (delta.reach, delta.floor)
         self._add_inputs(spec.hidden, delta, key, heads, build)
         channels = joined(key, key, value)
         self.conv: nn.Parameter | None = build.weight(
@@ -66,7 +67,9 @@ class DeltaNet(Packs):
         """Add the input projections. ``key``: this rank's key channels; ``heads``: its value heads."""
         value = heads.times(delta.v_dim)
         self.qkvz = PairedLinear(hidden, joined(key, key, value, value), build)
-        self.gates = PairedLinear(hidden, joined(heads, heads), build)
+        decays = heads.times(delta.k_dim if delta.by_channel else 1)
+        self.gates = PairedLinear(hidden, joined(heads, decays), build)
+        self._sizes = (heads.count, decays.count)
 
     def _pack_inputs(self) -> None:
         self.qkvz.pack_with(self.gates)
@@ -75,7 +78,7 @@ class DeltaNet(Packs):
         """Return the inputs of the core for x [T, hidden]."""
         qkvz, gates = self.qkvz.both(self.gates, x, adapters)
         qkv, z = qkvz.split((qkvz.shape[1] - self._value, self._value), dim=1)
-        b, a = gates.chunk(2, dim=1)
+        b, a = gates.split(self._sizes, dim=1)
         return DeltaInputs(qkv, z, b, a)
 
     def pack(self) -> None:
@@ -91,6 +94,8 @@ class DeltaNet(Packs):
             bias=self.step_bias.data.view(self._decays),
             norm=self.norm.data,
             eps=self._eps,
+            reach=self._bounds[0],
+            floor=self._bounds[1],
             sigmoid=self._sigmoid,
         )
         self.conv = None

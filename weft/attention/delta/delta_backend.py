@@ -1,11 +1,12 @@
 """Interface of the gated delta net's core: the part of a layer between its projections, per segment.
 
-For a token with query q, key k (both of length 1), value v and gates g <= 0, 0 < beta < 1, for each value
+For a token with query q, key k (both of length 1), value v and gates g <= 0, 0 < beta < reach, for each value
 head:
 
     q, k, v    silu of a causal convolution over the inputs of the token and of the last tokens before
-    g          = -rate softplus(a + bias)                  one number, or [k_dim, 1]: one per row of S
-    beta       = sigmoid(b)
+    g          = -rate softplus(a + bias)                  one number, or [k_dim, 1]: one per row of S;
+               floor sigmoid(rate (a + bias)) with a lower bound
+    beta       = reach sigmoid(b)
     S          <- e^g S + k outer beta (v - k e^g S)       the state, [k_dim, v_dim]
     o          = q S / sqrt(k_dim)
     out        = rms norm(o) * silu(z), or rms norm(o) * sigmoid(z)
@@ -42,6 +43,10 @@ class DeltaWeights:
     norm: Tensor
     """[v_dim]."""
     eps: float
+    reach: float = 1.0
+    """Upper bound of beta. Above 1, a step may turn a direction of the state around."""
+    floor: float = 0.0
+    """If below 0, lower bound of g."""
     sigmoid: bool = False
     """True if the output gate is sigmoid(z), False for silu(z)."""
 

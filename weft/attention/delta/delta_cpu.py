@@ -59,6 +59,8 @@ class CpuDelta(DeltaBackend):
             weights.bias,
             weights.norm,
             weights.eps,
+            weights.reach,
+            weights.floor,
             weights.sigmoid,
             segment.q_offsets,
             segment.starts,

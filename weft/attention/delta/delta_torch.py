@@ -103,8 +103,8 @@ class TorchDelta(ByRowGroups, DeltaBackend):
         q, k = (self._length_1(x.view(batch, n, -1, k_dim)).transpose(1, 2) for x in (q, k))
         a = a.view(batch, n, v_heads, -1) + weights.bias.view(v_heads, -1)
         # [B, v_heads, n, 1 or k_dim]
-        log_decay = (-weights.rate.view(-1, 1) * softplus(a)).transpose(1, 2)
-        beta = sigmoid(b.transpose(1, 2))
+        log_decay = _log_decay(a, weights).transpose(1, 2)
+        beta = weights.reach * sigmoid(b.transpose(1, 2))
         if real is not None:  # padding must leave the state unchanged
             filler = torch.arange(n, device=real.device) >= real.view(-1, 1, 1)
             log_decay = log_decay.masked_fill(filler.unsqueeze(3), 0.0)
@@ -193,6 +193,12 @@ class _DeltaRecurrence(Recurrence[_DeltaRows]):
 
     def tokens(self, inputs: tuple[Tensor, ...], rows: _DeltaRows, real: Tensor | None) -> Tensor:
         return self._backend.tokens(DeltaInputs(*inputs), rows, self._weights, real)
+
+
+def _log_decay(a: Tensor, weights: DeltaWeights) -> Tensor:
+    """Return g of ``DeltaBackend`` for a with its bias: [B, n, v_heads, 1 or k_dim]."""
+    rate = weights.rate.view(-1, 1)
+    return weights.floor * sigmoid(rate * a) if weights.floor < 0 else -rate * softplus(a)
 
 
 def _chunked(tokens: _DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:

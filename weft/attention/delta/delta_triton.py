@@ -58,6 +58,8 @@ class TritonDelta(KernelRows, TorchDelta):
             columns_of(segment),
             eps=weights.eps,
             length_eps=LENGTH_EPS,
+            reach=weights.reach,
+            floor=weights.floor,
             sigmoid=weights.sigmoid,
             each=delta.each,
         )

@@ -38,12 +38,12 @@ class KimiDelta(DeltaNet):
         self.gates = PairedLinear(hidden, joined(whole(rank), whole(rank), heads), build)
         self.decay = Linear(rank, heads.times(delta.k_dim), build)
         self.gate = Linear(rank, value, build)
-        self._sizes = (rank, rank, heads.count)
+        self._parts = (rank, rank, heads.count)
 
     def _pack_inputs(self) -> None:
         self.qkv.pack_with(self.gates)
 
     def _inputs(self, x: Tensor, adapters: AdapterRows | None) -> DeltaInputs:
         qkv, gates = self.qkv.both(self.gates, x, adapters)
-        decay, gate, b = gates.split(self._sizes, dim=1)
+        decay, gate, b = gates.split(self._parts, dim=1)
         return DeltaInputs(qkv, self.gate(gate, adapters), b, self.decay(decay, adapters))

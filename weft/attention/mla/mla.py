@@ -20,11 +20,13 @@ from weft.attention.base import CoreInput, LayerCache
 from weft.attention.gqa.gqa import AttentionInput
 from weft.attention.mla.latent import Form, LatentBackend, LatentInput, UpMatrices
 from weft.attention.mla.up_adapters import UpAdapters
+from weft.attention.recurrent import sigmoid
 from weft.config.spec import MLASpec, ModelSpec
 from weft.layers.build import Build, Layer, Packs
-from weft.layers.dense import RMSNorm, RowLinear
+from weft.layers.dense import Linear, RMSNorm, RowLinear
 from weft.layers.paired import PairedLinear
 from weft.layers.shard import Shard, joined, whole
+from weft.ops.low_rank import AdapterRows
 
 Tensor = torch.Tensor
 
@@ -88,7 +90,7 @@ class LatentAttention(Layer):
     Every rank caches all entries and computes its own heads.
     """
 
-    adapted = ("down", "q_up", "kv_up", "out")
+    adapted = ("down", "q_up", "kv_up", "gate", "out")
 
     def __init__(self, spec: ModelSpec, layer: int, build: Build) -> None:
         super().__init__()
@@ -109,8 +111,10 @@ class LatentAttention(Layer):
         self.kv_norm = RMSNorm(mla.kv_lora, mla.norm_eps, build)
         self.kv_up = UpLayer(heads, mla, build)
         self.out = RowLinear(heads.times(mla.v), spec.hidden, build, bias=spec.o_bias)
+        self.gate = Linear(spec.hidden, heads, build) if mla.head_gate else None
         fp8 = self._cache_spec.fp8
         self._rotate_and_cache = build.op("latent_rope_cache_fp8" if fp8 else "latent_rope_cache").run
+        self._wide = build.wide
         self._forms = self._choose_forms(build)
 
     @staticmethod
@@ -174,6 +178,15 @@ class LatentAttention(Layer):
                     own,
                 ),
             )
-        out = out.view(len(x), self._heads * mla.v)
-        wanted = out if logits_indices is None else out[logits_indices]
-        return self.out(wanted, step.adapters_at(logits_indices))
+        if logits_indices is not None:
+            out, x = out[logits_indices], x[logits_indices]
+        return self._output(out, x, step.adapters_at(logits_indices))
+
+    def _output(self, out: Tensor, x: Tensor, adapters: AdapterRows | None) -> Tensor:
+        """Return the partial sum [T, hidden] for attention's out [T, heads, v] and the layer's input x [T,
+        hidden].
+        """
+        if self.gate is not None:
+            out = (out * sigmoid(self.gate(x, adapters).to(self._wide)).unsqueeze(2)).to(x.dtype)
+        result: Tensor = self.out(out.flatten(1), adapters)
+        return result

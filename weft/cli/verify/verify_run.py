@@ -115,6 +115,8 @@ def against_self(config: Config, count: int, tokens: int, say: Say) -> bool:
     alone, *others = variants(base, prompts, tokens)
     expected, _ = run(alone, prompts, tokens)
     say(determinism(config))
+    if not _preempts(base):
+        say("preempted: not compared, because sequences of a model without attention need no blocks")
     good = True
     for variant in chain(others, _tier_variants(config, prompts, tokens)):
         found, stats = run(variant, prompts, tokens)
@@ -157,14 +159,21 @@ def variants(base: EngineConfig, prompts: Prompts, tokens: int) -> list[Variant]
     chunked = _with(base, steps_in_flight=1, long_prefill_token_threshold=7)
     two = _with(base, steps_in_flight=2, long_prefill_token_threshold=7)
     whole = _with(base, steps_in_flight=2, long_prefill_token_threshold=0)
-    small = _small_pools(whole, prompts, tokens)
-    return [
+    made = [
         Variant("alone", one, False),
         Variant("batched", one, True, lambda stats: stats.steps < len(prompts) * tokens),
         Variant("chunks of 7", chunked, True, lambda stats: stats.mixed_steps > 0),
         Variant("two steps in flight", two, True, lambda stats: stats.mixed_steps > 0),
-        Variant("preempted", small, True, lambda stats: stats.preemptions > 0),
     ]
+    if _preempts(base):
+        small = _small_pools(whole, prompts, tokens)
+        made.append(Variant("preempted", small, True, lambda stats: stats.preemptions > 0))
+    return made
+
+
+def _preempts(config: EngineConfig) -> bool:
+    """Return True if a sequence can lack blocks: some layers cache entries of tokens."""
+    return any(pool.cache.kind != "state" for pool in config.kv.pools)
 
 
 def _tier_variants(config: Config, prompts: Prompts, tokens: int) -> Iterator[Variant]:
@@ -177,8 +186,9 @@ def _tier_variants(config: Config, prompts: Prompts, tokens: int) -> Iterator[Va
         yield Variant("stored on disk", base, True)
         loaded = verify_tier.tier_stats(lambda tier: tier.saved_tokens > 0)
         yield Variant("loaded from disk", base, True, loaded)
-        small = _small_pools(base, prompts, tokens)
-        yield Variant("loaded from disk, preempted", small, True, lambda stats: stats.preemptions > 0)
+        if _preempts(base):
+            small = _small_pools(base, prompts, tokens)
+            yield Variant("loaded from disk, preempted", small, True, lambda stats: stats.preemptions > 0)
         verify_tier.damage(disk_folder(tiered.tier))
         corrupt = verify_tier.tier_stats(lambda tier: "corrupt" in tier.loads and not tier.saved_tokens)
         yield Variant("damaged on disk", base, True, corrupt)

@@ -150,6 +150,7 @@ def _delta(facts: Facts, linear: Facts, layers: tuple[int, ...]) -> DeltaSpec:
         v_dim=dim,
         conv=linear.integer("short_conv_kernel_size", taps, low=2, high=64),
         gate_rank=dim,
+        matrices=6,
     )
 
 

@@ -56,6 +56,8 @@ for _architecture_name in WRAPPERS:
     FAMILIES.add(_architecture_name, "weft.config.families.declared.build:build_text_spec")
 FAMILIES.add("GraniteMoeHybridForCausalLM", "weft.config.families.mixers.granite_hybrid:build_spec")
 FAMILIES.add("FalconH1ForCausalLM", "weft.config.families.mixers.falcon_h1:build_spec")
+FAMILIES.add("Mamba2ForCausalLM", "weft.config.families.mixers.mamba2:build_spec")
+FAMILIES.add("BailingHybridForCausalLM", "weft.config.families.mixers.bailing_hybrid:build_spec")
 FAMILIES.add("BambaForCausalLM", "weft.config.families.mixers.bamba:build_spec")
 
 MODEL_TYPES = {
@@ -82,7 +84,9 @@ MODEL_TYPES = {
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
+    "bailing_hybrid": "BailingHybridForCausalLM",
     "bamba": "BambaForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }
@@ -92,6 +96,7 @@ _SPELLINGS = {
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "LLaMaForCausalLM": "LlamaForCausalLM",
+    "BailingMoeV3ForCausalLM": "BailingHybridForCausalLM",
 }
 """Spelling of an architecture in published files -> spelling of transformers."""
 

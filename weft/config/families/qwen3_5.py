@@ -25,7 +25,9 @@ def build_spec(facts: Facts, override: int | None) -> ModelSpec:
         experts = facts.integer("num_experts", 256, high=MOST_PARTS)
         moe = moe_spec(facts, tuple(range(layers + mtp)), experts, top_k=8, renormalize=True)
     defaults = _DENSE if moe is None else _ROUTED
-    return hybrid_spec(facts, family="qwen3_5", layers=layers, mtp=mtp, defaults=defaults, moe=moe)
+    return hybrid_spec(
+        facts, family="qwen3_5", layers=layers, mtp=mtp, defaults=defaults, matrices=4, moe=moe
+    )
 
 
 def build_text_spec(facts: Facts, override: int | None) -> ModelSpec:

@@ -44,12 +44,12 @@ def build_spec(facts: Facts, override: int | None) -> ModelSpec:
 
 
 def hybrid_spec(
-    facts: Facts, *, family: str, layers: int, mtp: int, defaults: Defaults, **more: Any
+    facts: Facts, *, family: str, layers: int, mtp: int, defaults: Defaults, matrices: int = 2, **more: Any
 ) -> ModelSpec:
     """Return the spec of a decoder with delta net layers and gated attention layers, by ``layer_types``.
 
-    Modules that predict further tokens use attention. ``more``: further fields of ``ModelSpec``. Raise
-    ConfigError.
+    Modules that predict further tokens use attention. ``matrices``: see ``DeltaSpec``. ``more``: further
+    fields of ``ModelSpec``. Raise ConfigError.
     """
     types = hybrid_types(facts, layers) + [FULL] * mtp
     bias = facts.flag("attention_bias", False)
@@ -71,7 +71,7 @@ def hybrid_spec(
     recurrent = tuple(i for i, kind in enumerate(types) if kind == LINEAR)
     if not recurrent:
         return result
-    delta = _delta(facts, recurrent)
+    delta = delta_spec(facts, recurrent, DeltaSizes(matrices=matrices))
     return msgspec.structs.replace(result, delta=delta, caches=(*result.caches, state_cache(delta)))
 
 
@@ -105,10 +105,20 @@ def hybrid_types(facts: Facts, layers: int) -> list[str]:
     return types[:layers]
 
 
-def _delta(facts: Facts, layers: tuple[int, ...]) -> DeltaSpec:
+class DeltaSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """A family's values for missing sizes of delta nets, and its number of ``DeltaSpec.matrices``."""
+
+    k_heads: int = 16
+    v_heads: int = 32
+    k_dim: int = 128
+    v_dim: int = 128
+    matrices: int = 2
+
+
+def delta_spec(facts: Facts, layers: tuple[int, ...], missing: DeltaSizes) -> DeltaSpec:
     """Return the delta net spec for ``layers``. Raise ConfigError."""
-    k_heads = facts.integer("linear_num_key_heads", 16)
-    v_heads = facts.integer("linear_num_value_heads", 32)
+    k_heads = facts.integer("linear_num_key_heads", missing.k_heads)
+    v_heads = facts.integer("linear_num_value_heads", missing.v_heads)
     if v_heads % k_heads:
         raise facts.fail(
             "linear_num_value_heads", f"{v_heads} is not a multiple of linear_num_key_heads {k_heads}"
@@ -119,9 +129,10 @@ def _delta(facts: Facts, layers: tuple[int, ...]) -> DeltaSpec:
         layers=layers,
         k_heads=k_heads,
         v_heads=v_heads,
-        k_dim=facts.integer("linear_key_head_dim", 128),
-        v_dim=facts.integer("linear_value_head_dim", 128),
+        k_dim=facts.integer("linear_key_head_dim", missing.k_dim),
+        v_dim=facts.integer("linear_value_head_dim", missing.v_dim),
         conv=facts.integer("linear_conv_kernel_dim", 4, low=2, high=64),
+        matrices=missing.matrices,
     )
 
 

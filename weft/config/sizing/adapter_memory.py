@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.config.sections.lora_section import LoraSection
 from weft.config.sharding import local_spec
-from weft.config.sizing.layer_elements import recurrent_elements, recurrent_layers
+from weft.config.sizing.layer_elements import recurrent_layers
 from weft.config.spec import DTYPE_BYTES, ModelSpec, MoESpec
 from weft.types.layout import Layout
 
@@ -20,8 +20,7 @@ def adapter_bytes(spec: ModelSpec, dtype: str, lora: LoraSection, layout: Layout
         return 0
     spec = local_spec(spec, layout)
     numbers = spec.layers * _feeding(spec) + (spec.layers - recurrent_layers(spec)) * _attention(spec)
-    # The inputs and outputs of a mixer's matrices follow from its parameters.
-    numbers += recurrent_elements(spec) // spec.hidden + recurrent_layers(spec) * 3 * spec.hidden
+    numbers += _mixers(spec)
     if spec.moe is not None:
         numbers += len(spec.moe.layers) * _routed(spec, spec.moe, lora.lora_experts, layout, redundant)
     vocab = -(-spec.vocab_size // layout.tensor)
@@ -60,7 +59,27 @@ def _attention(spec: ModelSpec) -> int:
     q_up = mla.q_lora + queries if mla.q_lora else 0
     up = mla.kv_lora + spec.heads * (mla.nope + mla.v)
     of_heads = spec.heads * (mla.nope + 2 * mla.kv_lora + mla.v)  # copies by head (``UpAdapters``)
-    return down + q_up + up + of_heads + spec.heads * mla.v + spec.hidden
+    gate = spec.hidden + spec.heads if mla.head_gate else 0
+    return down + q_up + up + of_heads + gate + spec.heads * mla.v + spec.hidden
+
+
+def _mixers(spec: ModelSpec) -> int:
+    """Return inputs and outputs of the matrices of all recurrent mixers."""
+    total = 0
+    if (delta := spec.delta) is not None:
+        key, value = delta.k_heads * delta.k_dim, delta.v_heads * delta.v_dim
+        outputs = 2 * key + value + delta.v_heads
+        if rank := delta.gate_rank:
+            outputs += 2 * rank + (rank + delta.decays) + (rank + value)
+        else:
+            outputs += value + delta.decays
+        total += len(delta.layers) * (delta.matrices * spec.hidden + outputs + value + spec.hidden)
+    if (conv := spec.conv) is not None:
+        total += len(conv.layers) * (2 * spec.hidden + 4 * conv.heads * conv.dim)
+    if (mamba := spec.mamba) is not None:
+        inner, shared = mamba.heads * mamba.dim, 2 * mamba.groups * mamba.state
+        total += len(mamba.layers) * (2 * spec.hidden + 3 * inner + shared + mamba.heads)
+    return total
 
 
 def _routed(spec: ModelSpec, moe: MoESpec, experts: bool, layout: Layout, redundant: int) -> int:

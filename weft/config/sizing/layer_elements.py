@@ -119,7 +119,7 @@ def delta_elements(spec: ModelSpec, tokens: int, rows: int) -> int:
     # Chunks: padded copies, products [64, 64] of keys and queries, and both sides of a triangular system with
     # copies for the solver.
     chunked = 7 * repeated + 4 * value + 3 * delta.decays + 5 * 64 * heads
-    if delta.gate_rank:
+    if delta.by_channel:
         # 256 tokens at a time (``MOST_BY_CHANNEL``). The outputs of all parts exist twice.
         total = tokens * max(convolved, kept + 2 * value) + 256 * chunked
     else:
@@ -136,7 +136,7 @@ def recurrent_pass(spec: ModelSpec) -> int:
     The number does not depend on the tokens of the step: torch computes at most 4 chunks together
     (``MOST_BY_CHANNEL``). Three tensors [4, heads, 16, 16, channels], float32 or wider, exist at a time.
     """
-    if spec.delta is None or not spec.delta.gate_rank:
+    if spec.delta is None or not spec.delta.by_channel:
         return 0
     return 3 * 4 * 16 * 16 * spec.delta.decays
 

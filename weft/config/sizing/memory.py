@@ -13,7 +13,7 @@ groups that send or receive caches, each transfer passes the state through a sna
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.common.errors import ConfigError
 from weft.config.cache_layout import block_bytes, slot_tensors
@@ -235,6 +235,9 @@ def pools_for(
         )
         live = live_bytes(spec, dtype, scheduler, copies)
         raise _too_small(num_bytes, needs.fixed + one, max_model_len, longest, live, scheduler)
+    if snapshots and not one:  # no group has entries, so all memory is for snapshots
+        needs = replace(needs, blocks=[1] * len(needs.blocks))
+        one = needs.one
     pools = []
     for cache, blocks in zip(spec.caches, needs.blocks, strict=True):
         count = usable * blocks // one if blocks else 0
@@ -389,7 +392,7 @@ def _attention_elements(spec: ModelSpec) -> int:
         (mla.q_lora or spec.hidden) * inputs
         + spec.hidden * (mla.kv_lora + mla.rope)
         + spec.heads * (mla.nope + mla.v) * mla.kv_lora
-        + spec.hidden * spec.heads * mla.v
+        + spec.hidden * spec.heads * (mla.v + mla.head_gate)
     )
 
 
@@ -427,6 +430,8 @@ def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -
     if spec.draft is not None and spec.draft.eagle is not None:
         # The streams of three layers, twice; the input of the head beside the states; the states of the head.
         row += 12 * spec.hidden
+    if spec.wide_stream:
+        row += 6 * spec.hidden  # the stream, its next sum and the norm, float32
     if spec.hyper is not None:
         row += 7 * spec.hyper.streams * spec.hidden  # the streams, and float32 copies
     tower = 0 if spec.vision is None else encoding_bytes(spec.vision, dtype)

@@ -66,6 +66,8 @@ def _delta_states(
     state_slot,
     state_copy,
     length_eps,
+    reach,  # upper bound of beta
+    floor,  # lower bound of the log decays, with BOUNDED
     K_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     K_DIM: tl.constexpr,
@@ -74,6 +76,7 @@ def _delta_states(
     TAPS: tl.constexpr,
     TILE: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
+    BOUNDED: tl.constexpr,
     EACH: tl.constexpr,
 ):
     """Advance TILE columns of one head's state by the tokens of one row."""
@@ -116,10 +119,13 @@ def _delta_states(
         ))  # fmt: skip
         q = q * (tl.rsqrt(tl.sum(q * q, 0) + length_eps) * K_DIM**-0.5)
         k = k * tl.rsqrt(tl.sum(k * k, 0) + length_eps)
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + (token + j) * b_stride + head).to(tl.float32)))
+        beta = reach / (1.0 + tl.exp(-tl.load(b_ptr + (token + j) * b_stride + head).to(tl.float32)))
         a = _decay_input(a_ptr + (token + j) * a_stride, decay_at, k_dim, K_DIM, BY_CHANNEL) + bias
-        softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-        decay = tl.exp(-rate * softplus)
+        if BOUNDED:
+            decay = tl.exp(floor / (1.0 + tl.exp(-rate * a)))
+        else:
+            softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
+            decay = tl.exp(-rate * softplus)
         if BY_CHANNEL:
             state = state * decay[:, None]
         else:
@@ -219,6 +225,8 @@ def run(
     *,
     eps: float,
     length_eps: float,
+    reach: float = 1.0,
+    floor: float = 0.0,
     sigmoid: bool,
     each: bool,
 ) -> None:
@@ -226,7 +234,8 @@ def run(
 
     inputs: qkv, z, b, a as in ``DeltaInputs``. weights: taps [taps, channels], rate [v_heads], bias [v_heads]
     or [v_heads, k_dim], norm [v_dim], float32. rows: offsets int32 [R + 1], starts, slots, live int64 [R].
-    length_eps: addend to the square of the length of q and k. sigmoid: kind of the output gate.
+    length_eps: addend to the square of the length of q and k. reach: upper bound of
+    beta. floor: lower bound of the log decays if below 0. sigmoid: kind of the output gate.
     """
     qkv, z, b, a = inputs
     q, k, v, recurrent = state
@@ -247,9 +256,12 @@ def run(
         *tensors,
         *numbers,
         length_eps,
+        reach,
+        floor,
         **sizes,
         TILE=TILE,
         BY_CHANNEL=weights[2].dim() == 2,
+        BOUNDED=floor < 0,
         # As many threads as dims of a key: Triton then loads a key once, not once per layout.
         num_warps=max(1, power(k_dim) // 32),
     )

@@ -21,6 +21,7 @@ from weft.config.families.declared.experts import (
     softmax_experts,
     typed_sigmoid,
 )
+from weft.config.families.declared.hybrids import hybrid_layers, rope_or_none, with_delta_nets
 from weft.config.families.declared.readers import (
     cwm_windows,
     full_attention_types,
@@ -198,6 +199,20 @@ ROWS: dict[str, Row] = {
         norms=NormSpec(place="post"),
         windows=periodic_windows(4),
         ropes=ropes_by_type(),
+    ),
+    # Gated delta nets in most layers.
+    "OlmoHybridForCausalLM": Row(
+        config="OlmoHybridConfig",
+        qkv_bias=field("attention_bias"),
+        o_bias=field("attention_bias"),
+        qk_norm=True,
+        norm_over="all",
+        norms=NormSpec(place="post"),
+        windows=hybrid_layers,
+        ropes=rope_or_none,
+        only={"linear_use_gate": (True, None)},  # in files of before the class of transformers
+        unused=(r"linear_(a_log|dt)_\w+",),
+        change=(with_delta_nets,),
     ),
     # EXAONE 4: arXiv 2507.11407.
     "Exaone4ForCausalLM": Row(

@@ -181,7 +181,7 @@ struct Call {
   T *out, *conv_q, *conv_k, *conv_v;
   float* state;
   const float *taps, *rate, *bias, *norm;
-  float eps;
+  float eps, reach, floor;  // beta = reach sigmoid(b); floor < 0: lower bound of the log decays
   StateRows rows;
   int64_t qkv_stride, z_stride, b_stride, a_stride, out_stride;
   int k_heads, v_heads, k_dim, v_dim;
@@ -263,22 +263,28 @@ class Worker {
       beta_[t] = widen(c_.b[(first + t) * c_.b_stride + v_head]);
       if (!c_.by_channel) decay_[t] = widen(c_.a[(first + t) * c_.a_stride + v_head]);
     }
-    const vf rate = splat(-c_.rate[v_head]), bias = splat(c_.bias[v_head]);
+    const vf reach = splat(c_.reach), bias = splat(c_.bias[v_head]);
     for (int t = 0; t < tokens; t += kLanes) {
-      store(beta_ + t, sigmoid(load(beta_ + t)));
-      store(decay_ + t, exponential(rate * softplus(load(decay_ + t) + bias)));
+      store(beta_ + t, reach * sigmoid(load(beta_ + t)));
+      store(decay_ + t, decay_of(c_.rate[v_head], load(decay_ + t) + bias));
     }
+  }
+
+  // e^(-rate softplus(x)), or e^(floor sigmoid(rate x)) with a lower bound.
+  vf decay_of(float rate, vf x) const {
+    if (c_.floor < 0) return exponential(splat(c_.floor) * sigmoid(splat(rate) * x));
+    return exponential(splat(-rate) * softplus(x));
   }
 
   // The decays of the key channels, and the factors of the sums.
   void gate_channels(int64_t first, int tokens, int v_head) {
     const int dim = c_.k_dim;
-    const vf rate = splat(-c_.rate[v_head]);
+    const float rate = c_.rate[v_head];
     const float* bias = c_.bias + v_head * dim;
     for (int t = 0; t < tokens; ++t) {
       const T* a = c_.a + (first + t) * c_.a_stride + int64_t(v_head) * dim;
       for (int i = t * dim, j = 0; j < dim; i += kLanes, j += kLanes) {
-        const vf decay = exponential(rate * softplus(load(a + j) + load(bias + j)));
+        const vf decay = decay_of(rate, load(a + j) + load(bias + j));
         store(decays_ + i, decay);
         store(q_sum_ + i, load(q_ + i) * decay);
         store(k_sum_ + i, load(k_ + i) * decay);
@@ -318,8 +324,8 @@ void run(const Call<T>& c, int64_t tokens) {
 void delta_net(const Tensor& qkv, const Tensor& z, const Tensor& b, const Tensor& a, const Tensor& out,
                const Tensor& conv_q, const Tensor& conv_k, const Tensor& conv_v, const Tensor& state,
                const Tensor& taps, const Tensor& rate, const Tensor& bias, const Tensor& norm, double eps,
-               bool squashed, const Tensor& offsets, const Tensor& starts, const Tensor& slots, const Tensor& live,
-               bool each) {
+               double reach, double floor, bool squashed, const Tensor& offsets, const Tensor& starts,
+               const Tensor& slots, const Tensor& live, bool each) {
   WEFT_CHECK(state.dim() == 5 && conv_q.dim() == 5 && taps.dim() == 2, "delta_net: shapes");
   const int64_t tokens = qkv.size(0), lines = taps.size(0) - 1;
   const int64_t k_heads = conv_q.size(2), v_heads = state.size(2), k_dim = state.size(3), v_dim = state.size(4);
@@ -358,6 +364,8 @@ void delta_net(const Tensor& qkv, const Tensor& z, const Tensor& b, const Tensor
     c.bias = bias.const_data_ptr<float>();
     c.norm = norm.const_data_ptr<float>();
     c.eps = float(eps);
+    c.reach = float(reach);
+    c.floor = float(floor);
     c.qkv_stride = qkv.stride(0);
     c.z_stride = z.stride(0);
     c.b_stride = b.stride(0);

@@ -84,7 +84,8 @@ void describe_attention(torch::Library& m) {
       m,
       "delta_net(Tensor qkv, Tensor z, Tensor b, Tensor a, Tensor(a!) out, Tensor(b!) conv_q, Tensor(c!) conv_k, "
       "Tensor(d!) conv_v, Tensor(e!) state, Tensor taps, Tensor rate, Tensor bias, Tensor norm, float eps, "
-      "bool squashed, Tensor q_offsets, Tensor starts, Tensor slots, Tensor live, bool each) -> ()");
+      "float reach, float floor, bool squashed, Tensor q_offsets, Tensor starts, Tensor slots, Tensor live, bool each) "
+      "-> ()");
   add<sigmoid_gate>(m, "sigmoid_gate(Tensor x, Tensor gate) -> Tensor");
   add<mamba>(
       m,

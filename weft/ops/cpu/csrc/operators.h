@@ -76,8 +76,8 @@ void latent_expanded(const Tensor& q, const Tensor& cos, const Tensor& sin, bool
 void delta_net(const Tensor& qkv, const Tensor& z, const Tensor& b, const Tensor& a, const Tensor& out,
                const Tensor& conv_q, const Tensor& conv_k, const Tensor& conv_v, const Tensor& state,
                const Tensor& taps, const Tensor& rate, const Tensor& bias, const Tensor& norm, double eps,
-               bool squashed, const Tensor& offsets, const Tensor& starts, const Tensor& slots, const Tensor& live,
-               bool each);
+               double reach, double floor, bool squashed, const Tensor& offsets, const Tensor& starts,
+               const Tensor& slots, const Tensor& live, bool each);
 Tensor sigmoid_gate(const Tensor& x, const Tensor& gate);
 
 // --- mamba.cpp ---

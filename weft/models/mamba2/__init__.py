@@ -1,0 +1,1 @@
+"""Mamba2 alone: no attention and no feed-forward."""
