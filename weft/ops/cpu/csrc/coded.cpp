@@ -204,14 +204,11 @@ struct Int8 WEFT_BASE(InFloats) {
   }
 #if WEFT_INT8_TABLE
   static Bf16::Step look_up(const uint8_t* w) {
-    const __m512i* tables = reinterpret_cast<const __m512i*>(&kInt8Table);
-    const __m512i code = _mm512_loadu_si512(w), sign = _mm512_set1_epi8(char(0x80));
-    const __m512i low = _mm512_permutex2var_epi8(tables[0], code, tables[1]);
-    const __m512i magnitude = _mm512_permutex2var_epi8(tables[2], code, tables[3]);
-    const __m512i signed_high = _mm512_ternarylogic_epi32(magnitude, code, sign, 0xf8);  // magnitude | (code & sign)
-    const __mmask64 least = _mm512_cmpeq_epi8_mask(code, sign);                          // -128 has the low byte 0
-    const __m512i high = _mm512_mask_mov_epi8(signed_high, least, _mm512_set1_epi8(char(0xc3)));
-    return {{recast<Pairs>(_mm512_unpacklo_epi8(low, high)), recast<Pairs>(_mm512_unpackhi_epi8(low, high))}};
+    const __m512i code = _mm512_loadu_si512(w);
+    Int8Halves made(code);
+    const __mmask64 least = _mm512_cmpeq_epi8_mask(code, _mm512_set1_epi8(char(kNoInt8)));
+    made.high = _mm512_mask_mov_epi8(made.high, least, _mm512_set1_epi8(char(0xc3)));  // -128 has the low byte 0
+    return made.step();
   }
 #endif
 #if WEFT_AVX2

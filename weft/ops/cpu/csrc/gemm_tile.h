@@ -98,8 +98,14 @@ inline int int8_slot(int column, int k) {
   return column / 16 * 32 + k * 16 + column % 16;
 }
 
-// Stored byte for bf16: sign and magnitude for the table, otherwise two's complement. -127 to 127.
-inline uint8_t int8_code(int value) { return uint8_t(WEFT_INT8_TABLE && value < 0 ? 0x80 | -value : value); }
+// Stored byte for bf16, of -127 to 127: two's complement. For the table: six low bits of the magnitude, above them the
+// sign, and a bit that is set for magnitudes below 64. No number has the byte `kNoInt8`.
+inline uint8_t int8_code(int value) {
+  if (!WEFT_INT8_TABLE) return uint8_t(value);
+  const int size = value < 0 ? -value : value;
+  return uint8_t((size < 64 ? 0x80 : 0) | (value < 0 ? 0x40 : 0) | (size & 63));
+}
+constexpr uint8_t kNoInt8 = 0xc0;
 
 typedef int8_t Bytes __attribute__((vector_size(16)));
 typedef int32_t Ints __attribute__((vector_size(64)));
@@ -118,11 +124,11 @@ inline vf int8_floats(const uint8_t* from) {
 }
 
 #if WEFT_INT8_TABLE
-// Low and high bytes of bf16(magnitude), which is exact, for magnitudes 0 to 127.
+// Low and high bytes of bf16(magnitude), which is exact, for magnitudes 0 to 63.
 struct Int8Table {
-  alignas(64) uint8_t low[128], high[128];
+  alignas(64) uint8_t low[64], high[64];
   constexpr Int8Table() : low(), high() {
-    for (int value = 1, exponent = 0; value < 128; ++value) {
+    for (int value = 1, exponent = 0; value < 64; ++value) {
       if (value >> (exponent + 1)) ++exponent;
       const int code = (127 + exponent) << 7 | (value << (7 - exponent) & 0x7f);
       low[value] = uint8_t(code), high[value] = uint8_t(code >> 8);
@@ -130,6 +136,24 @@ struct Int8Table {
   }
 };
 constexpr Int8Table kInt8Table;
+
+// Low and high bytes of 64 numbers in bf16; `kNoInt8` is 0. Intel's CPUs look up in 64 bytes by one instruction, and in
+// 128 bytes by several, on a port that `vdpbf16ps` needs too. So magnitudes from 64 on are computed: the high byte is
+// 0x42, and the low byte is twice the magnitude.
+struct Int8Halves {
+  __m512i low, high;
+  explicit Int8Halves(__m512i code) {
+    const __m512i sign = _mm512_set1_epi8(char(0x80)), twice = _mm512_add_epi8(code, code);
+    const __mmask64 small = _mm512_movepi8_mask(code);
+    const __m512i large = _mm512_or_si512(twice, sign);
+    low = _mm512_mask_permutexvar_epi8(large, small, code, _mm512_load_si512(kInt8Table.low));
+    high = _mm512_mask_permutexvar_epi8(_mm512_set1_epi8(0x42), small, code, _mm512_load_si512(kInt8Table.high));
+    high = _mm512_ternarylogic_epi32(high, twice, sign, 0xf8);  // high | (twice & sign)
+  }
+  Bf16::Step step() const {
+    return {{recast<Pairs>(_mm512_unpacklo_epi8(low, high)), recast<Pairs>(_mm512_unpackhi_epi8(low, high))}};
+  }
+};
 #endif
 
 struct Int8Bf16 : Bf16 {
@@ -139,13 +163,7 @@ struct Int8Bf16 : Bf16 {
 #endif
   static Step load(const uint8_t* w) {
 #if WEFT_INT8_TABLE
-    const __m512i* tables = reinterpret_cast<const __m512i*>(&kInt8Table);
-    const __m512i code = _mm512_loadu_si512(w);
-    const __m512i low = _mm512_permutex2var_epi8(tables[0], code, tables[1]);
-    const __m512i magnitude = _mm512_permutex2var_epi8(tables[2], code, tables[3]);
-    const __m512i sign = _mm512_set1_epi8(char(0x80));
-    const __m512i high = _mm512_ternarylogic_epi32(magnitude, code, sign, 0xf8);  // magnitude | (code & sign)
-    return {{ recast<Pairs>(_mm512_unpacklo_epi8(low, high)), recast<Pairs>(_mm512_unpackhi_epi8(low, high)) }};
+    return Int8Halves(_mm512_loadu_si512(w)).step();
 #else
     Step step;
     for (int half = 0; half < 2; ++half) {
