@@ -11,7 +11,7 @@ namespace {
 
 // True if 8-bit integers without zero points use a byte table, if there is a table, like E4M3.
 bool looked_up(const Coding& coding) {
-  return coding.numbers == Numbers::e4m3 || (WEFT_INT8_TABLE && coding.zeros == Zeros::middle);
+  return coding.numbers == Numbers::e4m3 || (WEFT_BYTE_TABLES && coding.zeros == Zeros::middle);
 }
 
 // Place of the 8 bits of (column, k of the pair) in a step.
