@@ -120,8 +120,9 @@ struct CodeTable {
 };
 constexpr CodeTable kCodeTable;
 
-// Low and high bytes of 64 codes in bf16. Lookups in 64 bytes are cheap (Int8Halves in gemm_tile.h). A code with the
-// bits s1eemmmm, magnitude at least 64, becomes s10000ee mmmm0000: each byte is a product of bits with a matrix.
+// Low and high bytes of 64 codes in bf16. Lookups in 64 bytes are cheap (Int8Halves in gemm_tile.h). A code with a
+// magnitude of at least 64 has the bits s1abcdef and becomes s10000ab cdef0000: each byte is a product of the code's
+// bits with a matrix.
 struct CodeHalves {
   // Byte 7 - i of a matrix is the row of output bit i: a bit for each input bit.
   static constexpr long long kLow = 0x0000000001020408, kHigh = 0x1020000000000080;
