@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.attention.test_mamba_cpu import SHAPES
+from tests.attention.test_mixers import Scene
 from tests.e0.rig import run
 from tests.e1.rig import make_checkpoint, make_engine, requests_of_lengths
+from tests.support.allocated import most_allocated
 from tests.support.ggml_blocks import drawn
 from tests.support.slow import mostly_slow
+from weft.attention.mamba.mamba_cpu import CpuMamba
 from weft.ops import coded, cpu
 from weft.ops.cpu import linear
 from weft.runner.graphs.programs import capture_calls
@@ -33,7 +37,8 @@ def _as_before() -> Iterator[None]:
 
 
 @pytest.fixture(
-    scope="module", params=["qwen2_mixed", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "deepseek_v4"]
+    scope="module",
+    params=["qwen2_mixed", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "deepseek_v4", "bamba"],
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("crews"), request.param)
@@ -168,3 +173,14 @@ def test_attention_over_many_positions() -> None:
                 again()
                 assert torch.equal(out, expected)
         assert _meetings(again) == 2 + 2
+
+
+def test_memory_of_a_recurrence_is_released_during_the_step() -> None:
+    """Scratch of 40 layers is 40 MiB, and a step may retain 1 MiB for pending loops."""
+    scene, backend = Scene(SHAPES["published"], torch.bfloat16, [1] * 256), CpuMamba()
+    segment, x = scene.stage([(row, 1) for row in scene.rows])
+    given, out = scene.given(backend, segment, True), torch.empty(256, scene.columns).bfloat16()
+    torch.set_num_threads(2)
+    with torch.inference_mode():
+        again = capture_calls(lambda: [backend.run(x, out, given) for _ in range(40)])
+        assert most_allocated(again) < 8 << 20

@@ -58,8 +58,8 @@ _AVX512_VNNI = Level(
 )
 _AVX512_BF16 = Level(
     "avx512_bf16",
-    (*_AVX512_VNNI.flags, "-mavx512bf16", "-mavx512vbmi"),
-    _AVX512_VNNI.needs | frozenset(["avx512_bf16", "avx512vbmi"]),
+    (*_AVX512_VNNI.flags, "-mavx512bf16", "-mavx512vbmi", "-mgfni"),
+    _AVX512_VNNI.needs | frozenset(["avx512_bf16", "avx512vbmi", "gfni"]),
 )
 _AMX = Level(
     "amx",

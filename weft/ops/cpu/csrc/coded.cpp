@@ -202,16 +202,13 @@ struct Int8 WEFT_BASE(InFloats) {
   explicit Int8(const uint8_t* from) {
     for (int half = 0; half < 2; ++half) zero[half] = zeros ? to_floats(widen_codes(from + 16 * half)) : splat(128.0f);
   }
-#if WEFT_INT8_TABLE
+#if WEFT_BYTE_TABLES
   static Bf16::Step look_up(const uint8_t* w) {
-    const __m512i* tables = reinterpret_cast<const __m512i*>(&kInt8Table);
-    const __m512i code = _mm512_loadu_si512(w), sign = _mm512_set1_epi8(char(0x80));
-    const __m512i low = _mm512_permutex2var_epi8(tables[0], code, tables[1]);
-    const __m512i magnitude = _mm512_permutex2var_epi8(tables[2], code, tables[3]);
-    const __m512i signed_high = _mm512_ternarylogic_epi32(magnitude, code, sign, 0xf8);  // magnitude | (code & sign)
-    const __mmask64 least = _mm512_cmpeq_epi8_mask(code, sign);                          // -128 has the low byte 0
-    const __m512i high = _mm512_mask_mov_epi8(signed_high, least, _mm512_set1_epi8(char(0xc3)));
-    return {{recast<Pairs>(_mm512_unpacklo_epi8(low, high)), recast<Pairs>(_mm512_unpackhi_epi8(low, high))}};
+    const __m512i code = _mm512_loadu_si512(w);
+    Int8Halves made(code);
+    const __mmask64 least = _mm512_cmpeq_epi8_mask(code, _mm512_set1_epi8(char(kNoInt8)));
+    made.high = _mm512_mask_mov_epi8(made.high, least, _mm512_set1_epi8(char(0xc3)));  // -128 has the low byte 0
+    return step_of(made);
   }
 #endif
 #if WEFT_AVX2
@@ -223,7 +220,7 @@ struct Int8 WEFT_BASE(InFloats) {
   Step read(const uint8_t* w) const { return {*this, w}; }
 #endif
   Bf16::Step load(const uint8_t* w) const {
-#if WEFT_INT8_TABLE
+#if WEFT_BYTE_TABLES
     if constexpr (!zeros) return look_up(w);
 #endif
     Bf16::Step step;
@@ -245,13 +242,8 @@ struct E4M3 WEFT_BASE(InFloats) {
   static Step read(const uint8_t* w) { return {w}; }
 #endif
   Bf16::Step load(const uint8_t* w) const {
-#if WEFT_INT8_TABLE
-    const __m512i* tables = reinterpret_cast<const __m512i*>(&kCodeTable);
-    const __m512i code = _mm512_loadu_si512(w);
-    const __m512i low = _mm512_permutex2var_epi8(tables[0], code, tables[1]);
-    const __m512i magnitude = _mm512_permutex2var_epi8(tables[2], code, tables[3]);
-    const __m512i high = _mm512_ternarylogic_epi32(magnitude, code, _mm512_set1_epi8(char(0x80)), 0xf8);
-    return {{recast<Pairs>(_mm512_unpacklo_epi8(low, high)), recast<Pairs>(_mm512_unpackhi_epi8(low, high))}};
+#if WEFT_BYTE_TABLES
+    return step_of(CodeHalves(_mm512_loadu_si512(w)));
 #else
     Bf16::Step step;
     for (int half = 0; half < 2; ++half)

@@ -11,7 +11,7 @@ namespace {
 
 // True if 8-bit integers without zero points use a byte table, if there is a table, like E4M3.
 bool looked_up(const Coding& coding) {
-  return coding.numbers == Numbers::e4m3 || (WEFT_INT8_TABLE && coding.zeros == Zeros::middle);
+  return coding.numbers == Numbers::e4m3 || (WEFT_BYTE_TABLES && coding.zeros == Zeros::middle);
 }
 
 // Place of the 8 bits of (column, k of the pair) in a step.
@@ -19,10 +19,10 @@ inline int eight_slot(const Coding& coding, int column, int k) {
   return looked_up(coding) ? int8_slot(column, k) : column / 16 * 32 + k * 16 + column % 16;
 }
 
-// Stored byte of an 8-bit integer with lookup: sign and magnitude, and -0 for -128.
+// Stored byte of an 8-bit integer with lookup.
 inline uint8_t eight_byte(const Coding& coding, int code) {
   if (coding.numbers == Numbers::e4m3 || !looked_up(coding)) return uint8_t(code);
-  return code == 0 ? 0x80 : int8_code(code - 128);
+  return code == 0 ? kNoInt8 : int8_code(code - 128);
 }
 
 struct Published {

@@ -36,6 +36,13 @@
 #define WEFT_AVX512_BF16 0
 #endif
 
+// Numbers of 8 bits become bf16 by tables.
+#if WEFT_AVX512 && defined(__AVX512VBMI__) && defined(__GFNI__)
+#define WEFT_BYTE_TABLES 1
+#else
+#define WEFT_BYTE_TABLES 0
+#endif
+
 #if defined(__aarch64__) && defined(__ARM_NEON)
 #define WEFT_NEON 1
 #else

@@ -81,7 +81,9 @@ class Crew {
   void advance();
   // The same for all jobs. Throws the exception of a job.
   void drain();
+  // Retains a tensor for loops of the present call; `take_kept` gives the tensors to the caller of the call.
   void keep(const Tensor& tensor) { kept_.push_back(tensor); }
+  std::vector<Tensor> take_kept() { return std::exchange(kept_, {}); }
 
  private:
   static constexpr uint32_t kJobs = 1024, kSpare = 128, kClosed = 1u << 31;

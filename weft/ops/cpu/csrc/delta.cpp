@@ -316,7 +316,7 @@ class Worker {
 template <class T, int K>
 void run(const Call<T>& c, int64_t tokens) {
   const bool alone = tokens * c.value() * c.k_dim <= kAlone;
-  c.rows.over_tasks(c.k_heads, alone, [&] { return Worker<T, K>(c); });
+  c.rows.over_tasks(c.k_heads, alone, [c] { return Worker<T, K>(c); });
 }
 
 }  // namespace
@@ -402,16 +402,15 @@ Tensor sigmoid_gate(const Tensor& x, const Tensor& gate) {
   const auto go = [&]<class T>(T) {
     const T *from = x.const_data_ptr<T>(), *by = gate.const_data_ptr<T>();
     T* to = made.mutable_data_ptr<T>();
-    const int64_t grain = std::max<int64_t>(1, kAlone / std::max<int64_t>(1, n));
-    const auto work = [&](int64_t begin, int64_t end) {
+    const int64_t stride = x.stride(0), by_stride = gate.stride(0);
+    over_rows_later(x.size(0), n, [=](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
         for (int64_t i = 0; i < n; i += kLanes) {
           const int lanes = int(std::min<int64_t>(kLanes, n - i));
-          const vf y = load_n(from + r * x.stride(0) + i, lanes);
-          store_n(to + r * n + i, y * sigmoid(load_n(by + r * gate.stride(0) + i, lanes)), lanes);
+          const vf y = load_n(from + r * stride + i, lanes);
+          store_n(to + r * n + i, y * sigmoid(load_n(by + r * by_stride + i, lanes)), lanes);
         }
-    };
-    spread(x.size(0), grain, work);
+    });
   };
   if (x.dtype() == Dtype::f32)
     go(float());

@@ -101,12 +101,12 @@ inline float quantize_line(const T* from, int64_t n, uint8_t* codes) {
   return finite ? power_of_two(power) : std::numeric_limits<float>::quiet_NaN();
 }
 
-#if WEFT_AVX512 && defined(__AVX512VBMI__)
-// Low and high byte of each code's magnitude in bf16, which is exact.
+#if WEFT_BYTE_TABLES
+// Low and high bytes of magnitudes in bf16, which is exact, for codes 0 to 63.
 struct CodeTable {
-  alignas(64) uint8_t low[128], high[128];
+  alignas(64) uint8_t low[64], high[64];
   constexpr CodeTable() : low(), high() {
-    for (int code = 1; code < 128; ++code) {
+    for (int code = 1; code < 64; ++code) {
       int exponent = code >> 3, mantissa = code & 7;
       if (exponent == 0) {  // mantissa * 2^-9
         exponent = 1;
@@ -120,23 +120,37 @@ struct CodeTable {
 };
 constexpr CodeTable kCodeTable;
 
+// Low and high bytes of 64 codes in bf16. Lookups in 64 bytes are cheap (Int8Halves in gemm_tile.h). A code with a
+// magnitude of at least 64 has the bits s1abcdef and becomes s10000ab cdef0000: each byte is a product of the code's
+// bits with a matrix.
+struct CodeHalves {
+  // Byte 7 - i of a matrix is the row of output bit i: a bit for each input bit.
+  static constexpr long long kLow = 0x0000000001020408, kHigh = 0x1020000000000080;
+  __m512i low, high;
+  explicit CodeHalves(__m512i code) {
+    const __mmask64 large = _mm512_movepi8_mask(_mm512_add_epi8(code, code));
+    low = _mm512_permutexvar_epi8(code, _mm512_load_si512(kCodeTable.low));
+    high = _mm512_permutexvar_epi8(code, _mm512_load_si512(kCodeTable.high));
+    low = _mm512_mask_gf2p8affine_epi64_epi8(low, large, code, _mm512_set1_epi64(kLow), 0);
+    high = _mm512_mask_gf2p8affine_epi64_epi8(high, large, code, _mm512_set1_epi64(kHigh), 0x40);
+    high = _mm512_ternarylogic_epi32(high, code, _mm512_set1_epi8(char(0x80)), 0xf8);  // high | (code & sign)
+  }
+};
+
 // Dequantizes 64 codes at a time by table: a lookup as bf16, then the scale's exponent is added. Returns the number of
 // converted codes: all whole groups of 64, or none if a result could leave the exponent range.
 inline int64_t dequantize_table(const uint8_t* codes, float scale, int64_t n, bf16* to) {
   const int power = int(float_to_bits(scale) >> 23) - 127;  // 128 for NaN
   if (power < -110 || power > 110) return 0;
-  const __m512i* tables = reinterpret_cast<const __m512i*>(&kCodeTable);
-  const __m512i sign = _mm512_set1_epi8(char(0x80)), add = _mm512_set1_epi16(short(power * 128));
+  const __m512i add = _mm512_set1_epi16(short(power * 128));
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), size = _mm512_set1_epi16(0x7fff);
   const int64_t whole = n / 64 * 64;
   for (int64_t i = 0; i < whole; i += 64) {
     // Unpacking works within 128 bits: codes 8 i .. 8 i + 7 share a lane with the codes 32 further on.
-    const __m512i code = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes + i));
-    const __m512i low = _mm512_permutex2var_epi8(tables[0], code, tables[1]);
-    const __m512i magnitude = _mm512_permutex2var_epi8(tables[2], code, tables[3]);
-    const __m512i high = _mm512_ternarylogic_epi32(magnitude, code, sign, 0xf8);  // magnitude | (code & sign)
+    const CodeHalves made(_mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes + i)));
     for (int half = 0; half < 2; ++half) {
-      const __m512i x = half ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high);
+      const __m512i x =
+          half ? _mm512_unpackhi_epi8(made.low, made.high) : _mm512_unpacklo_epi8(made.low, made.high);
       const __mmask32 some = _mm512_test_epi16_mask(x, size);  // zeros stay zero
       _mm512_storeu_si512(to + i + 32 * half, _mm512_mask_add_epi16(x, some, x, add));
     }

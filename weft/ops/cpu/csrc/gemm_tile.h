@@ -35,12 +35,6 @@ constexpr int kRows = 14;  // rows of a tile: 28 registers of sums, 2 of weights
 constexpr int kRows = 3;
 #endif
 
-#if WEFT_AVX512 && defined(__AVX512VBMI__)
-#define WEFT_INT8_TABLE 1
-#else
-#define WEFT_INT8_TABLE 0
-#endif
-
 // --- registers ------------------------------------------------------------------------------------------------
 
 // sum + x.first * w.first + x.second * w.second
@@ -94,12 +88,18 @@ struct F32 {
 // weights are looked up and interleaved within lanes of 128 bits. A lane therefore has 4 pairs of the first 16 columns,
 // then 4 of the last 16. Without a table, a step is four rows of 16: (half of the columns, k).
 inline int int8_slot(int column, int k) {
-  if (WEFT_INT8_TABLE) return column % 16 / 4 * 16 + column / 16 * 8 + column % 4 * 2 + k;
+  if (WEFT_BYTE_TABLES) return column % 16 / 4 * 16 + column / 16 * 8 + column % 4 * 2 + k;
   return column / 16 * 32 + k * 16 + column % 16;
 }
 
-// Stored byte for bf16: sign and magnitude for the table, otherwise two's complement. -127 to 127.
-inline uint8_t int8_code(int value) { return uint8_t(WEFT_INT8_TABLE && value < 0 ? 0x80 | -value : value); }
+// Stored byte for bf16, of -127 to 127: two's complement. For the table: six low bits of the magnitude, above them the
+// sign, and a bit that is set for magnitudes below 64. No number has the byte `kNoInt8`.
+inline uint8_t int8_code(int value) {
+  if (!WEFT_BYTE_TABLES) return uint8_t(value);
+  const int size = value < 0 ? -value : value;
+  return uint8_t((size < 64 ? 0x80 : 0) | (value < 0 ? 0x40 : 0) | (size & 63));
+}
+constexpr uint8_t kNoInt8 = 0xc0;
 
 typedef int8_t Bytes __attribute__((vector_size(16)));
 typedef int32_t Ints __attribute__((vector_size(64)));
@@ -117,12 +117,12 @@ inline vf int8_floats(const uint8_t* from) {
 #endif
 }
 
-#if WEFT_INT8_TABLE
-// Low and high bytes of bf16(magnitude), which is exact, for magnitudes 0 to 127.
+#if WEFT_BYTE_TABLES
+// Low and high bytes of bf16(magnitude), which is exact, for magnitudes 0 to 63.
 struct Int8Table {
-  alignas(64) uint8_t low[128], high[128];
+  alignas(64) uint8_t low[64], high[64];
   constexpr Int8Table() : low(), high() {
-    for (int value = 1, exponent = 0; value < 128; ++value) {
+    for (int value = 1, exponent = 0; value < 64; ++value) {
       if (value >> (exponent + 1)) ++exponent;
       const int code = (127 + exponent) << 7 | (value << (7 - exponent) & 0x7f);
       low[value] = uint8_t(code), high[value] = uint8_t(code >> 8);
@@ -130,6 +130,28 @@ struct Int8Table {
   }
 };
 constexpr Int8Table kInt8Table;
+
+// Low and high bytes of 64 numbers in bf16; `kNoInt8` is -0. On Intel's CPUs a lookup in 64 bytes is one instruction,
+// and a lookup in 128 bytes is several, on a port that `vdpbf16ps` needs too. So magnitudes from 64 on are computed:
+// the high byte is 0x42, and the low byte is twice the magnitude.
+struct Int8Halves {
+  __m512i low, high;
+  explicit Int8Halves(__m512i code) {
+    const __m512i sign = _mm512_set1_epi8(char(0x80)), twice = _mm512_add_epi8(code, code);
+    const __mmask64 small = _mm512_movepi8_mask(code);
+    const __m512i large = _mm512_or_si512(twice, sign);
+    low = _mm512_mask_permutexvar_epi8(large, small, code, _mm512_load_si512(kInt8Table.low));
+    high = _mm512_mask_permutexvar_epi8(_mm512_set1_epi8(0x42), small, code, _mm512_load_si512(kInt8Table.high));
+    high = _mm512_ternarylogic_epi32(high, twice, sign, 0xf8);  // high | (twice & sign)
+  }
+};
+
+// A step of 64 numbers from their low and high bytes.
+template <class Halves>
+inline Bf16::Step step_of(const Halves& made) {
+  return {{recast<Pairs>(_mm512_unpacklo_epi8(made.low, made.high)),
+           recast<Pairs>(_mm512_unpackhi_epi8(made.low, made.high))}};
+}
 #endif
 
 struct Int8Bf16 : Bf16 {
@@ -138,14 +160,8 @@ struct Int8Bf16 : Bf16 {
   static vf floats(const uint8_t* w, int half, int k) { return int8_floats(w + 32 * half + 16 * k); }
 #endif
   static Step load(const uint8_t* w) {
-#if WEFT_INT8_TABLE
-    const __m512i* tables = reinterpret_cast<const __m512i*>(&kInt8Table);
-    const __m512i code = _mm512_loadu_si512(w);
-    const __m512i low = _mm512_permutex2var_epi8(tables[0], code, tables[1]);
-    const __m512i magnitude = _mm512_permutex2var_epi8(tables[2], code, tables[3]);
-    const __m512i sign = _mm512_set1_epi8(char(0x80));
-    const __m512i high = _mm512_ternarylogic_epi32(magnitude, code, sign, 0xf8);  // magnitude | (code & sign)
-    return {{ recast<Pairs>(_mm512_unpacklo_epi8(low, high)), recast<Pairs>(_mm512_unpackhi_epi8(low, high)) }};
+#if WEFT_BYTE_TABLES
+    return step_of(Int8Halves(_mm512_loadu_si512(w)));
 #else
     Step step;
     for (int half = 0; half < 2; ++half) {

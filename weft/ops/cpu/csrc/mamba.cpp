@@ -241,9 +241,9 @@ void finish_row(const Call<T>& c, int64_t token) {
 template <class T, int K>
 void run(const Call<T>& c, int64_t tokens) {
   const bool alone = tokens * c.inner() * c.size <= kAlone;
-  c.rows.over_tasks(c.places, alone, [&] { return Worker<T, K>(c); });
+  c.rows.over_tasks(c.places, alone, [c] { return Worker<T, K>(c); });
   if (c.finish == Finish::later) return;
-  over_rows(tokens, c.inner(), [&](int64_t begin, int64_t end) {
+  over_rows_later(tokens, c.inner(), [c](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) finish_row(c, t);
   });
 }
@@ -281,6 +281,7 @@ void mamba(const Tensor& zxbcdt, const Tensor& out, const Tensor& conv_x, const 
   by_dtype(zxbcdt, "mamba", [&]<class T>(T) {
     Tensor scratch = out;  // y, where `out` is narrower
     if (out.dtype() != Dtype::f32) scratch = empty_tensor({tokens, inner}, Dtype::f32);
+    if (Crew* crew = Crew::current()) crew->keep(scratch);
     Call<T> c;
     c.z = zxbcdt.const_data_ptr<T>();
     c.x = c.z + inner;

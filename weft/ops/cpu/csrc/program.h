@@ -84,6 +84,9 @@ bool reads_memory(const c10::OperatorHandle& op) {
                                               "weft_cpu::add_rms_norm_",
                                               "weft_cpu::qkv_rope_cache",
                                               "weft_cpu::gated",
+                                              "weft_cpu::sigmoid_gate",
+                                              "weft_cpu::delta_net",
+                                              "weft_cpu::mamba",
                                               "weft_cpu::attend",
                                               "weft_cpu::moe",
                                               "weft_cpu::latent_rope_cache",
@@ -253,6 +256,7 @@ class Program : public torch::CustomClassHolder {
     for (size_t i = 0; i < std::min(call.results.size(), stack_.size()); ++i)  // empty if the operator returns nothing
       if (call.results[i] < 0) hold(std::move(stack_[i]), jobs);
     for (int64_t number : call.dead) hold(std::move(registers_[number]), jobs), registers_[number] = c10::IValue();
+    for (Tensor& kept : crew.take_kept()) hold(torch_tensor(std::move(kept)), jobs);
     while (!held_.empty()) {
       if (held_.front().jobs <= crew.ended()) {
         held_bytes_ -= held_.front().bytes;

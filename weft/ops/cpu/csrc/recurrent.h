@@ -125,7 +125,8 @@ struct StateRows {
     }
   }
 
-  // Runs task(row, part) of a worker for all rows and `parts` parts; `make` makes the worker of a thread.
+  // Runs task(row, part) of a worker for all rows and `parts` parts; `make` makes the worker of a thread. The tasks are
+  // left behind if there is a crew: `make` owns its captures. alone: for one thread.
   template <class Make>
   void over_tasks(int64_t parts, bool alone, Make make) const {
     std::vector<int64_t> order(count);  // the longest first, so threads end together
@@ -133,10 +134,19 @@ struct StateRows {
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
       return offsets[a + 1] - offsets[a] > offsets[b + 1] - offsets[b];
     });
+    const int64_t tasks = count * parts;
+    if (Crew* crew = Crew::current()) {
+      const int64_t loops = alone ? 1 : tasks;
+      crew->later(loops, [=, order = std::move(order)](int64_t loop) {
+        auto worker = make();
+        for (int64_t i = loop; i < tasks; i += loops) worker.task(order[i / parts], int(i % parts));
+      });
+      return;
+    }
     std::atomic<int64_t> next{0};
     const auto work = [&](int64_t, int64_t) {
       auto worker = make();
-      for (int64_t i; (i = next++) < count * parts;) worker.task(order[i / parts], int(i % parts));
+      for (int64_t i; (i = next++) < tasks;) worker.task(order[i / parts], int(i % parts));
     };
     spread(alone ? 1 : team(), 1, work);
   }
