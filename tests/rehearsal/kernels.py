@@ -114,7 +114,7 @@ def _attend(given: Given) -> None:
 
 def _attend_latent(given: Given) -> None:
     q, cache, offsets = given.q_ptr, given.cache_ptr, given.offsets_ptr
-    tokens, rows, width = q.shape[0], offsets.numel() - 1, given.LORA + given.ROPE
+    tokens, rows = q.shape[0], offsets.numel() - 1
     given.powers("LORA_P2", "ROPE_P2", "TILE_M", "TILE_N")
     given.need(given.TILE_M * given.LORA_P2 <= MOST_ELEMENTS, "a tile is too large")
     given.array("q_ptr", tokens * given.HEADS * given.LORA, *HALF)
@@ -123,10 +123,22 @@ def _attend_latent(given: Given) -> None:
     given.reach("turned_ptr", turned, q.dtype, aligned=False)
     for name in ("cos_ptr", "sin_ptr"):
         given.reach(name, tokens * given.ROPE // 2, *WIDE, aligned=False)
-    given.array("cache_ptr", cache.shape[0] * given.BLOCK * width, q.dtype)
+    _latent_caches(given, cache.shape[0] * given.BLOCK, q.dtype)
     _rows(given, rows)
     given.need(given.grid[1] * given.GROUP == given.HEADS, "every part of the heads has a program")
     _outputs(given, q, tokens, given.HEADS * given.LORA)
+
+
+def _latent_caches(given: Given, lines: int, dtype: torch.dtype) -> None:
+    """Check the caches of latent attention, of ``lines`` entries. ``dtype``: of the model."""
+    given.need(given.LORA <= given.WIDTH, "a line is shorter than its latent")
+    given.need(given.KEYS_FROM + given.ROPE <= given.KEYS_WIDTH, "a line is shorter than its key")
+    given.array("cache_ptr", lines * given.WIDTH, torch.uint8 if given.FP8 else dtype)
+    given.array("keys_ptr", lines * given.KEYS_WIDTH, dtype)
+    if given.FP8:
+        given.array("scales_ptr", lines, *WIDE)
+    else:
+        given.need(given.LORA <= given.KEYS_FROM, "keys lie in latents")
 
 
 def _rows_of_lists(given: Given) -> int:
@@ -281,9 +293,8 @@ def _latent_rope_cache(given: Given) -> None:
     given.array("weight_ptr", given.LORA)
     for name in ("cos_ptr", "sin_ptr"):
         given.array(name, tokens * given.ROPE // 2, *WIDE)
-    given.need(width <= given.WIDTH, "a line is shorter than its entry")
     given.need(given.cache_ptr.numel() % given.WIDTH == 0, "lines of the cache are of another size")
-    given.array("cache_ptr", given.cache_ptr.numel(), joined.dtype)
+    _latent_caches(given, given.cache_ptr.numel() // given.WIDTH, joined.dtype)
     given.reach("writes_ptr", tokens, torch.int64, aligned=False)
     if given.Q_NORM:
         given.array("q_weight_ptr", given.FIRST)
@@ -291,7 +302,8 @@ def _latent_rope_cache(given: Given) -> None:
     if given.INDEX:
         given.powers("DIM_P2")
         given.need(given.ROPE <= given.DIM <= given.DIM_P2, "elements of a key are left out")
-        given.need(width + given.DIM <= given.WIDTH, "a line has no place for the key of the indexer")
+        used = given.KEYS_FROM + given.ROPE + given.DIM
+        given.need(used <= given.KEYS_WIDTH, "a line has no place for the key of the indexer")
         last = (tokens - 1) * given.index_stride
         given.reach("index_ptr", last + given.DIM, joined.dtype, aligned=False)
         for name in ("index_norm_ptr", "index_bias_ptr"):
@@ -874,14 +886,20 @@ CONTRACTS = (
     Contract(
         "latent",
         _latent_rope_cache,
-        ("cache_ptr", "q_ptr"),
+        ("cache_ptr", "scales_ptr", "keys_ptr", "q_ptr"),
         (
             ("q_weight_ptr", "Q_NORM"),
             ("q_ptr", "Q_NORM"),
+            ("scales_ptr", "FP8"),
             *((f"index_{name}ptr", "INDEX") for name in ("", "norm_", "bias_")),
         ),
     ),
-    Contract("latent", _attend_latent, ("out_ptr", "lse_ptr"), (("lse_ptr", "SPLIT"),)),
+    Contract(
+        "latent",
+        _attend_latent,
+        ("out_ptr", "lse_ptr"),
+        (("lse_ptr", "SPLIT"), ("scales_ptr", "FP8")),
+    ),
     Contract("choice", _index_scores, ("scores_ptr",), (("cos_ptr", "HALF"), ("sin_ptr", "HALF"))),
     Contract("choice", _choose, ("chosen_ptr",)),
     Contract("indexed", _head_product, ("out_ptr",)),

@@ -134,6 +134,17 @@ def test_kernels_of_sums_over_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3"])
+def test_latents_in_8_bits_add_no_kernel(
+    name: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = captured(name, folder_of, monkeypatch)
+    monkeypatch.undo()
+    found, _ = captured(name, folder_of, monkeypatch, kv_cache_dtype="fp8")
+    assert found == plain
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_keys_in_splits_and_caches_in_8_bits_add_no_kernel_to_a_layer(
     cache: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

@@ -86,11 +86,11 @@ def latent_rope_cache_fp8(
     """Compute ``latent_rope_cache`` with a cache in 8 bits.
 
     cache: latents E4M3 [blocks, block, kv_lora]; scales: float32 [blocks, block]; keys: rotated, in joined's
-    dtype, [blocks, block, rope].
+    dtype, [blocks, block, width]; a line may be longer than its key.
     """
     q, latent, key = _parts(joined, q_weight, weight, eps, cos, sin, interleaved)
     kv_fp8.write(cache, scales, writes, latent)
-    keys.view(-1, keys.shape[2]).index_copy_(0, writes, key)
+    keys.view(-1, keys.shape[2])[:, : key.shape[1]].index_copy_(0, writes, key)
     return q
 
 
@@ -157,7 +157,7 @@ class IndexParts(NamedTuple):
 def op_by_op() -> None:
     """Return None: norms, rotations and cache writes of sparse latent attention run op by op.
 
-    Another implementation returns a function with the signature of ``triton.latent.latent_rope_cache``.
+    Another implementation returns a function with the signature of ``triton.latent.write_entries``.
     """
     return
 

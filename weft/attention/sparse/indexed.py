@@ -191,12 +191,12 @@ class IndexedAttention(LatentAttention, Packs):
 
     def _by_kernel(self, x: Tensor, shared: IndexedInput, caches: LayerCache, wanted: bool) -> Queries | None:
         """Compute ``_op_by_op`` with one kernel for the entries."""
-        step, (cache,), mla = shared.step, caches[self._kind], self._mla
+        step, mla = shared.step, self._mla
         assert self.q_norm is not None
         joined, index = self._down_of(x, step)
         norms = (self.q_norm.weight, self.kv_norm.weight, mla.norm_eps)
-        writes = step.writes[self._kind]
-        low = self._kernel(joined, *norms, *shared.angles, mla.interleaved, cache, writes, index)
+        rotation, writes = Rotation(*shared.angles, mla.interleaved), step.writes[self._kind]
+        low = self._kernel(joined, norms, rotation, caches[self._kind], writes, index)
         if not wanted:
             return None
         q, chooses = self._queries_of(low, index, step)

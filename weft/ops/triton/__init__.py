@@ -124,7 +124,8 @@ def _offer_words(suffix: str, facts: dict[str, Any]) -> None:
 
 for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "qkv_rope_cache_fp8", "gated", "sigmoid_gate"):
     _offer(_op, "fused", _op, invariant=True, priority=FAST)
-_offer("latent_rope_cache", "latent", "latent_rope_cache", invariant=True, priority=FAST)
+for _op in ("latent_rope_cache", "latent_rope_cache_fp8"):
+    _offer(_op, "latent", _op, invariant=True, priority=FAST)
 for _op in ("mix_streams", "add_streams", "rotate_neighbours"):
     _offer(_op, "streams", _op, invariant=True, priority=FAST)
 _offer("index_entries", "latent", "kernels_of", invariant=True, priority=FAST)

@@ -3,7 +3,8 @@
 ``latent_rope_cache`` writes the entries of a step. ``attend`` serves rows of few queries and rotates the
 queries itself.
 
-    cache        [blocks, block, LORA + ROPE]: a line is the key of all heads, its latent their value
+    cache        [blocks, block, LORA + ROPE]: a line is the key of all heads, its latent their value. In
+                 8 bits: codes of the latents, a scale per latent (``eight_bits``), a cache of rotated keys
     tile         TILE_M lines of one row's queries: line m is query ``first + m // GROUP``, head
                  ``part * GROUP + m % GROUP`` of the heads' part
     keys         walked in steps of TILE_N at absolute multiples of TILE_N, from the first key that the tile's
@@ -19,18 +20,21 @@ Source: arXiv 2405.04434, section 2.1; Flash-Decoding, pytorch.org/blog/flash-de
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from weft.ops import latent_ops
-from weft.ops.latent_ops import IndexParts
+from weft.ops.latent_ops import IndexParts, Rotation
 from weft.ops.triton import interpreting
 from weft.ops.triton.attention import merge, padded
+from weft.ops.triton.eight_bits import coded, entries, magnitudes, powers
 from weft.ops.triton.forms import KernelForm, power
 from weft.ops.triton.fused import LONGEST_ROW
 from weft.ops.triton.indexed import _write_index_key
+from weft.ops.triton.unpacking import halves
 
 Tensor = torch.Tensor
 
@@ -63,10 +67,12 @@ def _latent_rope_cache(
     weight_ptr,  # [LORA]
     cos_ptr,  # float32 [T, ROPE / 2]
     sin_ptr,
-    cache_ptr,  # [blocks * BLOCK, WIDTH]; the first LORA + ROPE elements of a line are written
+    cache_ptr,  # [blocks * BLOCK, WIDTH]; writes the first LORA elements of a line; with FP8 codes, uint8
+    scales_ptr,  # float32 [blocks * BLOCK], with FP8
+    keys_ptr,  # [blocks * BLOCK, KEYS_WIDTH]: the rotated key goes to [KEYS_FROM, KEYS_FROM + ROPE) of a line
     writes_ptr,  # int64 [T]
     q_ptr,  # [T, FIRST], with Q_NORM
-    index_ptr,  # [T, DIM] of wider rows, with INDEX; the key is the end of a line of the cache
+    index_ptr,  # [T, DIM] of wider rows, with INDEX; the key is the end of a line of ``keys_ptr``
     index_norm_ptr,  # [DIM], with INDEX
     index_bias_ptr,  # [DIM], with INDEX
     joined_stride,
@@ -80,6 +86,9 @@ def _latent_rope_cache(
     ROPE: tl.constexpr,
     ROPE_P2: tl.constexpr,
     WIDTH: tl.constexpr,
+    KEYS_WIDTH: tl.constexpr,
+    KEYS_FROM: tl.constexpr,
+    FP8: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     Q_NORM: tl.constexpr,
     INDEX: tl.constexpr,
@@ -100,21 +109,29 @@ def _latent_rope_cache(
     if INDEX:  # noqa: SIM102
         if tl.program_id(1) == 1 + Q_NORM:
             _write_index_key(
-                cache_ptr + tl.load(writes_ptr + token) * WIDTH + (WIDTH - DIM),
+                keys_ptr + tl.load(writes_ptr + token) * KEYS_WIDTH + (KEYS_WIDTH - DIM),
                 index_ptr + token * index_stride, index_norm_ptr, index_bias_ptr, cos_ptr, sin_ptr, token,
                 index_eps, ROPE, ROPE_P2, DIM, DIM_P2, INDEX_INTERLEAVED,
             )  # fmt: skip
             return
-    line_ptr = cache_ptr + tl.load(writes_ptr + token) * WIDTH
-    narrow = cache_ptr.dtype.element_ty
+    line = tl.load(writes_ptr + token)
+    narrow = keys_ptr.dtype.element_ty
     dim = tl.arange(0, LORA_P2)
-    tl.store(line_ptr + dim, _normed(row_ptr + FIRST, weight_ptr, dim, LORA, eps).to(narrow), mask=dim < LORA)
+    made = _normed(row_ptr + FIRST, weight_ptr, dim, LORA, eps).to(narrow)
+    if FP8:
+        # The codes are those of the latent in the model's dtype, as on a CPU.
+        made = made.to(tl.float32)
+        factor, scale = powers(tl.max(magnitudes(made), 0))
+        tl.store(scales_ptr + line, scale)
+        made = coded(made * factor)
+    tl.store(cache_ptr + line * WIDTH + dim, made, mask=dim < LORA)
     turns = tl.arange(0, ROPE_P2)
     own = token + tl.arange(0, 1)
     key = _rotated(
         row_ptr + FIRST + LORA + 0 * own, cos_ptr, sin_ptr, own, own >= 0, turns, ROPE, INTERLEAVED
     )
-    tl.store(line_ptr + LORA + turns[None, :], key.to(narrow), mask=(turns < ROPE)[None, :])
+    key_ptrs = keys_ptr + line * KEYS_WIDTH + KEYS_FROM + turns[None, :]
+    tl.store(key_ptrs, key.to(narrow), mask=(turns < ROPE)[None, :])
 
 
 @triton.jit
@@ -123,6 +140,36 @@ def _normed(row_ptr, weight_ptr, at, SIZE: tl.constexpr, eps):
     x = tl.load(row_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
+
+
+class LatentCaches(NamedTuple):
+    """Caches of a layer as kernels read them. A plain cache is all three tensors; its scales are not read."""
+
+    latents: Tensor
+    """[blocks, block, width]; in 8 bits uint8."""
+    scales: Tensor
+    """float32 [blocks, block]."""
+    keys: Tensor
+    """[blocks, block, width of the keys]."""
+    fp8: bool
+
+    @classmethod
+    def of(cls, caches: tuple[Tensor, ...]) -> LatentCaches:
+        """Return the caches of ``LayerCache``: one tensor, or latents in 8 bits, scales and keys."""
+        assert all(one.is_contiguous() for one in caches), "caches are read and written in place"
+        if len(caches) == 1:
+            return cls(*caches * 3, fp8=False)
+        values, scales, keys = caches
+        return cls(values.view(torch.uint8), scales, keys, fp8=True)
+
+    def sizes(self, lora: int) -> dict[str, int]:
+        """Return the sizes of lines as constants of a kernel. ``lora``: elements of a latent."""
+        return {
+            "WIDTH": self.latents.shape[2],
+            "KEYS_WIDTH": self.keys.shape[2],
+            "KEYS_FROM": 0 if self.fp8 else lora,
+            "FP8": self.fp8,
+        }
 
 
 def latent_rope_cache(
@@ -142,29 +189,68 @@ def latent_rope_cache(
     With ``index``, write also the indexer's key of each token, the last elements of a line. The cache must be
     contiguous; cos and sin are float32.
     """
+    norms, rotation = (q_weight, weight, eps), Rotation(cos, sin, interleaved)
+    return write_entries(joined, norms, rotation, (cache,), writes, index)
+
+
+def latent_rope_cache_fp8(
+    joined: Tensor,
+    q_weight: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    cache: Tensor,
+    scales: Tensor,
+    keys: Tensor,
+    writes: Tensor,
+) -> Tensor:
+    """Compute ``latent_ops.latent_rope_cache_fp8`` in one pass, with equal codes for equal latents."""
+    norms, rotation = (q_weight, weight, eps), Rotation(cos, sin, interleaved)
+    return write_entries(joined, norms, rotation, (cache, scales, keys), writes)
+
+
+def write_entries(
+    joined: Tensor,
+    norms: tuple[Tensor | None, Tensor, float],
+    rotation: Rotation,
+    caches: tuple[Tensor, ...],
+    writes: Tensor,
+    index: IndexParts | None = None,
+) -> Tensor:
+    """Write the entries of a step, and return the queries' part [T, first].
+
+    joined: [T, first + lora + rope]. norms: weights of the queries' part (or None) and of the latents, and
+    epsilon. caches: of the layer, see ``LatentCaches``. index: input of the indexer's key, which is the end
+    of a line of the last cache.
+    """
+    q_weight, weight, eps = norms
+    cos, sin, interleaved = rotation
     tokens, lora, rope = len(joined), weight.shape[0], 2 * cos.shape[1]
     first = joined.shape[1] - lora - rope
     if max(first, lora) > LONGEST_ROW:
         if index is not None:
-            key = index.key(cos, sin).to(cache.dtype)
-            cache.view(-1, cache.shape[2])[:, -key.shape[1] :].index_copy_(0, writes, key)
-        return latent_ops.latent_rope_cache(
-            joined, q_weight, weight, eps, cos, sin, interleaved, cache, writes
-        )
+            lines, key = caches[-1].flatten(0, 1), index.key(cos, sin)
+            lines[:, lines.shape[1] - key.shape[1] :].index_copy_(0, writes, key.to(lines.dtype))
+        if len(caches) == 1:
+            return latent_ops.latent_rope_cache(joined, *norms, *rotation, caches[0], writes)
+        values, scales, keys = caches
+        return latent_ops.latent_rope_cache_fp8(joined, *norms, *rotation, values, scales, keys, writes)
     joined = joined if joined.stride(1) == 1 else joined.contiguous()
     q = joined[:, :first]
     if q_weight is not None:
         q = torch.empty((tokens, first), dtype=joined.dtype, device=joined.device)
     if not tokens:
         return q
-    assert cache.is_contiguous(), "the cache is written in place"
     assert cos.dtype == torch.float32, "angles are wide"
+    to = LatentCaches.of(caches)
     of_index = (joined, weight, weight) if index is None else (index.joined, index.norm, index.bias)
     assert of_index[0].stride(1) == 1, "rows are contiguous"
     dim = 1 if index is None else len(index.norm)
     _latent_rope_cache[(tokens, 1 + (q_weight is not None) + (index is not None))](
         *(joined, weight if q_weight is None else q_weight, weight, cos.contiguous(), sin.contiguous()),
-        *(cache, writes, q, *of_index, joined.stride(0), of_index[0].stride(0), eps),
+        *(to.latents, to.scales, to.keys, writes, q, *of_index, joined.stride(0), of_index[0].stride(0), eps),
         0.0 if index is None else index.eps,
         FIRST=first,
         FIRST_P2=power(first),
@@ -172,7 +258,7 @@ def latent_rope_cache(
         LORA_P2=power(lora),
         ROPE=rope,
         ROPE_P2=power(rope),
-        WIDTH=cache.shape[2],
+        **to.sizes(lora),
         INTERLEAVED=interleaved,
         Q_NORM=q_weight is not None,
         INDEX=index is not None,
@@ -186,7 +272,7 @@ def latent_rope_cache(
 
 def kernels_of() -> Callable[..., Tensor]:
     """Return the function that writes the entries of sparse latent attention; see ``latent_ops.op_by_op``."""
-    return latent_rope_cache
+    return write_entries
 
 
 # A row's columns lie anywhere in a step's columns. Do not compile a program per alignment.
@@ -208,7 +294,9 @@ def _attend_latent(
     sin_ptr,
     out_ptr,  # [T, HEADS, LORA]; with SPLIT float32 [T - token_base, HEADS, splits, LORA]
     lse_ptr,  # with SPLIT float32 [T - token_base, HEADS, splits]
-    cache_ptr,
+    cache_ptr,  # [blocks * BLOCK, WIDTH]; with FP8 codes, uint8
+    scales_ptr,  # float32 [blocks * BLOCK], with FP8
+    keys_ptr,  # [blocks * BLOCK, KEYS_WIDTH]: rotated keys at [KEYS_FROM, KEYS_FROM + ROPE) of a line
     offsets_ptr,  # int32 [R + 1]
     starts_ptr,  # int64 [R]
     table_ptr,  # int64 [R, table_stride]
@@ -228,6 +316,10 @@ def _attend_latent(
     ROPE: tl.constexpr,
     ROPE_P2: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS_WIDTH: tl.constexpr,
+    KEYS_FROM: tl.constexpr,
+    FP8: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -236,9 +328,13 @@ def _attend_latent(
 ):
     """Compute one tile, one part of the heads, one split (or all keys), and write outputs (with SPLIT:
     states).
+
+    Latents in 8 bits are read as ``halves``, too small by 2^8, and their scales multiply scores and weights,
+    as in ``attention._walk``.
     """
     QUERIES: tl.constexpr = TILE_M // GROUP
-    WIDTH: tl.constexpr = LORA + ROPE
+    TYPE: tl.constexpr = turned_ptr.dtype.element_ty
+    FACTORED: tl.constexpr = FP8 and tl.float16 != TYPE
     tile = tl.load(tiles_ptr + tl.program_id(0))
     row = tile >> 32
     first = (tile - (row << 32)).to(tl.int32)
@@ -291,19 +387,26 @@ def _attend_latent(
         keys = n + steps
         own = (keys >= low) & (keys < end)
         block = tl.load(row_table_ptr + keys // BLOCK, mask=own, other=0).to(tl.int64)
-        line_ptrs = cache_ptr + (block * BLOCK + keys % BLOCK) * WIDTH
+        entry = block * BLOCK + keys % BLOCK
         latent = tl.load(
-            line_ptrs[:, None] + dims[None, :], mask=own[:, None] & (dims[None, :] < LORA), other=0.0
+            cache_ptr + entry[:, None] * WIDTH + dims[None, :],
+            mask=own[:, None] & (dims[None, :] < LORA),
+            other=0,
         )
         key = tl.load(
-            line_ptrs[:, None] + LORA + turns[None, :],
+            keys_ptr + entry[:, None] * KEYS_WIDTH + KEYS_FROM + turns[None, :],
             mask=own[:, None] & (turns[None, :] < ROPE),
             other=0.0,
         )
+        if FP8:
+            scales = tl.load(scales_ptr + entry, mask=own, other=0.0)
+            latent = halves(latent, False).to(TYPE) if FACTORED else entries(latent, scales, TYPE)
         if WIDEN:
             latent = latent.to(tl.float32)
             key = key.to(tl.float32)
         scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
+        if FACTORED:
+            scores = scores * 256.0 * scales[None, :]
         scores = tl.dot(turned, tl.trans(key), scores, input_precision="ieee") * scale
         seen = keys[None, :] <= at[:, None]
         if WINDOW > 0:
@@ -315,11 +418,16 @@ def _attend_latent(
         kept = tl.exp2(high - base)
         weights = tl.exp2(scores - base[:, None])
         total = total * kept + tl.sum(weights, 1)
+        weights = weights.to(TYPE)
+        if FACTORED:
+            weights = (weights.to(tl.float32) * scales[None, :]).to(TYPE)
         acc = tl.dot(weights.to(latent.dtype), latent, acc * kept[:, None], input_precision="ieee")
         high = higher
 
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
+    if FACTORED:
+        acc *= 256.0
     if SPLIT:
         # An empty state has log-sum-exp -inf; the merge never reads its output.
         lse = tl.where(empty, float("-inf"), high + tl.log2(tl.where(empty, 1.0, total)))
@@ -336,7 +444,7 @@ def attend(
     turned: Tensor,
     angles: tuple[Tensor, Tensor],
     out: Tensor,
-    cache: Tensor,
+    caches: tuple[Tensor, ...],
     offsets: Tensor,
     starts: Tensor,
     table: Tensor,
@@ -354,15 +462,18 @@ def attend(
     """Compute latent attention of ``tiles`` (int64 [n]: row << 32 | first query) into ``out``.
 
     q: [T, heads, lora], absorbed; turned: [T, heads, nope + rope], of which the last rope elements are read
-    and rotated by ``angles``, float32 [T, rope / 2] each; out: [T, heads, lora]; cache: [blocks, block, lora
-    + rope]. All of one dtype; tokens of ``turned`` may lie apart. offsets: int32 [R + 1], starts: int64 [R],
-    table: int64 [R, W]. A tile has ``form.tile_m // group`` queries of ``group`` heads; ``group`` must divide
-    the heads. Splits: see ``attention``.
+    and rotated by ``angles``, float32 [T, rope / 2] each; out: [T, heads, lora]; caches: [blocks, block, lora
+    + rope], or latents in 8 bits, scales and rotated keys, see ``latent_ops.latent_rope_cache_fp8``. All else
+    of one dtype; tokens of ``turned`` may lie apart. offsets: int32 [R + 1], starts: int64 [R], table: int64
+    [R, W]. A tile has ``form.tile_m // group`` queries of ``group`` heads; ``group`` must divide the heads.
+    Splits: see ``attention``.
     """
     heads, lora = q.shape[1:]
     cos, sin = (one.contiguous() for one in angles)
-    assert all(one.is_contiguous() for one in (turned[0], q, out, cache)), "attention takes contiguous memory"
-    assert q.dtype == turned.dtype == cache.dtype, "queries and cache are of one dtype"
+    cache = LatentCaches.of(caches)
+    rope = 2 * cos.shape[1]
+    assert all(one.is_contiguous() for one in (turned[0], q, out)), "attention takes contiguous memory"
+    assert q.dtype == turned.dtype == cache.keys.dtype, "queries and cache are of one dtype"
     assert split % form.tile_n == 0, "a split is whole steps"
     assert heads % group == 0, "parts of the heads are equal"
     begin, end = tokens
@@ -371,7 +482,7 @@ def attend(
         target = torch.empty((end - begin, heads, splits, lora), dtype=torch.float32, device=q.device)
         lse = torch.empty((end - begin, heads, splits), dtype=torch.float32, device=q.device)
     _attend_latent[(tiles.shape[0], heads // group, splits)](
-        *(q, turned, cos, sin, target, lse, cache, offsets, starts, table, tiles),
+        *(q, turned, cos, sin, target, lse, *cache[:3], offsets, starts, table, tiles),
         *(scale * _LOG2E, turned.stride(0), table.stride(0), split, splits, begin),
         HEADS=heads,
         GROUP=group,
@@ -379,9 +490,10 @@ def attend(
         INTERLEAVED=interleaved,
         LORA=lora,
         LORA_P2=padded(lora),
-        ROPE=cache.shape[2] - lora,
-        ROPE_P2=padded(cache.shape[2] - lora),
-        BLOCK=cache.shape[1],
+        ROPE=rope,
+        ROPE_P2=padded(rope),
+        BLOCK=cache.latents.shape[1],
+        **cache.sizes(lora),
         WINDOW=window,
         TILE_M=form.tile_m,
         TILE_N=form.tile_n,
