@@ -375,8 +375,15 @@ def _add_rms_norm(given: Given) -> None:
     given.array("weight_ptr", size)
     given.array("normed_ptr", rows * size, x.dtype)
     if given.ADD:
-        given.array("delta_ptr", rows * size, x.dtype)
+        given.array("delta_ptr", rows * size * max(given.TOP_K, 1), x.dtype)
         given.array("stream_ptr", rows * size, x.dtype)
+    if given.TOP_K:
+        given.need(given.ADD, "terms that nobody adds")
+        given.array("scales_ptr", rows * given.TOP_K, *WIDE)
+        if given.SHARED:
+            given.array("shared_ptr", rows * size, x.dtype)
+        if given.SHARE:
+            given.array("share_ptr", rows, *WIDE)
 
 
 def _qkv_rope_cache(given: Given) -> None:
@@ -923,7 +930,16 @@ CONTRACTS = (
         ),
     ),
     Contract(
-        "fused", _add_rms_norm, ("stream_ptr", "normed_ptr"), (("delta_ptr", "ADD"), ("stream_ptr", "ADD"))
+        "fused",
+        _add_rms_norm,
+        ("stream_ptr", "normed_ptr"),
+        (
+            ("delta_ptr", "ADD"),
+            ("stream_ptr", "ADD"),
+            ("scales_ptr", "TOP_K"),
+            ("shared_ptr", "SHARED"),
+            ("share_ptr", "SHARE"),
+        ),
     ),
     Contract(
         "fused",

@@ -341,7 +341,7 @@ class RecordingBuild(Build):
             parts = super().op("moe_pieces", wide=wide)
             run_experts = functools.partial(_experts, masters, engine, parts)
             pack = functools.partial(self._routed, parts)
-            return replace(engine, run=run_experts, pack=pack, pack_codes=None, apart=False)
+            return replace(engine, run=run_experts, pack=pack, pack_codes=None, apart=False, terms=None)
         return replace(engine, run=functools.partial(_refuse, name), pack_codes=None)
 
     def _matrix(self, engine: Implementation) -> Callable[..., Held]:

@@ -140,8 +140,11 @@ for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
     # Plain weights and codes.
     for _op in ("linear", "gated_linear"):
         _offer(_op, "coded", _op + _suffix, pack_codes=_Later("coded", "pack"), mixes=True, **_facts)
+    # Only the whole block of experts with gates returns terms.
+    _terms = {"moe": {"terms": _Later("moe", "moe_terms" + _suffix)}}
     for _op, _run in ROUTED.items():
-        _offer(_op, "moe", _run + _suffix, pack_codes=_Later("moe", "pack_codes"), **_facts)
+        _more = {**_terms.get(_op, {}), **_facts}
+        _offer(_op, "moe", _run + _suffix, pack_codes=_Later("moe", "pack_codes"), **_more)
     # Weights rounded at load time. Rows are never rounded here: w8a8 is int8, and w4a8 is int4.
     for _form in ("int8", "w8a8", "int4", "w4a8", "fp8"):
         _pack = "pack_" + {"w8a8": "int8", "w4a8": "int4"}.get(_form, _form)
@@ -150,7 +153,8 @@ for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
             _offer(f"{_op}_{_form}", "coded", _op + _suffix, **_packs, **_facts)
         _packs = dict.fromkeys(_packs, _Later("moe", _pack))
         for _op, _run in ROUTED.items():
-            _offer(f"{_op}_{_form}", "moe", _run + _suffix, **_packs, **_facts)
+            _more = {**_terms.get(_op, {}), **_facts}
+            _offer(f"{_op}_{_form}", "moe", _run + _suffix, **_packs, **_more)
 # FP8 products by name. Experts, and everything with --deterministic, keep x as it is.
 _scaled: dict[str, Any] = {"pack": _Later("scaled", "pack"), "dtypes": (torch.bfloat16,), "priority": FAST}
 for _op in ("linear", "gated_linear"):
@@ -160,4 +164,5 @@ for _op in ("linear", "gated_linear"):
 for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
     for _op, _run in (("moe", "moe"), ("moe_pieces", "pieces")):
         _packs = dict.fromkeys(("pack", "pack_codes"), _Later("moe", "pack_fp8"))
-        _offer(f"{_op}_w8a8-fp8", "moe", _run + _suffix, **_packs, **_facts)
+        _more = dict(_facts) if _op != "moe" else {"terms": _Later("moe", "moe_terms" + _suffix), **_facts}
+        _offer(f"{_op}_w8a8-fp8", "moe", _run + _suffix, **_packs, **_more)
