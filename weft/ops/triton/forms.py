@@ -68,7 +68,8 @@ def latent(lines: int, dtype: torch.dtype, fp8: bool = False) -> KernelForm:
     ``fp8``: the latents are in 8 bits.
     """
     exact = dtype == torch.float32
-    few = lines <= 16 or exact
+    # Latents in 8 bits with 32 lines of float16 spill registers.
+    few = lines <= 16 or exact or (fp8 and dtype == torch.float16)
     return KernelForm(
         tile_m=16 if few else 32,
         tile_n=16 if exact else 32,
