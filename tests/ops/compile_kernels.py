@@ -321,13 +321,18 @@ def entries(first: int, lora: int, rope: int, index: tuple[int, int], dtype: tor
 
 
 def elementwise(dtype: torch.dtype) -> None:
-    """Norms, rotation (with norms, partial, without), activation."""
-    from weft.ops.triton import fused
+    """Norms, also of sums of experts, rotation (with norms, partial, without), activation."""
+    from weft.ops.moe import ExpertSum
+    from weft.ops.triton import fused, moe
 
     for size in (4096, 1000):
         x, weight = torch.empty(4, size, dtype=dtype), torch.empty(size, dtype=dtype)
         fused.rms_norm(x, weight, 1e-6)
         fused.add_rms_norm(x, x.clone(), weight, 1e-6)
+        results, scales = torch.empty(4, 8, size, dtype=dtype), torch.empty(4, 8)
+        for shared, share in ((None, None), (x.clone(), scales[:, 0])):
+            terms = ExpertSum(made=results, scales=scales, share=share, shared=shared, add=moe._finish)
+            fused.add_rms_norm(x, terms, weight, 1e-6)
     for dim, half, normed in ((128, 64, True), (128, 64, False), (96, 32, False), (20, 10, True)):
         cache = torch.empty(2, 2, 8, 16, dim, dtype=dtype)
         weights = [torch.empty(dim, dtype=dtype) if normed else None] * 2

@@ -14,6 +14,7 @@ from weft.ops import torch_ops
 from weft.ops.moe import Contribution, ExpertSum, summed
 from weft.ops.triton.eight_bits import coded, magnitudes, powers
 from weft.ops.triton.forms import power
+from weft.ops.triton.sums import sum_of_experts
 
 Tensor = torch.Tensor
 
@@ -21,27 +22,6 @@ LONGEST_ROW = 1 << 15
 """Maximum row length of the kernel: a program's registers must hold a row. Longer rows use torch."""
 HEADS_AT_ONCE = 8
 GATED_AT_ONCE = 1024
-
-
-@triton.jit
-def sum_of_experts(
-    made_ptr, weight_ptr, shared_ptr, share_ptr, token, n, N: tl.constexpr, TOP_K: tl.constexpr,
-    SHARED: tl.constexpr, SHARE: tl.constexpr,
-):  # fmt: skip
-    """Return columns ``n`` of the sum of one token's experts in top-k order, then the shared expert, float32.
-
-    See ``moe.ExpertSum`` for the terms.
-    """
-    total = tl.zeros(n.shape, dtype=tl.float32)
-    for choice in range(TOP_K):
-        part = tl.load(made_ptr + (token * TOP_K + choice) * N + n, mask=n < N, other=0.0).to(tl.float32)
-        total += part * tl.load(weight_ptr + token * TOP_K + choice)
-    if SHARED:
-        part = tl.load(shared_ptr + token * N + n, mask=n < N, other=0.0).to(tl.float32)
-        if SHARE:
-            part = part * tl.load(share_ptr + token)
-        total += part
-    return total
 
 
 @triton.jit

@@ -484,10 +484,7 @@ def attend(
     _attend_latent[(tiles.shape[0], heads // group, splits)](
         *(q, turned, cos, sin, target, lse, *cache[:3], offsets, starts, table, tiles),
         *(scale * _LOG2E, turned.stride(0), table.stride(0), split, splits, begin),
-        HEADS=heads,
-        GROUP=group,
-        LINE=turned.shape[2],
-        INTERLEAVED=interleaved,
+        **{"HEADS": heads, "GROUP": group, "LINE": turned.shape[2], "INTERLEAVED": interleaved},
         LORA=lora,
         LORA_P2=padded(lora),
         ROPE=rope,
@@ -499,8 +496,7 @@ def attend(
         TILE_N=form.tile_n,
         SPLIT=split > 0,
         WIDEN=interpreting(),
-        num_warps=form.warps,
-        num_stages=form.stages,
+        **{"num_warps": form.warps, "num_stages": form.stages},
     )
     if split:
         merge(target, lse, out, token_base=begin)

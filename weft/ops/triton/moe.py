@@ -39,8 +39,8 @@ from weft.ops.moe_plain import LatentRouted, plain
 from weft.ops.stacks import stacked
 from weft.ops.triton import coded, fused, interpreting, matmul, routing
 from weft.ops.triton.forms import power
-from weft.ops.triton.fused import sum_of_experts
 from weft.ops.triton.routing import Tiles, cut
+from weft.ops.triton.sums import sum_of_experts
 from weft.ops.triton.unpacking import finish, step
 
 Tensor = torch.Tensor
