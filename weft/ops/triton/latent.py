@@ -30,116 +30,15 @@ from weft.ops import latent_ops
 from weft.ops.latent_ops import IndexParts, Rotation
 from weft.ops.triton import interpreting
 from weft.ops.triton.attention import merge, padded
-from weft.ops.triton.eight_bits import coded, entries, magnitudes, powers
+from weft.ops.triton.eight_bits import entries
 from weft.ops.triton.forms import KernelForm, power
 from weft.ops.triton.fused import LONGEST_ROW
-from weft.ops.triton.indexed import _write_index_key
+from weft.ops.triton.indexed import _latent_rope_cache, _rotated
 from weft.ops.triton.unpacking import halves
 
 Tensor = torch.Tensor
 
 _LOG2E = 1.4426950408889634
-
-
-@triton.jit
-def _rotated(line_ptrs, cos_ptr, sin_ptr, token, live, turns, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Return ``latent_ops.rotate_pairs`` of ROPE elements at each of ``line_ptrs`` [N], as [N, turns]."""
-    HALF: tl.constexpr = ROPE // 2
-    pair = turns % HALF
-    first = 2 * pair if INTERLEAVED else pair
-    second = first + 1 if INTERLEAVED else first + HALF
-    inside = live[:, None] & (turns < ROPE)[None, :]
-    x = tl.load(line_ptrs[:, None] + first[None, :], mask=inside, other=0.0)
-    y = tl.load(line_ptrs[:, None] + second[None, :], mask=inside, other=0.0)
-    angles = token[:, None] * HALF + pair[None, :]
-    cos = tl.load(cos_ptr + angles, mask=inside, other=0.0)
-    sin = tl.load(sin_ptr + angles, mask=inside, other=0.0)
-    narrow = x.dtype
-    x = x.to(tl.float32)
-    y = y.to(tl.float32)
-    return tl.where((turns < HALF)[None, :], x * cos - y * sin, y * cos + x * sin).to(narrow)
-
-
-@triton.jit
-def _latent_rope_cache(
-    joined_ptr,  # [T, FIRST + LORA + ROPE] of wider rows
-    q_weight_ptr,  # [FIRST], with Q_NORM
-    weight_ptr,  # [LORA]
-    cos_ptr,  # float32 [T, ROPE / 2]
-    sin_ptr,
-    cache_ptr,  # [blocks * BLOCK, WIDTH]; writes the first LORA elements of a line; with FP8 codes, uint8
-    scales_ptr,  # float32 [blocks * BLOCK], with FP8
-    keys_ptr,  # [blocks * BLOCK, KEYS_WIDTH]: the rotated key goes to [KEYS_FROM, KEYS_FROM + ROPE) of a line
-    writes_ptr,  # int64 [T]
-    q_ptr,  # [T, FIRST], with Q_NORM
-    index_ptr,  # [T, DIM] of wider rows, with INDEX; the key is the end of a line of ``keys_ptr``
-    index_norm_ptr,  # [DIM], with INDEX
-    index_bias_ptr,  # [DIM], with INDEX
-    joined_stride,
-    index_stride,
-    eps,
-    index_eps,
-    FIRST: tl.constexpr,
-    FIRST_P2: tl.constexpr,
-    LORA: tl.constexpr,
-    LORA_P2: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROPE_P2: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEYS_WIDTH: tl.constexpr,
-    KEYS_FROM: tl.constexpr,
-    FP8: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    Q_NORM: tl.constexpr,
-    INDEX: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_P2: tl.constexpr,
-    INDEX_INTERLEAVED: tl.constexpr,
-):
-    """Write the entry of one token. Further programs of a token write the normalized queries' part, and the
-    key of the indexer."""
-    token = tl.program_id(0).to(tl.int64)
-    row_ptr = joined_ptr + token * joined_stride
-    if Q_NORM:  # noqa: SIM102 (Q_NORM is decided when the kernel compiles)
-        if tl.program_id(1) == 1:
-            at = tl.arange(0, FIRST_P2)
-            made = _normed(row_ptr, q_weight_ptr, at, FIRST, eps)
-            tl.store(q_ptr + token * FIRST + at, made.to(q_ptr.dtype.element_ty), mask=at < FIRST)
-            return
-    if INDEX:  # noqa: SIM102
-        if tl.program_id(1) == 1 + Q_NORM:
-            _write_index_key(
-                keys_ptr + tl.load(writes_ptr + token) * KEYS_WIDTH + (KEYS_WIDTH - DIM),
-                index_ptr + token * index_stride, index_norm_ptr, index_bias_ptr, cos_ptr, sin_ptr, token,
-                index_eps, ROPE, ROPE_P2, DIM, DIM_P2, INDEX_INTERLEAVED,
-            )  # fmt: skip
-            return
-    line = tl.load(writes_ptr + token)
-    narrow = keys_ptr.dtype.element_ty
-    dim = tl.arange(0, LORA_P2)
-    made = _normed(row_ptr + FIRST, weight_ptr, dim, LORA, eps).to(narrow)
-    if FP8:
-        # The codes are those of the latent in the model's dtype, as on a CPU.
-        made = made.to(tl.float32)
-        factor, scale = powers(tl.max(magnitudes(made), 0))
-        tl.store(scales_ptr + line, scale)
-        made = coded(made * factor)
-    tl.store(cache_ptr + line * WIDTH + dim, made, mask=dim < LORA)
-    turns = tl.arange(0, ROPE_P2)
-    own = token + tl.arange(0, 1)
-    key = _rotated(
-        row_ptr + FIRST + LORA + 0 * own, cos_ptr, sin_ptr, own, own >= 0, turns, ROPE, INTERLEAVED
-    )
-    key_ptrs = keys_ptr + line * KEYS_WIDTH + KEYS_FROM + turns[None, :]
-    tl.store(key_ptrs, key.to(narrow), mask=(turns < ROPE)[None, :])
-
-
-@triton.jit
-def _normed(row_ptr, weight_ptr, at, SIZE: tl.constexpr, eps):
-    """Return the RMS norm of SIZE elements, float32."""
-    x = tl.load(row_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
 
 
 class LatentCaches(NamedTuple):
@@ -252,12 +151,8 @@ def write_entries(
         *(joined, weight if q_weight is None else q_weight, weight, cos.contiguous(), sin.contiguous()),
         *(to.latents, to.scales, to.keys, writes, q, *of_index, joined.stride(0), of_index[0].stride(0), eps),
         0.0 if index is None else index.eps,
-        FIRST=first,
-        FIRST_P2=power(first),
-        LORA=lora,
-        LORA_P2=power(lora),
-        ROPE=rope,
-        ROPE_P2=power(rope),
+        **{"FIRST": first, "FIRST_P2": power(first), "LORA": lora, "LORA_P2": power(lora)},
+        **{"ROPE": rope, "ROPE_P2": power(rope)},
         **to.sizes(lora),
         INTERLEAVED=interleaved,
         Q_NORM=q_weight is not None,
