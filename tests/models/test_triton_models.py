@@ -69,7 +69,7 @@ def test_logits_of_sparse_attention(
     attention = model.blocks[0].attention
     assert attention.down.joined
     assert attention.q_up.joined
-    assert "index_entries: triton" in chosen
+    assert "entry_writer: triton" in chosen
 
 
 @mostly_slow("name", ["qwen3", "mistral-window", "qwen3-moe"], ["qwen3"])

@@ -131,14 +131,12 @@ def _attend_latent(given: Given) -> None:
 
 def _latent_caches(given: Given, lines: int, dtype: torch.dtype) -> None:
     """Check the caches of latent attention, of ``lines`` entries. ``dtype``: of the model."""
-    given.need(given.LORA <= given.WIDTH, "a line is shorter than its latent")
-    given.need(given.KEYS_FROM + given.ROPE <= given.KEYS_WIDTH, "a line is shorter than its key")
     given.array("cache_ptr", lines * given.WIDTH, torch.uint8 if given.FP8 else dtype)
-    given.array("keys_ptr", lines * given.KEYS_WIDTH, dtype)
+    used = given.LORA if given.FP8 else given.LORA + given.ROPE
+    given.need(used <= given.WIDTH, "a line is shorter than its entry")
+    given.array("keys_ptr", lines * (given.ROPE if given.FP8 else given.WIDTH), dtype)
     if given.FP8:
         given.array("scales_ptr", lines, *WIDE)
-    else:
-        given.need(given.LORA <= given.KEYS_FROM, "keys lie in latents")
 
 
 def _rows_of_lists(given: Given) -> int:
@@ -302,8 +300,8 @@ def _latent_rope_cache(given: Given) -> None:
     if given.INDEX:
         given.powers("DIM_P2")
         given.need(given.ROPE <= given.DIM <= given.DIM_P2, "elements of a key are left out")
-        used = given.KEYS_FROM + given.ROPE + given.DIM
-        given.need(used <= given.KEYS_WIDTH, "a line has no place for the key of the indexer")
+        given.need(not given.FP8, "a cache in 8 bits has no key of an indexer")
+        given.need(width + given.DIM <= given.WIDTH, "a line has no place for the key of the indexer")
         last = (tokens - 1) * given.index_stride
         given.reach("index_ptr", last + given.DIM, joined.dtype, aligned=False)
         for name in ("index_norm_ptr", "index_bias_ptr"):

@@ -286,7 +286,7 @@ class Decoder(Model):
         layer, and ``see(layer, stream, delta)`` before each layer.
         """
         x, shared = yield from self.begin(step, kv, backends)
-        delta = None
+        delta: Contribution | None = None
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
             caches = kv[self.spec.attention.source(layer)]
@@ -294,7 +294,8 @@ class Decoder(Model):
             # After the keys and values of the last layer only the rows with logits are needed.
             wanted = logits_indices if layer == last else None
             if see is not None:
-                see(layer, x, summed(delta))
+                total = delta = summed(delta)  # the next norm reads the same sum
+                see(layer, x, total)
             x, delta = yield from block.steps(x, delta, shared, caches, wanted)
             delta = _with_level(delta, step.media, layer, wanted)
             if done is not None:

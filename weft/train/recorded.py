@@ -321,7 +321,8 @@ class RecordingBuild(Build):
     def op(self, name: str, *, wide: bool = False) -> Implementation:
         """Return the engine's implementation of ``name`` with gradients. An op without a rule raises
         ConfigError in the first forward pass."""
-        engine = super().op(name, wide=wide)
+        # A norm with gradients adds no terms.
+        engine = replace(super().op(name, wide=wide), terms=None)
         masters = self.masters
         if name in _PLAIN:
             again = _AGAIN.get(name) or reference(name, self.device).run
@@ -341,7 +342,7 @@ class RecordingBuild(Build):
             parts = super().op("moe_pieces", wide=wide)
             run_experts = functools.partial(_experts, masters, engine, parts)
             pack = functools.partial(self._routed, parts)
-            return replace(engine, run=run_experts, pack=pack, pack_codes=None, apart=False, terms=None)
+            return replace(engine, run=run_experts, pack=pack, pack_codes=None, apart=False)
         return replace(engine, run=functools.partial(_refuse, name), pack_codes=None)
 
     def _matrix(self, engine: Implementation) -> Callable[..., Held]:

@@ -20,7 +20,7 @@ Source: arXiv 2405.04434, section 2.1; Flash-Decoding, pytorch.org/blog/flash-de
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 import triton
@@ -39,36 +39,20 @@ from weft.ops.triton.unpacking import halves
 Tensor = torch.Tensor
 
 _LOG2E = 1.4426950408889634
+# Weights of the norms of the queries' part (or None) and of the latents, and epsilon.
+Norms: TypeAlias = tuple[Tensor | None, Tensor, float]
 
 
-class LatentCaches(NamedTuple):
-    """Caches of a layer as kernels read them. A plain cache is all three tensors; its scales are not read."""
+def _tensors(caches: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (latents, scales, keys) as kernels read the caches of ``LayerCache``.
 
-    latents: Tensor
-    """[blocks, block, width]; in 8 bits uint8."""
-    scales: Tensor
-    """float32 [blocks, block]."""
-    keys: Tensor
-    """[blocks, block, width of the keys]."""
-    fp8: bool
-
-    @classmethod
-    def of(cls, caches: tuple[Tensor, ...]) -> LatentCaches:
-        """Return the caches of ``LayerCache``: one tensor, or latents in 8 bits, scales and keys."""
-        assert all(one.is_contiguous() for one in caches), "caches are read and written in place"
-        if len(caches) == 1:
-            return cls(*caches * 3, fp8=False)
-        values, scales, keys = caches
-        return cls(values.view(torch.uint8), scales, keys, fp8=True)
-
-    def sizes(self, lora: int) -> dict[str, int]:
-        """Return the sizes of lines as constants of a kernel. ``lora``: elements of a latent."""
-        return {
-            "WIDTH": self.latents.shape[2],
-            "KEYS_WIDTH": self.keys.shape[2],
-            "KEYS_FROM": 0 if self.fp8 else lora,
-            "FP8": self.fp8,
-        }
+    A plain cache is all three; its scales are not read. Latents in 8 bits are uint8.
+    """
+    assert all(one.is_contiguous() for one in caches), "caches are read and written in place"
+    if len(caches) == 1:
+        return caches[0], caches[0], caches[0]
+    latents, scales, keys = caches
+    return latents.view(torch.uint8), scales, keys
 
 
 def latent_rope_cache(
@@ -89,7 +73,12 @@ def latent_rope_cache(
     contiguous; cos and sin are float32.
     """
     norms, rotation = (q_weight, weight, eps), Rotation(cos, sin, interleaved)
-    return write_entries(joined, norms, rotation, (cache,), writes, index)
+    if not _fits(joined, norms, rotation):
+        if index is not None:
+            key = index.key(cos, sin).to(cache.dtype)
+            cache.view(-1, cache.shape[2])[:, -key.shape[1] :].index_copy_(0, writes, key)
+        return latent_ops.latent_rope_cache(joined, *norms, *rotation, cache, writes)
+    return _write(joined, norms, rotation, (cache,), writes, index)
 
 
 def latent_rope_cache_fp8(
@@ -107,35 +96,37 @@ def latent_rope_cache_fp8(
 ) -> Tensor:
     """Compute ``latent_ops.latent_rope_cache_fp8`` in one pass, with equal codes for equal latents."""
     norms, rotation = (q_weight, weight, eps), Rotation(cos, sin, interleaved)
-    return write_entries(joined, norms, rotation, (cache, scales, keys), writes)
+    if not _fits(joined, norms, rotation):
+        return latent_ops.latent_rope_cache_fp8(joined, *norms, *rotation, cache, scales, keys, writes)
+    return _write(joined, norms, rotation, (cache, scales, keys), writes, None)
 
 
-def write_entries(
+def _first(joined: Tensor, norms: Norms, rotation: Rotation) -> int:
+    """Return the number of elements of the queries' part."""
+    return joined.shape[1] - len(norms[1]) - 2 * rotation.cos.shape[1]
+
+
+def _fits(joined: Tensor, norms: Norms, rotation: Rotation) -> bool:
+    """Return True if the kernel can normalize the queries' part and the latents."""
+    return max(_first(joined, norms, rotation), len(norms[1])) <= LONGEST_ROW
+
+
+def _write(
     joined: Tensor,
-    norms: tuple[Tensor | None, Tensor, float],
+    norms: Norms,
     rotation: Rotation,
     caches: tuple[Tensor, ...],
     writes: Tensor,
-    index: IndexParts | None = None,
+    index: IndexParts | None,
 ) -> Tensor:
     """Write the entries of a step, and return the queries' part [T, first].
 
-    joined: [T, first + lora + rope]. norms: weights of the queries' part (or None) and of the latents, and
-    epsilon. caches: of the layer, see ``LatentCaches``. index: input of the indexer's key, which is the end
-    of a line of the last cache.
+    caches: of the layer, see ``_tensors``. ``index``: only for a plain cache.
     """
     q_weight, weight, eps = norms
     cos, sin, interleaved = rotation
-    tokens, lora, rope = len(joined), weight.shape[0], 2 * cos.shape[1]
-    first = joined.shape[1] - lora - rope
-    if max(first, lora) > LONGEST_ROW:
-        if index is not None:
-            lines, key = caches[-1].flatten(0, 1), index.key(cos, sin)
-            lines[:, lines.shape[1] - key.shape[1] :].index_copy_(0, writes, key.to(lines.dtype))
-        if len(caches) == 1:
-            return latent_ops.latent_rope_cache(joined, *norms, *rotation, caches[0], writes)
-        values, scales, keys = caches
-        return latent_ops.latent_rope_cache_fp8(joined, *norms, *rotation, values, scales, keys, writes)
+    tokens, lora, rope = len(joined), len(weight), 2 * cos.shape[1]
+    first = _first(joined, norms, rotation)
     joined = joined if joined.stride(1) == 1 else joined.contiguous()
     q = joined[:, :first]
     if q_weight is not None:
@@ -143,17 +134,17 @@ def write_entries(
     if not tokens:
         return q
     assert cos.dtype == torch.float32, "angles are wide"
-    to = LatentCaches.of(caches)
     of_index = (joined, weight, weight) if index is None else (index.joined, index.norm, index.bias)
     assert of_index[0].stride(1) == 1, "rows are contiguous"
     dim = 1 if index is None else len(index.norm)
     _latent_rope_cache[(tokens, 1 + (q_weight is not None) + (index is not None))](
         *(joined, weight if q_weight is None else q_weight, weight, cos.contiguous(), sin.contiguous()),
-        *(to.latents, to.scales, to.keys, writes, q, *of_index, joined.stride(0), of_index[0].stride(0), eps),
+        *(*_tensors(caches), writes, q, *of_index, joined.stride(0), of_index[0].stride(0), eps),
         0.0 if index is None else index.eps,
         **{"FIRST": first, "FIRST_P2": power(first), "LORA": lora, "LORA_P2": power(lora)},
         **{"ROPE": rope, "ROPE_P2": power(rope)},
-        **to.sizes(lora),
+        WIDTH=caches[0].shape[2],
+        FP8=len(caches) > 1,
         INTERLEAVED=interleaved,
         Q_NORM=q_weight is not None,
         INDEX=index is not None,
@@ -165,9 +156,10 @@ def write_entries(
     return q
 
 
-def kernels_of() -> Callable[..., Tensor]:
-    """Return the function that writes the entries of sparse latent attention; see ``latent_ops.op_by_op``."""
-    return write_entries
+def entry_writer() -> Callable[..., Tensor]:
+    """Return the function that writes the entries of sparse latent attention; see
+    ``latent_ops.entry_writer``."""
+    return latent_rope_cache
 
 
 # A row's columns lie anywhere in a step's columns. Do not compile a program per alignment.
@@ -191,7 +183,7 @@ def _attend_latent(
     lse_ptr,  # with SPLIT float32 [T - token_base, HEADS, splits]
     cache_ptr,  # [blocks * BLOCK, WIDTH]; with FP8 codes, uint8
     scales_ptr,  # float32 [blocks * BLOCK], with FP8
-    keys_ptr,  # [blocks * BLOCK, KEYS_WIDTH]: rotated keys at [KEYS_FROM, KEYS_FROM + ROPE) of a line
+    keys_ptr,  # the cache, with rotated keys behind the latents; with FP8 [blocks * BLOCK, ROPE]
     offsets_ptr,  # int32 [R + 1]
     starts_ptr,  # int64 [R]
     table_ptr,  # int64 [R, table_stride]
@@ -212,8 +204,6 @@ def _attend_latent(
     ROPE_P2: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    KEYS_WIDTH: tl.constexpr,
-    KEYS_FROM: tl.constexpr,
     FP8: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -230,6 +220,8 @@ def _attend_latent(
     QUERIES: tl.constexpr = TILE_M // GROUP
     TYPE: tl.constexpr = turned_ptr.dtype.element_ty
     FACTORED: tl.constexpr = FP8 and tl.float16 != TYPE
+    KEYS_WIDTH: tl.constexpr = ROPE if FP8 else WIDTH
+    KEYS_FROM: tl.constexpr = 0 if FP8 else LORA
     tile = tl.load(tiles_ptr + tl.program_id(0))
     row = tile >> 32
     first = (tile - (row << 32)).to(tl.int32)
@@ -365,10 +357,10 @@ def attend(
     """
     heads, lora = q.shape[1:]
     cos, sin = (one.contiguous() for one in angles)
-    cache = LatentCaches.of(caches)
+    cache = _tensors(caches)
     rope = 2 * cos.shape[1]
     assert all(one.is_contiguous() for one in (turned[0], q, out)), "attention takes contiguous memory"
-    assert q.dtype == turned.dtype == cache.keys.dtype, "queries and cache are of one dtype"
+    assert q.dtype == turned.dtype == cache[2].dtype, "queries and cache are of one dtype"
     assert split % form.tile_n == 0, "a split is whole steps"
     assert heads % group == 0, "parts of the heads are equal"
     begin, end = tokens
@@ -377,15 +369,16 @@ def attend(
         target = torch.empty((end - begin, heads, splits, lora), dtype=torch.float32, device=q.device)
         lse = torch.empty((end - begin, heads, splits), dtype=torch.float32, device=q.device)
     _attend_latent[(tiles.shape[0], heads // group, splits)](
-        *(q, turned, cos, sin, target, lse, *cache[:3], offsets, starts, table, tiles),
+        *(q, turned, cos, sin, target, lse, *cache, offsets, starts, table, tiles),
         *(scale * _LOG2E, turned.stride(0), table.stride(0), split, splits, begin),
         **{"HEADS": heads, "GROUP": group, "LINE": turned.shape[2], "INTERLEAVED": interleaved},
         LORA=lora,
         LORA_P2=padded(lora),
         ROPE=rope,
         ROPE_P2=padded(rope),
-        BLOCK=cache.latents.shape[1],
-        **cache.sizes(lora),
+        BLOCK=cache[0].shape[1],
+        WIDTH=cache[0].shape[2],
+        FP8=len(caches) > 1,
         WINDOW=window,
         TILE_M=form.tile_m,
         TILE_N=form.tile_n,
