@@ -5,6 +5,7 @@ On a GPU the same ops are chosen by default, and test_gpu.py compares models on 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from weft.attention.sparse.sparse_triton import TritonInvariantSparse, TritonSpa
 from weft.config.families import load_spec
 from weft.layers import build
 from weft.models.loader import load_model
+from weft.moe.block import RoutedMLP
 from weft.ops import registry
 from weft.ops import triton as kernels
-from weft.parallel.comm import drive
+from weft.ops.moe import ExpertSum, summed
+from weft.parallel.comm import LocalComm, drive
 from weft.runner.graphs.graphs import DecodeGraphs, GraphOptions
 from weft.types.plan import Segment, column
 from weft.types.sampling import TokenParams
@@ -90,6 +93,42 @@ def test_logits_are_the_references(name: str, checkpoints: Any, paged: Any, chos
         assert model.blocks[0].feed_forward._terms is not None, "norms add the experts"
     else:
         assert "gated_linear: triton" in chosen
+
+
+@mostly_slow("name", ["llama4-plain", "gemma4-moe", "qwen3-moe"], ["gemma4-moe"])
+def test_terms_are_the_output_of_the_block(name: str, checkpoints: Any, chosen: set[str]) -> None:
+    """Also of blocks that change the weights or the results of their experts."""
+    model = checkpoints(name).load()
+    blocks = [one for one in model.modules() if isinstance(one, RoutedMLP)]
+    assert blocks
+    assert any(one.startswith("moe") for one in chosen)
+    for block in blocks:
+        x = torch.randn(5, model.spec.hidden)
+        expected = drive(block.steps(LocalComm(), x, None))
+        assert torch.equal(summed(drive(block.terms(LocalComm(), x, None))), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("chosen")
+def test_experts_are_added_once_where_the_stream_is_watched(
+    checkpoints: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft head reads the stream before some layers. The next norm then reads the sum."""
+    model = checkpoints("qwen3-moe").load()
+    watched: list[int] = []
+    added: list[Any] = []
+    monkeypatch.setattr(
+        model, "hidden", partial(model.hidden, see=lambda layer, x, delta: watched.append(layer))
+    )
+    for block in model.blocks:
+        own = block.attention_norm
+        monkeypatch.setattr(own, "add", lambda x, delta, add=own.add: (added.append(delta), add(x, delta))[1])
+    harness = paged(model)
+    harness.backends = Backends([TritonAttention()])
+    harness.step([(harness.sequence([5, 9, 40, 7]), 4)])
+    assert watched == [*range(len(model.blocks))]
+    assert len(added) > 1
+    assert not any(isinstance(one, ExpertSum) for one in added)
 
 
 @pytest.mark.slow
