@@ -5,6 +5,7 @@ On a GPU the same ops are chosen by default, and test_gpu.py compares models on 
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,35 @@ def test_terms_are_the_output_of_the_block(name: str, checkpoints: Any, chosen: 
         x = torch.randn(5, model.spec.hidden)
         expected = drive(block.steps(LocalComm(), x, None))
         assert torch.equal(summed(drive(block.terms(LocalComm(), x, None))), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("chosen")
+def test_results_of_experts_end_at_the_next_norm(
+    checkpoints: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts would otherwise need the results of two layers at once, [T, k, hidden] each."""
+    model = checkpoints("qwen3-moe").load()
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def terms(own: Any, *args: Any) -> Any:
+        result = yield from own(*args)
+        made.append(weakref.ref(result.made))
+        return result
+
+    def attend(own: Any, *args: Any) -> Any:
+        alive.append(sum(one() is not None for one in made))
+        return own(*args)
+
+    for block in model.blocks:
+        monkeypatch.setattr(block.feed_forward, "terms", partial(terms, block.feed_forward.terms))
+        monkeypatch.setattr(block.attention, "forward", partial(attend, block.attention.forward))
+    harness = paged(model)
+    harness.backends = Backends([TritonAttention()])
+    harness.step([(harness.sequence([5, 9, 40, 7]), 4)])
+    assert len(made) == len(alive) > 1
+    assert not any(alive), alive
 
 
 @pytest.mark.slow

@@ -203,6 +203,7 @@ class Block(nn.Module):
         ``logits_indices`` (int64 [L]; None: all). Yields at each pending reduction.
         """
         x, normed = self.attention_norm.add(x, delta)
+        delta = None  # results of experts are large in prompts
         partial = self.attention(normed, shared, caches, logits_indices)
         if logits_indices is not None:
             x = x[logits_indices]
@@ -296,7 +297,9 @@ class Decoder(Model):
             if see is not None:
                 total = delta = summed(delta)  # the next norm reads the same sum
                 see(layer, x, total)
-            x, delta = yield from block.steps(x, delta, shared, caches, wanted)
+            steps = block.steps(x, delta, shared, caches, wanted)
+            del x, delta  # the block alone holds the results of experts, and drops them at its first norm
+            x, delta = yield from steps
             delta = _with_level(delta, step.media, layer, wanted)
             if done is not None:
                 done(layer)
