@@ -5,6 +5,8 @@ On a GPU the same ops are chosen by default, and test_gpu.py compares models on 
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,11 @@ from weft.attention.sparse.sparse_triton import TritonInvariantSparse, TritonSpa
 from weft.config.families import load_spec
 from weft.layers import build
 from weft.models.loader import load_model
+from weft.moe.block import RoutedMLP
 from weft.ops import registry
 from weft.ops import triton as kernels
-from weft.parallel.comm import drive
+from weft.ops.moe import ExpertSum, summed
+from weft.parallel.comm import LocalComm, drive
 from weft.runner.graphs.graphs import DecodeGraphs, GraphOptions
 from weft.types.plan import Segment, column
 from weft.types.sampling import TokenParams
@@ -69,13 +73,14 @@ def test_logits_of_sparse_attention(
     attention = model.blocks[0].attention
     assert attention.down.joined
     assert attention.q_up.joined
-    assert "index_entries: triton" in chosen
+    assert "entry_writer: triton" in chosen
 
 
-@mostly_slow("name", ["qwen3", "mistral-window"], ["qwen3"])
+@mostly_slow("name", ["qwen3", "mistral-window", "qwen3-moe"], ["qwen3"])
 def test_logits_are_the_references(name: str, checkpoints: Any, paged: Any, chosen: set[str]) -> None:
     checkpoint = checkpoints(name)
-    harness = paged(checkpoint.load())
+    model = checkpoint.load()
+    harness = paged(model)
     harness.backends = Backends([TritonAttention()])
     one, two = harness.sequence(list(range(14))), harness.sequence([5, 9, 40, 7, 8])
     harness.step([(one, 9)])
@@ -84,7 +89,76 @@ def test_logits_are_the_references(name: str, checkpoints: Any, paged: Any, chos
     for sequence in (one, two):
         expected, made = checkpoint.expected(sequence.ids), torch.stack(sequence.logits)
         assert (made - expected).abs().max() / expected.abs().max() < 1e-4
-    assert {"add_rms_norm: triton", "qkv_rope_cache: triton", "gated_linear: triton"} <= chosen
+    assert {"add_rms_norm: triton", "qkv_rope_cache: triton"} <= chosen
+    if name == "qwen3-moe":
+        assert model.blocks[0].feed_forward._terms is not None, "norms add the experts"
+    else:
+        assert "gated_linear: triton" in chosen
+
+
+@mostly_slow("name", ["llama4-plain", "gemma4-moe", "qwen3-moe"], ["gemma4-moe"])
+def test_terms_are_the_output_of_the_block(name: str, checkpoints: Any, chosen: set[str]) -> None:
+    """Also of blocks that change the weights or the results of their experts."""
+    model = checkpoints(name).load()
+    blocks = [one for one in model.modules() if isinstance(one, RoutedMLP)]
+    assert blocks
+    assert any(one.startswith("moe") for one in chosen)
+    for block in blocks:
+        x = torch.randn(5, model.spec.hidden)
+        expected = drive(block.steps(LocalComm(), x, None))
+        assert torch.equal(summed(drive(block.terms(LocalComm(), x, None))), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("chosen")
+def test_results_of_experts_end_at_the_next_norm(
+    checkpoints: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts would otherwise need the results of two layers at once, [T, k, hidden] each."""
+    model = checkpoints("qwen3-moe").load()
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def terms(own: Any, *args: Any) -> Any:
+        result = yield from own(*args)
+        made.append(weakref.ref(result.made))
+        return result
+
+    def attend(own: Any, *args: Any) -> Any:
+        alive.append(sum(one() is not None for one in made))
+        return own(*args)
+
+    for block in model.blocks:
+        monkeypatch.setattr(block.feed_forward, "terms", partial(terms, block.feed_forward.terms))
+        monkeypatch.setattr(block.attention, "forward", partial(attend, block.attention.forward))
+    harness = paged(model)
+    harness.backends = Backends([TritonAttention()])
+    harness.step([(harness.sequence([5, 9, 40, 7]), 4)])
+    assert len(made) == len(alive) > 1
+    assert not any(alive), alive
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("chosen")
+def test_experts_are_added_once_where_the_stream_is_watched(
+    checkpoints: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft head reads the stream before some layers. The next norm then reads the sum."""
+    model = checkpoints("qwen3-moe").load()
+    watched: list[int] = []
+    added: list[Any] = []
+    monkeypatch.setattr(
+        model, "hidden", partial(model.hidden, see=lambda layer, x, delta: watched.append(layer))
+    )
+    for block in model.blocks:
+        own = block.attention_norm
+        monkeypatch.setattr(own, "add", lambda x, delta, add=own.add: (added.append(delta), add(x, delta))[1])
+    harness = paged(model)
+    harness.backends = Backends([TritonAttention()])
+    harness.step([(harness.sequence([5, 9, 40, 7]), 4)])
+    assert watched == [*range(len(model.blocks))]
+    assert len(added) > 1
+    assert not any(isinstance(one, ExpertSum) for one in added)
 
 
 @pytest.mark.slow

@@ -183,7 +183,19 @@ def attention(
     merge(states, states[..., 0].contiguous(), torch.empty(3, heads, dim), torch.empty(3, heads))
 
 
-def latent(heads: int, lora: int, rope: int, block: int, window: int, dtype: torch.dtype) -> None:
+def latent_caches(
+    lora: int, rope: int, block: int, dtype: torch.dtype, fp8: bool
+) -> tuple[torch.Tensor, ...]:
+    """Return the caches of a layer of latent attention."""
+    if not fp8:
+        return (torch.empty(2, block, lora + rope, dtype=dtype),)
+    values = torch.empty(2, block, lora, dtype=torch.float8_e4m3fn)
+    return values, torch.empty(2, block), torch.empty(2, block, rope, dtype=dtype)
+
+
+def latent(
+    heads: int, lora: int, rope: int, block: int, window: int, dtype: torch.dtype, *, fp8: bool = False
+) -> None:
     """Latent attention of decodes, of one query and of several, in one piece and in splits."""
     from weft.attention.gqa.triton_backend import make_cut
     from weft.config.spec import CacheSpec
@@ -195,18 +207,18 @@ def latent(heads: int, lora: int, rope: int, block: int, window: int, dtype: tor
     for lines in (16, 32):
         segment = _segment([lines // group] * 3)
         q = torch.empty(segment.tokens, heads, lora, dtype=dtype)
-        out, cache = q.clone(), torch.empty(2, block, lora + rope, dtype=dtype)
+        out, caches = q.clone(), latent_caches(lora, rope, block, dtype, fp8)
         turned = torch.empty(segment.tokens, heads, 128 + rope, dtype=dtype)
         angles = torch.empty(segment.tokens, rope // 2)
         for split in (0, 1024):
-            form = forms.latent(lines, dtype)
+            form = forms.latent(lines, dtype, fp8)
             cut = make_cut(segment, heads, spec, form, split)
             attend(
                 q,
                 turned,
                 (angles, angles),
                 out,
-                cache,
+                caches,
                 segment.q_offsets,
                 segment.starts,
                 segment.tables[0],
@@ -291,7 +303,7 @@ def entries(first: int, lora: int, rope: int, index: tuple[int, int], dtype: tor
     ``index``: heads and size of the indexer.
     """
     from weft.ops.latent_ops import IndexParts
-    from weft.ops.triton.latent import latent_rope_cache
+    from weft.ops.triton.latent import latent_rope_cache, latent_rope_cache_fp8
 
     joined = torch.empty(4, first + lora + rope, dtype=dtype)
     weight, q_weight = torch.empty(lora, dtype=dtype), torch.empty(first, dtype=dtype)
@@ -299,6 +311,8 @@ def entries(first: int, lora: int, rope: int, index: tuple[int, int], dtype: tor
     writes = torch.zeros(4, dtype=torch.int64)
     for one in (q_weight, None):
         latent_rope_cache(joined, one, weight, 1e-6, angles, angles, one is None, cache, writes)
+        caches = latent_caches(lora, rope, 16, dtype, True)
+        latent_rope_cache_fp8(joined, one, weight, 1e-6, angles, angles, one is None, *caches, writes)
     heads, dim = index
     norm = torch.empty(dim, dtype=dtype)
     parts = IndexParts(torch.empty(4, dim + heads, dtype=dtype), norm, norm, 1e-6, False)
@@ -307,13 +321,18 @@ def entries(first: int, lora: int, rope: int, index: tuple[int, int], dtype: tor
 
 
 def elementwise(dtype: torch.dtype) -> None:
-    """Norms, rotation (with norms, partial, without), activation."""
-    from weft.ops.triton import fused
+    """Norms, also of sums of experts, rotation (with norms, partial, without), activation."""
+    from weft.ops.moe import ExpertSum
+    from weft.ops.triton import fused, moe
 
     for size in (4096, 1000):
         x, weight = torch.empty(4, size, dtype=dtype), torch.empty(size, dtype=dtype)
         fused.rms_norm(x, weight, 1e-6)
         fused.add_rms_norm(x, x.clone(), weight, 1e-6)
+        results, scales = torch.empty(4, 8, size, dtype=dtype), torch.empty(4, 8)
+        for shared, share in ((None, None), (x.clone(), scales[:, 0])):
+            terms = ExpertSum(made=results, scales=scales, share=share, shared=shared, add=moe._finish)
+            fused.add_rms_norm(x, terms, weight, 1e-6)
     for dim, half, normed in ((128, 64, True), (128, 64, False), (96, 32, False), (20, 10, True)):
         cache = torch.empty(2, 2, 8, 16, dim, dtype=dtype)
         weights = [torch.empty(dim, dtype=dtype) if normed else None] * 2
@@ -587,6 +606,7 @@ def others() -> None:
     attention(12, 4, 64, 16, 100, HALF)
     attention(32, 8, 128, 64, 0, HALF, fp8=True)
     latent(128, 512, 64, 64, 0, HALF)
+    latent(128, 512, 64, 64, 0, HALF, fp8=True)
     entries(1536, 512, 64, (64, 128), HALF)
     latent(8, 128, 32, 16, 100, HALF)
     around_sparse(128, 192, 512, 64, HALF)
@@ -597,6 +617,8 @@ def others() -> None:
 
 def all_forms() -> None:
     latent(8, 500, 24, 3, 0, FULL)
+    latent(8, 500, 24, 3, 0, FULL, fp8=True)
+    latent(128, 512, 64, 64, 0, torch.float16, fp8=True)
     entries(100, 500, 24, (30, 100), FULL)
     delta(2, 6, 100, 3, FULL)
     delta(2, 2, 64, 2, HALF)

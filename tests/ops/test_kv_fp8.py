@@ -169,3 +169,44 @@ def test_the_kernel_writes_the_same_bits(dtype: torch.dtype, dim: int) -> None:
     from weft.ops.triton import fused as kernel
 
     _check_the_same_bits(kernel.qkv_rope_cache_fp8, dtype, dim, DEVICE)
+
+
+@runs
+@mostly_slow("dtype", [torch.float32, torch.bfloat16, torch.float16], [torch.bfloat16], ids=str)
+@pytest.mark.parametrize("normed", [True, False])
+def test_the_kernel_writes_latents_by_the_same_rule(dtype: torch.dtype, normed: bool) -> None:
+    """Codes and scales are those of the kernel's own latents in the model's dtype. All else is as in the
+    kernel for plain caches, whose latents other tests compare with torch."""
+    from weft.ops.triton import latent as kernel
+
+    torch.manual_seed(4)
+    first, lora, rope, block, tokens = 21, 52, 6, 4, 12
+    joined = torch.randn(tokens, first + lora + rope).to(dtype).to(DEVICE)
+    joined[5, first : first + lora] = 0
+    joined[6, first + 3] = math.nan
+    joined[7, first + 4] = math.inf
+    weight = (torch.randn(lora) * torch.logspace(-3, 2, lora)).to(dtype).to(DEVICE)
+    q_weight = torch.rand(first).to(dtype).to(DEVICE) if normed else None
+    angles = torch.rand(tokens, rope // 2, device=DEVICE)
+    writes = (torch.randperm(6 * block)[:tokens] + block).to(DEVICE)
+    common = (joined, q_weight, weight, 1e-6, angles.cos(), angles.sin(), normed)
+    plain = torch.zeros(8, block, lora + rope, dtype=dtype, device=DEVICE)
+    wanted_q = kernel.latent_rope_cache(*common, plain, writes)
+    cache = torch.zeros(8, block, lora, dtype=torch.float8_e4m3fn, device=DEVICE)
+    scales = torch.full((8, block), -1.0, device=DEVICE)
+    keys = torch.zeros(8, block, rope, dtype=dtype, device=DEVICE)
+    q = kernel.latent_rope_cache_fp8(*common, cache, scales, keys, writes)
+    assert torch.equal(q, wanted_q)
+    assert torch.equal(keys, plain[..., lora:])
+    values, own = kv_fp8.quantize(plain[..., :lora].reshape(-1, lora)[writes])
+    made = scales.view(-1)[writes]
+    assert own.isnan().sum() == 2
+    assert torch.equal(made.isnan(), own.isnan())
+    finite = ~own.isnan()
+    assert torch.equal(made[finite], own[finite])
+    codes = cache.view(torch.uint8).view(-1, lora)
+    assert torch.equal(codes[writes][finite], values.view(torch.uint8)[finite])
+    others = torch.ones(8 * block, dtype=torch.bool, device=DEVICE)
+    others[writes] = False
+    assert (scales.view(-1)[others] == -1).all(), "nothing else was touched"
+    assert not codes[others].any()

@@ -54,6 +54,27 @@ def test_equals_the_reference(form: str, kind: str, dtype: torch.dtype, toleranc
     assert run(*given(0, dtype), weights).shape == (0, 48)
 
 
+@pytest.mark.parametrize(("form", "dtype"), [one[:2] for one in TYPES])
+@mostly_slow("kind", KINDS, ["gated_shared"])
+def test_the_next_norm_adds_the_experts(form: str, kind: str, dtype: torch.dtype) -> None:
+    """The stream and the norm have the bits of a sum by a kernel of its own, in rows that are no power of
+    two."""
+    from weft.ops.triton import fused, moe
+
+    weights = placed(routed(kind, dtype))
+    terms = getattr(moe, form.replace("moe", "moe_terms"))
+    for count in (1, 9):
+        x, ids = given(count, dtype)
+        made = terms(x, ids, weights)
+        assert torch.equal(made.total(), getattr(moe, form)(x, ids, weights))
+        weight = torch.rand(x.shape[1], device=DEVICE).to(dtype)
+        stream, normed = fused.add_rms_norm(x.clone(), made, weight, 1e-6)
+        expected = fused.add_rms_norm(x.clone(), made.total(), weight, 1e-6)
+        assert not torch.equal(stream, x)
+        assert torch.equal(stream, expected[0])
+        assert torch.equal(normed, expected[1])
+
+
 @pytest.mark.slow
 def test_wide_tiles_equal_narrow_ones() -> None:
     from weft.ops.triton import moe

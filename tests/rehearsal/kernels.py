@@ -114,7 +114,7 @@ def _attend(given: Given) -> None:
 
 def _attend_latent(given: Given) -> None:
     q, cache, offsets = given.q_ptr, given.cache_ptr, given.offsets_ptr
-    tokens, rows, width = q.shape[0], offsets.numel() - 1, given.LORA + given.ROPE
+    tokens, rows = q.shape[0], offsets.numel() - 1
     given.powers("LORA_P2", "ROPE_P2", "TILE_M", "TILE_N")
     given.need(given.TILE_M * given.LORA_P2 <= MOST_ELEMENTS, "a tile is too large")
     given.array("q_ptr", tokens * given.HEADS * given.LORA, *HALF)
@@ -123,10 +123,20 @@ def _attend_latent(given: Given) -> None:
     given.reach("turned_ptr", turned, q.dtype, aligned=False)
     for name in ("cos_ptr", "sin_ptr"):
         given.reach(name, tokens * given.ROPE // 2, *WIDE, aligned=False)
-    given.array("cache_ptr", cache.shape[0] * given.BLOCK * width, q.dtype)
+    _latent_caches(given, cache.shape[0] * given.BLOCK, q.dtype)
     _rows(given, rows)
     given.need(given.grid[1] * given.GROUP == given.HEADS, "every part of the heads has a program")
     _outputs(given, q, tokens, given.HEADS * given.LORA)
+
+
+def _latent_caches(given: Given, lines: int, dtype: torch.dtype) -> None:
+    """Check the caches of latent attention, of ``lines`` entries. ``dtype``: of the model."""
+    given.array("cache_ptr", lines * given.WIDTH, torch.uint8 if given.FP8 else dtype)
+    used = given.LORA if given.FP8 else given.LORA + given.ROPE
+    given.need(used <= given.WIDTH, "a line is shorter than its entry")
+    given.array("keys_ptr", lines * (given.ROPE if given.FP8 else given.WIDTH), dtype)
+    if given.FP8:
+        given.array("scales_ptr", lines, *WIDE)
 
 
 def _rows_of_lists(given: Given) -> int:
@@ -281,9 +291,8 @@ def _latent_rope_cache(given: Given) -> None:
     given.array("weight_ptr", given.LORA)
     for name in ("cos_ptr", "sin_ptr"):
         given.array(name, tokens * given.ROPE // 2, *WIDE)
-    given.need(width <= given.WIDTH, "a line is shorter than its entry")
     given.need(given.cache_ptr.numel() % given.WIDTH == 0, "lines of the cache are of another size")
-    given.array("cache_ptr", given.cache_ptr.numel(), joined.dtype)
+    _latent_caches(given, given.cache_ptr.numel() // given.WIDTH, joined.dtype)
     given.reach("writes_ptr", tokens, torch.int64, aligned=False)
     if given.Q_NORM:
         given.array("q_weight_ptr", given.FIRST)
@@ -291,6 +300,7 @@ def _latent_rope_cache(given: Given) -> None:
     if given.INDEX:
         given.powers("DIM_P2")
         given.need(given.ROPE <= given.DIM <= given.DIM_P2, "elements of a key are left out")
+        given.need(not given.FP8, "a cache in 8 bits has no key of an indexer")
         given.need(width + given.DIM <= given.WIDTH, "a line has no place for the key of the indexer")
         last = (tokens - 1) * given.index_stride
         given.reach("index_ptr", last + given.DIM, joined.dtype, aligned=False)
@@ -363,8 +373,15 @@ def _add_rms_norm(given: Given) -> None:
     given.array("weight_ptr", size)
     given.array("normed_ptr", rows * size, x.dtype)
     if given.ADD:
-        given.array("delta_ptr", rows * size, x.dtype)
+        given.array("delta_ptr", rows * size * max(given.TOP_K, 1), x.dtype)
         given.array("stream_ptr", rows * size, x.dtype)
+    if given.TOP_K:
+        given.need(given.ADD, "terms that nobody adds")
+        given.array("scales_ptr", rows * given.TOP_K, *WIDE)
+        if given.SHARED:
+            given.array("shared_ptr", rows * size, x.dtype)
+        if given.SHARE:
+            given.array("share_ptr", rows, *WIDE)
 
 
 def _qkv_rope_cache(given: Given) -> None:
@@ -874,14 +891,20 @@ CONTRACTS = (
     Contract(
         "latent",
         _latent_rope_cache,
-        ("cache_ptr", "q_ptr"),
+        ("cache_ptr", "scales_ptr", "keys_ptr", "q_ptr"),
         (
             ("q_weight_ptr", "Q_NORM"),
             ("q_ptr", "Q_NORM"),
+            ("scales_ptr", "FP8"),
             *((f"index_{name}ptr", "INDEX") for name in ("", "norm_", "bias_")),
         ),
     ),
-    Contract("latent", _attend_latent, ("out_ptr", "lse_ptr"), (("lse_ptr", "SPLIT"),)),
+    Contract(
+        "latent",
+        _attend_latent,
+        ("out_ptr", "lse_ptr"),
+        (("lse_ptr", "SPLIT"), ("scales_ptr", "FP8")),
+    ),
     Contract("choice", _index_scores, ("scores_ptr",), (("cos_ptr", "HALF"), ("sin_ptr", "HALF"))),
     Contract("choice", _choose, ("chosen_ptr",)),
     Contract("indexed", _head_product, ("out_ptr",)),
@@ -905,7 +928,16 @@ CONTRACTS = (
         ),
     ),
     Contract(
-        "fused", _add_rms_norm, ("stream_ptr", "normed_ptr"), (("delta_ptr", "ADD"), ("stream_ptr", "ADD"))
+        "fused",
+        _add_rms_norm,
+        ("stream_ptr", "normed_ptr"),
+        (
+            ("delta_ptr", "ADD"),
+            ("stream_ptr", "ADD"),
+            ("scales_ptr", "TOP_K"),
+            ("shared_ptr", "SHARED"),
+            ("share_ptr", "SHARE"),
+        ),
     ),
     Contract(
         "fused",

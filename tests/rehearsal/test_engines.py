@@ -109,15 +109,21 @@ NARROW = {
 """Allowed operators on 8-bit floats: conversions and views. GPU index kernels do not support 8-bit floats."""
 
 
-@mostly_slow("name", ["llama", "deepseek_v3"], ["llama"])
+CACHES_BY = {
+    "llama": {"_attend", "_qkv_rope_cache"},
+    "deepseek_v3": {"_attend_latent", "_latent_rope_cache"},
+}
+"""Kernels that read and write the entries of a family."""
+
+
+@mostly_slow("name", [*CACHES_BY], ["llama"])
 def test_caches_in_8_bits(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels read and write keys and values, and steps are captured. Latents are read by torch."""
+    """Kernels write and read the entries, and steps are captured."""
     made, _, core = rehearse(monkeypatch, folder_of(name), kv_cache_dtype="fp8")
     assert made.narrow <= NARROW
-    if name == "llama":
-        assert {"_attend", "_qkv_rope_cache"} <= made.operators
-        assert core.runner.graphs is not None
-        assert core.runner.graphs.replayed > 0
+    assert CACHES_BY[name] <= made.operators
+    assert core.runner.graphs is not None
+    assert core.runner.graphs.replayed > 0
 
 
 def test_tokens_over_caches_in_8_bits(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:

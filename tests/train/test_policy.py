@@ -111,6 +111,13 @@ def test_gradients_are_the_slope_of_the_forward_pass(tmp_path: Path, name: str) 
     assert abs((values[0] - values[1]) / (2 * step) - expected) < 1e-6 * abs(expected)
 
 
+@pytest.mark.parametrize("op", ["moe", "moe_fp8"])
+def test_blocks_with_gradients_have_no_terms(op: str) -> None:
+    """Terms would pass by the gradients, or by the error of an op without gradients."""
+    build = RecordingBuild(dtype=torch.bfloat16, device=torch.device("cuda"), masters=Masters())
+    assert build.op(op).terms is None
+
+
 @mostly_slow("name", ("gemma3", "gpt-oss", "starcoder2", "olmoe", "phi"), 1)
 def test_a_loader_of_the_published_tensors_gets_the_weights_of_the_policy(tmp_path: Path, name: str) -> None:
     made = make_checkpoint(name, tmp_path / "model")

@@ -21,6 +21,7 @@ from weft.ops import (
     torch_ops,
 )
 from weft.ops.low_rank import AdapterRows
+from weft.ops.moe import Contribution
 from weft.ops.registry import Implementation, choose
 from weft.ops.row_routes import RowRoutes
 from weft.parallel.comm import Comm, Pending, reduced
@@ -223,6 +224,21 @@ class FeedForward(Layer):
         recorded or forced experts of the rows, for routed blocks.
         """
         return (yield from reduced(comm, self.forward(x, ids, adapters)))
+
+    def terms(
+        self,
+        comm: Comm,
+        x: torch.Tensor,
+        ids: torch.Tensor | None,
+        exchange: Exchange = UNAGREED,
+        adapters: AdapterRows | None = None,
+        routes: RowRoutes | None = None,
+    ) -> Generator[Pending, None, Contribution]:
+        """Return ``steps`` for a caller whose next norm adds the contribution (``RMSNorm.add``).
+
+        Routed blocks may return terms, which the norm adds in its own kernel.
+        """
+        return (yield from self.steps(comm, x, ids, exchange, adapters, routes))
 
 
 class Packs(Layer, ABC):

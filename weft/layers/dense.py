@@ -18,6 +18,7 @@ from weft.layers.pending_codes import Weight, has_pending_codes, in_place, put_c
 from weft.layers.shard import Shard, joined, whole
 from weft.ops import torch_ops
 from weft.ops.low_rank import AdapterRows
+from weft.ops.moe import Contribution
 from weft.parallel.comm import Pending, awaited
 
 Tensor = torch.Tensor
@@ -262,7 +263,7 @@ class RMSNorm(Layer):
         result: Tensor = self._norm(x, self.weight, self._eps)
         return result
 
-    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, delta: Contribution | None) -> tuple[Tensor, Tensor]:
         """Return (x + delta, norm of the sum). The sum is the new residual stream and may overwrite x."""
         result: tuple[Tensor, Tensor] = self._add_norm(x, delta, self.weight, self._eps)
         return result

@@ -7,6 +7,7 @@ import torch
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Layer
 from weft.layers.dense import RMSNorm
+from weft.ops.moe import Contribution, summed
 
 Tensor = torch.Tensor
 
@@ -28,9 +29,10 @@ class LayerNorm(Layer):
         result: Tensor = self._op(x, self.weight, self.bias, self._eps)
         return result
 
-    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, delta: Contribution | None) -> tuple[Tensor, Tensor]:
         """Return (x + delta, norm of the sum)."""
-        x = x if delta is None else x + delta
+        added = summed(delta)
+        x = x if added is None else x + added
         return x, self.forward(x)
 
 

@@ -26,6 +26,7 @@ from weft.models.vision import Tower, make_tower
 from weft.moe.balance import ExpertLayers
 from weft.moe.block import RoutedMLP
 from weft.ops.low_rank import AdapterRows
+from weft.ops.moe import Contribution, summed
 from weft.parallel.comm import Pending, reduced
 
 Tensor = torch.Tensor
@@ -190,11 +191,11 @@ class Block(nn.Module):
     def steps(
         self,
         x: Tensor,
-        delta: Tensor | None,
+        delta: Contribution | None,
         shared: AttentionInput,
         caches: LayerCache,
         logits_indices: Tensor | None = None,
-    ) -> Generator[Pending, None, tuple[Tensor, Tensor | None]]:
+    ) -> Generator[Pending, None, tuple[Tensor, Contribution | None]]:
         """Run the block on the stream x [T, hidden] and ``delta`` [T, hidden], which is not yet added to the
         stream.
 
@@ -202,6 +203,7 @@ class Block(nn.Module):
         ``logits_indices`` (int64 [L]; None: all). Yields at each pending reduction.
         """
         x, normed = self.attention_norm.add(x, delta)
+        delta = None  # results of experts are large in prompts
         partial = self.attention(normed, shared, caches, logits_indices)
         if logits_indices is not None:
             x = x[logits_indices]
@@ -212,10 +214,10 @@ class Block(nn.Module):
             ids = shared.step.ids if logits_indices is None else shared.step.ids[logits_indices]
         adapters = shared.step.adapters_at(logits_indices)
         step = shared.step
-        delta = yield from self.feed_forward.steps(
+        made = yield from self.feed_forward.terms(
             self._comm, normed, ids, step.exchange, adapters, step.routes
         )
-        return x, delta
+        return x, made
 
 
 class MTPModule(nn.Module):
@@ -285,7 +287,7 @@ class Decoder(Model):
         layer, and ``see(layer, stream, delta)`` before each layer.
         """
         x, shared = yield from self.begin(step, kv, backends)
-        delta = None
+        delta: Contribution | None = None
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
             caches = kv[self.spec.attention.source(layer)]
@@ -293,8 +295,11 @@ class Decoder(Model):
             # After the keys and values of the last layer only the rows with logits are needed.
             wanted = logits_indices if layer == last else None
             if see is not None:
-                see(layer, x, delta)
-            x, delta = yield from block.steps(x, delta, shared, caches, wanted)
+                total = delta = summed(delta)  # the next norm reads the same sum
+                see(layer, x, total)
+            steps = block.steps(x, delta, shared, caches, wanted)
+            del x, delta  # the block alone holds the results of experts, and drops them at its first norm
+            x, delta = yield from steps
             delta = _with_level(delta, step.media, layer, wanted)
             if done is not None:
                 done(layer)
@@ -317,7 +322,7 @@ class Decoder(Model):
         """Return the stream before the first block, from the embeddings of tokens [T, hidden]."""
         return embedded
 
-    def leave(self, x: Tensor, delta: Tensor | None) -> Tensor:
+    def leave(self, x: Tensor, delta: Contribution | None) -> Tensor:
         """Return the input of the head, [L, hidden], from stream and delta of the last block."""
         return self.norm.add(x, delta)[1]
 
@@ -354,15 +359,16 @@ class Decoder(Model):
 
 
 def _with_level(
-    delta: Tensor | None, media: MediaRows | None, layer: int, wanted: Tensor | None
-) -> Tensor | None:
+    delta: Contribution | None, media: MediaRows | None, layer: int, wanted: Tensor | None
+) -> Contribution | None:
     """Return ``delta`` of layer ``layer`` plus the image level of the layer (deepstack); ``delta`` itself
     (perhaps None) without a level. delta: [T, hidden], or [L, hidden] for the merged rows ``wanted`` (int64
     [L]).
     """
     if delta is None or media is None or media.levels is None or layer >= len(media.levels):
         return delta
-    level = media.levels[layer]
+    delta, level = summed(delta), media.levels[layer]
+    assert delta is not None
     if wanted is None:
         return delta.index_copy(0, media.rows, delta.index_select(0, media.rows) + level)
     # Find each wanted row among the sorted image rows; rows without an image add 0.

@@ -14,6 +14,7 @@ from weft.config.spec import ModelSpec
 from weft.layers.build import Build, FeedForward
 from weft.layers.dense import RMSNorm
 from weft.models.decoder import Block
+from weft.ops.moe import Contribution
 from weft.parallel.comm import Pending, reduced
 
 Tensor = torch.Tensor
@@ -37,11 +38,11 @@ class MixerBlock(Block):
     def steps(
         self,
         x: Tensor,
-        delta: Tensor | None,
+        delta: Contribution | None,
         shared: AttentionInput,
         caches: LayerCache,
         logits_indices: Tensor | None = None,
-    ) -> Generator[Pending, None, tuple[Tensor, Tensor | None]]:
+    ) -> Generator[Pending, None, tuple[Tensor, Contribution | None]]:
         """Run the block; see ``Block.steps``."""
         x, normed = self.attention_norm.add(x, delta)
         if isinstance(self.attention, Mamba):

@@ -24,7 +24,7 @@ from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order
 from weft.moe.products import Products
 from weft.ops.low_rank import AdapterRows
-from weft.ops.moe import Gate, Routed, has_codes
+from weft.ops.moe import Contribution, ExpertSum, Gate, Routed, has_codes
 from weft.ops.routing import Rule
 from weft.ops.row_routes import RowRoutes
 from weft.parallel.comm import Comm, Pending, reduced
@@ -133,11 +133,10 @@ class RoutedMLP(FeedForward, Packs):
         """Adapters of the experts and the shared expert; None if adapters cannot change any of these."""
         # Rows with such adapters need the parts of the op, and both ops read one packing.
         self._op = build.matrix_op(f"{op}_pieces" if build.divides_experts or self.low else op)
-        self._run = self._op.run
         parts = self._op if build.divides_experts or self.low else build.same_packing(f"{op}_pieces")
         self._rank = rank_experts(parts.run())
-        if self.low is not None and not build.divides_experts:
-            self._run = build.matrix_op(op).run
+        block = self._op if self.low is None or build.divides_experts else build.matrix_op(op)
+        self._run, self._terms = block.run, block.terms
         self._packed: Any = None
         self.divided: DividedExperts | None = None
         """The rank's experts if ranks have whole experts; None before ``pack``."""
@@ -250,12 +249,32 @@ class RoutedMLP(FeedForward, Packs):
         adapters: AdapterRows | None = None,
         routes: RowRoutes | None = None,
     ) -> Generator[Pending, None, Tensor]:
-        packed = self._packed
-        if routes is not None and self.number is not None:
-            ids, packed = settled(self._rank, x, ids, packed, self.number, routes)
+        ids, packed = self._settled(x, ids, routes)
         if self.divided is not None:
             return (yield from self.divided.steps(x, ids, exchange, adapters, packed))
         return (yield from reduced(comm, self._whole(x, ids, packed, adapters)))
+
+    def terms(
+        self,
+        comm: Comm,
+        x: Tensor,
+        ids: Tensor | None,
+        exchange: Exchange = UNAGREED,
+        adapters: AdapterRows | None = None,
+        routes: RowRoutes | None = None,
+    ) -> Generator[Pending, None, Contribution]:
+        """Return the block's contribution as terms, if this rank has all parts of every expert."""
+        changes = self.low is not None and self.low.concerns(adapters)
+        if self._terms is None or comm.size > 1 or changes:
+            return (yield from self.steps(comm, x, ids, exchange, adapters, routes))
+        made: ExpertSum = self._terms(x, *self._settled(x, ids, routes))
+        return made
+
+    def _settled(self, x: Tensor, ids: Tensor | None, routes: RowRoutes | None) -> tuple[Tensor | None, Any]:
+        """Return (ids, weights) of a step, with the experts of ``routes`` in place of the router's."""
+        if routes is None or self.number is None:
+            return ids, self._packed
+        return settled(self._rank, x, ids, self._packed, self.number, routes)
 
     def forward(self, x: Tensor, ids: Tensor | None = None, adapters: AdapterRows | None = None) -> Tensor:
         """Return a partial result, for a rank with a part of every expert.

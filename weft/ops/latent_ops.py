@@ -154,10 +154,11 @@ class IndexParts(NamedTuple):
         return rotate_first(normed, cos, sin, self.interleaved)
 
 
-def op_by_op() -> None:
+def entry_writer() -> None:
     """Return None: norms, rotations and cache writes of sparse latent attention run op by op.
 
-    Another implementation returns a function with the signature of ``triton.latent.latent_rope_cache``.
+    Another implementation returns a function that writes the entries of a step in one kernel, with the
+    signature of ``triton.latent.latent_rope_cache``.
     """
     return
 
@@ -176,7 +177,7 @@ for _op in (latent_rope_cache, latent_rope_cache_fp8):
     register(_op.__name__, Implementation(name="torch", run=_op, invariant=True, devices=("cpu",)))
     register(_op.__name__, Implementation(name="torch-cuda", run=_op, devices=("cuda",)))
 register("head_product", Implementation(name="torch", run=head_product))
-register("index_entries", Implementation(name="torch", run=op_by_op, invariant=True))
+register("entry_writer", Implementation(name="torch", run=entry_writer, invariant=True))
 register("head_product_into", Implementation(name="torch", run=head_product_into))
 register("latent_up", Implementation(name="torch", run=latent_up, invariant=True))
 register("latent_forms", Implementation(name="expanded and absorbed", run=both_forms, priority=1))

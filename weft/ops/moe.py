@@ -93,6 +93,38 @@ class Routed:
         return self.router.device
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSum:
+    """The output of a block, [T, hidden], as terms that are not yet added.
+
+    ``add_rms_norm`` of the same implementation adds the terms and the stream in one kernel.
+    """
+
+    made: Tensor
+    """Results of the experts, [T, k, hidden]."""
+    scales: Tensor
+    """Weight of each result, wide [T, k]."""
+    share: Tensor | None
+    """Weight of the shared expert, wide [T]; None for 1."""
+    shared: Tensor | None
+    """Result of a shared expert, [T, hidden], added last; None without."""
+    add: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+    """Function that adds the terms and rounds once."""
+
+    def total(self) -> Tensor:
+        """Return the output of the block, [T, hidden]."""
+        return self.add(self.made, self.scales, self.share, self.shared)
+
+
+# A contribution to the stream, [T, hidden].
+Contribution: TypeAlias = Tensor | ExpertSum
+
+
+def summed(contribution: Contribution | None) -> Tensor | None:
+    """Return the contribution as one tensor."""
+    return contribution.total() if isinstance(contribution, ExpertSum) else contribution
+
+
 # ``x @ weight.T + bias`` for x [T, K] and one matrix.
 Multiply: TypeAlias = Callable[[Tensor, Any, Tensor | None], Tensor]
 # ``activation(gate) * up`` of the two halves of [..., 2 n].

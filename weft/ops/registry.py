@@ -41,6 +41,9 @@ class Implementation:
     """True if ``pack_codes`` also accepts ``coded.MixedCodes``."""
     apart: bool = False
     """True if ``pack_codes`` also accepts ``stacks.Unstacked`` for a stack of codes in host memory."""
+    terms: Callable[..., Any] | None = None
+    """Function with the arguments of ``run`` that returns ``moe.ExpertSum``, for a norm that adds the terms;
+    None: ``run`` is the only function."""
     asks: bool = False
     """True if the host reads a device value during ``run``. Such an op cannot be captured."""
     available: Callable[[], bool] = lambda: True

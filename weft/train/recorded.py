@@ -321,7 +321,8 @@ class RecordingBuild(Build):
     def op(self, name: str, *, wide: bool = False) -> Implementation:
         """Return the engine's implementation of ``name`` with gradients. An op without a rule raises
         ConfigError in the first forward pass."""
-        engine = super().op(name, wide=wide)
+        # A norm with gradients adds no terms.
+        engine = replace(super().op(name, wide=wide), terms=None)
         masters = self.masters
         if name in _PLAIN:
             again = _AGAIN.get(name) or reference(name, self.device).run

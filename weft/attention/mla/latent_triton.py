@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.attention.base import CoreInput, SegmentInput, refuse_fp8
+from weft.attention.base import CoreInput, SegmentInput
 from weft.attention.gqa.triton_backend import MOST_SPLITS, SHORT_SPLIT, Cut, longest, make_cut
 from weft.attention.mla.latent import LatentInput
 from weft.attention.mla.latent_torch import TorchLatent
@@ -46,7 +46,6 @@ class TritonLatent(TorchLatent):
     ) -> None:
         """Raise ConfigError without Triton, and for a model, dtype or device without support."""
         kernels.check_served("attention backend 'triton'", dtype, device)
-        refuse_fp8("triton", cache)
         assert spec.mla is not None
         if spec.mla.kv_lora > MAX_LORA or spec.mla.rope > MAX_ROPE:
             raise ConfigError(
@@ -95,7 +94,7 @@ class TritonLatent(TorchLatent):
                 q,
                 latent.angles,
                 sums,
-                core.caches[latent.kind][0],
+                core.caches[latent.kind],
                 segment.q_offsets,
                 segment.starts,
                 segment.tables[latent.kind],
@@ -122,5 +121,5 @@ def _cut(
     split = max(SHORT_SPLIT, forms.power(-(-most // MOST_SPLITS)))
     # The latent cache as grouped-query attention: every group of heads counts as a KV head of kv_lora dims.
     parts = CacheSpec(kind="full", layers=spec.layers, kv_heads=heads // group, head_dim=mla.kv_lora)
-    form = forms.latent(int(segment.host_counts.max()) * group, dtype)
+    form = forms.latent(int(segment.host_counts.max()) * group, dtype, spec.fp8)
     return make_cut(segment, heads, parts, form, split if most > split else 0)

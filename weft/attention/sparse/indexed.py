@@ -40,15 +40,24 @@ class IndexedInput:
     """Choice of the last layer with an indexer, per segment. Layers with an indexer overwrite the choice."""
 
 
-class Queries(NamedTuple):
+class IndexQueries(NamedTuple):
+    """Input of the choice for T tokens."""
+
+    queries: Tensor
+    """[T, heads, dim], not rotated."""
+    weights: Tensor
+    """Weight of each head's scores, [T, heads]."""
+
+
+class SparseQueries(NamedTuple):
     """Queries of T tokens for the backend, not rotated."""
 
     absorbed: Tensor
     """[T, heads, kv_lora]: the first part of the queries, in the space of latents."""
     q: Tensor
     """[T, heads, nope + rope]: the last rope elements are the rest of the queries. Tokens may lie apart."""
-    indexed: tuple[Tensor, Tensor] | None
-    """Queries of the indexer [T, heads, dim], weights [T, heads]; None for a layer without an indexer."""
+    indexed: IndexQueries | None
+    """None for a layer without an indexer."""
 
 
 class Indexer(Layer):
@@ -69,11 +78,10 @@ class Indexer(Layer):
         """Return the input of the key's computation. joined: [T, dim + heads], the result of ``down``."""
         return IndexParts(joined, self.key_norm, self.key_bias, _EPS, self._spec.interleaved)
 
-    def queries(self, q: Tensor, joined: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (queries [T, heads, dim], not rotated; weights [T, heads]) from the results of ``q_up`` and
-        ``down``."""
+    def split(self, q: Tensor, joined: Tensor) -> IndexQueries:
+        """Return the input of the choice, as views of the results of ``q_up`` and ``down``."""
         spec = self._spec
-        return q.unflatten(1, (spec.heads, spec.dim)), joined[:, spec.dim :]
+        return IndexQueries(q.unflatten(1, (spec.heads, spec.dim)), joined[:, spec.dim :])
 
 
 class IndexedAttention(LatentAttention, Packs):
@@ -86,9 +94,9 @@ class IndexedAttention(LatentAttention, Packs):
         assert spec.mla.q_lora is not None
         self._reads = reads_of(build.local(spec), self._kind)
         self._index_interleaved = spec.index.interleaved
-        self._kernel = build.op("index_entries").run()
+        self._write_entries = build.op("entry_writer").run()
         # Only the op that runs is chosen: ``build`` notes the choice, and requires invariance if asked.
-        self._product = build.op("head_product" if self._kernel is None else "head_product_into").run
+        self._product = build.op("head_product" if self._write_entries is None else "head_product_into").run
         self.indexer = None
         if layer in spec.index.layers:
             self.indexer = Indexer(spec.hidden, spec.mla.q_lora, spec.index, build)
@@ -118,7 +126,7 @@ class IndexedAttention(LatentAttention, Packs):
         Layers with an indexer also set ``shared.chosen``. logits_indices: rows to return (None: all).
         """
         step = shared.step
-        prepare = self._op_by_op if self._kernel is None else self._by_kernel
+        prepare = self._op_by_op if self._write_entries is None else self._by_kernel
         made = prepare(x, shared, caches, logits_indices is None or len(logits_indices) > 0)
         if made is None:  # only the cache entries were needed
             return self.out(x.new_empty(0, self._heads * self._mla.v))
@@ -127,7 +135,7 @@ class IndexedAttention(LatentAttention, Packs):
             latents = latents[logits_indices]
         up = self.kv_up.matrices
         changes = self._changes(step.adapters_at(logits_indices))
-        if self._kernel is None:
+        if self._write_entries is None:
             packed = None if up.packed is None else up.packed.values
             values = self._product(latents, up.values, packed).flatten(1).contiguous()
         else:
@@ -151,15 +159,17 @@ class IndexedAttention(LatentAttention, Packs):
 
     def _queries_of(
         self, low: Tensor, index: IndexParts | None, step: StepInput
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Return ([T, heads, nope + rope], ``Queries.indexed``), not rotated, for low [T, q_lora]."""
+    ) -> tuple[Tensor, IndexQueries | None]:
+        """Return (q, indexed) of ``SparseQueries`` for low [T, q_lora]."""
         assert self.q_up is not None
         if self.indexer is None or index is None:
             return self.q_up(low, step.adapters).unflatten(1, (self._heads, -1)), None
         q, index_q = self.q_up.both(self.indexer.q_up, low, step.adapters)
-        return q.unflatten(1, (self._heads, -1)), self.indexer.queries(index_q, index.joined)
+        return q.unflatten(1, (self._heads, -1)), self.indexer.split(index_q, index.joined)
 
-    def _op_by_op(self, x: Tensor, shared: IndexedInput, caches: LayerCache, wanted: bool) -> Queries | None:
+    def _op_by_op(
+        self, x: Tensor, shared: IndexedInput, caches: LayerCache, wanted: bool
+    ) -> SparseQueries | None:
         """Write the entries of the step, and return the queries; None unless ``wanted``."""
         step, (cache,), mla = shared.step, caches[self._kind], self._mla
         assert self.q_norm is not None
@@ -176,7 +186,7 @@ class IndexedAttention(LatentAttention, Packs):
         )
         if not wanted:
             return None
-        q, chooses = self._queries_of(low, index, step)
+        q, indexed = self._queries_of(low, index, step)
         nope = q[..., : mla.nope]
         changes = self._changes(step.adapters)
         if changes is not None:
@@ -187,19 +197,21 @@ class IndexedAttention(LatentAttention, Packs):
         absorbed = self._product(nope, up.keys.transpose(1, 2), absorb)
         if changes is not None:
             absorbed = absorbed + changes.queries(nope)
-        return Queries(absorbed, q, chooses)
+        return SparseQueries(absorbed, q, indexed)
 
-    def _by_kernel(self, x: Tensor, shared: IndexedInput, caches: LayerCache, wanted: bool) -> Queries | None:
+    def _by_kernel(
+        self, x: Tensor, shared: IndexedInput, caches: LayerCache, wanted: bool
+    ) -> SparseQueries | None:
         """Compute ``_op_by_op`` with one kernel for the entries."""
         step, (cache,), mla = shared.step, caches[self._kind], self._mla
         assert self.q_norm is not None
         joined, index = self._down_of(x, step)
         norms = (self.q_norm.weight, self.kv_norm.weight, mla.norm_eps)
         writes = step.writes[self._kind]
-        low = self._kernel(joined, *norms, *shared.angles, mla.interleaved, cache, writes, index)
+        low = self._write_entries(joined, *norms, *shared.angles, mla.interleaved, cache, writes, index)
         if not wanted:
             return None
-        q, chooses = self._queries_of(low, index, step)
+        q, indexed = self._queries_of(low, index, step)
         nope = q[..., : mla.nope]
         changes = self._changes(step.adapters)
         if changes is not None:
@@ -208,9 +220,9 @@ class IndexedAttention(LatentAttention, Packs):
         self._product(nope, self.kv_up.matrices.keys.transpose(1, 2), absorbed)
         if changes is not None:
             absorbed += changes.queries(nope)
-        return Queries(absorbed, q, chooses)
+        return SparseQueries(absorbed, q, indexed)
 
-    def _attend(self, queries: Queries, shared: IndexedInput, caches: LayerCache) -> Tensor:
+    def _attend(self, queries: SparseQueries, shared: IndexedInput, caches: LayerCache) -> Tensor:
         """Attend to the chosen entries; return sums of latents [T, heads, kv_lora].
 
         With ``queries.indexed``, choose first and store the choice in ``shared.chosen``; None reuses the last
@@ -218,7 +230,7 @@ class IndexedAttention(LatentAttention, Packs):
         """
         backend = shared.backends["sparse"]
         assert isinstance(backend, SparseBackend)
-        absorbed, q, index = queries
+        absorbed, q, indexed = queries
         out = absorbed.new_empty(absorbed.shape)
         parts = zip(shared.step.segments, shared.plans[self._kind], strict=True)
         for number, (segment, plan) in enumerate(parts):
@@ -228,10 +240,10 @@ class IndexedAttention(LatentAttention, Packs):
             core = CoreInput(segment, caches, self._mla.scale, plan)
             cos, sin = (one[rows] for one in shared.angles)
             # A layer without an indexer reuses the choice of the last layer with an indexer.
-            if index is not None:
+            if indexed is not None:
                 rotation = Rotation(cos, sin, self._index_interleaved)
                 shared.chosen[number] = backend.select_rotated(
-                    index[0][rows], rotation, index[1][rows], core, self._reads
+                    indexed.queries[rows], rotation, indexed.weights[rows], core, self._reads
                 )
             backend.attend_rotated(
                 absorbed[rows],

@@ -88,7 +88,7 @@ class InputWeightedMLP(RoutedMLP):
         self._op = build.matrix_op("moe_pieces")
         self._inner = rank_experts(self._op.run())
         self._parts = UnweightedExperts(self._inner)
-        self._run = lambda: self._parts
+        self._run, self._terms = (lambda: self._parts), None
 
     def steps(
         self,
@@ -127,7 +127,7 @@ class FactorMLP(RoutedMLP):
         self._op = build.matrix_op("moe_pieces")
         pieces = self._op.run()
         self._parts = FactorExperts(rank_experts(pieces), self.factors)
-        self._run = lambda: self._parts
+        self._run, self._terms = (lambda: self._parts), None
 
     def pack(self) -> None:
         """Put the quotient of the two scalings into the router, and pack.

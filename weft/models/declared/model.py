@@ -24,6 +24,7 @@ from weft.models.declared.layer_inputs import InputTable, LayerInputs
 from weft.models.decoder import Block, Decoder
 from weft.moe.block import RoutedMLP
 from weft.ops.low_rank import AdapterRows
+from weft.ops.moe import Contribution, summed
 from weft.parallel.comm import Pending, reduced
 
 Tensor = torch.Tensor
@@ -75,11 +76,11 @@ class TraitBlock(Block):
     def steps(
         self,
         x: Tensor,
-        delta: Tensor | None,
+        delta: Contribution | None,
         shared: Any,
         caches: LayerCache,
         logits_indices: Tensor | None = None,
-    ) -> Generator[Pending, None, tuple[Tensor, Tensor | None]]:
+    ) -> Generator[Pending, None, tuple[Tensor, Contribution | None]]:
         """Run the block; see ``Block.steps``."""
         x, normed = _added(x, delta, self.attention_norm)
         partial = yield from self.attention.steps(normed, shared, caches, logits_indices)
@@ -112,11 +113,12 @@ class TraitBlock(Block):
         return made if self._scale == 1 else made * self._scale
 
 
-def _added(x: Tensor, delta: Tensor | None, norm: RMSNorm | LayerNorm | None) -> tuple[Tensor, Tensor]:
+def _added(x: Tensor, delta: Contribution | None, norm: RMSNorm | LayerNorm | None) -> tuple[Tensor, Tensor]:
     """Return (x + delta, norm of the sum), or the sum twice without a norm. May overwrite x with a norm."""
     if norm is not None:
         return norm.add(x, delta)
-    x = x if delta is None else x + delta
+    added = summed(delta)
+    x = x if added is None else x + added
     return x, x
 
 

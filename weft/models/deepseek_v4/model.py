@@ -16,6 +16,7 @@ from weft.layers.rope import Rope
 from weft.models.decoder import Block, Decoder
 from weft.models.deepseek_v4.v4_attention import SparseAttention, SparseInput, TypeInput, overlap_of
 from weft.moe.block import RoutedMLP
+from weft.ops.moe import Contribution
 from weft.parallel.comm import Pending, reduced
 
 Tensor = torch.Tensor
@@ -40,11 +41,11 @@ class StreamsBlock(Block):
     def steps(
         self,
         x: Tensor,
-        delta: Tensor | None,
+        delta: Contribution | None,
         shared: SparseInput,  # type: ignore[override]
         caches: LayerCache,
         logits_indices: Tensor | None = None,
-    ) -> Generator[Pending, None, tuple[Tensor, Tensor | None]]:
+    ) -> Generator[Pending, None, tuple[Tensor, Contribution | None]]:
         """Run the block on the streams x [T, N, hidden].
 
         ``delta`` is None, because outputs are added at once. Returns the streams of rows ``logits_indices``
@@ -127,7 +128,7 @@ class StreamsDecoder(Decoder):
         assert self.spec.hyper is not None
         return embedded.unsqueeze(1).repeat(1, self.spec.hyper.streams, 1)
 
-    def leave(self, x: Tensor, delta: Tensor | None) -> Tensor:
+    def leave(self, x: Tensor, delta: Contribution | None) -> Tensor:
         result: Tensor = self.norm(self.streams_head(x))
         return result
 

@@ -18,6 +18,7 @@ from weft.layers.dense import Linear, RMSNorm, RowLinear
 from weft.layers.shard import joined
 from weft.models.decoder import Block
 from weft.ops.low_rank import AdapterRows
+from weft.ops.moe import Contribution
 from weft.ops.torch_ops import wide
 from weft.parallel.comm import Pending, reduced
 
@@ -93,11 +94,11 @@ class ParallelBlock(Block):
     def steps(
         self,
         x: Tensor,
-        delta: Tensor | None,
+        delta: Contribution | None,
         shared: AttentionInput,
         caches: LayerCache,
         logits_indices: Tensor | None = None,
-    ) -> Generator[Pending, None, tuple[Tensor, Tensor | None]]:
+    ) -> Generator[Pending, None, tuple[Tensor, Contribution | None]]:
         """Run the block; see ``Block.steps``."""
         assert isinstance(shared, TraitInput)
         factors = self._factors

@@ -122,16 +122,28 @@ def _offer_words(suffix: str, facts: dict[str, Any]) -> None:
             _offer(f"{op}_{form}", "words_linear", op + suffix, pack=_Later("words_linear", pack), **facts)
 
 
-for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "qkv_rope_cache_fp8", "gated", "sigmoid_gate"):
-    _offer(_op, "fused", _op, invariant=True, priority=FAST)
-_offer("latent_rope_cache", "latent", "latent_rope_cache", invariant=True, priority=FAST)
-for _op in ("mix_streams", "add_streams", "rotate_neighbours"):
-    _offer(_op, "streams", _op, invariant=True, priority=FAST)
-_offer("index_entries", "latent", "kernels_of", invariant=True, priority=FAST)
-_offer("head_product_into", "indexed", "head_product_into", invariant=True, priority=FALLBACK)
-_offer("low_rank", "low_rank", "low_rank", invariant=True, priority=FAST)
 ROUTED = {"moe": "moe", "moe_pieces": "pieces", "moe_plain": "moe_plain", "moe_plain_pieces": "plain_pieces"}
 """Ops of routed blocks, with their functions in ``moe``."""
+
+
+def _offer_routed(op: str, suffix: str, *, of: str = "", **more: Any) -> None:
+    """Register ``op`` of ``ROUTED`` for matrices in the form ``of``.
+
+    Only the whole block of experts with gates returns terms.
+    """
+    terms = _Later("moe", "moe_terms" + suffix) if op == "moe" else None
+    _offer(op + of, "moe", ROUTED[op] + suffix, terms=terms, **more)
+
+
+for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "qkv_rope_cache_fp8", "gated", "sigmoid_gate"):
+    _offer(_op, "fused", _op, invariant=True, priority=FAST)
+for _op in ("latent_rope_cache", "latent_rope_cache_fp8"):
+    _offer(_op, "latent", _op, invariant=True, priority=FAST)
+for _op in ("mix_streams", "add_streams", "rotate_neighbours"):
+    _offer(_op, "streams", _op, invariant=True, priority=FAST)
+_offer("entry_writer", "latent", "entry_writer", invariant=True, priority=FAST)
+_offer("head_product_into", "indexed", "head_product_into", invariant=True, priority=FALLBACK)
+_offer("low_rank", "low_rank", "low_rank", invariant=True, priority=FAST)
 _fast: dict[str, Any] = {"priority": FAST}
 _invariant: dict[str, Any] = {"name": "triton-invariant", "invariant": True, "priority": FALLBACK}
 for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
@@ -139,8 +151,8 @@ for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
     # Plain weights and codes.
     for _op in ("linear", "gated_linear"):
         _offer(_op, "coded", _op + _suffix, pack_codes=_Later("coded", "pack"), mixes=True, **_facts)
-    for _op, _run in ROUTED.items():
-        _offer(_op, "moe", _run + _suffix, pack_codes=_Later("moe", "pack_codes"), **_facts)
+    for _op in ROUTED:
+        _offer_routed(_op, _suffix, pack_codes=_Later("moe", "pack_codes"), **_facts)
     # Weights rounded at load time. Rows are never rounded here: w8a8 is int8, and w4a8 is int4.
     for _form in ("int8", "w8a8", "int4", "w4a8", "fp8"):
         _pack = "pack_" + {"w8a8": "int8", "w4a8": "int4"}.get(_form, _form)
@@ -148,8 +160,8 @@ for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
         for _op in ("linear", "gated_linear"):
             _offer(f"{_op}_{_form}", "coded", _op + _suffix, **_packs, **_facts)
         _packs = dict.fromkeys(_packs, _Later("moe", _pack))
-        for _op, _run in ROUTED.items():
-            _offer(f"{_op}_{_form}", "moe", _run + _suffix, **_packs, **_facts)
+        for _op in ROUTED:
+            _offer_routed(_op, _suffix, of=f"_{_form}", **_packs, **_facts)
 # FP8 products by name. Experts, and everything with --deterministic, keep x as it is.
 _scaled: dict[str, Any] = {"pack": _Later("scaled", "pack"), "dtypes": (torch.bfloat16,), "priority": FAST}
 for _op in ("linear", "gated_linear"):
@@ -157,6 +169,6 @@ for _op in ("linear", "gated_linear"):
     _kept: dict[str, Any] = {"pack": _Later("scaled", "pack_invariant"), **_invariant}
     _offer(f"{_op}_w8a8-fp8", "coded", _op + "_invariant", **_kept)
 for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
-    for _op, _run in (("moe", "moe"), ("moe_pieces", "pieces")):
+    for _op in ("moe", "moe_pieces"):
         _packs = dict.fromkeys(("pack", "pack_codes"), _Later("moe", "pack_fp8"))
-        _offer(f"{_op}_w8a8-fp8", "moe", _run + _suffix, **_packs, **_facts)
+        _offer_routed(_op, _suffix, of="_w8a8-fp8", **_packs, **_facts)

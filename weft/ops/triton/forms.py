@@ -62,14 +62,19 @@ def invariant(group: int, dim: int, dtype: torch.dtype) -> KernelForm:
     )
 
 
-def latent(lines: int, dtype: torch.dtype) -> KernelForm:
-    """Return the form of latent attention for rows of few queries. A state is as wide as a latent."""
+def latent(lines: int, dtype: torch.dtype, fp8: bool = False) -> KernelForm:
+    """Return the form of latent attention for rows of few queries. A state is as wide as a latent.
+
+    ``fp8``: the latents are in 8 bits.
+    """
     exact = dtype == torch.float32
-    few = lines <= 16 or exact
+    # Latents in 8 bits with 32 lines of float16 spill registers.
+    few = lines <= 16 or exact or (fp8 and dtype == torch.float16)
     return KernelForm(
         tile_m=16 if few else 32,
         tile_n=16 if exact else 32,
-        warps=4 if few else 8,  # 4 warps have too few registers for 32 lines of 512 dims
+        # 4 warps have too few registers for 32 lines of 512 dims, and for codes that become numbers.
+        warps=4 if few and not fp8 else 8,
         stages=1 if exact else 2,
         plain=False,
     )

@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 
 from weft.ops import torch_ops
+from weft.ops.moe import Contribution, ExpertSum, summed
 from weft.ops.triton.eight_bits import coded, magnitudes, powers
 from weft.ops.triton.forms import power
+from weft.ops.triton.sums import sum_of_experts
 
 Tensor = torch.Tensor
 
@@ -25,7 +27,10 @@ GATED_AT_ONCE = 1024
 @triton.jit
 def _add_rms_norm(
     x_ptr,  # [T, N]
-    delta_ptr,  # [T, N], with ADD
+    delta_ptr,  # [T, N], with ADD; with TOP_K [T, TOP_K, N]
+    scales_ptr,  # float32 [T, TOP_K], with TOP_K
+    shared_ptr,  # [T, N], with SHARED
+    share_ptr,  # float32 [T], with SHARE
     weight_ptr,  # [N]
     stream_ptr,  # [T, N], with ADD; may be x's memory
     normed_ptr,  # [T, N]
@@ -34,14 +39,26 @@ def _add_rms_norm(
     N: tl.constexpr,
     N_P2: tl.constexpr,
     ADD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARE: tl.constexpr,
 ):
-    """Normalize one row; with ADD, add the row of delta first and store the sum, rounded, in the stream."""
+    """Normalize one row; with ADD, add the row of delta first and store the sum, rounded, in the stream.
+
+    With TOP_K, the row of delta is the sum of the token's experts, rounded as by a kernel of its own.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, N_P2)
     live = at < N
     x = tl.load(x_ptr + row * x_stride + at, mask=live, other=0.0).to(tl.float32)
     if ADD:
-        x += tl.load(delta_ptr + row * N + at, mask=live, other=0.0).to(tl.float32)
+        if TOP_K > 0:
+            total = sum_of_experts(
+                delta_ptr, scales_ptr, shared_ptr, share_ptr, row, at, N, TOP_K, SHARED, SHARE
+            )
+            x += total.to(delta_ptr.dtype.element_ty).to(tl.float32)
+        else:
+            x += tl.load(delta_ptr + row * N + at, mask=live, other=0.0).to(tl.float32)
         rounded = x.to(stream_ptr.dtype.element_ty)
         tl.store(stream_ptr + row * N + at, rounded, mask=live)
         x = rounded.to(tl.float32)
@@ -67,30 +84,38 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.view(x.shape)
 
 
-def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute ``torch_ops.add_rms_norm``: return (sum, normalized sum). The sum overwrites a contiguous x."""
+def add_rms_norm(x: Tensor, delta: Contribution | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute ``torch_ops.add_rms_norm``: return (sum, normalized sum). The sum overwrites a contiguous x.
+
+    Results of experts are added here: the bits are those of ``delta.total()``.
+    """
     if delta is None:
         return x, rms_norm(x, weight, eps)
     if x.shape[1] > LONGEST_ROW:
-        return torch_ops.add_rms_norm(x, delta, weight, eps)
+        return torch_ops.add_rms_norm(x, summed(delta), weight, eps)
     stream = x if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     source = x if x.stride(1) == 1 else x.contiguous()
-    _normalize(source, delta.contiguous(), weight, eps, stream, normed)
+    _normalize(source, delta, weight, eps, stream, normed)
     return stream, normed
 
 
 def _normalize(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, stream: Tensor, normed: Tensor
+    x: Tensor, delta: Contribution | None, weight: Tensor, eps: float, stream: Tensor, normed: Tensor
 ) -> None:
     """Launch the norm over rows [T, n]. Writes ``normed``, and with ``delta`` also ``stream``."""
     rows, size = x.shape
     if not rows:
         return
     width = power(size)
+    given: tuple[Tensor | None, ...]
+    if isinstance(delta, ExpertSum):
+        given, top_k = (delta.made, delta.scales, delta.shared, delta.share), delta.made.shape[1]
+    else:
+        given, top_k = (delta, None, None, None), 0
     _add_rms_norm[(rows,)](
         x,
-        x if delta is None else delta,
+        *(x if one is None else one.contiguous() for one in given),
         weight,
         stream,
         normed,
@@ -99,6 +124,9 @@ def _normalize(
         N=size,
         N_P2=width,
         ADD=delta is not None,
+        TOP_K=top_k,
+        SHARED=given[2] is not None,
+        SHARE=given[3] is not None,
         num_warps=_warps(width),
     )
 

@@ -1,5 +1,5 @@
-"""Parts of latent attention with an indexer: the indexer's key, and products of each head with its own
-matrix, with equal bits for any number of rows.
+"""Kernels before and behind latent attention: cache entries, also with the key of an indexer, and products
+of each head with its own matrix, with equal bits for any number of rows.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from weft.ops.triton import interpreting
+from weft.ops.triton.eight_bits import coded, magnitudes, powers
 
 Tensor = torch.Tensor
 
@@ -54,6 +55,108 @@ def _write_index_key(
     sin = tl.load(sin_ptr + token * HALF + pair, mask=live, other=0.0)
     key = tl.where(turns < HALF, a * cos - b * sin, b * cos + a * sin)
     tl.store(line_ptr + turns, key.to(narrow), mask=live)
+
+
+# --- entries of latent attention ---
+
+
+@triton.jit
+def _rotated(line_ptrs, cos_ptr, sin_ptr, token, live, turns, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return ``latent_ops.rotate_pairs`` of ROPE elements at each of ``line_ptrs`` [N], as [N, turns]."""
+    HALF: tl.constexpr = ROPE // 2
+    pair = turns % HALF
+    first = 2 * pair if INTERLEAVED else pair
+    second = first + 1 if INTERLEAVED else first + HALF
+    inside = live[:, None] & (turns < ROPE)[None, :]
+    x = tl.load(line_ptrs[:, None] + first[None, :], mask=inside, other=0.0)
+    y = tl.load(line_ptrs[:, None] + second[None, :], mask=inside, other=0.0)
+    angles = token[:, None] * HALF + pair[None, :]
+    cos = tl.load(cos_ptr + angles, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + angles, mask=inside, other=0.0)
+    narrow = x.dtype
+    x = x.to(tl.float32)
+    y = y.to(tl.float32)
+    return tl.where((turns < HALF)[None, :], x * cos - y * sin, y * cos + x * sin).to(narrow)
+
+
+@triton.jit
+def _latent_rope_cache(
+    joined_ptr,  # [T, FIRST + LORA + ROPE] of wider rows
+    q_weight_ptr,  # [FIRST], with Q_NORM
+    weight_ptr,  # [LORA]
+    cos_ptr,  # float32 [T, ROPE / 2]
+    sin_ptr,
+    cache_ptr,  # [blocks * BLOCK, WIDTH]; writes the first LORA elements of a line; with FP8 codes, uint8
+    scales_ptr,  # float32 [blocks * BLOCK], with FP8
+    keys_ptr,  # the cache, with rotated keys behind the latents; with FP8 [blocks * BLOCK, ROPE]
+    writes_ptr,  # int64 [T]
+    q_ptr,  # [T, FIRST], with Q_NORM
+    index_ptr,  # [T, DIM] of wider rows, with INDEX (without FP8); the key is the end of a line of the cache
+    index_norm_ptr,  # [DIM], with INDEX
+    index_bias_ptr,  # [DIM], with INDEX
+    joined_stride,
+    index_stride,
+    eps,
+    index_eps,
+    FIRST: tl.constexpr,
+    FIRST_P2: tl.constexpr,
+    LORA: tl.constexpr,
+    LORA_P2: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_P2: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FP8: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    INDEX: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_P2: tl.constexpr,
+    INDEX_INTERLEAVED: tl.constexpr,
+):
+    """Write the entry of one token. Further programs of a token write the normalized queries' part, and the
+    key of the indexer."""
+    token = tl.program_id(0).to(tl.int64)
+    row_ptr = joined_ptr + token * joined_stride
+    if Q_NORM:  # noqa: SIM102 (Q_NORM is decided when the kernel compiles)
+        if tl.program_id(1) == 1:
+            at = tl.arange(0, FIRST_P2)
+            made = _normed(row_ptr, q_weight_ptr, at, FIRST, eps)
+            tl.store(q_ptr + token * FIRST + at, made.to(q_ptr.dtype.element_ty), mask=at < FIRST)
+            return
+    if INDEX:  # noqa: SIM102
+        if tl.program_id(1) == 1 + Q_NORM:
+            _write_index_key(
+                cache_ptr + tl.load(writes_ptr + token) * WIDTH + (WIDTH - DIM),
+                index_ptr + token * index_stride, index_norm_ptr, index_bias_ptr, cos_ptr, sin_ptr, token,
+                index_eps, ROPE, ROPE_P2, DIM, DIM_P2, INDEX_INTERLEAVED,
+            )  # fmt: skip
+            return
+    line = tl.load(writes_ptr + token)
+    narrow = keys_ptr.dtype.element_ty
+    dim = tl.arange(0, LORA_P2)
+    made = _normed(row_ptr + FIRST, weight_ptr, dim, LORA, eps).to(narrow)
+    if FP8:
+        # The codes are those of the latent in the model's dtype, as on a CPU.
+        made = made.to(tl.float32)
+        factor, scale = powers(tl.max(magnitudes(made), 0))
+        tl.store(scales_ptr + line, scale)
+        made = coded(made * factor)
+    tl.store(cache_ptr + line * WIDTH + dim, made, mask=dim < LORA)
+    turns = tl.arange(0, ROPE_P2)
+    own = token + tl.arange(0, 1)
+    key = _rotated(
+        row_ptr + FIRST + LORA + 0 * own, cos_ptr, sin_ptr, own, own >= 0, turns, ROPE, INTERLEAVED
+    )
+    key_ptr = keys_ptr + (line * ROPE if FP8 else line * WIDTH + LORA)
+    tl.store(key_ptr + turns[None, :], key.to(narrow), mask=(turns < ROPE)[None, :])
+
+
+@triton.jit
+def _normed(row_ptr, weight_ptr, at, SIZE: tl.constexpr, eps):
+    """Return the RMS norm of SIZE elements, float32."""
+    x = tl.load(row_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
 
 
 # --- products of heads ---

@@ -3,7 +3,8 @@
 ``latent_rope_cache`` writes the entries of a step. ``attend`` serves rows of few queries and rotates the
 queries itself.
 
-    cache        [blocks, block, LORA + ROPE]: a line is the key of all heads, its latent their value
+    cache        [blocks, block, LORA + ROPE]: a line is the key of all heads, its latent their value. In
+                 8 bits: codes of the latents, a scale per latent (``eight_bits``), a cache of rotated keys
     tile         TILE_M lines of one row's queries: line m is query ``first + m // GROUP``, head
                  ``part * GROUP + m % GROUP`` of the heads' part
     keys         walked in steps of TILE_N at absolute multiples of TILE_N, from the first key that the tile's
@@ -19,110 +20,39 @@ Source: arXiv 2405.04434, section 2.1; Flash-Decoding, pytorch.org/blog/flash-de
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 import triton
 import triton.language as tl
 
 from weft.ops import latent_ops
-from weft.ops.latent_ops import IndexParts
+from weft.ops.latent_ops import IndexParts, Rotation
 from weft.ops.triton import interpreting
 from weft.ops.triton.attention import merge, padded
+from weft.ops.triton.eight_bits import entries
 from weft.ops.triton.forms import KernelForm, power
 from weft.ops.triton.fused import LONGEST_ROW
-from weft.ops.triton.indexed import _write_index_key
+from weft.ops.triton.indexed import _latent_rope_cache, _rotated
+from weft.ops.triton.unpacking import halves
 
 Tensor = torch.Tensor
 
 _LOG2E = 1.4426950408889634
+# Weights of the norms of the queries' part (or None) and of the latents, and epsilon.
+Norms: TypeAlias = tuple[Tensor | None, Tensor, float]
 
 
-@triton.jit
-def _rotated(line_ptrs, cos_ptr, sin_ptr, token, live, turns, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Return ``latent_ops.rotate_pairs`` of ROPE elements at each of ``line_ptrs`` [N], as [N, turns]."""
-    HALF: tl.constexpr = ROPE // 2
-    pair = turns % HALF
-    first = 2 * pair if INTERLEAVED else pair
-    second = first + 1 if INTERLEAVED else first + HALF
-    inside = live[:, None] & (turns < ROPE)[None, :]
-    x = tl.load(line_ptrs[:, None] + first[None, :], mask=inside, other=0.0)
-    y = tl.load(line_ptrs[:, None] + second[None, :], mask=inside, other=0.0)
-    angles = token[:, None] * HALF + pair[None, :]
-    cos = tl.load(cos_ptr + angles, mask=inside, other=0.0)
-    sin = tl.load(sin_ptr + angles, mask=inside, other=0.0)
-    narrow = x.dtype
-    x = x.to(tl.float32)
-    y = y.to(tl.float32)
-    return tl.where((turns < HALF)[None, :], x * cos - y * sin, y * cos + x * sin).to(narrow)
+def _tensors(caches: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (latents, scales, keys) as kernels read the caches of ``LayerCache``.
 
-
-@triton.jit
-def _latent_rope_cache(
-    joined_ptr,  # [T, FIRST + LORA + ROPE] of wider rows
-    q_weight_ptr,  # [FIRST], with Q_NORM
-    weight_ptr,  # [LORA]
-    cos_ptr,  # float32 [T, ROPE / 2]
-    sin_ptr,
-    cache_ptr,  # [blocks * BLOCK, WIDTH]; the first LORA + ROPE elements of a line are written
-    writes_ptr,  # int64 [T]
-    q_ptr,  # [T, FIRST], with Q_NORM
-    index_ptr,  # [T, DIM] of wider rows, with INDEX; the key is the end of a line of the cache
-    index_norm_ptr,  # [DIM], with INDEX
-    index_bias_ptr,  # [DIM], with INDEX
-    joined_stride,
-    index_stride,
-    eps,
-    index_eps,
-    FIRST: tl.constexpr,
-    FIRST_P2: tl.constexpr,
-    LORA: tl.constexpr,
-    LORA_P2: tl.constexpr,
-    ROPE: tl.constexpr,
-    ROPE_P2: tl.constexpr,
-    WIDTH: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    Q_NORM: tl.constexpr,
-    INDEX: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_P2: tl.constexpr,
-    INDEX_INTERLEAVED: tl.constexpr,
-):
-    """Write the entry of one token. Further programs of a token write the normalized queries' part, and the
-    key of the indexer."""
-    token = tl.program_id(0).to(tl.int64)
-    row_ptr = joined_ptr + token * joined_stride
-    if Q_NORM:  # noqa: SIM102 (Q_NORM is decided when the kernel compiles)
-        if tl.program_id(1) == 1:
-            at = tl.arange(0, FIRST_P2)
-            made = _normed(row_ptr, q_weight_ptr, at, FIRST, eps)
-            tl.store(q_ptr + token * FIRST + at, made.to(q_ptr.dtype.element_ty), mask=at < FIRST)
-            return
-    if INDEX:  # noqa: SIM102
-        if tl.program_id(1) == 1 + Q_NORM:
-            _write_index_key(
-                cache_ptr + tl.load(writes_ptr + token) * WIDTH + (WIDTH - DIM),
-                index_ptr + token * index_stride, index_norm_ptr, index_bias_ptr, cos_ptr, sin_ptr, token,
-                index_eps, ROPE, ROPE_P2, DIM, DIM_P2, INDEX_INTERLEAVED,
-            )  # fmt: skip
-            return
-    line_ptr = cache_ptr + tl.load(writes_ptr + token) * WIDTH
-    narrow = cache_ptr.dtype.element_ty
-    dim = tl.arange(0, LORA_P2)
-    tl.store(line_ptr + dim, _normed(row_ptr + FIRST, weight_ptr, dim, LORA, eps).to(narrow), mask=dim < LORA)
-    turns = tl.arange(0, ROPE_P2)
-    own = token + tl.arange(0, 1)
-    key = _rotated(
-        row_ptr + FIRST + LORA + 0 * own, cos_ptr, sin_ptr, own, own >= 0, turns, ROPE, INTERLEAVED
-    )
-    tl.store(line_ptr + LORA + turns[None, :], key.to(narrow), mask=(turns < ROPE)[None, :])
-
-
-@triton.jit
-def _normed(row_ptr, weight_ptr, at, SIZE: tl.constexpr, eps):
-    """Return the RMS norm of SIZE elements, float32."""
-    x = tl.load(row_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    return x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
+    A plain cache is all three; its scales are not read. Latents in 8 bits are uint8.
+    """
+    assert all(one.is_contiguous() for one in caches), "caches are read and written in place"
+    if len(caches) == 1:
+        return caches[0], caches[0], caches[0]
+    latents, scales, keys = caches
+    return latents.view(torch.uint8), scales, keys
 
 
 def latent_rope_cache(
@@ -142,37 +72,79 @@ def latent_rope_cache(
     With ``index``, write also the indexer's key of each token, the last elements of a line. The cache must be
     contiguous; cos and sin are float32.
     """
-    tokens, lora, rope = len(joined), weight.shape[0], 2 * cos.shape[1]
-    first = joined.shape[1] - lora - rope
-    if max(first, lora) > LONGEST_ROW:
+    norms, rotation = (q_weight, weight, eps), Rotation(cos, sin, interleaved)
+    if not _fits(joined, norms, rotation):
         if index is not None:
             key = index.key(cos, sin).to(cache.dtype)
             cache.view(-1, cache.shape[2])[:, -key.shape[1] :].index_copy_(0, writes, key)
-        return latent_ops.latent_rope_cache(
-            joined, q_weight, weight, eps, cos, sin, interleaved, cache, writes
-        )
+        return latent_ops.latent_rope_cache(joined, *norms, *rotation, cache, writes)
+    return _write(joined, norms, rotation, (cache,), writes, index)
+
+
+def latent_rope_cache_fp8(
+    joined: Tensor,
+    q_weight: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    cache: Tensor,
+    scales: Tensor,
+    keys: Tensor,
+    writes: Tensor,
+) -> Tensor:
+    """Compute ``latent_ops.latent_rope_cache_fp8`` in one pass, with equal codes for equal latents."""
+    norms, rotation = (q_weight, weight, eps), Rotation(cos, sin, interleaved)
+    if not _fits(joined, norms, rotation):
+        return latent_ops.latent_rope_cache_fp8(joined, *norms, *rotation, cache, scales, keys, writes)
+    return _write(joined, norms, rotation, (cache, scales, keys), writes, None)
+
+
+def _first(joined: Tensor, norms: Norms, rotation: Rotation) -> int:
+    """Return the number of elements of the queries' part."""
+    return joined.shape[1] - len(norms[1]) - 2 * rotation.cos.shape[1]
+
+
+def _fits(joined: Tensor, norms: Norms, rotation: Rotation) -> bool:
+    """Return True if the kernel can normalize the queries' part and the latents."""
+    return max(_first(joined, norms, rotation), len(norms[1])) <= LONGEST_ROW
+
+
+def _write(
+    joined: Tensor,
+    norms: Norms,
+    rotation: Rotation,
+    caches: tuple[Tensor, ...],
+    writes: Tensor,
+    index: IndexParts | None,
+) -> Tensor:
+    """Write the entries of a step, and return the queries' part [T, first].
+
+    caches: of the layer, see ``_tensors``. ``index``: only for a plain cache.
+    """
+    q_weight, weight, eps = norms
+    cos, sin, interleaved = rotation
+    tokens, lora, rope = len(joined), len(weight), 2 * cos.shape[1]
+    first = _first(joined, norms, rotation)
     joined = joined if joined.stride(1) == 1 else joined.contiguous()
     q = joined[:, :first]
     if q_weight is not None:
         q = torch.empty((tokens, first), dtype=joined.dtype, device=joined.device)
     if not tokens:
         return q
-    assert cache.is_contiguous(), "the cache is written in place"
     assert cos.dtype == torch.float32, "angles are wide"
     of_index = (joined, weight, weight) if index is None else (index.joined, index.norm, index.bias)
     assert of_index[0].stride(1) == 1, "rows are contiguous"
     dim = 1 if index is None else len(index.norm)
     _latent_rope_cache[(tokens, 1 + (q_weight is not None) + (index is not None))](
         *(joined, weight if q_weight is None else q_weight, weight, cos.contiguous(), sin.contiguous()),
-        *(cache, writes, q, *of_index, joined.stride(0), of_index[0].stride(0), eps),
+        *(*_tensors(caches), writes, q, *of_index, joined.stride(0), of_index[0].stride(0), eps),
         0.0 if index is None else index.eps,
-        FIRST=first,
-        FIRST_P2=power(first),
-        LORA=lora,
-        LORA_P2=power(lora),
-        ROPE=rope,
-        ROPE_P2=power(rope),
-        WIDTH=cache.shape[2],
+        **{"FIRST": first, "FIRST_P2": power(first), "LORA": lora, "LORA_P2": power(lora)},
+        **{"ROPE": rope, "ROPE_P2": power(rope)},
+        WIDTH=caches[0].shape[2],
+        FP8=len(caches) > 1,
         INTERLEAVED=interleaved,
         Q_NORM=q_weight is not None,
         INDEX=index is not None,
@@ -184,8 +156,9 @@ def latent_rope_cache(
     return q
 
 
-def kernels_of() -> Callable[..., Tensor]:
-    """Return the function that writes the entries of sparse latent attention; see ``latent_ops.op_by_op``."""
+def entry_writer() -> Callable[..., Tensor]:
+    """Return the function that writes the entries of sparse latent attention; see
+    ``latent_ops.entry_writer``."""
     return latent_rope_cache
 
 
@@ -208,7 +181,9 @@ def _attend_latent(
     sin_ptr,
     out_ptr,  # [T, HEADS, LORA]; with SPLIT float32 [T - token_base, HEADS, splits, LORA]
     lse_ptr,  # with SPLIT float32 [T - token_base, HEADS, splits]
-    cache_ptr,
+    cache_ptr,  # [blocks * BLOCK, WIDTH]; with FP8 codes, uint8
+    scales_ptr,  # float32 [blocks * BLOCK], with FP8
+    keys_ptr,  # the cache, with rotated keys behind the latents; with FP8 [blocks * BLOCK, ROPE]
     offsets_ptr,  # int32 [R + 1]
     starts_ptr,  # int64 [R]
     table_ptr,  # int64 [R, table_stride]
@@ -228,6 +203,8 @@ def _attend_latent(
     ROPE: tl.constexpr,
     ROPE_P2: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FP8: tl.constexpr,
     WINDOW: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -236,9 +213,15 @@ def _attend_latent(
 ):
     """Compute one tile, one part of the heads, one split (or all keys), and write outputs (with SPLIT:
     states).
+
+    Latents in 8 bits are read as ``halves``, too small by 2^8, and their scales multiply scores and weights,
+    as in ``attention._walk``.
     """
     QUERIES: tl.constexpr = TILE_M // GROUP
-    WIDTH: tl.constexpr = LORA + ROPE
+    TYPE: tl.constexpr = turned_ptr.dtype.element_ty
+    FACTORED: tl.constexpr = FP8 and tl.float16 != TYPE
+    KEYS_WIDTH: tl.constexpr = ROPE if FP8 else WIDTH
+    KEYS_FROM: tl.constexpr = 0 if FP8 else LORA
     tile = tl.load(tiles_ptr + tl.program_id(0))
     row = tile >> 32
     first = (tile - (row << 32)).to(tl.int32)
@@ -291,19 +274,26 @@ def _attend_latent(
         keys = n + steps
         own = (keys >= low) & (keys < end)
         block = tl.load(row_table_ptr + keys // BLOCK, mask=own, other=0).to(tl.int64)
-        line_ptrs = cache_ptr + (block * BLOCK + keys % BLOCK) * WIDTH
+        entry = block * BLOCK + keys % BLOCK
         latent = tl.load(
-            line_ptrs[:, None] + dims[None, :], mask=own[:, None] & (dims[None, :] < LORA), other=0.0
+            cache_ptr + entry[:, None] * WIDTH + dims[None, :],
+            mask=own[:, None] & (dims[None, :] < LORA),
+            other=0,
         )
         key = tl.load(
-            line_ptrs[:, None] + LORA + turns[None, :],
+            keys_ptr + entry[:, None] * KEYS_WIDTH + KEYS_FROM + turns[None, :],
             mask=own[:, None] & (turns[None, :] < ROPE),
             other=0.0,
         )
+        if FP8:
+            scales = tl.load(scales_ptr + entry, mask=own, other=0.0)
+            latent = halves(latent, False).to(TYPE) if FACTORED else entries(latent, scales, TYPE)
         if WIDEN:
             latent = latent.to(tl.float32)
             key = key.to(tl.float32)
         scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
+        if FACTORED:
+            scores = scores * 256.0 * scales[None, :]
         scores = tl.dot(turned, tl.trans(key), scores, input_precision="ieee") * scale
         seen = keys[None, :] <= at[:, None]
         if WINDOW > 0:
@@ -315,11 +305,16 @@ def _attend_latent(
         kept = tl.exp2(high - base)
         weights = tl.exp2(scores - base[:, None])
         total = total * kept + tl.sum(weights, 1)
+        weights = weights.to(TYPE)
+        if FACTORED:
+            weights = (weights.to(tl.float32) * scales[None, :]).to(TYPE)
         acc = tl.dot(weights.to(latent.dtype), latent, acc * kept[:, None], input_precision="ieee")
         high = higher
 
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
+    if FACTORED:
+        acc *= 256.0
     if SPLIT:
         # An empty state has log-sum-exp -inf; the merge never reads its output.
         lse = tl.where(empty, float("-inf"), high + tl.log2(tl.where(empty, 1.0, total)))
@@ -336,7 +331,7 @@ def attend(
     turned: Tensor,
     angles: tuple[Tensor, Tensor],
     out: Tensor,
-    cache: Tensor,
+    caches: tuple[Tensor, ...],
     offsets: Tensor,
     starts: Tensor,
     table: Tensor,
@@ -354,15 +349,18 @@ def attend(
     """Compute latent attention of ``tiles`` (int64 [n]: row << 32 | first query) into ``out``.
 
     q: [T, heads, lora], absorbed; turned: [T, heads, nope + rope], of which the last rope elements are read
-    and rotated by ``angles``, float32 [T, rope / 2] each; out: [T, heads, lora]; cache: [blocks, block, lora
-    + rope]. All of one dtype; tokens of ``turned`` may lie apart. offsets: int32 [R + 1], starts: int64 [R],
-    table: int64 [R, W]. A tile has ``form.tile_m // group`` queries of ``group`` heads; ``group`` must divide
-    the heads. Splits: see ``attention``.
+    and rotated by ``angles``, float32 [T, rope / 2] each; out: [T, heads, lora]; caches: [blocks, block, lora
+    + rope], or latents in 8 bits, scales and rotated keys, see ``latent_ops.latent_rope_cache_fp8``. All else
+    of one dtype; tokens of ``turned`` may lie apart. offsets: int32 [R + 1], starts: int64 [R], table: int64
+    [R, W]. A tile has ``form.tile_m // group`` queries of ``group`` heads; ``group`` must divide the heads.
+    Splits: see ``attention``.
     """
     heads, lora = q.shape[1:]
     cos, sin = (one.contiguous() for one in angles)
-    assert all(one.is_contiguous() for one in (turned[0], q, out, cache)), "attention takes contiguous memory"
-    assert q.dtype == turned.dtype == cache.dtype, "queries and cache are of one dtype"
+    cache = _tensors(caches)
+    rope = 2 * cos.shape[1]
+    assert all(one.is_contiguous() for one in (turned[0], q, out)), "attention takes contiguous memory"
+    assert q.dtype == turned.dtype == cache[2].dtype, "queries and cache are of one dtype"
     assert split % form.tile_n == 0, "a split is whole steps"
     assert heads % group == 0, "parts of the heads are equal"
     begin, end = tokens
@@ -371,24 +369,19 @@ def attend(
         target = torch.empty((end - begin, heads, splits, lora), dtype=torch.float32, device=q.device)
         lse = torch.empty((end - begin, heads, splits), dtype=torch.float32, device=q.device)
     _attend_latent[(tiles.shape[0], heads // group, splits)](
-        *(q, turned, cos, sin, target, lse, cache, offsets, starts, table, tiles),
+        *(q, turned, cos, sin, target, lse, *cache, offsets, starts, table, tiles),
         *(scale * _LOG2E, turned.stride(0), table.stride(0), split, splits, begin),
-        HEADS=heads,
-        GROUP=group,
-        LINE=turned.shape[2],
-        INTERLEAVED=interleaved,
-        LORA=lora,
-        LORA_P2=padded(lora),
-        ROPE=cache.shape[2] - lora,
-        ROPE_P2=padded(cache.shape[2] - lora),
-        BLOCK=cache.shape[1],
+        **{"HEADS": heads, "GROUP": group, "LINE": turned.shape[2], "INTERLEAVED": interleaved},
+        **{"LORA": lora, "LORA_P2": padded(lora), "ROPE": rope, "ROPE_P2": padded(rope)},
+        BLOCK=cache[0].shape[1],
+        WIDTH=cache[0].shape[2],
+        FP8=len(caches) > 1,
         WINDOW=window,
         TILE_M=form.tile_m,
         TILE_N=form.tile_n,
         SPLIT=split > 0,
         WIDEN=interpreting(),
-        num_warps=form.warps,
-        num_stages=form.stages,
+        **{"num_warps": form.warps, "num_stages": form.stages},
     )
     if split:
         merge(target, lse, out, token_base=begin)

@@ -13,7 +13,8 @@ shows an advantage. Packed matrices are unpacked in the tile, as in ``weft.ops.t
 other form.
 
 For few tokens the fast form computes a shared expert of the experts' size as one more expert of the grouped
-product. The whole block then is six kernels: logits, choice, tiles, two products, combination.
+product. The whole block then is six kernels: logits, choice, tiles, two products, combination. If the next
+norm adds the results of the experts (``moe_terms``), the combination is a part of the norm.
 
 Experts without a gate (``weft.ops.moe_plain``) take the same products. Torch computes the activation between
 the two products.
@@ -33,12 +34,13 @@ import triton.language as tl
 from weft.ops import moe as torch_moe
 from weft.ops import moe_table, torch_ops
 from weft.ops.coded import Codes, to_fp8, to_int4
-from weft.ops.moe import Gate, Gated, Pieces, Routed, activate, has_codes, rounded
+from weft.ops.moe import ExpertSum, Gate, Gated, Pieces, Routed, activate, has_codes, rounded
 from weft.ops.moe_plain import LatentRouted, plain
 from weft.ops.stacks import stacked
 from weft.ops.triton import coded, fused, interpreting, matmul, routing
 from weft.ops.triton.forms import power
 from weft.ops.triton.routing import Tiles, cut
+from weft.ops.triton.sums import sum_of_experts
 from weft.ops.triton.unpacking import finish, step
 
 Tensor = torch.Tensor
@@ -220,18 +222,10 @@ def _combine(
     SHARED: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Sum one token's experts in top-k order, then the shared expert, in float32; round once."""
+    """Sum one token's experts; see ``sum_of_experts``."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([COLUMNS], dtype=tl.float32)
-    for choice in range(TOP_K):
-        part = tl.load(made_ptr + (token * TOP_K + choice) * N + n, mask=n < N, other=0.0).to(tl.float32)
-        total += part * tl.load(weight_ptr + token * TOP_K + choice)
-    if SHARED:
-        part = tl.load(shared_ptr + token * N + n, mask=n < N, other=0.0).to(tl.float32)
-        if SHARE:
-            part = part * tl.load(share_ptr + token)
-        total += part
+    total = sum_of_experts(made_ptr, weight_ptr, shared_ptr, share_ptr, token, n, N, TOP_K, SHARED, SHARE)
     tl.store(out_ptr + token * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -421,7 +415,7 @@ def _finish(made: Tensor, scales: Tensor, share: Tensor | None, shared: Tensor |
     return out
 
 
-def _block(x: Tensor, ids: Tensor | None, weights: Routed, pieces: Pieces) -> Tensor:
+def _block(x: Tensor, ids: Tensor | None, weights: Routed, pieces: Pieces) -> ExpertSum:
     """Return the output of the whole block, [T, hidden], for x [T, hidden]."""
     chosen, scales, share = pieces.route(x, ids, weights)
     made = pieces.experts(x, chosen, weights)
@@ -429,7 +423,7 @@ def _block(x: Tensor, ids: Tensor | None, weights: Routed, pieces: Pieces) -> Te
     if weights.shared_gate_up is not None:
         inner = activate(pieces.matrix(x, weights.shared_gate_up, None), weights.gate, pieces.gated)
         shared = pieces.matrix(inner, weights.shared_down, None)
-    return _finish(made, scales, share, shared)
+    return ExpertSum(made=made, scales=scales, share=share, shared=shared, add=_finish)
 
 
 FAST = Pieces(torch.nn.functional.linear, coded.linear, fused.gated, by_table, routing.choose_experts)
@@ -460,14 +454,25 @@ def joins(tokens: int, weights: Routed) -> bool:
 
 def moe(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
     """Compute ``weft.ops.moe.block`` in the table's fastest form without synchronisation."""
+    return moe_terms(x, ids, weights).total()
+
+
+def moe_terms(x: Tensor, ids: Tensor | None, weights: Routed) -> ExpertSum:
+    """Return the output of ``moe`` as terms."""
     if not joins(len(x), weights):
         return _block(x, ids, weights, FAST)
     chosen, scales, _ = routing.choose(x, weights, FAST.multiply, own=True, joined=True)
-    return _finish(by_tiles(x, chosen, weights, joined=True), scales, None, None)
+    made = by_tiles(x, chosen, weights, joined=True)
+    return ExpertSum(made=made, scales=scales, share=None, shared=None, add=_finish)
 
 
 def moe_invariant(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
     """Compute ``block`` with equal tiles for every number of tokens."""
+    return moe_terms_invariant(x, ids, weights).total()
+
+
+def moe_terms_invariant(x: Tensor, ids: Tensor | None, weights: Routed) -> ExpertSum:
+    """Return the output of ``moe_invariant`` as terms."""
     return _block(x, ids, weights, INVARIANT)
 
 
@@ -494,7 +499,7 @@ def moe_plain_invariant(x: Tensor, ids: Tensor | None, weights: Routed) -> Tenso
 def _plain_block(x: Tensor, ids: Tensor | None, weights: Routed, pieces: Pieces) -> Tensor:
     """Return the output of a block of experts without a gate, [T, hidden], for x [T, hidden]."""
     if not isinstance(weights, LatentRouted):
-        return _block(x, ids, weights, pieces)
+        return _block(x, ids, weights, pieces).total()
     chosen, scales, share = pieces.route(x, ids, weights)
     total = weights.leave(_finish(pieces.experts(weights.enter(x), chosen, weights), scales, None, None))
     shared = pieces.shared(x, share, weights)

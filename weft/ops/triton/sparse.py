@@ -20,7 +20,7 @@ from weft.ops.triton import interpreting
 from weft.ops.triton.attention import merge, padded
 from weft.ops.triton.choice import _tile
 from weft.ops.triton.forms import KernelForm
-from weft.ops.triton.latent import _rotated
+from weft.ops.triton.indexed import _rotated
 
 Tensor = torch.Tensor
 
