@@ -32,7 +32,7 @@ def test_it_passes_against_the_reference(checkpoint: str, capsys: pytest.Capture
     pytest.importorskip("transformers", reason="needs the transformers package")
     status, out = verified(capsys, "--reference", checkpoint, *FEW)
     assert status == 0
-    assert "greedy tokens in float64: 4 of 4 prompts equal over 8 tokens" in out
+    assert "greedy tokens in float64: 4 of 4 prompts equal to transformers over 8 tokens" in out
     assert "within 0.0001" in out
     assert out.endswith("verify: passed\n")
 
@@ -47,7 +47,7 @@ def test_models_with_states_pass_against_the_reference(
     folder = make_checkpoint(tmp_path, shape)
     status, out = verified(capsys, "--reference", str(folder), *FEW, "--tokenizer", "spool-text")
     assert status == 0, out
-    assert "greedy tokens in float64: 4 of 4 prompts equal over 8 tokens" in out
+    assert "greedy tokens in float64: 4 of 4 prompts equal to transformers over 8 tokens" in out
     assert "within 0.0001" in out
 
 

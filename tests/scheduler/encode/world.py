@@ -182,10 +182,6 @@ class World:
         far.bound, far.start = True, start
         self._tell(TransferBound(key, start))
 
-    def can_bind(self, key: TransferKey) -> bool:
-        far = self.transfers[key]
-        return not far.bound and far.failing is None
-
     def land(self, key: TransferKey) -> None:
         assert self.can_land(key)
         del self.transfers[key]
