@@ -91,7 +91,7 @@ def test_errors_of_the_server_are_told_and_the_message_is_taken_back(server: Run
     assert "temperature" in refused.stderr
 
 
-def test_where_nothing_listens_it_says_what_to_do() -> None:
+def test_a_refused_connection_is_an_error_with_advice() -> None:
     ended = piped("hello\n", "127.0.0.1:9")
     assert ended.returncode == 2
     assert (

@@ -78,7 +78,7 @@ def test_it_passes_against_itself_and_says_what_it_did(
     assert " 0 preemptions" not in out.split("preempted: ")[1]
 
 
-def test_what_was_not_exercised_does_not_pass(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_variants_that_did_not_engage_fail(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out = verified(capsys, checkpoint, "--self", "--prompts", "1", "--tokens", "2")
     assert status == 1
     assert "preempted: NOT ENGAGED" in out
@@ -141,7 +141,7 @@ def test_without_transformers_it_says_how_to_install_it(
         (["--kv-cache-memory", "1M", "--max-model-len", "9", "--tokens", "9"], "--max-model-len 9"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(
+def test_impossible_comparisons_are_refused(
     checkpoint: str, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, err = verified(capsys, "--reference", checkpoint, *arguments)

@@ -156,7 +156,7 @@ class Group:
     def take(self) -> list[RankWord]:
         for number, rank in enumerate(self.members[1:], 1):
             for frame in rank.transfers.said(rank.reports.take() if number not in self.deaf else []):
-                self.transfers.heard(frame)
+                self.transfers.report(frame)
         return self.transfers.take()
 
     def kill(self, number: int) -> None:

@@ -250,7 +250,7 @@ def test_a_compile_that_was_noticed_before_it_rang_lets_the_loop_sleep(tmp_path:
     poller.register(bell, zmq.POLLIN)
     engine.grammars._ring()
     assert poller.poll(1000)
-    assert engine.hear() == []
+    assert engine.poll() == []
     assert not poller.poll(0)
     engine.close()
     engine.grammars._ring()  # one that ends after the engine
@@ -266,7 +266,7 @@ def test_one_that_is_cancelled_while_it_compiles_is_forgotten(tmp_path: Path) ->
     (event,) = engine.finish(1)
     assert event.finish == "abort"
     for _ in range(9):
-        assert engine.hear() == []
+        assert engine.poll() == []
     assert not engine.blocked
     assert not automata.matchers
     # The same id again, as a later attempt has it.
@@ -274,7 +274,7 @@ def test_one_that_is_cancelled_while_it_compiles_is_forgotten(tmp_path: Path) ->
     until, tokens = time.monotonic() + DEADLINE, []
     while engine.has_work() or engine.blocked:
         assert time.monotonic() < until
-        tokens += [token for event in (*engine.hear(), *engine.step()) for token in event.token_ids]
+        tokens += [token for event in (*engine.poll(), *engine.step()) for token in event.token_ids]
     assert tokens == [1, 1, 1, 1]
     engine.close()
     assert automata.closed

@@ -106,7 +106,7 @@ def test_a_rank_that_never_loads_is_named() -> None:
 @pytest.mark.parametrize(
     ("error", "kind"), [(ConfigError("no room"), ConfigError), (EngineDead("no room"), GroupLost)]
 )
-def test_a_rank_that_cannot_load_as_it_is_told_is_a_mistake_of_who_told_it(
+def test_a_rank_that_cannot_load_its_configuration_is_a_config_error(
     error: WeftError, kind: type[WeftError]
 ) -> None:
     rig = make_rig(up=False)
@@ -218,7 +218,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 @pytest.mark.requirement("F27")
-def test_strangers_and_noise_are_answered_and_change_nothing() -> None:
+def test_invalid_frames_and_unknown_peers_change_nothing() -> None:
     rig = make_rig()
     stranger = rig.ranks.net.rank(b"x")
     outcome = f.StepOutcome(rank=1, epoch=0, step=0, checksum=1)
@@ -275,7 +275,7 @@ def test_an_exception_in_any_rank_names_it_and_the_next_epoch_works(
 
 
 @pytest.mark.requirement("A5")
-def test_a_collective_that_failed_is_blamed_on_who_says_nothing() -> None:
+def test_a_failed_collective_is_blamed_on_the_silent_rank() -> None:
     rig = make_rig()
     for rank in (0, 1, 3):
         break_at(rig.ranks.runners[rank], 4, CommLost("a peer is gone"))
@@ -331,7 +331,7 @@ def test_a_rank_that_is_gone_is_noticed_at_the_next_frame() -> None:
     finish(rig)
 
 
-def test_what_the_watch_finds_ends_the_epoch_at_the_next_step() -> None:
+def test_a_loss_found_by_the_watch_ends_the_epoch_at_the_next_step() -> None:
     rig = make_rig()
     load(rig)
     rig.step()

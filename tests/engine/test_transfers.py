@@ -64,14 +64,14 @@ def test_a_transfer_from_its_offer_to_its_landing() -> None:
     assert not sender.transfers.moving
 
 
-def test_what_a_scheduler_asks_is_carried_out_at_once() -> None:
+def test_requests_of_a_scheduler_are_executed_in_the_same_iteration() -> None:
     """The request follows the launch of the admitting plan in the same iteration."""
     pair = Pair()
     key = pair.open(1)
     pair.run(0.2)
     sent = pair.net.sent
     pair.admit(key)
-    pair.sender.transfers.asked(pair.sender.scheduler)
+    pair.sender.transfers.serve(pair.sender.scheduler)
     assert pair.net.sent == sent + 1
 
 
@@ -152,7 +152,7 @@ def test_a_peer_that_has_ended_fails_its_transfers_at_once_and_gives_their_memor
         assert pair.sender.scheduler.kinds(late) == ["TransferFailed", "TransferFreed"]
 
 
-def test_a_transfer_whose_peer_was_never_heard_of_is_given_up() -> None:
+def test_a_transfer_of_an_unknown_peer_is_given_up() -> None:
     """The peer ended before its first message. No watch sees this, and the deadline has not started."""
     pair = Pair()
     pair.sender.alive = False
@@ -231,7 +231,7 @@ def test_a_transfer_that_was_put_off_is_bound_as_soon_as_there_are_blocks() -> N
     assert scheduler.kinds(key) == ["TransferWanted", "TransferReceived"]
 
 
-def test_a_group_that_is_lost_ends_its_transfers_and_ranks_that_run_on_are_told_again() -> None:
+def test_a_lost_group_ends_its_transfers_and_repeats_stops_to_live_ranks() -> None:
     pair = Pair()
     key = pair.bound()
     sender = pair.sender
@@ -337,7 +337,7 @@ def test_a_message_that_cannot_be_taken_in_ends_its_transfer_alone(monkeypatch: 
             raise ZeroDivisionError
         return heard(event, now)
 
-    monkeypatch.setattr(machine, "_heard", poisoned)
+    monkeypatch.setattr(machine, "_message", poisoned)
     pair.finish(first)
     pair.run(1.0)
     assert pair.receiver.scheduler.kinds(first)[-2:] == ["TransferFailed", "TransferFreed"]
@@ -347,7 +347,7 @@ def test_a_message_that_cannot_be_taken_in_ends_its_transfer_alone(monkeypatch: 
     assert second in pair.receiver.ranks.busy
 
 
-def test_an_engine_that_ends_says_so() -> None:
+def test_an_ending_engine_notifies_its_peers() -> None:
     """The other end does not wait for a deadline."""
     pair = Pair()
     key = pair.bound()

@@ -178,7 +178,7 @@ class FakeScheduler:
 class FakePeers(PeerWatch):
     """A watch without processes: the test reports ends of processes."""
 
-    def heard(self, peer: Peer, process: PeerProcess) -> None:
+    def register(self, peer: Peer, process: PeerProcess) -> None:
         self._known.setdefault(peer, process)
 
     def end(self, peer: Peer) -> None:

@@ -76,7 +76,7 @@ def test_two_hosts_and_the_loss_of_the_second(cluster: Cluster, alone: Alone) ->
 
 
 @pytest.mark.grid
-def test_two_hosts_and_what_befalls_either(cluster: Cluster, alone: Alone) -> None:
+def test_faults_of_either_of_two_hosts(cluster: Cluster, alone: Alone) -> None:
     server = cluster.start(**TENSOR)
     recoveries = 0.0
     for deed in (KILL, STOP, CABLE, ZERO, HEAD, HOST):
@@ -159,7 +159,7 @@ def test_ranks_of_another_host_outlive_their_engine(cluster: Cluster, alone: Alo
 
 @pytest.mark.grid
 @pytest.mark.parametrize("shared", [False, True], ids=["groups", "experts"])
-def test_what_befalls_engines_of_another_host(cluster: Cluster, alone: Alone, shared: bool) -> None:
+def test_faults_of_engines_on_another_host(cluster: Cluster, alone: Alone, shared: bool) -> None:
     server = pair_or_group(cluster, shared)
     server.until_whole()
     server.ask()

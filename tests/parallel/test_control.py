@@ -85,7 +85,7 @@ def joins(engine: ZmqEngineChannel, make: Callable[[], ZmqRank], seconds: float)
 
 
 @pytest.mark.requirement("F27")
-def test_only_who_knows_the_secret_joins() -> None:
+def test_only_ranks_with_the_secret_join() -> None:
     keys, others = derive(b"a secret of enough bytes"), derive(b"another secret, as long")
     engine = ZmqEngineChannel("tcp://127.0.0.1:*", keys)
     try:

@@ -129,7 +129,7 @@ def test_an_engine_that_was_started_anew_is_noticed(meeting_of: MeetingOf) -> No
 
 @pytest.mark.requirement("C13")
 @mostly_slow("seed", range(4), 1)
-def test_whoever_meets_meets_all_others(meeting_of: MeetingOf, seed: int) -> None:
+def test_each_meeting_has_all_present_engines(meeting_of: MeetingOf, seed: int) -> None:
     """Engines die at any time and are replaced.
 
     An engine enters an epoch only with the present incarnations of all engines. In the end all engines are

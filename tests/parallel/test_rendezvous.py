@@ -163,7 +163,9 @@ def test_a_table_that_the_client_has_is_not_sent_again(
 
 
 @pytest.mark.requirement("F27")
-def test_strangers_get_no_answer(store: RendezvousStore, clients: list[RendezvousClient]) -> None:
+def test_clients_without_the_secret_get_no_answer(
+    store: RendezvousStore, clients: list[RendezvousClient]
+) -> None:
     stranger = connect(clients, store.address, STRANGE)
     stranger.post("a", b"1")
     assert stranger.wait("a", 0.5) is None

@@ -245,7 +245,9 @@ def test_an_export_on_a_rank_without_transfers_is_refused(make: Callable[..., li
         whole.run([*ops, whole.export(0, 0, END)], prefill=[(0, 0, END, 1, 0)])
 
 
-def test_tcp_moves_caches_for_who_knows_the_secret(make: Callable[..., list[Side]], tmp_path: Path) -> None:
+def test_tcp_transfers_caches_between_ranks_with_the_secret(
+    make: Callable[..., list[Side]], tmp_path: Path
+) -> None:
     secret = tmp_path / "secret"
     secret.write_text("sixteen bytes at least\n")
     secret.chmod(0o600)
@@ -261,7 +263,7 @@ def test_tcp_moves_caches_for_who_knows_the_secret(make: Callable[..., list[Side
     same(decoded(receiver, 2), reference, exact=False)
 
 
-def test_what_cannot_move_caches_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+def test_a_missing_group_secret_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     config = config_of(tmp_path, "llama", 8, "prefill", transfer="tcp")
     config = msgspec.structs.replace(config, model_path=str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="--group-secret"):

@@ -125,7 +125,7 @@ def test_entries_are_numbered_as_the_results_tokens_and_rows_that_left_have_none
     nobody.check(plan, WIDE)
 
 
-def test_drafts_that_nobody_told_are_an_error_and_not_free_tokens() -> None:
+def test_drafts_unknown_to_the_matcher_are_an_error() -> None:
     constraint = Constraint(Follower(), (), TokenParams(), WIDE)
     with pytest.raises(EngineDead, match="drafts that the engine does not know"):
         constraint.fill(np.zeros((2, WORDS), np.int32))

@@ -136,7 +136,7 @@ def test_a_stream_of_small_requests_starves_nobody(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_nobody_gives_way_twice(no_turns: None, depth: int) -> None:
+def test_a_sequence_gives_way_at_most_once(no_turns: None, depth: int) -> None:
     rig = Rig(kv_config(blocks=400, slots=4 * depth), depth, max_num_seqs=4)
     flood(rig, 4, max_tokens=44)
     for _ in range(3):
@@ -202,7 +202,7 @@ def test_fairness_is_among_equal_priorities() -> None:
     assert admissions(rig)[-1] == 100
 
 
-def test_where_blocks_are_missing_nobody_gives_way() -> None:
+def test_without_free_blocks_no_sequence_gives_way() -> None:
     """A slot would not help: the late sequence waits for blocks."""
     rig = Rig(kv_config(blocks=13, caching=False), 1, max_num_seqs=4)
     flood(rig, 4, max_tokens=8)
@@ -352,7 +352,7 @@ def test_a_short_request_gets_in_where_long_ones_have_all_slots(short_turns: Non
 
 @pytest.mark.requirement("B4")
 @pytest.mark.parametrize("depth", [1, 2])
-def test_nobody_gives_way_for_ever(short_turns: None, depth: int) -> None:
+def test_a_flood_of_small_requests_does_not_stop_long_ones(short_turns: None, depth: int) -> None:
     rig = Rig(kv_config(slots=2 * depth, **LONG), depth, max_num_seqs=2)
     for number in range(2):
         rig.submit(submit(number, [number], max_tokens=30 * TURN))
@@ -416,7 +416,7 @@ def test_newcomers_of_a_large_request_do_not_take_slots_of_small_ones(short_turn
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_who_gives_way_is_known_to_the_ranks(depth: int) -> None:
+def test_a_sequence_admitted_in_the_same_plan_does_not_give_way(depth: int) -> None:
     """A sequence admitted in the same plan does not give up a slot: ranks cannot free an unknown slot."""
     for steps in range(4):
         rig = Rig(kv_config(blocks=400, slots=4), depth, max_num_seqs=4)
@@ -436,7 +436,7 @@ def test_who_gives_way_is_known_to_the_ranks(depth: int) -> None:
         rig.check_idle()
 
 
-def test_without_a_prefix_cache_nobody_gives_way_to_a_newcomer(short_turns: None) -> None:
+def test_without_a_prefix_cache_no_sequence_gives_way(short_turns: None) -> None:
     rig = Rig(kv_config(slots=2, caching=False, **LONG), 1, max_num_seqs=2)
     for number in range(2):
         rig.submit(submit(number, [number], max_tokens=3 * TURN))

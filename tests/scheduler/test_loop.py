@@ -126,7 +126,7 @@ def test_an_op_goes_with_its_sequence() -> None:
 # ---- blocked sequences
 
 
-def test_what_is_awaited_is_no_work_and_no_lack_of_progress() -> None:
+def test_blocked_sequences_are_neither_work_nor_lack_of_progress() -> None:
     rig = Rig(kv_config(), 1)
     rig.scheduler.add(listened(rig, 0), 0.0, blocked=True)
     assert rig.scheduler.stats().waiting == 1
@@ -171,7 +171,7 @@ def test_an_blocked_sequence_can_end_and_its_parallel_samples_go_on() -> None:
     rig.check_idle()
 
 
-def test_nobody_gets_blocks_on_hold_after_a_loss() -> None:
+def test_pinned_blocks_are_not_reused_after_a_loss() -> None:
     """Ranks are lost while an outside writer has pinned blocks. The blocks are not reused before the pin
     ends."""
     rig = Rig(kv_config(blocks=6, max_model_len=24), 1, max_num_seqs=2)
@@ -288,7 +288,7 @@ def test_plans_of_ops_alone_are_no_progress() -> None:
         plan_for_ever(rig, 1.0, ops=True)
 
 
-def test_what_is_awaited_has_a_deadline() -> None:
+def test_blocked_sequences_have_a_deadline() -> None:
     rig = Rig(kv_config(), 1)
     rig.scheduler.add(listened(rig, 0), 5.0, blocked=True, until=8.0)
     rig.scheduler.add(listened(rig, 1), 5.0, blocked=True)

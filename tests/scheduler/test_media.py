@@ -201,7 +201,7 @@ def test_the_least_recently_used_goes() -> None:
 
 
 @pytest.mark.requirement("D7")
-def test_what_goes_is_kept_by_the_host_and_comes_back_for_who_wants_it() -> None:
+def test_evicted_embeddings_move_to_the_host_and_back() -> None:
     rig = Rig(kv_config(caching=False, media=limits(cache_bytes=12, host_bytes=24, block_rows=3)), 1)
     for number, name in enumerate([4, 1, 4, 2, 4, 1, 2]):  # 4, 2 and 2 blocks; 4 and 8 are there
         rig.submit(ask(number, [3], name, [5]))
@@ -229,7 +229,7 @@ def test_the_host_keeps_what_somebody_waits_for() -> None:
     assert [held.key for held in book.cache if held.on_host] == [keys[3], keys[4]]
 
 
-def test_who_comes_first_gets_room_that_later_ones_use() -> None:
+def test_an_urgent_sequence_takes_memory_of_a_later_one() -> None:
     """An urgent sequence needs space while a later sequence is in the middle of an image."""
     rig = Rig(kv_config(media=limits(cache_bytes=10)), 1, long_prefill_token_threshold=2)
     rig.submit(ask(0, 4, [5, 6], max_tokens=2))
@@ -270,7 +270,7 @@ def test_lost_ranks_encode_again(depth: int) -> None:
     assert rig.runner.encoded == 2 + depth
 
 
-def test_of_a_sequence_that_failed_nobody_finds_the_image() -> None:
+def test_the_image_of_a_failed_sequence_is_not_reused() -> None:
     rig = Rig(kv_config(media=limits()), 1)
     rig.submit(ask(0, [3], 4, [5], seed=BAD_SEED))
     drain(rig)

@@ -62,7 +62,7 @@ def test_each_reason() -> None:
     rig.check_idle()
 
 
-def test_nobody_hears_what_another_client_has_sent() -> None:
+def test_misses_reveal_nothing_about_other_clients() -> None:
     rig = Explaining(kv_config(**ROOMY))
     base = list(range(20))
     rig.ask(0, base, salt="one", client=1)
@@ -80,7 +80,7 @@ def test_a_difference_in_the_first_block_is_told_where_enough_is_alike() -> None
     assert rig.ask(1, [0, 1, 2, 3, 9, *range(20)]) == ("differs", 4)
 
 
-def test_what_was_evicted() -> None:
+def test_a_miss_because_of_an_eviction() -> None:
     rig = Explaining(kv_config(blocks=14, slots=2), max_num_seqs=1)
     base = list(range(20))
     rig.ask(0, base)
@@ -89,7 +89,7 @@ def test_what_was_evicted() -> None:
     assert rig.ask(9, base)[0] == "evicted"
 
 
-def test_what_another_sequence_computes_right_now() -> None:
+def test_a_miss_on_blocks_in_computation() -> None:
     rig = Explaining(kv_config(**ROOMY), 1, max_num_batched_tokens=24)
     prompt = [n % 50 for n in range(100)]
     for number in range(2):
@@ -114,7 +114,7 @@ def test_a_state_that_is_not_kept() -> None:
     assert reasons <= {"state", "differs"}
 
 
-def test_nobody_is_told_who_did_not_ask_and_without_memory_it_says_so() -> None:
+def test_misses_are_explained_on_request_only() -> None:
     rig = Explaining(kv_config(**ROOMY), most=0)
     rig.submit(submit(0, list(range(20))))
     rig.drain()

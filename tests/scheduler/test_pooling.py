@@ -94,7 +94,7 @@ def test_a_prompt_may_be_as_long_as_the_context() -> None:
         rig.scheduler.add(submit(9, [1] * longest), 0.0)
 
 
-def test_what_has_no_sense_with_it_is_refused() -> None:
+def test_output_options_of_embeddings_are_refused() -> None:
     rig = Embedder(kv_config(), 1)
     one = submit(0, [1, 2], pooling="last")
     for wrong in (

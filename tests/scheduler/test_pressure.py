@@ -62,7 +62,7 @@ def test_victim_is_the_last_in_priority_then_arrival() -> None:
     rig.check_told()
 
 
-def test_nobody_is_preempted_for_blocks_that_are_about_to_be_free() -> None:
+def test_blocks_about_to_be_freed_cause_no_preemption() -> None:
     rig = Rig(kv_config(blocks=12, max_model_len=48), 2, max_num_seqs=2)
     rig.submit(submit(0, [1] * 17, max_tokens=20))
     rig.submit(submit(1, [2] * 19, max_tokens=25))

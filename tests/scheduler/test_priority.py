@@ -60,7 +60,7 @@ def test_an_urgent_newcomer_gets_a_slot_after_a_turn(depth: int, monkeypatch: py
     rig.check_idle()
 
 
-def test_nobody_gives_way_before_a_turn_or_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_gives_way_after_a_turn_and_not_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crowding_module, "TURN", TURN)
     rig = Rig(kv_config(slots=1, **LONG), 1, max_num_seqs=1)
     rig.submit(submit(0, [0], max_tokens=30 * TURN, priority=1))

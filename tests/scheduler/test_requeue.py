@@ -44,7 +44,7 @@ def test_steps_in_flight_are_forgotten_and_the_order_is_kept() -> None:
     assert rig.most_preempted == 0
 
 
-def test_who_may_be_why_is_given_up() -> None:
+def test_a_sequence_fails_after_three_losses_without_a_token() -> None:
     """A sequence fails after three losses in a row without a token. A token resets the count."""
     rig = Rig(kv_config(), depth=1, max_num_seqs=2, max_num_batched_tokens=100)
     for number in (1, 2, 3):

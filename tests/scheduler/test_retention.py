@@ -167,7 +167,7 @@ def test_the_pool_evicts_what_is_kept_last() -> None:
     assert pool._keeps == {}
 
 
-def test_what_was_evicted_and_cached_again_is_kept_as_often_as_somebody_keeps_it() -> None:
+def test_blocks_cached_again_are_retained_per_session() -> None:
     """The end of one session does not release blocks that another session has computed again."""
     rig = Timed(kv_config(blocks=12, slots=2), max_num_seqs=1)
     rig.ask(0, BASE, session="a")

@@ -56,7 +56,7 @@ def refused(rig: Rig, request: Submit) -> InvalidRequest:
         ("repetition_penalty", submit(1, [1], repetition_penalty=1e-39)),
     ],
 )
-def test_what_this_model_cannot_do_is_refused(param: str, request_: Submit) -> None:
+def test_requests_beyond_the_models_abilities_are_refused(param: str, request_: Submit) -> None:
     assert refused(Rig(kv_config()), request_).param == param
 
 
@@ -224,7 +224,7 @@ def test_at_least_one_token_is_recomputed() -> None:
     assert rig.told[1].num_cached == 16
 
 
-def test_what_was_generated_is_a_prefix_too() -> None:
+def test_generated_tokens_are_cached_as_a_prefix() -> None:
     rig = Rig(kv_config())
     rig.submit(submit(0, [1, 2, 3], max_tokens=14))
     rig.drain()

@@ -75,7 +75,7 @@ def test_the_next_turn_of_a_chat_goes_on_from_what_was_said() -> None:
     assert len(saves(other.plans)) == 1 + 4 + 2  # 8; 12, 16, 20, 24; then 28 and 32
 
 
-def test_of_a_sequence_that_decodes_one_snapshot_is_left() -> None:
+def test_a_decoding_sequence_keeps_one_snapshot() -> None:
     it = rig(stride=4)
     it.submit(submit(0, PROMPT[:9], max_tokens=30))
     it.drain()
@@ -107,7 +107,7 @@ def test_a_slot_whose_length_is_not_known_is_not_saved() -> None:
     assert it.runner.accepted > 10
 
 
-def test_who_shares_the_start_of_a_prompt_gains_from_the_third_on() -> None:
+def test_a_shared_start_is_hit_from_the_third_prompt_on() -> None:
     """The second prompt reveals the shared length: the entries were cached, but no state was."""
     it = rig(stride=16)
     cached = []
@@ -224,7 +224,7 @@ def test_a_preempted_sequence_comes_back_to_its_last_boundary() -> None:
     assert loads(it.plans) > 0
 
 
-def test_what_was_said_by_way_of_drafts_can_be_hit() -> None:
+def test_tokens_accepted_as_drafts_are_cached() -> None:
     """Several tokens in one step fill blocks. Boundaries lie between these tokens."""
     for states in (0, 40):
         it = rig(stride=4, copies=4, states=states)

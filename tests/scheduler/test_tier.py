@@ -319,7 +319,7 @@ OTHER = [5, 2] * 16
 
 
 @pytest.mark.parametrize("stuck", [False, True])
-def test_nobody_waits_for_a_store_that_is_off_or_stuck(stuck: bool) -> None:
+def test_sequences_do_not_wait_for_a_store_that_is_off_or_stuck(stuck: bool) -> None:
     """Sequences without a command under way go on at once, and statistics say so."""
     _, rig = stored(PROMPT, OTHER)
     rig.submit(submit(0, PROMPT))

@@ -330,7 +330,7 @@ def test_the_drafter_fills_its_cache_with_the_last_chunk() -> None:
 
 
 @pytest.mark.parametrize("when", ["queued", "prefilling"])
-def test_what_fails_while_it_is_here_is_given_back(when: str) -> None:
+def test_a_failed_transfer_returns_the_sequence_to_the_router(when: str) -> None:
     side = Side("prefill", kv_config(), long_prefill_token_threshold=4)
     side.submit(1)
     if when == "prefilling":
@@ -657,7 +657,7 @@ def test_preempted_and_lost_receivers_are_given_back() -> None:
 
 
 @pytest.mark.requirement("E5")
-def test_what_has_received_waits_its_turn_for_a_slot_and_passes_by_who_lacks_blocks() -> None:
+def test_received_sequences_get_slots_in_order_before_sequences_without_blocks() -> None:
     side = Side("decode", kv_config(blocks=12), max_num_seqs=1)
     requests = {n: side.submit(n, [n] * 10, max_tokens=3) for n in (1, 2)}
     side.local(3, [3] * 10, max_tokens=3)
@@ -699,7 +699,7 @@ def test_a_parameters_must_be_for_this_group() -> None:
         side.submit(2)
 
 
-def test_what_was_complete_when_it_came_ends_its_transfer_at_once() -> None:
+def test_a_complete_sequence_cancels_its_transfer_at_once() -> None:
     side = Side("decode", kv_config())
     side.submit(1, emitted=[1, 2], max_tokens=2)
     assert [(event.finish, event.position) for event in side.events] == [("length", 2)]

@@ -162,7 +162,7 @@ def test_exclusive_steps_have_no_target() -> None:
         Rig(kv_config(), 1, step_policy="exclusive", itl_target_ms=5.0)
 
 
-def test_nobody_passes_by_one_that_did_not_fit() -> None:
+def test_no_row_passes_a_row_that_did_not_fit() -> None:
     decode, first, long, short = [500] * 8, (0, FLOOR_TOKENS), (10_000_000, 500), (0, 500)
     target = TRUTH.predict(shape([first, (0, 100)], decode))
     assert fill(policy(target), decode, [first, short]) == [first, (0, 100)]

@@ -83,7 +83,7 @@ class FleetEngine:
     def has_work(self) -> bool:
         return bool(self.fleet.entries or self._events)
 
-    def hear(self) -> list[m.TokenEvent]:
+    def poll(self) -> list[m.TokenEvent]:
         return []
 
     def sleep(self, seconds: float) -> None: ...
@@ -118,7 +118,7 @@ class FleetEngine:
         for name, engine in list(self.engines.items()):
             core = engine.core
             core.check()
-            self._say(name, engine.protocol.events(core.hear()))
+            self._say(name, engine.protocol.events(core.poll()))
             if self.engines[name] is engine and core.has_work():
                 worked = True
                 self._say(name, engine.protocol.events(core.step(), core.scheduler.steps))

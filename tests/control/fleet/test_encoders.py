@@ -228,7 +228,7 @@ def test_choices_of_a_prompt_share_what_comes_for_the_first() -> None:
 # -- choice of encoders
 
 
-def test_those_that_encode_otherwise_are_not_asked() -> None:
+def test_encoders_with_another_fingerprint_are_not_used() -> None:
     one = rig("x", "y", "u", prints={"x": "other"})
     assert {name for number in range(1, 9) for name, _ in ask(one, number, request=number)} == {"u", "y"}
     assert one.fleet.table.unpaired == 1
@@ -286,7 +286,7 @@ def test_images_fail_by_name_when_none_that_encodes_comes(names: tuple[str, ...]
     assert {name for name, _ in ask(one, 4, request=4)} == set(names)
 
 
-def test_nobody_waits_for_an_instance_that_is_retired_and_was_shunned() -> None:
+def test_sequences_do_not_wait_for_a_retired_instance() -> None:
     one = rig("x", "u")
     one.on(e.Unreachable("x", one.link["x"]))
     assert one.fleet.table.awaited
@@ -496,7 +496,7 @@ def entry_of(one: Driver) -> LedgerEntry:
 
 
 @pytest.mark.requirement("D27")
-def test_what_is_given_back_too_often_ends() -> None:
+def test_a_sequence_returned_too_often_ends() -> None:
     one = rig("x", "u")
     ask(one, 5)
     for _ in range(MOST_REFUSALS):
@@ -518,7 +518,9 @@ def test_an_image_that_cannot_be_encoded_ends_its_request() -> None:
 
 
 @pytest.mark.parametrize("names", [("x", "p", "d"), ("x", "u")])
-def test_so_it_does_when_who_computes_is_heard_first(names: tuple[str, ...]) -> None:
+def test_a_failed_image_ends_the_request_if_the_computing_engine_reports_first(
+    names: tuple[str, ...],
+) -> None:
     """The engine sees the transfer fail. A further encoding would fail as well."""
     one = rig(*names)
     ask(one, 5)
@@ -576,7 +578,7 @@ def test_one_that_encodes_says_that_the_one_that_computes_has_ended() -> None:
     assert other != who
 
 
-def test_of_several_that_may_have_ended_none_is_shunned() -> None:
+def test_an_ambiguous_peer_failure_shuns_no_instance() -> None:
     """The computing instance has a decode peer and an encode peer. The report does not tell which one
     ended."""
     one = rig("x", "y", "p", "d")

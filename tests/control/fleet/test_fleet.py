@@ -122,7 +122,7 @@ def test_a_sequence_loses_only_so_many_instances() -> None:
     assert one.fleet.entries == {}
 
 
-def test_what_comes_over_an_old_link_changes_nothing() -> None:
+def test_messages_of_an_old_link_change_nothing() -> None:
     one = Driver("a", "b").up()
     one.open(1)
     old = one.link["a"]
@@ -278,7 +278,7 @@ def test_a_front_that_joins_knows_of_those_that_are_retired() -> None:
     assert one.open(2, request=2) == "a"
 
 
-def test_nobody_is_left() -> None:
+def test_all_engines_retired_ends_the_fleet() -> None:
     one = Driver("a", "b").up()
     one.open(1)
     one.lose("a")
@@ -352,7 +352,7 @@ def test_events_of_an_earlier_attempt_are_late() -> None:
 # -- refusals, evictions
 
 
-def test_what_one_refuses_another_may_take() -> None:
+def test_a_refused_sequence_goes_to_another_instance() -> None:
     one = Driver("a", "b").up()
     assert one.open(1) == "a"
     one.refuse("a", 1)
@@ -373,7 +373,7 @@ def test_a_token_makes_refusals_forgotten() -> None:
 
 
 @pytest.mark.parametrize("how", ["moved", "evicted"])
-def test_what_an_instance_gives_back_goes_on(how: str) -> None:
+def test_a_returned_sequence_continues_elsewhere(how: str) -> None:
     one = Driver("a", "b").up()
     one.open(1)
     one.tokens("a", 1, 7, finish=how)
@@ -408,7 +408,7 @@ def test_an_error_of_the_request_itself_is_not_retried() -> None:
 # -- pauses
 
 
-def test_who_is_not_read_gives_its_place_up_and_gets_it_back() -> None:
+def test_paused_sequences_leave_the_engine_and_return() -> None:
     one = Driver("a").up()
     one.open(1, 2)
     one.tokens("a", 1, 7)
@@ -443,7 +443,7 @@ def test_begun_sequences_that_no_instance_has_are_counted() -> None:
     assert one.fleet.open.kept == 0
 
 
-def test_who_resumes_when_all_patience_is_used_up_hears_so_at_once() -> None:
+def test_a_sequence_resumed_after_the_recovery_timeout_fails_at_once() -> None:
     one = Driver("a").up()
     one.open(1)
     one.on(e.Paused((1,)))
@@ -595,7 +595,7 @@ def test_an_expert_group_that_is_joined_is_waited_for() -> None:
     assert one.fleet.refusal() is None
 
 
-def test_who_drains_no_more_gets_the_sequences_that_wait() -> None:
+def test_an_undrained_instance_gets_the_waiting_sequences() -> None:
     one = Driver("a").up()
     one.open(1)
     one.on(e.Draining("a"))
@@ -608,7 +608,7 @@ def test_who_drains_no_more_gets_the_sequences_that_wait() -> None:
     assert one.fleet.table.instances["a"].state is InstanceState.UP
 
 
-def test_who_drains_no_more_after_deaths_in_a_row_is_half_open_as_before() -> None:
+def test_an_undrained_instance_stays_half_open_after_deaths_in_a_row() -> None:
     one = Driver("a").up()
     for _ in range(2):
         one.lose("a")

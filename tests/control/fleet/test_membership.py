@@ -44,7 +44,7 @@ def test_the_first_member_reports_prefixes_once_there_is_a_choice() -> None:
     assert e.Send("b", one.link["b"], m.WatchPrefixes()) in one.of(e.Send)
 
 
-def test_who_leaves_finishes_and_is_forgotten() -> None:
+def test_a_leaving_instance_finishes_and_is_forgotten() -> None:
     one = joined(Driver("a").up(), "b")
     one.open(1)
     assert one.open(2, request=2) == "b"
@@ -64,7 +64,7 @@ def test_who_leaves_finishes_and_is_forgotten() -> None:
     assert one.told() == []
 
 
-def test_who_leaves_without_work_is_forgotten_at_once() -> None:
+def test_an_idle_leaving_instance_is_forgotten_at_once() -> None:
     one = joined(Driver("a").up(), "b")
     one.on(e.Left("b"))
     assert one.of(e.Forget) == [e.Forget("b")]
@@ -86,7 +86,7 @@ def test_work_of_one_that_leaves_and_dies_goes_on_elsewhere() -> None:
     assert (submit.sequence, submit.attempt) == (2, 1)
 
 
-def test_who_comes_back_before_it_has_left_goes_on() -> None:
+def test_an_instance_that_joins_again_before_it_has_left_stays() -> None:
     one = joined(Driver("a").up(), "b")
     one.open(1)
     assert one.open(2, request=2) == "b"

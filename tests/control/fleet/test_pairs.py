@@ -155,7 +155,7 @@ def test_a_sequence_from_its_opening_to_its_end() -> None:
     over(one)
 
 
-def test_what_the_decoder_says_too_early_waits_for_the_sender() -> None:
+def test_early_tokens_of_the_decode_instance_wait_for_the_prefill_instance() -> None:
     one = pairs("p", "d")
     ask(one, 5, params=TokenParams(max_tokens=9, prompt_logprobs=0))
     one.tokens("d", 5, 7, position=0, logprobs=columns(0, 1))
@@ -205,7 +205,7 @@ def test_tokens_that_are_missing_are_computed_again() -> None:
 
 
 @pytest.mark.requirement("E11")
-def test_who_ends_at_the_first_token_ends_at_both() -> None:
+def test_a_sequence_that_ends_at_its_first_token_ends_at_both() -> None:
     one = pairs("p", "d")
     ask(one, 5)
     one.tokens("p", 5, 7, position=0, finish="stop", stop_id=7)
@@ -244,7 +244,7 @@ def test_an_error_of_the_request_itself_ends_it_whoever_reports_first(first: str
 
 
 @pytest.mark.parametrize("lost", ["p", "d"])
-def test_who_knows_of_an_end_is_lost_and_the_sequence_goes_on(lost: str) -> None:
+def test_a_sequence_continues_after_the_report_of_its_end_is_lost(lost: str) -> None:
     """The report of the end is lost with its link, after the other instance has dropped the sequence."""
     one = pairs("p", "d")
     ask(one, 5)
@@ -296,7 +296,7 @@ def test_pairs_come_before_those_that_do_both_and_these_before_waiting() -> None
 
 
 @pytest.mark.requirement("E2")
-def test_those_that_differ_are_never_paired_and_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_instances_that_differ_are_never_paired_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     one = pairs("p", "q", "d", fingerprints={"p": "other"})
     for number in range(4):
         ask(one, number, request=10 + number)
@@ -337,7 +337,7 @@ def test_a_cached_prompt_goes_where_it_was_at_both_ends() -> None:
 
 @pytest.mark.requirement("E13")
 @pytest.mark.parametrize("who", ["p", "d"])
-def test_what_either_end_gives_back_starts_again_at_both(who: str) -> None:
+def test_a_return_by_either_end_starts_again_at_both(who: str) -> None:
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens(who, 1, finish="evicted")
@@ -352,7 +352,7 @@ def test_what_either_end_gives_back_starts_again_at_both(who: str) -> None:
 
 
 @pytest.mark.parametrize("who", ["p", "d"])
-def test_who_gives_back_is_avoided(who: str) -> None:
+def test_an_instance_that_returned_the_sequence_is_avoided(who: str) -> None:
     one = pairs("p", "q", "d", "f")
     ask(one, 1)
     one.tokens(who, 1, finish="evicted")
@@ -361,7 +361,7 @@ def test_who_gives_back_is_avoided(who: str) -> None:
     assert len(got) == 2
 
 
-def test_what_the_decoder_gives_back_later_goes_on_from_what_came() -> None:
+def test_a_late_return_of_the_decode_instance_continues_from_the_delivered_tokens() -> None:
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens("p", 1, 7, position=0, finish="moved")
@@ -372,7 +372,7 @@ def test_what_the_decoder_gives_back_later_goes_on_from_what_came() -> None:
     rest(one, "d", 1, position=3)
 
 
-def test_what_was_held_is_dropped_when_the_decoder_gives_back() -> None:
+def test_held_tokens_are_dropped_when_the_decode_instance_returns_the_sequence() -> None:
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens("d", 1, 7, position=0)
@@ -396,7 +396,7 @@ def test_a_pair_that_gives_all_back_is_not_asked_for_ever() -> None:
     over(one)
 
 
-def test_who_gives_back_again_and_again_is_given_time() -> None:
+def test_waits_double_after_each_return() -> None:
     """Each wait is twice as long: a fault such as the formation of a group takes seconds."""
     one = pairs("p", "d")
     ask(one, 1)
@@ -411,7 +411,7 @@ def test_who_gives_back_again_and_again_is_given_time() -> None:
     assert len(submitted(one)) == 2
 
 
-def test_who_waits_holds_up_nobody_and_may_leave() -> None:
+def test_a_waiting_sequence_delays_no_other_and_may_end() -> None:
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens("d", 1, finish="evicted")
@@ -462,7 +462,7 @@ def test_a_prompt_that_ends_whoever_computes_it_is_not_computed_for_ever() -> No
     over(one)
 
 
-def test_of_two_the_one_that_lives_gets_what_the_other_one_had() -> None:
+def test_the_live_prefill_instance_takes_over_from_the_dead_one() -> None:
     one = pairs("p", "q", "d")
     ask(one, 1)
     first = one.fleet.entries[1].sender
@@ -508,7 +508,7 @@ def test_a_word_on_a_process_that_has_been_replaced_shuns_nobody() -> None:
 
 
 @pytest.mark.parametrize("who", ["p", "d"])
-def test_what_one_refuses_another_of_its_role_takes(who: str) -> None:
+def test_a_refused_part_goes_to_another_instance_of_the_role(who: str) -> None:
     other = {"p": "q", "d": "f"}[who]
     one = pairs("p", "d", other)
     ask(one, 1)
@@ -717,7 +717,7 @@ def test_a_client_that_leaves_frees_both(stage: str) -> None:
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_who_is_not_read_leaves_both_and_starts_again_at_both(moved: bool) -> None:
+def test_a_paused_sequence_leaves_both_and_starts_again_at_both(moved: bool) -> None:
     one = pairs("p", "d")
     ask(one, 1)
     if moved:
@@ -878,7 +878,7 @@ def test_a_planned_restart_of_the_only_one_of_a_role_refuses_nobody(name: str) -
     assert where(one) == ["d", "p"]
 
 
-def test_those_that_decode_prefill_while_the_one_that_prefills_drains() -> None:
+def test_decode_instances_prefill_while_the_prefill_instance_drains() -> None:
     one = pairs("p", "d")
     one.on(e.Draining("p"))
     assert ask(one, 1) == []
@@ -900,7 +900,7 @@ def test_where_none_will_be_back_new_requests_wait_for_a_role_alone() -> None:
 
 
 @pytest.mark.requirement("E13")
-def test_who_has_begun_waits_for_a_role_only_so_long() -> None:
+def test_begun_sequences_wait_for_a_role_with_a_limit() -> None:
     one = pairs("p", "d")
     ask(one, 1)
     one.lose("d")
@@ -910,7 +910,7 @@ def test_who_has_begun_waits_for_a_role_only_so_long() -> None:
     assert [error_of(event).message for event in one.told()] == [missing("decode")]
 
 
-def test_where_nobody_is_up_all_wait_for_any() -> None:
+def test_without_any_instance_sequences_wait_for_any_role() -> None:
     one = pairs("p", "d")
     ask(one, 1)
     one.lose("p")
@@ -972,7 +972,7 @@ def test_a_group_that_is_lost_in_place_counts_as_a_loss_of_those_that_ran() -> N
 
 
 @pytest.mark.parametrize("names", ["pd", "p", "apd"])
-def test_what_ends_with_its_prompt_goes_to_one_that_prefills(names: str) -> None:
+def test_embedding_requests_go_to_a_prefill_instance(names: str) -> None:
     """Such sequences have no transfer, with or without a decode instance."""
     one = pairs(*names)
     ((name, submit),) = ask(one, 5, pooling="mean")

@@ -101,7 +101,7 @@ def test_a_growing_load_adds_groups_at_once_and_a_calm_one_removes_them_one_by_o
     assert server.run(1000, 0.0) == [], "the last group stays"
 
 
-def test_noise_moves_nothing() -> None:
+def test_random_arrivals_near_a_border_scale_rarely() -> None:
     """An hour of independent arrivals near the border between two numbers of groups."""
     border = next(rate / 20 for rate in range(1, 200) if needed(rate / 20) > 2)
     for factor in (0.95, 1.05):

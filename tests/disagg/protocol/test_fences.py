@@ -76,7 +76,7 @@ def test_a_rank_that_is_gone_before_the_transfer_is_bound_fails_it(back: bool) -
     assert names(into.on(ev.RankStopped(KEY, 0), 0.0)) == ["TransferFreed"]
 
 
-def test_what_a_stranger_ends_is_bounded_in_bytes() -> None:
+def test_tombstones_of_unknown_transfers_are_bounded_in_bytes() -> None:
     known = Tombstones[str](100.0, most=1000)
     known.add(KEY, "ours", 0.0)
     for number in range(50):

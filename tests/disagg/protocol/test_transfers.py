@@ -219,7 +219,7 @@ def test_a_deadline_fails_both_sides_at_once_and_frees_nothing() -> None:
 
 @pytest.mark.requirement("E8")
 @pytest.mark.parametrize("proof", ["Fenced", "PeerLost", "Revoked"])
-def test_what_frees_memory_that_a_peer_could_touch(proof: str) -> None:
+def test_events_that_free_memory_of_a_silent_peer(proof: str) -> None:
     transfers: list[tuple[Any, Peer]] = [(sender(), D), (receiver(fence="rekey"), P)]
     for side, peer in transfers:
         side.on(ev.Cancel(KEY, ERROR), 1.0)
@@ -233,7 +233,7 @@ def test_what_frees_memory_that_a_peer_could_touch(proof: str) -> None:
         assert names(side.on(event, 2.0)) == ["TransferFreed"]
 
 
-def test_who_copies_itself_needs_nobodys_word() -> None:
+def test_a_receiver_with_own_copies_needs_no_fence() -> None:
     into = receiver()
     into.on(ev.Cancel(KEY, ERROR), 1.0)
     assert into.on(ev.RankStopped(KEY, 0), 1.0) == []
@@ -332,7 +332,7 @@ def test_answers_that_do_not_fit_the_offer_fail_the_transfer_alone() -> None:
         assert "TransferFailed" in names(out.on(ev.Heard(D, wrong), 0.0))
 
 
-def test_strangers_are_not_heard() -> None:
+def test_messages_of_other_processes_are_dropped() -> None:
     out, stranger = sender(), Peer("D", 3)
     assert out.on(ev.Heard(stranger, r.AllReceived(key=KEY)), 0.0) == []
     assert out.on(ev.Heard(stranger, r.Fence(key=KEY, error=ERROR)), 0.0) == []

@@ -279,7 +279,7 @@ def generate(engine: EngineCore | Replicas, asked: Sequence[Submit]) -> dict[int
         # Blocked sequences wait for blocks of a disk, until a deadline of the scheduler.
         if not engine.has_work():
             engine.sleep(_WAIT_S)
-        take(engine.hear())
+        take(engine.poll())
         take(engine.step())
     return found
 

@@ -16,7 +16,7 @@ import msgspec
 
 from weft.cli.reference import Reference
 from weft.cli.verify.tiny import FAMILIES, write_family
-from weft.cli.verify.verify_images import told, with_pictures
+from weft.cli.verify.verify_images import image_counters, with_pictures
 from weft.cli.verify.verify_layout import tiny_model
 from weft.cli.verify.verify_run import (
     ForwardOnly,
@@ -223,8 +223,8 @@ def _groups_answer(
 def _done(role: Role, stats: EngineStats) -> str:
     """Return the counters of an instance of ``role`` as text."""
     if role == "encode":
-        return told(stats, encodes=True)
-    images = "" if stats.embedding_transfers is None else f", {told(stats, encodes=False)}"
+        return image_counters(stats, encodes=True)
+    images = "" if stats.embedding_transfers is None else f", {image_counters(stats, encodes=False)}"
     moved = stats.transfers
     if moved is None:
         return f"{stats.prompt_tokens} prompt tokens, {stats.generation_tokens} output tokens{images}"

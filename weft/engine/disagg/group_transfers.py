@@ -113,7 +113,7 @@ class GroupTransfers:
             for rank in self._others:
                 self._send(rank, data)
 
-    def heard(self, frame: f.TransferToEngine) -> None:
+    def report(self, frame: f.TransferToEngine) -> None:
         """Queue a report from another rank of the group."""
         number = self._others[frame.rank]
         match frame:
