@@ -216,7 +216,7 @@ def test_async(expected: Any) -> None:
     assert asyncio.run(run()) == expected("spool-text")
 
 
-def test_a_caller_hears_that_no_replica_is_left() -> None:
+def test_the_loss_of_all_replicas_is_raised() -> None:
     """The error is not a full queue with a retry."""
     with LLM("spool-text", data_parallel_size=2, **COMMON) as llm:
         for process in processes(llm):

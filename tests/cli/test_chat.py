@@ -172,7 +172,7 @@ def test_three_quotes_take_lines_until_three_quotes() -> None:
     assert [lines.ask() for _ in range(4)] == ["one\n", '"""two\n/reset\n"""\n', "three", None]
 
 
-def test_a_conversation_keeps_what_was_said() -> None:
+def test_a_conversation_keeps_its_messages() -> None:
     talk = ChatHistory("m", "be brief", {"temperature": 0.0})
     talk.say("hi")
     assert talk.body() == {

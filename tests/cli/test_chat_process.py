@@ -78,7 +78,7 @@ def test_commands_in_a_pipe(server: Running, tmp_path: Path) -> None:
     assert (tmp_path / "a.json").stat().st_mode & 0o077 == 0
 
 
-def test_errors_of_the_server_are_told_and_the_message_is_taken_back(server: Running) -> None:
+def test_server_errors_are_shown_and_the_message_is_removed(server: Running) -> None:
     ended = piped("fail\nunknown\nhello\n", server.url)
     assert re.match(r"h(alf|al|a)?\nIt is", ended.stdout)
     assert "the reply broke off: the script ends this output with an error" in ended.stderr

@@ -117,7 +117,7 @@ def test_a_tie_is_not_a_defect() -> None:
     assert said[1] == "here differs: a 0 with margin 1.000e-09; b 1 with margin 1.000e+00: DEFECT"
 
 
-def test_without_transformers_it_says_how_to_install_it(
+def test_missing_transformers_is_an_error_with_advice(
     checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = builtins.__import__

@@ -63,7 +63,7 @@ def test_every_family_moves(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.count("4 of 4 prompts equal to the engine alone") == len(verify_topology.FAMILIES)
 
 
-def test_tokens_that_differ_are_told_with_margins(
+def test_different_tokens_are_reported_with_margins(
     checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The groups' fourth token of every prompt is another one."""

@@ -173,7 +173,7 @@ def test_bytes_that_are_no_ids_fail_that_request_alone(served: Served) -> None:
     assert front.events(1)[-1].finish == "length"
 
 
-def test_a_front_that_said_no_hello_is_not_served(served: Served) -> None:
+def test_an_unregistered_api_server_is_not_served(served: Served) -> None:
     stranger, front = served.front(hello=False), served.front()
     stranger.send(ask(2))
     front.send(ask(1))
@@ -235,7 +235,7 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one(served: Served) -> No
     assert front.stats_when(lambda stats: stats.running == 0).bad_frames == 1
 
 
-def test_a_front_that_says_goodbye_ends_its_own_sequences(served: Served) -> None:
+def test_an_api_server_that_leaves_ends_its_own_sequences(served: Served) -> None:
     leaving, staying = served.front(), served.front()
     leaving.send(ask(1, tokens=90))
     staying.send(ask(2, tokens=60))

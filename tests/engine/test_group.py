@@ -291,7 +291,7 @@ def test_a_failed_collective_is_blamed_on_the_silent_rank() -> None:
     finish(rig)
 
 
-def test_a_collective_that_failed_everywhere_is_nobodys_fault() -> None:
+def test_a_collective_that_failed_on_all_ranks_blames_no_rank() -> None:
     rig = make_rig()
     for rank in range(4):
         break_at(rig.ranks.runners[rank], 4, CommLost("the link broke"))
@@ -358,7 +358,7 @@ def _other(result: Any) -> Any:
     return replace(result, tokens=result.tokens + 1)
 
 
-def test_a_rank_that_was_started_anew_behind_our_back_ends_the_epoch() -> None:
+def test_a_rank_restarted_unnoticed_ends_the_epoch() -> None:
     rig = make_rig()
     load(rig)
     rig.step()

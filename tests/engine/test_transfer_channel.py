@@ -123,7 +123,7 @@ def test_a_peer_that_came_later_is_reached_then(engine: Engine, folder: Path) ->
 
 
 @pytest.mark.requirement("E22")
-def test_an_engine_without_transfers_connects_to_nobody_and_ends_at_once(folder: Path) -> None:
+def test_an_engine_without_transfers_connects_to_no_peer_and_ends_at_once(folder: Path) -> None:
     engine = Engine(folder)
     assert engine.channel._others == {}
     began = time.monotonic()
@@ -273,7 +273,7 @@ class TestPeerWatch:
         assert watch.take() == [self.PEER]
         watch.close()
 
-    def test_a_process_that_had_ended_before_it_was_heard_of(self) -> None:
+    def test_a_process_that_ended_before_its_registration(self) -> None:
         watch = PeerWatch()
         child = self.process()
         process = self.of(child)

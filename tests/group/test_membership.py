@@ -139,7 +139,7 @@ def test_lost_ranks_are_replaced_after_the_engine_has_dropped_its_steps() -> Non
 
 
 @pytest.mark.parametrize("collective", [False, True])
-def test_a_rank_that_told_of_its_failure_is_not_replaced(collective: bool) -> None:
+def test_a_rank_that_reported_its_failure_is_not_replaced(collective: bool) -> None:
     rig = Rig()
     rig.run()
     error = EngineDead("planted").info()

@@ -255,7 +255,7 @@ def test_both_ends_say_that_their_secrets_differ(
     assert told[0].endswith(": wrong --group-secret")
 
 
-def test_a_client_says_that_nothing_listens(clients: list[RendezvousClient]) -> None:
+def test_a_client_reports_a_refused_connection(clients: list[RendezvousClient]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         silent = connect(clients, f"tcp://127.0.0.1:{port}")

@@ -139,7 +139,7 @@ def test_in_float32_bits_are_equal_where_the_backend_is_invariant(make: Callable
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "deepseek_v4"])
-def test_layers_are_told_when_both_micro_batches_have_passed_them(
+def test_layers_are_reported_after_both_micro_batches(
     make: Callable[..., list[Side]], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each layer is reported at once, whatever its size."""

@@ -340,7 +340,7 @@ def test_bad_words_of_several_ids_count_where_they_would_be_completed() -> None:
     assert "bad_words" in found.message
 
 
-def test_a_row_that_failed_for_another_reason_says_so() -> None:
+def test_a_row_that_failed_for_another_reason_reports_that_reason() -> None:
     rig = rig_with(Fixed({7, 8}))
     fail_row(rig, 1, 2)
     rig.drain()

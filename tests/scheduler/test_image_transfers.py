@@ -199,7 +199,7 @@ def test_when_what_comes_for_two_fails_the_other_transfer_gets_its_blocks_once_t
 
 
 @pytest.mark.parametrize("when", ["new", "bound", "some landed"])
-def test_an_abort_gives_everything_back_once_nobody_can_write_it(when: str) -> None:
+def test_an_abort_frees_memory_after_the_last_write(when: str) -> None:
     world = world_of()
     stream = world.ask(ask(0, [3], 4, [5], 1, [6]))
     transfers = transfers_of(world, stream)

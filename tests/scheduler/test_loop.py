@@ -259,7 +259,7 @@ def test_a_leaked_pin_does_not_hide_a_lack_of_progress() -> None:
         plan_for_ever(rig, 10.0)
 
 
-def test_a_pin_on_a_block_that_nobody_lacks_excuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_on_an_unneeded_block_excuses_no_lack_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sequence waits for a slot that is never freed. The pinned block does not excuse the stall."""
     rig = started()
     kind = rig.scheduler._state.caches.kinds[0]

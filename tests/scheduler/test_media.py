@@ -316,7 +316,7 @@ def test_a_larger_cache_is_no_advice_for_pixels_beyond_a_message(monkeypatch: py
         rig.scheduler.add(ask(0, [3], 4, [5]), 0.0)
 
 
-def test_limits_are_told() -> None:
+def test_limits_are_reported() -> None:
     rig = Rig(kv_config(media=limits(most_items=2, cache_bytes=9)), 1)
     with pytest.raises(InvalidRequest, match="has 3 images; at most 2"):
         rig.scheduler.add(ask(0, 1, [3], 1, [3], 1), 0.0)

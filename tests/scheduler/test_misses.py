@@ -71,7 +71,7 @@ def test_misses_reveal_nothing_about_other_clients() -> None:
     assert rig.ask(3, base, salt="four", client=1) == ("salt", 0)
 
 
-def test_a_difference_in_the_first_block_is_told_where_enough_is_alike() -> None:
+def test_a_difference_in_the_first_block_is_reported_for_similar_prompts() -> None:
     rig = Explaining(kv_config(**ROOMY))
     rig.ask(0, list(range(20)))
     assert rig.ask(1, [0, 1, 2, 9, *range(20)]) == ("new", 0)

@@ -518,7 +518,7 @@ class Explaining(TierRig):
 
 
 @pytest.mark.parametrize("mode", ["all", "reused", "sessions"])
-def test_a_miss_says_why_a_block_is_not_stored(mode: StoreMode) -> None:
+def test_a_miss_reports_why_a_block_is_not_stored(mode: StoreMode) -> None:
     """Each reason, for a prompt that the pool has evicted."""
     reasons = {
         "all": {
@@ -541,7 +541,7 @@ def test_a_miss_says_why_a_block_is_not_stored(mode: StoreMode) -> None:
         assert rig.why(1, PROMPT) == reason
 
 
-def test_a_miss_says_that_the_level_with_the_block_does_not_answer() -> None:
+def test_a_miss_reports_a_level_without_an_answer() -> None:
     """A store that is away has removed nothing."""
     rig = Explaining()
     ask(rig, submit(0, PROMPT))
@@ -565,7 +565,7 @@ def test_a_block_whose_ranks_have_no_level_in_common_is_not_stored() -> None:
     assert rig.loads.book.skipped == {"slow": command.size}
 
 
-def test_a_miss_says_that_another_model_has_the_block() -> None:
+def test_a_miss_reports_a_block_of_another_model() -> None:
     first = TierRig(kv_config())
     ask(first, submit(0, PROMPT))
     rig = Explaining()

@@ -288,7 +288,7 @@ def test_states_leave_in_the_plan_after_and_wait_for_a_snapshot() -> None:
     side.check_idle()
 
 
-def test_a_state_that_nobody_wants_any_more_keeps_no_slot() -> None:
+def test_an_unwanted_state_keeps_no_slot() -> None:
     side = Side("prefill", kv_config(states=1, caching=False), max_num_batched_tokens=64)
     for number in (1, 2, 3):
         side.submit(number, [number] * 10)

@@ -173,7 +173,7 @@ def test_the_time_of_a_transfer_counts_from_its_offer() -> None:
     assert [event.finish for event in side.scheduler.expire(1e3 + 10.0)] == ["evicted"]
 
 
-def test_the_end_of_an_attempt_is_not_told_of_the_next_one() -> None:
+def test_the_end_of_an_attempt_is_not_reported_for_the_next_attempt() -> None:
     side = Side("decode", kv_config())
     side.submit(1)
     side.submit(2)

@@ -155,7 +155,7 @@ def test_requests_beyond_the_context_are_refused_at_once() -> None:
         run([Arrival(0.0, 500, 20)])
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     heard: list[tuple[int, int, float]] = []
     kv, sections = kv_config(section(), 512), section()
     simulate(kv, sections, FLAT, varied(1), progress=lambda *told: heard.append(told))

@@ -47,7 +47,7 @@ def test_choices_of_a_prompt_go_together_and_others_to_the_least_loaded() -> Non
     assert one.open(5, request=3) == "b"
 
 
-def test_closing_a_sequence_tells_its_instance_once() -> None:
+def test_closing_a_sequence_notifies_its_instance_once() -> None:
     one = Driver("a").up()
     one.open(1)
     one.on(e.Closed((1,)))
@@ -76,7 +76,7 @@ def test_a_lost_instance_is_replaced_and_its_sequences_go_on_elsewhere() -> None
     assert [(event.token_ids, event.finish) for event in one.told()] == [((9,), "length")]
 
 
-def test_a_loss_that_is_told_twice_counts_once() -> None:
+def test_a_loss_reported_twice_counts_once() -> None:
     one = Driver("a", "b").up()
     one.open(1)
     one.lose("a")
@@ -136,7 +136,7 @@ def test_messages_of_an_old_link_change_nothing() -> None:
     assert one.fleet.table.instances["a"].state is InstanceState.STARTING
 
 
-def test_another_process_may_be_expected_before_the_end_of_the_last_one_is_told() -> None:
+def test_another_process_may_be_expected_before_the_end_of_the_last_one_is_reported() -> None:
     one = Driver("a", "b").up()
     one.open(1)
     one.tokens("a", 1, 7)
@@ -536,7 +536,7 @@ def test_a_pinned_sequence_that_waits_ends_with_its_instance() -> None:
 
 
 @pytest.mark.parametrize(("shutdown", "message"), [(False, m.Goodbye()), (True, m.Shutdown())])
-def test_closing_ends_what_is_open_and_tells_instances(shutdown: bool, message: m.ToEngine) -> None:
+def test_closing_ends_open_sequences_and_notifies_instances(shutdown: bool, message: m.ToEngine) -> None:
     one = Driver("a", "b").up()
     one.open(1)
     one.on(e.Closing(shutdown))
@@ -547,7 +547,7 @@ def test_closing_ends_what_is_open_and_tells_instances(shutdown: bool, message: 
     assert one.of(e.Replace) == []
 
 
-def test_prompt_logprobs_are_told_once() -> None:
+def test_prompt_logprobs_are_reported_once() -> None:
     one = Driver("a", "b").up()
     one.open(1)
 

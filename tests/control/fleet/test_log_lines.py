@@ -26,7 +26,7 @@ def test_a_death_is_one_error_and_a_planned_end_is_none(caplog: pytest.LogCaptur
     assert errors(caplog) == []
 
 
-def test_an_engine_that_says_why_it_fails_is_one_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_reports_its_failure_is_one_error(caplog: pytest.LogCaptureFixture) -> None:
     one = Driver("a", "b").up()
     one.say("a", m.EngineFailed(error=EngineDead("no memory").info()))
     assert errors(caplog) == ["engine a is lost: no memory"]

@@ -218,7 +218,7 @@ ENDED = EndedElsewhere("it has ended at the other end").info()
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
-def test_an_end_at_the_first_token_is_an_end_whoever_reports_first(finish: str) -> None:
+def test_an_end_at_the_first_token_counts_in_either_order_of_reports(finish: str) -> None:
     """The decoder's report is no return: nothing is sent again, and no instance is avoided."""
     one = pairs("p", "d")
     ask(one, 5)
@@ -232,7 +232,7 @@ def test_an_end_at_the_first_token_is_an_end_whoever_reports_first(finish: str) 
 
 
 @pytest.mark.parametrize(("first", "last"), [("p", "d"), ("d", "p")])
-def test_an_error_of_the_request_itself_ends_it_whoever_reports_first(first: str, last: str) -> None:
+def test_a_request_error_ends_the_request_in_either_order_of_reports(first: str, last: str) -> None:
     one = pairs("p", "d")
     ask(one, 5)
     one.tokens(first, 5, finish="evicted", error=ENDED)
@@ -489,7 +489,7 @@ def test_a_sender_that_has_moved_is_lost_under_its_sequence_until_the_cache_has_
     assert (entry.losses, entry.attempt, one.fleet.failovers) == (1, 1, 1)
 
 
-def test_a_word_on_a_process_that_has_been_replaced_shuns_nobody() -> None:
+def test_reports_about_a_replaced_process_shun_no_instance() -> None:
     """The sender handed off the sequence and was replaced. The new process is up.
 
     The loss counts once, whichever report comes first.
@@ -538,7 +538,7 @@ def test_an_error_of_the_request_itself_ends_it_at_both(who: str) -> None:
 
 
 @pytest.mark.requirement("E16")
-def test_the_sender_is_lost_before_it_told_the_first_token() -> None:
+def test_the_sender_is_lost_before_its_first_token() -> None:
     one = pairs("p", "q", "d")
     ask(one, 1)
     one.lose("p")
@@ -551,7 +551,7 @@ def test_the_sender_is_lost_before_it_told_the_first_token() -> None:
 
 
 @pytest.mark.requirement("E16")
-def test_the_sender_is_lost_after_it_told_the_first_token() -> None:
+def test_the_sender_is_lost_after_its_first_token() -> None:
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens("p", 1, 7, position=0, finish="moved")
@@ -597,7 +597,7 @@ def test_a_stall_of_the_front_itself_takes_nothing_from_a_cache_that_is_to_land(
     rest(one, "d", 1)
 
 
-def test_the_sender_is_lost_and_the_decoder_had_told_the_first_token() -> None:
+def test_the_sender_is_lost_after_the_first_token_of_the_decode_instance() -> None:
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens("d", 1, 7, position=0)
@@ -858,7 +858,7 @@ def test_where_one_of_a_role_will_be_back_new_requests_wait_as_long_as_for_any(l
 
 
 @pytest.mark.parametrize("name", ["p", "d"])
-def test_a_planned_restart_of_the_only_one_of_a_role_refuses_nobody(name: str) -> None:
+def test_a_planned_restart_of_the_only_group_of_a_role_refuses_no_request(name: str) -> None:
     """The drain exceeds the time-out of a role. The successor loads for nearly the recovery time-out.
 
     The recovery time-out begins at the end of the draining process.

@@ -51,7 +51,7 @@ def test_a_new_watcher_gets_the_whole_index_and_then_changes() -> None:
     assert [(front, told.number, told.removed) for front, told in reports.changes()] == [(b"other", 3, C)]
 
 
-def test_an_engine_without_a_prefix_cache_tells_nothing() -> None:
+def test_an_engine_without_a_prefix_cache_reports_no_prefixes() -> None:
     reports = PrefixReports(Engine(None))
     assert reports.watch(b"one") == []
     assert reports.changes() == []

@@ -213,7 +213,7 @@ def test_measured_token_times_scale_the_cost_model() -> None:
     assert f"{server.planner.slowness:.0f}" in "23456"
 
 
-def test_an_action_says_its_numbers() -> None:
+def test_an_action_names_its_numbers() -> None:
     server = Server()
     server.run(120, 1.4)
     server.run(60, 2.4)

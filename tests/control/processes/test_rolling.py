@@ -202,7 +202,7 @@ def test_a_restart_waits_for_no_stream_that_no_engine_has() -> None:
     assert rolling.tick(1.0 + SETTLE_S) == [Quit("0", 1)]
 
 
-def test_a_restart_that_waits_says_for_whom(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_waiting_restart_names_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     """Once, and not before the process had time to answer."""
     _, rolling = made(["0", "1"])
     rolling.begin()

@@ -94,13 +94,13 @@ def test_tombstones_of_unknown_transfers_are_bounded_in_bytes() -> None:
     assert not known._bytes
 
 
-def test_the_senders_own_prefix_hit_is_told_to_its_ranks() -> None:
+def test_the_senders_prefix_hit_is_sent_to_its_ranks() -> None:
     out = sender("new")
     out.on(ev.Offer(OFFER, 6), 0.0)
     assert out.on(ev.Heard(D, BOUND), 0.0)[0] == ev.Push(KEY, OFFER, BOUND, 6)
 
 
-def test_ranks_that_do_not_say_that_they_stopped_are_told_again() -> None:
+def test_stops_are_repeated_to_ranks_without_a_report() -> None:
     """The request or the answer may have been lost with a connection, and no step shows the loss."""
     into = TransferReceiver(GROUP.dims, patience=PATIENCE)
     into.on(ev.Open(KEY, P, 1000.0), 0.0)

@@ -176,7 +176,7 @@ def test_a_receiver_that_does_not_answer_leaves_the_ring_to_others(pair: Callabl
     assert other.receivers[0].wait(AGAIN).outcome is Outcome.done
 
 
-def test_a_thread_that_fails_ends_its_copies_before_it_says_that_it_has_stopped(
+def test_a_failed_thread_ends_its_copies_before_it_reports_the_stop(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = pair("staged shm", copies=LateCopies)

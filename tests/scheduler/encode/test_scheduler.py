@@ -132,7 +132,7 @@ class TestOneSequence:
         assert world.finishes(1) == ["abort"]
         world.check_idle()
 
-    def test_an_end_that_was_not_told_is_told_once(self) -> None:
+    def test_an_unreported_end_is_reported_once(self) -> None:
         """A second report would end a later attempt with the same id."""
         world = World(limits())
         world.submit(submit(1, [(5, 3)]))
