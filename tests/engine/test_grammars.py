@@ -35,7 +35,6 @@ from weft.config.resolve import resolve
 from weft.engine.core import EngineCore
 from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.grammar import build
-from weft.scheduler.sequence import Running
 from weft.types import messages as m
 from weft.types.grammar import Grammar, Regex
 from weft.types.sampling import TokenParams
@@ -316,19 +315,6 @@ class Client:
     def _made(self) -> int:
         return int(self.engine.stats().generation_tokens)
 
-    def return_to_router(self) -> bool:
-        (core,) = self.engine.cores("decode")
-        state = core.scheduler._state
-        for one in [one for one in state.running if not one.protected]:
-            assert isinstance(one.state, Running)
-            state.preempt(one, one.state)
-            return True
-        return False
-
-    def lose(self) -> bool:
-        self.engine.lose("decode0")
-        return True
-
 
 def settings(folder: Path) -> dict[str, Any]:
     common = {"model": str(folder), "dtype": "float64", "device": "cpu", "max_model_len": MAX_LEN}
@@ -365,7 +351,7 @@ def test_prefill_and_decode_apart_and_continued_after_each_token(client: Client,
     prefill, decode = (client.engine.cores(role)[0].stats() for role in ("prefill", "decode"))
     assert prefill.constrained_steps == 1, "the first token is masked where it is computed"
     assert decode.constrained_steps >= len(expected.token_ids) - 1
-    for how in (client.return_to_router, client.lose):
+    for how in (client.engine.return_to_router, client.engine.lose_decode):
         for after in range(2, len(expected.token_ids), 3):
             found = client.ask(grammar, after, how)
             assert (found.text, found.token_ids) == (expected.text, expected.token_ids), after

@@ -330,12 +330,12 @@ def test_a_message_that_cannot_be_taken_in_ends_its_transfer_alone(monkeypatch: 
     pair = Pair()
     first, second = pair.bound(1), pair.key(2)
     machine = pair.receiver.transfers._machine
-    heard = machine._heard
+    handled = machine._message
 
     def poisoned(event: ev.Heard, now: float) -> list[ev.Action]:
         if event.message.key == first and isinstance(event.message, r.Metadata):
             raise ZeroDivisionError
-        return heard(event, now)
+        return handled(event, now)
 
     monkeypatch.setattr(machine, "_message", poisoned)
     pair.finish(first)

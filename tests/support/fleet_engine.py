@@ -27,6 +27,7 @@ from weft.control.fleet.fleet import Fleet
 from weft.control.fleet.instance_table import Patience
 from weft.engine.core import EngineCore
 from weft.engine.server.replicas import summed
+from weft.scheduler.sequence import Running
 from weft.types import messages as m
 from weft.types.transfer import Peer
 
@@ -137,6 +138,21 @@ class FleetEngine:
                 assert stats.kv_usage == 0.0
             else:
                 assert stats.free_blocks == engine.free
+
+    def return_to_router(self) -> bool:
+        """Make the decode group return a running sequence. Return False if no sequence runs."""
+        (core,) = self.cores("decode")
+        state = core.scheduler._state
+        for one in [one for one in state.running if not one.protected]:
+            assert isinstance(one.state, Running)
+            state.preempt(one, one.state)
+            return True
+        return False
+
+    def lose_decode(self) -> bool:
+        """Lose the process of the first decode group. Return True."""
+        self.lose("decode0")
+        return True
 
     def lose(self, name: str) -> None:
         """Kill a group and start its replacement. Other groups see the end of a process."""
