@@ -141,7 +141,7 @@ def test_bytes_that_come_before_their_rank_knows_of_the_transfer_are_parked(kind
     later = time.monotonic() + 0.2
     pair.until(lambda: time.monotonic() > later)
     assert (other.pool == -1.0).all(), "bytes were taken in before the room was known"
-    assert not any(pair.told(key, "TransferReceived") for key in keys)
+    assert not any(pair.reported(key, "TransferReceived") for key in keys)
     pair.receiver.group.deliver()
     pair.land(*keys)
     for key in keys:
@@ -168,7 +168,7 @@ def test_ranks_that_receive_one_transfer_do_not_wait_for_each_other(make: Make) 
     value, _, blocks = pair.images[key]
     pair.until(lambda: bool((quick.rows(blocks, 300)[:, 150:] == value[:, 150:]).all()))
     assert (slow.pool == -1.0).all()
-    assert not pair.told(key, "TransferReceived")
+    assert not pair.reported(key, "TransferReceived")
     go_on.set()
     pair.land(key)
     pair.check(key)
@@ -347,7 +347,7 @@ def test_a_group_that_loses_ranks_gives_all_transfers_up_and_stops_them(end: str
         pair.compute(late)
         later = time.monotonic() + 0.2
         pair.until(lambda: time.monotonic() > later)
-        assert not pair.told(late, "TransferReceived"), "it was taken in by ranks that are not there"
+        assert not pair.reported(late, "TransferReceived"), "it was taken in by ranks that are not there"
         engine.transfers.regain()
         pair.land(late)
         pair.check(late)
@@ -447,10 +447,10 @@ def test_random_transfers_end_once_at_both_ends_and_what_received_is_right(
             if draw.random() < 0.2:
                 pair.receiver.scheduler.postpone.discard(key)
         for engine in draw.sample(pair.engines, 2):
-            received = {e.key for e in engine.scheduler.told if isinstance(e, r.TransferReceived)}
+            received = {e.key for e in engine.scheduler.reported if isinstance(e, r.TransferReceived)}
             engine.turn()
             if engine is pair.receiver:
-                for event in engine.scheduler.told:
+                for event in engine.scheduler.reported:
                     if isinstance(event, r.TransferReceived) and event.key not in received:
                         pair.check(event.key, fresh=False)
                         checked += 1

@@ -44,7 +44,7 @@ def make_rig(depth: int = 1, workers: int = 3, up: bool = True, **section: Any) 
 
 
 def load(rig: GroupRig, many: int = 6) -> None:
-    first = len(rig.told)
+    first = len(rig.outputs)
     for number in range(many):
         rig.submit(submit(first + number, [1 + number, 2, 3, 4, 5], max_tokens=6 + number))
 
@@ -53,7 +53,7 @@ def finish(rig: GroupRig) -> None:
     rig.drain()
     rig.ranks.engine.settle()
     rig.ranks.check_equal()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -110,8 +110,8 @@ def test_a_rank_that_cannot_load_its_configuration_is_a_config_error(
     error: WeftError, kind: type[WeftError]
 ) -> None:
     rig = make_rig(up=False)
-    told = f.encode(f.RankFailed(rank=3, epoch=-1, step=-1, error=error.info()))
-    rig.ranks.net.plant(LinkFault(peer=rig.ranks.peer(3), to_rank=False, at=1, deed=lambda data: [told]))
+    output = f.encode(f.RankFailed(rank=3, epoch=-1, step=-1, error=error.info()))
+    rig.ranks.net.plant(LinkFault(peer=rig.ranks.peer(3), to_rank=False, at=1, deed=lambda data: [output]))
     with pytest.raises(kind, match=r"rank 3 of the group is lost: no room"):
         rig.ranks.up()
 
@@ -608,7 +608,7 @@ def test_finish_error_cancel_preemption_and_drain_all_travel_in_frames() -> None
     stats = rig.scheduler.stats()
     assert stats.preemptions > 0
     assert stats.row_errors == 1
-    assert {told.finish for told in rig.told.values()} == {"abort", "error", "length"}
+    assert {output.finish for output in rig.outputs.values()} == {"abort", "error", "length"}
     rig.submit(submit(50, [1, 2, 3], max_tokens=1))  # the plan that names the last sequences' ends
     finish(rig)
 

@@ -50,7 +50,7 @@ def test_a_transfer_from_its_offer_to_its_landing() -> None:
     land(pair, key)
     assert sender.scheduler.kinds(key) == ["TransferBound", "TransferReceived"]
     assert receiver.scheduler.kinds(key) == ["TransferWanted", "TransferReceived"]
-    received = receiver.scheduler.told[-1]
+    received = receiver.scheduler.reported[-1]
     assert isinstance(received, r.TransferReceived)
     assert received.first == (r.FirstToken(0, 5),)
     assert kinds(sender) == ["PushTransfer", "StopTransfer"]
@@ -141,7 +141,7 @@ def test_a_peer_that_has_ended_fails_its_transfers_at_once_and_gives_their_memor
         pair.sender.turn()
         pair.sender.turn()  # the ranks have stopped
         assert pair.sender.scheduler.kinds(key)[-2:] == ["TransferFailed", "TransferFreed"]
-        failed = pair.sender.scheduler.told[-2]
+        failed = pair.sender.scheduler.reported[-2]
         assert isinstance(failed, r.TransferFailed)
         assert failed.error.code == "peer_ended", "a front sends nothing there, then"
         assert not pair.sender.scheduler.held

@@ -128,13 +128,13 @@ class FakeScheduler:
         self.free = list(range(1, BLOCKS))
         self.held: dict[TransferKey, list[int]] = {}
         self.requests: deque[r.TransferRequest] = deque()
-        self.told: list[r.TransferEvent] = []
+        self.reported: list[r.TransferEvent] = []
         self.later: dict[TransferKey, None] = {}
         """Postponed transfers."""
         self.refuse = refuse
 
     def kinds(self, key: TransferKey) -> list[str]:
-        return [type(event).__name__ for event in self.told if event.key == key]
+        return [type(event).__name__ for event in self.reported if event.key == key]
 
     def hold(self, key: TransferKey) -> tuple[r.Blocks, ...]:
         assert key not in self.held
@@ -154,7 +154,7 @@ class FakeScheduler:
         return asked
 
     def transfer(self, event: r.TransferEvent, now: float) -> list[TokenEvent]:
-        self.told.append(event)
+        self.reported.append(event)
         key = event.key
         match event:
             case r.TransferWanted():

@@ -34,5 +34,5 @@ def test_caches_survive_faults_of_the_network(cluster: Cluster, alone: Alone) ->
             cluster.hosts.cable("down")
             time.sleep(12)
             cluster.hosts.cable("up")
-        assert server.told() == alone.texts, deed
+        assert server.received() == alone.texts, deed
     server.stop()

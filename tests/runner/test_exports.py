@@ -58,9 +58,9 @@ def receive(side: Side, slot: int, tables: list[list[int]], token: int) -> list[
 
 def land(sender: Side, receiver: Side) -> None:
     for side in (receiver, sender):
-        told = side.told()
-        assert isinstance(told, RankReport)
-        assert (told.outcome, told.error, told.key) == (Outcome.done, None, KEY)
+        report = side.next_report()
+        assert isinstance(report, RankReport)
+        assert (report.outcome, report.error, report.key) == (Outcome.done, None, KEY)
 
 
 def spoil(side: Side) -> None:

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.scheduler.fake_runner import kv_config, submit
-from tests.scheduler.harness import Rig, Told
+from tests.scheduler.harness import Output, Rig
 from weft.common.errors import EngineDead
 from weft.kv.cache_groups import FullGroup
 from weft.scheduler.scheduler import BLOCKED_S, MAX_EMPTY_PLANS
@@ -29,7 +29,7 @@ def started(**section: object) -> Rig:
 def listened(rig: Rig, sequence: int, **more: object) -> Submit:
     """Return a Submit, and register the sequence with the rig."""
     one = submit(sequence, [5, 2, 3], max_tokens=4, **more)
-    rig.told[sequence] = Told(one)
+    rig.outputs[sequence] = Output(one)
     return one
 
 
@@ -71,7 +71,7 @@ def test_only_the_plan_that_ran_commits() -> None:
     with pytest.raises(EngineDead, match="in the order they were planned"):
         rig.scheduler.commit(replace(plan, micro_batches=2), result, 0.0)
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
 
 
 # ---- slot updates alone
@@ -91,7 +91,7 @@ def test_ops_without_rows_are_a_plan_like_any_other() -> None:
     assert (rig.scheduler.steps, rig.scheduler.stats().idle_steps) == (steps + 1, 1)
     rig.submit(submit(1, [4, 5], max_tokens=3))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -107,11 +107,11 @@ def test_an_op_keeps_its_slot_until_its_plan_has_committed() -> None:
     assert plan is not None
     assert (plan.rows, len(plan.ops)) == (0, 1)
     rig.commit()
-    assert rig.told[0].finish == "length"
+    assert rig.outputs[0].finish == "length"
     assert rig.scheduler.stats().free_slots == free, "a plan in flight names the slot"
     rig.commit()
     assert rig.scheduler.stats().free_slots == free + 1
-    rig.check_told()
+    rig.check_outputs()
 
 
 def test_an_op_goes_with_its_sequence() -> None:
@@ -138,7 +138,7 @@ def test_blocked_sequences_are_neither_work_nor_lack_of_progress() -> None:
     rig.scheduler.arrived(77)
     assert rig.scheduler.has_work()
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -151,7 +151,7 @@ def test_others_pass_by_and_its_turn_is_kept() -> None:
     rig.scheduler.arrived(0)
     assert [s.id for s in rig.scheduler._state.waiting] == [0, 2]
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -167,7 +167,7 @@ def test_an_blocked_sequence_can_end_and_its_parallel_samples_go_on() -> None:
     rig.scheduler.arrived(1)
     assert type(rig.scheduler._state.live[1].state) is Waiting
     rig.drain()
-    assert {n: told.finish for n, told in rig.told.items()} == {0: "abort", 1: "length", 2: "length"}
+    assert {n: output.finish for n, output in rig.outputs.items()} == {0: "abort", 1: "length", 2: "length"}
     rig.check_idle()
 
 
@@ -205,7 +205,7 @@ def test_pinned_blocks_are_not_reused_after_a_loss() -> None:
         scheduler.unpin(0, block)
         assert scheduler.has_work()
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -248,7 +248,7 @@ def test_a_pin_excuses_a_lack_of_progress_until_its_deadline() -> None:
     for block in held:
         rig.scheduler.unpin(0, block)
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -302,9 +302,9 @@ def test_blocked_sequences_have_a_deadline() -> None:
     assert event.error.code == "deadline_exceeded"
     assert list(rig.scheduler._state.live) == [1, 2]
     assert [one.sequence for one in rig.scheduler.expire(5.0 + BLOCKED_S)] == [1]
-    rig.told.pop(0)
-    rig.told.pop(1)
+    rig.outputs.pop(0)
+    rig.outputs.pop(1)
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     assert not rig.scheduler.blocked

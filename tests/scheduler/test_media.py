@@ -111,7 +111,7 @@ def check_book(rig: Rig) -> None:
 
 def drain(rig: Rig) -> None:
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     check_book(rig)
     assert not book_of(rig)._uses
@@ -157,12 +157,12 @@ def test_the_same_image_is_found_and_another_one_in_its_place_is_not_shared() ->
     assert (rig.runner.encoded, rig.scheduler.stats().image_hits) == (1, 1)
     rig.submit(ask(2, [3], 9, [5, 6, 7, 8]))  # the same size as the first image
     drain(rig)
-    assert rig.told[2].num_cached == 0
-    assert rig.told[2].tokens != rig.told[0].tokens
+    assert rig.outputs[2].num_cached == 0
+    assert rig.outputs[2].tokens != rig.outputs[0].tokens
     rig.submit(ask(3, [3], 4, [5, 6, 7, 8]))
     drain(rig)
-    assert rig.told[3].num_cached == 12
-    assert rig.told[3].tokens == rig.told[0].tokens
+    assert rig.outputs[3].num_cached == 12
+    assert rig.outputs[3].tokens == rig.outputs[0].tokens
 
 
 def test_a_prefix_may_end_within_an_image() -> None:
@@ -172,7 +172,7 @@ def test_a_prefix_may_end_within_an_image() -> None:
     drain(rig)
     rig.submit(ask(1, [3], 4, [6, 7], max_tokens=1))
     drain(rig)
-    assert rig.told[1].num_cached == 8
+    assert rig.outputs[1].num_cached == 8
     binds = ops(rig.plans[-1], BindMedia)
     assert [(op.start, op.count) for op in binds] == [(1, 10)]  # type: ignore[attr-defined]
     assert rig.runner.encoded == 1
@@ -185,7 +185,7 @@ def test_the_same_tokens_and_images_in_other_places() -> None:
     drain(rig)
     rig.submit(ask(1, 4, 1, [5, 6], max_tokens=1))
     drain(rig)
-    assert rig.told[1].num_cached == 0
+    assert rig.outputs[1].num_cached == 0
     assert rig.runner.encoded == 2
 
 
@@ -458,13 +458,13 @@ def random_load(seed: int, depth: int) -> Rig:
         parts = rng.choice(earlier)[: rng.randint(1, 6)] if rng.random() < 0.5 else random_parts(rng)
         earlier.append(parts)
         for choice in range(rng.choice([1, 1, 2])):
-            rig.submit(random_ask(rng, len(rig.told), request, choice, parts))
+            rig.submit(random_ask(rng, len(rig.outputs), request, choice, parts))
         for _ in range(rng.randint(0, 5)):
             rig.step()
             rig.audit()
             check_book(rig)
         if rng.random() < 0.1:
-            rig.finish(rng.randrange(len(rig.told)))
+            rig.finish(rng.randrange(len(rig.outputs)))
         if rng.random() < 0.05:
             rig.lose()
     drain(rig)

@@ -28,8 +28,8 @@ class Explaining(Rig):
             self.scheduler._state.misses.memory = PrefixMemory(kv.block_size, most)
         self.misses: dict[int, CacheMiss] = {}
 
-    def hear(self, events: list[TokenEvent]) -> None:
-        super().hear(events)
+    def collect(self, events: list[TokenEvent]) -> None:
+        super().collect(events)
         for event in events:
             if event.cache_miss is not None:
                 assert event.sequence not in self.misses, "told twice"
@@ -50,7 +50,7 @@ def test_each_reason() -> None:
     assert rig.ask(0, base) == ("new", 0)
     assert rig.ask(1, base) == ("none", 16)
     assert rig.ask(2, [*base[:18], 40, 41, 42, 43]) == ("differs", 18)
-    output = rig.told[1].tokens
+    output = rig.outputs[1].tokens
     assert ids_from_bytes(rig.misses[2].theirs).tolist() == [18, 19, *output][:32]
     assert rig.ask(3, [*base, *output, 1, 2, 3, 4, 5]) == ("new", 24)  # continues after others
     assert rig.ask(4, base, salt="x") == ("salt", 0)
@@ -58,7 +58,7 @@ def test_each_reason() -> None:
     assert rig.ask(6, [0, 1, 2]) == ("none", 0)  # the prompt has no full block
     assert rig.ask(7, base, prompt_logprobs=0) == ("disabled", 0)
     assert rig.ask(8, [*base[:6], 49, *base[7:]]) == ("differs", 6)
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 
@@ -150,9 +150,9 @@ def test_random_loads_are_explained_once_and_within_bounds(depth: int) -> None:
             if rng.random() < 0.03:
                 rig.lose()
         rig.drain()
-        rig.check_told()
+        rig.check_outputs()
         rig.check_idle()
-        for number, told in rig.told.items():
+        for number, told in rig.outputs.items():
             assert (number in rig.misses) or told.aborted or told.given_up
             if number in rig.misses:
                 assert rig.misses[number].position >= told.num_cached

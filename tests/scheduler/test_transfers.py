@@ -431,8 +431,8 @@ def test_a_receiver_decodes_from_its_first_step_on(facts: dict[str, Any], depth:
     assert sum(isinstance(op, LoadState) for op in plan.ops) == (2 if "states" in facts else 0)
     assert sum(isinstance(op, AppendBlocks) for op in plan.ops) >= 1
     side.drain()
-    told = [token for event in side.events for token in event.token_ids]
-    assert (told, side.events[-1].finish) == (tokens, finish)
+    output = [token for event in side.events for token in event.token_ids]
+    assert (output, side.events[-1].finish) == (tokens, finish)
     positions = [event.position for event in side.events]
     lengths = [len(event.token_ids) for event in side.events]
     assert positions == [sum(lengths[:number]) for number in range(len(lengths))]
@@ -487,8 +487,8 @@ def test_parallel_samples_are_answered_once_the_first_sample_has_received_or_end
         side.land(1, one, requests[1])
         side.drain()
         for number, request in enumerate(requests):
-            told = [t for event in side.events if event.sequence == number for t in event.token_ids]
-            assert told == alone(request, 48)[0]
+            output = [t for event in side.events if event.sequence == number for t in event.token_ids]
+            assert output == alone(request, 48)[0]
         side.check_idle()
     side = Side("decode", kv_config())
     for choice in range(3):
@@ -609,8 +609,8 @@ def test_a_receiver_ends_before_its_transfer(when: str, how: str) -> None:
             assert events == []
             events = side.transfer(r.TransferFailed(key_of(1), ERROR))
     assert [event.finish for event in events] == ["abort" if how == "abort" else "evicted"]
-    told = how == "failed" or (how == "lost" and when == "awaiting")
-    assert names(side.scheduler.transfer_requests()) == ([] if told else ["CancelTransfer"])
+    output = how == "failed" or (how == "lost" and when == "awaiting")
+    assert names(side.scheduler.transfer_requests()) == ([] if output else ["CancelTransfer"])
     assert side.held == held
     assert side.scheduler.transfer(r.TransferReceived(key_of(1), (FirstToken(0, 1),)), 6.0) == []
     side.transfer(r.TransferFreed(key_of(1)))

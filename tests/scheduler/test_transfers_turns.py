@@ -220,7 +220,7 @@ def test_sequences_that_ran_at_a_loss_are_returned_with_their_own_code(role: str
             or request.error is None
             or (request.error.code != "group_lost")
         ), "the other group was not lost"
-    told = side.lose()
-    assert [(e.sequence, e.finish, e.error) for e in told] == (
+    output = side.lose()
+    assert [(e.sequence, e.finish, e.error) for e in output] == (
         [] if role == "prefill" else [(2, "evicted", None)]
     )

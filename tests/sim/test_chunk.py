@@ -118,7 +118,7 @@ def test_the_scheduler_takes_the_floor_and_all_tokens_are_right(depth: int) -> N
     for number in range(1, 5):
         rig.submit(submit(number, [number] * 40, max_tokens=2))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
     mixed = [plan for plan in rig.plans if plan.decode.rows and plan.prefill.rows]
     assert mixed
@@ -132,7 +132,7 @@ def test_a_target_that_everything_meets_changes_no_plan() -> None:
         for number in range(12):
             rig.submit(submit(number, [number] * (10 + number), max_tokens=5))
         rig.drain()
-        rig.check_told()
+        rig.check_outputs()
         plans.append([(p.prefill.count.tolist(), p.decode.start.tolist()) for p in rig.plans])
     assert plans[0] == plans[1]
 
@@ -153,7 +153,7 @@ def test_random_loads_under_random_targets(seed: int) -> None:
             if rig.plans:
                 rig.scheduler.observe(rig.plans[-1], rng.uniform(0.001, 0.02))
     rig.drain()
-    rig.check_told()
+    rig.check_outputs()
     rig.check_idle()
 
 

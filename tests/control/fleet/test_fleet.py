@@ -31,13 +31,13 @@ def test_a_sequence_from_its_opening_to_its_end() -> None:
     assert (submit.sequence, submit.attempt) == (5, 0)
     assert one.fleet.table.instances["a"].load > 1  # the prompt is still to be computed
     one.tokens("a", 5, 7, 8)
-    assert [event.token_ids for event in one.told()] == [(7, 8)]
+    assert [event.token_ids for event in one.delivered()] == [(7, 8)]
     assert one.loads() == [1]
     one.tokens("a", 5, 9, finish="length")
-    assert [(event.token_ids, event.finish) for event in one.told()] == [((9,), "length")]
+    assert [(event.token_ids, event.finish) for event in one.delivered()] == [((9,), "length")]
     assert (one.fleet.entries, one.loads()) == ({}, [0])
     one.tokens("a", 5, 9)
-    assert (one.told(), one.fleet.late_events) == ([], 1)
+    assert (one.delivered(), one.fleet.late_events) == ([], 1)
 
 
 def test_choices_of_a_prompt_go_together_and_others_to_the_least_loaded() -> None:
@@ -55,7 +55,7 @@ def test_closing_a_sequence_notifies_its_instance_once() -> None:
     one.on(e.Closed((1,)))
     assert one.actions == []
     one.tokens("a", 1, 7)  # was in flight
-    assert (one.told(), one.fleet.late_events, one.loads()) == ([], 1, [0])
+    assert (one.delivered(), one.fleet.late_events, one.loads()) == ([], 1, [0])
 
 
 # -- losses
@@ -71,9 +71,9 @@ def test_a_lost_instance_is_replaced_and_its_sequences_go_on_elsewhere() -> None
     assert [action.instance for action in one.of(e.Send)] == ["b", "b"]
     assert [ids(message) for message in one.sent()] == [[7, 8], []]
     assert one.fleet.failovers == 2
-    assert one.told() == []
+    assert one.delivered() == []
     one.tokens("b", 1, 9, finish="length")
-    assert [(event.token_ids, event.finish) for event in one.told()] == [((9,), "length")]
+    assert [(event.token_ids, event.finish) for event in one.delivered()] == [((9,), "length")]
 
 
 def test_a_loss_reported_twice_counts_once() -> None:
@@ -102,7 +102,7 @@ def test_sequences_wait_where_none_lives_and_only_so_long() -> None:
     one.now += PATIENCE.recovery
     assert one.fleet.next_deadline() == one.now
     one.on(e.Tick())
-    assert [error_of(event).message for event in one.told()] == [LATE]
+    assert [error_of(event).message for event in one.delivered()] == [LATE]
     refusal = one.fleet.refusal()
     assert refusal is not None
     assert refusal.http_status == 503
@@ -115,10 +115,10 @@ def test_a_sequence_loses_only_so_many_instances() -> None:
     one.open(1)
     for _ in range(MOST_LOSSES):
         one.lose("a")
-        assert one.told() == []
+        assert one.delivered() == []
         one.up("a")
     one.lose("a")
-    assert [error_of(event).code for event in one.told()] == ["engine_dead"]
+    assert [error_of(event).code for event in one.delivered()] == ["engine_dead"]
     assert one.fleet.entries == {}
 
 
@@ -128,7 +128,7 @@ def test_messages_of_an_old_link_change_nothing() -> None:
     old = one.link["a"]
     one.lose("a")
     one.tokens("a", 1, 7, link=old)
-    assert (one.told(), one.fleet.late_events) == ([], 1)
+    assert (one.delivered(), one.fleet.late_events) == ([], 1)
     one.expect("a")
     one.say("a", one.welcome("a"), link=old)
     assert one.fleet.table.instances["a"].state is InstanceState.STARTING
@@ -246,7 +246,7 @@ def test_a_stall_of_the_front_itself_does_not_use_patience_up() -> None:
     one.now += 50.0
     one.on(e.Stalled(50.0))
     one.on(e.Tick())
-    assert one.told() == []
+    assert one.delivered() == []
     one.on(e.Linked("a", one.link["a"]))
     one.say("a", one.welcome("a"))
     assert len(one.sent()) == 1
@@ -287,7 +287,7 @@ def test_all_engines_retired_ends_the_fleet() -> None:
     one.lose("b")
     one.on(e.Retired("b", DIED))
     assert one.of(e.Failed) == [e.Failed(DIED)]
-    assert [error_of(event).code for event in one.told()] == ["engine_dead"]
+    assert [error_of(event).code for event in one.delivered()] == ["engine_dead"]
     assert one.fleet.refusal() is not None
     assert one.fleet.next_deadline() > 0
 
@@ -344,9 +344,9 @@ def test_events_of_an_earlier_attempt_are_late() -> None:
     assert [(ids(message), getattr(message, "attempt", None)) for message in one.sent()] == [([7], 1)]
     one.tokens("a", 1, 8, attempt=0)  # was in flight at the pause
     one.tokens("a", 1, finish="abort", attempt=0)
-    assert (one.told(), one.fleet.late_events) == ([], 2)
+    assert (one.delivered(), one.fleet.late_events) == ([], 2)
     one.tokens("a", 1, 8, finish="length", attempt=1)
-    assert [(event.token_ids, event.finish) for event in one.told()] == [((8,), "length")]
+    assert [(event.token_ids, event.finish) for event in one.delivered()] == [((8,), "length")]
 
 
 # -- refusals, evictions
@@ -356,10 +356,10 @@ def test_a_refused_sequence_goes_to_another_instance() -> None:
     one = Driver("a", "b").up()
     assert one.open(1) == "a"
     one.refuse("a", 1)
-    assert one.told() == []
+    assert one.delivered() == []
     assert [action.instance for action in one.of(e.Send)] == ["b"]
     one.refuse("b", 1)
-    assert [error_of(event).http_status for event in one.told()] == [429]
+    assert [error_of(event).http_status for event in one.delivered()] == [429]
     assert one.loads() == [0, 0]
 
 
@@ -377,12 +377,12 @@ def test_a_returned_sequence_continues_elsewhere(how: str) -> None:
     one = Driver("a", "b").up()
     one.open(1)
     one.tokens("a", 1, 7, finish=how)
-    assert [(event.token_ids, event.finish) for event in one.told()] == [((7,), None)]
+    assert [(event.token_ids, event.finish) for event in one.delivered()] == [((7,), None)]
     assert [(action.instance, ids(action.message)) for action in one.of(e.Send)] == [("b", [7])]
     assert one.fleet.entries[1].losses == 0
     assert one.fleet.failovers == 0
     one.tokens("b", 1, 8, finish="stop", stop_id=8)
-    assert [(event.token_ids, event.finish) for event in one.told()] == [((8,), "stop")]
+    assert [(event.token_ids, event.finish) for event in one.delivered()] == [((8,), "stop")]
 
 
 def test_an_instance_that_gives_all_back_is_not_asked_for_ever() -> None:
@@ -392,7 +392,7 @@ def test_an_instance_that_gives_all_back_is_not_asked_for_ever() -> None:
         one.give_back("a", 1)
         assert len(one.sent()) == 1
     one.tokens("a", 1, finish="evicted")
-    assert [error_of(event).code for event in one.told()] == ["unavailable"]
+    assert [error_of(event).code for event in one.delivered()] == ["unavailable"]
     assert one.fleet.entries == {}
 
 
@@ -402,7 +402,7 @@ def test_an_error_of_the_request_itself_is_not_retried() -> None:
     wrong = ErrorInfo(code="invalid_request", message="no", blame="client", http_status=400)
     one.tokens("a", 1, finish="error", error=wrong)
     assert one.sent() == []
-    assert [error_of(event) for event in one.told()] == [wrong]
+    assert [error_of(event) for event in one.delivered()] == [wrong]
 
 
 # -- pauses
@@ -450,9 +450,9 @@ def test_a_sequence_resumed_after_the_recovery_timeout_fails_at_once() -> None:
     one.lose("a")
     one.now += PATIENCE.recovery
     one.on(e.Tick())
-    assert one.told() == []  # the client does not read
+    assert one.delivered() == []  # the client does not read
     one.on(e.Resumed((1,)))
-    assert [error_of(event).message for event in one.told()] == [LATE]
+    assert [error_of(event).message for event in one.delivered()] == [LATE]
 
 
 # -- domains, draining, retirement
@@ -470,7 +470,7 @@ def test_those_of_an_expert_group_work_together_or_not_at_all() -> None:
     one.on(e.Retired("b", DIED))
     assert one.of(e.Failed)
     assert {instance.state for instance in one.fleet.table.instances.values()} == {InstanceState.RETIRED}
-    assert sorted(event.sequence for event in one.told()) == [1, 2]
+    assert sorted(event.sequence for event in one.delivered()) == [1, 2]
 
 
 def test_one_that_drains_gets_nothing_new_and_finishes_what_it_has() -> None:
@@ -479,7 +479,7 @@ def test_one_that_drains_gets_nothing_new_and_finishes_what_it_has() -> None:
     one.on(e.Draining("a"))
     assert [one.open(2 + n, request=2 + n) for n in range(3)] == ["b", "b", "b"]
     one.tokens("a", 1, 7, finish="length")
-    assert [event.finish for event in one.told()] == ["length"]
+    assert [event.finish for event in one.delivered()] == ["length"]
     one.lose("a")
     assert one.of(e.Replace)
 
@@ -489,12 +489,12 @@ def test_where_all_drain_sequences_wait_until_that_is_over_and_then_only_so_long
     one.on(e.Draining("a"))
     assert one.open(1) is None
     one.wait(PATIENCE.recovery + 1)
-    assert one.told() == []
+    assert one.delivered() == []
     one.lose("a")
     one.wait(PATIENCE.recovery - 1)
-    assert (one.told(), one.fleet.refusal()) == ([], None)
+    assert (one.delivered(), one.fleet.refusal()) == ([], None)
     one.wait(1)
-    assert [error_of(event).message for event in one.told()] == [LATE]
+    assert [error_of(event).message for event in one.delivered()] == [LATE]
 
 
 # -- pinned sequences
@@ -504,21 +504,21 @@ def test_a_pinned_sequence_goes_nowhere_else_and_ends_with_its_instance() -> Non
     one = Driver("a", "b").up()
     assert one.open(1, pinned="b") == "b"
     one.refuse("b", 1)
-    assert [error_of(event).http_status for event in one.told()] == [429]
+    assert [error_of(event).http_status for event in one.delivered()] == [429]
     one.open(2, pinned="b")
     one.lose("b")
     assert one.sent() == []
-    assert [error_of(event).message for event in one.told()] == ["it died"]
+    assert [error_of(event).message for event in one.delivered()] == ["it died"]
 
 
 def test_a_pinned_sequence_does_not_wait_for_an_instance_that_is_gone() -> None:
     one = Driver("a", "b").up()
     one.lose("b")
     one.open(1, pinned="b")
-    assert [error_of(event).code for event in one.told()] == ["unavailable"]
+    assert [error_of(event).code for event in one.delivered()] == ["unavailable"]
     one.on(e.Retired("b", DIED))
     one.open(2, pinned="b")
-    assert [error_of(event).code for event in one.told()] == ["unavailable"]
+    assert [error_of(event).code for event in one.delivered()] == ["unavailable"]
     assert one.fleet.entries == {}
 
 
@@ -527,7 +527,7 @@ def test_a_pinned_sequence_that_waits_ends_with_its_instance() -> None:
     one.open(1, pinned="b")
     one.on(e.Paused((1,)))
     one.lose("b")
-    assert [error_of(event).message for event in one.told()] == ["it died"]
+    assert [error_of(event).message for event in one.delivered()] == ["it died"]
     one.on(e.Resumed((1,)))
     assert one.actions == []
 
@@ -541,7 +541,7 @@ def test_closing_ends_open_sequences_and_notifies_instances(shutdown: bool, mess
     one.open(1)
     one.on(e.Closing(shutdown))
     assert [sent for sent in one.sent() if not isinstance(sent, m.Finish)] == [message, message]
-    assert [error_of(event).code for event in one.told()] == ["unavailable"]
+    assert [error_of(event).code for event in one.delivered()] == ["unavailable"]
     assert one.fleet.refusal() is not None
     one.lose("a")
     assert one.of(e.Replace) == []
@@ -560,9 +560,9 @@ def test_prompt_logprobs_are_reported_once() -> None:
     one.tokens("a", 1, prompt_logprobs=columns(0, 1))
     one.lose("a")
     one.tokens("b", 1, prompt_logprobs=columns(0, 1))
-    assert one.told() == []
+    assert one.delivered() == []
     one.tokens("b", 1, 5, prompt_logprobs=columns(1, 1))
-    (event,) = one.told()
+    (event,) = one.delivered()
     assert event.prompt_logprobs is not None
     assert event.prompt_logprobs.arrays()[2].tolist() == [1]
 

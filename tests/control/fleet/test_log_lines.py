@@ -50,7 +50,7 @@ def test_requests_that_wait_too_long_are_no_errors_and_one_line(caplog: pytest.L
     caplog.clear()
     one.now += PATIENCE.recovery
     one.on(e.Tick())
-    assert len(one.told()) == 50
+    assert len(one.delivered()) == 50
     assert errors(caplog) == []
     assert [line for line in caplog.messages if "fails" in line] == [
         "a request fails: the engine failed and did not come back in time; try again later"

@@ -48,7 +48,9 @@ def test_a_new_watcher_gets_the_whole_index_and_then_changes() -> None:
     assert {front for front, _ in reports.changes()} == {b"one", b"other"}
     reports.forget(b"one")
     log.remove(C)
-    assert [(front, told.number, told.removed) for front, told in reports.changes()] == [(b"other", 3, C)]
+    assert [(front, report.number, report.removed) for front, report in reports.changes()] == [
+        (b"other", 3, C)
+    ]
 
 
 def test_an_engine_without_a_prefix_cache_reports_no_prefixes() -> None:

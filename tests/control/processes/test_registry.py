@@ -82,24 +82,24 @@ def test_two_groups_in_one_folder_share_no_name(tmp_path: Path) -> None:
 
 def test_a_front_and_its_supervisor_hear_each_other() -> None:
     ours, theirs = channel.channel()
-    told: list[str] = []
+    delivered: list[str] = []
 
     async def front() -> None:
         link = channel.SupervisorLink(theirs, serving=False)
-        link.attach(lambda: told.append("drain"), lambda: told.append("stop"))
+        link.attach(lambda: delivered.append("drain"), lambda: delivered.append("stop"))
         link.ready()
         channel.LoadLink(link).report("0", 7, EngineDead("gone"))
         channel.tell(ours, "drain")
         channel.tell(ours, "stop")
         async with asyncio.timeout(deadline(30)):
-            while told != ["drain", "stop"]:
+            while delivered != ["drain", "stop"]:
                 await asyncio.sleep(0.01)
         heard = channel.receive(ours)
         lost = channel.EngineLost("0", 7, EngineDead("gone").info())
         assert heard == [channel.FrontAlive(), channel.FrontReady(), lost]
         ours.close()
         async with asyncio.timeout(deadline(30)):
-            while told != ["drain", "stop", "stop"]:  # the supervisor is gone
+            while delivered != ["drain", "stop", "stop"]:  # the supervisor is gone
                 await asyncio.sleep(0.01)
 
     asyncio.run(front())
