@@ -31,7 +31,7 @@ from weft.disagg.transport.staging_memory import Sizes, Staged
 from weft.disagg.transport.tcp import TcpTransport
 from weft.disagg.transport.transfer_thread import RankTransfer
 from weft.engine.disagg.engine_transfers import EngineTransfers
-from weft.engine.disagg.group_transfers import GroupTransfers, RankWord
+from weft.engine.disagg.group_transfers import GroupTransfers, RankEvent
 from weft.engine.disagg.transfer_channel import ZmqTransferChannel
 from weft.engine.event_sources import EmbeddingSource
 from weft.engine.ranks.worker_transfers import WorkerTransfers
@@ -153,7 +153,7 @@ class Group:
         for number, frame in late:
             self._frame(number, f.encode(frame))
 
-    def take(self) -> list[RankWord]:
+    def take(self) -> list[RankEvent]:
         for number, rank in enumerate(self.members[1:], 1):
             for frame in rank.transfers.said(rank.reports.take() if number not in self.deaf else []):
                 self.transfers.report(frame)

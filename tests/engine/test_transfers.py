@@ -332,7 +332,7 @@ def test_a_message_that_cannot_be_taken_in_ends_its_transfer_alone(monkeypatch: 
     machine = pair.receiver.transfers._machine
     handled = machine._message
 
-    def poisoned(event: ev.Heard, now: float) -> list[ev.Action]:
+    def poisoned(event: ev.PeerMessage, now: float) -> list[ev.Action]:
         if event.message.key == first and isinstance(event.message, r.Metadata):
             raise ZeroDivisionError
         return handled(event, now)

@@ -18,7 +18,7 @@ from weft.disagg.protocol import transfer_events as ev
 from weft.disagg.protocol.group_layout import blocks_of
 from weft.disagg.protocol.transfer_table import TransferPatience
 from weft.engine.disagg.engine_transfers import EngineTransfers
-from weft.engine.disagg.group_transfers import RankWord
+from weft.engine.disagg.group_transfers import RankEvent
 from weft.engine.disagg.peers import PeerProcess, PeerWatch, own_process
 from weft.engine.disagg.transfer_channel import Arrived
 from weft.types import frames as f
@@ -93,7 +93,7 @@ class FakeRanks:
     def __init__(self, transport: str = "shm") -> None:
         self.transport = transport
         self.frames: list[f.TransferToRank] = []
-        self.said: deque[RankWord] = deque()
+        self.said: deque[RankEvent] = deque()
         self.busy: set[TransferKey] = set()
         """Transfers that ranks move."""
         self.deaf: set[int] = set()
@@ -115,7 +115,7 @@ class FakeRanks:
         for rank in self.ranks:
             self.said.append(ev.RankReport(key, rank, outcome, error))
 
-    def take(self) -> list[RankWord]:
+    def take(self) -> list[RankEvent]:
         said = list(self.said)
         self.said.clear()
         return said

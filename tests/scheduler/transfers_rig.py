@@ -421,7 +421,7 @@ class World:
             return
         engine = self.sender if target.name == "P" else self.receiver
         for _ in range(1 + (self.rng.random() < 0.1 * self.harm)):
-            self.later(self.delay(), lambda: engine.feed(ev.Heard(source, r.decode(data))))
+            self.later(self.delay(), lambda: engine.feed(ev.PeerMessage(source, r.decode(data))))
 
     # ---- ranks
 

@@ -201,7 +201,7 @@ class TransferTable:
         match event:
             case ev.Open():
                 return self._open(event, now)
-            case ev.Heard():
+            case ev.PeerMessage():
                 return self._message(event, now)
             case ev.RankReport():
                 return self._rank_report(event, now)
@@ -223,7 +223,7 @@ class TransferTable:
             case ev.TransferTick():
                 return self._tick(now)
 
-    def _message(self, event: ev.Heard, now: float) -> list[ev.Action]:
+    def _message(self, event: ev.PeerMessage, now: float) -> list[ev.Action]:
         """Handle a peer's message. A message of another process than the transfer's peer is dropped. For an
         ended transfer the stored answer is repeated."""
         key, message = event.message.key, event.message

@@ -34,7 +34,7 @@ from weft.disagg.protocol.sender import TransferSender, not_needed
 from weft.disagg.protocol.transfer_table import TransferPatience
 from weft.disagg.protocol.volume import transfer_bytes
 from weft.engine.disagg import transfer_notes as notes
-from weft.engine.disagg.group_transfers import RankWord
+from weft.engine.disagg.group_transfers import RankEvent
 from weft.engine.disagg.peers import Peers, PeerWatch
 from weft.engine.disagg.transfer_ends import TransferRanks, TransferScheduler
 from weft.engine.disagg.transfer_notes import TransferNotes, TransferTally
@@ -193,8 +193,8 @@ class EngineTransfers:
 
         Call ``serve`` after each input to the scheduler, and after each launch or commit of a step.
         """
-        for word in self._ranks.take():
-            self._rank_reported(word)
+        for event in self._ranks.take():
+            self._rank_reported(event)
         events: list[TokenEvent] = []
         # An executed action may create requests, and a request may create actions: loop until both are empty.
         while True:
@@ -217,8 +217,8 @@ class EngineTransfers:
         """Resume after the recovery: repeat pending stops and release deferred offers. The caller must call
         ``serve``.
         """
-        for word in self._ranks.take():  # reports from before the recovery
-            self._rank_reported(word)
+        for event in self._ranks.take():  # reports from before the recovery
+            self._rank_reported(event)
         self._whole = True
         for rank in self._gone:
             self._on(ev.RankBack(rank))
@@ -308,20 +308,20 @@ class EngineTransfers:
             )
             return
         try:
-            self._on(ev.Heard(peer, message))
+            self._on(ev.PeerMessage(peer, message))
         except Exception:  # an invalid message must end only the message's own transfer
             log.exception("processing a message of %s failed", peer.name)
             self.bad += 1
             bad = r.TransferMessageError("the other end of the transfer sent an invalid message")
             self._on(ev.Cancel(message.key, bad.info()))
 
-    def _rank_reported(self, word: RankWord) -> None:
+    def _rank_reported(self, event: RankEvent) -> None:
         """Note the stage of a rank's report and feed the report to the state machine.
 
         An ended rank counts as stopped in all transfers, and is marked back at ``regain``.
         """
         # A failed outcome leaves no mark; the state machine receives every report below.
-        match word:
+        match event:
             case ev.RankReport(key, _, outcome) if outcome is not Outcome.failed:
                 self._mark(key, notes.FIRST_BYTE)
                 if outcome is Outcome.done:
@@ -334,7 +334,7 @@ class EngineTransfers:
                 self._gone.add(rank)
                 for key in list(self._stops):
                     self._has_stopped(key, rank)
-        self._on(word)
+        self._on(event)
 
     def _has_stopped(self, key: TransferKey, rank: int) -> None:
         """Remove ``rank`` from the pending stop of ``key``. Unknown keys are ignored."""
