@@ -49,7 +49,7 @@ class Work:
     known: int
     """Number of output tokens."""
     received: bool = False
-    prompt_told: int = 0
+    prompt_delivered: int = 0
 
     @property
     def parameter_lists(self) -> list[TransferParameters]:
