@@ -71,29 +71,23 @@ def against_reference(config: Config, path: str, count: int, tokens: int, say: S
 
 
 def greedy_agrees(
-    alone: EngineConfig,
-    reference: Reference,
-    prompts: Prompts,
-    found: list[list[int]],
-    tokens: int,
-    say: Say,
-    name: str,
+    alone: EngineConfig, other: Reference, prompts: Prompts, found: Prompts, tokens: int, say: Say, name: str
 ) -> bool:
-    """Compare ``found``, greedy tokens per prompt, with ``reference``; report with ``say``.
+    """Compare ``found``, greedy tokens per prompt, with the tokens of ``other``; report with ``say``.
 
     ``name``: source of ``found`` in the report. ``alone``: one process with the same model, for the logits
     at a difference. Return True if all differences are ties.
     """
     good, equal = True, 0
     for number, (prompt, mine) in enumerate(zip(prompts, found, strict=True)):
-        theirs = reference.greedy(prompt, tokens)
+        theirs = other.greedy(prompt, tokens)
         if mine == theirs:
             equal += 1
             continue
         # A difference is acceptable only at a tie, so compare the logits at the first difference.
         at = first_difference(mine, theirs)
         a = ForwardOnly(alone).logits(prompt + mine[:at])[-1]
-        b = reference.logits(prompt + theirs[:at])[-1, : a.shape[-1]]
+        b = other.logits(prompt + theirs[:at])[-1, : a.shape[-1]]
         ids = (mine[at], theirs[at])
         good = report(say, f"prompt {number}, token {at}", ids, (a, b), (name, "transformers")) and good
     of_all = f"{equal} of {len(prompts)} prompts"
